@@ -70,7 +70,7 @@ def signed(
     if takes == Takes.CODES and kind != AuditKind.PRODUCT:
         raise UsageError(f"a {kind} takes values: only a product can be given codes.")
     if second != "nk" and kind != AuditKind.PRODUCT:
-        raise UsageError(f"a {kind} has no second operand that could lie otherwise: only a product has.")
+        raise UsageError(f"a {kind} has no second operand to transpose: only a product has one.")
     if causal and kind != AuditKind.ATTENTION:
         raise UsageError(f"a {kind} cannot be causal: only attention can.")
     signature = Signature(

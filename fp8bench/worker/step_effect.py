@@ -149,7 +149,7 @@ def _effect(steps: _Steps) -> StepEffect:
     if not after:
         return StepEffect(None, "its state holds no tensor")
     if LOADING & set(steps.phases) or reads_elsewhere(steps.state):
-        return StepEffect(None, "it may read what does not lie in tensors")
+        return StepEffect(None, "it may read data outside of tensors")
     given = set(prepared) & set(before) & set(after)
     answered = {address_of(tensor) for tensor in tensors_of(steps.returned)}
     results = [
@@ -158,12 +158,12 @@ def _effect(steps: _Steps) -> StepEffect:
         if not taken.counts(tensor) and tensor not in given and (tensor not in before or tensor.address in answered)
     ]
     if not given:
-        return StepEffect(None, "it is given no tensor that could be changed")
+        return StepEffect(None, "it has no input tensor that could be changed")
     idle = not results and _idle(steps)
     if not idle and not any(
         result.floating or result.elements > 1 for result in results
     ):  # a truth value need not change
-        return StepEffect(None, "nothing that it gives is kept in its state, or returned")
+        return StepEffect(None, "none of its results is kept in its state, or returned")
     floating, others = ({tensor.address for tensor in given if tensor.floating is kind} for kind in (True, False))
     in_place = {result.address for result in results if result not in before} & {tensor.address for tensor in before}
     for chosen, results_too in ((floating, False), (others, False), (in_place, True)):
@@ -171,9 +171,7 @@ def _effect(steps: _Steps) -> StepEffect:
             return StepEffect(True)  # also if others than torch have launched the work, which nobody counts
     if idle:
         return StepEffect(False, "it calls no operator of torch and leaves all tensors as they were")
-    return StepEffect(
-        False, f"it gives the same, bit for bit, whatever is in the {len(given)} tensors that it is given"
-    )
+    return StepEffect(False, f"its results are the same, bit for bit, whatever its {len(given)} input tensors hold")
 
 
 @dataclass(frozen=True)

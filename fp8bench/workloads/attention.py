@@ -126,7 +126,7 @@ class Attention(LayerWorkload):
         if support.level is Level.REFUSED:
             return support
         if kernel != "auto" and _low(params):
-            return refused(f"scores={params['scores']} are explicit products, and kernel={kernel} is none of them")
+            return refused(f"scores={params['scores']} runs explicit products and no kernel: choose kernel=auto")
         if missing := missing_kernel(kernel, params["heads"] != params["key_heads"], precision, facts):
             return refused(missing)
         if params["part"] == "core" and not _low(params) and precision.carried_by:

@@ -87,9 +87,9 @@ class Cast(Workload):
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         layout = LAYOUT.of(params)
         if layout != CONTIGUOUS and params["direction"] == "from":
-            return refused("a way back begins with codes, which lie as their format wants: choose direction=to")
+            return refused("direction=from begins with codes, whose layout their format decides: choose direction=to")
         if layout not in (CONTIGUOUS, STRIDED) and int(params["rows"]) == 1:
-            return refused(f"one row lies the same in layout={layout}: choose contiguous or strided")
+            return refused(f"one row is the same in layout={layout}: choose contiguous or strided")
         return storage_support(precision, facts, "there is nothing to cast")
 
     def prepare(self, setup: Setup) -> CastState:

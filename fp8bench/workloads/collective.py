@@ -97,11 +97,11 @@ class Collective(Workload):
         if facts.ranks < 2:
             return refused("a collective takes 2 ranks, and there is 1: add --ranks 2")
         if precision.name not in DTYPES:
-            return refused(f"{precision.name} is not sent here: choose of {', '.join(DTYPES)}")
+            return refused(f"{precision.name} is none of the formats that are sent: choose one of {', '.join(DTYPES)}")
         if int(params["elements"]) % (_MULTIPLE * facts.ranks):
             return refused(
-                f"{params['elements']} elements have no equal part for each of {facts.ranks} ranks: choose a multiple "
-                f"of {_MULTIPLE * facts.ranks}"
+                f"{params['elements']} elements cannot be divided equally among {facts.ranks} ranks: choose a "
+                f"multiple of {_MULTIPLE * facts.ranks}"
             )
         return precision.support(facts)
 

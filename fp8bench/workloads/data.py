@@ -101,10 +101,10 @@ class Data(Workload):
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         if precision.float32_products != "highest":
             return refused(
-                f"{precision.name} is how products read float32: a batch travels as float32, so measure fp32"
+                f"{precision.name} only changes how products read float32, and a batch travels as float32: measure fp32"
             )
         if params["kind"] != "reading" and _BUFFERS.of(params) == "kept":
-            return refused("batches lie ready, and no step allocates one: buffers=kept is of kind=reading")
+            return refused("no step of kind=transfer allocates a batch: choose kind=reading for buffers=kept")
         return precision.support(facts)
 
     def prepare(self, setup: Setup) -> LoadState:

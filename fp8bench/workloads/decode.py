@@ -47,7 +47,7 @@ class Decode(ServedWorkload):
         support = super().support(params, precision, facts)
         own = str(params["size"]) in SERVED_SIZES and params["kv"] == OWN and precision.name != SERVED
         if _STATIC.of(params) == "no" and not own and support.level is not Level.REFUSED:
-            return refused("static=no is a cache of one's own keys and values: choose kv=own, and a size of fp8bench's")
+            return refused("static=no works only with kv=own and a size of fp8bench's own: choose these")
         return support
 
     def precision(self, setup: Setup) -> Precision:

@@ -72,7 +72,7 @@ class Mlp(LayerWorkload):
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
         if params.get("cut") == NORM_MLP:
-            return refused("cut=norm-mlp may be one layer, which a precision map cannot part: choose cut=norm-linear")
+            return refused("cut=norm-mlp may be one layer, which a precision map cannot divide: choose cut=norm-linear")
         return super().layer_support(kind, params, precision, facts)
 
     def prepare(self, setup: Setup) -> Exercise:

@@ -89,8 +89,7 @@ class Model(Workload):
         support = precision.prepares(facts) or precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and params["compile"] == "yes":
             return refused(
-                f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: "
-                "leave --compile out"
+                f"{precision.mode} depends on earlier casts, which a compiled graph does not know: leave --compile out"
             )
         return support
 

@@ -112,7 +112,9 @@ class Parallel(Workload):
             takes = "; ".join(f"{name}: {', '.join(values)}" for name, values in way.options.items()) or "none"
             return refused(f"{way.name} has no {foreign[0]}={options[foreign[0]]}: it takes {takes}")
         if precision.whole_layers:
-            return refused(f"{precision.mode} has layers of its own, which no way divides: leave the backend out")
+            return refused(
+                f"{precision.mode} brings its own layers, which cannot be divided among ranks: leave the backend out"
+            )
         case = ParallelCase(_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
         why = way.refused(case)
         return refused(why) if why else precision.support(facts)
@@ -138,7 +140,7 @@ class Parallel(Workload):
         params = dict(setup.case.params)
         limits = most_apart(map(precisions.get, made_in), str(params.get("wire", "")), str(params.get("load", "")))
         if why := limits.why_not(apart):
-            raise NotTheSame(f"{_AGREEING_STEPS} steps change weights otherwise than one rank alone does: {why}")
+            raise NotTheSame(f"{_AGREEING_STEPS} steps change weights differently from one rank alone: {why}")
         return {**apart.figures(), **state.model.figures()}
 
     def step_parts(self, setup: Setup) -> StepParts:

@@ -105,7 +105,7 @@ class Transformer(TrainingWorkload):
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         config, four = SIZES[str(params["size"])], _choice(params, "models") == "rlhf"
         if not four and _choice(params, "frozen") != USUAL["frozen"]:
-            raise UsageError(f"frozen={params['frozen']} is of models=rlhf, whose other two models stay: add that.")
+            raise UsageError(f"frozen={params['frozen']} is for the frozen models of models=rlhf: add models=rlhf.")
         if four and (_choice(params, "compile"), _choice(params, "cut")) != ("no", "linear"):
             raise UsageError("models=rlhf has four models, of which none is compiled: choose compile=no, cut=linear.")
         own: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
@@ -163,7 +163,7 @@ class Transformer(TrainingWorkload):
     ) -> Support:
         """Considers products only: attention's core gets values in the model's carrier, whatever the map says."""
         if _choice(params, "cut") == "block" and kind != "head":
-            return refused("cut=block may be one layer, which a precision map cannot part: choose cut=linear")
+            return refused("cut=block may be one layer, which a precision map cannot divide: choose cut=linear")
         return self._products(params, precision, facts)
 
     def scales_refused(self, params: Mapping[str, Scalar], rule: StaticScales) -> str:
@@ -194,8 +194,7 @@ class Transformer(TrainingWorkload):
         support = precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and _choice(params, "compile") == "yes":
             return refused(
-                f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: "
-                "choose compile=no"
+                f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no"
             )
         recasts = precision.backend is not None and precision.whole_layers and not precision.backend.caches_weights
         if recasts and support.level is not Level.REFUSED and _choice(params, "weights") == "cached":

@@ -80,7 +80,8 @@ class Vision(TrainingWorkload):
             raise UsageError(f"image={own['image']} is no multiple of patch={own['patch']}. Choose others.")
         if model == "resnet" and is_training(own) and int(own["batch"]) * sizes_of(own).stage == 1:
             raise UsageError(
-                f"batch=1 with image={own['image']} leaves one value a channel, without a batch norm: choose a larger."
+                f"batch=1 with image={own['image']} leaves one value a channel, too few for a batch norm: choose "
+                "a larger batch or image."
             )
         both = ("contiguous", "channels_last") if model == "resnet" else ("channels_last",)
         return tuple(tuple({**own, "layout": chosen}.items()) for chosen in (both if layout == "auto" else (layout,)))

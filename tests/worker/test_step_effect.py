@@ -193,20 +193,20 @@ def numpy_state() -> State:
     return State(x=np.ones((SIZE, SIZE)), out=torch.empty(SIZE), spare=torch.ones(SIZE))
 
 
-UNTOLD: dict[str, tuple[Callable[[], object], Step, str]] = {
+UNDECIDED: dict[str, tuple[Callable[[], object], Step, str]] = {
     "a local result": (state, lambda state, phase: _drop(state.x @ state.w), "kept"),
     "whether all is finite": (state, lambda state, phase: state.x.isfinite().all(), "kept"),
     "the same file each time": (state, load, "may read"),
     "work that torch does not see": (state, lambda state, phase: _drop(sum(range(20_000))), "kept"),
     "numbers": (lambda: 3, lambda state, phase: _drop(sum(range(cast(int, state)))), "holds no tensor"),
     "arrays of NumPy's": (numpy_state, lambda state, phase: state.out.fill_(float(state.x.sum())), "may read"),
-    "results alone": (lambda: State(out=torch.empty(SIZE)), lambda state, phase: state.out.fill_(1), "given no tensor"),
+    "results alone": (lambda: State(out=torch.empty(SIZE)), lambda state, phase: state.out.fill_(1), "no input tensor"),
 }
 
 
-@for_each("how", UNTOLD)
+@for_each("how", UNDECIDED)
 def test_where_nothing_can_be_seen_nothing_is_claimed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare, step, words = UNTOLD[how]
+    prepare, step, words = UNDECIDED[how]
     told = effect(step, prepare)
     assert told.changes is None and words in told.why
     monkeypatch.setattr(step_effect, "LONGEST_SECONDS", 0.0)

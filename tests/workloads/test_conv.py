@@ -80,7 +80,7 @@ def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
 
 
 def test_a_single_value_has_no_batch_norm() -> None:
-    with pytest.raises(UsageError, match=r"batch=1 with image=1 is one value a channel.*choose a larger"):
+    with pytest.raises(UsageError, match=r"batch=1 with image=1.*choose a larger"):
         make_plan(Request("conv", axes=(("batch", ("1", "2")), ("image", ("1",)))), (CPU,))
     for changes in ({"batch": 2, "image": 1}, {"batch": 1, "image": 2}):
         assert Conv().expand({**SIZES, **changes}) == (tuple({**SIZES, **changes}.items()),)

@@ -113,7 +113,7 @@ def test_what_cannot_be_is_a_sentence(corpus: Corpus) -> None:
     workload = workloads.get("transformer")
     params = dict(setup_for(corpus).case.params)
     for changes, why in (
-        ({"frozen": "fp8"}, "frozen=fp8 is of models=rlhf"),
+        ({"frozen": "fp8"}, "add models=rlhf"),
         ({"models": "rlhf", "compile": "yes"}, "none is compiled: choose compile=no"),
         ({"models": "rlhf", "cut": "block"}, "none is compiled: choose compile=no, cut=linear"),
     ):

@@ -328,7 +328,7 @@ class RankBench(Bench):
         return left
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
-        return StepEffect(None, "several ranks take its steps together, and would have to be given the same changes")
+        return StepEffect(None, "several ranks take its steps together, and their inputs would have to change alike")
 
     def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
         from fp8bench.worker.bits import bits_of_ranks
