@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, ImportFailed
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.user_code.switches import Switch, now, of_the_process, put_back
+from fp8bench.user_code.switches import Switch, process_switches, put_back, values_of
 
 # stdout and the switches belong to the process, so only one thread imports at a time.
 _importing = threading.RLock()
@@ -27,14 +27,14 @@ def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) ->
     and in those that it starts. The switches are `watched`, by default those of the process."""
     for registry in (workloads, precisions, devices):
         registry.names()  # fp8bench registers its own names first, so that a user's file is refused, not fp8bench's
-    watched = [switch for switch in watched or of_the_process() if not switch.set_by_imports]
+    watched = [switch for switch in watched or process_switches() if not switch.set_by_imports]
     with _importing:
         for name in names:
             _import(name, watched)
 
 
 def _import(name: str, watched: Sequence[Switch]) -> None:
-    before = now(watched)
+    before = values_of(watched)
     try:
         with _stdout_to_stderr():
             _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)

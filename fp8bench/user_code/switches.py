@@ -59,12 +59,12 @@ def attribute(name: str, holder: Any, word: str, **more: Any) -> Switch:
     return Switch(name, partial(getattr, holder, word), lambda value: setattr(holder, word, value), **more)
 
 
-def now(switches: Iterable[Switch]) -> tuple[Any, ...]:
+def values_of(switches: Iterable[Switch]) -> tuple[Any, ...]:
     return tuple(switch.read() for switch in switches)
 
 
 def put_back(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
-    after = now(switches)
+    after = values_of(switches)
     if after == before:
         return []
     known = zip(switches, before, after, strict=True)
@@ -118,7 +118,7 @@ _TIMERS = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profil
 
 
 @cache
-def of_the_process() -> tuple[Switch, ...]:
+def process_switches() -> tuple[Switch, ...]:
     return (*_interpreter_switches(), *_system_switches(), *_library_switches(), *_clock_and_signal_switches())
 
 

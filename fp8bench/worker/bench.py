@@ -36,7 +36,7 @@ from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import Prepared, State, begins_alone, bytes_of, flush_of, rotation
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, aside, nothing_left_on_error, running, still_running
-from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
+from fp8bench.worker.switches import recorded_values, refuse_distorted_reference, switches, unchanged, under
 from fp8bench.worker.untimed_passes import UntimedPasses
 
 
@@ -54,11 +54,11 @@ class Bench(UntimedPasses):
         self._clock: Callable[[Stamper], PhaseClock] = PhaseClock
         self._unmarked: Callable[[], Phases] = SilentPhases
         self._meet: Callable[[], None] = begins_alone
-        refuse_bent()
+        refuse_distorted_reference()
         import_user_modules(settings.imports, switches())
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
-        self._switches = recorded()
+        self._switches = recorded_values()
 
     def close(self) -> None:
         import torch

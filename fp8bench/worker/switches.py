@@ -17,7 +17,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
 from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.protocols import Precision, float32_products
-from fp8bench.user_code.switches import Switch, Unset, now, of_the_process, plain, put_back
+from fp8bench.user_code.switches import Switch, Unset, plain, process_switches, put_back, values_of
 
 _MOST_NAMED = 8
 
@@ -31,7 +31,7 @@ def unchanged(known: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
     """Puts back the switches that the body leaves changed; raises SwitchesChanged unless the body itself raised. Yields
     the values before the body. Another body under the same precision may be given them as `known`, which saves reading
     them."""
-    before = now(switches()) if known is None else known
+    before = values_of(switches()) if known is None else known
     try:
         yield before
     except BaseException:
@@ -66,12 +66,12 @@ def collected_by_hand() -> Iterator[None]:
 
 @functools.cache
 def switches() -> tuple[Switch, ...]:
-    from fp8bench.worker.torch_switches import of_torch
+    from fp8bench.worker.torch_switches import torch_switches
 
-    return (*of_torch(), *of_the_process())
+    return (*torch_switches(), *process_switches())
 
 
-def recorded() -> dict[str, Scalar | None]:
+def recorded_values() -> dict[str, Scalar | None]:
     """Returns the values of all recorded switches, and one text of those that differ from a new process, or None."""
     values = {switch: plain(switch.read()) for switch in switches() if switch.recorded}
     others = [
@@ -83,7 +83,7 @@ def recorded() -> dict[str, Scalar | None]:
     return {**facts, SWITCHES_SET: "; ".join(others) or None}
 
 
-def refuse_bent() -> None:
+def refuse_distorted_reference() -> None:
     """Raises UsageError if a switch is set so that the reference in this process would be none."""
     values = {switch: switch.read() for switch in switches()}
     with contextlib.ExitStack() as scope:

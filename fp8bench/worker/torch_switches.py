@@ -18,18 +18,18 @@ _KINDS = ("cpu", "cuda")
 _LOWERED = ("tf32", "bf16", "mixed")
 
 
-def of_torch() -> Iterator[Switch]:
+def torch_switches() -> Iterator[Switch]:
     """Yields the switches in the order of putting them back: first those that block others, newer settings last."""
-    yield from _of_modes()
-    yield from _of_numbers()
-    yield from _of_libraries()
-    yield from _of_attention()
-    yield from _of_modules_and_compilers()
-    yield from _of_gpus()
-    yield from _of_products()
+    yield from _modes()
+    yield from _numbers()
+    yield from _libraries()
+    yield from _attention()
+    yield from _modules_and_compilers()
+    yield from _gpus()
+    yield from _products()
 
 
-def _of_modes() -> Iterator[Switch]:
+def _modes() -> Iterator[Switch]:
     autograd = torch._C._autograd
     yield Switch(
         "torch's lock on its flags", torch.backends.flags_frozen, state.freeze, usual=False, bends=bool,
@@ -81,7 +81,7 @@ def _of_modes() -> Iterator[Switch]:
 _OLDER = {"cpu": "cpu_", "cuda": ""}
 
 
-def _of_numbers() -> Iterator[Switch]:
+def _numbers() -> Iterator[Switch]:
     """Yields the switches of default dtypes, of threads, and of what becomes of the smallest numbers."""
     yield _call(
         "the default dtype", torch.get_default_dtype, "torch.set_default_dtype", usual=torch.float32,
@@ -100,7 +100,7 @@ def _of_numbers() -> Iterator[Switch]:
     yield _call("denormals as zero", lambda: _SMALLEST * 1.0 == 0.0, "torch.set_flush_denormal", usual=False)
 
 
-def _of_libraries() -> Iterator[Switch]:
+def _libraries() -> Iterator[Switch]:
     cuda = torch.backends.cuda
     yield from _flag("oneDNN", "mkldnn.enabled", True, bends=True)
     yield from _flag("oneDNN's deterministic algorithms", "mkldnn.deterministic", False)
@@ -135,7 +135,7 @@ def _of_libraries() -> Iterator[Switch]:
         )  # fmt: skip
 
 
-def _of_attention() -> Iterator[Switch]:
+def _attention() -> Iterator[Switch]:
     cuda = torch.backends.cuda
     for words, name in (
         ("flash attention", "flash"), ("memory-efficient attention", "mem_efficient"),
@@ -164,7 +164,7 @@ def _of_attention() -> Iterator[Switch]:
     )  # fmt: skip
 
 
-def _of_modules_and_compilers() -> Iterator[Switch]:
+def _modules_and_compilers() -> Iterator[Switch]:
     hooks = [value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)]
 
     def put_back(old: tuple[dict[int, Any], ...]) -> None:
@@ -185,7 +185,7 @@ def _of_modules_and_compilers() -> Iterator[Switch]:
     )
 
 
-def _of_gpus() -> Iterator[Switch]:
+def _gpus() -> Iterator[Switch]:
     """Yields switches of GPUs, which are read only once a GPU is in use: reading would begin to use it."""
     if not torch.cuda.is_available():
         return
@@ -216,7 +216,7 @@ def _of_gpus() -> Iterator[Switch]:
         )
 
 
-def _of_products() -> Iterator[Switch]:
+def _products() -> Iterator[Switch]:
     """Yields how numbers are multiplied and summed. Older switches of float32 come first: they write newer ones."""
     yield Switch(
         "float32 products", partial(state.unmixed, torch.get_float32_matmul_precision),

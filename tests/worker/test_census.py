@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8bench.model.raw import Settings
-from fp8bench.user_code.switches import NotInUse, Unset, now, plain, put_back
+from fp8bench.user_code.switches import NotInUse, Unset, plain, put_back, values_of
 from fp8bench.worker import torch_state, torch_switches
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.switches import switches
@@ -50,7 +50,7 @@ def test_what_the_table_calls_watched_is_watched(version: str) -> None:
 
 def test_those_of_gpus_are_watched_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    of_gpus = list(torch_switches._of_gpus())
+    of_gpus = list(torch_switches._gpus())
     table = {name for name, heading in decided(HERE).items() if heading == ON_A_GPU}
     assert {name for switch in of_gpus for name in switch.names} == table
     if not torch.cuda.is_initialized():
@@ -61,14 +61,14 @@ def test_a_gpu_that_comes_into_use_within_a_step_has_changed_no_switch(monkeypat
     """torch's own optimizers ask for a GPU's stream. A regression: every step on the CPU failed by cuFFT's plans."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "cufft_plan_cache", SimpleNamespace(max_size=4096))
-    plans = [switch for switch in torch_switches._of_gpus() if switch.name == "cuFFT's plans"]
+    plans = [switch for switch in torch_switches._gpus() if switch.name == "cuFFT's plans"]
     used = [False]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used[0])
-    before = now(plans)
+    before = values_of(plans)
     assert [plain(value) for value in before] == [None]
     used[0] = True
     assert put_back(plans, before) == []
-    before = now(plans)
+    before = values_of(plans)
     torch.backends.cuda.cufft_plan_cache.max_size = 7
     assert put_back(plans, before) == ["cuFFT's plans at 7 (it was 4096)"]
     assert torch.backends.cuda.cufft_plan_cache.max_size == 4096

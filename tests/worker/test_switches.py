@@ -29,10 +29,10 @@ from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases
 from fp8bench.registry import precisions
-from fp8bench.user_code.switches import now
+from fp8bench.user_code.switches import values_of
 from fp8bench.worker import step_guards
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.switches import SwitchesChanged, recorded, switches, unchanged, under
+from fp8bench.worker.switches import SwitchesChanged, recorded_values, switches, unchanged, under
 from fp8bench.workloads.gemm import Gemm
 from tests.counts import for_each
 from tests.fakes import CPU
@@ -213,11 +213,11 @@ def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
     if which in SINCE_2_12 and not SINCE_2_12[which]:
         pytest.skip("this torch does not have it; 2.12 has")
     leave, words = LEFT[which]
-    before = now(switches())
+    before = values_of(switches())
     with pytest.raises(SwitchesChanged) as caught, unchanged():
         leave()
     assert words in str(caught.value)
-    assert now(switches()) == before
+    assert values_of(switches()) == before
 
 
 @for_each("which", KEPT)
@@ -242,7 +242,7 @@ def test_every_switch_is_left_changed_by_a_test() -> None:
 def test_what_is_recorded_are_plain_values_and_one_text_of_what_is_unusual() -> None:
     torch.backends.mkldnn.enabled = False
     try:
-        found = recorded()
+        found = recorded_values()
     finally:
         torch.backends.mkldnn.enabled = True
     assert found["switch oneDNN"] is False and found["switch the default dtype"] == "torch.float32"
@@ -257,7 +257,7 @@ def test_what_is_recorded_are_plain_values_and_one_text_of_what_is_unusual() -> 
 def test_the_compilers_switches_are_watched_too() -> None:
     import torch._dynamo
 
-    before = now(switches())
+    before = values_of(switches())
     with pytest.raises(SwitchesChanged, match=r"the stance of torch.compile at .*force_eager"), unchanged():
         torch.compiler.set_stance("force_eager")
     with (
@@ -265,7 +265,7 @@ def test_the_compilers_switches_are_watched_too() -> None:
         unchanged(),
     ):
         torch.compiler.set_default_backend("eager")
-    assert now(switches()) == before
+    assert values_of(switches()) == before
 
 
 def test_the_working_directory_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -321,10 +321,10 @@ def test_a_precision_of_somebodys_own_has_to_put_back_what_it_sets() -> None:
             torch.backends.mkldnn.enabled = False
             yield
 
-    before = now(switches())
+    before = values_of(switches())
     with pytest.raises(SwitchesChanged, match="it left oneDNN at False"), under(Careless()):
         assert not torch.backends.mkldnn.enabled
-    assert now(switches()) == before
+    assert values_of(switches()) == before
 
 
 @for_each("precision", ["fp32", "bf16"])

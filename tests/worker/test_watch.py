@@ -18,9 +18,9 @@ from fp8bench.model import Case, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
-from fp8bench.user_code.switches import now, put_back
+from fp8bench.user_code.switches import put_back, values_of
 from fp8bench.worker.clock import ClocksDisagree, agreeing
-from fp8bench.worker.switches import refuse_bent, switches
+from fp8bench.worker.switches import refuse_distorted_reference, switches
 from tests.counts import for_each
 from tests.own_suites import forgotten
 from tests.worker.test_switches import KEPT, LEFT
@@ -109,9 +109,9 @@ def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path
         isolation=isolation,
     )  # fmt: skip
     import_user_modules(request.imports)
-    before = now(switches())
+    before = values_of(switches())
     run = pipeline.execute(request, tmp_path, SilentObserver(), "a test")
-    assert now(switches()) == before
+    assert values_of(switches()) == before
     failed = [record for record in run.records if record.status is not Status.OK]
     assert len(failed) == len(WHERE) * len(WORDS)
     for record in failed:
@@ -132,11 +132,11 @@ def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path
 def test_a_file_whose_import_sets_switches_is_refused(line: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "sets_at_import.py"
     path.write_text(line)
-    before = now(switches())
+    before = values_of(switches())
     for _ in range(2):
         with pytest.raises(ImportFailed, match=rf"importing '.*sets_at_import.py' leaves {words}.*: everything"):
             import_user_modules([str(path)])
-        assert now(switches()) == before
+        assert values_of(switches()) == before
 
 
 def test_a_file_whose_import_sets_switches_of_torch_is_refused_by_the_worker(tmp_path: Path) -> None:
@@ -175,23 +175,23 @@ BENT = {
 def test_a_process_that_would_bend_its_reference_is_refused(
     which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = now(switches())
+    usual = values_of(switches())
     with KEPT[which][0]() if which in KEPT else nullcontext():
         if which in LEFT:
             LEFT[which][0]()
         elif which not in KEPT:
             monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
-        before = now(switches())
+        before = values_of(switches())
         with pytest.raises(UsageError, match=BENT[which]):
             fp8bench.run("gemm", dtypes="fp32", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path)
-        assert now(switches()) == before
+        assert values_of(switches()) == before
     if which in LEFT:
         put_back(switches(), usual)
 
 
 def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
     """All cases run under it alike; the precision's own scope sets float32 products."""
-    usual = now(switches())
+    usual = values_of(switches())
     torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high")
     try:
@@ -199,7 +199,7 @@ def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
         assert torch.are_deterministic_algorithms_enabled() and torch.get_float32_matmul_precision() == "high"
     finally:
         put_back(switches(), usual)
-    refuse_bent()  # nothing bends it now
+    refuse_distorted_reference()  # nothing bends it now
     assert run.ok and "deterministic algorithms at 2 (usually 0)" in str(run.environment.get("switches_set"))
     assert run.environment.get("switch float32 products") == "high"
 
