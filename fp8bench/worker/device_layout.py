@@ -185,7 +185,8 @@ class LaidOutArithmetic(Arithmetic):
             return self._inner.product(a, b, dtype)
 
     def restore(self, operand: Operand, dtype: Any) -> Tensor:
-        """Returns a view of its own, with an end of its own: hardware makes anew what an emulation may have at hand."""
+        """Notes new memory: hardware makes anew what an emulation may have at hand. The result is a view, with an end
+        of its own."""
         if not self._ledger.listening:
             return self._inner.restore(operand, dtype)
         with self._ledger.emulating() as replaced:

@@ -245,7 +245,7 @@ def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) 
 
 
 def _idle(steps: _Steps) -> bool:
-    """Tells whether a step calls nothing of torch's and takes no time that could be others' work."""
+    """Tells whether a step calls nothing of torch's, and is too fast to do work that torch does not see."""
     if calls_operators(steps.take) is not False:
         return False
     end, spent = time.monotonic() + LONGEST_SECONDS, 0.0

@@ -32,7 +32,7 @@ _FP8_PARAMETERS = ("fp8", "scaling")
 # Each rank's part has whole blocks of scales.
 _MULTIPLE = 32
 _ELEMENT_BYTES = 4
-# FP8-LM's mu begins at 1 and is halved until it fits.
+# So many steps let FP8-LM's mu settle, which begins at 1 and is halved.
 _SETTLING_STEPS = 8
 
 
@@ -60,7 +60,7 @@ class Collective(Workload):
     listed, least_ranks = False, 2
     fused = False
     dtypes = DTYPES
-    # The FP8 variant that sends only codes, and default sizes.
+    # One variant of FP8 only, and default sizes.
     history = Grid(
         cpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},
         gpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},

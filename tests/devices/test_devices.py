@@ -652,7 +652,7 @@ def test_what_a_gpu_s_allocator_had_to_try_again(monkeypatch: pytest.MonkeyPatch
     assert Cuda().retried(0) == 3 and Cpu().retried(0) is None
 
 
-def test_a_gpu_s_memory_ends_where_its_allocator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_s_memory_ends_at_its_allocators_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeFraction(monkeypatch)
     with Cuda().memory_limited(1, 2 * 10**9):
         assert fake.share == pytest.approx(0.3)

@@ -127,7 +127,7 @@ def test_memory_is_what_its_allocator_counts(xpu: FakeXpu) -> None:
     assert course is not None and (course.peak, course.reserved) == (700, 100)
 
 
-def test_memory_ends_where_it_is_told_to(xpu: FakeXpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_ends_at_its_limit(xpu: FakeXpu, monkeypatch: pytest.MonkeyPatch) -> None:
     with Xpu().memory_limited(0, 400):
         assert xpu.fraction == 0.5
     assert xpu.fraction == 1.0
@@ -165,7 +165,7 @@ def test_a_tpu_is_refused_with_the_reason(word: str) -> None:
 
 
 @for_each("word", ["rocm", "hip:1"])
-def test_torch_s_name_for_an_amd_gpu_is_told(word: str) -> None:
+def test_torch_s_name_for_an_amd_gpu_is_explained(word: str) -> None:
     from fp8bench.plan.make import check_names
 
     with pytest.raises(UsageError, match=f"'{word}' is not measured: torch calls AMD's GPUs cuda: give that name"):

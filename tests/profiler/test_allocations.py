@@ -170,7 +170,7 @@ def test_of_another_device_nothing_is_heard() -> None:
     assert heard(stream) == [Begun("gemm")] and kept.numel() == 10
 
 
-def test_what_lies_in_no_operation_is_heard_of_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocations_outside_of_operations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out allocations without an event around them, as torch does for a GPU."""
     told = stream_module._changes_and_notes
     monkeypatch.setattr(
@@ -218,7 +218,7 @@ def passes_of(events: list[Event], values: int) -> list[bool]:
     return [one.node > 0 for one in events if isinstance(one, Sized) and one.size == 4 * values]
 
 
-def test_backward_is_told_from_forward_and_from_what_is_computed_again() -> None:
+def test_backward_is_distinguished_from_forward_and_recomputation() -> None:
     x = torch.empty(333, requires_grad=True)
     block = lambda x: Doubled.apply(x).exp()  # type: ignore[no-untyped-call]  # noqa: E731
     for again in (False, True):

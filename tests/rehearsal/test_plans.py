@@ -25,7 +25,7 @@ def told(**options: bool | float | str) -> str:
     return expected_time(make_plan(request, (H200,)), request)
 
 
-def test_warming_up_is_part_of_the_time_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warming_up_is_part_of_the_estimated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "warm up" not in told()
     monkeypatch.delenv("FP8BENCH_WARM_UP")
     assert ", and 8 s to 1 min 00 s to warm up, and 30 s to" in told()
@@ -37,14 +37,14 @@ def test_turns_are_part_of_it_too() -> None:
     assert "for turns of seconds (--sustained)" in told(sustained=5.0, energy=False)
 
 
-def test_energy_is_part_of_the_time_that_is_told() -> None:
+def test_energy_is_part_of_the_estimated_time() -> None:
     """Two groups idle for six seconds each; in each, two cases have three windows and the emulated one has one."""
     assert "about 20 s to 40 s, more where a step takes seconds, and 30 s to 1 min 26 s for energy" in told()
     assert "10 rounds of every group take what they take, and 14 s to 38 s for energy" in told(quick=True)
     assert "energy" not in told(energy=False) + told(budget=60.0)
 
 
-def test_energy_of_phases_is_told_beside_it() -> None:
+def test_energy_of_phases_is_estimated_too() -> None:
     assert "for energy, which --no-energy leaves out, and 18 s to " in told(energy_of="phases")
     assert told(energy_of="phases").endswith("for that of phases (--energy phases); --budget SECONDS sets an end")
     assert "phases" not in told()

@@ -124,7 +124,7 @@ def test_a_wait(wait: Callable[[Tensor], object], stage: Stage) -> None:
         wait(x)
 
 
-def test_a_copy_that_nobody_waits_for(stage: Stage) -> None:
+def test_a_copy_without_waiting(stage: Stage) -> None:
     x = torch.ones(64, device="meta")
     with stage.ledger(H200) as ledger:
         torch.tensor([1.0]).pin_memory().to("meta", non_blocking=True)

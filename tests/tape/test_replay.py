@@ -167,7 +167,7 @@ def test_it_has_the_operators_of_its_phase_alone() -> None:
     assert names(recorded(step, UNATTRIBUTED)) == ["ones", "cos"]
 
 
-def test_numbers_that_it_spoils_are_told() -> None:
+def test_numbers_that_a_replay_spoils_are_reported() -> None:
     def overflowing(mark: Mark) -> None:
         x = torch.ones(4)
         with mark("gemm"):

@@ -294,9 +294,7 @@ def test_the_queue_is_filled_before_every_so_many_calls(bench: Bench, monkeypatc
     assert asked == [(1, 0.25), (3, 0.25), (5, 0.25)]
 
 
-def test_the_host_s_time_is_that_of_a_call_that_waited_for_nobody(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_host_s_time_is_that_of_a_call_without_waiting(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.prepare("key", case(), FACTS)
     waits = iter([0.5, 0.0, 0.0, 0.0])
     monkeypatch.setattr(Watched, "step", lambda self, state, phase: time.sleep(next(waits)))

@@ -25,7 +25,7 @@ ON_A_GPU = "watched where there is a GPU"
 
 
 @pytest.mark.slow
-def test_the_torch_at_hand_has_no_name_that_nobody_has_decided_on() -> None:
+def test_every_name_of_the_installed_torch_is_decided() -> None:
     assert HERE in versions(), f"read torch {HERE} with python -m tests.worker.census, and decide on what is new"
     names, known = census(Path(torch.__file__).parent), decided(HERE)
     assert names - known.keys() == set(), f"decide on these in {TABLE.name}"

@@ -129,7 +129,7 @@ def test_work_that_is_skipped_while_it_is_timed_is_above_the_ceiling(run: Run) -
         assert above.startswith("gemm did ") and " by the tape, this machine" in above
 
 
-def test_a_suite_that_is_not_in_its_precision_is_told(run: Run) -> None:
+def test_a_suite_that_ignores_its_precision_is_labelled(run: Run) -> None:
     ignored, kept, repeated = (reasons(run, how) for how in ("deaf", "keeps", "repeats"))
     assert ignored.pop("fp32") == repeated.pop("fp32") == kept["bf16"] == {}
     assert {mode: told[Label.FALLBACK] for mode, told in ignored.items()} == {
@@ -140,7 +140,7 @@ def test_a_suite_that_is_not_in_its_precision_is_told(run: Run) -> None:
 
 
 @for_each(("how", "said"), [("exact", ("0.0e+00", "0.0e+00")), ("boasts_numbers", ("1.0e-06", "1.0e-05"))])
-def test_errors_that_its_products_cannot_have_are_told(how: str, said: tuple[str, str], run: Run) -> None:
+def test_errors_that_its_products_cannot_have_are_labelled(how: str, said: tuple[str, str], run: Run) -> None:
     found = reasons(run, how)
     assert found.pop("fp32") == {}
     rounds = {"bf16": "1.5e-03", "fp8": "2.4e-02"}
@@ -177,7 +177,7 @@ def test_what_a_step_runs(how: str, precision: str, products: Products, run: Run
     assert replace(found, given=()) == products
 
 
-def test_a_step_that_takes_no_longer_for_more_work_is_told(run: Run) -> None:
+def test_a_step_that_takes_no_longer_for_more_work_is_labelled(run: Run) -> None:
     found = findings(run)
     flat = {
         (finding.case.param("how"), finding.case.param("n")): dict(finding.label_reasons)[Label.FLAT_TIME]

@@ -43,7 +43,7 @@ def codes(*names: str) -> list[int]:
     return [CODE[name] for name in names]
 
 
-def test_phases_in_turn_leave_what_lies_between_to_nobody(clock: PhaseClock) -> None:
+def test_time_between_phases_is_unattributed(clock: PhaseClock) -> None:
     with clock.cast:
         pass
     with clock.gemm:

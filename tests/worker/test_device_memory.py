@@ -203,7 +203,7 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
         ("data", "fp8", "batches are copied as values"),
     ],
 )
-def test_nobody_can_say(suite: str, precision: str, why: str, bench: Bench) -> None:
+def test_where_it_cannot_be_measured_there_is_a_reason(suite: str, precision: str, why: str, bench: Bench) -> None:
     asked = tuple((axis, (value,)) for axis, value in SMALL[suite].items())
     group = make_plan(Request(suite, (precision,), ("cpu",), axes=asked), (CPU,)).groups[0]
     case = next(planned.case for planned in group.cases if planned.case.precision == precision)

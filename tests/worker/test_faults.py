@@ -139,7 +139,7 @@ def test_a_reason_is_no_book() -> None:
     assert described(ValueError("x" * 1000)).text == "x" * 1000
 
 
-def test_memory_that_is_exhausted_is_told_from_a_context_that_is_broken(worker: LocalWorker, file: Path) -> None:
+def test_exhausted_memory_is_distinguished_from_a_broken_context(worker: LocalWorker, file: Path) -> None:
     """If the device does not answer after the same message, a smaller batch would not help."""
     with pytest.raises(WorkerFault) as raised:
         worker.within(60).prepare("exhausted", case("exhausted"), PLANTED)

@@ -209,7 +209,7 @@ def test_quantisers_that_later_steps_ask_for_are_compiled_too_until_that_comes_t
 
 
 @for_each("why", ["--quick compiles none", "FP8BENCH_QUANTISERS=eager compiles none"])
-def test_nothing_is_compiled_where_that_was_asked_for_or_nobody_asks(why: str) -> None:
+def test_nothing_is_compiled_if_switched_off_or_not_needed(why: str) -> None:
     records, worker = measure({"mxfp8": Script(quantisers=[2])}, Quantisers(why))
     assert told(records) == {"fp32": ("", False), "mxfp8": (why, False), "nvfp4": ("", False)}
     assert not [entry for entry in worker.log if entry[0] in ("compile", "quantisers")]

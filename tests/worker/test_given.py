@@ -91,7 +91,7 @@ def test_what_is_honest_has_no_label(found: dict[tuple[str, str], Finding]) -> N
 
 @pytest.mark.slow
 @for_each("how", [*SOFT, *HARD])
-def test_a_handicap_is_told_beside_the_case(how: str, found: dict[tuple[str, str], Finding]) -> None:
+def test_a_handicap_is_labelled(how: str, found: dict[tuple[str, str], Finding]) -> None:
     finding = found[how, "bf16"]
     label, why = (SOFT | HARD)[how]
     ((own, reason),) = told(finding)

@@ -141,7 +141,7 @@ def case(where: str, how: str) -> Case:
         pytest.param(LocalWorker, "fork", "", marks=pytest.mark.nightly),
     ],
 )
-def test_what_a_step_leaves_is_ended_and_told(
+def test_what_a_step_leaves_running_is_ended_and_named(
     suite: str, kind: Kind, how: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_guards, "_ENDING_SECONDS", 0.3)  # of this process
@@ -154,7 +154,7 @@ def test_what_a_step_leaves_is_ended_and_told(
 
 
 @pytest.mark.parametrize("kind", [pytest.param(ProcessWorker, marks=pytest.mark.slow), LocalWorker])
-def test_what_has_ended_by_then_is_nobodys_business(suite: str, kind: Kind) -> None:
+def test_what_has_ended_in_time_is_no_fault(suite: str, kind: Kind) -> None:
     with kind(Settings(imports=(suite,))) as worker:
         cpu, asked = worker.probe()[0], worker.within(60.0)
         for how in ("short", "waited", "returns"):
@@ -168,7 +168,7 @@ def test_what_has_ended_by_then_is_nobodys_business(suite: str, kind: Kind) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(ProcessWorker, marks=pytest.mark.nightly), LocalWorker])
-def test_what_preparing_or_a_pass_leaves_is_ended_and_told(
+def test_what_preparing_or_a_pass_leaves_running_is_ended_and_named(
     suite: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_guards, "_ENDING_SECONDS", 0.3)  # of this process

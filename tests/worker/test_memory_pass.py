@@ -151,7 +151,7 @@ def told(arithmetic: Arithmetic) -> tuple[Arithmetic, Said]:
     return changed.arithmetic, said
 
 
-def test_a_cast_that_copies_is_told_of_with_its_source() -> None:
+def test_a_cast_that_copies_reports_copy_and_source() -> None:
     arithmetic, said = told(PlainArithmetic(torch.bfloat16))
     x, w, g = torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 4)
     a, b, c = (arithmetic.cast(tensor, role) for tensor, role in zip((x, w, g), Role, strict=True))
@@ -190,7 +190,7 @@ def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
     assert {R.ACTIVATIONS, R.WEIGHTS, R.GRADIENTS} <= {role for _, role in said.words}
 
 
-def test_both_orientations_that_one_look_gives_are_told_of() -> None:
+def test_both_orientations_of_one_cast_are_reported() -> None:
     arithmetic, said = told(precisions.get("fp8").arithmetic(H200))
     w = torch.randn(16, 32)
     operand, turned = arithmetic.cast_both(w, Role.WEIGHT)

@@ -31,7 +31,7 @@ from tests.counts import for_each
 from tests.fakes import CPU
 
 
-def test_nobody_begins_before_all_have_come(tmp_path: Path) -> None:
+def test_no_rank_begins_before_all_have_come(tmp_path: Path) -> None:
     """Three ranks meet 50 times: when one goes on, all have come as often, and none once more."""
     lines = [StartLine(tmp_path, rank, 3, 20.0) for rank in range(3)]
     come, wrong = [0, 0, 0], list[tuple[int, ...]]()
@@ -72,7 +72,7 @@ def _case(precision: str, way: str, elements: int = 64) -> Case:
     return Case("collective", params, precision, "cpu", ranks=2)
 
 
-def test_a_plain_collective_is_measured_once_beside_all_ways_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_collective_is_measured_once_for_all_variants_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
     def measure(bench: RankBench, case: Case, facts: DeviceFacts) -> StepAnswer:

@@ -158,7 +158,7 @@ def mask() -> torch.Tensor:
     return torch.full((4, 4), -torch.inf).triu(1)
 
 
-def test_a_number_that_becomes_nan_is_lost_and_told() -> None:
+def test_a_number_that_becomes_nan_is_lost_and_located() -> None:
     found = lost(State(x=torch.ones(3, 4), y=torch.ones(8)), lambda state: state.x[0].fill_(torch.nan))
     assert found[:2] == (4, 20) and found.share == 0.2
     assert str(found) == "its state is not finite: 4 of 20 numbers, the first in a tensor of 3 x 4 (float32)"

@@ -114,7 +114,7 @@ def test_a_real_worker_counts_a_casts_bytes() -> None:
 
 
 @LINUX
-def test_without_a_probe_faults_are_counted_and_the_reason_is_told() -> None:
+def test_without_a_probe_faults_are_counted_and_there_is_a_reason() -> None:
     found, whys = step_counters.counters_of_step(workloads.get("cast"), small("cast", "bf16"), Cpu(), 0, "no compiler")
     assert specs.PAGE_FAULTS in figures(found) and specs.ALLOCATOR_TIME not in figures(found)
     assert "no calls of the allocator: no compiler" in whys

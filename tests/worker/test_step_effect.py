@@ -232,7 +232,7 @@ def test_tensors_that_others_hold_too_are_as_before() -> None:
     assert torch.equal(shared, before)
 
 
-def test_memory_that_runs_out_is_told_as_such() -> None:
+def test_exhausted_memory_is_raised() -> None:
     wanted = iter([*"abc"])
 
     def step(state: State, phase: Phases) -> Any:

@@ -221,7 +221,7 @@ def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
 
 
 @for_each("which", KEPT)
-def test_what_nobody_can_put_back_is_said_to_be_so(which: str) -> None:
+def test_a_switch_that_cannot_be_put_back_is_reported_as_such(which: str) -> None:
     make, words = KEPT[which]
     kept = make()
     try:
@@ -314,7 +314,7 @@ def test_a_precisions_own_switches_are_restored_by_its_scope(name: str) -> None:
     assert (torch.get_float32_matmul_precision(), torch.get_default_dtype()) == before
 
 
-def test_a_precision_of_somebodys_own_has_to_put_back_what_it_sets() -> None:
+def test_a_users_precision_has_to_put_back_what_it_sets() -> None:
     class Careless(type(precisions.get("fp32"))):  # type: ignore[misc]
         @contextmanager
         def scope(self) -> Iterator[None]:

@@ -195,7 +195,7 @@ def found(*events: Event) -> dict[tuple[str, str, bool], tuple[float, float]]:
     }
 
 
-def test_an_operator_is_told_by_its_own_time() -> None:
+def test_an_operator_counts_by_its_own_time() -> None:
     operators = found(step(0, 100), phase("gemm", 10, 60), event("matmul", 20, 50), event("mm", 25, 45))
     assert operators == {
         ("gemm", "mm", False): (1, 20), ("gemm", "matmul", False): (1, 10), ("gemm", "", False): (0, 20),
@@ -252,7 +252,7 @@ def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
     assert operators["gemm", "mm", False] == (1, 6)
 
 
-def test_only_the_first_are_told_and_the_rest_is_summed_up() -> None:
+def test_only_the_longest_are_named_and_the_rest_is_summed_up() -> None:
     names = [f"op{number:02}" for number in range(20)]
     host = [event(name, 10 * number, 10 * number + 9 - number / 10) for number, name in enumerate(names)]
     operators = operators_of([step(0, 1000), *host])
@@ -324,7 +324,7 @@ def nested(draw: st.DrawFn, name: str, cat: str) -> list[Event]:
 
 @given(nested("aten::op", "cpu_op"), nested("fp8bench.gemm", "user_annotation"))
 @settings(max_examples=100, deadline=None)
-def test_whatever_crosses_is_mended_and_all_of_the_step_is_told(operators: list[Event], phases: list[Event]) -> None:
+def test_overlaps_are_cut_and_the_whole_step_is_counted(operators: list[Event], phases: list[Event]) -> None:
     before = [step(0, 1000), *operators, *phases]
     after = mended(before)
     assert not overlaps(after) and after[: 1 + len(operators)] == before[: 1 + len(operators)]

@@ -182,7 +182,7 @@ def test_preparing_counts_and_both_steps_do() -> None:
     assert peak(lambda _: {"weights": torch.empty(10), "moments": torch.empty(50)}, first) == 4 * (60 + 6950)
 
 
-def test_a_device_that_nobody_limits_or_counts_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_limit_or_counter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def never(*given: object) -> Any:
         raise AssertionError("it was prepared")

@@ -205,7 +205,7 @@ def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
 
 
 @for_each(("factor", "wrong"), [(1.0, False), (1.01, False), (0.0, True), (10.0, True)])
-def test_a_clock_that_does_not_go_like_the_hardwares_is_told(factor: float, wrong: bool) -> None:
+def test_a_clock_that_disagrees_with_the_hardwares_raises(factor: float, wrong: bool) -> None:
     begun = time.perf_counter_ns()
     clock = {"a clock": lambda: begun + factor * (time.perf_counter_ns() - begun)}
     with pytest.raises(ClocksDisagree, match="a clock counted ") if wrong else nullcontext(), agreeing(clock):

@@ -97,7 +97,7 @@ def test_the_error_is_that_of_numpy_in_fp64() -> None:
         assert Accumulate().error(setup)["accumulate_error"] == pytest.approx(wanted, rel=1e-9)
 
 
-def test_what_vanished_is_counted_beside_the_error() -> None:
+def test_vanished_values_are_counted() -> None:
     shares = {name: Accumulate().error(setup_for(name))["accumulate_vanished"] for name in ("fp32", "fp8", "mxfp4")}
     state = Accumulate().prepare(setup_for("mxfp4"))
     Accumulate().step(state, SilentPhases())

@@ -99,7 +99,7 @@ def mismatch(own: Record, reference: Record) -> tuple[bool, str] | None:
     return (told[0].hard, told[0].reason) if told else None
 
 
-def test_less_work_is_told_as_such() -> None:
+def test_less_work_is_labelled() -> None:
     """A different product is a doubt; more than 5% fewer FLOPs take the verdict away. Held exits do the same work."""
     more: dict[str, Scalar] = {"tokens": 256, "depth": 6, "exits": "own"}
     reference, low = record("fp32", **more), record("mxfp4", **more)

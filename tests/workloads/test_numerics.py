@@ -173,7 +173,7 @@ def test_what_rounds_nothing_is_refused(facts: DeviceFacts) -> None:
     assert Numerics().support({}, precisions.get("fp8"), facts).level is not Level.REFUSED
 
 
-def test_a_tensor_that_nobody_knows_is_a_sentence() -> None:
+def test_an_unknown_tensor_is_refused() -> None:
     (axis,) = (one for one in Numerics().axes(CPU) if one.name == "tensor")
     with pytest.raises(ValueError, match="the nearest is 'gaussian'"):
         axis.parse("gausian")

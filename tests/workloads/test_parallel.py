@@ -119,7 +119,7 @@ def test_ways_that_divide_data_train_what_one_rank_does(tmp_path: Path, size: in
 
 
 def _as_one_rank(case: Case, gaps: dict[str, float]) -> None:
-    """In float32 only the order of additions differs; otherwise rounding does, by never nothing."""
+    """In float32 only the order of additions differs; otherwise rounding leaves a difference, which is never zero."""
     if case.precision == "fp32" and dict(case.params).get("wire", "fp32") == "fp32":
         assert gaps["update_error"] < 1e-5 and gaps["loss_gap"] < 1e-5, (case.id, gaps)
     else:

@@ -66,7 +66,7 @@ def test_frozen_weights_in_fp8_by_hand(corpus: Corpus) -> None:
     assert four.figures()["reference_bytes"] == products + 4 * rows + others == four.figures()["reward_bytes"]
 
 
-def test_the_actor_trains_as_it_does_alone_and_others_are_held_beside_it(corpus: Corpus) -> None:
+def test_the_actor_trains_as_it_does_alone(corpus: Corpus) -> None:
     alone = Transformer().prepare(setup_for(corpus))
     four = four_of(setup_for(corpus, models="rlhf", frozen="fp32"))
     begun = [one.detach().clone() for one in four.critic.parameters]

@@ -310,7 +310,7 @@ def test_an_arm_that_does_other_work_is_found(monkeypatch: pytest.MonkeyPatch, t
     assert Label.WORK_MISMATCH in told["bf16"].labels and told["bf16"].verdict is Verdict.UNSURE
 
 
-def test_phases_are_told_apart() -> None:
+def test_phases_are_distinguished() -> None:
     every = ["data_load", "cast", "gemm", "accumulate", "optimizer_step", "elementwise"]
     assert set(phases(Vision(), setup_for("resnet", "bf16"))) == {*every}
     assert set(phases(Vision(), setup_for("vit", "bf16"))) == {*every, "attention"}
@@ -389,7 +389,7 @@ def test_what_is_native_and_what_is_not() -> None:
     assert Vision().support(resnet, fp8, CPU).level is Level.EMULATED
 
 
-def test_a_resnet_comes_in_both_layouts_unless_told_otherwise() -> None:
+def test_a_resnet_has_both_layouts_by_default() -> None:
     whole = {**SMALL["vision"], "layout": "auto"}
     layouts = [dict(params)["layout"] for params in Vision().expand({**whole, "model": "resnet"})]
     assert layouts == ["contiguous", "channels_last"]
