@@ -19,8 +19,8 @@ from fp8bench.profiler.allocations import AllocationStream, Begun, Said, course
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
-# What a process needs beside its tensors: workspaces of kernels, the meter's own list; and holes of the heap,
-# which have been seen to take 40% of what tensors take.
+# Memory beside tensors: workspaces of kernels and the meter's own list; and holes in the heap, which have taken 40% of
+# what tensors take.
 _BESIDE_BYTES = 256 << 20
 _HOLES = 2
 
@@ -36,7 +36,7 @@ class HostStamper(Stamper):
 
 
 class ProfilerMeter(MemoryMeter):
-    """Adds up what torch's allocator tells torch's profiler: each allocation and release, to the byte."""
+    """Sums each allocation and release that torch's allocator reports to torch's profiler, to the byte."""
 
     def __init__(self) -> None:
         self._stream = AllocationStream("cpu")
@@ -97,10 +97,8 @@ class Cpu(Device):
 
     @contextlib.contextmanager
     def memory_limited(self, index: int, limit: int) -> Iterator[None]:
-        """By the kernel, which counts all private memory that can be written: so it ends at twice that and 256 MiB.
-
-        This keeps the machine from running full; whoever wants tensors to end at the limit itself must count them.
-        """
+        """Sets RLIMIT_DATA to twice the limit and 256 MiB more, because the kernel counts all private writable memory.
+        This keeps the machine from running full; for an exact limit the caller must count tensors."""
         if sys.platform != "linux":
             raise CannotLimit(f"no limit on a process's memory is kept on {sys.platform}; on Linux it is (RLIMIT_DATA)")
         before, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -113,7 +111,7 @@ class Cpu(Device):
             resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
     def end_where_memory_does(self, shared_by: int = 1) -> None:
-        """Else the kernel would end the process, or another one."""
+        """Limits memory to what is free, or the kernel would end this process, or another one."""
         with contextlib.suppress(CannotLimit, OSError, ValueError):
             if sys.platform == "linux" and (free := free_bytes()):
                 before, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -122,7 +120,7 @@ class Cpu(Device):
 
 
 def data_bytes() -> int:
-    """What the kernel holds against RLIMIT_DATA for this process."""
+    """Returns what the kernel counts against RLIMIT_DATA for this process."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
@@ -131,16 +129,16 @@ def data_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """Physical memory, or what a container may have of it; 0 where the system does not say."""
+    """Returns physical memory, or a container's limit; 0 if unknown."""
     try:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return 0
-    return min([physical, *(limit for limit, _ in _of_container() if limit)])
+    return min([physical, *(limit for limit, _ in _container_memory() if limit)])
 
 
-def _of_container(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
-    """The limit of this process's container on memory, and what is taken of it."""
+def _container_memory(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
+    """Yields the limit of this process's container on memory, and what is used of it."""
     names = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
     for limit, taken in names:
         with contextlib.suppress(OSError, ValueError):  # none, or the word max
@@ -148,31 +146,31 @@ def _of_container(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, in
 
 
 def free_bytes() -> int:
-    """What may still be taken without anything being ended for it; 0 where the system does not say."""
+    """Returns what may still be taken without any process being ended for it; 0 if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, ValueError, IndexError, StopIteration):
         return 0
-    return min([free, *(max(0, limit - taken) for limit, taken in _of_container())])
+    return min([free, *(max(0, limit - taken) for limit, taken in _container_memory())])
 
 
 def last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int]:
-    """Bytes of the last cache of a processor that may be used here, and how many share it; 0 and 0 if nobody says."""
+    """Returns the bytes of the last cache of a processor that may be used here, and how many share it; 0, 0 if
+    unknown."""
     first = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    found = [(0, 0, 0)]
+    caches = [(0, 0, 0)]
     for index in (system / f"cpu{first}" / "cache").glob("index*"):
         try:
             level, size, shared = ((index / name).read_text() for name in ("level", "size", "shared_cpu_list"))
             ends = [[int(end) for end in part.split("-")] for part in shared.split(",")]
-            found.append((int(level), int(size.strip().removesuffix("K")) << 10, sum(e[-1] - e[0] + 1 for e in ends)))
+            caches.append((int(level), int(size.strip().removesuffix("K")) << 10, sum(e[-1] - e[0] + 1 for e in ends)))
         except (OSError, ValueError):
             continue
-    return max(found)[1:]
+    return max(caches)[1:]
 
 
 def processor_name() -> str:
-    """The processor as the system names it, 'unknown processor' if it does not."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

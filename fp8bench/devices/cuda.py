@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,37 +13,35 @@ from fp8bench.profiler.gpu import AllocatorMeter, Gpu, fraction_limited
 from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 
-# Libraries and the driver ask for memory by themselves, and say in their own words that there is none.
+# Libraries and the driver allocate memory themselves; these are their errors when there is none.
 _NO_MEMORY = re.compile(
     r"_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|(CUDA|HIP) error: out of memory|Triton Error \[\w+\]: out of memory"
     r"|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|miopenStatusAllocFailed|DEVICE_ALLOCATION_FAILED"
     r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"  # torch could not say whose memory it is
 )
-# What they say too if they cannot begin for another reason: a device with that much left was not out of memory.
+# Errors that may also have another cause: a device with so much memory left was not out of memory.
 _NOT_BEGUN = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
 _LEFT = 1 << 30
-# In a second, of any GPU: torch's sleep counts cycles, and at a lower clock it is a longer one.
+# At least the cycles of any GPU in a second: torch's sleep counts cycles, and is longer at a lower clock.
 _MOST_CYCLES = 3e9
-# These have a last cache behind L2, of which torch says nothing.
+# Last caches behind L2, which torch does not report.
 _BEHIND_L2 = {"gfx942": 256 << 20, "gfx950": 256 << 20}
-# As torch's own documentation has it.
+# Warm-up steps, as torch's documentation has them.
 _BEFORE_CAPTURE = 3
 _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 
 def pci_address(properties: object) -> str:
-    """Domain, bus and device in hexadecimal, as the driver writes them; '' where torch is too old to say."""
+    """Returns domain, bus and device in hexadecimal, as the driver writes them; '' if torch is too old to tell."""
     parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     known = [part for part in parts if isinstance(part, int)]
     return "{:08X}:{:02X}:{:02X}".format(*known) if len(known) == len(parts) else ""
 
 
 def why_no_kernels(arch: str, built: Sequence[str]) -> str:
-    """Why a build of torch for these architectures has no kernels for another; '' where it has, or nobody knows.
-
-    Machine code of NVIDIA's (sm_90) runs on its own major capability, from its minor one on; with an 'a' on that one
-    alone. What it is translated from (compute_90) runs on all later ones. AMD's runs on what it was made for.
-    """
+    """Returns why a build of torch for the architectures `built` has no kernels for `arch`; '' if it has, or unknown.
+    NVIDIA's machine code (sm_90) runs on its own major capability from its minor one on; with an 'a' only on that very
+    one. Its intermediate code (compute_90) runs on all later ones. AMD's code runs on what it was made for."""
     have = _architecture(arch)
     known = [architecture for architecture in map(_architecture, built) if architecture is not None]
     fits = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in built)
@@ -54,16 +51,6 @@ def why_no_kernels(arch: str, built: Sequence[str]) -> str:
         f"this torch has no kernels for {arch}: it was built for {', '.join(built)}. Install a build of torch that has "
         "them"
     )
-
-
-def _bytes_left() -> float:
-    """Of the current device's memory, which everybody's counts in; none is missing where it does not answer."""
-    import torch
-
-    try:
-        return float(torch.cuda.mem_get_info()[0])
-    except Exception:  # noqa: BLE001 - whatever a broken device says
-        return math.inf
 
 
 class _Architecture(NamedTuple):
@@ -87,7 +74,7 @@ def _runs(have: _Architecture, built: _Architecture) -> bool:
 
 @devices.register("cuda")
 class Cuda(Gpu):
-    """One GPU each; the index is torch's, which CUDA_VISIBLE_DEVICES may have renumbered."""
+    """One GPU of NVIDIA's or AMD's; the index is torch's, which CUDA_VISIBLE_DEVICES may have renumbered."""
 
     kind = "cuda"
 
@@ -96,7 +83,7 @@ class Cuda(Gpu):
 
         properties = torch.cuda.get_device_properties(index)
         arch = f"sm_{properties.major}{properties.minor}"
-        if torch.version.hip:  # builds for CUDA have this name too, and give the device's there
+        if torch.version.hip:  # builds for CUDA have gcnArchName too, with the device's name in it
             arch = getattr(properties, "gcnArchName", arch)
         unusable = why_no_kernels(arch, torch.cuda.get_arch_list())
         return DeviceFacts(
@@ -112,19 +99,23 @@ class Cuda(Gpu):
 
         if isinstance(error, torch.cuda.OutOfMemoryError) or _NO_MEMORY.search(str(error)):
             return True
-        return bool(_NOT_BEGUN.search(str(error))) and _bytes_left() < _LEFT
+        if not _NOT_BEGUN.search(str(error)):
+            return False
+        try:
+            return torch.cuda.mem_get_info()[0] < _LEFT  # counts other processes' memory too
+        except Exception:  # noqa: BLE001 - a broken device was not out of memory
+            return False
 
     def memory_meter(self, index: int) -> MemoryMeter | str:
         import torch
 
-        # With its caching switched off torch counts nothing, and would say 0.
+        # With its caching switched off torch counts nothing, and would report 0.
         if off := [name for name in _UNCOUNTED if name in os.environ]:
             return f"torch's allocator counts nothing under {off[0]}"
         return AllocatorMeter(torch.cuda, f"cuda:{index}", index, torch._C._cuda_clearCublasWorkspaces)
 
     @contextmanager
     def memory_limited(self, index: int, limit: int) -> Iterator[None]:
-        """By torch's allocator, which counts what it has reserved, by this process alone."""
         import torch
 
         if any(name in os.environ for name in _UNCOUNTED):
@@ -138,12 +129,11 @@ class Cuda(Gpu):
         torch.cuda._sleep(round(seconds * _MOST_CYCLES))  # type: ignore[no-untyped-call]
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
-        """By a graph, whose memory is a pool of its own."""
         import torch
 
         try:
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
-            # Libraries make their workspaces, and autograd its nodes, on the stream that they are first used on.
+            # Libraries make workspaces, and autograd makes nodes, on the stream of their first use.
             stream.wait_stream(torch.cuda.current_stream(index))
             with torch.cuda.stream(stream):
                 for _ in range(_BEFORE_CAPTURE):
@@ -166,5 +156,5 @@ class Cuda(Gpu):
     def retried(self, index: int) -> int | None:
         import torch
 
-        found = torch.cuda.memory_stats(index).get("num_alloc_retries")  # nothing is counted before torch has begun
-        return None if found is None else int(found)
+        retries = torch.cuda.memory_stats(index).get("num_alloc_retries")  # missing before torch has begun
+        return None if retries is None else int(retries)

@@ -9,7 +9,7 @@ from fp8bench.profiler.gpu import AllocatorMeter, Gpu, fraction_limited
 from fp8bench.protocols import CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 
-# What oneDNN, SYCL and Level Zero say of exhausted memory beside torch's own exception.
+# Errors of oneDNN, SYCL and Level Zero when memory is exhausted, beside torch's own exception.
 _NO_MEMORY = (
     "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY", "UR_RESULT_ERROR_OUT_OF_RESOURCES", "ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
     "XPU out of memory",
@@ -18,7 +18,7 @@ _NO_MEMORY = (
 
 @devices.register("xpu")
 class Xpu(Gpu):
-    """One GPU each; the index is torch's, which ZE_AFFINITY_MASK may have renumbered."""
+    """One GPU of Intel's; the index is torch's, which ZE_AFFINITY_MASK may have renumbered."""
 
     kind = "xpu"
 

@@ -1,4 +1,4 @@
-"""torch's profiler without a word on stderr: events of some work, as in a trace, and whether torch is called at all."""
+"""torch's profiler, silenced on stderr: events of some work as in a trace, and whether torch is called at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEVEL = "KINETO_LOG_LEVEL"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Kineto tells stderr when it starts and stops, unless this says otherwise when a process uses it first."""
+    """Keeps Kineto, torch's profiler, from reporting to stderr; takes effect when a process first uses it."""
     before = os.environ.get(_LEVEL)
     os.environ[_LEVEL] = before or "6"
     try:
@@ -26,7 +26,7 @@ def quiet() -> Iterator[None]:
 
 
 def recorded(work: Callable[[], None], kind: str) -> list[dict[str, Any]]:
-    """The events of some work on a device of that kind, of which torch has a profiler, or else of the host."""
+    """Returns the events of some work on a device of that kind, or on the host if torch cannot profile the device."""
     from torch.profiler import profile
 
     with quiet(), profile(activities=activities_of(kind), acc_events=True) as profiler:
@@ -35,7 +35,6 @@ def recorded(work: Callable[[], None], kind: str) -> list[dict[str, Any]]:
 
 
 def activities_of(kind: str) -> list[Any]:
-    """What is recorded for a device of that kind; one that torch's profiler does not know is seen from the host."""
     from torch.profiler import ProfilerActivity
 
     known = ProfilerActivity.__members__
@@ -46,7 +45,7 @@ def exported(profile: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        # Names of operators are foreign text: a letter that is none shall not cost the trace.
+        # Names of operators are foreign text: a wrong byte must not cost the trace.
         read = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
     if not isinstance(read, dict) or not isinstance(read.get("traceEvents"), list):
         raise RuntimeError("torch's profiler wrote something that is no trace")
@@ -54,10 +53,8 @@ def exported(profile: Any) -> dict[str, Any]:
 
 
 def calls_operators(work: Callable[[], None]) -> bool | None:
-    """Whether some work calls operators of torch, as its profiler hears; None if that hears nothing.
-
-    It listens on the host: nothing is attached to a GPU.
-    """
+    """Tells whether some work calls operators of torch; None if its profiler records nothing. It records on the host:
+    nothing is attached to a GPU."""
     from torch.autograd.profiler import profile
 
     profiler = profile(use_kineto=True)

@@ -1,6 +1,6 @@
-"""Every allocation and release of one device, as torch's allocators tell torch's profiler, to the byte.
+"""Follows every allocation and release of one device, to the byte, as torch's allocators report them to its profiler.
 
-Of a stretch of them: its highest point, and what is held there.
+Of a stretch of such events it tells the peak, and what is held there.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sized:
-    """So many bytes are allocated at an address, or given back if they are fewer than 0.
-
-    `node` numbers the node of a backward pass that does it, 0 outside of any.
-    """
+    """Bytes that are allocated at an address, or freed if they are negative. `node` numbers the node of a backward pass
+    that does it, 0 outside of any."""
 
     address: int
     size: int
@@ -34,14 +32,14 @@ class Sized:
 
 @dataclass(frozen=True)
 class Begun:
-    """The step goes on in that phase. The first turn begins the stretch."""
+    """The step enters that phase. The first one begins the stretch."""
 
     phase: str
 
 
 @dataclass(frozen=True)
 class Said:
-    """What is held at these addresses is for that."""
+    """What is held at these addresses has this role."""
 
     addresses: tuple[int, ...]
     role: MemoryRole
@@ -49,7 +47,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Live:
-    """What the allocator itself says is allocated: whatever else was held has gone unheard."""
+    """The addresses that the allocator itself counts as allocated. If others are held, their release went unheard."""
 
     addresses: frozenset[int]
 
@@ -60,7 +58,7 @@ Event = Sized | Note
 
 @dataclass
 class _HeldStretch:
-    """An allocation on its way: events by their number in the stream, pieces of phases by theirs."""
+    """An allocation in the stream: `born` and `gone` are numbers of events, `piece` is the number of its phase."""
 
     address: int
     size: int
@@ -78,11 +76,8 @@ class _HeldStretch:
 
 
 class _Stretch:
-    """What the events read so far say.
-
-    Addresses tell what belongs together: a release of what was allocated before does not count, and where something is
-    allocated at an address that is held, its release was not told.
-    """
+    """Reads events one by one. Addresses tell what belongs together: the release of something allocated earlier does
+    not count, and an allocation at an address that is held means that its release went unheard."""
 
     def __init__(self) -> None:
         self.blocks: list[_HeldStretch] = []
@@ -135,14 +130,23 @@ class _Stretch:
         self._now -= block.size
 
     def held_after(self, number: int) -> tuple[HeldBlock, ...]:
-        """What is held once an event has happened; to be asked when all have."""
+        """Returns what is held after an event; needs all events to be read."""
         held = (block for block in self.blocks if block.born <= number and (block.gone is None or block.gone > number))
-        return tuple(_as_held(block, self.backwards) for block in held)
+        return tuple(map(self._as_held, held))
+
+    def _as_held(self, block: _HeldStretch) -> HeldBlock:
+        following = bisect_right(self.backwards, block.born)
+        awaited = following < len(self.backwards) and (block.gone is None or block.gone > self.backwards[following])
+        inside = bool(block.phase)
+        return HeldBlock(
+            block.address, block.size, block.phase, block.node > 0, inside and not block.node and awaited,
+            inside and block.brief, block.gone is None, tuple(block.said),
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
 class _DeviceBlock:
-    """What a device holds while there are `users` of it: who allocated it, and what was laid where it lies."""
+    """Memory that a device holds for `users`: who allocated it, and what was laid out in it."""
 
     size: int
     counts: bool = True
@@ -150,7 +154,7 @@ class _DeviceBlock:
 
 
 class _DeviceCount:
-    """What a device would hold that keeps the formats: the same events, with what notes put in an emulation's place."""
+    """Counts what a device with the formats would hold: the same events, with notes in place of an emulation's."""
 
     def __init__(self) -> None:
         self.peak: int | None = None
@@ -174,12 +178,16 @@ class _DeviceCount:
                 self._aside, self.noted = {}, True
             case EmulationEnd():
                 self._end(event.replaced)
-            case Laid():
-                self._lay(event)
+            case Laid() if not event.address:
+                self._laid[event.key] = _DeviceBlock(event.size)
+                self._now += event.size
+            case Laid() if event.address in self._held:
+                block = self._laid[event.key] = self._held[event.address]
+                block.users += 1
             case Lifted():
                 if event.key in self._laid:
                     self._let_go(self._laid.pop(event.key))
-        if self._begun and self._aside is None:  # an emulation's own highest point is none of a device
+        if self._begun and self._aside is None:  # within an emulation there is no peak of a device
             self.peak = max(self._now, self.peak or 0)
 
     def _change(self, change: Sized) -> None:
@@ -200,14 +208,6 @@ class _DeviceCount:
                 self._now += block.size
         self._aside = None
 
-    def _lay(self, laid: Laid) -> None:
-        if not laid.address:
-            self._laid[laid.key] = _DeviceBlock(laid.size)
-            self._now += laid.size
-        elif laid.address in self._held:
-            block = self._laid[laid.key] = self._held[laid.address]
-            block.users += 1
-
     def _let_go(self, block: _DeviceBlock) -> None:
         block.users -= 1
         if not block.users and block.counts:
@@ -215,7 +215,7 @@ class _DeviceCount:
 
 
 def course(events: Iterable[Event]) -> MemoryCourse | None:
-    """What a stretch of events comes to; None without a turn, with which it would begin."""
+    """Returns the peak of a stretch and what is held there; None if no phase begins it."""
     stretch, device = _Stretch(), _DeviceCount()
     for number, event in enumerate(events):
         stretch.read(number, event)
@@ -230,18 +230,8 @@ def course(events: Iterable[Event]) -> MemoryCourse | None:
     return MemoryCourse(stretch.peak, held, phases, on_device=on_device, forward=forward)
 
 
-def _as_held(block: _HeldStretch, backwards: Sequence[int]) -> HeldBlock:
-    following = bisect_right(backwards, block.born)
-    came = following < len(backwards) and (block.gone is None or block.gone > backwards[following])
-    inside = bool(block.phase)
-    return HeldBlock(
-        block.address, block.size, block.phase, block.node > 0, inside and not block.node and came,
-        inside and block.brief, block.gone is None, tuple(block.said),
-    )  # fmt: skip
-
-
 def live_at_turns(events: Iterable[Event]) -> list[int]:
-    """Bytes that are held at each turn, beyond what was at the beginning."""
+    """Returns the bytes held whenever a phase begins, beyond what was held before the events."""
     live, turns = 0, []
     for event in events:
         match event:
@@ -252,19 +242,19 @@ def live_at_turns(events: Iterable[Event]) -> list[int]:
     return turns
 
 
-# The profiler's names for an allocation or a release and for a node of a backward pass, and ours for what we say.
+# The profiler's names of an allocation or release, and of a node of a backward pass; and our prefix of notes.
 _CHANGE = "[memory]"
 _NODE = "autograd::engine::evaluate_function"
 _NOTE = "fp8bench: note "
 
 
 class AllocationStream:
-    """Events of some devices ('cpu', 'cuda:1'), with what is said of them in between.
+    """The events of some devices ('cpu', 'cuda:1'), with our notes in between.
 
-    The profiler hears the thread that started it and those on which autograd and torch's own operations work for it,
-    not threads of Python's. It only listens on the host: nothing is attached to a GPU. Of a GPU's allocations torch
-    keeps only those that lie within another event: a record that is open from start to stop holds them all. Autograd's
-    own thread for a GPU gives back what a node was handed after the node has ended, where nobody hears it.
+    The profiler hears the thread that started it and the threads on which autograd and torch's own operations work for
+    it, not other threads of Python. It only listens on the host: nothing is attached to a GPU. torch keeps a GPU's
+    allocations only if they lie within another event, so a record stays open from start to stop. Autograd's own thread
+    for a GPU frees what a node was given after the node has ended, where nobody hears it.
     """
 
     def __init__(self, *devices: str) -> None:
@@ -291,13 +281,13 @@ class AllocationStream:
         return self._profile is not None
 
     def alone(self) -> None:
-        """Backward passes run in the thread that starts them until the stop, where all of them is heard."""
+        """Lets backward passes run in the thread that starts them until `stop`, so that all of them is heard."""
         import torch
 
         self._whole.enter_context(torch.autograd.set_multithreading_enabled(False))
 
     def note(self, note: Note) -> None:
-        """Said now: it has its place among the events. Nothing where nobody listens."""
+        """Adds a note at this point of the stream, if it is listening."""
         from torch.autograd.profiler import record_function
 
         if self._profile is None:
@@ -307,7 +297,7 @@ class AllocationStream:
             pass
 
     def stop(self) -> list[Event] | None:
-        """Listen no more: what was heard, in the order of time; None if nothing can be said. Safe after exceptions."""
+        """Stops listening and returns the events in order; None if there are none to be had. Safe after exceptions."""
         profiler, self._profile = self._profile, None
         if profiler is None:
             return None
@@ -316,9 +306,9 @@ class AllocationStream:
         if profiler.kineto_results is None:
             return None
         events: list[Event] = []
-        # Stable: what happened within one tick of the clock stays in the order in which it was told.
+        # The sort is stable, so that events within one tick of the clock stay in order.
         for _, name, fields, node in sorted(
-            _told(profiler.kineto_results.experimental_event_tree()), key=itemgetter(0)
+            _changes_and_notes(profiler.kineto_results.experimental_event_tree()), key=itemgetter(0)
         ):
             if name != _CHANGE:
                 events.append(self._notes[int(name.removeprefix(_NOTE))])
@@ -327,10 +317,9 @@ class AllocationStream:
         return events
 
 
-def _told(tree: Sequence[Any]) -> Iterator[tuple[int, str, Any, int]]:
-    """When the profiler saw a change or a note, its name, what it says, and the node of a backward pass it lies in:
-    those within others after these. Each look at one of its events is a call of C++, and there are ten times as many.
-    """
+def _changes_and_notes(tree: Sequence[Any]) -> Iterator[tuple[int, str, Any, int]]:
+    """Yields the time, name, fields and backward node of changes and notes; children come after their parents. Each
+    access to an event of the profiler is a call of C++, and there are ten times as many events."""
     waiting = [(event, 0) for event in reversed(tree)]
     nodes = 0
     while waiting:
@@ -344,16 +333,11 @@ def _told(tree: Sequence[Any]) -> Iterator[tuple[int, str, Any, int]]:
         elif name.startswith(_NODE):
             nodes += 1
             node = nodes
-        elif node and _recomputing(event):
-            node = 0
+        elif node:
+            # A forward operation of a block that is recomputed within backward gets a number for a backward pass of its
+            # own; the function of a node itself has the number of its forward.
+            fields = event.extra_fields
+            scope = getattr(getattr(fields, "scope", None), "name", "")
+            if scope == "FUNCTION" and getattr(fields, "sequence_number", -1) >= 0:
+                node = 0
         waiting.extend([(child, node) for child in reversed(event.children)])
-
-
-def _recomputing(event: Any) -> bool:
-    """Whether an operation within a backward pass belongs to a forward one, of a block that is computed again.
-
-    Such are numbered for a backward pass of their own; the function of the node itself has the number of its forward.
-    """
-    fields = event.extra_fields
-    scope = getattr(fields, "scope", None)
-    return getattr(fields, "sequence_number", -1) >= 0 and getattr(scope, "name", "") == "FUNCTION"

@@ -1,4 +1,4 @@
-"""Clock and memory of a GPU: events that it records between the work it is given, and what torch's allocator counts."""
+"""Clock and memory of a GPU: events that it records among its work, and the counts of torch's allocator."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
 
 class EventStamper(Stamper):
-    """Stamps are events of `backend` (torch.cuda, torch.xpu) from a pool: making one costs more than recording it.
-
-    Every event is recorded on the stream that was current when `source` was called, from autograd's threads too. To ask
-    for the current stream at each stamp costs more than all the rest of it.
-    """
+    """Stamps are events of `backend` (torch.cuda, torch.xpu), reused because making one costs more than recording it.
+    Every event is recorded on the stream that was current when `source` was called, also from autograd's threads:
+    asking for the current stream at each stamp would cost more than all the rest."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -46,7 +44,7 @@ class EventStamper(Stamper):
     def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
         if stamps:
             stamps[-1].synchronize()
-        # Neighbours, not differences from the first: elapsed_time is a float32 of milliseconds.
+        # Between neighbours, not from the first: elapsed_time is a float32 of milliseconds.
         return [round(earlier.elapsed_time(later) * 1e6) for earlier, later in pairwise(stamps)]
 
     def recycle(self) -> None:
@@ -59,14 +57,14 @@ _UNHEARD = "torch's profiler told of no single allocation"
 
 
 class Backward:
-    """A backward pass on autograd's own thread for a device, which allocates nothing after the first time."""
+    """A backward pass on autograd's own thread for a device; it allocates nothing after the first time."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._made: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self) -> None:
-        """Once it is over, that thread is done with whatever it had to do before."""
+        """Waits until that thread is done with what it had to do before."""
         import torch
 
         if self._made is None:
@@ -77,15 +75,15 @@ class Backward:
 
 
 class AllocatorMeter(MemoryMeter):
-    """torch's own count of what its allocator has handed out on one GPU, and of what it keeps from the driver for that.
+    """Counts what torch's allocator has handed out on one GPU, and what it reserves for that.
 
-    It is rounded up: to 512 bytes, and by up to 1 MiB where a large block is not worth splitting. Host memory, pinned
-    or not, does not count, nor what libraries ask the driver for behind torch's back. Memory is handed out on the host,
-    ahead of the work that uses it: highest points of phases are exact without waiting for the device.
+    Sizes are rounded up: to 512 bytes, and by up to 1 MiB where a large block is not worth splitting. Host memory does
+    not count, pinned or not, nor what libraries ask of the driver past torch. Memory is handed out on the host, ahead
+    of the work that uses it, so that the peaks of phases are exact without waiting for the device.
     """
 
     def __init__(self, backend: Any, key: str, index: int, end_workspaces: Callable[[], None]) -> None:
-        """Of the device `key`, which is `index` to `backend` (torch.cuda, torch.xpu)."""
+        """Takes the device's key, and its index for `backend` (torch.cuda, torch.xpu)."""
         self._backend, self._index, self._end_workspaces = backend, index, end_workspaces
         self._stream, self._backward = AllocationStream(key), Backward(key)
         self._before = 0
@@ -93,11 +91,11 @@ class AllocatorMeter(MemoryMeter):
         self._phases: dict[str, PhaseMemory] = {}
 
     def start(self, blocks: bool = True) -> None:
-        gc.collect()  # what goes later would be taken from what is counted
+        gc.collect()  # what is freed later would be subtracted from the count
         self._backend.synchronize(self._index)
         if blocks:
             self._backward.run()
-        # cuBLAS keeps the workspace of its first product, tens of MiB: every case shall have one counted, not only the
+        # cuBLAS keeps the workspace of its first product, tens of MiB. It must count for every case, not only for the
         # first of a process.
         self._end_workspaces()
         self._before = self._backend.memory_allocated(self._index)
@@ -109,8 +107,8 @@ class AllocatorMeter(MemoryMeter):
         if not self._phase:
             self._backend.synchronize(self._index)
         if not self._phase and self._stream.listening:
-            # Autograd's own thread has worked by now, so that its workspace of cuBLAS's counts. It is not heard whole,
-            # and may not have given everything back yet: it has once it has done more.
+            # Autograd's own thread has worked by now, so that its cuBLAS workspace counts. Its releases are not all
+            # heard, and may be late; after one more pass they are done.
             self._backward.run()
             self._stream.note(Live(self._live()))
             self._stream.alone()
@@ -135,7 +133,7 @@ class AllocatorMeter(MemoryMeter):
                 self._backend.synchronize(self._index)
                 self._leave()
                 self._stream.note(_END)
-                self._end_workspaces()  # what goes now was theirs
+                self._end_workspaces()  # releases after _END are workspaces
         finally:
             self._phase = ""
             events = self._stream.stop()
@@ -155,7 +153,7 @@ class AllocatorMeter(MemoryMeter):
         return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
 
     def _leave(self) -> None:
-        """The highest point since the last turn belongs to the phase that ends."""
+        """Assigns the peak since the last turn to the phase that ends."""
         if not self._phase:
             return
         allocated = max(0, self._backend.max_memory_allocated(self._index) - self._before)
@@ -167,23 +165,23 @@ class AllocatorMeter(MemoryMeter):
 
 
 def _seen(events: Sequence[Event]) -> MemoryCourse | None:
-    """What is held at the highest point; what goes after the end has been the workspace of products."""
+    """Returns what is held at the peak; what is released after the end is workspace of products."""
     end = events.index(_END) if _END in events else len(events)
-    found = course(events[:end])
+    seen = course(events[:end])
     gone = {event.address for event in events[end:] if isinstance(event, Sized)}
-    if found is None:
+    if seen is None:
         return None
     workspace = (MemoryRole.WORKSPACE,)
     held, forward = (
         tuple(replace(block, said=workspace) if block.lasting and block.address in gone else block for block in blocks)
-        for blocks in (found.held, found.forward)
+        for blocks in (seen.held, seen.forward)
     )
-    return replace(found, held=held, forward=forward)
+    return replace(seen, held=held, forward=forward)
 
 
 @contextmanager
 def fraction_limited(backend: Any, index: int, limit: int) -> Iterator[None]:
-    """In the body memory ends after so many bytes more, by torch's allocator, which counts what it has reserved."""
+    """Ends memory in the body after `limit` more bytes, as torch's allocator reserves them."""
     before = backend.get_per_process_memory_fraction(index)
     wanted = backend.memory_reserved(index) + limit
     total = backend.get_device_properties(index).total_memory
@@ -195,7 +193,7 @@ def fraction_limited(backend: Any, index: int, limit: int) -> Iterator[None]:
 
 
 class Gpu(Device):
-    """A kind of GPU that torch has a module for, of its name: `backend` (torch.cuda, torch.xpu)."""
+    """A kind of GPU for which torch has a module of its name, `backend` (torch.cuda, torch.xpu)."""
 
     @property
     def backend(self) -> Any:
@@ -204,9 +202,7 @@ class Gpu(Device):
         return getattr(torch, self.kind, None)
 
     @abstractmethod
-    def facts(self, index: int) -> DeviceFacts:
-        """Of one device."""
-
+    def facts(self, index: int) -> DeviceFacts: ...
     def available(self) -> tuple[DeviceFacts, ...]:
         if self.backend is None or not self.backend.is_available():
             return ()

@@ -1,6 +1,6 @@
-"""From the calls of a step to what is kept of them: FLOPs, bytes and launches, by phase and by dtype.
+"""Counts the calls of a step: FLOPs, bytes and launches, by phase and by dtype.
 
-Bytes are those that a call reads and writes: each tensor once, as much of its memory as there is. A view moves none.
+Bytes are those that a call reads and writes: each tensor once, as much of its memory as exists. A view moves none.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from fp8bench.model.step import OperatorCount, PhaseCount, Tape
 from fp8bench.tape.formulas import flops_of
 from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, tensors_in, written_by
 
-# What these give has nothing in it yet.
+# They return memory that nothing was written to.
 MAKE_ROOM = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"}
 )
-# Of what they change these read nothing.
+# They do not read the tensor that they change.
 _OVERWRITE = frozenset(
     {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "_foreach_copy_",
      "_foreach_zero_"}
 )  # fmt: skip
-# These look at no number.
+# They read no number.
 _SAY_NOTHING = frozenset({"is_same_size", "is_pinned", "record_stream", "_fused_sdp_choice", "_has_same_storage_numel"})
-# From this argument they take as much as they give.
+# They read as much of this argument as their result holds.
 _PICK = {
     "embedding": "weight", "index": "self", "index_select": "self", "gather": "self", "take": "self",
     "_unsafe_index": "self", "_embedding_bag": "weight", "masked_select": "self",
 }  # fmt: skip
-# Of what they change these reach as much as there is in this argument.
+# They change as much as this argument holds.
 _PUT = {
     "index_put_": "values", "_index_put_impl_": "values", "index_add_": "source", "index_copy_": "source",
     "scatter_": "src", "scatter_add_": "src", "masked_scatter_": "source",
@@ -43,7 +43,7 @@ _GRADIENTS = "grads"
 
 
 def elements_of(tensor: TensorSeen) -> int:
-    """How many different ones there are in memory: what is broadcast, or lies in several windows, is there once."""
+    """Counts distinct elements in memory: what is broadcast, or lies in overlapping windows, counts once."""
     if 0 in tensor.shape:
         return 0
     if tensor.stride is None:
@@ -57,7 +57,7 @@ def bytes_of(tensor: TensorSeen) -> int:
 
 
 class Traffic:
-    """What one call moves: tensors that it reads and writes, with the bytes of each. Nothing, of a view."""
+    """The tensors that one call reads and writes, with the bytes of each; none for a view."""
 
     def __init__(self, call: Call) -> None:
         self._name = name_of(call)
@@ -66,12 +66,18 @@ class Traffic:
         self.written: list[TensorSeen] = []
         self._least: dict[int, int] = {}
         arguments = arguments_of(call)
-        # Whether those that it writes to are there for its result alone.
+        # True for arguments that only take the result.
         changes = {argument.name: argument.kwarg_only for _, argument in written_by(call.operator)}
+        accumulates = call.named.get("accumulate", len(call.given) > 3 and call.given[3])
+        overwrites = (
+            self._name.startswith("fp8bench::")
+            or self._name in _OVERWRITE
+            or (self._name in _PUT and "add" not in self._name and not accumulates)
+        )
         for name, value in arguments.items():
             tensors = list(tensors_in(value))
             writes = changes.get(name)
-            if writes is None or not self._overwrites(call, writes):
+            if writes is None or not (overwrites or writes):
                 self.read += tensors
             if writes is not None and not (name == _GRADIENTS and arguments.get("grad_scale") is None):
                 self.written += tensors
@@ -84,29 +90,6 @@ class Traffic:
             self.read, self.written = [], []
             return
         self.written += made
-        self._limit(arguments, made)
-
-    @property
-    def moves(self) -> bool:
-        return bool(self.read or self.written)
-
-    def by_dtype(self) -> dict[Any, int]:
-        """Bytes by the dtypes of the tensors; what is read and written counts twice."""
-        sizes: dict[Any, int] = {}
-        for side in (self.read, self.written):
-            each = {(tensor.storage, tensor.offset, elements_of(tensor)): tensor for tensor in side}
-            for tensor in each.values():
-                size = min(bytes_of(tensor), self._least.get(id(tensor), bytes_of(tensor)))
-                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + size
-        return sizes
-
-    def _overwrites(self, call: Call, keyword: bool) -> bool:
-        ours = self._name.startswith("fp8bench::")
-        accumulates = call.named.get("accumulate", len(call.given) > 3 and call.given[3])
-        put = self._name in _PUT and "add" not in self._name and not accumulates
-        return ours or keyword or self._name in _OVERWRITE or put
-
-    def _limit(self, arguments: dict[str, Any], made: list[TensorSeen]) -> None:
         if (source := _PICK.get(self._name)) and made:
             for tensor in tensors_in(arguments.get(source)):
                 self._least[id(tensor)] = elements_of(made[0]) * tensor.dtype.itemsize
@@ -115,6 +98,20 @@ class Traffic:
             for tensor in tensors_in(arguments["self"]):
                 if count:
                     self._least[id(tensor)] = count * tensor.dtype.itemsize
+
+    @property
+    def moves(self) -> bool:
+        return bool(self.read or self.written)
+
+    def by_dtype(self) -> dict[Any, int]:
+        """Returns bytes by the dtypes of the tensors; what is both read and written counts twice."""
+        sizes: dict[Any, int] = {}
+        for side in (self.read, self.written):
+            each = {(tensor.storage, tensor.offset, elements_of(tensor)): tensor for tensor in side}
+            for tensor in each.values():
+                size = min(bytes_of(tensor), self._least.get(id(tensor), bytes_of(tensor)))
+                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + size
+        return sizes
 
 
 _WORDS = {
@@ -126,16 +123,16 @@ TF32 = "tf32"
 
 
 def word_of(dtype: Any) -> str:
-    """A dtype of torch's as tables have it: 'bf16', 'e4m3', 'int64'."""
+    """Returns the name that tables have for a dtype of torch's: 'bf16', 'e4m3', 'int64'."""
     name = str(dtype).removeprefix("torch.")
     return _WORDS.get(name, name)
 
 
 def counted(calls: Iterable[Call], tf32: bool = False) -> Tape:
-    """The tape of a step. With `tf32` a GPU multiplies float32 tensors in that."""
+    """Returns the tape of a step. With `tf32` a GPU multiplies float32 tensors in TF32."""
     rows: Counter[OperatorCount] = Counter()
     sums: dict[str, PhaseCount] = {}
-    room = _Room()
+    room = _UnwrittenMemory()
     for call in calls:
         traffic = Traffic(call)
         room.see(traffic)
@@ -154,9 +151,7 @@ def counted(calls: Iterable[Call], tf32: bool = False) -> Tape:
     return Tape(operators, tuple(sums[phase] for phase in CELL_PHASES if phase in sums), room.unwritten)
 
 
-class _Room:
-    """Memory that was made with nothing in it, and that no operator has written to."""
-
+class _UnwrittenMemory:
     def __init__(self) -> None:
         self._empty: set[int] = set()
         self._strange = 0
@@ -196,7 +191,7 @@ def _words(value: Any) -> Iterator[str]:
 
 
 def _path(call: Call, argument: str, tf32: bool) -> str:
-    """The dtype that it multiplies in; of more than one tensor under that name the first one's."""
+    """Returns the dtype that a call multiplies in, which is that of the first tensor in the argument of this name."""
     tensor = next(tensors_in(arguments_of(call).get(argument)), None) or next(tensors_in(call.given), None)
     if not isinstance(tensor, TensorSeen):
         return ""

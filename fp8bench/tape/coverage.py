@@ -1,8 +1,8 @@
-"""Which module of a model each product of a step belongs to: those of its weights, and what is left.
+"""Which module of a model each product of a step belongs to: the products of its weights, and the rest.
 
-Nothing of the model is touched: hooks of the whole process say which module runs, and an operator of backward belongs
-to the module that its node of the graph was made in (nodes are numbered as they are made, one thread after another).
-The sides of products come from the same arguments that FLOPs are counted from.
+The model is not touched. Hooks of the whole process tell which module runs, and an operator of backward belongs to the
+module that made its node of the graph (nodes are numbered as they are made, by each thread). The sides of products come
+from the same arguments as FLOPs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8bench.tape.formulas import Named, Product, convolved, convolved_back, fl
 from fp8bench.tape.recorder import Call, OperatorTape, arguments_of, name_of, tensors_in
 from fp8bench.tape.timed_calls import RunningModules
 
-# FLOPs of two steps that differ by less are those of steps alike: what is dealt out to experts moves with the weights.
+# Two steps are alike if their FLOPs differ by less: how tokens are dealt out to experts changes with the weights.
 _ALIKE, _NAMED = 0.05, 3
 _MADE = (
     "made in the first step, after copies were converted and optimizers begun: {}; let make() call the model once, so "
@@ -46,7 +46,7 @@ def _grouped(named: Named) -> list[Product]:
     return [(left.shape[-2], right.shape[-1], left.shape[-1], 1)]
 
 
-# Of each operator that multiplies matrices, by name.
+# Returns the products of each operator that multiplies matrices, by its name.
 SHAPES: dict[str, Callable[[Named], list[Product]]] = {
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _matrices("self", "mat2")),
     **dict.fromkeys(("addmm", "_addmm_activation"), _matrices("mat1", "mat2")),
@@ -58,7 +58,7 @@ SHAPES: dict[str, Callable[[Named], list[Product]]] = {
 
 
 def products_of(call: Call) -> list[HeldProduct]:
-    """None for operators that make no products of matrices, or do so within something larger (attention, an LSTM)."""
+    """Returns no products for operators that make none, or make them within something larger (attention, an LSTM)."""
     shapes = SHAPES.get(name_of(call))
     if shapes is None:
         return []
@@ -68,7 +68,7 @@ def products_of(call: Call) -> list[HeldProduct]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an operator runs: the module of that path, and the weight that it multiplies by, if any."""
+    """The path of the module that an operator runs in, and the weight that it multiplies by, if any."""
 
     path: str = ""
     held: ProductWeight | None = None
@@ -78,19 +78,17 @@ _NOWHERE = _Place()
 
 
 class _HeldModules(RunningModules[_Place]):
-    """Modules of a model by their paths and weights, and products with one weight of a stack."""
-
     def __init__(self, model: nn.Module, held: Sequence[ProductWeight]) -> None:
-        whole = {one.module: one for one in held if one.kind != EXPERTS and one.parameter == "weight"}
+        whole = {weight.module: weight for weight in held if weight.kind != EXPERTS and weight.parameter == "weight"}
         places = {module: _Place(path, whole.get(module)) for path, module in model.named_modules()}
         super().__init__(places.get, _NOWHERE)
-        # Weights that torch has multiplied by in a way that could not be told.
+        # Ids of weights that torch has multiplied by in a way that is not known.
         self.missed: set[int] = set()
         self.called: Counter[int] = Counter()
         self._stacks: dict[nn.Module, dict[str, ProductWeight]] = defaultdict(dict)
-        for one in held:
-            if one.kind == EXPERTS:
-                self._stacks[one.module][one.parameter] = one
+        for weight in held:
+            if weight.kind == EXPERTS:
+                self._stacks[weight.module][weight.parameter] = weight
         self._listening: list[ExitStack] = []
 
     def go_in(self, label: _Place) -> None:
@@ -128,7 +126,7 @@ class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
         super().__init__()
         self.modules = _HeldModules(model, held)
         self.places: list[_Place] = []
-        # The node of the graph that each call belongs to, in backward; None in forward.
+        # The node of the graph that each call of backward belongs to; None in forward.
         self.nodes: list[int | None] = []
 
     def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -141,11 +139,12 @@ class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
 def coverage_of(
     model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1, loss: str = ""
 ) -> Coverage:
-    """The products of a step of the model as it came, by the weights that they are made with. Never timed.
+    """Returns the products of a step of the model as it came, by the weights that they are made with.
 
-    `held` are those of a Conversion that is not entered; `multiple` is what a device's native products want of their
-    sides (`Holder.native`). The sums are exact: every call of the step is in one holder or one of the others. A second
-    step says whether steps are alike. Raises UsageError for a step without products.
+    `held` are the weights of a Conversion that is not entered; `multiple` is what native products of the device want of
+    their sides (`Holder.native`). The sums are exact: every call of the step belongs to one holder or to one of the
+    others. A second step tells whether steps are alike. The steps are not timed. Raises UsageError for a step without
+    products.
     """
     before = dict(model.named_parameters())
     tape, second = _followed(model, held, step), _followed(model, held, step)
@@ -170,7 +169,7 @@ def _followed(model: nn.Module, held: Sequence[ProductWeight], step: Callable[[]
 
 
 def _unlike(first: _PlacedTape, second: _PlacedTape) -> list[str]:
-    """Where two steps multiply otherwise: another branch, or another size."""
+    """Returns a remark if two steps multiply differently: in another branch, or another size."""
     flops, products = zip(*map(_multiplied, (first, second)), strict=True)
     differing = (products[0] - products[1]) + (products[1] - products[0])
     if not differing and abs(flops[0] - flops[1]) <= _ALIKE * max(flops):
@@ -186,7 +185,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _multiplied(tape: _PlacedTape) -> tuple[int, Counter[tuple[str, str]]]:
-    """FLOPs of a step, and how often each module calls each operator that multiplies."""
+    """Returns the FLOPs of a step, and how often each module calls each operator that multiplies."""
     each = [(flops_of(call)[0], place.path, name_of(call)) for call, place in zip(tape.calls, tape.places, strict=True)]
     return sum(flops or 0 for flops, *_ in each), Counter((path, name) for flops, path, name in each if flops != 0)
 
@@ -196,8 +195,8 @@ _NO_PRODUCT = "no-product"
 
 
 class _CoveredSums:
-    """FLOPs and products of each weight, and of all that is outside. `by_hand` are weights that are multiplied by
-    there: what holds them is passed by."""
+    """FLOPs and products of each weight, and of all other calls. `by_hand` are weights that a function multiplies by,
+    past the layer that holds them."""
 
     def __init__(self, model: nn.Module, tape: _PlacedTape) -> None:
         self.flops = 0
@@ -210,7 +209,7 @@ class _CoveredSums:
             for name, parameter in model.named_parameters()
             if type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.dim() > 1
         }
-        # Of a node that computes the gradients of a product one call has the weight, and the other has not.
+        # Of the two calls of a node that computes the gradients of a product only one has the weight.
         pairs = zip(tape.calls, tape.nodes, strict=True)
         self._of_nodes = {node: name for call, node in pairs if node is not None for name in self._weights_of(call)}
 
@@ -254,28 +253,23 @@ def _holder(held: ProductWeight, sums: _CoveredSums, tape: _PlacedTape, multiple
     products, calls = tuple(sums.products[id(held)]), tape.modules.called[id(held)]
     rule, reason = held.rule, held.reason
     if not reason and not calls:
-        rule, reason = _not_called(held, sums, tape)
+        if id(held) in tape.modules.missed:
+            rule, reason = "operator", "it is multiplied in a way that is not x times a weight (an einsum, say)"
+        elif held.kind == EXPERTS:
+            rule, reason = _NO_PRODUCT, "nothing is multiplied by it"
+        elif f"{held.name}.{held.parameter}".lstrip(".") in sums.by_hand:
+            rule, reason = "not-called", "the step multiplies by its weight in a function, and never calls it"
+        else:
+            rule, reason = "not-called", "the step never calls it"
     return Holder(
         held.name, held.shown_kind, held.shape, products, sums.of[id(held)], calls, not reason, reason, rule,
         unfit(held, products, multiple), held.also,
     )  # fmt: skip
 
 
-def _not_called(held: ProductWeight, sums: _CoveredSums, tape: _PlacedTape) -> tuple[str, str]:
-    if id(held) in tape.modules.missed:
-        return "operator", "it is multiplied in a way that is not x times a weight (an einsum, or a sum with it)"
-    if held.kind == EXPERTS:
-        return _NO_PRODUCT, "nothing is multiplied by it"
-    if f"{held.name}.{held.parameter}".lstrip(".") in sums.by_hand:
-        return "not-called", "the step multiplies by its weight in a function, and never calls it"
-    return "not-called", "the step never calls it"
-
-
 def unfit(held: ProductWeight, products: Sequence[HeldProduct], multiple: int) -> str:
-    """What native products want of a weight's products and do not have; '' if nothing.
-
-    Contractions and columns have to be multiples: of weight gradients the contraction is the rows of the forward pass.
-    """
+    """Returns what native products demand of a weight's products that is not so; '' if nothing. Contractions and
+    columns have to be multiples; the contraction of a weight's gradient is the rows of the forward pass."""
     if held.kind == CONV2D and multiple > 1:
         return "torch has no convolution in formats this narrow: values are rounded, and convolved in fp32"
     wrong = {size for product in products for size in (product.k, product.n) if size % multiple}

@@ -1,9 +1,9 @@
-"""What an operator does: how many floating-point operations, and which kind of work, by its name and by where it runs.
+"""What an operator does: how many floating-point operations, and which kind of work, by its name and where it runs.
 
-FLOPs are products and sums of what multiplies tensors with each other. torch has formulas for some operators
-(torch.utils.flop_counter), none for others, and for the backward of grouped convolutions a wrong one. An operator that
-has none here or there, and is not known to multiply nothing, is unknown. Kinds are rules as data: the marks of a
-suite's own phases go first, then optimizers and the nodes that keep gradients, then names.
+FLOPs are the products and sums of what multiplies tensors with each other. torch has formulas for some operators
+(torch.utils.flop_counter), none for others, and a wrong one for the backward of grouped convolutions. An operator is
+unknown if it has a formula neither here nor there and is not known to multiply nothing. Kinds follow rules as data:
+first the phases of a suite, then optimizers and the nodes that keep gradients, then names.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from fp8bench.model import UNATTRIBUTED, Phase
 from fp8bench.model.step import ShareKind
 from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, operator_name, tensors_in
 
-# FLOPs from arguments by their names, with the result under ''. A formula stands beside the argument whose dtype it
-# multiplies in.
+# A formula gets the arguments by their names, and the result under ''. In FORMULAS it stands beside the argument whose
+# dtype it multiplies in.
 Named = Mapping[str, Any]
 Formula = Callable[[Named], int]
-# M, N, K and how many of them, of (..., M, K) times (..., K, N).
+# M, N, K and the number of products (..., M, K) times (..., K, N).
 Product = tuple[int, int, int, int]
 
 
 def _elements(tensor: TensorSeen) -> int:
-    """Numbers in it: of E2M1 there are two in an element of torch's."""
+    """Counts the numbers of a tensor: an element of torch's holds two in E2M1."""
     packed = getattr(torch, "float4_e2m1fn_x2", None)
     return math.prod(tensor.shape) * (2 if tensor.dtype is packed else 1)
 
 
 def _product(left: str, right: str) -> tuple[str, Formula]:
-    """2MNK, however many matrices: each number on the left meets a row of N on the right."""
+    """Counts 2MNK, for any number of matrices: each number on the left meets a row of N on the right."""
 
     def flops(named: Named) -> int:
         columns = int(named[""].shape[-1]) if len(named[right].shape) > 1 else 1
@@ -46,7 +46,7 @@ def _product(left: str, right: str) -> tuple[str, Formula]:
 
 
 def _grouped(left: str, right: str) -> tuple[str, Formula]:
-    """Of groups of rows (or columns) with a matrix each; a row counts for the one group that it is in."""
+    """Counts products of groups of rows (or columns) with a matrix each; each row is in one group."""
 
     def flops(named: Named) -> int:
         a, b = named[left], named[right]
@@ -61,13 +61,13 @@ def _multiplied(products: Callable[[Named], list[Product]]) -> Formula:
 
 
 def convolved(named: Named) -> list[Product]:
-    """Windows over the edge counted whole. Weights lie as (out, in / groups, window), turned where it is transposed."""
+    """Counts windows over the edge in full. Weights are (out, in / groups, window), or turned if transposed."""
     outputs, window, places, groups = _sides(named, named[""])
     return [(places, outputs, window, groups)]
 
 
 def convolved_back(named: Named) -> list[Product]:
-    """As much for each gradient that is asked for, of the input and of the weight."""
+    """Counts as much as forward for each gradient that is wanted, of the input and of the weight."""
     outputs, window, places, groups = _sides(named, named["grad_output"])
     for_input, for_weight = named["output_mask"][:2]
     products = [((places, window, outputs, groups), for_input), ((outputs, window, places, groups), for_weight)]
@@ -75,7 +75,7 @@ def convolved_back(named: Named) -> list[Product]:
 
 
 def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
-    """Of each group: outputs, the numbers of a window, places; and how many groups there are."""
+    """Returns, for each group, outputs, the numbers of a window and places; and the number of groups."""
     weight, x = named["weight"], named.get("input", named.get("self"))
     places, groups = (x if named.get("transposed") else out), int(named.get("groups", 1))
     return (
@@ -84,7 +84,7 @@ def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
 
 
 def _pairs(named: Named) -> float:
-    """Pairs of a query and a key that a head looks at: below the diagonal, and half of it, where a mask is causal."""
+    """Counts pairs of a query and a key that a head looks at; under a causal mask half of the diagonal counts."""
     queries, keys = int(named["query"].shape[-2]), int(named["key"].shape[-2])
     if not named.get("is_causal"):
         return queries * keys
@@ -93,7 +93,7 @@ def _pairs(named: Named) -> float:
 
 
 def _attention(products: tuple[int, int]) -> Formula:
-    """So many products along the width of the keys' heads, and of the values'."""
+    """Counts so many products along the width of the keys' heads, and of the values'."""
 
     def flops(named: Named) -> int:
         query, value = named["query"], named["value"]
@@ -146,7 +146,7 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
                     ("matrix", lambda named: 2 * _elements(named["x"]) * int(named["matrix"].shape[-1]))),
 }  # fmt: skip
 
-# Operators that multiply no tensor with another but number by number, beside those that torch has tags for.
+# Operators that multiply tensors at most number by number, beside those that torch has tags for.
 _WORDS = """
 _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
 adaptive_max_pool2d adaptive_max_pool2d_backward alias_copy _aminmax _amp_foreach_non_finite_check_and_unscale_
@@ -189,12 +189,13 @@ upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest2d_backw
 _weight_norm_interface_backward zero zeros zeros_like
 """
 _NOTHING = frozenset(_WORDS.split())
-# Marks of torch's on operators that work number by number, or add numbers up.
+# torch's tags of operators that work number by number, or add numbers up.
 _TAGS = ("pointwise", "reduction")
 
 
 def flops_of(call: Call) -> tuple[int | None, str]:
-    """FLOPs of a call (None: nobody knows; 0: nothing is multiplied), and the argument whose dtype it multiplies in."""
+    """Returns the FLOPs of a call, and the argument whose dtype it multiplies in. FLOPs are None if unknown, and 0 if
+    the call multiplies nothing."""
     known = _formula_of(name_of(call))
     if known is not None:
         argument, formula = known
@@ -207,7 +208,7 @@ def flops_of(call: Call) -> tuple[int | None, str]:
 
 
 def multiplies(operator: Any) -> bool | None:
-    """Whether an operator multiplies tensors with each other; None where nobody knows."""
+    """Tells whether an operator multiplies tensors with each other; None if unknown."""
     name = operator_name(operator)
     if _formula_of(name) is not None or getattr(operator, "overloadpacket", operator) in flop_registry:
         return True
@@ -219,7 +220,7 @@ def _formula_of(name: str) -> tuple[str, Formula] | None:
 
 
 def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
-    """What torch says, or somebody who has told torch; None where it asks for numbers of tensors."""
+    """Returns what torch's formula says, or one registered with torch; None if it needs the numbers of tensors."""
 
     def shapes(value: Any) -> Any:
         return value.shape if isinstance(value, TensorSeen) else value
@@ -227,7 +228,7 @@ def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
     try:
         named = {name: shapes(argument) for name, argument in call.named.items()}
         return int(formula(*map(shapes, call.given), **named, out_val=shapes(call.result)))
-    except Exception:  # noqa: BLE001 - a formula of anybody's, given shapes
+    except Exception:  # noqa: BLE001 - the formula may be foreign code
         return None
 
 
@@ -248,15 +249,15 @@ def _multiplies_nothing(operator: Any, name: str) -> bool:
 
 
 KEEPS_GRADIENTS = "AccumulateGrad"
-# What a phase of a suite holds is of one kind, whatever its operators; of the other phases operators say it.
-_OF_PHASE = {
+# All of such a phase is of one kind; in the other phases the operators decide.
+_PHASE_KINDS = {
     Phase.CAST: ShareKind.CAST,
     Phase.ATTENTION: ShareKind.ATTENTION,
     Phase.ACCUMULATE: ShareKind.ACCUMULATE,
     Phase.OPTIMIZER_STEP: ShareKind.OPTIMIZER,
 }
-# Beginnings of names, the first that fits.
-_BEGINNINGS: tuple[tuple[str, ShareKind], ...] = (
+# Prefixes of names; the first that fits decides.
+_PREFIXES: tuple[tuple[str, ShareKind], ...] = (
     ("_scaled_dot_product", ShareKind.ATTENTION), ("scaled_dot_product", ShareKind.ATTENTION),
     ("_flash_attention", ShareKind.ATTENTION), ("_efficient_attention", ShareKind.ATTENTION),
     ("_cudnn_attention", ShareKind.ATTENTION), ("flex_attention", ShareKind.ATTENTION),
@@ -265,12 +266,12 @@ _BEGINNINGS: tuple[tuple[str, ShareKind], ...] = (
     ("fake_quantize", ShareKind.CAST), ("_fake_quantize", ShareKind.CAST), ("quantize", ShareKind.CAST),
     ("dequantize", ShareKind.CAST),
 )  # fmt: skip
-# What attention is made of where it is written out, in modules that say they are attention.
+# Operators of attention that is written out, in modules whose name says that they are attention.
 _IN_ATTENTION = frozenset(
     ("bmm", "baddbmm", "_softmax", "_softmax_backward_data", "_masked_softmax", "_masked_softmax_backward")
 )
 _SAYS_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-# Between two dtypes of floating-point numbers they are casts, else copies.
+# Casts if they go from one floating-point dtype to another, else copies.
 CONVERTING = frozenset(("_to_copy", "copy_", "copy", "_foreach_copy_", "_copy_from"))
 _NAMES: Mapping[ShareKind, str] = {
     ShareKind.COPY: """
@@ -300,8 +301,8 @@ CONVOLUTION = "conv"
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What is known of a call beside its operator. `node` is that of the backward pass which runs, '' without one;
-    `dtypes` are those that it reads and writes, of what converts."""
+    """Where a call runs. `node` is the node of backward that runs, or ''; `dtypes` are source and target of a
+    conversion."""
 
     phase: str = UNATTRIBUTED
     module: str = ""
@@ -327,8 +328,8 @@ def kind_of(operator: Any, where: Where) -> tuple[ShareKind, str]:
 
 
 def kind_of_place(where: Where) -> ShareKind | None:
-    if where.phase in _OF_PHASE:
-        return _OF_PHASE[Phase(where.phase)]
+    if where.phase in _PHASE_KINDS:
+        return _PHASE_KINDS[Phase(where.phase)]
     if where.optimizing:
         return ShareKind.OPTIMIZER
     return ShareKind.ACCUMULATE if where.node.endswith(KEEPS_GRADIENTS) else None
@@ -344,7 +345,7 @@ def kind_of_name(name: str, where: Where) -> tuple[ShareKind, str]:
         return (ShareKind.CAST if converts(where.dtypes) else ShareKind.COPY), ""
     if name.startswith("fp8bench::"):  # of ours what multiplies nothing is a quantiser
         return (ShareKind.GEMM if name in FORMULAS else ShareKind.CAST), ""
-    for beginning, kind in _BEGINNINGS:
+    for beginning, kind in _PREFIXES:
         if name.startswith(beginning):
             return kind, ""
     kind = _KIND_OF_NAME.get(base, ShareKind.UNKNOWN)
@@ -352,5 +353,4 @@ def kind_of_name(name: str, where: Where) -> tuple[ShareKind, str]:
 
 
 def converts(dtypes: tuple[torch.dtype, torch.dtype] | None) -> bool:
-    """Whether it goes from one dtype of floating-point numbers to another."""
     return dtypes is not None and dtypes[0] != dtypes[1] and all(dtype.is_floating_point for dtype in dtypes)

@@ -1,7 +1,8 @@
-"""Kinds of work from a trace of torch's profiler: what runs under an operator is its own, a compiled kernel's name says
-what was fused into it, and a kernel of a device belongs to whoever launched it. Plain events in, shares out.
+"""Kinds of work from a trace of torch's profiler: events in, shares of a step out.
 
-An event is one of a Chrome trace: `ts` and `dur` in microseconds, `tid` its thread, `cat` its kind.
+What runs under an operator belongs to the operator; a compiled kernel's name tells what was fused into it; and a kernel
+of a device belongs to the call that launched it. An event is one of a Chrome trace: `ts` and `dur` in microseconds,
+`tid` its thread, `cat` its kind.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _OPTIMIZER = "Optimizer.step#"
 _OPERATOR = re.compile(r"(\w+)::(\w+)$")
 # 'cpp_fused_add_mul_3', 'graph_0_cpp_fused_mm_1', 'triton_poi_fused_add_0'.
 _FUSED = re.compile(r"(?:graph_\d+_)?(?:cpp|triton_[a-z]+)_fused_(\w+?)(?:_\d+)?$")
-# Of libraries' operators and kernels that are none of torch's.
+# Words in names of libraries' own operators and kernels.
 _BY_WORD = (
     (re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE), ShareKind.ATTENTION),
     (re.compile(r"gemm|matmul|cutlass|nvjet|linear|conv|(?<![a-z])mm(?![a-z])", re.IGNORECASE), ShareKind.GEMM),
     (re.compile(r"memcpy|memset", re.IGNORECASE), ShareKind.COPY),
 )
-# One in which a product is generated itself.
+# A kernel that computes a product itself.
 _TEMPLATE = re.compile(r"triton_tem_")
 _CASTING = re.compile(r"_to_copy|amax|aminmax|convert_element_type")
 _WITH = "fused with "
@@ -46,14 +47,14 @@ _WITH = "fused with "
 
 @dataclass(frozen=True)
 class ProfiledParts:
-    """Parts of a step that torch's profiler has recorded, and how many kernels hold casts among other work."""
+    """Parts of a step that torch's profiler recorded, and how many kernels have casts fused with other work."""
 
     parts: tuple[Share, ...]
     fused: int
 
 
 def profiled(events: Iterable[Event], steps: int = 1) -> ProfiledParts:
-    """What each of so many steps is made of. Where a device has kernels, they are what counts."""
+    """Returns what each of `steps` steps consists of. If a device has run kernels, only these count."""
     sums: dict[tuple[Kind, bool], tuple[float, int]] = {}
     fused: set[str] = set()
     for kind, backward, seconds, name in _rows(list(events)):
@@ -69,7 +70,7 @@ def profiled(events: Iterable[Event], steps: int = 1) -> ProfiledParts:
 
 
 def seconds_by_operator(events: Iterable[Event]) -> tuple[dict[int, float], dict[str, float]]:
-    """Seconds of a device's kernels by the number of the operator that launched them; those of others by name."""
+    """Returns seconds of a device's kernels by the number of the operator that launched them; others by name."""
     timed = list(events)
     inside: dict[int, float] = defaultdict(float)
     outside: dict[str, float] = defaultdict(float)
@@ -96,7 +97,7 @@ def _rows(events: Sequence[Event]) -> Iterator[tuple[Kind, bool, float, str]]:
 
 @dataclass(slots=True)
 class _Event:
-    """An event among those around it: what they say of it, and the microseconds that none within it has."""
+    """What an event is, by itself and by those around it. `own` are the microseconds that no event within it has."""
 
     name: str
     end: float
@@ -109,7 +110,7 @@ class _Event:
 
 
 def _launched(events: Sequence[Event]) -> Iterator[tuple[Event, _Event | None]]:
-    """Each kernel of a device with the call that launched it, as far as that is known."""
+    """Yields each kernel of a device with the call that launched it, None if unknown."""
     launches = {
         event.correlation: event
         for thread in _by_thread(events, (*_HOST, *_LAUNCHES)).values()
@@ -145,17 +146,17 @@ _TOP = _Event("", float("inf"), 0.0, Where(), False, None, None, None)
 
 
 def _nested(thread: list[Event]) -> Iterator[_Event]:
-    """Those of one thread, each when it has ended. The outermost one that has a kind says it for all within it."""
+    """Yields the events of one thread when they end. The kind of the outermost that has one holds for all within it."""
     stack = [replace(_TOP)]
-    for one in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
-        while stack[-1].end <= one["ts"]:
+    for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
+        while stack[-1].end <= event["ts"]:
             yield stack.pop()
-        stack[-1].own -= min(one["dur"], max(0.0, stack[-1].end - one["ts"]))
-        stack.append(_begun(one, stack[-1]))
+        stack[-1].own -= min(event["dur"], max(0.0, stack[-1].end - event["ts"]))
+        stack.append(_within(event, stack[-1]))
     yield from reversed(stack[1:])
 
 
-def _begun(event: Event, outer: _Event) -> _Event:
+def _within(event: Event, outer: _Event) -> _Event:
     name = str(event.get("name"))
     where, backward, operator = outer.where, outer.backward, outer.operator
     if name.startswith(RANGE):
@@ -172,7 +173,7 @@ def _begun(event: Event, outer: _Event) -> _Event:
 
 
 def _kind_of_event(name: str, where: Where) -> Kind | None:
-    """The kind of an operator or a compiled kernel; None of what is neither, or is made of operators."""
+    """Returns the kind of an operator or a compiled kernel; None for other events, and for composite operators."""
     placed = kind_of_place(where)
     if _FUSED.match(name):
         return _by_name(name) if placed is None else (placed, "")
@@ -191,13 +192,14 @@ def _kind_of_event(name: str, where: Where) -> Kind | None:
 
 @cache
 def _by_name(name: str) -> Kind:
-    """What a kernel's own name says. One with several kinds of work is never split: it is what multiplies, else
-    elementwise, and says what else is in it."""
+    """Returns the kind that a kernel's name tells. A kernel with several kinds of work is never split: it counts as
+    what multiplies, else as elementwise, and names the other kinds."""
     fused = _FUSED.match(name)
     if fused is None:
         known = next((kind for pattern, kind in _BY_WORD if pattern.search(name)), None)
         return (ShareKind.UNKNOWN, name) if known is None else (known, "")
-    parts = [part for part in _parts(fused[1]) if _TEMPLATE.match(name) or not _is_library_s(part)]
+    # A library computes products: a generated kernel with one in its name only prepares operands or results.
+    parts = [part for part in _parts(fused[1]) if _TEMPLATE.match(name) or not _is_product(part)]
     kinds = {_kind_within(part) for part in parts} - {ShareKind.VIEW}
     if len(kinds) < 2:
         return (kinds.pop() if kinds else ShareKind.VIEW if parts else ShareKind.COPY), ""
@@ -206,8 +208,7 @@ def _by_name(name: str) -> Kind:
     return strong, f"{_WITH}{', '.join(others)}" if others else ""
 
 
-def _is_library_s(part: str) -> bool:
-    """Whether a library does it: a generated kernel with it in its name only lays out what it takes, or gives."""
+def _is_product(part: str) -> bool:
     packet = getattr(torch.ops.aten, part, None)
     return packet is not None and bool(multiplies(getattr(packet, packet.overloads()[0])))
 
@@ -223,7 +224,7 @@ def _kind_within(part: str) -> ShareKind:
 
 
 def _parts(words: str) -> Iterator[str]:
-    """The operators whose names lie joined in a kernel's: the longest that fits, from left to right."""
+    """Splits a kernel's name into the names of operators, from left to right, always the longest that fits."""
     known, rest = _operators(), words
     while rest:
         ends = [place for place, letter in enumerate(rest) if letter == "_" and place] + [len(rest)]

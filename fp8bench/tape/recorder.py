@@ -1,7 +1,7 @@
-"""A dispatch mode that writes down the operators of a step: light while the step runs, counted afterwards.
+"""A dispatch mode that records the operators of a step; they are counted afterwards, so that the step stays fast.
 
-An operator of ours is one call, whichever way it runs, as is one of others that torch knows by name. Code that calls no
-operator of torch's is not seen (a kernel launched past torch).
+An operator of fp8bench's own is one call, however it runs, and so is any other that torch knows by name. Code that
+calls no operator of torch's, such as a kernel launched past torch, is not seen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8bench.model import UNATTRIBUTED
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Markers, TellingMarker
 
-# Words and marks of torch's own, which do nothing to a tensor.
+# Namespaces of operators that do nothing to a tensor.
 _SILENT = ("prim", "profiler", "_c10d_functional_autograd")
 _COMPOSITE = "CompositeImplicitAutograd"
 _STRIDED = torch.strided
@@ -27,7 +27,7 @@ _NO_TASK = -1
 
 
 class TensorSeen:
-    """A tensor as an operator was given it: where it lies and how, and nothing of its numbers."""
+    """Where a tensor lies and how, without its numbers."""
 
     __slots__ = ("accelerated", "dtype", "offset", "shape", "storage", "stride")
 
@@ -39,12 +39,13 @@ class TensorSeen:
         if tensor.layout is _STRIDED:
             self.stride, self.offset = tensor.stride(), tensor.storage_offset()
             self.storage = tensor.untyped_storage()._cdata
-        else:  # of the sparse ones there is no single memory
+        else:  # a sparse tensor has no single memory
             self.stride, self.offset, self.storage = None, 0, id(tensor)
 
 
 class Call(NamedTuple):
-    """One call of an operator. `given` and `named` are its arguments, `result` what it gave: tensors as TensorSeen."""
+    """One call of an operator. `given` and `named` are its arguments, `result` what it returned: tensors as
+    TensorSeen."""
 
     operator: Any
     phase: str
@@ -55,7 +56,7 @@ class Call(NamedTuple):
 
 
 class Route(Enum):
-    """What a mode does about an operator. A SILENT one does nothing to numbers: a view, or a word of torch's own."""
+    """How a mode treats an operator. A SILENT one does nothing to numbers: a view, or a mark of torch's own."""
 
     RECORDED = 0
     COMPOSITE = 1
@@ -74,13 +75,13 @@ def route_of(func: Any) -> Route:
 
 
 class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Knows the phase that `phases` say the step is in, and hands what does something to `called`; `views`, too."""
+    """Follows the phase of a step, and passes operators that do something to `called`; with `views`, views too."""
 
     views: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
-        # A plain object's, not a thread's: backward may run on another one.
+        # Not thread-local: backward may run on another thread.
         self._open = [UNATTRIBUTED]
         self._phase = UNATTRIBUTED
         self.phases = Markers(lambda name: TellingMarker(name, self._open, self.enter))
@@ -93,7 +94,7 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         route = self._routes.get(func)
         if route is None:
             route = self._routes[func] = route_of(func)
-        if route is Route.COMPOSITE:  # without gradients some arrive whole that are taken apart elsewhere
+        if route is Route.COMPOSITE:  # without gradients some arrive undivided
             with self:
                 result = func.decompose(*args, **named)
             if result is not NotImplemented:
@@ -107,11 +108,11 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
-    """Records every operator of its body, with the phase that `phases` say it runs in, and the seconds of them all."""
+    """Records every operator of its body with its phase, and the seconds of all."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What is compiled runs as the operators that it was made of: fused kernels are no operators."""
+        """Sees compiled functions as the operators that they were made of."""
         return False
 
     def __init__(self) -> None:
@@ -145,14 +146,14 @@ def tensors_in(value: Any) -> Iterator[TensorSeen]:
 
 
 def arguments_of(call: Call) -> dict[str, Any]:
-    """Its arguments by the names of its schema; those of what has none by their places."""
+    """Returns a call's arguments by their names in the schema, or by their places if there is no schema."""
     schema = getattr(call.operator, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else map(str, range(len(call.given)))
     return {**dict(zip(names, call.given, strict=False)), **call.named}
 
 
 def written_by(operator: Any) -> Iterator[tuple[int, Any]]:
-    """The arguments of its schema that an operator writes to, each with its place."""
+    """Yields the arguments that an operator writes to, with their places in its schema."""
     schema = getattr(operator, "_schema", None)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -164,6 +165,6 @@ def name_of(call: Call) -> str:
 
 
 def operator_name(operator: Any) -> str:
-    """Without its namespace where it is torch's own: 'mm', 'fp8bench::block'."""
+    """Returns 'mm' for an operator of torch's own, 'fp8bench::block' with its namespace for another."""
     packet = getattr(operator, "overloadpacket", operator)
     return packet.__name__ if operator.namespace == "aten" else f"{operator.namespace}::{packet.__name__}"

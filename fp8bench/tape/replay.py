@@ -1,7 +1,7 @@
-"""One phase of a step recorded, and done again by itself: operators, and memory that they are given.
+"""Records one phase of a step and repeats it by itself: its operators, and the memory that they are given.
 
-Memory is known by what it is and not by its tensors: views of it stay views of it. What a phase is given is kept as it
-was then: before somebody writes to it, it is copied. What calls of the phase make is made again by a replay.
+Memory is known by its storage, not by tensors, so that views stay views. What a phase is given is kept as it was then:
+it is copied before somebody writes to it. What calls of the phase make is made again by a replay.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8bench.numerics.operands import OperatorWatch, tensors_within
 from fp8bench.tape.recorder import written_by
 
-# What these give is whatever lay there.
+# Their results are memory with arbitrary contents.
 _UNWRITTEN = ("empty", "new_empty")
 
 
 class CannotReplay(Exception):
-    """A phase that cannot be done again by itself; the text says why."""
+    """A phase cannot be repeated by itself; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Where a replay keeps a tensor that one of its calls has made, until the last one that is given it."""
+    """Where a replay keeps a tensor that one of its calls made, until the last call that needs it."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class BitsCheck:
-    """What a call gave in the step, bit for bit, and the state of the random numbers that it drew from."""
+    """The bits of what a call returned or wrote in the step, and the state of the generators that it drew from."""
 
     bits: tuple[int, ...]
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
@@ -44,11 +44,9 @@ class BitsCheck:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedCall:
-    """One operator. Its arguments are as in the step, registers in place of what calls before it have made.
-
-    `results` are the registers that tensors of its result go to, by their place; `frees` those that no later call is
-    given. `written` are the tensors of its arguments that it writes. `check` is None where nobody compares.
-    """
+    """One operator. Its arguments are as in the step, with registers in place of what earlier calls made. `results`
+    pairs places in its result with registers; `frees` lists registers that no later call needs; `written` are the
+    arguments that it writes. `check` is None where bits are not compared."""
 
     operator: Callable[..., Any]
     args: tuple[Any, ...]
@@ -87,7 +85,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Replay:
-    """A phase of a step. `bytes` are those of all that it keeps."""
+    """A phase of a step that can be repeated. `bytes` is the size of all that it keeps."""
 
     calls: tuple[ReplayedCall, ...]
     registers: int
@@ -96,7 +94,7 @@ class Replay:
     bytes: int
 
     def run(self, times: int = 1) -> None:
-        """Do it so often, back to back. What it writes goes on from time to time, as in steps."""
+        """Repeats the phase back to back. What it writes carries over, as in steps."""
         with torch.no_grad():
             for _ in range(times):
                 registers: list[Tensor | None] = [None] * self.registers
@@ -110,7 +108,8 @@ class Replay:
             rewritten.memory.copy_(rewritten.before)
 
     def differs(self) -> str:
-        """Do it once from the start: the first operator that gives other bits than in the step; '' if none does."""
+        """Runs the phase once from the start; names the first operator whose bits differ from the step's, or returns
+        ''."""
         self.restore()
         registers: list[Tensor | None] = [None] * self.registers
         with torch.no_grad(), self.random_kept():
@@ -118,14 +117,14 @@ class Replay:
                 for generator, state in call.check.generators if call.check is not None else ():
                     generator.set_state(state)
                 result = call.into(registers)
-                written = [_filled(one, registers) for one in call.written]
+                written = [_filled(argument, registers) for argument in call.written]
                 if call.check is not None and call.check.bits != bits_of(call.operator, result, written):
                     return f"{call.operator}, operator {number + 1} of it, gives other numbers than in the step"
                 call.free(registers)
         return ""
 
     def lost(self) -> str:
-        """What it has written that is no longer finite, and was; '' if nothing."""
+        """Returns a sentence if what the phase writes is no longer finite, and was; else ''."""
         for rewritten in self.rewritten:
             for dtype in rewritten.floating:
                 if _finite(rewritten.before, dtype) and not _finite(rewritten.memory, dtype):
@@ -134,7 +133,7 @@ class Replay:
 
     @contextmanager
     def random_kept(self) -> Iterator[None]:
-        """Random numbers go on after the body as if it had drawn none."""
+        """Restores the random generators after the body."""
         states = [(source, source.get_state()) for source in self.generators]
         try:
             yield
@@ -144,10 +143,11 @@ class Replay:
 
 
 def bits_of(operator: Any, result: object, written: Sequence[object]) -> tuple[int, ...]:
-    """A number for the bits of each tensor that a call has made or written; views of others are neither."""
+    """Returns a checksum for each tensor that a call has made or written; views of others are neither."""
     schema = operator._schema
-    made = not any(one.alias_info for one in schema.returns) and not schema.name.split("::")[1].startswith(_UNWRITTEN)
-    return tuple(_bits(one) for one in (*(tensors_within(result) if made else ()), *tensors_within(list(written))))
+    is_view = any(value.alias_info for value in schema.returns)
+    made = not is_view and not schema.name.split("::")[1].startswith(_UNWRITTEN)
+    return tuple(map(_bits, (*(tensors_within(result) if made else ()), *tensors_within(list(written)))))
 
 
 def _bits(tensor: Tensor) -> int:
@@ -170,7 +170,7 @@ def _filled(part: Any, registers: list[Tensor | None]) -> Any:
     return part
 
 
-# These give a tensor other memory.
+# They give a tensor other memory.
 _MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
 
@@ -185,9 +185,9 @@ class _Spec(NamedTuple):
 class _Memory:
     """Memory that a phase has met, as long as nobody outside of it writes there.
 
-    `kept` is what it was given, the step's own until somebody writes to it (`copied`); None where a call of the phase
-    has made it. The weak reference keeps its address from being used again. `registers` hold what calls have made of
-    it.
+    `kept` is what the phase was given: the step's own memory until somebody writes to it, then a copy (`copied`). It is
+    None if a call of the phase made it. The weak reference keeps its address from being used again. `registers` hold
+    tensors in it that calls have made.
     """
 
     weak: StorageWeakRef
@@ -212,10 +212,8 @@ class _Given:
 
 
 class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Records the operators of `phase` that run in its body; `stack` ends with the phase that the step is in.
-
-    `most_bytes` is what may be kept for it. With `check` what each call gives is noted, bit for bit.
-    """
+    """Records the operators of `phase` in its body; the last item of `stack` is the phase that the step is in. It may
+    keep `most_bytes`. With `check` the bits of each call's results are noted."""
 
     def __init__(self, phase: str, stack: Sequence[str], most_bytes: int, check: bool) -> None:
         super().__init__()
@@ -229,7 +227,6 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._why = ""
 
     def replay(self) -> Replay:
-        """What was recorded; raises CannotReplay."""
         if not self._why and not self._calls:
             self._why = "it calls no operator of torch"
         if self._why:
@@ -244,7 +241,9 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         given = tensors_within((args, named))
         if self._stack[-1] != self._phase:
             for tensor in _written(func, args, named):
-                self._write_outside(tensor)
+                if tensor.layout is torch.strided:  # memory that another phase writes is other memory from then on
+                    memory = self._memories.pop(tensor.untyped_storage()._cdata, None)
+                    self._count(0 if memory is None else memory.copy())
             return func(*args, **named)
         self._why = _refused(func, given)
         if self._why:
@@ -270,7 +269,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         return result
 
     def _drawing(self, func: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
-        """Where an operator takes random numbers from, as far as the host has them; all are put back after replays."""
+        """Returns the generators an operator draws from, as far as the host has them; replays restore them all."""
         own = [kwarg for kwarg in kwargs.values() if isinstance(kwarg, torch.Generator)]
         generators = own
         if not own and torch.Tag.nondeterministic_seeded in func.tags:
@@ -293,7 +292,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             memory.floating.add(tensor.dtype)
         if memory.kept is not None:
             return _Given(memory, spec)
-        if spec not in memory.registers:  # a view that autograd has made, past operators
+        if spec not in memory.registers:  # a view that autograd has made without an operator
             source = Register(next(iter(memory.registers.values())))
             memory.registers[spec] = self._registers
             made = ((0, self._registers),)
@@ -304,7 +303,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         return Register(memory.registers[spec])
 
     def _made(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-        """Registers for tensors of a result that do not lie in what the phase was given."""
+        """Assigns registers to tensors of a result that do not lie in what the phase was given."""
         for place, tensor in enumerate(results):
             storage, spec = tensor.untyped_storage(), _spec_of(tensor)
             memory = self._memories.setdefault(storage._cdata, _Memory(_weakly(storage), tensor.device))
@@ -323,16 +322,10 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             self._count(storage.nbytes())
         return known
 
-    def _write_outside(self, tensor: Tensor) -> None:
-        """Memory that another phase writes is other memory from then on."""
-        known = self._memories.pop(tensor.untyped_storage()._cdata, None) if tensor.layout is torch.strided else None
-        if known is not None:
-            self._count(known.copy())
-
     def _count(self, size: int) -> None:
         self._bytes += size
         if self._bytes > self._most:
-            self._why = f"it is given more than the {self._most} bytes that may be kept for it"
+            self._why = f"it needs more than the {self._most} bytes that may be kept for it"
             self._forget()
 
     def _forget(self) -> None:
@@ -347,7 +340,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 def _refused(func: Any, given: Sequence[Tensor]) -> str:
-    """Why an operator cannot be called again by itself; '' where it can."""
+    """Returns why an operator cannot be called again by itself, or ''."""
     if not isinstance(func, torch._ops.OpOverload):
         return f"{func} is more than one operator"
     if func.overloadpacket.__name__ in _MOVING:
@@ -362,7 +355,9 @@ def _refused(func: Any, given: Sequence[Tensor]) -> str:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     changed = written_by(func)
-    return tensors_within([args[place] if place < len(args) else kwargs.get(one.name) for place, one in changed])
+    return tensors_within(
+        [args[place] if place < len(args) else kwargs.get(argument.name) for place, argument in changed]
+    )
 
 
 def _spec_of(tensor: Tensor) -> _Spec:
@@ -378,7 +373,7 @@ def _lying(spec: _Spec, storage: torch.UntypedStorage, device: torch.device) -> 
 
 
 def _resolved(call: ReplayedCall) -> ReplayedCall:
-    """With the memory that is kept by now in place of what the phase was given."""
+    """Returns the call with the kept memory in place of what the phase was given."""
     args, kwargs = _with_given(list(call.args)), {name: _with_given(kwarg) for name, kwarg in call.kwargs.items()}
     filled = bool(_registers_in((args, list(kwargs.values()))))
     written = tuple(_with_given(list(call.written)))

@@ -1,8 +1,8 @@
-"""The time of each operator and for whom it ran: in forward by the module that runs, in backward by its node.
+"""The time of each operator and the module it ran for: in forward the running module, in backward the node's.
 
-Between a module's forward and its backward nothing says when its backward begins or ends: nodes of different modules
-interleave there. So each node is known by itself: by a label that is left on it when the module which made it ends,
-else by its number, which counts on while modules begin and end. Nothing is put into the program.
+Nothing tells when the backward of a module begins or ends, because nodes of different modules interleave. So each node
+is known by itself: by a label that is left on it when the module that made it ends, or by its number, since numbers
+grow while modules begin and end. Nothing is put into the program.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fp8bench.tape.recorder import PhasedWatch, operator_name
 _task = torch._C._current_graph_task_id
 _next_number = torch._C._autograd._get_sequence_nr
 _node = torch._C._current_autograd_node
-_FORWARD = -1  # the task outside of any backward pass
+_FORWARD = -1  # the number of the task outside of any backward pass
 _LABEL = "fp8bench.module"
-# Nodes that keep a parameter's gradient are made by none.
+# The number of nodes that keep a parameter's gradient, which no module makes.
 _OF_NO_MODULE = 2**64 - 1
 OUTSIDE = ""
-# What a module is known by.
+# The type of a module's label.
 L = TypeVar("L")
 
 
 class _Made(Generic[L]):
-    """Numbers of the nodes that one task has made, in stretches, each by the module that ran."""
+    """Ranges of numbers of the nodes that one task has made, each with the label of the module that ran."""
 
     def __init__(self, first: int, outside: L) -> None:
         self.first, self._outside = first, outside
@@ -57,7 +57,7 @@ class _Made(Generic[L]):
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class _Running(Generic[L]):
-    """A module whose forward runs: the task that it runs in, and the number of the first node that it may make."""
+    """A module whose forward runs, its task, and the number of the first node that it may make."""
 
     label: L
     task: int
@@ -65,13 +65,13 @@ class _Running(Generic[L]):
 
 
 class RunningModules(Generic[L]):
-    """Knows where a step is while `watched` goes on, by the labels of modules; one without a label is passed by."""
+    """Knows which module a step is in while `watched` is open; modules without a label are ignored."""
 
     def __init__(self, label_of: Callable[[nn.Module], L | None], outside: L) -> None:
         self._label_of, self._outside = label_of, outside
         self._running: list[_Running[L]] = []
         self._made: dict[int, _Made[L]] = {}
-        # In which task the backward pass of a task was begun: a block that is computed again makes nodes in one.
+        # The task that began each task's backward pass: a block that is recomputed makes nodes within one.
         self._begun_in = {_FORWARD: _FORWARD}
         self._last_task = _FORWARD
 
@@ -86,8 +86,8 @@ class RunningModules(Generic[L]):
                 self._running.clear()
 
     def now(self) -> tuple[L, Any, bool]:
-        """What an operator runs for, the node of the backward pass that runs if any does outside of a module that is
-        computed again, and whether one does."""
+        """Returns the label of the module, the node of backward, and whether a backward pass runs. The node is None in
+        forward, and in a module that is recomputed within backward."""
         task = self._seen_task()
         if self._running and self._running[-1].task == task:
             return self._running[-1].label, None, task != _FORWARD
@@ -126,11 +126,12 @@ class RunningModules(Generic[L]):
             self.go_in(label)
 
     def _leave(self, module: nn.Module, given: Any, result: Any) -> None:
-        if self._running and self._label_of(module) is not None:  # else it was begun before anybody watched
+        if self._running and self._label_of(module) is not None:  # else it began before `watched`
             self._label(result, self.go_out())
 
     def _hand_over(self) -> tuple[int, int]:
-        """Nodes made until now belong to whoever has run until now; the task, and the number of the next node."""
+        """Assigns the nodes made until now to the module that ran; returns the task, and the number of the next
+        node."""
         task, number = self._seen_task(), _next_number()
         made = self._made.get(task)
         if made is None:
@@ -140,7 +141,7 @@ class RunningModules(Generic[L]):
         return task, number
 
     def _label(self, result: Any, left: _Running[L]) -> None:
-        """Leave its module's label on each node that was made since it began, as far as its result leads there."""
+        """Leaves labels on the nodes that were made since a module began, as far as its result leads to them."""
         waiting: list[Any] = [tensor.grad_fn for tensor in _tensors(result)]
         made, seen = self._made[left.task], set()
         while waiting:
@@ -154,10 +155,8 @@ class RunningModules(Generic[L]):
 
 
 class ModulePaths(RunningModules[str]):
-    """By their paths. Models are named from `roots` on, others as they turn up.
-
-    A path is that of `named_modules`; of a root itself the name of its class.
-    """
+    """Labels modules by the path that `named_modules` gives, or a root by the name of its class. Models in `roots` are
+    named at once, others when they first run."""
 
     def __init__(self, roots: Iterable[nn.Module] = ()) -> None:
         self._names: dict[nn.Module, str] = {}
@@ -176,7 +175,7 @@ class ModulePaths(RunningModules[str]):
 
 
 def _tensors(result: Any) -> Iterator[Tensor]:
-    """Those of what a module gives: in collections and dataclasses; other objects are not looked into."""
+    """Yields a module's tensors in collections and dataclasses; does not look into other objects."""
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -184,12 +183,12 @@ def _tensors(result: Any) -> Iterator[Tensor]:
             yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
-# The name of a range around an operator, with its number, in a trace.
+# Prefix of the range around an operator in a trace; its number follows.
 RANGE = "fp8bench.operator."
 
 
 class TimedCall(NamedTuple):
-    """One operator, where it ran, and its nanoseconds on the host, operators of its own included."""
+    """An operator, where it ran, and its nanoseconds on the host, including operators that it calls itself."""
 
     operator: Any
     module: str
@@ -206,10 +205,8 @@ class TimedCall(NamedTuple):
 
 
 class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
-    """Times every operator of its body, by `clock`. Backward passes run in the thread that starts them.
-
-    With `ranged` each operator lies in a range of torch's profiler that has its number.
-    """
+    """Times every operator of its body by `clock`. Backward passes run in the thread that starts them. With `ranged`
+    each operator lies in a range of torch's profiler that has its number."""
 
     views = True
 
@@ -219,14 +216,14 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         super().__init__()
         self.calls: list[TimedCall] = []
         self._paths = ModulePaths(roots)
-        # The task in which an optimizer's step goes on: a backward pass that such a step begins has another.
+        # The task in which an optimizer steps. A backward pass that it begins is another task.
         self._optimizing: int | None = None
         self._clock = clock
         self._range: Callable[[str], Any] = _range if ranged else lambda name: _EMPTY
 
     @contextmanager
     def watching(self) -> Iterator[list[TimedCall]]:
-        """The operators of the body; with the hooks that tell modules and optimizers, which leave nothing behind."""
+        """Yields the list of the body's operators; the hooks that tell modules and optimizers are removed after it."""
         self.calls = []
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -273,15 +270,9 @@ def _range(name: str) -> Any:
     return record_function(name)
 
 
-# What two parts have in common that are one.
-Alike = tuple[ShareKind, str, bool, str]
-
-
 def shares_of(steps: Sequence[Sequence[TimedCall]], plain: Sequence[float]) -> Shares:
-    """Of some steps that were looked at, and the seconds of others that were not.
-
-    What the shortest of all operators takes is what it takes to call one past whoever looks: it is nobody's.
-    """
+    """Returns the shares of watched steps, beside the seconds of steps that nobody watched. The time of the shortest
+    operator is the cost of watching a call, and is deducted from all."""
     calls, nanoseconds = _typical(steps)
     calling = min(nanoseconds, default=0.0)
     return Shares(put_together(calls, [(nanosecond - calling) * 1e-9 for nanosecond in nanoseconds]), median(plain))
@@ -290,15 +281,15 @@ def shares_of(steps: Sequence[Sequence[TimedCall]], plain: Sequence[float]) -> S
 def shares_of_kernels(
     calls: Sequence[TimedCall], inside: Mapping[int, float], outside: Mapping[str, float], plain: float
 ) -> Shares:
-    """Of one step: a device's seconds for the kernels of its operators, by their number, and for others by name."""
+    """Returns the shares of one step by a device's seconds: `inside` by the operator's number, `outside` by name."""
     known = put_together(calls, [inside.get(number, 0.0) for number in range(len(calls))])
     others = [Share(ShareKind.UNKNOWN, "", False, seconds, 1, name) for name, seconds in outside.items()]
     return Shares((*known, *others), plain, SharesFrom.KERNELS)
 
 
 def put_together(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Share, ...]:
-    """Parts of one kind, in one module and direction, as one; the longest first."""
-    sums: dict[Alike, tuple[float, int]] = {}
+    """Joins parts of one kind, module and direction; returns the longest first."""
+    sums: dict[tuple[ShareKind, str, bool, str], tuple[float, int]] = {}
     for call, taken in zip(calls, seconds, strict=True):
         kind, what = kind_of(call.operator, call.where)
         alike = kind, call.module, call.backward, what
@@ -312,7 +303,7 @@ def put_together(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[
 
 
 def _typical(steps: Sequence[Sequence[TimedCall]]) -> tuple[Sequence[TimedCall], list[float]]:
-    """The operators of a step, and the median time of each; of steps that differ those of the one in the middle."""
+    """Returns a step's operators with the median time of each; if steps differ, those of the median step."""
     first = [call.operator for call in steps[0]]
     if all([call.operator for call in step] == first for step in steps):
         times = [[call.nanoseconds for call in step] for step in steps]

@@ -1,4 +1,4 @@
-"""The user's own modules and files: importing them, telling their code apart, saying what went wrong in them."""
+"""The user's own modules and files: importing them, telling their code apart, and describing their errors."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, ImportFailed
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.user_code.switches import Switch, now, of_the_process, put_back
+from fp8bench.user_code.switches import Switch, process_switches, put_back, values_of
 
-# stdout and the switches are the process's: of two threads one waits.
+# stdout and the switches belong to the process, so only one thread imports at a time.
 _importing = threading.RLock()
 
 
 def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) -> None:
-    """Import modules (or files ending in .py) that register leaves of the user's own. What they print is no output.
-
-    One that leaves a switch of the process changed, or one of those that are `watched`, is refused: whatever is
-    measured afterwards would be measured under that, in this process and in those that it starts.
-    """
+    """Imports modules (or files ending in .py) that register leaves of the user's own. They print to stderr. A module
+    that leaves a switch changed is refused, because everything afterwards would be measured under it, in this process
+    and in those that it starts. The switches are `watched`, by default those of the process."""
     for registry in (workloads, precisions, devices):
-        registry.names()  # names of fp8bench's own are taken first: the user's file is the one to be refused
-    watched = [switch for switch in watched or of_the_process() if not switch.set_by_imports]
+        registry.names()  # fp8bench registers its own names first, so that a user's file is refused, not fp8bench's
+    watched = [switch for switch in watched or process_switches() if not switch.set_by_imports]
     with _importing:
         for name in names:
             _import(name, watched)
 
 
 def _import(name: str, watched: Sequence[Switch]) -> None:
-    before = now(watched)
+    before = values_of(watched)
     try:
         with _stdout_to_stderr():
             _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
@@ -58,10 +56,8 @@ def _import(name: str, watched: Sequence[Switch]) -> None:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """What the body prints goes to stderr, also what its child processes do and what C code writes.
-
-    The descriptor is left alone where it is not stdout's: in a notebook, under a test that captures, closed.
-    """
+    """Sends what the body prints to stderr, also from child processes and C code. The descriptor is left alone if it is
+    not stdout's: in a notebook, under a test that captures, or closed."""
     out, kept = sys.stdout, -1
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if out.fileno() == 1:
@@ -71,7 +67,7 @@ def _stdout_to_stderr() -> Iterator[None]:
         if kept >= 0:
             try:
                 os.dup2(sys.stderr.fileno(), 1)
-            except (OSError, ValueError, AttributeError):  # closed, and its number may be anybody's file
+            except (OSError, ValueError, AttributeError):  # stderr is closed, and 2 may be another file's number
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, 1)
                 os.close(nowhere)
@@ -80,16 +76,14 @@ def _stdout_to_stderr() -> Iterator[None]:
     finally:
         if kept >= 0:
             with contextlib.suppress(OSError, ValueError):
-                out.flush()  # what was written past the redirection must not wait until stdout is stdout again
+                out.flush()  # what was written past the redirection must go to stderr too
             os.dup2(kept, 1)
             os.close(kept)
 
 
 def digest_of(names: Iterable[str]) -> str | None:
-    """One SHA-256 over the code of imported modules and files, a package with all its files; None for no code.
-
-    Where they lie is not part of it: the same code somewhere else is the same code.
-    """
+    """Returns one SHA-256 over the code of imported modules and files, a package with all its files; None without code.
+    Their location is not part of it: the same code elsewhere has the same digest."""
     import hashlib
 
     whole = hashlib.sha256()
@@ -107,7 +101,7 @@ def _files_of(name: str) -> list[Path]:
 
 
 def own_words(error: BaseException) -> str:
-    """What foreign code raised, in one line: kind, text, and the line of theirs that led to it."""
+    """Describes in one line what foreign code raised: kind, text, and the line of that code that led to it."""
     text = " ".join(str(error).split())[:300].rstrip(".")
     kind = "" if isinstance(error, Fp8benchError) else type(error).__name__
     words = ": ".join(part for part in (kind, text) if part)
@@ -118,7 +112,7 @@ def own_words(error: BaseException) -> str:
 
 
 def user_module(file: str) -> str:
-    """The module name of a user's file: two files of one name in different folders are two modules."""
+    """Returns the module name of a user's file; files of one name in different folders have different ones."""
     import hashlib
 
     path = Path(file).resolve()
@@ -145,14 +139,14 @@ def _import_file(path: Path) -> None:
 
 
 def modules_under(folder: Path) -> tuple[str, ...]:
-    """The modules loaded from below a folder, links resolved. fp8bench's own, and installed packages, do not count."""
+    """Returns the loaded modules below a folder, links resolved, without fp8bench's own and installed packages."""
     top = folder.resolve()
     names = []
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or name.partition(".")[0] in ("fp8bench", "__main__"):
             continue
-        # Modules that are made up (torch has some) give names of files that are nowhere.
+        # Synthetic modules (torch has some) name files that do not exist.
         path = Path(file).resolve() if Path(file).is_absolute() else Path()
         if path.is_relative_to(top) and not {"site-packages", "dist-packages"} & set(path.parts):
             names.append(name)

@@ -1,4 +1,4 @@
-"""Callables of the user's own: by module and name, and with the signature that was declared for an audit."""
+"""The user's own callables, found by module and name, and the signature that an audit declares for them."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ def audited(
     weights: str = "fp32",
     baseline: str = "",
 ) -> Callable[[F], F]:
-    """Declare what a kernel promises, for `fp8bench audit module:function`. It is called as before.
+    """Declares what a kernel promises, for `fp8bench audit module:function`. The function itself is unchanged.
 
-    `kind` is product, cast, linear, attention (`causal` or not) or optimizer; `precision` one of fp8bench's, options
+    `kind` is product, cast, linear, attention (`causal` or not) or optimizer; `precision` is one of fp8bench's, options
     included. A product takes 'values', which it casts itself, or 'codes' with the scales that decode them; its `second`
-    operand is (N, K) or, 'kn', (K, N). Sizes that are no multiples of `multiple` it may refuse. What is called for an
-    optimizer takes a list of parameters, as torch's optimizers do; its precision is that of its first moment, or
-    'dynamic8-256' or 'e4m3-256' for codes under a scale for so many elements, and `rule` (adamw, adam, sgd),
-    `second_moment` ('same', or a precision) and `weights` say the rest. `baseline` ('module:function') is what its time
-    is compared with.
+    operand is (N, K) or, with 'kn', (K, N). It may refuse sizes that are no multiples of `multiple`. An optimizer takes
+    a list of parameters, as torch's do. Its precision is that of its first moment, or 'dynamic8-256' or 'e4m3-256' for
+    codes with one scale for so many elements; `rule` (adamw, adam, sgd), `second_moment` ('same', or a precision) and
+    `weights` say the rest. `baseline` ('module:function') is what its time is compared with.
     """
     signature = signed(kind, precision, takes, second, multiple, causal, rule, second_moment, weights, baseline)
 
@@ -71,7 +70,7 @@ def signed(
     if takes == Takes.CODES and kind != AuditKind.PRODUCT:
         raise UsageError(f"a {kind} takes values: only a product can be given codes.")
     if second != "nk" and kind != AuditKind.PRODUCT:
-        raise UsageError(f"a {kind} has no second operand that could lie otherwise: only a product has.")
+        raise UsageError(f"a {kind} has no second operand to transpose: only a product has one.")
     if causal and kind != AuditKind.ATTENTION:
         raise UsageError(f"a {kind} cannot be causal: only attention can.")
     signature = Signature(
@@ -95,19 +94,20 @@ def declared_of(function: Callable[..., Any]) -> Signature | None:
 
 
 def named(target: str) -> Callable[..., Any]:
-    """'package.module:name' or 'file.py:name', dots in the name too; ImportFailed or UsageError with a sentence."""
+    """Returns the callable that 'package.module:name' or 'file.py:name' names; the name may have dots. Raises
+    ImportFailed or UsageError."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise UsageError(f"{target!r:.200} names no callable. Give module:function, or file.py:function.")
     import_user_modules([place])
     module = sys.modules[user_module(place)] if place.endswith(".py") else importlib.import_module(place)
     try:
-        found = reduce(getattr, name.split("."), module)
+        value = reduce(getattr, name.split("."), module)
     except AttributeError:
-        known = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
+        known = [word for word, member in vars(module).items() if callable(member) and not word.startswith("_")]
         raise ImportFailed(
             f"{place} has no {name!r:.80}. Callables in it: {', '.join(known[:12]) or 'none'}."
         ) from None
-    if not callable(found):
-        raise UsageError(f"{target} is {type(found).__name__}, and cannot be called. Give a function.")
-    return found
+    if not callable(value):
+        raise UsageError(f"{target} is {type(value).__name__}, and cannot be called. Give a function.")
+    return value

@@ -1,6 +1,7 @@
-"""Switches that one case, or the import of one file, could leave to whatever comes next in its process.
+"""Switches that a case, or the import of a file, could leave changed for whatever comes next in its process.
 
-Here are those of the interpreter, the process and the C library, which need no torch; those of torch are the worker's.
+These belong to the interpreter, the process and the C library, and need no torch; torch's own are in
+worker/torch_switches.py.
 """
 
 from __future__ import annotations
@@ -25,22 +26,21 @@ from fp8bench.model.run import LOWERING, READ_BY_TORCH
 
 
 class Unset:
-    """What no value equals: the machine, or whoever runs the process, says what is usual."""
+    """Equals no value: the machine, or whoever runs the process, decides what is usual."""
 
 
 class NotInUse:
-    """What a switch is at before its library is used: nobody knows, because to ask would begin to use it."""
+    """The value of a switch before its library is used: asking would begin to use it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Switch:
-    """One of them; `write` is None for what ends with the object that holds it.
+    """A switch of the process; `write` is None for one that ends with the object that holds it.
 
-    `names` are those of torch's public names that set it: a census holds them against what torch has. `usual` is the
-    value of a fresh process. `bends` says of a value that a reference measured under it is not the reference: where
-    fp8bench measures in somebody's process, that is refused, with what is `wanted` (`usual`, if it is not said) and how
-    to `mend` it. Without `bends` any value will do, and is recorded.
-    What is `set_by_imports` of packages that mean no harm is watched around steps only.
+    `names` are torch's public names that set it; a census compares them with what torch has. `usual` is the value in a
+    new process. `bends` tells whether a reference measured under a value is no reference: fp8bench refuses to measure
+    in such a process, and names the value `wanted` (by default `usual`) and how to `mend` it. Without `bends` any value
+    will do, and is recorded. Switches `set_by_imports` of harmless packages are watched around steps only.
     """
 
     name: str
@@ -59,19 +59,19 @@ def attribute(name: str, holder: Any, word: str, **more: Any) -> Switch:
     return Switch(name, partial(getattr, holder, word), lambda value: setattr(holder, word, value), **more)
 
 
-def now(switches: Iterable[Switch]) -> tuple[Any, ...]:
+def values_of(switches: Iterable[Switch]) -> tuple[Any, ...]:
     return tuple(switch.read() for switch in switches)
 
 
 def put_back(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
-    after = now(switches)
+    after = values_of(switches)
     if after == before:
         return []
     known = zip(switches, before, after, strict=True)
     changed = [(switch, old, new) for switch, old, new in known if old is not NotInUse]
-    for switch, old, _ in changed:  # each is read again: one of torch's older switches writes several of the newer ones
+    for switch, old, _ in changed:  # each is read again, because an older switch of torch writes several newer ones
         if switch.write is not None and switch.read() != old:
-            # The folder may be gone, a signal's handler may be C's, and torch refuses mixed settings of products.
+            # The folder may be gone, a signal's handler may be in C, and torch refuses mixed settings of products.
             with contextlib.suppress(OSError, ValueError, TypeError, RuntimeError):
                 switch.write(old)
     return [
@@ -93,18 +93,18 @@ def plain(value: Any) -> Scalar | None:
         case set() | frozenset():
             return ", ".join(sorted(map(str, value)))
         case dict():
-            return ", ".join(f"{name}={one}" for name, one in value.items()) or "none"
+            return ", ".join(f"{name}={item}" for name, item in value.items()) or "none"
         case tuple() | list():
-            return ", ".join(str(plain(one)) for one in value) or "none"
+            return ", ".join(str(plain(item)) for item in value) or "none"
     name = getattr(value, "__qualname__", None)
     return f"{value.__module__}.{name}" if name is not None else str(value)
 
 
-# As bytes, and past the mapping: a fiftieth of the time, and it is read around every slot.
+# The bytes behind os.environ: reading them takes a fiftieth of the time, and happens around every slot.
 _VARIABLES: dict[bytes, bytes] = os.environb._data  # type: ignore[attr-defined]
 _KEYS = frozenset(map(os.fsencode, READ_BY_TORCH))
 _LOWERING = frozenset(LOWERING)
-# Programs are bound by variables too, and OpenMP binds the thread itself, at its first loop.
+# Under these variables OpenMP itself binds the thread at its first loop.
 _BINDS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 _CLOCKS = (
     "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time",
@@ -118,27 +118,33 @@ _TIMERS = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profil
 
 
 @cache
-def of_the_process() -> tuple[Switch, ...]:
-    return (*_of_the_interpreter(), *_of_the_system(), *_of_the_library(), *_of_clocks_and_signals())
+def process_switches() -> tuple[Switch, ...]:
+    return (*_interpreter_switches(), *_system_switches(), *_library_switches(), *_clock_and_signal_switches())
 
 
-def _of_the_interpreter() -> Iterator[Switch]:
+def _interpreter_switches() -> Iterator[Switch]:
     yield Switch("the working directory", _folder, os.chdir, recorded=False)
     yield Switch("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable(), usual=True)
     yield Switch("the thresholds of garbage collection", gc.get_threshold, lambda old: gc.set_threshold(*old))
     yield Switch("the tracer", sys.gettrace, sys.settrace, usual=None)
     yield Switch("the profiler of calls", sys.getprofile, sys.setprofile, usual=None)
-    yield Switch("tracing of allocations", tracemalloc.is_tracing, _trace_allocations, usual=False)
+    yield Switch(
+        "tracing of allocations", tracemalloc.is_tracing,
+        lambda on: tracemalloc.start() if on else tracemalloc.stop(), usual=False,
+    )  # fmt: skip
     yield Switch("the interpreter's switch interval", sys.getswitchinterval, sys.setswitchinterval, usual=0.005)
 
 
-def _of_the_system() -> Iterator[Switch]:
+def _system_switches() -> Iterator[Switch]:
     bound = _BINDS & os.environ.keys()
     if hasattr(os, "sched_getaffinity") and not bound:
         yield Switch("the processors", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
     yield Switch("niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0))
     if hasattr(os, "sched_getscheduler"):
-        yield Switch("the scheduling policy", partial(os.sched_getscheduler, 0), _set_policy)
+        yield Switch(
+            "the scheduling policy", partial(os.sched_getscheduler, 0),
+            lambda policy: os.sched_setscheduler(0, policy, os.sched_param(0)),
+        )  # fmt: skip
     yield Switch(
         "the environment",
         _environment,
@@ -150,7 +156,7 @@ def _of_the_system() -> Iterator[Switch]:
     )  # fmt: skip - each variable is a fact of its own
 
 
-def _of_clocks_and_signals() -> Iterator[Switch]:
+def _clock_and_signal_switches() -> Iterator[Switch]:
     for name in _CLOCKS:
         yield attribute(
             f"time.{name}", time, name, usual=f"time.{name}", bends=partial(_is_other, name),
@@ -161,15 +167,11 @@ def _of_clocks_and_signals() -> Iterator[Switch]:
             f"the handler of {number.name}", partial(_handler, number), partial(signal.signal, number),
             set_by_imports=True,
         )  # fmt: skip
-    for kind, timer in _TIMERS.items():  # one that was left running is stopped; one that ended cannot be wound up again
+    for kind, timer in _TIMERS.items():  # a timer that was left running is stopped; one that ended cannot be restarted
         yield Switch(f"the {kind} timer", partial(_runs, timer), partial(_stop, timer), usual=False)
 
 
-def _trace_allocations(on: bool) -> None:
-    tracemalloc.start() if on else tracemalloc.stop()
-
-
-def _of_the_library() -> Iterator[Switch]:
+def _library_switches() -> Iterator[Switch]:
     import ctypes
 
     library = ctypes.CDLL(None)
@@ -181,13 +183,13 @@ def _of_the_library() -> Iterator[Switch]:
 
 
 def _is_other(name: str, clock: Any) -> bool:
-    """By what it is, not by what it was when somebody first looked: it may have been replaced before."""
+    """Compares with what a clock should be, not with what it was at first: it may have been replaced before."""
     own = isinstance(clock, types.BuiltinFunctionType) and clock.__module__ == "time"
     return not own or clock.__name__ != name
 
 
 def _handler(number: int) -> Any:
-    """As signal.getsignal says, which takes every handler for an enumerator first: ten times the time."""
+    """Returns what signal.getsignal does in a tenth of the time: that tries every handler as an enumerator first."""
     handler = raw_handler(number)
     return _NO_HANDLER[handler] if type(handler) is int else handler
 
@@ -198,10 +200,6 @@ def _runs(timer: int) -> bool:
 
 def _stop(timer: int, ran: bool) -> object:
     return ran or signal.setitimer(timer, 0)
-
-
-def _set_policy(policy: int) -> None:
-    os.sched_setscheduler(0, policy, os.sched_param(0))
 
 
 def _environment() -> dict[str, str]:

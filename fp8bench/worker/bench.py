@@ -1,7 +1,7 @@
-"""The worker's side of measuring: states, steps and slots. It answers; it decides nothing.
+"""The worker's side of measuring: it prepares states and runs steps and slots when asked; it decides nothing.
 
-Runs in a process of its own (worker.py) or in the caller's (handle.LocalWorker). Only here, in what it calls, is
-torch imported.
+It runs in a process of its own (worker/main.py) or in the caller's (LocalWorker of measure/handle.py). torch is
+imported only here and in what this module calls.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
 from fp8bench.worker import ceilings, fusing
-from fp8bench.worker.beside import none_left_by_a_fault, running, still_running
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
-from fp8bench.worker.faults import PlantedFault
+from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import Prepared, State, begins_alone, bytes_of, flush_of, rotation
 from fp8bench.worker.static_scales import step
-from fp8bench.worker.step_guards import apart, aside
-from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
+from fp8bench.worker.step_guards import apart, aside, nothing_left_on_error, running, still_running
+from fp8bench.worker.switches import recorded_values, refuse_distorted_reference, switches, unchanged, under
 from fp8bench.worker.untimed_passes import UntimedPasses
 
 
 class Bench(UntimedPasses):
-    """States by key, and what can be asked of them."""
+    """Holds prepared states by key and answers requests about them. Each public method is a request of the parent."""
 
     def __init__(self, settings: Settings) -> None:
         import torch
@@ -55,14 +54,13 @@ class Bench(UntimedPasses):
         self._clock: Callable[[Stamper], PhaseClock] = PhaseClock
         self._unmarked: Callable[[], Phases] = SilentPhases
         self._meet: Callable[[], None] = begins_alone
-        refuse_bent()
+        refuse_distorted_reference()
         import_user_modules(settings.imports, switches())
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
-        self._switches = recorded()
+        self._switches = recorded_values()
 
     def close(self) -> None:
-        """Put the process's threads back: without isolation it is the user's own."""
         import torch
 
         self._prepared.clear()
@@ -77,22 +75,20 @@ class Bench(UntimedPasses):
         return tuple(replace(facts, packages=packages) for facts in available)
 
     def backend(self, name: str) -> str:
-        """Why a backend that is installed cannot be used, '' if it can. Imports it."""
+        """Imports a backend that is installed; returns why it cannot be used, or ''."""
         from fp8bench.worker.trial import why_not
 
         return why_not(name)
 
     def trial(self, case: Case, facts: DeviceFacts) -> str:
-        """What is wrong with the products of a case's precisions where somebody else's code makes them; '' if nothing.
-
-        Looked at once for every precision in the life of a worker.
-        """
+        """Returns what is wrong with the products of a case's precisions where a foreign library makes them, or ''.
+        Each precision is tried once in the life of a worker."""
         devices.get(facts.kind).select(facts.index)
         with unchanged(), aside():
             return self._trials.wrong(case, facts)
 
     def software(self) -> dict[str, Scalar | None]:
-        """torch's build, and what every switch was at before anything was measured."""
+        """Returns facts of torch's build, and the value of every switch before anything was measured."""
         from fp8bench.worker.torch_state import torch_build
 
         return {**torch_build(), **self._switches}
@@ -102,20 +98,19 @@ class Bench(UntimedPasses):
         return {name: workloads.get(name).version for name in suites if name in known}
 
     def modules_under(self, folder: str) -> tuple[str, ...]:
-        """The modules loaded from below a folder, links resolved; fp8bench's own are not the user's code."""
         return modules_under(Path(folder))
 
     def prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
-        """Build the state of a case under `key` and run one untimed step, so that first-call costs lie behind it."""
+        """Builds the state of a case under `key` and runs one untimed step, so that first-call costs are paid."""
         device = self._selected(facts)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         before = running()
-        fusing.forget_waiting()  # passes have asked too, and what they ask for is never compiled
+        fusing.forget_waiting()  # those that passes called are never compiled
         cache = CACHE.of(dict(case.params))
-        with under(precision), unchanged(), aside(), none_left_by_a_fault():
-            begun = partial(self._begun, workload, case, facts)
-            first = begun()
-            states = rotation(first, begun, facts, device) if cache == ROTATING else (first,)
+        with under(precision), unchanged(), aside(), nothing_left_on_error():
+            make = partial(self._state_after_one_step, workload, case, facts)
+            first = make()
+            states = rotation(first, make, facts, device) if cache == ROTATING else (first,)
         flush = flush_of(facts) if cache == COLD else None
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
@@ -126,7 +121,7 @@ class Bench(UntimedPasses):
         )  # fmt: skip
         gc.collect()
 
-    def _begun(self, workload: Workload, case: Case, facts: DeviceFacts) -> State:
+    def _state_after_one_step(self, workload: Workload, case: Case, facts: DeviceFacts) -> State:
         setup = self._setup(case, facts)
         held = workload.prepare(setup)
         finite = FiniteState(held)
@@ -139,29 +134,29 @@ class Bench(UntimedPasses):
         return Rotation(len(prepared.states), bytes_of(prepared.state))
 
     def calibrate(self, case: Case, facts: DeviceFacts) -> None:
-        """Find the case's scales in data, where it asks for them. Whatever else needs them does so too."""
+        """Finds the case's scales in data, if it asks for any. Other requests that need them do the same."""
         with self._apart(case, facts) as (_, _, setup):
             setup()
         gc.collect()
 
     def quantisers(self) -> tuple[int, str]:
-        """How many quantisers states have asked for wait to be compiled; why others stay eager, '' if none does."""
+        """Returns how many quantisers wait to be compiled, and why others stay eager ('' if none does)."""
         return fusing.waiting(), fusing.why_eager()
 
     def compiler(self, facts: DeviceFacts) -> str:
         self._selected(facts)
         with unchanged(), aside():
-            return fusing.tried(facts.key)
+            return fusing.try_to_compile(facts.key)
 
     def compile_quantisers(self, key: str) -> None:
-        """Compile those that wait, and run a state's untimed step again: first calls are dear."""
+        """Compiles the quantisers that wait, and runs a state's untimed step again: first calls are slow."""
         prepared = self._prepared_as(key)
         before = running()
         with under(prepared.precision), unchanged(), aside():
             fusing.compile_waiting()
             step(prepared.workload, prepared.state, prepared.scales, SilentPhases())
         prepared.device.synchronise(prepared.index)
-        still_running(running() - before)  # what compiling has started may end before anything is timed
+        still_running(running() - before)  # lets what compiling has started end before anything is timed
         gc.collect()
 
     def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
@@ -195,7 +190,6 @@ class Bench(UntimedPasses):
         return self._prepared_as(key).check()
 
     def scales(self, key: str) -> tuple[LayerScale, ...]:
-        """The scales that a state has from data, or that a backend keeps for it, as they are after its steps."""
         prepared = self._prepared[key]
         states = prepared.scales.states() if prepared.scales is not None else ()
         return (
@@ -204,12 +198,12 @@ class Bench(UntimedPasses):
         )
 
     def release(self, key: str) -> tuple[str, ...]:
-        """Forget a state and give its memory back; returns what it leaves running. Unknown keys are fine."""
-        held = self._kept.pop(key, None) or self._prepared.pop(key, None)
-        if held is None:
+        """Forgets a state and frees its memory; returns the names of what it leaves running. Unknown keys are fine."""
+        released = self._kept.pop(key, None) or self._prepared.pop(key, None)
+        if released is None:
             return ()
-        device, started = held.device, held.started
-        del held
+        device, started = released.device, released.started
+        del released
         gc.collect()
         device.empty_cache()
         return tuple(still_running(started))
@@ -218,7 +212,7 @@ class Bench(UntimedPasses):
         return calibrate(self._selected(facts), facts.index)
 
     def answers(self, facts: DeviceFacts) -> None:
-        """Open a device and wait for it: what it says if it cannot be is raised."""
+        """Opens a device and waits for it; raises what the device raises if it does not answer."""
         self._selected(facts).synchronise(facts.index)
 
     def ceilings(self, facts: DeviceFacts, seconds: float) -> Ceilings:
@@ -257,12 +251,10 @@ class Bench(UntimedPasses):
         finally:
             self.release(key)
 
-    def recovered(self, fault: PlantedFault) -> PlantedFault:
-        """Give back what an aborted request holds. A device that then does not answer was out of more than memory.
-
-        After an assert or an illegal address every call fails in this process, by whatever words: cuBLAS says that it
-        was not initialised, as it does without memory.
-        """
+    def recovered(self, fault: DescribedFault) -> DescribedFault:
+        """Frees what an aborted request holds. If the device then does not answer, the fault was not one of memory:
+        after an assert or an illegal address cuBLAS reports in every call that it is not initialised, as it does
+        without memory."""
         self._exact = None
         try:
             gc.collect()

@@ -1,7 +1,7 @@
-"""What bits a device gives for the same numbers: a fixed set of operations by dtype, each done several times.
+"""Bits: what a device computes from the same numbers, and digests and copies of tensors' memory.
 
-The numbers are drawn as whole ones, which no machine draws otherwise; where two machines of one kind differ in what
-comes of them, one computes wrongly.
+A fixed set of operations by dtype is done several times on numbers that are drawn as integers, which every machine
+draws alike. Where two machines of one kind differ in the results, one of them computes wrongly.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from fp8bench.worker.finite import converts
 
 # Elements, or words, at a time.
 _PIECE = 1 << 18
-# Odd numbers without a pattern.
-_OF_PIECES, _OF_WORDS = 0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D
+# Odd multipliers without a pattern.
+_PIECE_FACTOR, _WORD_FACTOR = 0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D
 _NUMBERS = 1 << 64
-# Sums under signs, and elements at a time of which they are.
+# How many sums a sketch has, and how many elements share one table of signs.
 _SUMS, _SIGNED = 4, 1 << 16
 
 
 def digest(tensor: Any) -> int:
-    """The same for the same bits; for others by a chance of one in 2**63."""
+    """Returns a number that is the same for the same bits; other bits have it with a chance of one in 2**63."""
     number = 0
     for piece in _flat(tensor, torch.uint8).split(8 * _PIECE):
         whole = piece.numel() // 8 * 8
         for words in (piece[:whole].view(torch.int64), piece[whole:].to(torch.int64)):
-            mixed = words * _OF_WORDS  # the upper bits of a word come down, else two signs that change were none
+            mixed = words * _WORD_FACTOR  # brings the upper bits of a word down, or two changed signs would cancel
             mixed ^= mixed >> 32
             weighed = int((mixed * _weights(words.device, _PIECE)[: words.numel()]).sum())
-            number = (number * _OF_PIECES + weighed) % _NUMBERS
+            number = (number * _PIECE_FACTOR + weighed) % _NUMBERS
     return number
 
 
 def sketch(tensor: Any, before: Any = None) -> Any:
-    """Sums of the memory's numbers under random signs, or of what they are beyond those of a copy of it from `before`:
-    of two tensors they are as far apart as these, about.
-    """
+    """Sums a tensor's numbers, or their differences from a copy made `before`, under random signs. The sums of two
+    tensors are about as far apart as the tensors are."""
     dtype, sums = _numbers_as(tensor.dtype), torch.zeros(_SUMS, dtype=torch.float64, device=tensor.device)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     signs, end = _signs(tensor.device, wide), _signs(tensor.device, torch.float64)
@@ -67,10 +66,11 @@ def put_back(tensor: Any, copy: Any) -> None:
 
 @contextmanager
 def other_numbers(tensor: Any, others: bool = True) -> Iterator[None]:
-    """In the body floating-point numbers are any between the smallest and the largest, others drawn from themselves.
+    """Replaces a tensor's numbers in the body, and puts all back after it: others may hold the same tensor.
 
-    What is not finite stays: a mask is none without its infinities. All is put back: others may hold the same tensor.
-    Without `others` that is all there is to it.
+    Floating-point numbers become random ones between the smallest and the largest, others are drawn from those that
+    were there. What is not finite stays: a mask is none without its infinities. With `others` False nothing is
+    replaced, only put back.
     """
     before = copied(tensor)
     try:
@@ -93,7 +93,7 @@ def _replace_numbers(tensor: Any) -> None:
 
 
 def _numbers_as(dtype: Any) -> Any:
-    """The dtype to read numbers in: whole numbers of the same size where torch converts no others."""
+    """Returns the dtype to read numbers in: integers of the same size where torch cannot convert them."""
     if dtype.is_floating_point and (dtype.itemsize > 1 or converts(dtype)):
         return dtype
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(dtype.itemsize, torch.int64)
@@ -112,13 +112,13 @@ def _within_range(piece: Any, random: Any) -> Any:
 
 
 def _flat(tensor: Any, dtype: Any) -> Any:
-    """All of the memory, in elements of that dtype, with a version of its own."""
+    """Views the whole memory of a tensor as elements of a dtype; the view has a version counter of its own."""
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @functools.lru_cache(maxsize=1)
 def _weights(device: Any, count: int) -> Any:
-    """A sum of words alone would not tell in which order they lie."""
+    """Weighs words by their place: a plain sum would not depend on their order."""
     return torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)
 
 
@@ -133,12 +133,10 @@ Operation = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 TIMES = 2
 _ROWS, _COLUMNS, _STEPS = 32, 64, 3
 _STEP = 2.0**-6
-# Of FP8 with three bits of mantissa.
-_LARGEST = 448.0
+_LARGEST = 448.0  # of FP8 with three bits of mantissa
 
 
 def bits_of(device: Device, facts: DeviceFacts) -> tuple[OperationBits, ...]:
-    """Of every operation, in the order of the dtypes; one that the device has not is left out."""
     place = torch.device(facts.kind, facts.index) if facts.kind != "cpu" else torch.device("cpu")
     left, right = (_numbers(seed).to(place) for seed in (1, 2))
     operations = []
@@ -156,7 +154,7 @@ def bits_of(device: Device, facts: DeviceFacts) -> tuple[OperationBits, ...]:
 
 
 def bits_of_ranks(facts: DeviceFacts) -> tuple[OperationBits, ...]:
-    """What all ranks come to by their exchanges: of numbers whose sums are exact, so that no order makes others."""
+    """Compares what all ranks get from their exchanges, of numbers whose sums are exact in every order."""
     import torch.distributed as dist
 
     from fp8bench.nn.parallel.exchanges import RankGroup
@@ -179,7 +177,7 @@ def bits_of_ranks(facts: DeviceFacts) -> tuple[OperationBits, ...]:
 
 
 def _numbers(seed: int) -> Tensor:
-    """Multiples of 1/64 from -16 to 16: exact in float32, and drawn as whole numbers, which no vector width changes."""
+    """Draws multiples of 1/64 from -16 to 16: exact in float32, and as integers the same for every vector width."""
     random = torch.Generator().manual_seed(seed)
     return torch.randint(-1024, 1025, (_ROWS, _COLUMNS), generator=random).to(torch.float32) * (_STEP / 4)
 
@@ -215,13 +213,11 @@ def _cast(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product of FP8 operands; two in e5m2 have no kernel."""
     tensor, other = torch.ones((), device=a.device), torch.float8_e4m3fn
     return torch._scaled_mm(a.to(dtype), b.to(other).T, scale_a=tensor, scale_b=tensor, out_dtype=torch.bfloat16)
 
 
 def _trained(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """The losses of a few steps of descent in a small network, and its last weights: errors of any of it add up."""
     inputs, wanted = a.to(dtype), b.to(dtype)
     scale = inputs.shape[1] ** -0.5
     weights = [(tensor * scale * _STEP).detach().requires_grad_() for tensor in (inputs.T @ wanted, wanted.T @ inputs)]

@@ -1,4 +1,4 @@
-"""How much a device does at most: the best of several shapes each, which is then measured again, in several runs."""
+"""How much a device can do: the best of several shapes for each limit, which is then measured in several runs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _PRODUCTS: dict[str, tuple[Shape, ...]] = {
         (16384, 8192, 2048), (8192,) * 3, (16384, 8192, 8192),
     ),
 }  # fmt: skip
-# The smallest copies lie in the fastest cache that an operator of torch's can fill.
+# Bytes of an array. The smallest copies lie in the fastest cache that an operator of torch's can fill.
 _CACHED = {"cpu": tuple(1 << bits for bits in range(14, 25, 2)), "": tuple(1 << bits for bits in range(20, 29, 2))}
 _LOADED = tuple(1 << bits for bits in (22, 24, 26, 28))
-# Of an array beyond the last cache, where nobody says how large that is; and the most that arrays take of the memory.
+# Assumed size of a last cache that the device does not tell; and an array takes at most 1/16 of the memory.
 _UNKNOWN_CACHE = 128 << 20
 _SHARE_OF_MEMORY = 16
 _ARRAYS = {Limit.COPY: 2, Limit.TRIAD: 3, Limit.CACHED: 2, Limit.LOAD: 1}
@@ -41,7 +41,7 @@ _ELEMENT = 4
 
 
 def shapes_of(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
-    """What is searched for the best rate; none where a device has no such thing: the host loads nothing to itself."""
+    """Returns the sizes to search for the best rate; none where a device has no such limit: a host loads nothing."""
     if limit is Limit.PRODUCT:
         return _PRODUCTS.get(facts.kind, _PRODUCTS[""])
     if limit is Limit.LAUNCH:
@@ -57,13 +57,14 @@ def shapes_of(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
 
 
 def count_of(limit: Limit, shape: Shape) -> float:
+    """Returns the FLOPs, bytes or launches of one call; sizes of arrays are bytes."""
     if limit is Limit.PRODUCT:
         return 2.0 * math.prod(shape)
     return 1.0 if limit is Limit.LAUNCH else float(_ARRAYS[limit] * shape[0])
 
 
 def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmetic, seed: int) -> Callable[[], Any]:
-    """One call, on tensors of its own. Operands of products are cast already."""
+    """Makes one call on tensors of its own. Operands of products are cast already."""
     import torch
 
     random = torch.Generator(facts.key).manual_seed(seed)
@@ -83,19 +84,20 @@ def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmet
     return partial(target.copy_, source)
 
 
-# The precisions that stand for a kind of products, where a device has it.
+# One precision for each kind of product that a device may have.
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
-# What a quick look finds: all that it takes to say what is impossible.
+# The limits of `quick`, which suffice to tell an impossible figure.
 _QUICK = (Limit.PRODUCT, Limit.CACHED)
-# Calls are timed by stretches so long: the clock and the wait for a device count little.
+# Calls are timed in stretches of this length, so that reading the clock and waiting for a device count little.
 _STRETCH_SECONDS = 0.5e-3
-# Which of a shape's stretches counts, from the fastest: a clock that jumped must not be what a machine can do.
+# A shape counts by its third fastest stretch: a clock that jumped must not pass for what a machine can do.
 _PLACE = 2
 
 
 def quick(device: Device, facts: DeviceFacts, seconds: float) -> Ceilings:
-    """The best shape of products and of copies where they are fastest: the search itself is the one run. A processor
-    has one thread, by its own clock: several would wait for each other, and all for others, if it is busy."""
+    """Finds the best rates of products and of copies in the fastest cache; the search itself is the one run. On a
+    processor it uses one thread and that thread's clock: on a busy machine several threads would wait for each
+    other."""
     wanted = wanted_rates(facts, _QUICK)
     clock = time.thread_time if device.kind == "cpu" else _now
     share = seconds / len(wanted)
@@ -114,7 +116,7 @@ def wanted_rates(facts: DeviceFacts, limits: Sequence[Limit] = tuple(Limit)) -> 
 
 
 def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-    """A rate with what comes next of it: the shape that wins the search, then one run more, on tensors of its own."""
+    """Adds to a rate what it lacks next: the search for the best shape, then one run more on tensors of its own."""
 
     def measured() -> Rate:
         if not rate.shape:
@@ -134,7 +136,7 @@ def _searched(device: Device, facts: DeviceFacts, rate: Rate, seconds: float, cl
 
 
 def _tried(rate: Rate, measured: Callable[[], Rate]) -> Rate:
-    """What a device refuses ends this rate, and no other."""
+    """Turns a failure on this device into the reason of this rate, so that other rates are still measured."""
     try:
         return measured()
     except Exception as error:  # noqa: BLE001 - whatever a kernel that is missing raises
@@ -159,11 +161,9 @@ def _best(
     counts: dict[Shape, float], prepared: Callable[[Shape], Callable[[], Any]], wait: Callable[[], None],
     seconds: float, clock: Clock = _now,
 ) -> tuple[Shape, float, int]:  # fmt: skip
-    """The shape with the highest rate, by the fastest stretches of calls of each; that rate, and how many were tried.
-
-    Every shape has an equal share of the time. One whose first call would take more, by the rate of those before it, is
-    left out, and so are all that do more work.
-    """
+    """Returns the shape with the highest rate, that rate, and how many shapes were tried. Every shape has an equal
+    share of the time, and its rate is that of its fastest stretches. A shape whose first call would exceed its share at
+    the best rate so far is left out, and so are all that do more work."""
     best, winner, tried, share = 0.0, next(iter(counts)), 0, seconds / len(counts)
     for shape, count in counts.items():
         if best and count / best > share:

@@ -1,6 +1,6 @@
-"""What a workload's untimed passes answer, as plain values; what is something else is noticed here, where it arises.
+"""Checks what a workload's untimed passes return, and turns it into plain values.
 
-A record that cannot be read back, or that brings torch into the parent, would be noticed by somebody else.
+Otherwise a record that cannot be read back, or that brings torch into the parent, would fail far from its cause.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from fp8bench.model.specs import taken
 
 
 def errors_of(given: object) -> dict[str, float]:
-    """Numbers by name; none that fp8bench tells a figure of its own by."""
     if not isinstance(given, Mapping):
         raise TypeError(
             f"error() returned {_shown(given)}; expected a mapping of names to numbers, like {{'loss': 0.1}}"
@@ -80,7 +79,7 @@ def _text(given: object, what: str) -> str:
 
 
 def _number(given: object, what: str) -> float:
-    """As a float; arrays of one element are numbers too, texts and truth values are not."""
+    """Returns a float. Arrays of one element are numbers too; texts and truth values are not."""
     if not isinstance(given, str | bytes | bool) and isinstance(given, SupportsFloat | SupportsIndex):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return float(given)

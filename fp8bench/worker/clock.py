@@ -1,9 +1,9 @@
-"""The phase clock: what a workload's markers write into.
+"""The phase clock, which a workload's markers write into.
 
-A marker costs about a third of a microsecond, so it does two appends and nothing else; reading comes after the slot.
-The state is one plain object that markers share. It is not thread-local on purpose: on CUDA, autograd runs backward
-on a thread of its own, which sees an object's attributes but none of the main thread's locals. What looking costs is
-measured here too: the marker, the stamp, the event pair, and the whole harness against a bare loop.
+A marker costs about a third of a microsecond, so it does two appends and nothing else; stamps are read after the slot.
+All markers share one plain object. It is not thread-local on purpose: on CUDA, autograd runs backward on a thread of
+its own, which sees an object's attributes but none of the main thread's locals. This module also measures what
+observing costs: the marker, the stamp, the event pair, and the whole harness against a bare loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNATTRIBUTED_CODE = CELL_PHASES.index(UNATTRIBUTED)
 
 @dataclass(slots=True, eq=False)
 class Marker:
-    """One phase's context manager, made once and entered many times, nesting included."""
+    """A phase's context manager, made once and entered many times, also within itself."""
 
     _code: int
     _stack: list[int]
@@ -44,12 +44,9 @@ class Marker:
 
 
 class PhaseClock(Markers[Marker]):
-    """Markers by name, and the marks of the step in progress.
-
-    A mark is a stamp and the code of the phase that begins there. `begin` opens a step in UNATTRIBUTED, `end`
-    closes it and hands out (codes, stamps): codes[i] is the phase between stamps[i] and stamps[i + 1]. `told`, where it
-    is given, is told of each code as well.
-    """
+    """Hands out markers by name and collects the marks of the step in progress. A mark is a stamp and the code of the
+    phase that begins there. `begin` opens a step in UNATTRIBUTED; `end` closes it and returns (codes, stamps): codes[i]
+    is the phase between stamps[i] and stamps[i + 1]. A `told` callback also receives each code."""
 
     __slots__ = ("_codes", "_note", "_now", "_stack", "_stamps")
 
@@ -68,7 +65,7 @@ class PhaseClock(Markers[Marker]):
         return self._now
 
     def begin(self) -> None:
-        """Start a step; whatever an aborted step left behind is dropped."""
+        """Starts a step; drops what an aborted step has left."""
         self._codes.clear()
         self._stamps.clear()
         self._stack[:] = [UNATTRIBUTED_CODE]
@@ -76,7 +73,7 @@ class PhaseClock(Markers[Marker]):
         self._stamps.append(self._now())
 
     def end(self) -> tuple[list[int], list[Any]]:
-        """Finish the step. A marker still open here is a workload's bug and says so."""
+        """Finishes the step; raises RuntimeError if a marker is still open, which is a bug of the workload."""
         self._stamps.append(self._now())
         if len(self._stack) != 1:
             open_phases = ", ".join(CELL_PHASES[code] for code in self._stack[1:])
@@ -91,14 +88,14 @@ def _note_and_tell(note: Callable[[int], None], told: Callable[[int], None], cod
 
 _REPEATS = 2000
 _TRIES = 15
-# The device's cost of a stamp shows between stamps that are all enqueued before it comes to them; a queue takes about
-# 1,024, and makes the host wait then.
+# The device's cost of a stamp shows if all stamps are enqueued before the device reaches them. A queue holds about
+# 1,024; beyond that the host has to wait.
 _QUEUED = 512
 _OCCUPIED_SECONDS = 10e-3
 
 
 def calibrate(device: Device, index: int) -> Overheads:
-    """Best-case costs in seconds. Host time: on a GPU a marker costs the host this much, the device an event pair."""
+    """Measures best-case costs in seconds of the host, and on a GPU the device's own cost of an event pair."""
     stamper = device.stamper(index)
     clock = PhaseClock(stamper)
     now = stamper.source()
@@ -151,7 +148,7 @@ def _call(function: Callable[[], object]) -> None:
 def loop_pairs(
     bare: Callable[[], None], harness: Callable[[], object], steps: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Process CPU seconds a step of a harness slot and of a bare loop, alternating which goes first."""
+    """Returns CPU seconds of the process per step, of harness slots and of bare loops; each goes first in turn."""
     inside, outside = [], []
     for turn in range(rounds):
         for which in (turn % 2, 1 - turn % 2):
@@ -166,24 +163,21 @@ def loop_pairs(
     return inside, outside
 
 
-# Daemons that set the time make the system's clock faster or slower by up to 0.05%, some for a while by more.
+# Daemons that set the time change the speed of the system's clock by up to 0.05%, some for a while by more.
 MOST_APART = 0.02
-# That of the hardware, which nobody sets. Kept from the start: what is replaced later is not asked.
+# The hardware's clock, which nobody sets. Bound at import, so that a later replacement of the function has no effect.
 _READ, _RAW = time.clock_gettime_ns, getattr(time, "CLOCK_MONOTONIC_RAW", time.CLOCK_MONOTONIC)
 
 
 class ClocksDisagree(RuntimeError):
-    """A clock that times does not go like the hardware's."""
+    """A clock that times steps does not agree with the hardware's."""
 
 
 @contextmanager
 def agreeing(clocks: Mapping[str, Callable[[], float]]) -> Iterator[None]:
-    """Raise if one of some clocks, in nanoseconds, does not count the body's time as the hardware's does.
-
-    Identity is watched, too (user_code/switches.py); but a clock may have been replaced before anybody looked.
-
-    Each is read between two readings of that one, so that a process that is interrupted here accuses nobody.
-    """
+    """Raises ClocksDisagree if a clock, in nanoseconds, does not count the body's time as the hardware's clock does.
+    Replaced clocks are also found by their identity (user_code/switches.py), unless they were replaced before anybody
+    looked. Each clock is read between two readings of the hardware's, so that an interruption here accuses nobody."""
     before = {name: (_READ(_RAW), clock(), _READ(_RAW)) for name, clock in clocks.items()}
     yield
     for name, clock in clocks.items():
@@ -193,6 +187,6 @@ def agreeing(clocks: Mapping[str, Callable[[], float]]) -> Iterator[None]:
         if not least * (1 - MOST_APART) <= counted <= most * (1 + MOST_APART):
             raise ClocksDisagree(
                 f"{name} counted {counted * 1e-9:.6f} s where the hardware's clock counted {most * 1e-9:.6f} s: "
-                "something has replaced a clock of this process, or is setting the system's. Times are none then: end "
-                "it, and measure again."
+                "something has replaced a clock of this process, or is setting the system's clock. Times measured like "
+                "this mean nothing: end it, and measure again."
             )

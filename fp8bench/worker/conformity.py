@@ -1,4 +1,4 @@
-"""Every cast and product of a precision, done by the device's own kernels and by the emulation on the same operands."""
+"""Runs every cast and product of a precision with the device's own kernels and with the emulation, and compares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fp8bench.protocols import Arithmetic, Operand, Precision, Role
 
 # M, N, K: a square, in which a transposition shows as such, and a long sum. Multiples of every block.
 SHAPES = ((128, 128, 128), (128, 256, 2048))
-# Layers remember by name; both sides are the same layer.
+# Layers remember scales by name; both sides are the same layer.
 _LAYER = "conform"
 _LINE = 300
 
@@ -36,7 +36,6 @@ def conformities(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[C
 
 
 def _native(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
-    """The arithmetic of torch's own kernels, where they are no hardware's too."""
     if precision.whole_layers:
         raise NotImplementedError("its layers cast and multiply by themselves")
     if precision.support(facts).level is Level.NATIVE:
@@ -70,10 +69,8 @@ def _emulated(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmet
 
 
 class _Compared:
-    """Both arithmetics of one precision, and what they make of the same tensors.
-
-    The emulation runs on the processor, and so does what compares them: no device may be its own judge.
-    """
+    """Compares what both arithmetics of a precision make of the same tensors. The emulation and the comparison run on
+    the processor: no device may be its own judge."""
 
     def __init__(
         self, precision: Precision, native: Callable[[], Arithmetic], emulated: Callable[[], Arithmetic],
@@ -84,7 +81,7 @@ class _Compared:
         self._hopper = has_hopper_units(facts)
         recipe = getattr(precision, "recipe", None)
         treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
-        plain = FORMATS.get(precision.name, FORMATS["tf32"])  # of what has no format of its own nothing is cast
+        plain = FORMATS.get(precision.name, FORMATS["tf32"])  # a precision without a format of its own casts nothing
         self._formats: dict[Role, Format] = dict.fromkeys(Role, plain)
         self._formats.update(
             zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), (treatment.fmt for treatment in treatments), strict=False)
@@ -94,7 +91,6 @@ class _Compared:
             self._bits = recipe.accumulator_bits
 
     def casts(self) -> Iterator[Conformity]:
-        """Of each role, along both dimensions, and of values beyond the format's range without a scale."""
         rows, _, columns = SHAPES[1]
         if not self._native().casts:
             return
@@ -110,7 +106,7 @@ class _Compared:
                 yield from self._product(product, m, n, k)
 
     def _drawn(self, name: str, rows: int, columns: int) -> Tensor:
-        """Gaussian, its rows of different sizes, in the carrier; the same for a name and a seed everywhere."""
+        """Draws a Gaussian whose rows differ in size, in the carrier dtype; the same everywhere for a name and seed."""
         generator = torch.Generator("cpu").manual_seed(self._seed + zlib.crc32(f"{name} {rows}x{columns}".encode()))
         sizes = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
         drawn = torch.randn(rows, columns, generator=generator) * sizes
@@ -134,7 +130,7 @@ class _Compared:
         difference, why = explain_cast(made, wanted, x.to(torch.float32), fmt)
         largest = float(wanted.abs().nan_to_num(0.0, 0.0).max())
         steps = (made - wanted).abs().to(torch.float64) / most_steps(wanted.to(torch.float64), fmt, largest)
-        return _told(Conformity(self.mode, what, shape, difference, why), differ, steps, made, wanted)
+        return _detailed(Conformity(self.mode, what, shape, difference, why), differ, steps, made, wanted)
 
     def _product(self, product: str, m: int, n: int, k: int) -> Iterator[Conformity]:
         native, emulated = self._native(), self._emulated()
@@ -170,7 +166,7 @@ class _Compared:
         return operands
 
     def _units(self, made: Tensor, operands: list[Operand]) -> str:
-        """In words, that it is bit by bit what the GPU's FP8 units sum; '' where it is not, or has other units."""
+        """Says in words that the FP8 units of this GPU sum the same bits; '' if they do not, or there are none."""
         from fp8bench.numerics.conformity import match_units
 
         if not self._hopper or any(operand.scale is None or operand.data.element_size() != 1 for operand in operands):
@@ -195,12 +191,12 @@ class _Compared:
             return Conformity(self.mode, what, shape, Difference.NONE, total=made.numel())
         a, b = (value.to(torch.float64) for value in values)
         difference, why = explain_product(made, ConformitySums(a, b, made.dtype, self._bits))
-        return _told(
+        return _detailed(
             Conformity(self.mode, what, shape, difference, why), differ, steps_between(made, wanted), made, wanted
         )
 
 
-def _told(conformity: Conformity, differ: Tensor, steps: Tensor, made: Tensor, wanted: Tensor) -> Conformity:
+def _detailed(conformity: Conformity, differ: Tensor, steps: Tensor, made: Tensor, wanted: Tensor) -> Conformity:
     place = tuple(int(index) for index in differ.nonzero()[0])
     first = FirstElement(place, float(made[place]), float(wanted[place]))
     return replace(

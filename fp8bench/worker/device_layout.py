@@ -1,10 +1,10 @@
-"""What a device that keeps the formats would hold of a step that emulates them, while the same step runs.
+"""What a device that keeps low-precision formats would hold during a step, while the step runs emulated.
 
-Beside each operand that an emulation makes stand those that the hardware's own arithmetic makes of a tensor of that
-shape, without memory (torch's meta device): codes, scales with what fills their tiles up, and the turned copy that a
-product without transposed operands needs. They are there for as long as the emulation's operand is. What a cast or a
-product makes and gives back at once is none of a device, whose kernels are fused; the workspace of its products is not
-counted either, which no format decides.
+The hardware's own arithmetic is run on torch's meta device, without memory, for a tensor of each emulated operand's
+shape. It tells the codes, the scales with the padding of their tiles, and the turned copy that a product without
+transposed operands needs. They count for as long as the emulation's operand lives. What a cast or product makes and
+frees at once is not counted, because a device's kernels are fused; nor is the workspace of its products, which no
+format decides.
 """
 
 from __future__ import annotations
@@ -38,14 +38,11 @@ class _Holding:
 
 
 class _Shadow(NamedTuple):
-    """An operand of the hardware's, of no memory, and what a device holds of it: of its data, and of its scale."""
-
     operand: Operand
     holdings: tuple[_Holding, ...]
 
 
-# Parts of what hardware makes: a number of an allocation of its own, the source as it is, or a part of the operand that
-# was given.
+# Whose memory a part is: an index of new memory, the source's, or a part's of the operand that was given.
 _SOURCE = -1
 _GIVEN = (-2, -3)
 
@@ -60,7 +57,7 @@ class _Recipe(NamedTuple):
 
 @dataclass
 class DeviceLedger:
-    """Who is told of a device's memory; `followed` says whether all operands were, `seen` whether there were any."""
+    """Notes a device's memory. `followed`: every operand could be followed; `seen`: there were some."""
 
     meter: MemoryMeter
     followed: bool = True
@@ -74,7 +71,7 @@ class DeviceLedger:
 
     @contextmanager
     def emulating(self) -> Iterator[list[int]]:
-        """In the body tensors are an emulation's; the body names the addresses of those that are replaced."""
+        """Marks that the body's tensors are an emulation's. The body adds the addresses of those that are replaced."""
         self.seen = True
         replaced: list[int] = []
         self.meter.note(Emulating())
@@ -84,7 +81,6 @@ class DeviceLedger:
             self.meter.note(EmulationEnd(tuple(replaced)))
 
     def why(self) -> str:
-        """Why its figure is none, '' if it is one."""
         if not self.seen:
             return "no cast was seen: a compiled step shows none"
         return "" if self.followed else "an operand came from somewhere else than a cast"
@@ -92,8 +88,8 @@ class DeviceLedger:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What lays out the operands of a case where arithmetics are emulated: by the layer's key, '' for the case's own;
-    none where nothing is. `why` is why nobody can say what hardware would hold, '' where somebody can."""
+    """The arithmetics of the hardware that a case emulates, by the layer's key, '' for the case's own; empty where
+    nothing is emulated. `why` says why nobody can tell what hardware would hold, or is ''."""
 
     arithmetics: Mapping[str, Arithmetic] = field(default_factory=dict)
     why: str = ""
@@ -108,7 +104,6 @@ class Hardware:
 
     @property
     def apart(self) -> bool:
-        """Whether an emulation keeps sources of which hardware keeps both orientations instead."""
         return any(arithmetic.keeps_source for arithmetic in self.arithmetics.values())
 
 
@@ -139,7 +134,7 @@ def hardware_for(modes: Iterable[tuple[str, str]], facts: DeviceFacts) -> Hardwa
 
 
 class LaidOutArithmetic(Arithmetic):
-    """An emulated arithmetic as it is; what it casts is laid out as `hardware` would, for a ledger."""
+    """Wraps an emulated arithmetic; what it casts is noted in a ledger as `hardware` would lay it out."""
 
     def __init__(self, inner: Arithmetic, hardware: Arithmetic, ledger: DeviceLedger) -> None:
         vars(self).update({name: getattr(inner, name) for name in AS_IT_IS if name != "restore"})
@@ -156,24 +151,24 @@ class LaidOutArithmetic(Arithmetic):
         return self if inner is self._inner else LaidOutArithmetic(inner, self._hardware, self._ledger)
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return self._one("cast", tensor, role)
+        return self._single("cast", tensor, role)
 
     def unscaled(self, tensor: Tensor, role: Role) -> Operand:
-        return self._one("unscaled", tensor, role)
+        return self._single("unscaled", tensor, role)
 
     def turned(self, source: Tensor, role: Role) -> Operand:
-        return self._one("turned", source, role)
+        return self._single("turned", source, role)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         if not self._ledger.listening:
             return self._inner.turn(operand, source, role)
         with self._ledger.emulating() as replaced:
             turned = self._inner.turn(operand, source, role)
-            (found,) = self._laid("turn", source, role, [turned], replaced, given=operand)
-        return found  # type: ignore[no-any-return]
+            (noted,) = self._laid("turn", source, role, [turned], replaced, given=operand)
+        return noted  # type: ignore[no-any-return]
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        """Hardware that makes both orientations at once keeps no source to turn: nor may the emulation, then."""
+        """Hardware that makes both orientations at once keeps no source, so the emulation must not keep it either."""
         if not self._ledger.listening:
             return self._inner.cast_both(tensor, role, amax)
         with self._ledger.emulating() as replaced:
@@ -190,7 +185,8 @@ class LaidOutArithmetic(Arithmetic):
             return self._inner.product(a, b, dtype)
 
     def restore(self, operand: Operand, dtype: Any) -> Tensor:
-        """What hardware makes anew, an emulation may have at hand: then it is a view, which has an end of its own."""
+        """Notes new memory: hardware makes anew what an emulation may have at hand. The result is a view, with an end
+        of its own."""
         if not self._ledger.listening:
             return self._inner.restore(operand, dtype)
         with self._ledger.emulating() as replaced:
@@ -200,7 +196,7 @@ class LaidOutArithmetic(Arithmetic):
         self._attach(_Shadow(Operand(values.to("meta")), (holding,)), values)
         return values
 
-    def _one(self, name: str, tensor: Tensor, role: Role) -> Operand:
+    def _single(self, name: str, tensor: Tensor, role: Role) -> Operand:
         call = getattr(self._inner, name)
         if not self._ledger.listening:
             return call(tensor, role)  # type: ignore[no-any-return]
@@ -211,8 +207,8 @@ class LaidOutArithmetic(Arithmetic):
     def _laid(
         self, name: str, source: Any, role: Role, made: Sequence[Any], replaced: list[int], given: Operand | None = None
     ) -> list[Any]:
-        """What a call of that name has made, each a tensor of its own: no view keeps another one there, for hardware
-        has copies."""
+        """Notes what the call `name` has made, and returns it in tensors of its own. Where an emulation's result is a
+        view, hardware has a copy, so a view must not keep the other tensor alive."""
         before = self._shadows.get(id(given.data), (None,))[0] if given is not None else None
         if given is not None and before is None:
             self._ledger.followed = False
@@ -222,21 +218,21 @@ class LaidOutArithmetic(Arithmetic):
         if kept := self._kept_scale(role):
             new = [_Holding(self._ledger.meter.note, 0, kept) if n == recipe.parts[0][-1] else holding
                    for n, holding in enumerate(new)]  # fmt: skip
-        found = []
+        noted = []
         for real, operand, parts in zip(made, recipe.operands, recipe.parts, strict=True):
             if real is None or operand is None:  # hardware that turns later needs a source that nobody keeps
                 self._ledger.followed &= real is operand
-                found.append(real)
+                noted.append(real)
                 continue
             own = replace(real, data=real.data.detach())
             replaced.append(own.data.untyped_storage().data_ptr())
             self._attach(_Shadow(operand, tuple(self._holding(part, new, source, before) for part in parts)), own.data)
-            found.append(own)
-        return found
+            noted.append(own)
+        return noted
 
     def _kept_scale(self, role: Role) -> int:
-        """Where the scale lies that a cast of that role was given, which is the same tensor here and there; 0 for one
-        that comes from the tensor alone."""
+        """Returns the address of the scale that a cast of that role was given, 0 if it comes from the tensor alone. A
+        given scale is the same tensor for the emulation and for hardware."""
         scale = getattr(self._inner, "scales", {}).get(role)
         return 0 if scale is None or scale.last is None else int(scale.last.inverse.untyped_storage().data_ptr())
 
@@ -249,7 +245,7 @@ class LaidOutArithmetic(Arithmetic):
         return before.holdings[_GIVEN.index(part)]
 
     def _attach(self, shadow: _Shadow, real: Tensor) -> None:
-        """The shadow is there for as long as the tensor, whoever keeps it: a graph that has saved it, too."""
+        """Keeps the shadow for as long as the tensor lives, whoever holds it: also a graph that has saved it."""
         key = id(real)
         self._shadows[key] = shadow, weakref.ref(real, lambda _: self._shadows.pop(key, None))
 

@@ -1,4 +1,4 @@
-"""An exception of a request as an answer that crosses to the parent: in words, and whether memory did not suffice."""
+"""Describes an exception in a form that crosses to the parent, and says whether memory ran out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from fp8bench.registry import devices
 
-# What torch adds to the driver's words: where to look them up, and that the line may be another.
+# What torch adds to a driver's error: where to look it up, and that another line may have caused it.
 _ADVICE = re.compile(r"(?s)(?<=error: )([^\n]*)\n(?=.*(CUDA_LAUNCH_BLOCKING|AMD_SERIALIZE_KERNEL|docs\.nvidia\.com)).*")
-# Longer texts are whole in the traceback alone.
+# Longer texts are cut; the traceback has them in full.
 _LONGEST = 1000
 
 
-class PlantedFault(NamedTuple):
-    """An exception as an answer: its kind, its text, its traceback, and whether a device's memory did not suffice."""
+class DescribedFault(NamedTuple):
+    """An exception in words; `out_of_memory` tells whether a device's memory ran out."""
 
     kind: str
     text: str
@@ -25,11 +25,9 @@ class PlantedFault(NamedTuple):
     out_of_memory: bool
 
 
-def described(error: BaseException, known: bool = True) -> PlantedFault:
-    """An exception in words. Each device is asked whether it is an exhausted memory, where the devices are `known`.
-
-    The advice that torch gives with a driver's error is kept in the traceback alone.
-    """
+def described(error: BaseException, known: bool = True) -> DescribedFault:
+    """Describes an exception. With `known` False the devices are not asked whether it means exhausted memory. The
+    advice that torch adds to a driver's error stays in the traceback alone."""
     kinds = devices.names() if known else ()
     try:
         text, exhausted = str(error), any(devices.get(kind).is_out_of_memory(error) for kind in kinds)
@@ -37,7 +35,7 @@ def described(error: BaseException, known: bool = True) -> PlantedFault:
         text, exhausted = "an exception that has no text", False
     # What no encoding can write (half a surrogate pair) is spelled out.
     text, trace = (
-        said.encode("utf-8", "backslashreplace").decode() for said in (text, "".join(traceback.format_exception(error)))
+        part.encode("utf-8", "backslashreplace").decode() for part in (text, "".join(traceback.format_exception(error)))
     )
     text = _ADVICE.sub(r"\1", text)
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == ENOMEM):
@@ -46,4 +44,4 @@ def described(error: BaseException, known: bool = True) -> PlantedFault:
         text += f" for {sys.executable}. Install torch there, or run fp8bench with a Python that has it."
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
-    return PlantedFault(type(error).__name__, text, trace, exhausted)
+    return DescribedFault(type(error).__name__, text, trace, exhausted)

@@ -1,12 +1,12 @@
-"""Whether the numbers of a state are still finite after its steps: those that are not may take another time.
+"""Tells whether a state's numbers are still finite after its steps: others may take another time.
 
-Infinities and NaNs may be there from the start: masks of attention hold -inf, and memory that nobody has written yet
-may hold anything. So an element counts as lost only if it was finite when the state had been prepared, or if it lies in
-a tensor that steps have made since. Of those, a tensor that was made before the first timed step and not written again
-is an input too (a mask that is made when it is first needed), and -inf beside finite numbers is a mask, or scores under
-one. A mask in a tensor that was prepared may move: where such a tensor held -inf, others may come.
+Infinities and NaNs may be there from the start: attention masks hold -inf, and memory that nobody has written yet may
+hold anything. So an element counts as lost only if it was finite when the state had been prepared, or if its tensor was
+made by a step. Three kinds of tensors that steps made are excepted: one made before the first timed step and not
+written again is an input; -inf beside finite numbers is a mask, or scores under one; and where a prepared tensor held
+-inf, a mask may move, so that more -inf may come.
 
-What the time does not suffice for is not looked at, and nothing is said of it.
+What cannot be read within SECONDS is not judged.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from fp8bench.worker.state_tensors import View, tensors_of, version_of, view_of
 
-# Of processor time, for a whole state, each time that it is looked at.
+# Processor time for reading a whole state once.
 SECONDS = 0.5
-# Elements at a time, of those that must be converted first.
+# How many elements are converted at a time.
 _PIECE = 1 << 22
 
 
 class Lost(NamedTuple):
-    """So many of the elements that were looked at are not finite; `where` is the first tensor that has some."""
+    """Counts elements that are not finite, of those looked at; `where` describes the first tensor that has some."""
 
     lost: int = 0
     looked: int = 0
@@ -42,19 +42,17 @@ class Lost(NamedTuple):
 
 
 class _NotFiniteBefore(NamedTuple):
-    """What was not finite in a tensor that had been prepared, element by element, and whether some of it was -inf."""
-
     strange: Any
     masks: bool
 
 
 class FiniteState:
-    """What a state was like when it had been prepared, to tell what its steps have spoilt."""
+    """Remembers what a state was like when it had been prepared, to tell what its steps have spoilt."""
 
     def __init__(self, state: object) -> None:
         self._prepared: dict[View, _NotFiniteBefore | None] = {}
         self._made: dict[View, int] = {}
-        # Whether all that was there is known: else what is not known may have been there.
+        # False if the time did not suffice: then a tensor that is not known may have been there before.
         self._whole = True
         for tensor in self._looked_at(state):
             strange = _not_finite(tensor)
@@ -63,11 +61,10 @@ class FiniteState:
 
     @property
     def inputs(self) -> set[int]:
-        """The memories of numbers that had been prepared, as far as they were looked at."""
         return {view[0] for view in self._prepared}
 
     def begin(self, state: object) -> None:
-        """Steps are timed from here on: what has been made until now, and is not written again, is an input."""
+        """Marks the start of timed steps: what was made until now, and is not written again, is an input."""
         for tensor in self._looked_at(state):
             if (view := view_of(tensor)) not in self._prepared and _not_finite(tensor) is not None:
                 self._made[view] = version_of(tensor)
@@ -124,7 +121,7 @@ def _numbers_of(state: object, until: float) -> Iterator[Any]:
 
 @functools.cache
 def converts(dtype: Any) -> bool:
-    """Whether there are numbers in it that torch can read one by one: of pairs in a byte it cannot."""
+    """Tells whether torch can convert single elements of a dtype; pairs packed in a byte it cannot."""
     import torch
 
     try:
@@ -134,13 +131,14 @@ def converts(dtype: Any) -> bool:
 
 
 def _not_finite(tensor: Any) -> Any:
-    """Where, None if nowhere. The smallest and the largest are asked first, which takes a fiftieth of the time."""
+    """Returns a mask of the elements that are not finite, None if all are. It asks for the smallest and largest first,
+    which takes a fiftieth of the time."""
     import torch
 
     if tensor.dtype.itemsize > 1:
         ends = torch.stack(torch.aminmax(tensor))
         return None if bool(ends.isfinite().all()) else ~tensor.isfinite()
-    # No arithmetic is done in a byte: a piece after the other is converted.
+    # torch does no arithmetic in one byte, so pieces are converted one by one.
     pieces = [~piece.to(torch.float32).isfinite() for piece in tensor.reshape(-1).split(_PIECE)]
     return torch.cat(pieces).reshape(tensor.shape) if any(bool(piece.any()) for piece in pieces) else None
 

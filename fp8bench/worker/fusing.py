@@ -1,7 +1,7 @@
-"""The worker's side of compiling quantisers: which wait for it, what becomes of them, and how often they ran how.
+"""What torch compiles in the worker: quantisers before they are timed, and nothing while operators are counted.
 
-Asks fp8bench.formats.operators, where a quantiser is one operator that runs compiled as soon as it has been compiled in
-this process, and as many operations until then.
+A quantiser of `fp8bench.formats.operators` runs as one compiled kernel once it has been compiled in this process, and
+as many operations until then.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,21 +20,23 @@ _LONGEST_REASON = 200
 _NONE = SimpleNamespace(wanted={}, refused={}, eager=0, fused={})
 
 
+def _kernels() -> Any:
+    """Returns the registry of compiled quantisers, or an empty one: where nobody imported them, none was called."""
+    return getattr(sys.modules.get(_OPERATORS), "KERNELS", _NONE)
+
+
 def forget_waiting() -> None:
-    """What was asked for by now waits no longer: only what runs from here on says what it needs."""
+    """Clears the quantisers that wait to be compiled: only what runs from here on says what it needs."""
     _kernels().wanted.clear()
 
 
 def waiting() -> int:
-    """How many quantisers were asked for, are not compiled, and may yet be."""
     return len(_kernels().wanted)
 
 
 def compile_waiting() -> None:
-    """Compile all that waits, one by one.
-
-    Whatever goes wrong is no fault of the case: it runs, and says that its quantisers were eager.
-    """
+    """Compiles all quantisers that wait, one by one. A failure is no fault of the case: it runs, and its record says
+    that its quantisers were eager."""
     kernels = _kernels()
     for kernel in tuple(kernels.wanted):
         with contextlib.suppress(Exception):  # a compiler may fail in any way, and operators keep the reason
@@ -41,24 +44,26 @@ def compile_waiting() -> None:
 
 
 def why_eager() -> str:
-    if reasons := tuple(_kernels().refused.values()):
-        return f"compiling failed: {_one_line(reasons[0])}"
+    for reason in _kernels().refused.values():
+        lines = [line.strip() for line in reason.splitlines() if line.strip()]
+        count = 2 if lines and lines[0].endswith(":") else 1  # the kind of an error may stand alone in its line
+        return f"compiling failed: {' '.join(lines[:count])[:_LONGEST_REASON].rstrip('.:')}"
     return ""
 
 
 def calls() -> tuple[int, dict[int, int]]:
-    """How often quantisers have run in this process: as many operations, and as one kernel, by its vectors' bits."""
+    """Returns how often quantisers ran in this process: eagerly, and as one kernel, by the bits of its vectors."""
     kernels = _kernels()
     return kernels.eager, dict(kernels.fused)
 
 
-def since(before: tuple[int, dict[int, int]]) -> tuple[int, dict[int, int]]:
+def calls_since(before: tuple[int, dict[int, int]]) -> tuple[int, dict[int, int]]:
     eager, fused = calls()
     return eager - before[0], {bits: more for bits, count in fused.items() if (more := count - before[1].get(bits, 0))}
 
 
-def tried(device: str) -> str:
-    """Whether a quantiser compiles for a device, in words: a small one is, from torch's cache if it was before."""
+def try_to_compile(device: str) -> str:
+    """Compiles a small quantiser for a device (from torch's cache, if it has one), and says in words how that went."""
     import torch
 
     from fp8bench.formats.operators import values
@@ -72,16 +77,33 @@ def tried(device: str) -> str:
         return reason
     before = calls()
     values(torch.ones(64, device=device), E4M3)
-    bits = [str(number) for number in since(before)[1] if number]
+    bits = [str(number) for number in calls_since(before)[1] if number]
     return f"a quantiser compiles in {seconds:.1f} s" + "".join(f", with vectors of {bit} bits" for bit in bits)
 
 
-def _kernels() -> Any:
-    """Those of the module, if anybody here has imported it: who has not, has called none of its operators."""
-    return getattr(sys.modules.get(_OPERATORS), "KERNELS", _NONE)
+@contextlib.contextmanager
+def uncompiled() -> Iterator[list[Any]]:
+    """Runs compiled functions uncompiled; the list gets an entry for each that was called. In torch 2.13 a function
+    that is compiled, and called for the first time under a dispatch mode, stays uncompiled for good. torch's compiler
+    is not imported for this."""
+    called: list[Any] = []
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        yield called
+        return
+    import torch
 
+    # torch asks this function what to do about a compiled function, whatever the stance.
+    callback_from_stance: Callable[[Any], Any] = frames._callback_from_stance
 
-def _one_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    count = 2 if lines and lines[0].endswith(":") else 1  # the kind of an error may stand alone in its line
-    return " ".join(lines[:count])[:_LONGEST_REASON].rstrip(".:")
+    def noted(callback: Any) -> Any:
+        if callback not in (None, False):
+            called.append(callback)
+        return callback_from_stance(callback)
+
+    frames._callback_from_stance = noted  # type: ignore[attr-defined]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield called
+    finally:
+        frames._callback_from_stance = callback_from_stance  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the operating system counts of this process and of the machine: memory, and who took the core."""
+"""What the operating system counts for this process and for the machine: memory, and who had the core."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _RESET_HIGH_WATER = "5"
 
 
 def counters(proc: Path = PROC) -> Readings:
-    """Counts that only grow; `readings.grown` gives those of a stretch.
+    """Returns counts that only grow; `readings.grown` gives those of a stretch.
 
-    How often the system took the core away from the process although it had work (`preemptions`); and how long a
-    hypervisor ran something else while this machine wanted to work, summed over its processors (`steal`). `waited` is
-    how long the calling thread had work and no core: a step that sleeps does not wait.
+    `preemptions` counts how often the system took the core away although the process had work. `steal` is how long a
+    hypervisor ran something else while this machine wanted to work, summed over its processors. `waited` is how long
+    the calling thread had work and no core; a step that sleeps does not wait.
     """
     return {
         "preemptions": Reading(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, "", "getrusage"),
@@ -32,12 +32,11 @@ def counters(proc: Path = PROC) -> Readings:
 
 
 def memory(proc: Path = PROC) -> Readings:
-    """The resident memory of this process now, and the most it was since the start or the last reset."""
     return {"rss": _resident(proc, "VmRSS"), "rss_high_water": _resident(proc, "VmHWM")}
 
 
 def reset_high_water(proc: Path = PROC) -> Read:
-    """The high-water mark begins at what is resident now: the mark after that, or why it stays where it was."""
+    """Resets the peak to what is resident now; returns the new peak, or why it stays where it was."""
     return attempt(lambda: _reset(proc))
 
 
@@ -59,7 +58,7 @@ def _resident(proc: Path, name: str) -> Read:
 
 
 def _status(proc: Path, name: str) -> int:
-    """Bytes from a line such as 'VmHWM:  1644 kB'."""
+    """Returns the bytes of a line such as 'VmHWM:  1644 kB'."""
     for line in _lines(proc / "self" / "status"):
         words = line.split()
         if words[:1] == [f"{name}:"] and len(words) == 3 and words[1].isdecimal():
@@ -75,7 +74,7 @@ def _steal(proc: Path) -> Reading:
 
 
 def _waited(proc: Path) -> Reading:
-    # Nanoseconds on a core, nanoseconds in the queue for one, turns.
+    # The file holds nanoseconds on a core, nanoseconds in the queue for one, and turns.
     words = _first_words(path := f"{proc}/thread-self/schedstat")
     if len(words) == 3 and words[1].isdigit():
         return Reading(int(words[1]) * 1e-9, "s", path)
@@ -83,7 +82,7 @@ def _waited(proc: Path) -> Reading:
 
 
 def _first_words(path: str) -> list[bytes]:
-    """Those of a file's first line. Without pathlib: a third of the time, and it is read around every slot."""
+    """Splits a file's first line. It avoids pathlib, which takes three times as long: this runs around every slot."""
     try:
         opened = os.open(path, os.O_RDONLY)
     except OSError as error:

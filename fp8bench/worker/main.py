@@ -1,11 +1,9 @@
 """The worker process: answers one request at a time until its parent is gone.
 
-Started by process.WorkerProcess as `python -m fp8bench.worker.main FD LIFELINE` (or another module, whose bench does
-more), the first of a session of its own.
-FD is one end of a socket pair on which requests arrive; LIFELINE is a pipe whose other end only the parent holds, so
-that its end-of-file means that the parent is dead, however it died.
-
-A worker of another interpreter says who it is, and how it talks, before it is asked for anything else.
+The parent starts it as `python -m fp8bench.worker.main FD LIFELINE` (or another module, whose bench does more), in a
+session of its own. FD is one end of a socket pair on which requests arrive. LIFELINE is a pipe whose other end only the
+parent holds: its end-of-file means that the parent is dead, however it died. A worker of another interpreter is first
+asked to `greet`, which tells its protocol and versions.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from fp8bench.model import Scalar
 from fp8bench.model.raw import PROTOCOL, Settings
 from fp8bench.registry import devices
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.beside import everything_is_the_workloads
 from fp8bench.worker.faults import described
+from fp8bench.worker.step_guards import own_this_process
 
 
 def handshake() -> dict[str, Scalar | None]:
-    """The protocol, this Python, where fp8bench comes from, and torch: its version and place, or why there is none."""
-    said: dict[str, Scalar | None] = {
+    """Returns the protocol, this Python, where fp8bench comes from, and versions and places of torch and numpy."""
+    facts: dict[str, Scalar | None] = {
         "protocol": PROTOCOL,
         "fp8bench": __version__,
         "package": str(Path(__file__).resolve().parents[1]),
@@ -48,18 +46,18 @@ def handshake() -> dict[str, Scalar | None]:
             module = importlib.import_module(name)
         except BaseException as error:
             words = " ".join(str(error).split())[:300]
-            said |= {name: None, f"{name}_missing": f"{type(error).__name__}: {words}"}
+            facts |= {name: None, f"{name}_missing": f"{type(error).__name__}: {words}"}
             continue
-        said |= {name: str(getattr(module, "__version__", "")), f"{name}_at": getattr(module, "__file__", None)}
-    return said
+        facts |= {name: str(getattr(module, "__version__", "")), f"{name}_at": getattr(module, "__file__", None)}
+    return facts
 
 
 def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], None] = lambda: None) -> None:
-    """End this process, and what it has started, as soon as the lifeline closes; `last` is done before.
+    """Ends this process, and what it has started, as soon as the lifeline closes, after calling `last`.
 
-    A warden waits for that: a process forked before there is anything to copy, because while foreign code holds the
-    interpreter no thread of this one can run. It is no child of this one, which then usually has none: that is soon
-    seen. On Linux the kernel also kills this one when the parent dies, in case the warden does not live.
+    A warden waits for that. It is a process, forked before there is anything to copy, because no thread can run while
+    foreign code holds the interpreter. It is no child of this process, which then usually has none: that is checked
+    quickly. On Linux the kernel also kills this process when the parent dies, in case the warden does not live.
     """
     if (between := os.fork()) == 0:
         if os.fork():
@@ -76,14 +74,14 @@ def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], No
         import ctypes
 
         set_parent_death_signal = 1
-        adopt_orphans = 36  # what a workload's child has started and left comes to us, who end it
+        adopt_orphans = 36  # orphans of a workload's children become ours, so that we can end them
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
             ctypes.CDLL(None).prctl(adopt_orphans, 1)
 
 
 def keep_from_children(lifeline: int, connection: Connection) -> None:
-    """What a workload starts shall not hold our end of the socket, nor answer on it."""
+    """Closes our ends in the processes that a workload starts, so that these cannot answer for us."""
 
     def forked() -> None:
         connection.close()
@@ -94,14 +92,13 @@ def keep_from_children(lifeline: int, connection: Connection) -> None:
     os.register_at_fork(after_in_child=forked)
 
 
-# Opens what answers: a bench, or one that does more.
 Open = Callable[[Settings], Bench]
 
 
 def answer(
     bench: Bench | None, name: str, arguments: tuple[Any, ...], opened: Open = Bench
 ) -> tuple[Bench | None, tuple[Any, ...]]:
-    """Serve one request; the single barrier where any exception becomes an answer."""
+    """Serves one request. This is the only place where an exception becomes an answer."""
     try:
         if name == "greet":
             return bench, ("ok", handshake())
@@ -110,14 +107,14 @@ def answer(
         if bench is None:
             raise RuntimeError("the first request must be 'open'")
         return bench, ("ok", getattr(bench, name)(*arguments))
-    except BaseException as error:  # sys.exit() in a step too: whether to end is not the workload's to say
+    except BaseException as error:  # sys.exit() in a step too: a workload does not decide whether this process ends
         fault = described(error, bench is not None)
     # Out of the except block, so that the exception no longer holds the frames and their tensors.
     return bench, ("fault", *(fault if bench is None else bench.recovered(fault)))
 
 
 def serve(connection: Connection, opened: Open, told: Callable[[str], None]) -> None:
-    """Answer until the other end closes; `told` hears of each request before it is answered."""
+    """Answers until the other end closes; `told` is called with the name of each request before it is answered."""
     bench: Bench | None = None
     ourselves = os.getpid()
     while True:
@@ -130,7 +127,7 @@ def serve(connection: Connection, opened: Open, told: Callable[[str], None]) -> 
         if os.getpid() != ourselves:
             os._exit(0)  # a workload has forked, and this is the child
         if name == "open":
-            # What is imported by now lives as long as this process: looking through it for garbage takes 0.1 s a time.
+            # What is imported by now stays for good; each garbage collection would spend 0.1 s on it.
             gc.collect()
             gc.freeze()
             keep_within_memory()
@@ -138,12 +135,11 @@ def serve(connection: Connection, opened: Open, told: Callable[[str], None]) -> 
 
 
 def keep_within_memory() -> None:
-    """A GPU's says where its memory ends; on a processor the kernel would end this process, or another one."""
+    """Limits memory on a processor, where the kernel would otherwise end this process, or another one."""
     try:
         import torch
     except ImportError:
-        return  # whoever asks for something that takes it is told
-
+        return  # a request that needs torch fails with the reason
     if not torch.accelerator.is_available():
         devices.get("cpu").end_where_memory_does(int(os.environ.get("WORLD_SIZE", "1")))
 
@@ -157,8 +153,8 @@ def run(connection: Connection, lifeline: int, opened: Open, told: Callable[[str
     faulthandler.enable()
     die_with_parent(lifeline, connection)
     keep_from_children(lifeline, connection)
-    everything_is_the_workloads()
-    # What a workload prints must not mix with the parent's table. A file, so that what steps print can be noticed.
+    own_this_process()
+    # What a workload prints must not mix with the parent's table; the size of this file shows if a step printed.
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
         serve(connection, opened, told)

@@ -1,4 +1,4 @@
-"""A step's memory, in states of their own: its highest point and what that is made of, and whether a batch fits."""
+"""Measures a step's memory in states of their own: its peak, what that consists of, and whether a batch fits."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from fp8bench.worker.state_tensors import StateTensors, addresses_of, state_tens
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import collected_by_hand
 
-# Told of where something lies, and what it is for.
+# Receives addresses of memory, and what it is for.
 Told = Callable[[Sequence[int], MemoryRole], None]
 
 
 class PreparedMemory(NamedTuple):
-    """A state in memory, and a step of it."""
+    """A state in memory, and a function that takes a step of it."""
 
     state: Any
     step: Callable[[Phases], None]
 
 
-# Finds what a state needs, whose casts tell of what they make if somebody is told, and of what hardware would have of
-# it if there is a ledger; and then prepares it.
+# Makes a setup, whose casts report what they make to the first argument, and what hardware would hold to the ledger;
+# returns the function that prepares a state with it.
 Make = Callable[[Told | None, DeviceLedger | None], Callable[[], PreparedMemory]]
 
 
@@ -78,11 +78,9 @@ class _SecondStep(NamedTuple):
 def memory_of_step(
     make: Make, device: Device, index: int, leaks: bool = True, hardware: Hardware = EMULATES_NOTHING
 ) -> tuple[MemoryUse | str, Any]:
-    """The memory of a step and the state; or why nobody can say, and no state. Without `leaks` nobody looks for any.
-
-    The second step of a state is looked at: what the first one makes and keeps is there by then. Whatever counts makes
-    a step slower, so the state is used for nothing else.
-    """
+    """Returns the memory of a step and its state; or the reason why nobody can say, and None. It looks at the second
+    step of a state: what the first one makes and keeps is there by then. Counting slows a step down, so the state is
+    used for nothing else. Without `leaks` the growth of memory is not measured."""
     meter = device.memory_meter(index)
     if isinstance(meter, str):
         return meter, None
@@ -126,7 +124,7 @@ def _second_step(make: Make, device: Device, meter: MemoryMeter, ledger: DeviceL
 
 
 def _on_device(use: MemoryUse, course: MemoryCourse, ledger: DeviceLedger | None, hardware: Hardware) -> MemoryUse:
-    """With what hardware would hold: the peak itself where nothing is emulated."""
+    """Adds what hardware would hold: the peak itself where nothing is emulated."""
     if hardware.why or ledger is not None:
         why = hardware.why or (ledger.why() if ledger else "")
         return replace(use, on_device=None if why else course.on_device, off_device=why)
@@ -134,16 +132,16 @@ def _on_device(use: MemoryUse, course: MemoryCourse, ledger: DeviceLedger | None
 
 
 def _use(course: MemoryCourse, before: StateTensors, after: StateTensors, resident: Read) -> MemoryUse:
-    found = roles(course.held, course.peak, before, after) if course.held else {}
+    at_peak = roles(course.held, course.peak, before, after) if course.held else {}
     forward = roles(course.forward, sum(block.size for block in course.forward), before, after)
     whys = [course.why]
-    if course.held and not found:
+    if course.held and not at_peak:
         whys.append("torch's profiler saw more allocated than its allocator counts")
     if not isinstance(resident, Reading):
         whys.append(f"no resident memory: {resident.reason}")
     return MemoryUse(
         course.peak,
-        tuple((role.value, size) for role, size in found.items()),
+        tuple((role.value, size) for role, size in at_peak.items()),
         course.phases,
         course.reserved,
         resident=int(resident.number) if isinstance(resident, Reading) else None,
@@ -160,7 +158,7 @@ _COPIES = {
 
 
 def listening(setup: Setup, told: Told) -> Setup:
-    """The setup, whose casts are told of. A cast that changes nothing makes no copy, and is told of by its source."""
+    """Wraps the setup's arithmetics to report their casts; a cast that makes no copy is reported by its source."""
     watch = watch_of(told)
     return replace(
         setup,
@@ -171,22 +169,21 @@ def listening(setup: Setup, told: Told) -> Setup:
 
 
 def watch_of(told: Told) -> Watch:
-    """What a WatchedArithmetic is given, so that its casts tell of what they make."""
-    return partial(_tell, told)
-
-
-def _tell(told: Told, operand: Operand, source: Any, role: Role, before: Operand | None) -> None:
-    """What is neither the source's memory nor that of the same operand in its other orientation is a copy."""
+    """Returns a watch for WatchedArithmetic that reports what casts make. Only what is neither the source's memory nor
+    that of the same operand in its other orientation is a copy."""
     import torch
 
-    if torch.compiler.is_compiling():  # nothing lies anywhere yet
-        return
-    sources = [] if source is None else list(addresses_of(source))
-    known = {*sources, *_addresses(before)}
-    made = [address for address in _addresses(operand) if address not in known]
-    for addresses, role_of_memory in ((sources, MEMORY_OF[role]), (made, _COPIES[role])):
-        if addresses:
-            told(addresses, role_of_memory)
+    def watch(operand: Operand, source: Any, role: Role, before: Operand | None) -> None:
+        if torch.compiler.is_compiling():  # tensors have no addresses yet
+            return
+        sources = [] if source is None else list(addresses_of(source))
+        known = {*sources, *_addresses(before)}
+        made = [address for address in _addresses(operand) if address not in known]
+        for addresses, memory_role in ((sources, MEMORY_OF[role]), (made, _COPIES[role])):
+            if addresses:
+                told(addresses, memory_role)
+
+    return watch
 
 
 def _addresses(operand: Operand | None) -> list[int]:
@@ -195,16 +192,14 @@ def _addresses(operand: Operand | None) -> list[int]:
 
 
 _LOW = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)
-# What these make and hand on is not a network's: unpacked sums, moments restored for an update.
+# What these phases make and hand on belongs to no network: unpacked sums, moments restored for an update.
 _ASIDE = (Phase.CAST, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
 
 
 def roles(held: Iterable[HeldBlock], peak: int, before: StateTensors, after: StateTensors) -> dict[MemoryRole, int]:
-    """Bytes by what they are for, in the order of the roles, and only those that occur; they sum to the peak.
-
-    `before` and `after` the step is what the state holds. What an allocator counts and nobody sees is OTHER; empty
-    where more is seen than it counts.
-    """
+    """Returns bytes by what they are for, in the order of the roles, without zeros; they sum to the peak. `before` and
+    `after` are what the state holds around the step. What an allocator counts and nobody sees is OTHER. The result is
+    empty where more is seen than the allocator counts."""
     sizes = dict.fromkeys(MemoryRole, 0)
     for block in held:
         sizes[role_of(block, before, after)] += block.size
@@ -216,7 +211,7 @@ def roles(held: Iterable[HeldBlock], peak: int, before: StateTensors, after: Sta
 
 
 def role_of(block: HeldBlock, before: StateTensors, after: StateTensors) -> MemoryRole:
-    """What one allocation is for: who holds it says best, then what was said of it, then when it came and went."""
+    """Returns what an allocation is for: its holder knows best, then the casts' reports, then when it came and went."""
     old = not block.phase
     state = (after.get(block.address) if block.lasting else None) or (before.get(block.address) if old else None)
     copied = next((role for role in block.said if role in _LOW), None)
@@ -224,11 +219,11 @@ def role_of(block: HeldBlock, before: StateTensors, after: StateTensors) -> Memo
         return state or copied or MemoryRole.OTHER
     if block.phase in LOADING:
         return MemoryRole.DATA
-    # A weight lasts, or comes from other ranks. What else a step makes to be cast as one is a weight on its way, as
-    # moments are that are cast alike.
-    comes = old or block.phase == Phase.COMMUNICATION
-    said = [role for role in block.said if comes or role is not MemoryRole.WEIGHTS]
-    return said[0] if said else MemoryRole.OTHER if old else _by_its_time(block)
+    # A weight was there before the step, or comes from other ranks. What else is cast like a weight is an intermediate
+    # result: moments, or a weight that is being updated.
+    may_be_weight = old or block.phase == Phase.COMMUNICATION
+    reported = [role for role in block.said if may_be_weight or role is not MemoryRole.WEIGHTS]
+    return reported[0] if reported else MemoryRole.OTHER if old else _by_its_time(block)
 
 
 def _by_its_time(block: HeldBlock) -> MemoryRole:
@@ -244,64 +239,62 @@ def _by_its_time(block: HeldBlock) -> MemoryRole:
 
 
 def try_batch(make: Make, device: Device, index: int, limit: int | None) -> int | None:
-    """Bytes of tensors at the highest point of preparing a state and two steps; None where nobody counts.
+    """Prepares a state and takes two steps; returns the peak of tensors' bytes, None where nobody counts.
 
-    What does not fit while preparing does not fit. Raises what the device raises where its memory ends, and CannotLimit
-    where it cannot end at `limit`, or nobody can tell that tensors have gone past it.
+    The second step has what the first one makes and keeps: moments of the optimiser, scales, workspaces. Raises what
+    the device raises where its memory ends; and CannotLimit where it cannot enforce `limit`, or nobody could tell that
+    tensors have exceeded it.
     """
     meter = device.memory_meter(index)
     if isinstance(meter, str) and limit is not None:
         raise CannotLimit(f"a limit needs a counter: {meter}")
     counter = meter if isinstance(meter, MemoryMeter) else None
-    ended = nullcontext() if limit is None else device.memory_limited(index, limit)
+    limited = nullcontext() if limit is None else device.memory_limited(index, limit)
     with collected_by_hand():
-        gc.collect(1)  # cycles that hold tensors of the attempt before
-        device.empty_cache()  # what lies there would count as taken
+        gc.collect(1)  # frees cycles that hold tensors of the previous attempt
+        device.empty_cache()  # what is cached would count as taken
         if counter is not None:
             counter.start(blocks=False)  # a GPU's worker goes on to time things
         try:
-            with ended:
-                _two_steps(make(None, None), counter)
-        finally:  # reading takes some memory, too, which has its own end again by now
+            with limited:
+                prepare = make(None, None)
+                if counter is not None:
+                    counter.mark()  # scales from data were found with a state of its own, which is gone by now
+                _state, take_step = prepare()
+                for _ in range(2):
+                    take_step(SilentPhases())
+        finally:  # after the limit ends: reading takes some memory too
             course = counter.stop() if counter is not None else None
         gc.collect(1)
     device.empty_cache()
     return course.peak if course is not None else None
 
 
-def _two_steps(prepare: Callable[[], PreparedMemory], counter: MemoryMeter | None) -> None:
-    """What the first one makes and keeps is there in the second: the optimiser's moments, scales, workspaces."""
-    if counter is not None:
-        counter.mark()  # scales from data were found with a state of its own, which is gone by now
-    _state, step_under = prepare()
-    for _ in range(2):
-        step_under(SilentPhases())
-
-
-# Steps that are always looked at, and of those that follow where these leave something behind.
+# How many steps are always taken, and how many more if these leave something behind: as many as fit into MANY_SECONDS.
 FEW = 3
 LEAST, MOST = 12, 48
-# Of steps that take longer nothing is said. The many take about so long in all, where the least of them do.
-LONGEST_SECONDS = 1.0
 MANY_SECONDS = 2.0
-# Less a step takes four million steps to a GiB.
+# Longer steps are not judged.
+LONGEST_SECONDS = 1.0
+# Smaller leaks take more than four million steps to reach a GiB.
 LEAST_BYTES = 256
 
 
 def leak_of(step: Callable[[], None], device: str, seconds: float) -> float | None:
-    """Bytes by which each step makes the memory of tensors grow, on the device and on the host; 0.0 where that ends,
-    None where nobody can say. `seconds` is about what a step takes.
+    """Returns by how many bytes each step makes tensors' memory grow, on device and host; 0.0 where growth ends.
+
+    None means that nobody can say. `seconds` is about what a step takes.
 
     First steps may make what lasts (an optimiser's moments, a history of scales), and a cache may grow until it is
-    full, or be emptied now and then. So a few steps are looked at, and only where more is held after them than before,
-    many. Of these, cut into four, the least that is held must rise from quarter to quarter: what is emptied falls back,
-    what is full stays. And least and most must rise as fast at the end as before, or nearly so: in a cache that became
-    full they do not.
+    full, or be emptied now and then. So a few steps are taken first, and many only if more is held after the few than
+    before. The many are cut into quarters. The least that is held must rise from each quarter to the next: a cache that
+    is emptied falls back, one that is full stays. And both least and most must rise about as fast at the end as before,
+    which they do not in a cache that became full.
 
-    Seen is what grows in every third step, or more often; a cache that takes more than `MOST` steps to fill, or is
-    emptied less often, cannot be told from one that never ends. What Python holds beside tensors is not looked at:
-    traced, it seems to grow by some KiB a step for dozens of honest steps, while new objects take the place of those
-    that were not traced.
+    This detects growth that happens in every third step or more often. A cache that takes more than `MOST` steps to
+    fill, or is emptied less often, cannot be told from endless growth. Python's own memory is not looked at: traced, it
+    seems to grow by some KiB a step for dozens of honest steps, while new objects replace those made before tracing
+    began.
     """
     few = _held_after(step, device, FEW) if seconds <= LONGEST_SECONDS else []
     if not few:
@@ -313,7 +306,7 @@ def leak_of(step: Callable[[], None], device: str, seconds: float) -> float | No
 
 
 def growth(held: Sequence[int]) -> float:
-    """Bytes a step, of what is held after each of many; 0.0 if it does not go on."""
+    """Returns the growth in bytes a step, from what is held after each of many steps; 0.0 if it does not go on."""
     length = len(held) // 4
     quarters = [held[start : start + length] for start in range(0, 4 * length, length)]
     rises = [min(after) - min(before) for before, after in itertools.pairwise(quarters)]
@@ -324,10 +317,8 @@ def growth(held: Sequence[int]) -> float:
 
 
 def _held_after(step: Callable[[], None], device: str, count: int, parts: int = 0) -> list[int]:
-    """Bytes beyond what there was, before the first step and after each of so many; none where nobody counts them.
-
-    Garbage that steps have just made goes at once, other garbage at the end of each of some equal parts.
-    """
+    """Returns bytes held beyond the start, before the first step and after each; empty where nobody counts. Young
+    garbage is collected after each step, all of it at the end of each of `parts` equal parts."""
     stream = AllocationStream("cpu", device)
     gc.collect(2 if parts else 0)
     stream.start()

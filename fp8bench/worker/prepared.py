@@ -1,4 +1,4 @@
-"""A case that is ready to be timed: its state, the clock that its steps write into, and slots of them."""
+"""A case that is ready to be timed: its states, the clock that its steps write into, and slots of steps."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ from fp8bench.protocols import (
 )
 from fp8bench.protocols.axes import CACHE_TIMES
 from fp8bench.worker import fusing
-from fp8bench.worker.beside import Beside, everything_is_known
 from fp8bench.worker.checked_results import wrong_of
 from fp8bench.worker.clock import PhaseClock, agreeing
 from fp8bench.worker.finite import FiniteState
+from fp8bench.worker.fusing import uncompiled
 from fp8bench.worker.host_counters import counters
 from fp8bench.worker.state_tensors import address_of, tensors_of
 from fp8bench.worker.static_scales import step
-from fp8bench.worker.step_guards import apart, silent_step
+from fp8bench.worker.step_guards import Running, apart, owns_this_process, silent_step
 from fp8bench.worker.switches import collected_by_hand, unchanged, under
-from fp8bench.worker.tape_pass import uncompiled
 
 if TYPE_CHECKING:
     from fp8bench.tape.replay import Replay
+    from fp8bench.worker.step_effect import Beginning, Slot
 
-# For so long a phase is done ahead of its window: clocks and power are its own then, and its time is known.
+# A phase is repeated for so long, in pieces, before its window: clocks and power are its own then, its time is known.
 WARM_SECONDS = 0.3
-# At a time.
 _PIECE_SECONDS = 0.05
 _NO_LOAD = "its data are loaded by code of its suite, which has no `load` that does nothing else"
 
 
 @dataclass(frozen=True)
 class HeldPhase:
-    """A phase with what it was given in a step. Data are loaded by the workload itself."""
+    """A phase of a step, with the inputs it had in that step. Data are loaded by the workload itself."""
 
     workload: Workload
     state: Any
@@ -61,7 +60,7 @@ class HeldPhase:
     loads: bool
 
     def loop(self, times: int) -> float:
-        """Do it so often, back to back, and wait for the device; the seconds of all."""
+        """Repeats the phase back to back and waits for the device; returns the seconds of all."""
         with self.replay.random_kept():
             start = time.perf_counter()
             if self.loads:
@@ -74,7 +73,7 @@ class HeldPhase:
             return time.perf_counter() - start
 
     def warmed_up(self) -> RawReplay:
-        """Do it for a while, from what it was given; then all is as it was given again."""
+        """Repeats the phase for a while from its inputs, which are then restored; returns its time and size."""
         end, times, seconds = time.perf_counter() + WARM_SECONDS, 1, self.loop(1)
         while time.perf_counter() < end:
             times = max(1, round(times * _PIECE_SECONDS / max(seconds, 1e-7)))
@@ -91,10 +90,8 @@ def held_phase(
     phase: str,
     most_bytes: int,
 ) -> HeldPhase | RawReplay:
-    """The phase as a step of the state does it, or why it cannot be done by itself.
-
-    On a processor it gives the step's numbers bit for bit, or is not held. A GPU may add up in another order each time.
-    """
+    """Returns the phase as a step of the state does it, or why it cannot be done by itself. On a processor the
+    repetition has to give the step's numbers bit for bit. A GPU may add up in another order each time."""
     from fp8bench.tape.replay import CannotReplay, Recording
 
     loads = phase == Phase.DATA_LOAD
@@ -114,17 +111,13 @@ def held_phase(
     return HeldPhase(workload, state, device, index, replay, loads)
 
 
-if TYPE_CHECKING:
-    from fp8bench.worker.step_effect import Beginning, Slot
-
-
 def begins_alone() -> None:
-    """Nobody else begins."""
+    """Waits for nobody."""
 
 
 class State(NamedTuple):
-    """What a workload has prepared, the book of its scales if any, what tells whether it is still finite, and the
-    arithmetics that it was prepared with."""
+    """What a workload has prepared; the book of its scales, if any; the check of its finiteness; and the arithmetics
+    that it was prepared with."""
 
     held: Any
     scales: ScaleBook | None
@@ -132,15 +125,13 @@ class State(NamedTuple):
     arithmetics: tuple[Arithmetic, ...]
 
 
-# Beyond that preparing takes longer than measuring.
+# With more states preparing takes longer than measuring.
 MOST_STATES = 256
 
 
 def flush_of(facts: DeviceFacts) -> Callable[[], Any]:
-    """What writes over all of the cache, in order with the device's other work.
-
-    It reads what it writes: zeros alone may go past a cache. Integers, which no precision's switch concerns.
-    """
+    """Returns a function that overwrites the whole cache, in order with the device's other work. It reads what it
+    writes, because zeros alone may bypass a cache. It uses integers, which no precision's switch concerns."""
     import torch
 
     covering = torch.zeros(CACHE_TIMES * facts.cache_bytes // 4, dtype=torch.int32, device=facts.key)
@@ -152,10 +143,8 @@ def bytes_of(state: object) -> int:
 
 
 def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device: Device) -> tuple[State, ...]:
-    """The first state and as many more as it takes until each has left the cache when its turn comes again.
-
-    At least one more; fewer than needed where memory ends.
-    """
+    """Returns the first state and more, until each has left the cache when its turn comes again. At least one more;
+    fewer than needed if memory ends."""
     wanted = max(2, math.ceil(CACHE_TIMES * facts.cache_bytes / max(bytes_of(first.held), 1)))
     states = [first]
     while len(states) < min(wanted, MOST_STATES):
@@ -170,9 +159,9 @@ def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device
 
 @dataclass
 class Prepared:
-    """`started` is what preparing it has left running. Calls take the `states` in turn, if there are several; `flush`
-    comes before each of them and is not timed, nor is what is `loaded` ahead of replays. `meet` waits for whoever else
-    begins a slot or a loop at the same time."""
+    """`started` is what preparing has left running. Calls take the `states` in turn. `flush` and the loading of data
+    ahead of a replay run before each call and are not timed. `meet` waits for whoever else begins a slot or a loop at
+    the same time."""
 
     workload: Workload
     precision: Precision
@@ -181,13 +170,13 @@ class Prepared:
     states: tuple[State, ...]
     clock: PhaseClock
     stamper: Stamper
-    started: Beside
+    started: Running
     flush: Callable[[], Any] | None = None
     replay: Callable[[], object] | None = None
     loaded: bool = False
     held: HeldPhase | None = None
     meet: Callable[[], object] = begins_alone
-    # What switches were at before its first slot, and must be at after all of them: nothing else runs in between.
+    # Values of the switches before the first slot, which every slot must leave: nothing else runs in between.
     _switches: Sequence[Any] | None = None
     _next: Callable[[], State] = field(init=False)
 
@@ -203,7 +192,7 @@ class Prepared:
         return self.states[0].scales
 
     def _ready(self) -> Any:
-        """What comes before a step, none of which is timed; the state that it is of."""
+        """Does what comes before a step and is not timed; returns the state to step."""
         state = self._next()
         if self.flush is not None:
             self.flush()
@@ -219,7 +208,7 @@ class Prepared:
         return {**own, "the clock of phases": self.clock.now} if self.device.kind == "cpu" else own
 
     def capture(self) -> str:
-        """Why a step cannot be done again in one launch; '' where `replay` does."""
+        """Captures a step, so that `replay` does it in one launch; returns why that is impossible, or ''."""
         from fp8bench.numerics.operands import needs_host
 
         again = partial(step, self.workload, self.state, self.scales, SilentPhases())
@@ -251,7 +240,7 @@ class Prepared:
         quantised = fusing.calls()
         watched = unchanged(self._switches)
         with under(self.precision), collected_by_hand(), watched as known, silent_step(), agreeing(self._clocks):
-            self._switches = known if everything_is_known() else None
+            self._switches = known if owns_this_process() else None
             self.meet()
             retried = self.device.retried(self.index)
             before = counters()  # ahead of the discarded calls: reading it leaves caches cold
@@ -279,7 +268,7 @@ class Prepared:
             retried_now = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
-        eager, fused = fusing.since(quantised)
+        eager, fused = fusing.calls_since(quantised)
         preemptions = _known(counted["preemptions"])
         return RawSlot(
             steps, wall, cpu, host, eager, sum(fused.values()), thread,
@@ -290,18 +279,15 @@ class Prepared:
         )  # fmt: skip
 
     def _waited(self, counted: float | None, off_core: float) -> float | None:
-        """How long the timed calls waited for a core: counted over the discarded calls too, it is no more than the time
-        that the timed ones were on none. A device of its own does not wait for one; where a cache is flushed between
-        calls, nobody knows which of the two waited."""
+        """Returns how long the timed calls waited for a core, None where nobody can tell. `counted` includes the
+        discarded calls, so it is limited by the time that the timed ones spent off the core. On an accelerator, or if a
+        cache is flushed between calls, it is unknown which part waited."""
         unknown = counted is None or self.device.kind != "cpu" or self.flush is not None
         return None if unknown or counted is None else max(0.0, min(counted, off_core))
 
     def late_flops(self) -> int | None:
-        """The FLOPs of the products of a step, with the clock that has timed others, where two after another do as
-        many; None where they do not, or nobody knows.
-
-        A step may know that it is timed by the clock it is given, or by how many came before.
-        """
+        """Returns the FLOPs of a step's products under the clock that has timed others; None where two steps differ or
+        nobody knows. A step may know that it is timed by the clock it is given, or by how many came before."""
         from fp8bench.tape.counting import counted
         from fp8bench.tape.recorder import OperatorTape
 
@@ -320,19 +306,19 @@ class Prepared:
         return counts.pop() if len(counts) == 1 else None
 
     def told_apart(self, calls: int, discard: int) -> str:
-        """How slots of steps differ from others whose operators are counted; '' if they do not, or nobody knows."""
+        """Returns how timed slots differ from slots whose operators are counted; '' if they do not or nobody knows."""
         from fp8bench.worker import step_effect
 
         turns, state = self._next, self.states[0]
         self._next = lambda: state
         try:
             with apart(), step_effect.as_they_were(state.held, state.finite.inputs) as beginning:
-                return step_effect.told_apart(partial(self._looked_at, beginning, calls, discard))
+                return step_effect.told_apart(partial(self._slot_with, beginning, calls, discard))
         finally:
             self._next = turns
 
-    def _looked_at(self, beginning: Beginning, calls: int, discard: int, timed: bool) -> Slot | None:
-        """A slot whose steps are timed as all are, or counted as well; None where these are compiled."""
+    def _slot_with(self, beginning: Beginning, calls: int, discard: int, timed: bool) -> Slot | None:
+        """Runs a slot, timed as all are or with its operators counted; returns None where its steps are compiled."""
         from fp8bench.tape.recorder import OperatorTape
         from fp8bench.worker.step_effect import slot_of
 
@@ -356,7 +342,7 @@ class Prepared:
         return None if compiled else slot_of(seconds, len(modes[-1].calls) if modes else 0, beginning.left(answer))
 
     def check(self) -> StateCheck:
-        """What the steps have left, as the workload sees it, and whether it is finite."""
+        """Returns what the workload says of its states after the steps, and whether they are finite."""
         with unchanged(), apart():
             checks = [self._checked(state) for state in self.states]
         return next((check for check in checks if check.wrong), max(checks, key=lambda check: check.not_finite))
@@ -369,7 +355,7 @@ class Prepared:
         return StateCheck(wrong or str(lost))
 
     def loop(self, steps: int) -> float:
-        """Run so many steps back to back and wait for them; the seconds of all. No clock runs within them."""
+        """Runs steps back to back and waits for them; returns the seconds of all. No clock runs within them."""
         silent = SilentPhases()
         with under(self.precision), unchanged(), silent_step():
             self.meet()
@@ -380,7 +366,7 @@ class Prepared:
             return time.perf_counter() - start
 
     def hold_phase(self, phase: str, most_bytes: int) -> RawReplay:
-        """Keep what one phase of a step is given, so that it can be done by itself: in so many bytes at most."""
+        """Keeps the inputs of one phase of a step, `most_bytes` at most, so that it can be done by itself."""
         self.held = None
         self.loaded = self.loaded or (phase == Phase.DATA_LOAD and bool(self.workload.loads))
         with under(self.precision), unchanged(), apart():
@@ -397,7 +383,7 @@ class Prepared:
             return self.held.loop(times)
 
     def drop_phase(self) -> str:
-        """Give back what is kept for it; returns what doing it has spoilt, '' if nothing."""
+        """Frees what is kept for a phase; returns what doing it has spoilt, or ''."""
         held, self.held = self.held, None
         return held.replay.lost() if held is not None else ""
 

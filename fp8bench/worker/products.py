@@ -1,7 +1,7 @@
 """What an untimed step runs, and whether its products are computed in its case's precision.
 
-Three witnesses: the operands of its products, the numbers of a product of its arithmetic, and on a GPU the names of
-the kernels that multiply. An emulation multiplies wide values, and may; native products of them are a fallback.
+There are three witnesses: the operands of its products, the numbers of a product of its arithmetic, and on a GPU the
+names of the kernels that multiply. An emulation may multiply wide values; a native precision that does has fallen back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp8bench.worker.state_tensors import tensors_of, version_of
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.tracing import record
 
-# Of products that all are of other formats no more are looked at, about a second's work.
+# How many products are looked at while none has a format of the case: about a second's work.
 _MOST = 256
 
 
@@ -40,14 +40,14 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     setup = make_setup()
     formats, precision = formats_of(workload, setup.case, facts), precisions.get(setup.case.precision)
     is_native = precision.support(facts).level is Level.NATIVE
-    # An emulation has no codes that products could take. TF32 units round what they read, which are float32 tensors.
+    # An emulation has no codes that products could take. TF32 units read float32 tensors and round them.
     native = is_native and isinstance(getattr(precision, "recipe", None), Recipe)
     looking = _Looking(formats, is_native and precision.float32_products != "highest", native)
     state = workload.prepare(setup)
     given = GivenState(state)
     with ProductWatch(looking.looks) as watch:
         step(workload, state, setup.scales, PhaseClock(devices.get(facts.kind).stamper(facts.index)))
-    found = given.after_step()
+    inputs = given.after_step()
     kernels = _kernels(partial(step, workload, state, setup.scales), facts) if native else ()
     del state, given
     low = looking.low or looking.wide
@@ -55,16 +55,16 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     unknown = not formats or (not low and looking.count > _MOST)
     return Products(
         looking.count, None if unknown else low, tuple(looking.seen), watch.operators, tuple(watch.attention),
-        looking.wide and not looking.low, like, kernels, found,
+        looking.wide and not looking.low, like, kernels, inputs,
     )  # fmt: skip
 
 
 def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Format, ...]:
-    """Those that operands of the case's products have: its own, or its map's where no layer is left to its own."""
+    """Returns the formats of the case's products: its own, or its map's if no layer is left to its own."""
     keys = dict(case.precision_map)
     layers = workload.layers(dict(case.params))
     own = not layers or any(not layer.high and key_of(layer, keys) is None for layer in layers)
-    obeyed = [key for layer in layers if (key := key_of(layer, keys)) is not None]  # not what stands around products
+    obeyed = [key for layer in layers if (key := key_of(layer, keys)) is not None]  # without what surrounds products
     formats: dict[Format, None] = {}
     for name in (case.precision,) if own else [keys[key] for key in dict.fromkeys(obeyed)]:
         recipe = getattr(precisions.get(name), "recipe", None)
@@ -76,7 +76,7 @@ def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Form
 
 
 def _kernels(run: Callable[[Any], None], facts: DeviceFacts) -> tuple[str, ...]:
-    """The names of the kernels that multiply in a few profiled steps on a GPU; none if no kernel was seen."""
+    """Returns the names of the kernels that multiply in a few profiled steps; empty on a CPU, or if none was seen."""
     if not facts.accelerated:
         return ()
     with suppress(RuntimeError):  # a profiler that records nothing, as where a driver forbids it
@@ -87,13 +87,13 @@ def _kernels(run: Callable[[Any], None], facts: DeviceFacts) -> tuple[str, ...]:
     return ()
 
 
-# M, N, K of the product whose numbers are looked at: multiples of every block.
+# M, N, K of the product whose numbers are examined: multiples of every block.
 _TRIED = (128, 256, 512)
 _LAYER = "fingerprint"
 
 
 def product_like(precision: Precision, facts: DeviceFacts) -> str:
-    """In what precision a product of a precision's arithmetic really is, if not in its recipe's; '' if in that."""
+    """Names the precision that a product of the arithmetic really has; '' if it is the recipe's."""
     recipe = getattr(precision, "recipe", None)
     if not isinstance(recipe, Recipe):
         return ""
@@ -120,17 +120,15 @@ def product_like(precision: Precision, facts: DeviceFacts) -> str:
             if whole is not None
             else layer.product(layer.cast(x, Role.INPUT), layer.cast(weight, Role.WEIGHT), arithmetic.carrier)
         )
-    except Exception:  # noqa: BLE001 - a product that this device does not do is told where it is timed
+    except Exception:  # noqa: BLE001 - a product that this device cannot do fails where it is timed, with the reason
         return ""
     return looks_like(product, precision.mode, guesses)
 
 
 @dataclass
 class _Looking:
-    """What was seen of products so far, up to the first that has an operand of one of these formats.
-
-    Where products take codes, one in the format's own dtype; `wide` is one that has values of a format in a wider one.
-    """
+    """Looks at products up to the first that has an operand of one of the formats. Where products take codes, `low`
+    needs an operand in the format's own dtype; `wide` notes one with values of the format in a wider dtype."""
 
     formats: Sequence[Format]
     reads_float32: bool
@@ -155,19 +153,16 @@ class _Looking:
             self.low = reads or any(has_format(tensor, fmt) for tensor, fmt in pairs)
 
 
-# Of processor time, to look at what a state is given; of one that takes longer nothing is said.
+# Processor time for reading a state; one that takes longer is not reported.
 SECONDS = 0.5
 _PIECE = 1 << 20
-# The largest shapes, which take the time.
+# Only the largest shapes are reported; they decide how long a step takes.
 _MOST_SHAPES = 32
 
 
 class GivenState:
-    """What a state that has been prepared is given, in sums by shape: the same in every precision, up to rounding.
-
-    They are those of the tensors that the step which follows does not write, or trains: what else lies there may be
-    memory without numbers.
-    """
+    """Sums of the tensors that a prepared state is given, by shape: the same in every precision, up to rounding. Only
+    tensors that the next step does not write, or trains, count: others may be memory without numbers yet."""
 
     def __init__(self, state: object) -> None:
         self._end = time.thread_time() + SECONDS
@@ -186,22 +181,23 @@ class GivenState:
                 total, squares, subnormals = (a + b for a, b in zip(old.sums, sums, strict=True))
                 shapes[shape] = GivenTensors(shape, old.tensors + 1, total, squares, int(subnormals))
         late = time.thread_time() > self._end
-        return () if late else tuple(sorted(shapes.values(), key=lambda one: -one.elements)[:_MOST_SHAPES])
+        return () if late else tuple(sorted(shapes.values(), key=lambda given: -given.elements)[:_MOST_SHAPES])
 
     def _sums(self, tensor: Any) -> tuple[float, float, int] | None:
-        """Of numbers, of their squares, and how many are subnormal; None where not all are finite, or time is out."""
+        """Returns the sum, the sum of squares, and the number of subnormals; None if not all are finite, or time is
+        out."""
         total, squares, subnormals = 0.0, 0.0, 0
         for piece in tensor.detach().reshape(-1).split(_PIECE):
             if time.thread_time() > self._end:
                 return None
             total += float(piece.sum(dtype=torch.float64))
             squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
-            if tensor.dtype is not torch.float16:  # which no processor multiplies in
+            if tensor.dtype is not torch.float16:  # no processor multiplies in float16
                 subnormals += int(((piece.abs() < torch.finfo(piece.dtype).tiny) & (piece != 0)).sum())
         return (total, squares, subnormals) if squares < float("inf") else None
 
 
 def _has_numbers(tensor: Any) -> bool:
-    """Numbers of two bytes or more, and not a view that has some of them more than once."""
+    """Tells whether it holds numbers of two bytes or more, and is no view that has some of them more than once."""
     wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.numel() > 1
     return bool(wide and tensor.numel() * tensor.dtype.itemsize <= tensor.untyped_storage().nbytes())

@@ -1,4 +1,4 @@
-"""What a workload's state holds: where its tensors lie, and what they are for as far as whoever holds them says."""
+"""What a workload's state holds: where its tensors lie, and what they are for if their holder says so."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 
 from fp8bench.model import MemoryRole
 
-# None: it is of the state, and nobody says what for.
+# None for memory of the state whose purpose is unknown.
 StateTensors = Mapping[int, MemoryRole | None]
 View = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
 
-# A state that holds more objects is not looked through to its end: a second's work.
+# How many objects of a state are looked at: about a second's work.
 MOST_OBJECTS = 1_000_000
 _CLOSED = (
     type, types.ModuleType, types.CodeType, types.FrameType, types.GetSetDescriptorType,
@@ -31,11 +31,13 @@ _CLOSED = (
 
 
 def state_tensors(state: object) -> StateTensors:
-    """By address. Parameters, gradients and what optimisers keep are known; a holder's own words go before that."""
+    """Returns what the state's memory is for, by address. Parameters, gradients and the state of optimisers are known;
+    what a holder itself says in `memory_roles` takes precedence."""
     import torch
 
     roles: dict[int, MemoryRole | None] = {}
-    optimizers, holders = [], []
+    optimizers: list[torch.optim.Optimizer] = []
+    holders: list[Any] = []
     for part in _within(state):
         if isinstance(part, torch.Tensor):
             trained = part.requires_grad and part.is_leaf
@@ -48,14 +50,20 @@ def state_tensors(state: object) -> StateTensors:
             holders.append(part)
     for optimizer in optimizers:
         _claim(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
-    for holder in reversed(holders):  # what is further out knows better
-        for role, parts in _said_by(holder).items():
+    for holder in reversed(holders):  # the outer one knows better, so it comes last
+        given = holder.memory_roles()
+        if not isinstance(given, Mapping) or not all(isinstance(role, MemoryRole) for role in given):
+            raise TypeError(
+                f"{type(holder).__name__}.memory_roles() returned {str(given)[:60]!r}; expected a mapping of "
+                "MemoryRole to tensors or what holds them"
+            )
+        for role, parts in dict(given).items():
             _claim(roles, parts, role)
     return roles
 
 
 def modules_of(state: object) -> list[Any]:
-    """The models that a state holds: torch's modules that are part of no other."""
+    """Returns the models that a state holds: torch's modules that are part of no other."""
     import torch
 
     inside: set[object] = set()
@@ -76,25 +84,15 @@ def _claim(roles: dict[int, MemoryRole | None], parts: object, role: MemoryRole)
 
 
 def _enter(roles: dict[int, MemoryRole | None], tensor: Any, role: MemoryRole | None) -> None:
-    """Of several tensors in one memory the first that is for something says it."""
+    """Enters a tensor's addresses. Of several tensors in one memory the first that has a role decides."""
     for address in addresses_of(tensor):
         roles[address] = roles.get(address) or role
 
 
-def _said_by(holder: Any) -> dict[MemoryRole, object]:
-    said = holder.memory_roles()
-    if not isinstance(said, Mapping) or not all(isinstance(role, MemoryRole) for role in said):
-        raise TypeError(
-            f"{type(holder).__name__}.memory_roles() returned {str(said)[:60]!r}; expected a mapping of MemoryRole to "
-            "tensors or what holds them"
-        )
-    return dict(said)
-
-
 def _within(root: object, until: float = math.inf) -> Iterator[object]:
-    """An object and all that it holds, near ones first; tensors are not looked into, classes and modules not at all."""
+    """Yields an object and all that it holds, near ones first; does not look into tensors, classes and modules."""
     waiting, seen = deque([root]), set[int]()
-    kept = []  # what is looked at lives as long as its number counts
+    kept = []  # an object must live as long as its id counts
     while waiting and len(seen) < MOST_OBJECTS and time.thread_time() < until:
         part = waiting.popleft()
         if isinstance(part, _CLOSED) or id(part) in seen:
@@ -110,7 +108,7 @@ def _held_by(holder: Any) -> list[Any]:
 
     if isinstance(holder, torch.Tensor):
         return []
-    if isinstance(holder, types.FunctionType):  # and not what its module holds
+    if isinstance(holder, types.FunctionType):  # not its globals, which are its module's
         return [*(holder.__closure__ or ()), *(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values()]
     if isinstance(holder, torch.jit.ScriptModule):  # it keeps its tensors where nobody else looks
         return [*holder.parameters(), *holder.buffers()]
@@ -118,30 +116,28 @@ def _held_by(holder: Any) -> list[Any]:
 
 
 def addresses_of(tensor: Any) -> Iterator[int]:
-    """Where a tensor's memory begins, as an allocator knows it; of a tensor that wraps others, where theirs do."""
+    """Yields where a tensor's memory begins, as an allocator knows it; for a wrapper, that of the wrapped ones."""
     yield from filter(None, map(address_of, _parts_of(tensor)))
 
 
 def tensors_of(*roots: object, until: float = math.inf) -> Iterator[Any]:
-    """All tensors with memory that these hold, gradients included, each view of a memory once; parts of wrappers.
-
-    They are looked for until a moment of the thread's processor time, which waits while others have the core.
-    """
+    """Yields all tensors with memory that the roots hold: gradients too, each view once, parts of wrappers. `until`
+    ends the search, in the thread's processor time, which stands still while others have the core."""
     import torch
 
     seen = set()
-    for one in _within(roots, until):
-        if not isinstance(one, torch.Tensor):
+    for held in _within(roots, until):
+        if not isinstance(held, torch.Tensor):
             continue
-        held = (one, one.grad) if one.is_leaf and one.grad is not None else (one,)
-        for part in (part for tensor in held for part in _parts_of(tensor)):
+        tensors = (held, held.grad) if held.is_leaf and held.grad is not None else (held,)
+        for part in (part for tensor in tensors for part in _parts_of(tensor)):
             if address_of(part) and (view := view_of(part)) not in seen:
                 seen.add(view)
                 yield part
 
 
 def address_of(tensor: Any) -> int:
-    """Of a tensor that wraps no others; 0 for one that lies nowhere: sparse, on no device, or of another library."""
+    """Returns where a tensor's memory begins; 0 for one without: sparse, on no device, or of another library."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
@@ -149,14 +145,13 @@ def address_of(tensor: Any) -> int:
 
 
 def is_foreign(tensor: Any) -> bool:
-    """Whether somebody else than torch has allocated its memory (NumPy, a file that is mapped), or other processes
-    share it."""
+    """Tells whether others than torch allocated a tensor's memory (NumPy, a mapped file), or processes share it."""
     storage = tensor.untyped_storage()
     return not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared())
 
 
 def draws_of(state: object) -> list[Callable[[], object]]:
-    """What has torch's generator, and those that a state holds, draw again what they draw from now on."""
+    """Returns functions that reset torch's generator, and those that a state holds, to where they are now."""
     import torch
 
     restorers: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
@@ -173,7 +168,7 @@ def draws_of(state: object) -> list[Callable[[], object]]:
 
 
 def reads_elsewhere(state: object) -> bool:
-    """Whether a state holds numbers that are in no tensor of torch's own: arrays, buffers, open files."""
+    """Tells whether a state holds numbers outside torch's own tensors: arrays, buffers, open files."""
     array = getattr(sys.modules.get("numpy"), "ndarray", memoryview)
     elsewhere = (array, memoryview, bytearray, mmap.mmap, io.IOBase)
     return any(isinstance(part, elsewhere) for part in _within(state)) or any(map(is_foreign, tensors_of(state)))
@@ -184,12 +179,12 @@ def view_of(tensor: Any) -> View:
 
 
 def version_of(tensor: Any) -> int:
-    """Grows with each operation of torch's that writes a tensor; always 0 where torch does not count."""
+    """Returns a count that grows with each operation of torch's that writes the tensor; 0 where torch keeps none."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def _parts_of(tensor: Any) -> Iterator[Any]:
-    """The tensor, or those that it wraps. DTensor names its mesh of devices among these, which is none."""
+    """Yields the tensor, or those that it wraps. DTensor also names its device mesh, which is no tensor."""
     import torch
 
     names = getattr(type(tensor), "__tensor_flatten__", None)

@@ -1,4 +1,4 @@
-"""Scales from data: found in untimed steps of a state of its own, so that all that is timed with them starts alike."""
+"""Finds scales in data with untimed steps of a state of their own, so that all timed states start alike."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fp8bench.protocols import Phases, ScaleBook, Setup, SilentPhases, Workload
 
 @dataclass
 class Calibrations:
-    """What calibrating found, by case: the largest magnitudes by layer and role. A case is calibrated once a worker."""
+    """The largest magnitudes by layer and role that calibrating found, by case. A worker calibrates a case once."""
 
     _known: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
 
     def applied(self, workload: Workload, setup: Setup) -> Setup:
-        """The setup with a book of its own for the case's scales, where it asks for them."""
+        """Returns the setup with a book of its own for the case's scales, if the case asks for scales from data."""
         rule = setup.case.static
         if rule is None:
             return setup
@@ -32,7 +32,7 @@ class Calibrations:
 
 
 def step(workload: Workload, state: Any, scales: ScaleBook | None, phase: Phases) -> Any:
-    """One step of a state, and what it returns if anything; the book of its scales, if it has one, is told of it."""
+    """Takes one step of a state, after telling the book of its scales, if it has one; returns what the step returns."""
     if scales is not None:
         scales.begin_step()
     return workload.step(state, phase)

@@ -1,12 +1,11 @@
-"""What steps ask of allocators and of the processor, counted in a worker that times nothing.
+"""Counts what steps ask of allocators and of the processor, in a worker that times nothing.
 
-Calls of the host's allocator by the probe that the worker was started under (measure/handle.py), page faults
-by the system, a GPU's allocations by torch's allocator and its profiler, the processor's counters by perf events. Each
-in steps of its own, after two that make what lasts.
+Calls of the host's allocator are counted by the probe that the worker was started under (measure/handle.py), page
+faults by the system, a GPU's allocations by torch's allocator and its profiler, and the processor's events by Linux's
+perf_event_open. Each has steps of its own, after two warm-ups.
 
-Counters of the processor are Linux's, by perf_event_open: of the calling thread, in user mode, one event after another.
-Several at once may have to share counters, and what is then told is an estimate. An event that cannot be counted has a
-reason.
+Perf events count the calling thread in user mode, one event after another: several at once may have to share counters,
+and would be estimates. An event that cannot be counted has a reason.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ from fp8bench.worker.switches import collected_by_hand
 from fp8bench.worker.tracing import STEPS as TRACED
 from fp8bench.worker.tracing import record
 
-# PERF_TYPE_*.
-HARDWARE, SOFTWARE, CACHE = 0, 1, 3
+HARDWARE, SOFTWARE, CACHE = 0, 1, 3  # PERF_TYPE_*
 _LAST_LEVEL, _READ, _ACCESS, _MISS = 2, 0, 0, 1
 _NUMBERS = {"x86_64": 298, "aarch64": 241, "riscv64": 241, "ppc64le": 319, "s390x": 331}
-# Of the first version of perf_event_attr, which every kernel takes.
+# The first version of perf_event_attr, which every kernel takes.
 _ATTRIBUTE = struct.Struct("=IIQQQQQIIQ")
 _ENABLED_AND_RUNNING = 1 | 2
 _EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR = 1 << 5, 1 << 6
@@ -48,7 +46,7 @@ PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
 
 @dataclass(frozen=True)
 class PerfEvent:
-    """What a kernel is asked for; `name` is that of the figure."""
+    """An event as perf_event_open names it; `name` is the metric's."""
 
     name: str
     kind: int
@@ -73,7 +71,7 @@ def _opened(attribute: bytes) -> int:
         raise NoReading(f"perf events are Linux's, on {', '.join(_NUMBERS)}")
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
-    # This thread, on any processor, in no group.
+    # Counts this thread, on any processor, in no group.
     descriptor = call(ctypes.c_long(number), attribute, 0, -1, -1, ctypes.c_ulong(_CLOSE_ON_EXEC))
     if descriptor < 0:
         code = ctypes.get_errno()
@@ -82,7 +80,7 @@ def _opened(attribute: bytes) -> int:
 
 
 class PerfCounter:
-    """An event that is being counted, until it is closed."""
+    """Counts an event until it is closed."""
 
     def __init__(self, event: PerfEvent, opened: Open = _opened, devices: Path = DEVICES) -> None:
         flags = 0 if event.kind == SOFTWARE else _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR
@@ -95,7 +93,7 @@ class PerfCounter:
             raise NoReading(why_not(error, devices)) from None
 
     def read(self) -> int:
-        """The count so far. Raises NoReading where the counter was somebody else's for a part of the time."""
+        """Returns the count so far; raises NoReading where others had the counter for part of the time."""
         words = os.read(self._file, _COUNTS.size)
         if len(words) != _COUNTS.size:
             raise NoReading(f"a perf event gave {len(words)} bytes in the place of {_COUNTS.size}")
@@ -112,8 +110,8 @@ def why_not(error: OSError, devices: Path = DEVICES, paranoid: Path = PARANOID) 
     if error.errno in (errno.ENOENT, errno.EOPNOTSUPP, errno.ENODEV, errno.EINVAL):
         if not any(devices.glob("cpu*")) and not any(devices.glob("armv*")):
             return (
-                "the kernel sees no counters of a processor here: a virtual machine whose host passes none on. Ask on "
-                "the machine itself, or have the host pass a PMU on"
+                "the kernel sees no counters of a processor here: this is a virtual machine, and its host passes none "
+                "on. Measure on the machine itself, or have the host pass a PMU on"
             )
         return f"this processor has no such counter, or counts it for all programs together ({error.strerror})"
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -151,33 +149,34 @@ STEPS = 8
 _WARM_UPS = 2
 _CALIBRATING = 1001
 NO_PROBE = "the system's loader preloads no library into the worker"
-# The figures of one reading, in its order.
+# The metrics of one reading, in its order.
 HOST = (specs.ALLOCATOR_CALLS, specs.ALLOCATED_BYTES, specs.ALLOCATOR_TIME, specs.PAGE_FAULTS)
-# torch's allocator's own names.
-_OF_DEVICE: Mapping[str, MetricSpec] = {
+# By the names of torch's allocator.
+_DEVICE_COUNTS: Mapping[str, MetricSpec] = {
     "num_device_alloc": specs.DEVICE_ALLOCATIONS, "num_alloc_retries": specs.ALLOCATION_RETRIES,
 }  # fmt: skip
-# The last of expandable segments.
+# Calls by which a driver gives or takes memory; the cuMem ones belong to expandable segments.
 _DEVICE_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate", "cuMemMap", "cuMemUnmap")
-Told = tuple[tuple[Measurement, ...], tuple[str, ...]]
-"""What was counted, and why something was not."""
+# What was counted, and why something was not.
+Counted = tuple[tuple[Measurement, ...], tuple[str, ...]]
 
 
 class Probe:
-    """The library ahead of this process's allocator. `read` gives allocations and releases, bytes, and seconds."""
+    """The preloaded library in front of this process's allocator."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
         self._numbers = (ctypes.c_uint64 * 4)()
         library.fp8bench_probe_cost.restype = ctypes.c_uint64
         costs = [library.fp8bench_probe_cost(_CALIBRATING) / _CALIBRATING for _ in range(5)]
-        # The clock that times a call is read twice, and one reading lies inside.
+        # Timing a call reads the clock twice; one reading lies inside the time.
         self._cost = min(costs)
 
     def switch(self, on: bool) -> None:
         self._library.fp8bench_probe_switch(int(on))
 
     def read(self) -> tuple[float, float, float]:
+        """Returns calls of the allocator, bytes that it gave, and seconds in it."""
         self._library.fp8bench_probe_read(self._numbers)
         allocations, releases, size, nanoseconds = self._numbers
         calls = allocations + releases
@@ -191,43 +190,43 @@ def found_probe() -> Probe | None:
 
 @dataclass
 class PhaseReadings:
-    """Readings of counters that only grow, by the phase that a step was in. What a reading itself adds is left out:
-    there are two at each turn, and nothing between them counts."""
+    """Readings of counters that only grow, by the phase that a step was in. Each turn reads twice and nothing between
+    the two counts, so that what a reading itself adds is left out."""
 
     read: Callable[[], Sequence[float]]
     steps: list[dict[str, list[float]]] = field(default_factory=list)
     _phase: str = UNATTRIBUTED
     _last: Sequence[float] = ()
 
-    def run(self, one: Callable[[Phases], object]) -> None:
+    def run(self, take_step: Callable[[Phases], object]) -> None:
         stack = [UNATTRIBUTED]  # backward may run on another thread: phases share it
         phases = Markers(lambda name: TellingMarker(name, stack, self.turn))
         self.steps.append({})
         self._phase, self._last = UNATTRIBUTED, self.read()
-        one(phases)
+        take_step(phases)
         self.turn(UNATTRIBUTED)
 
     def turn(self, phase: str) -> None:
-        seen = self.read()
-        taken = self.steps[-1].setdefault(self._phase, [0.0] * len(seen))
-        for place, (now, before) in enumerate(zip(seen, self._last, strict=True)):
-            taken[place] += now - before
+        reading = self.read()
+        counts = self.steps[-1].setdefault(self._phase, [0.0] * len(reading))
+        for place, (now, before) in enumerate(zip(reading, self._last, strict=True)):
+            counts[place] += now - before
         self._phase = phase
         self._last = self.read()
 
     def measurements(self, figures: Sequence[MetricSpec]) -> list[Measurement]:
-        present = [name for name in CELL_PHASES if any(name in one for one in self.steps)]
+        present = [name for name in CELL_PHASES if any(name in counts for counts in self.steps)]
         measured = []
         for place, spec in enumerate(figures):
-            whole = tuple(sum(part[place] for part in one.values()) for one in self.steps)
+            whole = tuple(sum(part[place] for part in counts.values()) for counts in self.steps)
             measured.append(Measurement(spec.name, spec.unit, whole))
             for name in present:
-                parts = tuple(one[name][place] if name in one else 0.0 for one in self.steps)
+                parts = tuple(counts[name][place] if name in counts else 0.0 for counts in self.steps)
                 measured.append(Measurement(spec.name, spec.unit, parts, phase=name))
         return measured
 
 
-def counters_of_step(workload: Workload, setup: Setup, device: Device, index: int, unprobed: str = "") -> Told:
+def counters_of_step(workload: Workload, setup: Setup, device: Device, index: int, unprobed: str = "") -> Counted:
     state = workload.prepare(setup)
     run_once = partial(step, workload, state, setup.scales)
 
@@ -239,11 +238,11 @@ def counters_of_step(workload: Workload, setup: Setup, device: Device, index: in
         for _ in range(_WARM_UPS):
             run(SilentPhases())
         parts = (_host(run, unprobed or NO_PROBE), _processor(run), _device(run, device, index))
-    measured = tuple(measurement for found, _ in parts for measurement in found)
+    measured = tuple(measurement for measurements, _ in parts for measurement in measurements)
     return measured, tuple(dict.fromkeys(why for _, whys in parts for why in whys))
 
 
-def _host(run: Callable[[Phases], None], unprobed: str) -> Told:
+def _host(run: Callable[[Phases], None], unprobed: str) -> Counted:
     probe = found_probe()
 
     def read() -> Sequence[float]:
@@ -264,7 +263,7 @@ def _host(run: Callable[[Phases], None], unprobed: str) -> Told:
     return tuple(readings.measurements(HOST)), ()
 
 
-def _processor(run: Callable[[Phases], None]) -> Told:
+def _processor(run: Callable[[Phases], None]) -> Counted:
     silent = SilentPhases()
     samples: dict[str, list[float]] = {event.name: [] for event in EVENTS}
     reasons: dict[str, list[str]] = {}
@@ -281,16 +280,16 @@ def _processor(run: Callable[[Phases], None]) -> Told:
     return measured, tuple(f"no {', '.join(dict.fromkeys(names))}: {why}" for why, names in reasons.items())
 
 
-def _device(run: Callable[[Phases], None], device: Device, index: int) -> Told:
-    """Of a GPU: what torch's allocator asked of the driver, and the time of these calls on the host."""
+def _device(run: Callable[[Phases], None], device: Device, index: int) -> Counted:
+    """Counts what torch's allocator asked of a GPU's driver, and the time of these calls on the host."""
     if device.allocations(index) is None:
         return (), ()
-    samples: dict[MetricSpec, list[float]] = {spec: [] for spec in _OF_DEVICE.values()}
+    samples: dict[MetricSpec, list[float]] = {spec: [] for spec in _DEVICE_COUNTS.values()}
     for _ in range(STEPS):
         before = device.allocations(index) or {}
         run(SilentPhases())
         after = device.allocations(index) or {}
-        for name, spec in _OF_DEVICE.items():
+        for name, spec in _DEVICE_COUNTS.items():
             samples[spec].append(float(after.get(name, 0) - before.get(name, 0)))
     seconds = device_call_seconds(record(run, device.kind)["traceEvents"]) / TRACED
     measured = [Measurement(spec.name, spec.unit, tuple(counts)) for spec, counts in samples.items()]
@@ -298,7 +297,7 @@ def _device(run: Callable[[Phases], None], device: Device, index: int) -> Told:
 
 
 def device_call_seconds(events: Sequence[Mapping[str, Any]]) -> float:
-    """Of the calls in a trace that take memory of a driver, or give it back."""
+    """Sums the calls in a trace that take memory from a driver, or give it back."""
     return 1e-6 * sum(
         float(event.get("dur", 0.0))
         for event in events

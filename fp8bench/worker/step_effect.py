@@ -1,22 +1,21 @@
-"""Whether what a step gives changes with what it is given: a step that gives what it gave before does no work.
+"""Tells whether a step's results depend on its inputs: a step that gives what it gave before does no work.
 
-What it gives are tensors that it writes or returns, as far as they can be reached from the state or from its answer;
-what it is given are tensors that were there when the state had been prepared, and that no step writes. Up to four steps
-are held against the ones before first: where each gives something else (weights go on, a loader goes on, numbers are
-drawn) they do something. Else all that it is given is replaced by other numbers of the same range, past torch's count
-of versions, so that a memory that goes by these is deceived too; then what it writes in its place, in case that is what
-it works on. What is still the same, bit for bit, is no work.
-Nor is a step that calls no operator of torch, takes next to no time, and leaves everything as it was.
+Results are tensors that the step writes or returns, as far as they can be reached from the state or from its answer.
+Inputs are tensors that were there when the state had been prepared, and that no step writes. First up to four steps are
+compared with those before: where each gives something new (weights go on, a loader goes on, numbers are drawn) they do
+work. Otherwise all inputs are replaced by other numbers of the same range, past torch's version counters, so that a
+cache which relies on these is deceived too; then what the step overwrites, in case it works in place. Results that stay
+the same bit for bit are no work. Neither is a step that calls no operator of torch, takes next to no time, and leaves
+everything as it was.
 
-Nothing is said where that may have other reasons: where nothing that the step gives can be seen, it is given nothing
-that could be replaced, it loads data, or a part of its state lies in memory that is not torch's own (NumPy's, or a
-file's, which is never written).
+Nothing is reported where that may have other reasons: no result can be seen, no input could be replaced, the step loads
+data, or part of its state lies in memory that is not torch's own (NumPy's, or a file's, which is never written).
 
-A step may know that it is timed, by whatever it looks at. So after its slots a state has more of them, just like those;
-and others in which each step runs under the mode that counts operators. All begin with the same numbers, which are not
-those that it was timed with, and are held against each other by what they leave, and by their time: results may be kept
-from before, or not be kept at all. A difference is one if every slot of either kind agrees with the first of its kind,
-in an order that no step that goes by turns follows.
+A step may also know that it is timed, by whatever it looks at. So after its slots a state runs more slots like those,
+and others in which each step runs under the mode that counts operators. All begin with the same numbers, which differ
+from those that it was timed with: results may be cached, or not be kept at all. They are compared by their results and
+by their time. A difference counts only if all slots of either kind agree with the first of that kind, in an order that
+no periodic step follows.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from fp8bench.worker.static_scales import step as take_step
 
 # A step that takes longer is not taken again; nor is a state read again whose reading takes longer.
 LONGEST_SECONDS = 1.0
-# What Python does in a step that does nothing takes less; work that torch does not see takes more.
+# Python's part of a step that does nothing takes less; work that torch does not see takes more.
 NO_TIME_SECONDS = 50e-6
-# How often a step is taken. A loaded machine makes even a sleeping one take more than that at times: short ones are
+# How often such a step is taken. On a loaded machine even a sleeping step may take longer at times, so short ones are
 # taken more often.
 _TIMED, _MOST_TIMED, _SPENT_SECONDS = 5, 100, 0.01
-# So many steps in which none gives what another gave do something.
+# If none of so many steps gives what another one gave, they do work.
 _MOST_STEPS = 4
 
 
 class _SeenMemory(NamedTuple):
-    """A stretch of memory: where it lies, its bits as one number, and how often torch has written it."""
+    """A stretch of memory: its address, a digest of its bits, and how often torch has written it."""
 
     address: int
     digest: int
@@ -63,7 +62,7 @@ class _SeenMemory(NamedTuple):
 
 
 class _TakesLong(Exception):
-    """What is looked at takes longer than that is worth; the text says what."""
+    """Looking takes longer than it is worth; the text says what does."""
 
 
 class _Steps:
@@ -72,7 +71,7 @@ class _Steps:
     def __init__(self, workload: Workload, setup: Setup, device: Device, index: int) -> None:
         self._workload, self._setup, self._device, self._index = workload, setup, device, index
         self.phases = set[str]()
-        # What steps are timed with: they may know it by its class.
+        # The stamper that timed steps have: a step may recognise it by its class.
         self._stamper = device.stamper(index)
         self._clock = PhaseClock(self._stamper, lambda code: self.phases.add(CELL_PHASES[code]))
         self.state = workload.prepare(setup)
@@ -87,14 +86,14 @@ class _Steps:
         self._stamper.recycle()
 
     def seconds(self) -> float:
-        """Take one more: how long it takes. On a processor by its own time: waiting for others is none of it."""
+        """Takes a step and returns its time; on a processor the thread's own, without waiting for others."""
         clock = time.thread_time if self._device.kind == "cpu" else time.perf_counter
         begun = clock()
         self.take()
         return clock() - begun
 
     def fails(self) -> bool:
-        """Take one more that may be at odds with its numbers, a factorisation say: whether it raises."""
+        """Takes a step whose numbers may not suit it (a factorisation, say); tells whether it raises."""
         try:
             self.take()
         except Exception as error:
@@ -105,7 +104,6 @@ class _Steps:
         return False
 
     def memories(self) -> dict[int, list[Any]]:
-        """The tensors of the state, and of what the last step returned, by the memory that they share."""
         return memories_of(self.state, self.returned)
 
     def seen(self) -> list[_SeenMemory]:
@@ -119,7 +117,7 @@ class _Steps:
 
 
 def memories_of(*roots: object) -> dict[int, list[Any]]:
-    """The tensors that these hold, by the memory that they share; not in somebody else's memory."""
+    """Returns the tensors that the roots hold, by the memory that they share; leaves out foreign memory."""
     memories: dict[int, list[Any]] = {}
     end = time.thread_time() + LONGEST_SECONDS
     for tensor in tensors_of(*roots, until=end):
@@ -135,7 +133,7 @@ def _in_time(end: float) -> None:
 
 
 def effect_of(workload: Workload, setup: Setup, device: Device, index: int) -> StepEffect:
-    """Of a few steps of a state of its own. The first one is not held against others: it may make what lasts."""
+    """Judges a few steps of a state of its own; the first is not compared, because it may make what lasts."""
     try:
         return _effect(_Steps(workload, setup, device, index))
     except _TakesLong as long:
@@ -151,7 +149,7 @@ def _effect(steps: _Steps) -> StepEffect:
     if not after:
         return StepEffect(None, "its state holds no tensor")
     if LOADING & set(steps.phases) or reads_elsewhere(steps.state):
-        return StepEffect(None, "it may read what does not lie in tensors")
+        return StepEffect(None, "it may read data outside of tensors")
     given = set(prepared) & set(before) & set(after)
     answered = {address_of(tensor) for tensor in tensors_of(steps.returned)}
     results = [
@@ -160,28 +158,27 @@ def _effect(steps: _Steps) -> StepEffect:
         if not taken.counts(tensor) and tensor not in given and (tensor not in before or tensor.address in answered)
     ]
     if not given:
-        return StepEffect(None, "it is given no tensor that could be changed")
+        return StepEffect(None, "it has no input tensor that could be changed")
     idle = not results and _idle(steps)
     if not idle and not any(
         result.floating or result.elements > 1 for result in results
     ):  # a truth value need not change
-        return StepEffect(None, "nothing that it gives is kept in its state, or returned")
+        return StepEffect(None, "none of its results is kept in its state, or returned")
     floating, others = ({tensor.address for tensor in given if tensor.floating is kind} for kind in (True, False))
     in_place = {result.address for result in results if result not in before} & {tensor.address for tensor in before}
     for chosen, results_too in ((floating, False), (others, False), (in_place, True)):
         if chosen and _changes(steps, chosen, taken, results_too):
-            return StepEffect(True)  # also of what others than torch have launched, which nobody counts
+            return StepEffect(True)  # also if others than torch have launched the work, which nobody counts
     if idle:
         return StepEffect(False, "it calls no operator of torch and leaves all tensors as they were")
-    return StepEffect(
-        False, f"it gives the same, bit for bit, whatever is in the {len(given)} tensors that it is given"
-    )
+    return StepEffect(False, f"its results are the same, bit for bit, whatever its {len(given)} input tensors hold")
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """What was seen after each step but the first, the last one like an earlier one; `going_on` are the places of
-    single numbers that were not, which may count steps. Those that each step makes anew have no place of their own."""
+    """What was seen after each step but the first; the last is like an earlier one. `going_on` are addresses of single
+    numbers that changed all the same: they may count steps. `anew` tells that single numbers which each step makes
+    anew, and which have no lasting address, changed too."""
 
     seen: list[list[_SeenMemory]]
     going_on: set[int]
@@ -198,11 +195,10 @@ class _Taken:
 
 
 def _until_alike(steps: _Steps) -> _Taken | None:
-    """Steps until one gives what an earlier one gave, as a memory of results does in the end; None where none of
-    a few does: weights go on, a loader goes on, numbers are drawn."""
+    """Takes steps until one gives what an earlier one gave; None where none of a few does."""
     steps.take()
     seen = [steps.seen()]
-    held = [steps.memories()]  # or what the next step makes anew might lie where this was, and look like it
+    held = [steps.memories()]  # kept alive, or the next step's new tensors might get the same address and look alike
     while len(seen) < _MOST_STEPS:
         if steps.seconds() > LONGEST_SECONDS:
             raise _TakesLong(f"a step takes more than {LONGEST_SECONDS:g} s")
@@ -215,16 +211,15 @@ def _until_alike(steps: _Steps) -> _Taken | None:
 
 
 def _alike(old: Sequence[_SeenMemory], new: Sequence[_SeenMemory]) -> tuple[set[int], bool] | None:
-    """The memories of single numbers that differ, and whether some of those made anew do; None where more differs.
-
-    By where they lie, in whatever order they are found; what was made anew lies elsewhere, and is held together.
-    """
+    """Compares two steps; None if they differ in more than single numbers. Otherwise it returns the addresses of single
+    numbers that differ, and whether some of those made anew do. Memory that stays is compared by its address; what is
+    made anew lies elsewhere each time, and is compared all together."""
     before = {tensor.address: tensor for tensor in old}
     stayed = {tensor.address: tensor for tensor in new if tensor.address in before}
     going_on = {address for address, tensor in stayed.items() if tensor.digest != before[address].digest}
-    fresh = [[tensor for tensor in some if tensor.address not in stayed] for some in (old, new)]
+    made_anew = [[tensor for tensor in some if tensor.address not in stayed] for some in (old, new)]
     many, single = (
-        [Counter(tensor.digest for tensor in some if (tensor.elements > 1) is more) for some in fresh]
+        [Counter(tensor.digest for tensor in some if (tensor.elements > 1) is more) for some in made_anew]
         for more in (True, False)
     )
     if any(stayed[address].elements > 1 for address in going_on) or many[0] != many[1]:
@@ -233,10 +228,9 @@ def _alike(old: Sequence[_SeenMemory], new: Sequence[_SeenMemory]) -> tuple[set[
 
 
 def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) -> bool:
-    """Whether a step gives what none before gave once these memories hold other numbers.
-
-    What goes on anyway is left out; so are they themselves, unless a step writes them: then it may work in place.
-    """
+    """Tells whether a step gives what none gave before once the `chosen` memories hold other numbers. What changes
+    anyway is left out, and so are the chosen memories themselves. With `results_too` these count: the step may work in
+    place."""
     left_out = set[int]() if results_too else chosen
 
     def given(seen: Sequence[_SeenMemory]) -> Counter[int]:
@@ -251,7 +245,7 @@ def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) 
 
 
 def _idle(steps: _Steps) -> bool:
-    """Whether a step calls nothing of torch's, and takes no time that could be work of others'."""
+    """Tells whether a step calls nothing of torch's, and is too fast to do work that torch does not see."""
     if calls_operators(steps.take) is not False:
         return False
     end, spent = time.monotonic() + LONGEST_SECONDS, 0.0
@@ -267,24 +261,23 @@ def _idle(steps: _Steps) -> bool:
     return False
 
 
-# Timed or not: neither turns of 2, 3, 4 or 8, nor what goes on by as much each time, look like this.
+# Whether a slot is timed. No step that repeats after 2, 3, 4 or 8 slots, or drifts steadily, follows this order.
 _ORDER = (True, False, False, True, False, True, True, False)
-# Other kernels round otherwise, by less than this share of what a step does to a tensor; and a tensor to which it does
-# less than so small a share of what it does to another may hold nothing but rounding.
+# Other kernels round differently, by less than the first share of what a step does to a tensor. A tensor that changes
+# by less than the second share of what another one does may hold nothing but rounding.
 _ALIKE, _ROUNDING = 0.05, 1e-3
-# The operators of the fastest counted step take so many times the slowest slot's typical step. A mode's Python lies
-# between them; to call each past it takes no more than this.
+# Counted operators may take so many times a timed step, after deducting what counting each of them costs at most.
 _SLOWER = 1.5
 _CALL_SECONDS = 30e-6
 # Replacing the numbers of a larger state takes longer than it is worth.
 MOST_BYTES = 1 << 26
 
-# What a step does to each tensor, and leaves in new ones: a few sums of each, in the order they are found.
+# A few sums of what a step did to each tensor, and of each new tensor, in the order of memories_of.
 Left = list[Any]
 
 
 class Slot(NamedTuple):
-    """`least` is the fastest step of those whose operators are counted: what these took."""
+    """`least` is the time of the fastest step without what counting its operators costs."""
 
     typical: float
     least: float
@@ -292,12 +285,13 @@ class Slot(NamedTuple):
 
 
 def slot_of(seconds: Sequence[float], operators: int, left: Left) -> Slot:
-    """Of the seconds of timed steps; or of the operators, so many a step, of counted ones."""
+    """Makes a Slot of the seconds of its steps; `operators` is how many a step had if they were counted, else 0."""
     return Slot(median(seconds), min(seconds) - _CALL_SECONDS * operators, left)
 
 
 def told_apart(slot: Callable[[bool], Slot | None]) -> str:
-    """How timed slots differ from counted ones, '' if they do not, or nobody can tell; two tell it of most."""
+    """Returns how timed slots differ from counted ones; '' if they do not, or nobody can tell. Most cases need only two
+    slots."""
     timed: list[Slot] = []
     counted: list[Slot] = []
     why = ""
@@ -311,15 +305,17 @@ def told_apart(slot: Callable[[bool], Slot | None]) -> str:
 
 
 def _difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
-    slowest, fastest = max(slot.typical for slot in timed), min(one.least for one in counted)
+    slowest, fastest = max(slot.typical for slot in timed), min(slot.least for slot in counted)
     if fastest > _SLOWER * slowest:
-        shown = units.seconds(slowest), units.seconds(fastest)
-        return "timed, a step takes {}, and its operators {} or more while they are counted".format(*shown)
+        return (
+            f"timed, a step takes {units.seconds(slowest)}, and its operators {units.seconds(fastest)} or more while "
+            "they are counted"
+        )
     lefts = [slot.left for slot in (*timed, *counted)]
     least = _ROUNDING * max((float(sums.abs().max()) for left in lefts for sums in left), default=0.0)
     for place in zip_longest(*lefts):
         of_timed, of_counted = place[: len(timed)], place[len(timed) :]
-        settled = all(_left_alike(some[0], one, least) for some in (of_timed, of_counted) for one in some[1:])
+        settled = all(_left_alike(some[0], other, least) for some in (of_timed, of_counted) for other in some[1:])
         if settled and not _left_alike(of_timed[0], of_counted[0], least):
             return "timed, a step leaves other numbers than while its operators are counted"
     return ""
@@ -328,12 +324,12 @@ def _difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
 def _left_alike(sums: Any, others: Any, least: float) -> bool:
     if sums is None or others is None:
         return sums is others
-    apart, most = float((sums - others).abs().max()), max(float(one.abs().max()) for one in (sums, others))
+    apart, most = float((sums - others).abs().max()), float(max(sums.abs().max(), others.abs().max()))
     return apart <= max(_ALIKE * most, least)
 
 
 class Beginning:
-    """Where all slots of a state begin: the numbers of its memories, by address, and what generators draw."""
+    """Where all slots of a state begin: the numbers of its memories, by address, and the state of generators."""
 
     def __init__(self, state: object, memories: Mapping[int, list[Any]] | None) -> None:
         self._state, self._known = state, memories is not None
@@ -342,7 +338,7 @@ class Beginning:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def again(self) -> None:
-        """What slots before have made and left in the state stays, and is known."""
+        """Restores the beginning. What earlier slots have made and left in the state stays, and is remembered."""
         for first, copy in self._begun.values():
             put_back(first, copy)
         held = memories_of(self._state) if self._known else {}
@@ -351,22 +347,19 @@ class Beginning:
             draw_again()
 
     def left(self, answer: object) -> Left:
-        """What has been done to the state since, and is in an answer; nothing where nobody knows."""
+        """Sketches what was done to the state since, and what an answer holds; empty if the beginning is not known."""
         memories = memories_of(self._state, answer) if self._known else {}
         return [sketch(first, self._before(address, first)) for address, (first, *_) in memories.items()]
 
     def _before(self, address: int, tensor: Any) -> Any:
-        """None for memory that was made since, wherever it lies."""
         _, copy = self._begun.get(address) or self._made.get(address) or (None, None)
         return copy if copy is not None and copy.numel() == tensor.untyped_storage().nbytes() else None
 
 
 @contextmanager
 def as_they_were(state: object, inputs: set[int]) -> Iterator[Beginning]:
-    """In the body inputs hold other numbers; after it the state's memory and its generators are as they were.
-
-    A large state goes on.
-    """
+    """Gives inputs other numbers in the body; restores the state's memory and generators after it. A state of more than
+    MOST_BYTES goes on as it is."""
     memories = memories_of(state)
     if sum(some[0].untyped_storage().nbytes() for some in memories.values()) > MOST_BYTES:
         yield Beginning(state, None)

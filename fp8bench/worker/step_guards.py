@@ -1,6 +1,7 @@
-"""What a workload may not do beside its work: print inside a step, or leave threads and processes that run on.
+"""What a workload may not do beside its work: print inside a step, or leave threads and processes running.
 
-Either would be timed: printing with the step it happens in, the others with everything that comes after.
+Either would be timed: printing with the step it happens in, threads and processes with everything that comes after.
+A thread cannot be ended, a process can; both are named.
 """
 
 from __future__ import annotations
@@ -8,12 +9,24 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import stat
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from fp8bench.worker.beside import running, still_running
 from fp8bench.worker.clock import PhaseClock
+
+GRACE_SECONDS = 0.5
+# A process that is about to end may have to wait for a core before it can.
+_ENDING_SECONDS = 2.0
+_POLL_SECONDS = 0.005
+# Helpers that live as long as the process that started them and do nothing unless asked.
+_HARMLESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
 
 
 class StepPrinted(RuntimeError):
@@ -21,19 +34,19 @@ class StepPrinted(RuntimeError):
 
 
 class LeftRunning(RuntimeError):
-    """Threads or processes run on that were not there before."""
+    """Threads or processes are still running that were not there before."""
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """What the body prints goes to stderr: stdout belongs to the table."""
-    with _one_process(), contextlib.redirect_stdout(sys.stderr):
+    """Sends what the body prints to stderr: stdout belongs to the table."""
+    with _forks_end_here(), contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """A pass that is not timed: it may print, to stderr; raises if it leaves something that runs on beside what is."""
+    """Runs a pass that is not timed. It may print, to stderr; LeftRunning is raised if it leaves something running."""
     before = running()
     with aside():
         yield
@@ -46,9 +59,9 @@ def apart() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent_step() -> Iterator[None]:
-    """Steps run in the body; raises if one printed, or left a thread or a process that was not there before."""
+    """Runs steps; raises if one of them printed, or left a thread or a process running."""
     before, written = running(), _written()
-    with _one_process(), contextlib.redirect_stdout(io.StringIO()) as printed:
+    with _forks_end_here(), contextlib.redirect_stdout(io.StringIO()) as printed:
         yield
     lines = printed.getvalue().strip().splitlines()
     past_python = _written() - written
@@ -67,7 +80,6 @@ def silent_step() -> Iterator[None]:
 
 
 def _written() -> int:
-    """Bytes that went to the process's stdout, where that is a file (in the worker it is)."""
     try:
         status = os.fstat(1)
     except OSError:
@@ -75,23 +87,149 @@ def _written() -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-_inside: list[int] = []
+_step_processes: list[int] = []
 
 
 @contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """The child of a fork in the body ends at the end of its step: it would time steps of its own, and fork in each."""
-    _inside.append(os.getpid())
+def _forks_end_here() -> Iterator[None]:
+    """Ends a child that the body forks when its step ends: it would time steps of its own, and fork in each."""
+    _step_processes.append(os.getpid())
     try:
         yield
     finally:
-        if _inside.pop() != os.getpid():
+        if _step_processes.pop() != os.getpid():
             os._exit(0)
 
 
-def _forked() -> None:
-    if _inside:
+def _end_child_after_its_step() -> None:
+    if _step_processes:
         PhaseClock.end = lambda *arguments: os._exit(0)  # type: ignore[method-assign]
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_end_child_after_its_step)
+
+
+@dataclass(frozen=True)
+class Running:
+    """The threads and descendant processes of this process."""
+
+    threads: frozenset[threading.Thread] = frozenset()
+    processes: frozenset[int] = frozenset()
+
+    def __sub__(self, other: Running) -> Running:
+        return Running(self.threads - other.threads, self.processes - other.processes)
+
+
+_owns_process = False
+
+
+def own_this_process() -> None:
+    """A worker calls this: nobody but fp8bench and its workloads does anything in its process. Without isolation the
+    process is the user's, whose other threads may start processes too."""
+    global _owns_process  # noqa: PLW0603 - there is one process, and it is owned from here on
+    _owns_process = True
+
+
+def owns_this_process() -> bool:
+    return _owns_process
+
+
+def running() -> Running:
+    thread = None if _owns_process else threading.get_native_id()
+    below = () if _childless() else _descendants(os.getpid(), thread)
+    return Running(frozenset(threading.enumerate()), frozenset(below))
+
+
+def still_running(started: Running, grace: float = GRACE_SECONDS) -> list[str]:
+    """Returns the names of threads that do not end within `grace` seconds, and of processes, which it then ends.
+    torch's own threads do not count."""
+    end = time.monotonic() + grace
+    left = [thread for thread in started.threads if not _is_torchs(thread)]
+    for thread in left:
+        thread.join(max(0.0, end - time.monotonic()))
+    return [thread.name for thread in left if thread.is_alive()] + _ended(started.processes)
+
+
+@contextlib.contextmanager
+def nothing_left_on_error() -> Iterator[None]:
+    """If the body raises, ends the processes it has started: no state is kept that could end them later."""
+    before = running()
+    try:
+        yield
+    except BaseException:
+        still_running(running() - before, 0.0)
+        raise
+
+
+def _is_torchs(thread: threading.Thread) -> bool:
+    # tqdm's monitor sleeps beside progress bars; torch's compiler starts it where tqdm is installed.
+    modules = str(getattr(getattr(thread, "_target", None), "__module__", "")), type(thread).__module__
+    if any(module.startswith(("torch", "tqdm._monitor")) for module in modules):
+        return True
+    # The pool of inductor waits for more to compile as long as the process lives; its threads carry no name of torch.
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    pool: Any = getattr(getattr(compiler, "AsyncCompile", None), "pool", None)
+    return pool is not None and pool.cache_info().currsize > 0 and thread in getattr(pool(), "_threads", ())
+
+
+def _childless() -> bool:
+    """Tells with one system call whether this process has no child; listing them reads a file for each thread."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _descendants(pid: int, thread: int | str | None = None) -> Iterator[int]:
+    """Yields the processes that a process, or one thread of it, has started, and theirs; nothing without /proc. Some
+    may have ended. It avoids pathlib, which takes five times as long: this runs around every slot of a workload that
+    has children."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task") if thread is None else (thread,)  # noqa: PTH208
+    except OSError:
+        return
+    for task in threads:
+        try:
+            with open(f"/proc/{pid}/task/{task}/children", "rb", buffering=0) as file:  # noqa: PTH123
+                children = list(map(int, file.readall().split()))
+        except OSError:
+            continue
+        for child in children:
+            yield child
+            yield from _descendants(child)
+
+
+def _ended(started: Iterable[int]) -> list[str]:
+    end = time.monotonic() + _ENDING_SECONDS
+    while (left := [pid for pid in sorted(started) if _is_busy(pid)]) and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+    names = [f"process {pid}: {_command_line(pid):.60}" for pid in left]
+    for pid in left:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):  # not ours: a child's child, say
+            os.waitpid(pid, 0)
+    return names
+
+
+def _is_busy(pid: int) -> bool:
+    """Tells whether a process runs and is no harmless helper. One that has just begun has no command line yet."""
+    return _runs(pid) and not any(word in _command_line(pid) for word in _HARMLESS)
+
+
+def _command_line(pid: int) -> str:
+    """Returns the program's name without its folder, and its arguments; '' once the process is gone."""
+    try:
+        program, *rest = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return " ".join([program.rpartition("/")[2], *rest]).strip()
+
+
+def _runs(pid: int) -> bool:
+    """Tells whether a process has not ended; a zombie, which only waits to be reaped, has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False

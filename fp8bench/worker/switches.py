@@ -1,8 +1,8 @@
-"""The watch over all switches, torch's included: what a body leaves changed is put back and named.
+"""Watches all switches of the process, torch's included: those that a body leaves changed are put back and named.
 
-All cases of a group share a process. One that sets the default dtype and goes would have the others measured under it.
-The random states are not among these: a step may draw. A precision's own switches are set around the watch, not within
-it: their being put back would hide that a step had changed them.
+All cases of a group share a process; a case that leaves the default dtype changed would have the others measured under
+it. Random states are not watched: a step may draw numbers. A precision's own switches are set outside the watch,
+because putting them back would hide that a step had changed them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
 from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.protocols import Precision, float32_products
-from fp8bench.user_code.switches import Switch, Unset, now, of_the_process, plain, put_back
+from fp8bench.user_code.switches import Switch, Unset, plain, process_switches, put_back, values_of
 
 _MOST_NAMED = 8
 
 
 class SwitchesChanged(RuntimeError):
-    """A workload left a switch of the process otherwise than it found it."""
+    """A workload left a switch of the process changed."""
 
 
 @contextlib.contextmanager
 def unchanged(known: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
-    """Put back what the body leaves changed; raises if it was that, and nothing else, that went wrong.
-
-    Yields what they are at, which another body under the same precision may be given as `known` instead of reading it.
-    """
-    before = now(switches()) if known is None else known
+    """Puts back the switches that the body leaves changed; raises SwitchesChanged unless the body itself raised. Yields
+    the values before the body. Another body under the same precision may be given them as `known`, which saves reading
+    them."""
+    before = values_of(switches()) if known is None else known
     try:
         yield before
     except BaseException:
@@ -47,7 +46,7 @@ def unchanged(known: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
 
 @contextlib.contextmanager
 def under(precision: Precision) -> Iterator[None]:
-    """In a precision's scope. That of somebody's own has to put back what it sets; ours have tests."""
+    """Enters a precision's scope. A user's own precision is checked to put back what it sets; fp8bench's have tests."""
     own = type(precision).__module__.startswith("fp8bench.")
     with contextlib.nullcontext() if own else unchanged(), precision.scope():
         yield
@@ -55,7 +54,7 @@ def under(precision: Precision) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected_by_hand() -> Iterator[None]:
-    """No garbage is collected in the body unless it asks for it: when tensors in cycles go shall not be chance."""
+    """Disables automatic garbage collection, so that it is no accident when tensors in cycles are freed."""
     gc_was_on = gc.isenabled()
     gc.disable()
     try:
@@ -67,13 +66,13 @@ def collected_by_hand() -> Iterator[None]:
 
 @functools.cache
 def switches() -> tuple[Switch, ...]:
-    from fp8bench.worker.torch_switches import of_torch
+    from fp8bench.worker.torch_switches import torch_switches
 
-    return (*of_torch(), *of_the_process())
+    return (*torch_switches(), *process_switches())
 
 
-def recorded() -> dict[str, Scalar | None]:
-    """What all of them are at, and in one text those that are not as in a fresh process, None if all are."""
+def recorded_values() -> dict[str, Scalar | None]:
+    """Returns the values of all recorded switches, and one text of those that differ from a new process, or None."""
     values = {switch: plain(switch.read()) for switch in switches() if switch.recorded}
     others = [
         f"{switch.name} at {value} (usually {plain(switch.usual)})"
@@ -84,8 +83,8 @@ def recorded() -> dict[str, Scalar | None]:
     return {**facts, SWITCHES_SET: "; ".join(others) or None}
 
 
-def refuse_bent() -> None:
-    """Raise where a reference would run in this process under a switch that makes it no reference."""
+def refuse_distorted_reference() -> None:
+    """Raises UsageError if a switch is set so that the reference in this process would be none."""
     values = {switch: switch.read() for switch in switches()}
     with contextlib.ExitStack() as scope:
         if "mixed" not in values.values():

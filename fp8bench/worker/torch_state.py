@@ -1,5 +1,4 @@
-"""What torch's public functions do not tell of its switches and its build, or do not put back: read and written below
-them."""
+"""Reads and writes what torch's public functions do not tell about its switches and build, or do not put back."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from fp8bench.model import Scalar
 
 
 def unmixed(read: Callable[[], Any]) -> Any:
-    """torch refuses to say what newer settings, backend by backend, have made of an older one."""
+    """Returns "mixed" where torch refuses to answer because newer settings by backend contradict an older one."""
     try:
         return read()
     except RuntimeError:
@@ -37,7 +36,7 @@ def function_modes() -> list[Any]:
 
 
 def default_device() -> Any:
-    """None if none was set: one that was, be it the processor, stands in the way of every call."""
+    """Returns the default device that was set, None if none was: a set one intercepts every call, even the CPU."""
     if not function_modes():
         return None
     return next((mode.device for mode in function_modes() if isinstance(mode, DeviceContext)), None)
@@ -53,7 +52,7 @@ def put_back_saved_hooks(old: Any) -> None:
 
 
 def native_off() -> tuple[tuple[str, str], ...]:
-    """What of torch's operators written in Python is turned off: languages, operators, kinds of devices."""
+    """Returns what is turned off of torch's operators written in Python: languages, operators, kinds of devices."""
     native: Any = torch.backends.python_native
     state = native._get_filter_state()
     if not (state._dsl_names or state._op_symbols or state._dispatch_keys):
@@ -82,7 +81,7 @@ def activate(implementation: str | None) -> None:
 
 
 def stance() -> Any:
-    """None as long as nothing has asked for the compiler, whose import takes seconds."""
+    """Returns None until somebody has asked for the compiler, whose import takes seconds."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return None if frames is None or frames._stance == frames.DynamoStance() else frames._stance
 
@@ -107,14 +106,15 @@ def set_stream(handle: int) -> None:
 
 
 def once_used(read: Callable[[], Any], before: Any) -> Any:
-    """What is read, once the GPU is in use; asking would begin to use it."""
+    """Reads a value if the GPU is in use, else returns `before`: reading would begin to use it."""
     cuda: Any = torch.cuda
     return read() if cuda.is_initialized() else before
 
 
 def attention_order() -> list[int]:
-    """torch puts cuDNN's kernel first when a GPU's attention is first chosen, where it prefers that: once in a process,
-    so that whichever case came first would seem to have changed it, and later ones would run without."""
+    """Returns the order of attention's kernels, after torch has chosen one. torch puts cuDNN's kernel first when a
+    GPU's attention is first chosen, if it prefers that: once in a process, so that whichever case came first would seem
+    to have changed it, and later ones would run without."""
     _choose_attention()
     return torch._C._get_sdp_priority_order()
 
@@ -134,15 +134,15 @@ _MAPS = Path("/proc/self/maps")
 
 
 def cublaslt_version() -> int | None:
-    """As cuBLASLt counts it: 130100 is 13.1.0; None where torch has not loaded it, or the system does not say."""
+    """Returns cuBLASLt's own number (130100 is 13.1.0); None if torch has not loaded it, or nobody can tell."""
     try:
         lines = _MAPS.read_text().splitlines()
         path = next(line[line.index("/") :] for line in lines if "/libcublasLt.so" in line)
-        asked = ctypes.CDLL(path).cublasLtGetVersion
+        version = ctypes.CDLL(path).cublasLtGetVersion
     except (OSError, StopIteration, AttributeError):
         return None
-    asked.restype = ctypes.c_size_t
-    return int(asked())
+    version.restype = ctypes.c_size_t
+    return int(version())
 
 
 def torch_build() -> dict[str, Scalar | None]:

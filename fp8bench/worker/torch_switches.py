@@ -1,4 +1,4 @@
-"""torch's switches. tests/worker/test_census.py holds them against all public names of torch that could be one."""
+"""All switches of torch. tests/worker/test_census.py compares them with torch's public names that could be one."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _KINDS = ("cpu", "cuda")
 _LOWERED = ("tf32", "bf16", "mixed")
 
 
-def of_torch() -> Iterator[Switch]:
-    """In the order in which they are put back: what stands in the way of others first, newer settings last."""
-    yield from _of_modes()
-    yield from _of_numbers()
-    yield from _of_libraries()
-    yield from _of_attention()
-    yield from _of_modules_and_compilers()
-    yield from _of_gpus()
-    yield from _of_products()
+def torch_switches() -> Iterator[Switch]:
+    """Yields the switches in the order of putting them back: first those that block others, newer settings last."""
+    yield from _modes()
+    yield from _numbers()
+    yield from _libraries()
+    yield from _attention()
+    yield from _modules_and_compilers()
+    yield from _gpus()
+    yield from _products()
 
 
-def _of_modes() -> Iterator[Switch]:
+def _modes() -> Iterator[Switch]:
     autograd = torch._C._autograd
     yield Switch(
         "torch's lock on its flags", torch.backends.flags_frozen, state.freeze, usual=False, bends=bool,
         names=("torch.backends.disable_global_flags",), mend="do not call torch.backends.disable_global_flags()",
     )  # fmt: skip
-    # While it holds, gradients are off too.
+    # Comes before gradients, which it turns off too.
     yield Switch(
         "inference mode", torch.is_inference_mode_enabled, None, usual=False, bends=bool,
         mend="leave torch.inference_mode()",
@@ -77,12 +77,12 @@ def _of_modes() -> Iterator[Switch]:
     )  # fmt: skip
 
 
-# torch.set_autocast_enabled took CUDA for granted once.
+# Before torch had devices in autocast, torch.set_autocast_enabled meant CUDA.
 _OLDER = {"cpu": "cpu_", "cuda": ""}
 
 
-def _of_numbers() -> Iterator[Switch]:
-    """What numbers are by default, how many threads work on them, and what is done to the smallest."""
+def _numbers() -> Iterator[Switch]:
+    """Yields the switches of default dtypes, of threads, and of what becomes of the smallest numbers."""
     yield _call(
         "the default dtype", torch.get_default_dtype, "torch.set_default_dtype", usual=torch.float32,
         names=("torch.set_default_dtype", "torch.set_default_tensor_type"),
@@ -96,11 +96,11 @@ def _of_numbers() -> Iterator[Switch]:
     yield attribute(
         "the filling of new memory", torch.utils.deterministic, "fill_uninitialized_memory", usual=True
     )  # fmt: skip
-    # torch does not say; the processor's unit is the same.
+    # torch does not tell; Python's own arithmetic shows it, because it uses the same unit of the processor.
     yield _call("denormals as zero", lambda: _SMALLEST * 1.0 == 0.0, "torch.set_flush_denormal", usual=False)
 
 
-def _of_libraries() -> Iterator[Switch]:
+def _libraries() -> Iterator[Switch]:
     cuda = torch.backends.cuda
     yield from _flag("oneDNN", "mkldnn.enabled", True, bends=True)
     yield from _flag("oneDNN's deterministic algorithms", "mkldnn.deterministic", False)
@@ -135,7 +135,7 @@ def _of_libraries() -> Iterator[Switch]:
         )  # fmt: skip
 
 
-def _of_attention() -> Iterator[Switch]:
+def _attention() -> Iterator[Switch]:
     cuda = torch.backends.cuda
     for words, name in (
         ("flash attention", "flash"), ("memory-efficient attention", "mem_efficient"),
@@ -164,7 +164,7 @@ def _of_attention() -> Iterator[Switch]:
     )  # fmt: skip
 
 
-def _of_modules_and_compilers() -> Iterator[Switch]:
+def _modules_and_compilers() -> Iterator[Switch]:
     hooks = [value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)]
 
     def put_back(old: tuple[dict[int, Any], ...]) -> None:
@@ -185,8 +185,8 @@ def _of_modules_and_compilers() -> Iterator[Switch]:
     )
 
 
-def _of_gpus() -> Iterator[Switch]:
-    """Asked only where there is one, and only once it is in use: asking would begin to use it."""
+def _gpus() -> Iterator[Switch]:
+    """Yields switches of GPUs, which are read only once a GPU is in use: reading would begin to use it."""
     if not torch.cuda.is_available():
         return
     cuda, tunable, libraries = torch.cuda, torch.cuda.tunable, torch.backends.cuda
@@ -216,8 +216,8 @@ def _of_gpus() -> Iterator[Switch]:
         )
 
 
-def _of_products() -> Iterator[Switch]:
-    """How numbers are multiplied and summed. Of float32 the switches of older days first, which write newer ones."""
+def _products() -> Iterator[Switch]:
+    """Yields how numbers are multiplied and summed. Older switches of float32 come first: they write newer ones."""
     yield Switch(
         "float32 products", partial(state.unmixed, torch.get_float32_matmul_precision),
         torch.set_float32_matmul_precision,
@@ -261,8 +261,8 @@ def _call(
     name: str, read: Callable[[], Any], path: str, *first: Any, usual: Any = Unset, recorded_as: Any = Unset,
     names: tuple[str, ...] = (),
 ) -> Switch:  # fmt: skip
-    """A switch that a function of torch sets. With a value that is `usual` no other will do; `recorded_as` is one that
-    is only usual."""
+    """Makes a switch that a function of torch sets. Where a value is `usual`, any other distorts the reference;
+    `recorded_as` is a value that is only the default."""
     write: Any = reduce(getattr, path.split(".")[1:], torch)
     arguments = ", ".join(map(repr, (*first, usual)))
     bends = None if usual is Unset else partial(_is_not, usual)
@@ -273,7 +273,7 @@ def _call(
 
 
 def _flag(name: str, path: str, usual: Any = Unset, bends: bool = False) -> Iterator[Switch]:
-    """A switch that is an attribute below torch.backends; none where this torch does not have it."""
+    """Makes a switch of an attribute below torch.backends, if this torch has it."""
     *above, word = path.split(".")
     holder = reduce(getattr, above, torch.backends)
     if hasattr(holder, word):

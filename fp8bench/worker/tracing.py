@@ -1,9 +1,8 @@
-"""The pass that records a trace: a few steps under torch's profiler, their phases as ranges around their operators.
+"""Records a trace: a few steps under torch's profiler, their phases as ranges around their operators.
 
-In the layout of TensorBoard's profiler plugin, gzipped: the same file opens in Perfetto and in chrome://tracing.
-
-An event is one of a Chrome trace: `ts` and `dur` in microseconds, `tid` its thread, `cat` its kind. What is made of
-them, operators and kernels by phase, is in whole nanoseconds, so that sums close.
+The file has the layout of TensorBoard's profiler plugin, gzipped; it also opens in Perfetto and in chrome://tracing. An
+event has `ts` and `dur` in microseconds, `tid` for its thread, `cat` for its kind. Operators and kernels by phase are
+computed in whole nanoseconds, so that sums are exact.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fp8bench.profiler import activities_of, exported, quiet
 from fp8bench.protocols import Markers, Phases
 
 STEPS = 3
-# Before the profiler is on, and under it: its own first calls are slow, too.
+# Steps before the profiler is on; one more is taken under it, because its own first calls are slow too.
 WARM_UPS = 2
 
 Range = Callable[[str], AbstractContextManager[object]]
@@ -32,7 +31,7 @@ Range = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(slots=True, eq=False)
 class RangeMarker:
-    """One phase's context manager; entered within itself it opens a range in the range."""
+    """A phase's context manager; entered within itself it opens a range in the range."""
 
     _name: str
     _range: Range
@@ -52,11 +51,12 @@ def traced_phases(range_of: Range) -> Markers[RangeMarker]:
 
 
 def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
-    """The trace of a few steps on a device of that kind, after a warm-up; phases and operators in it never overlap."""
+    """Traces a few steps after warm-ups; in the trace phases and operators never partly overlap. `kind` is the kind of
+    device. Raises RuntimeError if torch's profiler recorded nothing."""
     from torch.profiler import profile, record_function, schedule
 
     phases = traced_phases(record_function)
-    told: list[dict[str, Any]] = []
+    traces: list[dict[str, Any]] = []
     for _ in range(WARM_UPS):
         step(phases)
     # Steps of the profiler are named by their number, which begins with its warm-up.
@@ -66,7 +66,7 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
         profile(
             activities=activities_of(kind),
             schedule=plan,
-            on_trace_ready=lambda profiler: told.append(exported(profiler)),
+            on_trace_ready=lambda profiler: traces.append(exported(profiler)),
             record_shapes=True,
             acc_events=True,  # one cycle is recorded; of several torch 2.11 warns that it forgets them
         ) as profiler,
@@ -74,9 +74,9 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
         for _ in range(1 + STEPS):
             step(phases)
             profiler.step()
-    if not told:
+    if not traces:
         raise RuntimeError("torch's profiler recorded nothing")
-    trace = told[0]
+    trace = traces[0]
     trace["traceEvents"] = mended(trace["traceEvents"])
     if not any(str(event.get("name", "")).startswith(STEP) for event in trace["traceEvents"]):
         raise RuntimeError("torch's profiler recorded no steps")
@@ -113,11 +113,9 @@ class TracedStretch:
 
 
 def mended(events: Iterable[Event]) -> list[Event]:
-    """The events, with phases cut so that of two on one thread one lies in the other, or both apart.
-
-    A phase around operators that torch differentiates opens in one node of the backward pass and closes in another, so
-    that it begins within an operator which it outlives. Viewers drop what overlaps so. The cuts are microseconds long.
-    """
+    """Cuts phases so that of two stretches on one thread one lies within the other, or they are apart. A phase around
+    operators that torch differentiates opens in one node of the backward pass and closes in another, so that it begins
+    within an operator which it outlives. Viewers drop such overlaps. The cuts are microseconds long."""
     shortened = list(events)
     others: dict[object, list[TracedStretch]] = defaultdict(list)
     edges: dict[object, set[int]] = defaultdict(set)
@@ -153,11 +151,9 @@ def _cut(event: Event, is_open: Mapping[int, Sequence[TracedStretch]]) -> Event:
 
 
 def operators_of(events: Sequence[Event]) -> tuple[OperatorTime, ...]:
-    """The operators and kernels that take most of a step, phase by phase, and the rest of each phase.
-
-    An operator belongs to the phase in which it begins, on whatever thread: a step has one phase at a time. A kernel
-    belongs to the phase in which it was launched.
-    """
+    """Returns the operators and kernels that take most of a step, phase by phase, and the rest of each phase. An
+    operator belongs to the phase in which it begins, on whatever thread, because a step is in one phase at a time. A
+    kernel belongs to the phase in which it was launched."""
     timed = [event for event in events if _is_timed(event)]
     steps = [
         _stretch(annotation)
@@ -194,14 +190,12 @@ def _stretch(event: Event) -> TracedStretch:
 
 
 class _Timeline:
-    """Which phase a step is in at any time: the one opened last that is still open."""
-
     def __init__(self, steps: Sequence[TracedStretch], ranges: Sequence[TracedStretch]) -> None:
         whole = [TracedStretch(UNATTRIBUTED, step.start, step.end) for step in steps]
         phases = [TracedStretch(span.name.removeprefix(RANGE), span.start, span.end) for span in ranges]
         edges: list[tuple[int, int, int, TracedStretch]] = []
         for phase in (*whole, *phases):
-            if phase.start < phase.end:  # at one time, what ends comes first, and what lasts longer lies outside
+            if phase.start < phase.end:  # of edges at one time an end comes first, then the stretch that ends last
                 edges += [(phase.start, 1, -phase.end, phase), (phase.end, 0, 0, phase)]
         edges.sort(key=lambda edge: edge[:3])
         self._times: list[int] = []
@@ -216,7 +210,6 @@ class _Timeline:
             self._names.append(is_open[-1].name if is_open else _NOWHERE)
 
     def at(self, time: int) -> str:
-        """The phase at that time, '' outside of the steps."""
         place = bisect_right(self._times, time)
         return self._names[place - 1] if place else _NOWHERE
 
@@ -234,7 +227,7 @@ class _Timeline:
 
 
 class _Tally:
-    """Calls and nanoseconds by phase and name; nobody asks for those of no phase, outside of the steps."""
+    """Sums calls and nanoseconds by phase and name. What lies outside of the steps has the phase ''."""
 
     def __init__(self, on_device: bool) -> None:
         self._on_device = on_device
@@ -245,7 +238,7 @@ class _Tally:
         self._counts[phase, name] = before[0] + calls, before[1] + nanoseconds
 
     def of(self, phase: str) -> list[tuple[str, int, int]]:
-        """Name, calls and nanoseconds, the longest first; the same for the same trace."""
+        """Returns names, calls and nanoseconds, the longest first."""
         rows = [(name, *counts) for (where, name), counts in self._counts.items() if where == phase]
         return sorted(rows, key=lambda row: (-row[2], row[0]))
 
@@ -261,7 +254,7 @@ class _Tally:
 
 
 def _host(events: Iterable[Event], phases: _Timeline) -> _Tally:
-    """Operators by the time they take themselves. What an operator takes in a later phase is that phase's rest."""
+    """Sums operators by their own time. What an operator takes in a later phase is in that phase's rest."""
     tally = _Tally(on_device=False)
     by_thread: dict[object, list[TracedStretch]] = defaultdict(list)
     for event in events:
@@ -278,7 +271,7 @@ def _host(events: Iterable[Event], phases: _Timeline) -> _Tally:
 
 
 def _innermost(operators: Sequence[TracedStretch]) -> Iterator[tuple[TracedStretch, int, int]]:
-    """Where which operator is the innermost on its thread. They come in order, each before those within it."""
+    """Yields which operator is the innermost on its thread, and from when to when; needs outer ones first."""
     stack: list[TracedStretch] = []
     reached = 0
 

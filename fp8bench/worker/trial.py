@@ -1,9 +1,9 @@
-"""Backends: which are installed, and whether the products that they promise are right.
+"""Tells which backends are installed, and whether the products that they promise are right.
 
-A capability is believed once a product was run: there are versions of libraries that claim a format for a device and
-multiply wrongly. Three products of one layer are held against those of the same codes in fp64, or, where a library has
-no codes to show, against fp8bench's own emulation of the recipe. Sizes of rows and columns differ by far, so that a
-scale in another's place cannot go unnoticed.
+There are versions of libraries that claim a format for a device and multiply wrongly, so a product is run before it is
+believed. Three products of one layer are compared with products of the same codes in fp64 or, where a library has no
+codes to show, with fp8bench's own emulation of the recipe. Sizes of rows and columns vary widely, so that a misplaced
+scale shows.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentPhase
 from fp8bench.registry import backends, precisions
 
 _TOKENS, _INPUTS, _OUTPUTS = 512, 256, 384
-# Of the sum of magnitudes: bfloat16's rounding and sums in 14 bits take 0.3%, an operand's other scale much more.
+# Allowed error, as a share of the sum of magnitudes: bfloat16's rounding and sums in 14 bits cause 0.3%, a wrong scale
+# of an operand much more.
 _MOST = 0.01
-# Of the product, as matrices: a library may round at random and rotate as it likes, which with four bits leaves 3%.
+# Allowed error of whole layers, as a share of the product: with four bits, random rounding and rotations leave 3%.
 _MOST_OF_WHOLE = 0.08
-
-
 _BY_ACCELERATE = ("accelerate", "msamp")
 
 
 def installed() -> tuple[tuple[str, str], ...]:
-    """The versions of the packages that backends and Accelerate come with, torch left out. Nothing is imported."""
+    """Returns names and versions of the packages of backends and Accelerate, except torch. Nothing is imported."""
     versions = []
     for package in sorted({*(backends.get(name).package for name in backends.names()), *_BY_ACCELERATE} - {"torch"}):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -53,13 +52,12 @@ def why_not(name: str) -> str:
 
 
 class Trials:
-    """What was found of each precision on each device."""
+    """Tries each precision on each device once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], str] = {}
 
     def wrong(self, case: Case, facts: DeviceFacts) -> str:
-        """What is wrong with the products of a case's own precision and of its layers'; '' if nothing."""
         for mode in (case.precision, *(word for _, word in case.precision_map)):
             key = mode, facts.key
             if key not in self._known:
@@ -86,22 +84,22 @@ def _tried(precision: Precision, facts: DeviceFacts) -> str:
 
 
 def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFacts) -> str:
-    """What is wrong with the three products of one layer; '' if nothing. The largest error stands in it."""
+    """Returns what is wrong with the three products of one layer, with the largest error; '' if nothing."""
     random = torch.Generator(facts.key).manual_seed(0)
 
     whole = arithmetic.whole(torch.nn.Parameter(torch.zeros(_OUTPUTS, _INPUTS, device=facts.key))) is not None
-    # What rounds at random may lose the small ends of a wide range, and be right.
+    # Random rounding may rightly lose the small ends of a wide range.
     decades = 0.5 if whole else 2.0
 
     def drawn(rows: int, columns: int, down: float, across: float) -> Tensor:
-        """Rows and columns whose sizes go from one end to the other, by so many times the decades."""
+        """Draws numbers whose rows and columns vary in size by powers of ten: `down` and `across` times the decades."""
         ends = [decades * value for value in (down, across)]
         sizes = torch.logspace(-ends[0], ends[0], rows, device=facts.key)[:, None]
         sizes = sizes * torch.logspace(-ends[1], ends[1], columns, device=facts.key)
-        # Mostly of one sign: sums that cancel would hide what is wrong with them behind their terms.
+        # Mostly of one sign: where terms cancel, an error is small beside them.
         return (torch.rand(rows, columns, generator=random, device=facts.key) - 0.1) * sizes
 
-    # Along a contraction one operand grows as the other falls: every part of the sum counts.
+    # Along a contraction one operand grows as the other falls, so that every part of the sum counts.
     x, weight, gradient = (
         drawn(_TOKENS, _INPUTS, 1, 0.5), drawn(_OUTPUTS, _INPUTS, 1, -0.5), drawn(_TOKENS, _OUTPUTS, -1, -1),
     )  # fmt: skip
@@ -123,7 +121,7 @@ def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFac
 
 
 def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
-    """Of each product the largest difference from that of the same codes in fp64."""
+    """Returns each product's largest difference from the product of the same codes in fp64."""
     a, b, g = (
         arithmetic.cast(tensor, role)
         for tensor, role in ((x, Role.INPUT), (weight, Role.WEIGHT), (gradient, Role.GRADIENT))
@@ -144,7 +142,6 @@ def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Te
 def _of_parts(
     arithmetic: Arithmetic, a: Operand, g: Operand, sources: tuple[Tensor, Tensor, Tensor]
 ) -> dict[str, float]:
-    """The same of both products for several weights: here two, the second of which is the first upside down."""
     from fp8bench.nn.linear import stacked, turn_parts
 
     def exact(operand: Operand) -> Tensor:
@@ -175,7 +172,6 @@ def _of_parts(
 
 
 def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
-    """The same of a layer that shows no codes, against fp8bench's emulation of its recipe."""
     from fp8bench.nn.arithmetics import RecipeArithmetic
     from fp8bench.nn.linear import linear
 
@@ -191,14 +187,14 @@ def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor,
 
 
 def _relative(product: Tensor, wanted: Tensor) -> float:
-    """The difference of two matrices as a share of the second; NaN where that is nothing."""
+    """Returns the difference of two matrices as a share of the second; NaN if that is zero."""
     exact = wanted.detach().to(torch.float64)
     norm = float(exact.norm())
     return float((product.detach().to(torch.float64) - exact).norm()) / norm if norm > 0 else math.nan
 
 
 def _largest(product: Tensor, exact: Tensor, magnitudes: Tensor) -> float:
-    """The largest difference, as a share of the magnitudes that were added; NaN where nothing was: zeros are no sum."""
+    """Returns the largest difference as a share of the magnitudes summed; NaN if all are zero."""
     if not bool(magnitudes.max() > 0):
         return math.nan
     return float(((product.detach().to(exact.dtype) - exact.detach()).abs() / magnitudes.clamp(min=1e-300)).max())

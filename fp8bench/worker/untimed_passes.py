@@ -1,4 +1,4 @@
-"""What is asked of a case apart from any timing, each in states of their own."""
+"""What a case is asked apart from any timing, each in states of their own."""
 
 from __future__ import annotations
 
@@ -26,41 +26,40 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.step import Coverage
 from fp8bench.protocols import Device, Setup, Workload
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.worker import tape_pass
-from fp8bench.worker.beside import Beside
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
 from fp8bench.worker.device_layout import hardware_of
 from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_counters import counters_of_step
-from fp8bench.worker.step_guards import apart
+from fp8bench.worker.step_guards import Running, apart
 from fp8bench.worker.switches import unchanged, under
 from fp8bench.worker.tracing import operators_of, record, write
 
 
 class KeptState(NamedTuple):
-    """A state that is looked at from outside."""
+    """A state that somebody looks at from outside."""
 
     device: Device
     state: Any
-    started: Beside = Beside()
+    started: Running = Running()
 
 
 class UntimedPasses:
-    """`_kept` are states of a pass that are looked at from outside, `_used` is the device of the last request."""
+    """The part of Bench that times nothing. `_kept` are states that are looked at from outside; `_used` is the device
+    of the last request."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._kept: dict[str, KeptState] = {}
         self._calibrations = Calibrations()
         self._used: tuple[Device, int] | None = None
-        # What the errors of the last case were held against, and whose it is.
+        # What the errors of the last case were compared with, and its key.
         self._exact: tuple[object, Any] | None = None
-        # Ranks take the same number of steps: none looks for leaks until it has seen enough.
+        # False for ranks: these must take the same number of steps, and looking for leaks takes as many as it needs.
         self._alone = True
 
     def examine(self, case: Case, facts: DeviceFacts) -> None:
-        """Raise for a case that cannot be, where only the workload itself can tell."""
+        """Raises for a case that is impossible, where only the workload itself can tell."""
         with self._apart(case, facts) as (workload, _, setup):
             workload.examine(setup())
 
@@ -73,7 +72,7 @@ class UntimedPasses:
             return errors_of(workload.error(replace(setup(), shared=shared)))
 
     def _once(self, key: object, kept: tuple[object, Any] | None, make: Callable[[], Any]) -> Any:
-        """What was kept for this, or what is made of it now; the next request that is for no errors drops it."""
+        """Returns the value kept for `key`, or makes it; the next request other than `error` drops it."""
         self._exact = kept if kept is not None and kept[0] == key else (key, make())
         return self._exact[1]
 
@@ -91,20 +90,22 @@ class UntimedPasses:
         from fp8bench.worker.step_effect import effect_of
 
         with self._apart(case, facts) as (workload, device, setup):
-            seen = effect_of(workload, setup(), device, facts.index)
+            effect = effect_of(workload, setup(), device, facts.index)
         gc.collect(1)
         device.empty_cache()
-        return seen
+        return effect
 
     def tape(self, case: Case, facts: DeviceFacts) -> Tape:
+        from fp8bench.worker.tape_pass import tape_of_step
+
         with self._apart(case, facts) as (workload, device, setup):
             stamper = device.stamper(facts.index)
-            recorded = tape_pass.tape_of_step(workload, setup(), precisions.get(case.precision), stamper)
+            tape = tape_of_step(workload, setup(), precisions.get(case.precision), stamper)
         gc.collect(1)
-        return recorded
+        return tape
 
     def shares(self, case: Case, facts: DeviceFacts) -> Shares:
-        from fp8bench.worker.shares_pass import shares_of_step
+        from fp8bench.worker.tape_pass import shares_of_step
 
         with self._apart(case, facts) as (workload, device, setup):
             parts = shares_of_step(workload, setup(), device)
@@ -115,7 +116,6 @@ class UntimedPasses:
     def counters(
         self, case: Case, facts: DeviceFacts, unprobed: str
     ) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
-        """What a step asks of allocators and of the processor; `unprobed` says why no probe was made."""
         with self._apart(case, facts) as (workload, device, setup):
             counted = counters_of_step(workload, setup(), device, facts.index, unprobed)
         gc.collect(1)
@@ -134,10 +134,9 @@ class UntimedPasses:
             return replace(covering, loss=covered.loss())
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "", leaks: bool = True) -> MemoryUse | str:
-        """What a step's memory is made of at its highest point, or why nobody can say; with `leaks`, whether it grows.
-
-        With a key its state stays until that is released: somebody may want to look at the process from outside.
-        """
+        """Returns what a step's memory is made of at its peak, or why nobody can say. With `leaks` it also tells
+        whether memory grows. With a key the state stays until it is released, so that the process can be looked at from
+        outside."""
         with self._apart(case, facts) as (workload, device, setup):
             hardware = hardware_of(case, workload, facts)
             make = of_workload(workload, setup, hardware)
@@ -152,12 +151,11 @@ class UntimedPasses:
         return use
 
     def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None) -> int | None:
-        """Prepare a case and run two steps in so much memory; bytes of tensors at the highest point."""
         with self._apart(case, facts) as (workload, device, setup):
             return try_batch(of_workload(workload, setup), device, facts.index, memory_limit)
 
     def trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
-        """Record a few steps into a file, and say what takes their time. The profiler makes them slower."""
+        """Records a few steps into a file, and returns what takes their time. Profiling makes them slower."""
         with self._apart(case, facts) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
@@ -169,12 +167,10 @@ class UntimedPasses:
         return operators_of(trace["traceEvents"])
 
     def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
-        """The losses of a case's first training steps, from that draw of its weights."""
         with self._apart(case, facts) as (workload, _, setup):
             return losses_of(workload.losses(replace(setup(), draw=draw), steps))
 
     def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
-        """How far a case's first gradients are from those of another case. Both run under the first one's switches."""
         with self._apart(case, facts) as (workload, _, setup):
             return gradient_error_of(workload.gradient_error(setup(), self._setup(reference, facts)))
 
@@ -187,11 +183,9 @@ class UntimedPasses:
 
     @contextmanager
     def _apart(self, case: Case, facts: DeviceFacts) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
-        """A pass of its own in a case's precision: it may print, and leaves neither switches nor threads changed.
-
-        What it works with; the setup is made anew each time it is asked for. A device says late what was wrong with
-        the work it was given: it is waited for, so that the next request is not the one that fails.
-        """
+        """Runs a pass in a case's precision: it may print, and must leave neither switches nor threads changed. Yields
+        the workload, the device, and a function that makes a new setup. The device is waited for at the end: it reports
+        late what was wrong with its work, and the next request must not fail for this one."""
         device, workload = self._selected(facts), workloads.get(case.workload)
         with under(precisions.get(case.precision)), unchanged(), apart():
             yield workload, device, partial(self._setup, case, facts)

@@ -40,11 +40,9 @@ class PlainBuffer:
 
 @dataclass
 class ScaledBuffer:
-    """Operands, codes with their scales: each micro-batch restores them to fp32, adds, and casts again.
-
-    The first is cast as it comes. Whole lists at a time, so that a step has few and long phases: between restoring
-    and casting, the sums of all tensors exist in fp32. Each tensor has its own arithmetic, for what that remembers.
-    """
+    """Codes with scales: each micro-batch restores them to fp32, adds, and casts again; the first is only cast. Whole
+    lists are restored and cast at a time, so that a step has few and long phases: in between, the sums of all tensors
+    exist in fp32. Each tensor has its own arithmetic, for what that remembers."""
 
     _arithmetics: Sequence[Arithmetic]
     _operands: list[Operand] = field(default_factory=list)
@@ -62,7 +60,7 @@ class ScaledBuffer:
             torch._foreach_add_(sums, gradients)
         with phase.cast:
             self._keep(sums)
-            del sums  # giving memory back takes time too, and belongs to a phase
+            del sums  # freeing memory takes time too, and belongs to a phase
 
     def values(self) -> list[Tensor]:
         import torch
@@ -88,11 +86,8 @@ class BufferState:
 
 @workloads.register("accumulate")
 class Accumulate(Workload):
-    """The case's precision is that of the buffer; gradients are the same for all.
-
-    fp32, bf16 and fp16 buffers are added to in place. fp8 and below have a scale, so that every micro-batch casts the
-    whole buffer there and back, and rounds it again.
-    """
+    """The case's precision is that of the buffer; gradients are the same for all. fp32, bf16 and fp16 buffers are added
+    to in place. fp8 and below have scales, so that every micro-batch restores, casts and rounds the whole buffer."""
 
     name = "accumulate"
     summary = "gradients of several micro-batches added up in a buffer of each precision"
@@ -139,7 +134,7 @@ class Accumulate(Workload):
             state.buffer.add(gradients, phase, first=index == 0)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """The sums of one step against those in fp64 of the gradients that arrived: what the buffer alone loses."""
+        """Compares the sums of one step with fp64 sums of the same gradients: what the buffer alone loses."""
         import torch
 
         from fp8bench.numerics.norms import joint_relative_frobenius, vanished_share
@@ -152,7 +147,7 @@ class Accumulate(Workload):
         exact = [tensor.to(torch.float64) for tensor in first]
         for gradients in others:
             torch._foreach_add_(exact, gradients)
-        # Both have the loss scale in them, and a ratio of the two has not.
+        # Both contain the loss scale, which a ratio of the two does not.
         sums = state.buffer.values()
         return {
             "accumulate_error": joint_relative_frobenius(sums, exact),
@@ -167,7 +162,6 @@ class Accumulate(Workload):
 
 
 def _micro_batches(setup: Setup) -> list[list[Tensor]]:
-    """The gradients of every micro-batch in fp32, before any loss scale."""
     import torch
 
     from fp8bench.numerics.distributions import GradientSource

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
@@ -26,7 +26,6 @@ from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from fp8bench.nn.attention import Core
     from fp8bench.nn.exercise import Exercise
@@ -43,12 +42,12 @@ _KERNEL = Axis(
 
 @workloads.register("attention")
 class Attention(LayerWorkload):
-    """`core` is what torch's kernels do; `layer` adds the products before and after, which low precision speeds up.
+    """`core` is what torch's kernels do; `layer` adds the products around it, which low precision speeds up.
 
     With scores=high no precision below its carrier reaches the core. With scores=low its products and the matrix of
-    scores are in the case's precision, emulated for every precision alike: the explicit form is no kernel that anybody
-    would run, so it says what low scores cost in numbers and nothing about time. The scores themselves are written
-    without a scale, because a kernel makes them tile by tile before anybody knows the largest.
+    scores are in the case's precision, emulated for every precision alike: nobody would run the explicit form as a
+    kernel, so it tells what low scores cost in numbers, and nothing about time. Scores are written without a scale,
+    because a kernel makes them tile by tile before the largest is known.
     """
 
     name = "attention"
@@ -108,12 +107,12 @@ class Attention(LayerWorkload):
             flops += 2.0 * rows * weights
             least += 4.0 * weights * (2 if training else 1) + 2.0 * rows * width
         if _low(params):
-            # In fp32, before and after they are rounded; in backward softmax has probabilities and two gradients.
+            # fp32 scores before and after rounding; in backward softmax has probabilities and two gradients.
             least += (3 if training else 2) * 4.0 * scores
         return Work(flops * (3 if training else 1), rows, least_memory=least)
 
     def memory(self, params: Mapping[str, Scalar], precision: Precision) -> float:
-        """Of queries, keys, values, what comes in and goes out, and their gradients; and scores that are written."""
+        """Counts queries, keys, values, inputs, outputs and their gradients, and scores that are written down."""
         rows, width, inner = _sizes(params)
         training, layer = is_training(params), params["part"] == "layer"
         features = (2 if training else 1) * (inner + width * layer) + (3 if training else 1) * width
@@ -127,7 +126,7 @@ class Attention(LayerWorkload):
         if support.level is Level.REFUSED:
             return support
         if kernel != "auto" and _low(params):
-            return refused(f"scores={params['scores']} are explicit products, and kernel={kernel} is none of them")
+            return refused(f"scores={params['scores']} runs explicit products and no kernel: choose kernel=auto")
         if missing := missing_kernel(kernel, params["heads"] != params["key_heads"], precision, facts):
             return refused(missing)
         if params["part"] == "core" and not _low(params) and precision.carried_by:
@@ -171,7 +170,7 @@ class Attention(LayerWorkload):
         return {**errors, "scores_bytes": float(written.most)}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Of the operands of the layer's products, and of the core's where it is alone or its scores are low."""
+        """Counts operands of the layer's products, and of the core's if it is alone or has low scores."""
         from fp8bench.nn.attention import FusedCore
         from fp8bench.numerics.ranges import Ledger
 
@@ -202,7 +201,7 @@ def _sizes(params: Mapping[str, Scalar]) -> tuple[int, int, int]:
 
 
 def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) -> Exercise:
-    """The core alone on random heads, or the layer on random tokens, in the carrier's dtype."""
+    """Builds the core on random heads, or the layer on random tokens."""
     from fp8bench.nn.attention import BareAttention, SelfAttention
     from fp8bench.nn.exercise import exercise
 
@@ -227,7 +226,7 @@ def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) ->
 
 
 def _watch_core(state: Exercise, params: Mapping[str, Scalar], ledger: Ledger) -> None:
-    """Enter what the core's first product is given and gives, and the values; masked scores do not count."""
+    """Counts the values, and the operands and result of the core's first product, without masked scores."""
     import torch
 
     from fp8bench.nn.attention import SelfAttention
@@ -241,17 +240,9 @@ def _watch_core(state: Exercise, params: Mapping[str, Scalar], ledger: Ledger) -
             q = q * int(params["head_width"]) ** -0.5
         for kind, tensor in (("q", q), ("k", k), ("v", v)):
             ledger.add(kind, "", tensor)
-        for scores in _scores_by_head(q, k, _causal(params)):
-            ledger.add("scores", "", scores)
-
-
-def _scores_by_head(q: Tensor, k: Tensor, causal: bool) -> Iterator[Tensor]:
-    """The scores that are not masked, one head of one sequence at a time: all at once could fill the memory."""
-    import torch
-
-    group = q.shape[1] // k.shape[1]
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    seen = seen.tril() if causal else seen
-    for queries, keys in zip(q, k, strict=True):
-        for head, rows in enumerate(queries):
-            yield (rows @ keys[head // group].t())[seen]
+        group = q.shape[1] // k.shape[1]
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        visible = visible.tril() if _causal(params) else visible
+        for queries, keys in zip(q, k, strict=True):
+            for head, rows in enumerate(queries):  # one at a time: the scores of all heads could fill the memory
+                ledger.add("scores", "", (rows @ keys[head // group].t())[visible])

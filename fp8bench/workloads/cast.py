@@ -23,7 +23,7 @@ _SIDE = whole_number(high=1 << 18)
 
 @dataclass
 class CastState:
-    """The tensor as it comes, and what is done with it in every step."""
+    """The source, and what every step does with it."""
 
     source: Tensor
     change: Callable[[], object]
@@ -35,12 +35,12 @@ class CastState:
 
 @workloads.register("cast")
 class Cast(Workload):
-    """A matrix cast to a precision (looking for its scale included), or restored from it.
+    """A matrix cast to a precision, including the search for its scale, or restored from it.
 
-    By default the source is fp32, what master weights and gradients are: so fp32 is the floor that any cast of that
-    size has, and every other precision has something to round. Where a cast changes nothing (the source has that
-    dtype already), a step is a plain copy: that floor. An emulated format's values are fp32, so that its way back to
-    fp32 is such a copy, too.
+    By default the source is fp32, like master weights and gradients: so fp32 is the floor for casts of that size, and
+    every other precision has something to round. Where a cast changes nothing, because the source already has that
+    dtype, a step is a plain copy: that floor. The values of an emulated format are fp32, so that its way back to fp32
+    is such a copy too.
     """
 
     name = "cast"
@@ -77,22 +77,19 @@ class Cast(Workload):
         )  # fmt: skip
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        """The bytes of the side in high precision: what is taken in, or on the way back what is restored.
-
-        So all precisions have the same count both ways, and throughputs compare.
-        """
+        """Counts the bytes of the side in high precision for either direction, so that throughputs compare."""
         count = int(params["rows"]) * int(params["columns"])
         source = float(BYTES[str(params["source"])] * count)
-        # Beside the source its image, half a byte an element at the least.
+        # The source and its image, which has at least half a byte an element.
         spread = SPREAD.get(str(LAYOUT.of(params)), 1)
         return Work(bytes=source, least_memory=spread * source + count / 2)
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         layout = LAYOUT.of(params)
         if layout != CONTIGUOUS and params["direction"] == "from":
-            return refused("a way back begins with codes, which lie as their format wants: choose direction=to")
+            return refused("direction=from begins with codes, whose layout their format decides: choose direction=to")
         if layout not in (CONTIGUOUS, STRIDED) and int(params["rows"]) == 1:
-            return refused(f"one row lies the same in layout={layout}: choose contiguous or strided")
+            return refused(f"one row is the same in layout={layout}: choose contiguous or strided")
         return storage_support(precision, facts, "there is nothing to cast")
 
     def prepare(self, setup: Setup) -> CastState:
@@ -111,7 +108,7 @@ class Cast(Workload):
         return why_no_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """There and back again, against the source; both with the loss scale, which a ratio of the two has not."""
+        """Compares the source with what is left of it after a cast and back; the loss scale in both cancels out."""
         from fp8bench.numerics.norms import relative_frobenius, vanished_share
 
         source, into = _scaled(setup), _into(setup)
@@ -127,7 +124,7 @@ class Cast(Workload):
 
 
 def parse_shape(text: str) -> str:
-    """'512' is a square, '512x1024' rows and columns."""
+    """Expands '512' to the square '512x512', and keeps '512x1024' as rows and columns."""
     sides = text.split("x")
     if len(sides) not in (1, 2) or not all(side.isascii() and side.isdigit() for side in sides):
         raise ValueError("expected a size or ROWSxCOLUMNS")
@@ -136,7 +133,7 @@ def parse_shape(text: str) -> str:
 
 
 def _or_copy(change: Callable[[], Tensor], given: Tensor) -> Callable[[], object]:
-    """`change`, or a copy where it would only hand back what it was given."""
+    """Returns `change`, or a copy where it would only return its argument."""
     return given.clone if change().data_ptr() == given.data_ptr() else change
 
 
@@ -148,7 +145,6 @@ def _into(setup: Setup) -> Callable[[Tensor], Operand]:
 
 
 def _scaled(setup: Setup) -> Tensor:
-    """The source as it arrives: gradients multiplied by the precision's loss scale."""
     from fp8bench.numerics.distributions import laid_out
 
     source = _source(setup)
@@ -157,7 +153,7 @@ def _scaled(setup: Setup) -> Tensor:
 
 
 def _source(setup: Setup) -> Tensor:
-    """Values of the case's kind, of gradients with a network's magnitudes, in the dtype of the source."""
+    """Draws values of the case's kind; gradients get a network's magnitudes."""
     import torch
 
     from fp8bench.numerics.distributions import GradientSource, drawn

@@ -27,18 +27,18 @@ WAYS = ("fp8_gather", "fp8_twoshot", "fp8_ring")
 SCALINGS = ("pre", "post", "ms_amp", "fp8lm_auto")
 SIGNALS = ("own", "shared", "student-t", "lognormal")
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
-# What only FP8 has of a collective that adds up.
-_OF_FP8 = ("fp8", "scaling")
-# Blocks of scales, and a part for every rank.
+# Parameters that only FP8 in a reducing collective has.
+_FP8_PARAMETERS = ("fp8", "scaling")
+# Each rank's part has whole blocks of scales.
 _MULTIPLE = 32
 _ELEMENT_BYTES = 4
-# Of a mu that begins at 1 and is halved.
+# So many steps let FP8-LM's mu settle, which begins at 1 and is halved.
 _SETTLING_STEPS = 8
 
 
 @dataclass
 class CollectiveState:
-    """What this rank brings, and what it got last."""
+    """What this rank brings, and its last result."""
 
     kind: Plain | InFP8
     given: Tensor
@@ -49,11 +49,9 @@ class CollectiveState:
 
 @workloads.register("collective")
 class Collective(Workload):
-    """Gradients' ways between ranks. fp8 is E4M3 on the wire: as it is added up by `fp8`, and as scaled by `scaling`.
-
-    Times of fp8 are those of casting, sending and adding up; what is taken in counts as float32 in all precisions, so
-    that throughputs compare.
-    """
+    """Exchanges of gradients between ranks. fp8 is E4M3 on the wire, summed as `fp8` says and scaled as `scaling` says.
+    Times of fp8 include casting, sending and summing. The input counts as float32 in all precisions, so that
+    throughputs compare."""
 
     name = "collective"
     summary = (
@@ -62,7 +60,7 @@ class Collective(Workload):
     listed, least_ranks = False, 2
     fused = False
     dtypes = DTYPES
-    # One way of FP8, that of honest bytes, and sizes that a device of either kind has by default.
+    # One variant of FP8 only, and default sizes.
     history = Grid(
         cpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},
         gpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},
@@ -88,8 +86,7 @@ class Collective(Workload):
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
-        """What is only sent is not added up."""
-        left_out = () if params["collective"] in REDUCING else _OF_FP8
+        left_out = () if params["collective"] in REDUCING else _FP8_PARAMETERS
         return (tuple((name, value) for name, value in params.items() if name not in left_out),)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
@@ -100,16 +97,16 @@ class Collective(Workload):
         if facts.ranks < 2:
             return refused("a collective takes 2 ranks, and there is 1: add --ranks 2")
         if precision.name not in DTYPES:
-            return refused(f"{precision.name} is not sent here: choose of {', '.join(DTYPES)}")
+            return refused(f"{precision.name} is none of the formats that are sent: choose one of {', '.join(DTYPES)}")
         if int(params["elements"]) % (_MULTIPLE * facts.ranks):
             return refused(
-                f"{params['elements']} elements have no equal part for each of {facts.ranks} ranks: choose a multiple "
-                f"of {_MULTIPLE * facts.ranks}"
+                f"{params['elements']} elements cannot be divided equally among {facts.ranks} ranks: choose a "
+                f"multiple of {_MULTIPLE * facts.ranks}"
             )
         return precision.support(facts)
 
     def prepare(self, setup: Setup) -> CollectiveState:
-        """With 1 + ... + 1 checked, before anything is timed."""
+        """Also checks the sum 1 + ... + 1, before anything is timed."""
         from fp8bench.numerics.collectives import Plain, check_ones
 
         kind, values, rank, size = _parts(setup)
@@ -165,11 +162,11 @@ class Collective(Workload):
         return Transfer(logical, float(elements * state.given.element_size()), sent, factor, counted=False)
 
     def sent_by(self, case: Case) -> Params:
-        """What is not FP8 is the same beside every way of it."""
-        return tuple(param for param in case.params if case.precision == "fp8" or param[0] not in _OF_FP8)
+        """Leaves out what only matters for FP8: other precisions send the same beside each of its variants."""
+        return tuple(param for param in case.params if case.precision == "fp8" or param[0] not in _FP8_PARAMETERS)
 
     def step_parts(self, setup: Setup) -> StepParts | str:
-        """Products, and the collective, which need not be waited for: of FP8 its first exchange of codes."""
+        """Returns products, and the collective, which need not be waited for: for FP8 its first exchange of codes."""
         import torch
 
         from fp8bench.numerics.collectives import Plain
@@ -211,7 +208,7 @@ def _signal(setup: Setup) -> str:
 
 
 def _shares(state: CollectiveState) -> list[Any]:
-    """Of codes that are the format's largest, and of values that are sent as zero, by a mu that has settled."""
+    """Returns the share of codes that are the format's largest, and of values sent as zero, once mu has settled."""
     from fp8bench.numerics.collectives import InFP8, flushed, saturated
     from fp8bench.numerics.rank_programs import on_this_rank
 
@@ -226,7 +223,7 @@ def _shares(state: CollectiveState) -> list[Any]:
 
 
 def _figures(sums: Tensor, size: int) -> dict[str, float]:
-    """Of all ranks' sums: they bring different values."""
+    """Sums over all ranks, which bring different values."""
     import torch.distributed as dist
 
     dist.all_reduce(sums)

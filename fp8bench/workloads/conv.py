@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
-# Weights of a 3x3 window.
-WINDOW = 9
-
-
+WINDOW = 9  # weights of a 3x3 window
 _NORM = Axis(
     "norm", "behind each convolution: batch norm, or layer norm over channels", ("batch",), one_of("batch", "layer"),
     quiet=True,
@@ -31,10 +28,8 @@ _NORM = Axis(
 
 @workloads.register("conv")
 class Conv(ConvolvedWorkload):
-    """ResNet's basic block: two 3x3 convolutions, batch norm in fp32 unless mapped, ReLU, and the residual's sum.
-
-    The convolutions are GEMM: they are products, contracted over windows and channels.
-    """
+    """ResNet's basic block: two 3x3 convolutions, batch norm in fp32 unless mapped, ReLU, and the residual's sum. Its
+    convolutions are in the phase GEMM: they are products, contracted over windows and channels."""
 
     name = "conv"
     summary = "a residual block of two 3x3 convolutions with batch norm in fp32, forward or forward and backward"
@@ -64,12 +59,12 @@ class Conv(ConvolvedWorkload):
         batch, image = int(params["batch"]), int(params["image"])
         if batch * image * image == 1 and _NORM.of(params) == "batch":
             raise UsageError(
-                "batch=1 with image=1 is one value a channel, without a batch norm: choose a larger batch or image"
+                "batch=1 with image=1 has one value a channel, too few for a batch norm: choose a larger batch or image"
             )
         return super().expand(params)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        """FLOPs of the two convolutions, windows over the edge counted whole."""
+        """Counts FLOPs of the two convolutions, windows over the edge in full."""
         batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
         positions, weights = batch * image * image, 2 * WINDOW * channels * channels
         # fp32 weights; input and output in two bytes, the least of any carrier.
@@ -91,11 +86,8 @@ class Conv(ConvolvedWorkload):
         return Layer("first", "conv"), Layer("second", "conv")
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        """The block on random images in the carrier's dtype.
-
-        Its gradients err by far more than its output: where rounding moves a value across ReLU's corner, one appears
-        or is gone altogether.
-        """
+        """Builds the block on random images. Its gradients err by far more than its output: where rounding moves a
+        value across ReLU's corner, a gradient appears or vanishes altogether."""
         from fp8bench.nn.convolution import ResidualBlock
         from fp8bench.nn.exercise import exercise
 

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.batches import Bytes, Destination, Indices, Records
 
-# Kind: records in a batch unless told otherwise.
+# Default records in a batch, by kind.
 BATCHES = {"reading": 16, "transfer": 128}
-# Records in the data set.
 RECORDS = 256
-# Batches that kind=transfer gathers before any step, so that a cache does not keep the one it copies.
+# kind=transfer copies so many batches in turn, so that a cache does not keep them.
 READY = 4
 # Bytes a second that zlib compresses on a slow machine.
 _COMPRESSING = 5e6
@@ -33,7 +32,7 @@ _BUFFERS = Axis("buffers", "of decoded batches: fresh memory in every step, or t
 
 @dataclass
 class LoadState:
-    """Where batches come from, how they are cast and where they go; `after` is the last that was cast there."""
+    """Where batches come from, how they are cast and where they go; `after` is the last that was cast on the device."""
 
     batches: Iterator[Tensor]
     arithmetic: Arithmetic
@@ -50,13 +49,11 @@ class LoadState:
 class Data(Workload):
     """The input side of training: what it takes to bring a batch to the device in a precision.
 
-    reading: records lie compressed in a file, and decoding dominates. transfer: a few large batches lie gathered in
-    memory as fp32, and steps copy them in turn; gathering in the step would take longer than the copy. A batch that is
-    cast on the host has fewer bytes to move, but a host casts more slowly than a GPU: there it is cast on the device,
-    unless told otherwise. What makes values of records is decoding, allocating their memory included: buffers=kept
-    decodes into the same memory in every step, and what that saves is the cost of fresh memory, with the faults of its
-    first touch. Where the device is the processor itself, the transfer is a copy in its own memory, and
-    nothing is pinned.
+    reading: records lie compressed in a file, and decoding dominates. transfer: a few large batches lie in memory as
+    fp32, and steps copy them in turn. A batch that is cast on the host has fewer bytes to move, but a host casts more
+    slowly than a GPU, so that by default the GPU casts. Decoding includes allocating memory for the values:
+    buffers=kept decodes into the same memory in every step, and the difference is the cost of fresh memory with its
+    page faults. If the device is the processor itself, the transfer is a copy within its memory, and nothing is pinned.
     """
 
     name = "data"
@@ -71,7 +68,7 @@ class Data(Workload):
     )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        # An image of 224 x 224 in three colours, or a small one.
+        # 150528 is an image of 224 x 224 in three colours.
         record = "150528" if facts.accelerated else "16384"
         usual = ", ".join(f"{batch} for {kind}" for kind, batch in BATCHES.items())
         return (
@@ -86,28 +83,28 @@ class Data(Workload):
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         own = BATCHES[str(params["kind"])]
-        told = {name: own if value == "auto" else value for name, value in params.items()}
-        if told.get("cast_on") == "host":  # what every case was before there was a choice
-            del told["cast_on"]
-        return (tuple(told.items()),)
+        chosen = {name: own if value == "auto" else value for name, value in params.items()}
+        if chosen.get("cast_on") == "host":  # keeps the id that cases had before there was a choice
+            del chosen["cast_on"]
+        return (tuple(chosen.items()),)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        """Bytes of a batch as it comes: one a value where it is decoded, four where it lies as fp32."""
+        """Counts bytes of a batch as it arrives: one a value to be decoded, four as fp32."""
         batch, record = int(params["batch"]), int(params["record"])
         reading = params["kind"] == "reading"
         return Work(
             bytes=float(batch * record * (1 if reading else 4)),
-            least_memory=batch * record / 2,  # in four bits, the least of any precision
+            least_memory=batch * record / 2,  # four bits a value, the least of any precision
             setup_seconds=RECORDS * record / _COMPRESSING if reading else 0.0,
         )
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         if precision.float32_products != "highest":
             return refused(
-                f"{precision.name} is how products read float32: a batch travels as float32, so measure fp32"
+                f"{precision.name} only changes how products read float32, and a batch travels as float32: measure fp32"
             )
         if params["kind"] != "reading" and _BUFFERS.of(params) == "kept":
-            return refused("batches lie ready, and no step allocates one: buffers=kept is of kind=reading")
+            return refused("no step of kind=transfer allocates a batch: choose kind=reading for buffers=kept")
         return precision.support(facts)
 
     def prepare(self, setup: Setup) -> LoadState:
@@ -129,13 +126,13 @@ class Data(Workload):
                 batch = state.arithmetic.cast(values, Role.INPUT)
         with phase.data_load:
             state.destination.take(batch)
-            del values, batch  # giving memory back takes time too, and belongs to a phase
+            del values, batch  # freeing memory takes time too, and belongs to a phase
         if state.casts_there:
             with phase.cast:
                 state.after = state.arithmetic.cast(state.destination.buffers[0], Role.INPUT)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Of the values of a batch in the case's precision, against the same bytes normalised in fp64."""
+        """Compares a batch in the case's precision with the same bytes normalised in fp64."""
         import torch
 
         from fp8bench.nn.batches import DOUBLE, normalised
@@ -159,12 +156,12 @@ class Data(Workload):
 
 
 def _casts_there(setup: Setup) -> bool:
-    """Whether a batch is cast where it goes; one that travels in its own precision is not cast at all."""
+    """Tells whether a batch is cast on its device; one that travels in its own precision is not cast at all."""
     return setup.arithmetic.casts and dict(setup.case.params).get("cast_on") == "device"
 
 
 def _text(setup: Setup) -> tuple[Bytes, np.random.Generator]:
-    """The bytes of all records, and the random numbers that batches are drawn by; both from the seed."""
+    """Returns the bytes of all records, and the generator that draws batches; both from the seed."""
     import numpy as np
 
     from fp8bench.nn.batches import text_records
@@ -182,7 +179,7 @@ def _records(setup: Setup, text: Bytes) -> Records:
 
 
 def _batches(setup: Setup, records: Records, random: np.random.Generator) -> Iterator[Tensor]:
-    """Batches without end: each drawn when it is asked for, or a few that were gathered before, in turn."""
+    """Yields batches without end: each gathered on demand, or a few gathered before, in turn."""
     import numpy as np
 
     from fp8bench.nn.batches import CompressedRecords
@@ -192,7 +189,7 @@ def _batches(setup: Setup, records: Records, random: np.random.Generator) -> Ite
         kept = _BUFFERS.of(dict(setup.case.params)) == "kept"
         into = records.batch(np.zeros(batch, np.int64)) if kept else None
         return (records.batch(_drawn(random, batch), into) for _ in itertools.count())
-    # One batch of more records than there are is larger than any cache.
+    # A batch of more records than there are is larger than any cache, so one is enough.
     ready = READY if batch <= RECORDS else 1
     return itertools.cycle([records.batch(_drawn(random, batch)) for _ in range(ready)])
 

@@ -23,9 +23,10 @@ _STATIC = Axis(
 @workloads.register("decode")
 class Decode(ServedWorkload):
     """The cache is filled from the seed before anything is timed, with values like a trained model's, not by a prompt.
-    Each step is the same one: its token stands at the last position of the context, and sees all of it. Token ids go
-    straight in: no sampler, no tokeniser, no server. So a step's time is TPOT at that context, and batch / time is
-    output tokens/s. The embedding, norms and the head stay in the carrier, unless a map says otherwise.
+
+    Each step is the same: its token is at the last position of the context, and sees all of it. Token ids are the
+    input: no sampler, no tokeniser, no server. So a step's time is TPOT at that context, and batch / time is output
+    tokens/s. The embedding, norms and the head stay in the carrier, unless a map says otherwise.
     """
 
     name = "decode"
@@ -46,7 +47,7 @@ class Decode(ServedWorkload):
         support = super().support(params, precision, facts)
         own = str(params["size"]) in SERVED_SIZES and params["kv"] == OWN and precision.name != SERVED
         if _STATIC.of(params) == "no" and not own and support.level is not Level.REFUSED:
-            return refused("static=no is a cache of one's own keys and values: choose kv=own, and a size of fp8bench's")
+            return refused("static=no works only with kv=own and a size of fp8bench's own: choose these")
         return support
 
     def precision(self, setup: Setup) -> Precision:

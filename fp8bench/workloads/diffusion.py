@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
-# Of sampling alone: a training step has none of them.
+# Parameters that a training step does not have.
 _SAMPLED = ("steps", "guidance", "high_steps")
 _PASSES = ("sampling", "training")
 _WIDTHS = {"dit": 1152, "unet": 320}
 
 
 class _Product(NamedTuple):
-    """A layer, its rows in one evaluation of the denoiser, and what they are multiplied by."""
+    """A layer, its rows in one evaluation of the denoiser, and the sides of its weight."""
 
     layer: Layer
     rows: int
@@ -36,7 +36,7 @@ class _Product(NamedTuple):
 
 
 def ends_word(text: str) -> str:
-    """How many of the first and of the last steps: 4+1."""
+    """Parses how many of the first and of the last steps are high, as in 4+1."""
     first, plus, last = text.partition("+")
     if not (plus and first.isdecimal() and last.isdecimal()):
         raise ValueError("expected how many of the first and of the last steps, as in 4+1")
@@ -54,25 +54,24 @@ def plan_of(params: Mapping[str, Scalar]) -> SamplerPlan:
 
 
 def _products(sizes: DenoiserSizes) -> list[_Product]:
-    """Time's products and those at either end stay high, unless they are mapped."""
-    body = _of_dit(sizes) if sizes.denoiser == "dit" else _of_unet(sizes)
+    """Returns all products. Time's and those at either end stay high, unless they are mapped."""
+    body = _dit_shapes(sizes) if sizes.denoiser == "dit" else _unet_shapes(sizes)
     shapes = [
         ("time.up", "time", sizes.batch, FREQUENCIES, sizes.width),
         ("time.down", "time", sizes.batch, sizes.width, sizes.width),
         *body,
     ]
-    return [_Product(_layer(name, kind), *shape) for name, kind, *shape in shapes]
-
-
-def _layer(name: str, kind: str) -> Layer:
-    group = "output" if name == "last" else "mlp" if ".mlp." in name else ""
-    return Layer(name, kind, kind in ("time", "ends"), group=group)
+    groups = ("output" if name == "last" else "mlp" if ".mlp." in name else "" for name, *_ in shapes)
+    return [
+        _Product(Layer(name, kind, kind in ("time", "ends"), group=group), *shape)
+        for (name, kind, *shape), group in zip(shapes, groups, strict=True)
+    ]
 
 
 _Shape = tuple[str, str, int, int, int]
 
 
-def _of_dit(sizes: DenoiserSizes) -> Iterator[_Shape]:
+def _dit_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     _, batch, image, width, layers = sizes
     tokens, patch = batch * (image // PATCH) ** 2, PATCH * PATCH * CHANNELS
     yield "first", "ends", tokens, patch, width
@@ -86,8 +85,8 @@ def _of_dit(sizes: DenoiserSizes) -> Iterator[_Shape]:
     yield "last", "ends", tokens, width, patch
 
 
-def _of_unet(sizes: DenoiserSizes) -> Iterator[_Shape]:
-    """Convolutions as products of windows: 9 pixels each."""
+def _unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
+    """Has convolutions as products of windows of 9 pixels."""
     _, batch, image, width, layers = sizes
     pixels = batch * image * image
     inner = pixels // 4
@@ -112,9 +111,8 @@ def _of_unet(sizes: DenoiserSizes) -> Iterator[_Shape]:
 
 @workloads.register("diffusion")
 class Diffusion(ConvolvedWorkload):
-    """A step of sampling is a whole one, from noise to image, its first steps included: a report shows the time and
-    the error of each. Text encoder and decoder of images are left out.
-    """
+    """A step of sampling goes all the way from noise to image; a report shows the time and error of each of its steps.
+    The text encoder and the decoder of images are left out."""
 
     name = "diffusion"
     summary = "a denoiser (DiT, UNet) on random weights: all steps of a sampler with its error by step, or training"
@@ -169,7 +167,6 @@ class Diffusion(ConvolvedWorkload):
         return tuple(product.layer for product in _products(sizes_of(params)))
 
     def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        """No denoiser gives logits, and a UNet looks nothing up and has no places."""
         sizes = sizes_of(params)
         if sizes.denoiser == "dit":
             blocks = (f"blocks.{number}.{norm}" for number in range(sizes.layers) for norm in ("norm_attn", "norm_mlp"))
@@ -189,7 +186,7 @@ class Diffusion(ConvolvedWorkload):
         if not is_training(params):
             plan = plan_of(params)
             return Work(flops * plan.steps * (1 if plan.guidance == "none" else 2), least_memory=least)
-        # Of what comes in nobody wants a gradient: noised latents, and time's sinusoids.
+        # Noised latents and time's sinusoids need no gradient.
         entering = (product for product in products if product.layer.name in ("first", "time.up"))
         return Work(3 * flops - sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in entering),
                     least_memory=2 * least)  # fmt: skip
@@ -201,13 +198,13 @@ class Diffusion(ConvolvedWorkload):
     def layer_support(
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
-        """Of a UNet's convolutions as suite conv has it, without which it has no body and no ends."""
+        """Treats a UNet's convolutions as suite conv does; without them it has no body and no ends."""
         sizes, support = sizes_of(params), precision.support(facts)
         if sizes.denoiser == "unet" and kind in ("body", "ends"):
             channels = sizes.width if kind == "body" else CHANNELS
-            asked = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
+            sizes_of_conv = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
             passing = "training" if is_training(params) else "forward"
-            return workloads.get("conv").support({**asked, "pass": passing}, precision, facts)
+            return workloads.get("conv").support({**sizes_of_conv, "pass": passing}, precision, facts)
         own = [product for product in _products(sizes) if product.layer.kind == kind]
         sides = {side for product in own for side in product[2:]}
         shown = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
@@ -226,7 +223,8 @@ class Diffusion(ConvolvedWorkload):
         return denoiser_state(setup, sizes_of(params), plan, choose, carrier, params["time"] == "carrier")
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Of training as of any layer; of sampling by step, and how often a step's denoiser is evaluated."""
+        """Compares a training step like any layer; a sampling by step, with the number of evaluations of the
+        denoiser."""
         from fp8bench.nn.diffusion import OtherKernel, Sampling, errors_by_step
 
         own, exact = self.prepare(setup), self.exact(setup)

@@ -25,7 +25,7 @@ _MOST_PERCENT = 90
 
 
 def rows_of_blocks(params: Mapping[str, Scalar]) -> list[int]:
-    """How many rows each block has in the exact pass, as far as there are any."""
+    """Returns how many rows each block has in the exact pass, up to the last block that has any."""
     rows, share = [int(params["tokens"])], 1 - int(params["leaving"]) / 100
     while len(rows) < int(params["depth"]) and rows[-1]:
         rows.append(math.ceil((rows[-1] - 1) * share))
@@ -34,13 +34,13 @@ def rows_of_blocks(params: Mapping[str, Scalar]) -> list[int]:
 
 @workloads.register("early_exit")
 class EarlyExits(LayerWorkload):
-    """A classifier whose rows leave behind the first block that makes them sure.
+    """A classifier whose rows leave after the first block that makes them sure.
 
     A row near its threshold leaves elsewhere in low precision, and a step that does less is faster for that alone. So
-    exits are held by default: as many rows leave behind each block as in the exact pass, the same in every precision,
-    which does the same products and gets a verdict. With exits=own each precision's rows take their own way, as they
-    would in service: the host waits for how many are left, the tape tells the products of each, and where they are not
-    the reference's the case is labelled work-mismatch. The FLOPs that are declared are the exact pass's.
+    exits are held by default: after each block as many rows leave as in the exact pass, in every precision, which then
+    does the same products and gets a verdict. With exits=own each precision's rows leave by themselves, as in service:
+    the host waits for how many are left, the tape tells the products of each, and where they are not the reference's
+    the case is labelled work-mismatch. The declared FLOPs are those of the exact pass.
     """
 
     name = "early_exit"
@@ -114,8 +114,8 @@ class EarlyExits(LayerWorkload):
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Of the logits that rows leave with; the share of rows that leave elsewhere than in the exact pass, and the
-        blocks that a row takes."""
+        """Compares the logits with which rows leave; adds the share of rows that leave elsewhere, and the mean
+        depth."""
         from fp8bench.nn.early_exit import EarlyExit
 
         state, wanted = self.prepare(setup), self.exact(setup)

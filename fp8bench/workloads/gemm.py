@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 LARGEST = 1 << 18
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
-# A sweep begins here, and ends at so many times its base. Native FP8 products take multiples of this alone.
+# A sweep goes from the first number, of which native FP8 products take multiples, to so many times its base.
 _LEAST_SIDE, _BEYOND_BASE = 16, 4
 _SIDES = "mnk"
 _OPERANDS = ("cast", "ready")
@@ -44,8 +44,8 @@ _GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 @dataclass
 class GemmState:
-    """The operands as they come (in the carrier's dtype), what casts them, and cast if they are cast once; or a weight
-    that is kept in a format, of which `b` are the codes."""
+    """The operands in the carrier's dtype, what casts them, and the cast ones if they are cast once. Or a weight that
+    is kept in a format, with its codes in `b`."""
 
     arithmetic: Arithmetic
     a: Tensor
@@ -61,11 +61,9 @@ class GemmState:
 
 @workloads.register("gemm")
 class Gemm(Workload):
-    """a (m, k) times b (n, k) transposed, both contracted over their last dimension.
-
-    Operands come in the dtype that a network would carry them in (fp32 for fp32 and tf32, bf16 for bf16 and below), so
-    that the CAST of fp8 is from bf16, and that of bf16 is nothing.
-    """
+    """Multiplies a (m, k) by b (n, k) transposed, both contracted over their last dimension. Operands come in the dtype
+    that a network would carry them in: fp32 for fp32 and tf32, bf16 for bf16 and below. So fp8 casts from bf16, and
+    bf16 casts nothing."""
 
     name = "gemm"
     summary = "matrix products: squares, rectangles, GEMV, and the shapes of gpt2, llama3-8b, llama3-70b, deepseek-v3"
@@ -95,7 +93,7 @@ class Gemm(Workload):
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
-        """A model stands for all its layers' products, a sweep for all its sizes."""
+        """Expands a model to all its layers' products, and a sweep to all its sizes."""
         own = (("layout", LAYOUT.of(params)), ("values", VALUES.of(params)))
         return tuple((*shape, *own) for shape in self._expanded(params))
 
@@ -123,9 +121,9 @@ class Gemm(Workload):
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         m, n, k = (int(params[name]) for name in "mnk")
-        of_a, of_b = (SPREAD.get(layout, 1) for layout in _layouts(params))
+        spread_a, spread_b = (SPREAD.get(layout, 1) for layout in _layouts(params))
         # Operands and product in two bytes, the least of any carrier.
-        return Work(flops=2.0 * m * n * k, least_memory=2.0 * (of_a * m * k + of_b * n * k + m * n))
+        return Work(flops=2.0 * m * n * k, least_memory=2.0 * (spread_a * m * k + spread_b * n * k + m * n))
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         k, n = int(params["k"]), int(params["n"])
@@ -165,13 +163,13 @@ class Gemm(Workload):
             a, b = Operand(state.a), Operand(state.b)
         with phase.gemm:
             arithmetic.product(a, b, arithmetic.carrier)
-            del a, b  # giving memory back takes time too, and belongs to a phase
+            del a, b  # freeing memory takes time too, and belongs to a phase
 
     def error_refused(self, params: Mapping[str, Scalar]) -> str:
         return why_no_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Against the fp64 products of the unrounded operands and of the cast ones, on rows that fp64 can afford."""
+        """Compares with fp64 products of the unrounded and of the cast operands, on as many rows as fp64 can afford."""
         import torch
 
         from fp8bench.numerics.products import product_errors, rows_within
@@ -187,8 +185,8 @@ class Gemm(Workload):
         else:
             product = arithmetic.product(low[0], low[1], arithmetic.carrier)
             values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
-        found = product_errors(product, (a, b), values, rows_within(a.shape[0], b.shape[0], a.shape[1]))
-        return dict(zip(("product_error", "kernel_error"), found, strict=True))
+        errors = product_errors(product, (a, b), values, rows_within(a.shape[0], b.shape[0], a.shape[1]))
+        return dict(zip(("product_error", "kernel_error"), errors, strict=True))
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import statistics_of
@@ -198,7 +196,7 @@ class Gemm(Workload):
 
 
 def parse_shape(text: str) -> str:
-    """'512' is a square, '1x2048x512' is M x N x K; a model; 'sweep:m' is sizes of M, 'sweep' of all three sides."""
+    """Accepts '512' (a square), '1x2048x512' (M x N x K), a model, 'sweep:m' (sizes of M) and 'sweep' (all sides)."""
     if text in MODELS:
         return text
     name, colon, swept = text.partition(":")
@@ -213,7 +211,6 @@ def parse_shape(text: str) -> str:
 
 
 def parse_sides(text: str) -> str:
-    """'512' is a square, '1x2048x512' is M x N x K."""
     sides = text.split("x")
     if len(sides) not in (1, 3) or not all(side.isascii() and side.isdigit() for side in sides):
         raise ValueError("expected a size, MxNxK")
@@ -229,7 +226,7 @@ def _sides(text: str) -> tuple[int, int, int]:
 
 
 def _sweep(swept: str, base: tuple[int, int, int], factor: int) -> Iterator[tuple[int, int, int]]:
-    """Sides of products that differ from the base in one of these, each from 16 to four times its own."""
+    """Yields sides that differ from the base in one of `swept`, which goes from 16 to four times its own."""
     for place in map(_SIDES.index, swept):
         side = _LEAST_SIDE
         while side <= min(_BEYOND_BASE * base[place], LARGEST):
@@ -247,7 +244,7 @@ def _params(m: int, n: int, k: int, product: str, operands: str) -> Params:
 
 
 def parse_layouts(text: str) -> str:
-    """'strided' is of both operands, 'transposed/contiguous' of each; the same of both is said once."""
+    """Accepts 'strided' for both operands or 'transposed/contiguous' for each; writes equal ones once."""
     words = text.split(_EACH)
     if len(words) > 2:
         raise ValueError(
@@ -258,13 +255,12 @@ def parse_layouts(text: str) -> str:
 
 
 def _layouts(params: Mapping[str, Scalar]) -> tuple[str, str]:
-    """Of a and of b."""
     first, _, other = str(LAYOUT.of(params)).partition(_EACH)
     return first, other or first
 
 
 def _same_anyway(params: Mapping[str, Scalar], precision: Precision) -> str:
-    """Why a layout changes nothing here, '' if it does or is the usual one."""
+    """Returns why a layout changes nothing here; '' if it does, or is the usual one."""
     layouts = dict(zip("ab", _layouts(params), strict=True))
     odd = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
     if precision.name == SERVED and "b" in odd:
@@ -289,7 +285,7 @@ def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
 
 
 def _kept(setup: Setup, b: Tensor) -> KeptWeight | None:
-    """The weight as an arm of inference keeps it, where the case's precision is one."""
+    """Returns the weight as inference keeps it, if the case's precision is an arm of that."""
     from fp8bench.nn.decoder import kept_weight
 
     mode = precisions.get(setup.case.precision)
@@ -301,10 +297,8 @@ def _kept(setup: Setup, b: Tensor) -> KeptWeight | None:
 
 
 def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, tuple[Role, Role]]:
-    """Operands from the seed, Gaussian unless the case asks for other values.
-
-    They are drawn in fp32, and each goes into its dtype before the next is drawn: two in fp32 may not fit.
-    """
+    """Draws operands from the seed, Gaussian unless the case asks for other values. They are drawn in fp32, and each is
+    converted before the next is drawn: two in fp32 may not fit."""
     import torch
 
     from fp8bench.numerics.distributions import drawn, laid_out

@@ -20,21 +20,21 @@ from fp8bench.registry import precisions, workloads
 if TYPE_CHECKING:
     from fp8bench.nn.training_step import TrainingState
 
-# Every width is made of heads so wide: what products of every precision come in multiples of.
+# Width of a head: products of every precision take multiples of it.
 _HEAD = 32
 _BATCH, _SEQUENCE = 4, 64
 _RATE = 3e-3
-# What losses are held against; its own are held against fp32's.
-_REFERENCE, _OF_REFERENCE = "bf16", "fp32"
+# Losses are divided by bf16's, and bf16's own by fp32's.
+_REFERENCE, _REFERENCE_OF_BF16 = "bf16", "fp32"
 
 
 @workloads.register("learning")
 class Learning(TrainingWorkload):
     """Two blocks of a GPT on bytes, with AdamW. A timed step is one of this training's.
 
-    The figure is a mean over all steps of several draws of weights and batches: the last loss of one draw moves by
-    more than most faults of a format do when sums are done in another order. Attention is torch's plain one, whose
-    gradients are the same each time on a GPU, too.
+    The figure is a mean over all steps of several draws of weights and batches, because the last loss of one draw
+    changes more with the order of sums than with most faults of a format. Attention is torch's plain one, whose
+    gradients are the same each time on a GPU too.
     """
 
     name = "learning"
@@ -81,9 +81,9 @@ class Learning(TrainingWorkload):
         return new_state(setup, model, loader, CachedWeights(model).cast, attention="math", rate=_RATE)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """The mean loss over that of the reference, whose weights and batches are the same; infinite once a loss is."""
+        """Divides the mean loss by the reference's, with the same weights and batches; infinite once a loss is."""
         case, facts = setup.case, setup.facts
-        reference = _OF_REFERENCE if case.precision == _REFERENCE else _REFERENCE
+        reference = _REFERENCE_OF_BF16 if case.precision == _REFERENCE else _REFERENCE
         return {RELATIVE_LOSS: _mean_loss(setup) / _reference(reference, case.params, facts, setup.seed, setup.corpus)}
 
 

@@ -25,7 +25,7 @@ _LINEAR, NORM_LINEAR, NORM_MLP = "linear", "norm-linear", "norm-mlp"
 
 @workloads.register("mlp")
 class Mlp(LayerWorkload):
-    """Up, activation, down; gated, the product up has twice the columns and the activation is Llama's."""
+    """A product up, an activation, a product down. Gated, the product up has twice the columns, and it is Llama's."""
 
     name = "mlp"
     summary = "a dense feed-forward block, plain (GELU) and gated (SiLU), forward or forward and backward"
@@ -72,7 +72,7 @@ class Mlp(LayerWorkload):
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
         if params.get("cut") == NORM_MLP:
-            return refused("cut=norm-mlp may be one layer, which a precision map cannot part: choose cut=norm-linear")
+            return refused("cut=norm-mlp may be one layer, which a precision map cannot divide: choose cut=norm-linear")
         return super().layer_support(kind, params, precision, facts)
 
     def prepare(self, setup: Setup) -> Exercise:

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
-# What makers have given in this process, by their name and the seed: arms have copies of it.
+# What makers returned in this process, by their name and the seed; arms get copies.
 MADE: dict[tuple[str, int], Given] = {}
-# Makers that are no module's: they give a live model, by the name of its class.
+# Makers of live models, by the name of the model's class.
 LIVE: dict[str, Callable[[], Any]] = {}
 
 
 def sent(file: str) -> Any:
-    """The model, batch and loss that another process of this user has put into a file, whose code they may run."""
+    """Loads the model, batch and loss that another process of this user has put into a file; its code may run."""
     import torch
 
     try:
@@ -53,11 +53,9 @@ def _target(text: str) -> str:
 
 @workloads.register("model")
 class Model(Workload):
-    """`make` gives the model and a batch; every arm has a copy. Precision `untouched` is the model as it came.
-
-    Where forward and backward are is the model's own matter: their time is left unattributed, but for casts and
-    products of layers that were converted. Shares of it are another pass's.
-    """
+    """`make` returns the model and a batch; every arm has a copy. Precision `untouched` is the model as it came. Only
+    the model itself knows where forward and backward are: their time is unattributed, except casts and products of
+    converted layers. `--shares` divides it in a pass of its own."""
 
     name = "model"
     summary = "a model of your own, as it came and converted (fp8bench profile)"
@@ -82,7 +80,7 @@ class Model(Workload):
         return (tuple(own.items()),)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        """Counted by the tape: nothing is known of the model here."""
+        """Declares no FLOPs, which the tape counts."""
         return Work(setup_seconds=COMPILE_SECONDS if params["compile"] == "yes" else 0.0)
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
@@ -91,20 +89,18 @@ class Model(Workload):
         support = precision.prepares(facts) or precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and params["compile"] == "yes":
             return refused(
-                f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: "
-                "leave --compile out"
+                f"{precision.mode} depends on earlier casts, which a compiled graph does not know: leave --compile out"
             )
         return support
 
     def layer_support(
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
-        """Who prepares whole models has no layers."""
         whole = precision.prepares(facts) is not None
         return precision.support(facts) if whole else self.support(params, precision, facts)
 
     def examine(self, setup: Setup) -> None:
-        """One step of a copy, uncompiled."""
+        """Takes one step of a copy, uncompiled; raises UsageError with the user's error if it fails."""
         state = _own(setup, compiles=False)
         try:
             state.step(SilentPhases())
@@ -122,7 +118,7 @@ class Model(Workload):
         return state.step(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Outputs, loss and gradients against those of the model as it came, from the same weights, batch and draws."""
+        """Compares outputs, loss and gradients with the untouched model's, from the same weights, batch and draws."""
         from fp8bench.nn.own_model import OwnModel, errors_between
 
         wanted = OwnModel(_copied(setup), setup, compiles=False, converts=False).outcome()
@@ -132,7 +128,7 @@ class Model(Workload):
         return errors_between(state.outcome(), wanted)
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:
-        """Of steps on its one batch; another draw is what its maker gives under another seed."""
+        """Trains on the model's one batch; another draw is what its maker returns under another seed."""
         from fp8bench.nn.own_model import OwnModel, seeded
 
         drawn = replace(setup, seed=setup.seed + setup.draw)
@@ -143,8 +139,8 @@ class Model(Workload):
     def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
         from fp8bench.nn.own_model import errors_between
 
-        found, wanted = (_own(each, compiles=False).outcome() for each in (setup, reference))
-        return errors_between(found, wanted).get("gradient_error")
+        outcome, wanted = (_own(each, compiles=False).outcome() for each in (setup, reference))
+        return errors_between(outcome, wanted).get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
         from fp8bench.nn.conversion import AcceleratedModel, converted_in, unconverted
@@ -162,7 +158,7 @@ class Model(Workload):
 
 
 def _own(setup: Setup, **options: bool) -> OwnModel:
-    """A copy of the case's model, converted as it says."""
+    """Returns a copy of the case's model, converted to its precision."""
     from fp8bench.nn.own_model import OwnModel
 
     return OwnModel(_copied(setup), setup, _multiples(setup), converts=_converts(setup), **options)
@@ -173,7 +169,7 @@ def _converts(setup: Setup) -> bool:
 
 
 def _multiples(setup: Setup) -> tuple[int, int]:
-    """What native products of the case's device want; nothing where they are emulated, or torch's own."""
+    """Returns what native products of the case's device want; 1 where they are emulated, or torch's own."""
     known = [precisions.get(word) for word in (setup.case.precision, *dict(setup.case.precision_map).values())]
     native = [precision.multiples for precision in known if precision.support(setup.facts).level is Level.NATIVE]
     return tuple(map(max, zip(*native, strict=True))) if native and setup.facts.accelerated else (1, 1)
@@ -184,12 +180,11 @@ def _name(setup: Setup) -> str:
 
 
 def _copied(setup: Setup) -> Given:
-    """Model, batch and loss of the case's maker: a copy of what it gave when it was called, once a process."""
     return copied(_name(setup), setup.seed, setup.facts)
 
 
 def copied(name: str, seed: int, facts: DeviceFacts) -> Given:
-    """The same for whoever else has arms. What a training goes through or calls is shared, and no copy."""
+    """Returns a copy of the model, batch and loss of a maker, which is called once a process."""
     from fp8bench.nn.own_model import parse_given, seeded
 
     if (name, seed) not in MADE:
@@ -211,7 +206,7 @@ def copied(name: str, seed: int, facts: DeviceFacts) -> Given:
 
 
 def _refuse_parameters(name: str, given: Given) -> None:
-    """Raise for parameters that no copy could be converted, trained or compared with."""
+    """Raises UsageError for parameters that cannot be converted, trained or compared."""
     from torch.nn.parameter import is_lazy
 
     for path, parameter in given.model.named_parameters():
@@ -235,7 +230,7 @@ def _called(name: str) -> Any:
     except TypeError as error:
         raise UsageError(f"{name} is called without arguments, and {error}. Give a function that takes none.") from None
     except ValueError:
-        pass  # no signature to be seen: calling it will tell
+        pass  # it has no signature that Python could read: calling it will tell
     try:
         return function()
     except Exception as error:
@@ -245,5 +240,5 @@ def _called(name: str) -> Any:
 
 
 def _exhausted(error: BaseException) -> bool:
-    """Whether it is memory that did not suffice: the worker says that of any case alike."""
+    """Tells whether memory ran out, which the worker reports for any case alike."""
     return any(devices.get(kind).is_out_of_memory(error) for kind in devices.names())

@@ -26,7 +26,7 @@ _HIGHEST = 4.0
 
 
 def load_word(text: str) -> str:
-    """uniform, router, or zipf with an exponent, written in one way."""
+    """Parses uniform, router, or zipf with an exponent, which is written in one way."""
     kind, _, exponent = text.partition(":")
     if kind == "zipf":
         try:
@@ -45,8 +45,8 @@ def sizes_of(params: Mapping[str, Scalar]) -> MoeSizes:
 
 @workloads.register("moe")
 class Moe(LayerWorkload):
-    """FLOPs of its work are those of tokens: rows that fill an expert's part up to what a format multiplies are none,
-    and the tape tells them apart. Experts without a token are neither read nor multiplied."""
+    """Its FLOPs are those of tokens, without rows that pad an expert's part for a format; the tape tells them apart.
+    Experts without a token are neither read nor multiplied."""
 
     name = "moe"
     summary = "a mixture of experts: router, dispatch, products, combine; a training step, or decoding, by load"
@@ -94,7 +94,7 @@ class Moe(LayerWorkload):
         sizes, tokens, layers = sizes_of(params), int(params["tokens"]), int(params["layers"])
         expert = 3 * sizes.width * sizes.hidden
         products = tokens * (sizes.top_k * expert + sizes.experts * sizes.width)
-        # fp32 weights; a row for each expert that a token takes, in two bytes, and what lies between its products.
+        # fp32 weights; for each expert of a token a row in two bytes, and what lies between its products.
         rows = tokens * sizes.top_k * (2 * sizes.width + 3 * sizes.hidden)
         least = layers * (4.0 * sizes.experts * expert + (2.0 * rows if is_training(params) else 0.0))
         return Work(2.0 * layers * products * (3 if is_training(params) else 1), tokens, least_memory=least)
@@ -136,7 +136,7 @@ class Moe(LayerWorkload):
         params, sizes = dict(setup.case.params), sizes_of(dict(setup.case.params))
         tokens, load = int(params["tokens"]), str(params["load"])
         plans = [draw_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
-        if carrier is torch.float64:  # the exact pass: nothing is rounded, and nothing is filled up
+        if carrier is torch.float64:  # the exact pass rounds nothing, and pads nothing
             travel = Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
         else:
             router = precisions.get(str(params["router"])).arithmetic(setup.facts)
@@ -150,7 +150,7 @@ class Moe(LayerWorkload):
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Of output and gradients; the router's choices that are not the exact pass's, by layer; and the load."""
+        """Compares output and gradients; adds, by layer, how often the router chooses otherwise, and the load."""
         from fp8bench.nn.experts import Mixture, disagreements, load_figures
 
         state, wanted = self.prepare(setup), self.exact(setup)

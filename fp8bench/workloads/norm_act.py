@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
-# Operation: how many tensors of (tokens, width) it takes.
+# How many tensors of (tokens, width) an operation takes.
 INPUTS = {
     "layer_norm": 1,
     "rms_norm": 1,
@@ -28,18 +28,15 @@ INPUTS = {
     "residual": 2,
     "cross_entropy": 1,
 }
-# Those of a GPT-2, which is what a processor trains by default.
 _GPT2 = ("layer_norm", "gelu", "softmax", "residual", "cross_entropy")
-# Whose backward reads no gradient of that size: a sum hands it on, a loss's is one number.
+# Their backward reads no gradient of that size: a sum hands it on, and a loss's is one number.
 UNREAD = ("residual", "cross_entropy")
 
 
 @workloads.register("norm_act")
 class NormAct(LayerWorkload):
-    """One operation that is no product, in the precision that carries values between products.
-
-    Norms, softmax and the loss are computed in fp32 whatever the carrier, as training does it.
-    """
+    """One operation that is no product, in the precision that carries values between products. Norms, softmax and the
+    loss are computed in fp32 whatever the carrier, as training does it."""
 
     name = "norm_act"
     summary = "norms, activations, softmax, residual and loss: the rest that low-precision recipes leave alone"
@@ -62,7 +59,7 @@ class NormAct(LayerWorkload):
         )  # fmt: skip
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        """Bytes of the inputs and, in training, of the gradient that comes in, all counted in fp32's four."""
+        """Counts the bytes of the inputs and, in training, of the gradient that comes in, four for a number."""
         tokens, width = int(params["tokens"]), int(params["width"])
         tensors = INPUTS[str(params["operation"])]
         taken = tensors + (is_training(params) and params["operation"] not in UNREAD)
@@ -86,7 +83,6 @@ class NormAct(LayerWorkload):
         return exercise(setup, lambda: Between(operation, tokens, width), shapes, carrier, is_training(params))
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Of the inputs, and in training of the gradient that comes in."""
         from fp8bench.numerics.ranges import statistics_of
 
         state, operation = self.prepare(setup), str(setup.case.param("operation"))

@@ -17,22 +17,20 @@ from fp8bench.registry import precisions, workloads
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Made tensors, and the role that is most theirs.
+# Made tensors, and the role that suits each best.
 MADE = {"gaussian": Role.INPUT, "student-t": Role.INPUT, "outliers": Role.INPUT, "log-normal": Role.GRADIENT}
-# A quick look: an easy tensor, one with outliers, and a gradient as a training has it.
+# For --quick: an easy tensor, one with outliers, and a gradient of a training.
 _QUICK = ("gaussian", "outliers", "head-gradient")
 _AUTO = "auto"
 _FLOAT_SCALINGS = ("none", "tensor", "row", "1x128", "128x128")
-# Without one MX scales are rounded by rceil.
+# The default is rceil.
 _MX_SCALES = ("", ":scale=ceil", ":scale=even", ":scale=floor")
 
 
 def _table() -> Iterator[str]:
-    """The default precisions: bf16 and fp16, then the table of element formats and scalings.
-
-    All scalings of the 8-bit formats and of e2m1; the four roundings of MX scales for the format that training uses and
-    for the one that minds most; FP6 and the formats of MI300 as they are used.
-    """
+    """Returns the default precisions: bf16 and fp16, then the table of element formats and scalings. It has all
+    scalings of the 8-bit formats and of e2m1; the four roundings of MX scales for e4m3, which training uses, and for
+    e2m1, which suffers most; FP6 and the formats of MI300 as they are used."""
     mx = tuple(f"mx{scale}" for scale in _MX_SCALES)
     scalings = {
         "e4m3fn": (*_FLOAT_SCALINGS, *mx),
@@ -49,7 +47,7 @@ def _table() -> Iterator[str]:
 
 @dataclass
 class TensorState:
-    """The tensor, fp32, and what casts it."""
+    """The tensor in fp32, and what casts it."""
 
     source: Tensor
     role: Role
@@ -58,11 +56,9 @@ class TensorState:
 
 @workloads.register("numerics")
 class Numerics(Workload):
-    """The error of each format under each scaling, tensor by tensor. Its times are those of the casts.
-
-    A precision that takes its scale from earlier steps is shown them first: other draws of a made tensor, the steps
-    before of a captured one.
-    """
+    """The error of each format under each scaling, tensor by tensor. Its times are those of the casts. A precision that
+    takes its scale from earlier steps is shown these first: other draws of a made tensor, earlier steps of a captured
+    one."""
 
     name = "numerics"
     summary = "what each format and scaling leaves of Gaussian, heavy-tailed, outlier, gradient-like and real tensors"
@@ -115,7 +111,7 @@ class Numerics(Workload):
             state.arithmetic.cast(state.source, state.role)  # the result goes at once, inside the phase
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """All figures of the tensor and what is left of it; SQNR is 200 dB at most, which stands for no error."""
+        """Returns all errors of the tensor. SQNR is at most 200 dB, which stands for no error."""
         import torch
 
         from fp8bench.nn.tensor_scales import view_of
@@ -130,7 +126,6 @@ class Numerics(Workload):
         return figures(tensor_error(source, left, view.fmt, view.factors), view.course)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Of the tensor without any loss scale."""
         from fp8bench.numerics.ranges import statistics_of
 
         name = str(setup.case.param("tensor"))
@@ -143,7 +138,8 @@ def _role(setup: Setup) -> Role:
 
 
 def _course(setup: Setup) -> Iterator[Tensor]:
-    """The tensor of a case, then those of the steps before it, the nearest first; gradients with their loss scale."""
+    """Yields the case's tensor, then those of the steps before it, the nearest first; gradients with their loss
+    scale."""
     factor = setup.loss_scale if _role(setup) is Role.GRADIENT else 1.0
     return (tensor * factor for tensor in _plain_course(setup))
 

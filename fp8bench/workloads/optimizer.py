@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 # Moments are restored and cast for so many elements at a time: 256 MiB of fp32 moments, in phases of a good length.
 BUCKET_ELEMENTS = 1 << 25
-# As after some training: the moments are what gradients of steady magnitudes make of them.
+# The moments are those of a training that has taken so many steps with gradients of steady magnitudes.
 STEPS_BEFORE = 1000
-# A bf16 second moment keeps growing, as a decay of 0.001 is below its rounding: ten steps would not show it, a thousand
-# do. What that costs is kept small by the matrix: one, since each has its own scale and its updates know no magnitude.
+# A bf16 second moment keeps growing, because a decay of 0.001 is below its rounding: ten steps hide that, a thousand
+# do not. One small matrix is enough: each has its own scale, and Adam's updates do not depend on magnitudes.
 STEPS_OF_ERROR = 1000
 WIDTH_OF_ERROR = 64
 
@@ -53,8 +53,8 @@ class Optimizer(Workload):
     """Weights and gradients are fp32; the case's precision is that of the moments.
 
     fp32 and bf16 moments are kept as they are, those of fp16 and below with scales; all but fp32 are restored before a
-    step and cast after it. The second moment of fp8 and below is scaled fp16 by default: in the same format as the
-    first it is flushed to zero where it is small, and the update explodes.
+    step and cast after it. For fp8 and below the second moment is scaled fp16 by default: in the first one's format
+    small values become zero, and the update explodes.
     """
 
     name = "optimizer"
@@ -81,7 +81,7 @@ class Optimizer(Workload):
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         count = float(int(params["tensors"]) * int(params["width"]) ** 2)
-        # Weights and gradients come in; beside them two moments, half a byte an element each at the least.
+        # Weights and gradients in fp32, and two moments of at least half a byte an element each.
         return Work(bytes=8 * count, least_memory=9 * count)
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
@@ -104,14 +104,14 @@ class Optimizer(Workload):
                 bucket.update(first, second)
             with phase.cast:
                 bucket.keep(first, second)
-                del first, second  # giving memory back takes time too, and belongs to a phase
+                del first, second  # freeing memory takes time too, and belongs to a phase
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """A thousand steps with changing gradients against the same with fp32 moments, fused, from the same state.
+        """Compares 1000 steps with changing gradients with the same under fp32 moments, fused, from the same state.
 
-        Of one matrix of at most 64 rows and columns, whatever the case's. The update is what the steps made of the
-        weights: the weights themselves would hide it. What of the moments has vanished the errors do not tell: they
-        know the rows of the largest magnitudes only.
+        It trains one matrix of at most 64 rows and columns. The update is the change of the weights, in which the
+        weights themselves would hide it. Moments that vanished are counted apart, because errors are dominated by the
+        rows of the largest magnitudes.
         """
         from fp8bench.numerics.norms import joint_relative_frobenius, vanished_share
 
@@ -171,7 +171,7 @@ def _plain() -> tuple[Storage, Storage]:
 
 
 def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tuple[OptimizerState, GradientSource]:
-    """Weights and moments from the seed, and the source of the gradients that such moments come from."""
+    """Draws weights and moments from the seed, and returns the source of gradients that lead to such moments."""
     import torch
 
     from fp8bench.nn.moments import BETAS, Bucket, bucketed

@@ -24,25 +24,23 @@ if TYPE_CHECKING:
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.parallel.step import ParallelState
 
-# Sequences of all ranks together: a multiple of what the model takes in by itself, for at most so many ranks.
+# The batch of all ranks is so many times the model's own.
 _BATCHES = 4
-# Words for the values of a way's own options: each of them, or the first.
+# Words for the values of a way's own options: all of them, or the first.
 _ALL, _FIRST = "auto", "usual"
 # The option that is a count, of which each rank needs one.
 _COUNTED, _ENOUGH = "microbatches", " that is not less than the ranks"
-# What is sent once is not of a step: DDP tells the others in its second one how it has sorted its buckets.
+# What is sent once does not belong to a step: in its second one DDP tells the others how it has sorted its buckets.
 _STEPS_BEFORE = 2
-# Steps that are held against those of one rank.
+# How many steps are compared with those of one rank.
 _AGREEING_STEPS = 3
 
 
 @workloads.register("parallel")
 class Parallel(Workload):
-    """Steps that ranks take together, each with its part of model, batch or both.
-
-    The batch is that of all ranks, whatever a way makes of it, so that throughputs compare. Errors are distances from
-    one rank that trains alone, with the same arithmetic.
-    """
+    """Steps that ranks take together, each with its part of the model, the batch or both. The batch is that of all
+    ranks, however it is divided, so that throughputs compare. Errors are distances from one rank that trains alone,
+    with the same arithmetic."""
 
     name = "parallel"
     summary = "training steps of a GPT by several ranks (--ranks): data, sharded, tensor and pipeline parallel"
@@ -59,7 +57,7 @@ class Parallel(Workload):
                 name,
                 f"{text}; {_ALL}: each that a way has; {_FIRST}: its first{_ENOUGH * (name == _COUNTED)}",
                 (_ALL,),
-                _or_words(name, facts.ranks),
+                _word_or_value(name, facts.ranks),
                 quick=(_FIRST,),
             )
             for name, text in OPTIONS.items()
@@ -75,15 +73,18 @@ class Parallel(Workload):
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
-        """A case of each value of a way's own options; what a way does not have is no parameter of its cases."""
+        """Makes a case of each value of a way's own options; options that a way does not have are dropped."""
         config, way = SIZES[str(params["size"])], WAYS[str(params["way"])]
         own: dict[str, Scalar] = {"batch": config.batch * _BATCHES, "sequence": config.sequence}
         usual = {name: own.get(name, value) if value == "auto" else value for name, value in params.items()}
-        plain = {name: value for name, value in usual.items() if name not in OPTIONS or not _is_word(value)}
-        open_ones = [name for name in way.options if name not in plain]
-        values = [_meant(way.options[name], str(params[name])) for name in open_ones]
-        chosen = product(*(map(_parse(name), some) for name, some in zip(open_ones, values, strict=True)))
-        return tuple((*plain.items(), *zip(open_ones, some, strict=True)) for some in chosen)
+        plain = {
+            name: value
+            for name, value in usual.items()
+            if name not in OPTIONS or str(value).partition(" ")[0] not in (_ALL, _FIRST)
+        }
+        names = [name for name in way.options if name not in plain]
+        values = [map(_parse(name), _meant(way.options[name], str(params[name]))) for name in names]
+        return tuple((*plain.items(), *zip(names, chosen, strict=True)) for chosen in product(*values))
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         config, length, sequences = _config(params), int(params["sequence"]), int(params["batch"])
@@ -111,9 +112,11 @@ class Parallel(Workload):
             takes = "; ".join(f"{name}: {', '.join(values)}" for name, values in way.options.items()) or "none"
             return refused(f"{way.name} has no {foreign[0]}={options[foreign[0]]}: it takes {takes}")
         if precision.whole_layers:
-            return refused(f"{precision.mode} has layers of its own, which no way divides: leave the backend out")
-        asked = ParallelCase(_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
-        why = way.refused(asked)
+            return refused(
+                f"{precision.mode} brings its own layers, which cannot be divided among ranks: leave the backend out"
+            )
+        case = ParallelCase(_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
+        why = way.refused(case)
         return refused(why) if why else precision.support(facts)
 
     def prepare(self, setup: Setup) -> ParallelState:
@@ -125,7 +128,8 @@ class Parallel(Workload):
         state.trained(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Distances from one rank alone, after a few steps of plain gradient descent."""
+        """Compares a few steps of plain gradient descent with one rank alone; raises NotTheSame if they differ too
+        much."""
         import torch.distributed as dist
 
         from fp8bench.nn.parallel.step import NotTheSame, agreement, most_apart
@@ -136,7 +140,7 @@ class Parallel(Workload):
         params = dict(setup.case.params)
         limits = most_apart(map(precisions.get, made_in), str(params.get("wire", "")), str(params.get("load", "")))
         if why := limits.why_not(apart):
-            raise NotTheSame(f"{_AGREEING_STEPS} steps change weights otherwise than one rank alone does: {why}")
+            raise NotTheSame(f"{_AGREEING_STEPS} steps change weights differently from one rank alone: {why}")
         return {**apart.figures(), **state.model.figures()}
 
     def step_parts(self, setup: Setup) -> StepParts:
@@ -165,7 +169,7 @@ class Parallel(Workload):
         return new_state(model, _loader(setup), setup.facts, plain)
 
     def _alone(self, setup: Setup, plain: bool = False, parts: int = 1) -> ParallelState:
-        """One rank's, of the whole batch or of so small a part of it."""
+        """Returns the state of one rank with the whole batch, or with one of `parts` of it."""
         from fp8bench.nn.parallel.model import AloneModel
         from fp8bench.nn.parallel.step import new_state
 
@@ -197,18 +201,15 @@ class Parallel(Workload):
         return model
 
 
-def _or_words(option: str, ranks: int) -> Callable[[str], Scalar]:
-    """What stands for several values, or one of them. The usual count goes along with the ranks that it serves."""
+def _word_or_value(option: str, ranks: int) -> Callable[[str], Scalar]:
+    """Parses a value, or a word for several; the usual count keeps the number of ranks that it must serve."""
     parse, usual = _parse(option), f"{_FIRST} {ranks}" if option == _COUNTED else _FIRST
     return lambda text: text if text == _ALL else usual if text == _FIRST else parse(text)
 
 
-def _is_word(value: Scalar) -> bool:
-    return str(value).partition(" ")[0] in (_ALL, _FIRST)
-
-
 def _meant(values: tuple[str, ...], word: str) -> tuple[str, ...]:
-    """What a word stands for of a way's values: all, or the first, of counts the first that suffices; else the last."""
+    """Returns the values that a word stands for: all, or the first; of counts the first that suffices, else the
+    last."""
     if word == _ALL:
         return values
     _, _, fewest = word.partition(" ")
@@ -217,7 +218,7 @@ def _meant(values: tuple[str, ...], word: str) -> tuple[str, ...]:
 
 
 def _parse(option: str) -> Callable[[str], Scalar]:
-    """A parser of what any way has of an option: words, or any number where they have numbers."""
+    """Returns a parser of an option: of the words that ways have for it, or of any number if they have numbers."""
     values = {value: None for way in WAYS.values() for value in way.options.get(option, ())}
     return whole_number() if all(value.isdecimal() for value in values) else one_of(*values)
 

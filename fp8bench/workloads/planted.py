@@ -1,4 +1,4 @@
-"""A workload with a slow-down injected into it, for the self-test: another workload's step plus some tiny calls."""
+"""A workload with a planted slow-down, for the self-test: another workload's step and some tiny calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PlantedState:
-    """The other workload with its state, and how many tiny calls follow its next step, and those after it, in turn."""
+    """The other workload with its state, and how many tiny calls follow its next steps."""
 
     workload: Workload
     inner: Any
@@ -31,12 +31,12 @@ class PlantedState:
 ORDERS = ("periodic", "random")
 # About as long on a GPU as a tiny call on a processor.
 _TINY_CYCLES = 100
-# Random ones repeat after so many steps.
+# A random order repeats after so many steps.
 _MOST_STEPS = 100_000
 
 
 def _in_turn(case: Case) -> Iterator[int]:
-    """The tiny calls of each step, worked out before the first one: as many in all, unless the case says in which."""
+    """Works out the tiny calls of each step before the first one; by default the same for all."""
     params = {"part": 1, "whole": 1, "order": ORDERS[0], "draw": 0, **dict(case.params)}
     extra, part, whole, draw = (int(params[name]) for name in ("extra", "part", "whole", "draw"))
     chance = random.Random(draw)
@@ -50,7 +50,7 @@ def _in_turn(case: Case) -> Iterator[int]:
 
 @workloads.register("_planted")
 class Planted(Workload):
-    """Hidden from lists. `base` is the other workload; parameters named `base.x` are its parameters."""
+    """Hidden from lists. `base` is the other workload; parameters named `base.x` are passed on to it."""
 
     name = "_planted"
     summary = "another workload's step with a slow-down injected into it (self-test)"
@@ -85,11 +85,11 @@ class Planted(Workload):
         if extra and state.on_device:
             from torch import cuda
 
-            with phase.gemm:  # what the host does beside it, a GPU's time does not show
+            with phase.gemm:  # on the GPU, whose time does not show what the host does meanwhile
                 cuda._sleep(extra * _TINY_CYCLES)  # type: ignore[no-untyped-call]
         elif extra:
             with phase.gemm:
-                # A call that only asks, about 50 ns: an operator would cost 1 or 2% of a 0.3 ms product at once.
+                # Such a call takes about 50 ns; an operator would cost 1 or 2% of a 0.3 ms product at once.
                 ask = state.tiny.is_contiguous
                 for _ in range(extra):
                     ask()

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from fp8bench.nn.rlhf import FourModels
     from fp8bench.nn.training_step import Cast, Loader, TrainingState
 
-# What changes how a step is done, and what it computes by no more than what casts remember. A case made by hand may
-# leave these out.
+# Parameters that change how a step is done, and what it computes at most by what casts remember. A case made by hand
+# may leave them out.
 USUAL = {
     "checkpointing": "no",
     "compile": "no",
@@ -48,19 +48,19 @@ USUAL = {
     "models": "actor",
     "frozen": "bf16",
 }
-# Forward is a third of a step's work: two models that go forward alone are so much of one that is trained.
+# Work of two models that only go forward, which is a third of a step, relative to one that is trained.
 _FROZEN_WORK = 2 / 3
 COMPILE_SECONDS = 600.0
 
 
 @workloads.register("transformer")
 class Transformer(TrainingWorkload):
-    """Every phase of training: the main road of this tool.
+    """A training step with every phase: the main workload of this tool.
 
-    With compile=yes forward and backward are one graph each, whose parts are fused and cannot be told apart: their
-    time is left unattributed on purpose, the other phases stay. With weights=cached a step casts each weight once,
-    ahead of its micro-batches and of any graph; with recast each micro-batch casts them, where it multiplies. With
-    checkpointing=blocks the phases hold what is computed again too; FLOPs do not, so that throughputs compare.
+    With compile=yes forward and backward are one graph each, whose parts are fused and cannot be told apart: their time
+    is unattributed, the other phases stay. With weights=cached a step casts each weight once, ahead of its
+    micro-batches and of any graph; with recast each micro-batch casts them where it multiplies. With
+    checkpointing=blocks phases include what is computed again; FLOPs do not, so that throughputs compare.
     """
 
     name = "transformer"
@@ -104,7 +104,7 @@ class Transformer(TrainingWorkload):
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         config, four = SIZES[str(params["size"])], _choice(params, "models") == "rlhf"
         if not four and _choice(params, "frozen") != USUAL["frozen"]:
-            raise UsageError(f"frozen={params['frozen']} is of models=rlhf, whose other two models stay: add that.")
+            raise UsageError(f"frozen={params['frozen']} is for the frozen models of models=rlhf: add models=rlhf.")
         if four and (_choice(params, "compile"), _choice(params, "cut")) != ("no", "linear"):
             raise UsageError("models=rlhf has four models, of which none is compiled: choose compile=no, cut=linear.")
         own: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
@@ -116,7 +116,7 @@ class Transformer(TrainingWorkload):
         sequences = int(params["batch"]) * int(params["micro_batches"])
         length = int(params["sequence"])
         config = SIZES[str(params["size"])]
-        # In fp32: weights, two moments, gradient buffers; and the logits of a micro-batch.
+        # In fp32: weights, two moments, gradients, and the logits of a micro-batch.
         least = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
         compiling = COMPILE_SECONDS if _choice(params, "compile") == "yes" else 0.0
         flops, kept = config.step_flops(sequences, length), 0.0
@@ -126,12 +126,13 @@ class Transformer(TrainingWorkload):
         return Work(flops, sequences * length, least_memory=least + kept, setup_seconds=compiling)
 
     def memory(self, params: Mapping[str, Scalar], precision: Precision) -> float:
-        """Of a step that is not compiled: weights with gradients and moments in fp32; what blocks keep of a
-        micro-batch, or their inputs and what one keeps; logits with their gradients; scores that are written down."""
+        """Counts a step that is not compiled. It has weights, gradients and moments in fp32; what blocks keep of a
+        micro-batch, or only their inputs and what one block keeps; logits with their gradients; and scores that are
+        written down."""
         config, length, batch = SIZES[str(params["size"])], int(params["sequence"]), int(params["batch"])
         size = carrier_bytes(precision)
         keys = 2 * config.key_heads * config.head_width
-        # Both norms, queries and what attention gives, the sum behind it; before and behind the activation.
+        # Both norms, queries, attention's output and the sum after it; before and after the activation.
         kept = 7 * config.width + keys + (3 if config.modern else 2) * config.hidden
         again = _choice(params, "checkpointing") == "blocks"
         blocks = config.layers * config.width + kept if again else config.layers * kept
@@ -159,13 +160,12 @@ class Transformer(TrainingWorkload):
     def layer_support(
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
-        """Of its products only: attention's core gets values in the model's carrier, whatever the map says."""
+        """Considers products only: attention's core gets values in the model's carrier, whatever the map says."""
         if _choice(params, "cut") == "block" and kind != "head":
-            return refused("cut=block may be one layer, which a precision map cannot part: choose cut=linear")
+            return refused("cut=block may be one layer, which a precision map cannot divide: choose cut=linear")
         return self._products(params, precision, facts)
 
     def scales_refused(self, params: Mapping[str, Scalar], rule: StaticScales) -> str:
-        """A compiled graph keeps the scales that it was compiled with, and a book those of one model."""
         if _choice(params, "models") == "rlhf":
             return "of RLHF's models two are trained, each with scales of its own: choose models=actor"
         if _choice(params, "compile") == "no" or (not rule.refresh and rule.bound is None):
@@ -179,7 +179,6 @@ class Transformer(TrainingWorkload):
         return gpt_around(SIZES[str(params["size"])].layers)
 
     def _own(self, setup: Setup) -> GPT:
-        """The model in the case's precisions."""
         from fp8bench.nn.around import set_around
         from fp8bench.nn.unit_scaling import scale_to_unit
 
@@ -194,8 +193,7 @@ class Transformer(TrainingWorkload):
         support = precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and _choice(params, "compile") == "yes":
             return refused(
-                f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: "
-                "choose compile=no"
+                f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no"
             )
         recasts = precision.backend is not None and precision.whole_layers and not precision.backend.caches_weights
         if recasts and support.level is not Level.REFUSED and _choice(params, "weights") == "cached":
@@ -251,7 +249,8 @@ class Transformer(TrainingWorkload):
         )  # fmt: skip
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Loss and all gradients of one step against the same step in fp64 throughout, from identical state."""
+        """Compares the loss and all gradients of one step with the same step in fp64 throughout, from identical
+        state."""
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
@@ -260,7 +259,7 @@ class Transformer(TrainingWorkload):
 
         def exactly() -> tuple[float, list[Tensor]]:
             exact = PlainArithmetic(torch.float64)
-            # No fused kernel of a GPU takes fp64: the scores of all heads and layers would not fit beside each other.
+            # No fused kernel of a GPU takes fp64, and the scores of all heads and layers at once would not fit.
             core = HeadwiseCore(FusedCore())
             model = _model(setup, lambda name: exact, exact.carrier, checkpointing=True, core=core).double()
             return _gradients(setup, model, model, 1.0)
@@ -268,19 +267,18 @@ class Transformer(TrainingWorkload):
         reference_loss, reference = exactly() if setup.shared is None else setup.shared(exactly)
         with WrittenScores() as written:
             loss, gradients = self._first_gradients(setup)
-        told = {} if _choice(dict(setup.case.params), "compile") == "yes" else {"scores_bytes": float(written.most)}
+        figures = {} if _choice(dict(setup.case.params), "compile") == "yes" else {"scores_bytes": float(written.most)}
         if _choice(dict(setup.case.params), "models") == "rlhf":
             four = self._four(setup)
-            four.step(SilentPhases())  # moments are there from then on
-            told |= four.figures()
+            four.step(SilentPhases())  # makes the moments
+            figures |= four.figures()
         return {
             "loss_error": relative_error(loss, reference_loss),
             "gradient_error": joint_relative_frobenius(gradients, reference),
-            **told,
+            **figures,
         }
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:
-        """Of the very steps that are timed."""
         return self.prepare(setup).losses(steps)
 
     def gradient_error(self, setup: Setup, reference: Setup) -> float:
@@ -290,7 +288,7 @@ class Transformer(TrainingWorkload):
         return joint_relative_frobenius(self._first_gradients(setup)[1], wanted)
 
     def _first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
-        """Mean loss and gradients of the case's first step, of a second pass where an arithmetic settles."""
+        """Returns mean loss and gradients of the first step, in a second pass if an arithmetic has to settle."""
         from fp8bench.nn.attention import attention_by
 
         model = self._own(setup)
@@ -301,10 +299,8 @@ class Transformer(TrainingWorkload):
             return _gradients(setup, model, forward, setup.loss_scale)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Of the operands of all products of one micro-batch, forward and backward, by layer kind and role.
-
-        In fp32, whatever the precision: an fp16 without its loss scale would lose the smallest gradients uncounted.
-        """
+        """Counts the operands of all products of one micro-batch, forward and backward, by layer kind and role. It runs
+        in fp32, whatever the precision: fp16 without its loss scale would lose the smallest gradients uncounted."""
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic, counted
@@ -328,7 +324,7 @@ def _choice(params: Mapping[str, Scalar], name: str) -> str:
 
 
 def _frozen_bytes(params: Mapping[str, Scalar]) -> float:
-    """Of both, as far as it is sure: less where scales stand beside codes."""
+    """Returns a lower bound of the bytes of both frozen models, without scales."""
     return 2.0 * SIZES[str(params["size"])].weights * WEIGHT_FORMATS[_choice(params, "frozen")].bits / 8
 
 
@@ -339,7 +335,7 @@ def _config(setup: Setup) -> GPTConfig:
 def _model(
     setup: Setup, choose: Choose, carrier: torch.dtype, checkpointing: bool = False, core: Core | None = None
 ) -> GPT:
-    """The model of a case from its seed, on its device; weights are the same for every arithmetic."""
+    """Builds a case's model from its seed; weights are the same for every arithmetic."""
     from fp8bench.nn.gpt import GPT, take_blocks
     from fp8bench.nn.training_step import seeded
     from fp8bench.nn.whole_layers import surround
@@ -353,7 +349,7 @@ def _model(
 
 
 def _weights(setup: Setup, model: GPT) -> Cast:
-    """What casts the weights of a step's micro-batches ahead of them; nothing where each does it by itself."""
+    """Returns what casts the weights of a step ahead of its micro-batches, or nothing if each micro-batch does."""
     if _choice(dict(setup.case.params), "weights") == "recast":
         return lambda phase: nullcontext()
     from fp8bench.nn.whole_layers import CachedWeights
@@ -362,10 +358,8 @@ def _weights(setup: Setup, model: GPT) -> Cast:
 
 
 def _forward(setup: Setup, model: GPT) -> Forward:
-    """The model itself, or compiled here and now, on text of its own: so that no step has to.
-
-    While scales are found in data it is not compiled: they change from cast to cast.
-    """
+    """Returns the model, or compiles it now, on text of its own, so that no step has to. While scales are found in data
+    it is not compiled: they change from cast to cast."""
     calibrating = setup.scales is not None and setup.scales.watching
     if calibrating or _choice(dict(setup.case.params), "compile") == "no":
         return model
@@ -382,7 +376,7 @@ def _loader(setup: Setup) -> TokenLoader:
 
 
 def _gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) -> tuple[float, list[Tensor]]:
-    """Mean loss and summed gradients of one step's micro-batches, in the model's own initial state."""
+    """Returns mean loss and summed gradients of one step's micro-batches."""
     model.zero_grad()
     loader = _loader(setup)
     micro_batches = int(setup.case.param("micro_batches"))

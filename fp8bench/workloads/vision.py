@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from fp8bench.nn.vision import InferenceState
 
 _MODELS = ("resnet", "vit", "two-input")
-# What a model has no use for.
-_OTHERS = {"resnet": ("patch", "text"), "vit": ("text",), "two-input": ()}
+# Parameters that a model does not have.
+_UNUSED = {"resnet": ("patch", "text"), "vit": ("text",), "two-input": ()}
 
 
 def sizes_of(params: Mapping[str, Scalar]) -> VisionSizes:
     model = str(params["model"])
-    names = (name for name in ("image", "width", "layers", "patch", "text") if name not in _OTHERS[model])
+    names = (name for name in ("image", "width", "layers", "patch", "text") if name not in _UNUSED[model])
     return VisionSizes(model, **{name: int(params[name]) for name in names if name in params})
 
 
 @workloads.register("vision")
 class Vision(TrainingWorkload):
-    """The first product of a model and its head stay high, and so does what stands around products, unless a map says
-    otherwise; attention's core does in any case."""
+    """A model's first product and its head stay high, and so does what surrounds products, unless a map says otherwise.
+    Attention's core stays high in any case."""
 
     name = "vision"
     summary = "a ResNet stage by memory layout, a ViT block, or an image beside text: a training step, or inference"
@@ -71,7 +71,7 @@ class Vision(TrainingWorkload):
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         model, layout = str(params["model"]), params["layout"]
-        own = {name: value for name, value in params.items() if name not in _OTHERS[model]}
+        own = {name: value for name, value in params.items() if name not in _UNUSED[model]}
         if int(params["width"]) % 16:
             raise UsageError(
                 f"width={params['width']} is no multiple of 16, of which heads and bottlenecks are made. Choose one."
@@ -80,13 +80,14 @@ class Vision(TrainingWorkload):
             raise UsageError(f"image={own['image']} is no multiple of patch={own['patch']}. Choose others.")
         if model == "resnet" and is_training(own) and int(own["batch"]) * sizes_of(own).stage == 1:
             raise UsageError(
-                f"batch=1 with image={own['image']} leaves one value a channel, without a batch norm: choose a larger."
+                f"batch=1 with image={own['image']} leaves one value a channel, too few for a batch norm: choose "
+                "a larger batch or image."
             )
         both = ("contiguous", "channels_last") if model == "resnet" else ("channels_last",)
         return tuple(tuple({**own, "layout": chosen}.items()) for chosen in (both if layout == "auto" else (layout,)))
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        """No image needs a gradient: the first product has two in training, the others three."""
+        """Counts two products in training for the first layer and three for others: no image needs a gradient."""
         sizes, batch, training = sizes_of(params), int(params["batch"]), is_training(params)
         flops = (3 if training else 1) * sizes.attention_flops() + sum(
             2.0 * rows * weights * ((2 if kind == "stem" else 3) if training else 1)
@@ -115,14 +116,14 @@ class Vision(TrainingWorkload):
     def layer_support(
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
-        if kind not in self.layer_kinds:  # it stands around products
+        if kind not in self.layer_kinds:  # it surrounds products
             return precision.support(facts)
         sizes = sizes_of(params)
         resnet = sizes.model == "resnet"
         convolved = kind == "stem" or (kind == "block" and resnet)
         support = convolution_support(precision, facts) if convolved else precision.support(facts)
         outputs = sizes.vocabulary if sizes.model == "two-input" else CLASSES
-        narrow = sizes.inner if resnet else sizes.width  # what all other sides are multiples of
+        narrow = sizes.inner if resnet else sizes.width  # all other sides are multiples of it
         stem = 3 * (7 if resnet else sizes.patch) ** 2
         sides = {"stem": (stem, narrow), "block": (narrow,), "head": (sizes.width, outputs)}[kind]
         for other, of_image, _ in sizes.products() if support.level is Level.NATIVE else ():
@@ -145,7 +146,7 @@ class Vision(TrainingWorkload):
         return fault_of(state)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Loss and all gradients of a step, or logits, against the same in fp64 throughout."""
+        """Compares loss and all gradients of a step, or logits, with the same in fp64 throughout."""
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
@@ -164,7 +165,7 @@ class Vision(TrainingWorkload):
 
 
 def _state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState | InferenceState:
-    """A case's model from its seed, the same weights for every arithmetic and layout, and its batches."""
+    """Builds a case's model from its seed, with the same weights for every arithmetic and layout, and its batches."""
     import torch
 
     from fp8bench.nn.training_step import new_state, seeded

@@ -237,7 +237,7 @@ def test_steps_are_seen_to_do_something_or_there_is_a_reason(
     """None is taken for a step that does no work."""
     found = bench.effect(smallest(name, precision, corpus), CPU)
     if name in GIVE_NOTHING_THAT_STAYS and precision != "fp8-delayed":
-        assert found == StepEffect(None, "nothing that it gives is kept in its state, or returned")
+        assert found == StepEffect(None, "none of its results is kept in its state, or returned")
     else:
         assert found == StepEffect(True)
 

@@ -53,7 +53,6 @@ class FakeEvent:
 
 @pytest.fixture
 def stamper(monkeypatch: pytest.MonkeyPatch) -> EventStamper:
-    """A stamper of fake events, counted from nothing."""
     FakeEvent.made = FakeEvent.records = 0
     FakeEvent.synchronised = []
     main = threading.get_ident()
@@ -64,7 +63,6 @@ def stamper(monkeypatch: pytest.MonkeyPatch) -> EventStamper:
 
 
 def test_the_processor_is_one_device_with_plain_facts() -> None:
-    """Its memory is the machine's; torch's version is text, not a class of torch's own."""
     (facts,) = Cpu().available()
     assert (facts.kind, facts.index, facts.key, facts.accelerated) == ("cpu", 0, "cpu", False)
     assert facts.name and facts.arch
@@ -74,8 +72,6 @@ def test_the_processor_is_one_device_with_plain_facts() -> None:
 
 
 def test_memory_that_the_system_does_not_tell_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that sysconf does not know is a ValueError."""
-
     def unknown(name: str) -> int:
         raise ValueError(name)
 
@@ -88,14 +84,11 @@ def test_memory_that_the_system_does_not_tell_is_zero(monkeypatch: pytest.Monkey
     [("processor\t: 0\nmodel name\t: Xeon: the best\nmodel name\t: other\n", "Xeon: the best"), ("flags: a b\n", None)],
 )
 def test_the_processor_s_name_is_the_system_s(monkeypatch: pytest.MonkeyPatch, text: str, name: str | None) -> None:
-    """Where the system does not tell it, something else does."""
     monkeypatch.setattr(cpu_module, "Path", lambda path: SimpleNamespace(read_text=lambda: text))
     assert processor_name() == name or (name is None and processor_name())
 
 
 def test_a_machine_without_proc_still_has_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is called."""
-
     def missing(path: str) -> None:
         raise FileNotFoundError(path)
 
@@ -106,7 +99,7 @@ def test_a_machine_without_proc_still_has_a_processor(monkeypatch: pytest.Monkey
 
 
 def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
-    """Here it has no graphs at all."""
+    """This torch has no graphs at all."""
     with pytest.raises(CannotCapture, match=r"torch captured no graph of its step: [A-Za-z]+: .+"):
         Cuda().captured(0, lambda: None)
     with pytest.raises(CannotCapture, match="nothing replays the steps of a device of the kind cpu"):
@@ -114,7 +107,6 @@ def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
 
 
 def test_the_last_cache_is_the_system_s(tmp_path: Path) -> None:
-    """Of the highest level, with the processors that share it; what cannot be read is left out."""
     cache = tmp_path / f"cpu{min(os.sched_getaffinity(0))}" / "cache"
     levels = (("1", "48K", "0"), ("3", "32768K", "0-3,8-11"), ("2", "1024K", "0"), ("4", "no", "0"))
     for index, said in enumerate(levels):
@@ -127,7 +119,6 @@ def test_the_last_cache_is_the_system_s(tmp_path: Path) -> None:
 
 
 def test_host_stamps_are_whole_nanoseconds_that_never_go_back() -> None:
-    """Intervals lie between neighbours; one stamp has none."""
     now = HostStamper().source()
     stamps = [now() for _ in range(100)]
     intervals = HostStamper().intervals_ns(stamps)
@@ -137,14 +128,12 @@ def test_host_stamps_are_whole_nanoseconds_that_never_go_back() -> None:
 
 
 def test_event_intervals_are_nanoseconds_between_neighbours(stamper: EventStamper) -> None:
-    """CUDA says milliseconds."""
     now = stamper.source()
     assert stamper.intervals_ns([now(), now(), now()]) == [250_000, 250_000]
     assert stamper.intervals_ns([]) == []
 
 
 def test_every_thread_records_on_the_stream_of_the_source(stamper: EventStamper) -> None:
-    """Autograd's threads mark phases of the backward pass, and have current streams of their own."""
     now = stamper.source()
     stamps = [now()]
     thread = threading.Thread(target=lambda: stamps.append(now()))
@@ -154,7 +143,6 @@ def test_every_thread_records_on_the_stream_of_the_source(stamper: EventStamper)
 
 
 def test_reading_waits_for_the_last_event_only(stamper: EventStamper) -> None:
-    """Once: the others are done by then."""
     now = stamper.source()
     stamps = [now() for _ in range(4)]
     stamper.intervals_ns(stamps)
@@ -162,7 +150,7 @@ def test_reading_waits_for_the_last_event_only(stamper: EventStamper) -> None:
 
 
 def test_events_are_used_again_once_recycled(stamper: EventStamper) -> None:
-    """And not before: an event recorded anew forgets what it said."""
+    """An event that is recorded anew forgets its earlier time."""
     now = stamper.source()
     first = [now() for _ in range(3)]
     second = [now() for _ in range(2)]
@@ -177,7 +165,6 @@ def test_events_are_used_again_once_recycled(stamper: EventStamper) -> None:
 
 
 def test_recycling_twice_hands_no_event_out_twice(stamper: EventStamper) -> None:
-    """Two stamps of one step on one event would be one stamp."""
     now = stamper.source()
     _ = [now() for _ in range(3)]
     stamper.recycle()
@@ -187,7 +174,6 @@ def test_recycling_twice_hands_no_event_out_twice(stamper: EventStamper) -> None
 
 
 def test_a_source_fetched_before_recycling_sees_the_pool(stamper: EventStamper) -> None:
-    """The clock fetches it once and for all."""
     clock = PhaseClock(stamper)
     for _ in range(3):
         clock.begin()
@@ -201,7 +187,6 @@ def test_a_source_fetched_before_recycling_sees_the_pool(stamper: EventStamper) 
 
 
 def test_without_cuda_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is no error."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Cuda().available() == ()
 
@@ -210,7 +195,6 @@ def test_without_cuda_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     ("hip", "arch"), [(None, None), ("7.0.1", "gfx942:sramecc+:xnack-")], ids=["nvidia", "amd"]
 )  # fmt: skip
 def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | None, arch: str | None) -> None:
-    """NVIDIA's by compute capability, whatever torch calls them; AMD's by the name of their instruction set."""
     properties = {
         "name": "a GPU", "total_memory": 80 << 30, "major": 9, "minor": 4, "gcnArchName": arch or "a GPU",
         "L2_cache_size": 4 << 20,
@@ -230,7 +214,6 @@ def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | Non
 
 
 def test_torch_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what the driver knows too; an older torch says none of it."""
     properties = {"name": "a GPU", "total_memory": 80 << 30, "major": 9, "minor": 4, "uuid": "aaaa2222-0000"}
     properties |= {"pci_domain_id": 0, "pci_bus_id": 0x4C, "pci_device_id": 0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -282,7 +265,6 @@ def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.M
     ],
 )
 def test_each_device_knows_its_own_exhausted_memory(device: Cpu | Cuda, error: Exception, exhausted: bool) -> None:
-    """By type where there is one, else by torch's words."""
     assert device.is_out_of_memory(error) is exhausted
 
 
@@ -290,7 +272,7 @@ def test_each_device_knows_its_own_exhausted_memory(device: Cpu | Cuda, error: E
 def test_a_library_that_cannot_begin_lacks_memory_where_there_is_little(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says the same where another version of it was found, and after an error that has broken the context."""
+    """The message is the same for another version of the library, and after an error that broke the context."""
     left = [0]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (left[0], 80 << 30))
     assert Cuda().is_out_of_memory(RuntimeError(f"CUDA error: {words}"))
@@ -327,28 +309,25 @@ HOPPER = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
     ],
 )
 def test_a_build_of_torch_has_kernels_for_some_gpus(arch: str, built: list[str], runs: bool) -> None:
-    """By NVIDIA's rules of compatibility; where torch does not say what it was built for, nobody knows."""
     why = why_no_kernels(arch, built)
     assert bool(why) is not runs
     assert runs or (arch in why and built[0] in why)
 
 
 def test_a_real_allocation_that_fails_is_recognised() -> None:
-    """A quarter of an exabyte: torch's words have not changed."""
+    """Asks for a quarter of an exabyte: torch's words have not changed."""
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 56, dtype=torch.float32)
     assert Cpu().is_out_of_memory(raised.value)
 
 
 def test_devices_are_registered_under_their_kind() -> None:
-    """The plan and the bench find them by it."""
     assert sorted(devices.names()) == ["cpu", "cuda", "xpu"]
     for kind in devices.names():
         assert devices.get(kind).kind == kind
 
 
 def peak_of(meter: MemoryMeter) -> int | None:
-    """The highest point of the stretch that ends here."""
     course = meter.stop()
     return None if course is None else course.peak
 
@@ -358,7 +337,6 @@ def peak_of(meter: MemoryMeter) -> int | None:
     [(1001, torch.float32, 4004), (7, torch.bfloat16, 14), (333, torch.float8_e4m3fn, 333), (99, torch.int64, 792)],
 )  # fmt: skip
 def test_memory_on_the_processor_is_counted_to_the_byte(count: int, dtype: torch.dtype, size: int) -> None:
-    """Nothing is rounded up to an alignment."""
     meter = ProfilerMeter()
     meter.start()
     kept = torch.empty(count, dtype=dtype)
@@ -367,7 +345,6 @@ def test_memory_on_the_processor_is_counted_to_the_byte(count: int, dtype: torch
 
 
 def test_the_highest_point_is_found_although_it_has_gone() -> None:
-    """A large tensor that is freed within the step; what was freed before the mark does not count."""
     meter = ProfilerMeter()
     meter.start()
     kept = [torch.empty(1000)]
@@ -381,7 +358,6 @@ def test_the_highest_point_is_found_although_it_has_gone() -> None:
 
 
 def test_the_highest_point_may_be_the_mark_itself() -> None:
-    """Where a step only gives memory back."""
     meter = ProfilerMeter()
     meter.start()
     kept = [torch.empty(1000), torch.empty(3)]
@@ -392,7 +368,6 @@ def test_the_highest_point_may_be_the_mark_itself() -> None:
 
 
 def test_memory_from_before_does_not_count() -> None:
-    """Neither while it is there nor when it goes."""
     before = [torch.empty(10_000), torch.empty(20_000)]
     meter = ProfilerMeter()
     meter.start()
@@ -405,7 +380,6 @@ def test_memory_from_before_does_not_count() -> None:
 
 
 def test_what_operations_and_backward_allocate_counts() -> None:
-    """Forward x, w, their product and what relu makes of it; backward x, w, the product, its gradient and w's."""
     side, meter = 64, ProfilerMeter()
     peaks = []
     for backward in (False, True):
@@ -423,7 +397,7 @@ def test_what_operations_and_backward_allocate_counts() -> None:
 
 
 def test_what_an_earlier_count_left_behind_does_not_count() -> None:
-    """torch's allocator remembers it, and tells of its release: a cache of a module that is made anew."""
+    """torch's allocator remembers it, and reports its release."""
     meter = ProfilerMeter()
     cache = []
     for _ in range(3):
@@ -435,7 +409,6 @@ def test_what_an_earlier_count_left_behind_does_not_count() -> None:
 
 
 def test_a_meter_that_was_not_marked_knows_nothing() -> None:
-    """It can be stopped at any time, after an exception too, and started again."""
     meter = ProfilerMeter()
     assert meter.stop() is None
     meter.start()
@@ -449,7 +422,6 @@ def test_a_meter_that_was_not_marked_knows_nothing() -> None:
 
 @pytest.mark.slow
 def test_measuring_memory_says_nothing_and_leaves_the_environment_alone() -> None:
-    """The profiler's library tells stderr when it starts and stops, unless it is told not to."""
     program = (
         "import os, torch\n"
         "from fp8bench.devices.cpu import ProfilerMeter\n"
@@ -466,17 +438,14 @@ def test_measuring_memory_says_nothing_and_leaves_the_environment_alone() -> Non
 
 
 def test_a_torch_without_its_profiler_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have been built without."""
     assert isinstance(Cpu().memory_meter(0), ProfilerMeter)
     monkeypatch.setattr(torch.profiler, "kineto_available", lambda: False)
     assert Cpu().memory_meter(0) == "torch was built without its profiler (kineto)"
 
 
 class FakeAllocator:
-    """torch's allocator on one GPU: what is allocated and reserved, the highest since the reset, cuBLAS's workspace.
-
-    It counts on the host, whatever the device still has to do; a workspace in use must not be freed.
-    """
+    """torch's allocator on one GPU: allocated, reserved, the peak since the reset, cuBLAS's workspace. It counts on the
+    host, whatever the device still has to do; a workspace in use must not be freed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, index: int) -> None:
         self.index, self.held, self.peak, self.workspace, self.waiting = index, 0, 0, 0, 0
@@ -526,7 +495,6 @@ BLOCK = 2 << 20
 
 
 def test_memory_on_a_gpu_is_what_its_allocator_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the mark on, above what was there; a higher point before the mark does not count."""
     allocator = FakeAllocator(monkeypatch, 1)
     allocator.allocate(1000)
     meter = Cuda().memory_meter(1)
@@ -549,14 +517,12 @@ def test_memory_on_a_gpu_is_what_its_allocator_adds(monkeypatch: pytest.MonkeyPa
 
 
 def gpu_meter() -> AllocatorMeter:
-    """Of the first GPU."""
     meter = Cuda().memory_meter(0)
     assert isinstance(meter, AllocatorMeter)
     return meter
 
 
 def test_phases_on_a_gpu_have_highest_points_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read and reset at each turn, without waiting; a phase that comes again keeps its higher one."""
     allocator = FakeAllocator(monkeypatch, 0)
     allocator.allocate(BLOCK)
     meter = gpu_meter()
@@ -578,7 +544,6 @@ def test_phases_on_a_gpu_have_highest_points_of_their_own(monkeypatch: pytest.Mo
 
 
 def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events as it would tell them: what was allocated before, what products keep, what a step makes."""
     FakeAllocator(monkeypatch, 0)
     cleared: list[int] = []
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append(1), raising=False)
@@ -604,7 +569,6 @@ def test_what_a_gpu_holds_comes_from_the_profiler(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_autograds_thread_gave_back_unheard_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator is asked once, at the mark, when that thread is done; from there on nothing runs on it."""
     allocator = FakeAllocator(monkeypatch, 0)
     blocks = [{"address": 7, "state": "active_allocated"}, {"address": 8, "state": "inactive"}]
     allocator.segments = [{"device": 0, "blocks": blocks}, {"device": 1, "blocks": [{"address": 9, "state": "x"}]}]
@@ -620,7 +584,7 @@ def test_what_autograds_thread_gave_back_unheard_is_gone(monkeypatch: pytest.Mon
 
 
 def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak is the allocator's own, and nothing is left in a process that times things afterwards."""
+    """The process may time things afterwards."""
     allocator = FakeAllocator(monkeypatch, 0)
     meter = gpu_meter()
     meter.start(blocks=False)
@@ -632,7 +596,6 @@ def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.
 
 
 def test_a_gpu_that_fails_leaves_no_profiler_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error nothing on it works any more, waiting for it included."""
     allocator = FakeAllocator(monkeypatch, 0)
     meter = gpu_meter()
     meter.start()
@@ -682,7 +645,6 @@ class FakeFraction:
 
 
 def test_what_a_gpu_s_allocator_had_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch has begun it counts nothing; a CPU's allocator never tries again."""
     said: dict[str, object] = {}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda index: said)
     assert Cuda().retried(0) is None
@@ -690,8 +652,7 @@ def test_what_a_gpu_s_allocator_had_to_try_again(monkeypatch: pytest.MonkeyPatch
     assert Cuda().retried(0) == 3 and Cpu().retried(0) is None
 
 
-def test_a_gpu_s_memory_ends_where_its_allocator_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside what is reserved already, never beyond what it was told before, and put back after a failure too."""
+def test_a_gpu_s_memory_ends_at_its_allocators_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeFraction(monkeypatch)
     with Cuda().memory_limited(1, 2 * 10**9):
         assert fake.share == pytest.approx(0.3)

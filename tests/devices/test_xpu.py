@@ -89,7 +89,6 @@ def xpu(monkeypatch: pytest.MonkeyPatch) -> FakeXpu:
 
 
 def test_facts(xpu: FakeXpu) -> None:
-    """This torch has no scaled products for it, and says so."""
     found = Xpu().available()
     assert [one.key for one in found] == ["xpu:0", "xpu:1"]
     first = found[0]
@@ -128,8 +127,7 @@ def test_memory_is_what_its_allocator_counts(xpu: FakeXpu) -> None:
     assert course is not None and (course.peak, course.reserved) == (700, 100)
 
 
-def test_memory_ends_where_it_is_told_to(xpu: FakeXpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a share of the device; put back afterwards. An older torch cannot."""
+def test_memory_ends_at_its_limit(xpu: FakeXpu, monkeypatch: pytest.MonkeyPatch) -> None:
     with Xpu().memory_limited(0, 400):
         assert xpu.fraction == 0.5
     assert xpu.fraction == 1.0
@@ -152,7 +150,6 @@ def test_exhausted_memory_is_recognised(error: Exception, is_memory: bool, xpu: 
 
 @for_each("suite", ["gemm", "mlp", "optimizer", "cast"])
 def test_suites_are_planned_for_it(suite: str) -> None:
-    """bf16 and FP8 run natively, with sizes of GPUs."""
     (group, *_) = make_plan(Request(suite, ("fp32", "bf16", "fp8"), devices=("xpu",)), (CPU, XPU))
     levels = {one.case.precision: one.support.level for one in group.cases}
     assert levels == dict.fromkeys(("fp32", "bf16", "fp8"), Level.NATIVE)
@@ -168,7 +165,7 @@ def test_a_tpu_is_refused_with_the_reason(word: str) -> None:
 
 
 @for_each("word", ["rocm", "hip:1"])
-def test_torch_s_name_for_an_amd_gpu_is_told(word: str) -> None:
+def test_torch_s_name_for_an_amd_gpu_is_explained(word: str) -> None:
     from fp8bench.plan.make import check_names
 
     with pytest.raises(UsageError, match=f"'{word}' is not measured: torch calls AMD's GPUs cuda: give that name"):

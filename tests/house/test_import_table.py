@@ -100,7 +100,7 @@ LAZY = HEAVY | {
 AUDITING = ("auditor", "model", "operands", "promises", "results", "steps", "subjects", "times")
 # What a bench imports when it is asked for it, since its parent imports the bench.
 ONCE_ASKED = (
-    "bits", "conformity", "products", "shares_pass", "step_effect", "torch_state", "torch_switches", "trial",
+    "bits", "conformity", "products", "step_effect", "tape_pass", "torch_state", "torch_switches", "trial",
 )  # fmt: skip
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.stats", frozenset({"numpy"})),

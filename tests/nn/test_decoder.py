@@ -371,6 +371,6 @@ def test_a_cache_that_grows_is_one_of_own_keys_and_values() -> None:
         support = Decode().support({**SMALL["decode"], "static": "no", **changes}, precisions.get(precision), CPU)
         return support.reason if support.level is Level.REFUSED else ""
 
-    assert "static=no is a cache of one's own" in reason("bf16", kv="fp8")
-    assert "static=no is a cache of one's own" in reason("served:kv=fp8")
+    assert "static=no works only with kv=own" in reason("bf16", kv="fp8")
+    assert "static=no works only with kv=own" in reason("served:kv=fp8")
     assert reason("bf16") == reason("fp32") == ""

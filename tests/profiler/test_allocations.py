@@ -20,7 +20,7 @@ START = Begun("unattributed")
 
 
 def changes(*pairs: tuple[int, int] | None) -> list[Event]:
-    """Changes by address and size; None begins the stretch."""
+    """Makes changes by address and size; None begins the stretch."""
     return [START if pair is None else Sized(*pair) for pair in pairs]
 
 
@@ -46,7 +46,6 @@ def test_the_most_held_at_once_from_the_first_turn_on(events: list[Event], peak:
 
 
 def test_phases_have_their_own_highest_points() -> None:
-    """What is there when a phase begins counts in it; a phase that comes again keeps the higher one."""
     found = course(
         [
             Sized(1, 10), START, Begun("cast"), Sized(2, 5), Begun("gemm"), Sized(3, 100), Sized(3, -100),
@@ -59,7 +58,6 @@ def test_phases_have_their_own_highest_points() -> None:
 
 
 def test_what_is_held_when_backward_begins() -> None:
-    """Of the stretch: a backward pass before it does not count, nor what comes or goes with the first node."""
     before = [Sized(7, 70), Sized(8, 80, 1), Sized(8, -80, 1)]
     forward = [START, Sized(1, 10), Sized(2, 20), Sized(2, -20), Sized(3, 30)]
     backward = [Sized(4, 40, 2), Sized(3, -30, 2), Sized(1, -10, 3), Sized(9, 900), Sized(9, -900)]
@@ -71,7 +69,7 @@ def test_what_is_held_when_backward_begins() -> None:
 
 
 def held(*events: Event) -> dict[int, HeldBlock]:
-    """What is held at the highest point, by address; a large block at address 0 makes the point."""
+    """Returns what is held at the peak, by address; a large block at address 0 makes the peak."""
     found = course(events)
     assert found is not None
     return {stretch.address: stretch for stretch in found.held if stretch.address}
@@ -94,7 +92,6 @@ def test_when_a_block_came_and_went() -> None:
 
 
 def test_backward_has_nodes_where_forward_has_pieces() -> None:
-    """What a node of autograd's graph gives on is not its own workspace; each backward pass is awaited anew."""
     found = held(
         Begun("elementwise"), Sized(1, 1), Sized(2, 1, node=1), Sized(3, 1, node=1), Sized(4, 1),
         Sized(0, 1000, node=2), Sized(0, -1000, node=2), Sized(2, -1, node=2), Sized(3, -1, node=1),
@@ -144,7 +141,6 @@ def test_any_stream_comes_to_what_a_plain_count_says() -> None:
 
 
 def heard(stream: AllocationStream) -> list[Event]:
-    """What was heard, which is something."""
     events = stream.stop()
     assert events is not None and not torch.autograd._profiler_enabled()
     return events
@@ -174,10 +170,12 @@ def test_of_another_device_nothing_is_heard() -> None:
     assert heard(stream) == [Begun("gemm")] and kept.numel() == 10
 
 
-def test_what_lies_in_no_operation_is_heard_of_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch does with a GPU's allocations, those without an event around them are left out here."""
-    told = stream_module._told
-    monkeypatch.setattr(stream_module, "_told", lambda tree: told([one for one in tree if one.name != "[memory]"]))
+def test_allocations_outside_of_operations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out allocations without an event around them, as torch does for a GPU."""
+    told = stream_module._changes_and_notes
+    monkeypatch.setattr(
+        stream_module, "_changes_and_notes", lambda tree: told([one for one in tree if one.name != "[memory]"])
+    )
     stream = AllocationStream("cpu")
     stream.start()
     kept = torch.empty(10)
@@ -186,10 +184,8 @@ def test_what_lies_in_no_operation_is_heard_of_a_gpu_too(monkeypatch: pytest.Mon
 
 
 def test_backward_runs_where_all_of_it_is_heard() -> None:
-    """Autograd's own thread for a GPU gives back what a node was handed after that, where the profiler hears nothing.
-
-    Half of some layers had no roles of memory for that, under a CUDA runtime that computes nothing.
-    """
+    """A regression: autograd's own thread for a GPU frees what a node was given after it has ended, unheard by the
+    profiler, so that half of some layers had no roles of memory."""
     threads = torch._C._is_multithreading_enabled
     stream = AllocationStream("cpu")
     stream.start()
@@ -219,12 +215,10 @@ class Doubled(torch.autograd.Function):
 
 
 def passes_of(events: list[Event], values: int) -> list[bool]:
-    """Of allocations of so many fp32 values: whether each was made by a backward pass."""
     return [one.node > 0 for one in events if isinstance(one, Sized) and one.size == 4 * values]
 
 
-def test_backward_is_told_from_forward_and_from_what_is_computed_again() -> None:
-    """By torch's own operations and by a function of somebody's own; of a block that keeps its input only."""
+def test_backward_is_distinguished_from_forward_and_recomputation() -> None:
     x = torch.empty(333, requires_grad=True)
     block = lambda x: Doubled.apply(x).exp()  # type: ignore[no-untyped-call]  # noqa: E731
     for again in (False, True):

@@ -21,8 +21,8 @@ ALL_AMAXES = 3
 
 @dataclass(frozen=True)
 class Launches:
-    """Of one cast of an input or a gradient, in one orientation and in both; of a weight; of one whose largest
-    magnitude is known; of the way back into float32; and how many more where rows fill no tiles of scales."""
+    """How many launches a cast takes: of an input or gradient in one orientation and in both, of a weight, of one with
+    a known maximum, of the way back to float32; and how many more where rows do not fill tiles of scales."""
 
     one: int
     both: int
@@ -57,7 +57,6 @@ BY_EXTENTS = {
 
 
 def of_cast(mode: str) -> Launches | None:
-    """None where nothing is promised."""
     recipe = getattr(precisions.get(mode), "recipe", None)
     if not isinstance(recipe, Recipe) or recipe.high_weight_gradient:
         return None
@@ -66,7 +65,7 @@ def of_cast(mode: str) -> Launches | None:
 
 
 def of_casts(case: Case) -> int | None:
-    """The most that all casts of a step may launch; None where nothing is promised."""
+    """Returns the most that all casts of a step may launch; None where nothing is promised."""
     cast, params = of_cast(case.precision), dict(case.params)
     if cast is None:
         return None
@@ -99,8 +98,8 @@ def of_casts(case: Case) -> int | None:
 
 
 def _of_experts(case: Case, cast: Launches) -> int:
-    """Two layers of each expert. In one product of all: inputs and gradients at once, and again part by part for the
-    weights' gradients; codes and scales of weights are put beside each other, those of parts behind each other."""
+    """Counts two layers of each expert. Grouped products cast inputs and gradients at once, and again part by part for
+    the weights' gradients; codes and scales of weights and of parts are concatenated."""
     params = dict(case.params)
     experts, training = int(params["experts"]), params["pass"] == "training"
     untiled = 0 if params["load"] == "uniform" else cast.untiled  # by turns as well
@@ -113,7 +112,7 @@ def _of_experts(case: Case, cast: Launches) -> int:
 
 
 def _of_model(case: Case, cast: Launches, micro_batches: int) -> int:
-    """Four layers in each block, and the head, whose weights are cast to the carrier."""
+    """Counts four layers in each block, and the head, whose weights are cast to the carrier."""
     params = dict(case.params)
     layers = 4 * SIZES[str(params["size"])].layers
     converted = (layers + 1) * CONVERTED * micro_batches
@@ -136,7 +135,7 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = 1, 3
 
 
 def of_phases(case: Case) -> dict[str, int]:
-    """By phase; of one that is not named nothing is promised."""
+    """Returns the most launches by phase; a phase without an entry has no ceiling."""
     params, casts = dict(case.params), of_casts(case)
     found = {} if casts is None else {"cast": casts}
     attention = ATTENTION_FORWARD + ATTENTION_BACKWARD

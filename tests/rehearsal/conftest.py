@@ -10,7 +10,6 @@ from tests.rehearsal.stage import Stage
 
 @pytest.fixture
 def stage(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """One of its own for a test."""
     found = Stage(bench)
     found.set_up(monkeypatch)
     return found

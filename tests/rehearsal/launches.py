@@ -32,7 +32,6 @@ BLOCKS = {Layout.BLOCKS: (1, 5), Layout.UPRIGHT: (2, 2), Layout.RECTANGLES: (2, 
 
 
 def launches_of(schema: Any) -> int:
-    """Of one call of one of torch's operators."""
     view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
     if view or schema.name.startswith(NOTHING):
         return 0
@@ -54,7 +53,7 @@ class AllCompiled(operators.Kernels):
 
 
 def _of_kernel(kernel: Kernel) -> int:
-    """How many a GPU's compiler makes of it; native_codes.LAUNCHES says it of those for native casts."""
+    """Returns how many kernels a GPU's compiler makes; native_codes.LAUNCHES says it for native casts."""
     if not isinstance(kernel, ValuesKernel):
         return 1
     nvfp4 = kernel.scaling is not None and kernel.scaling.scale is E4M3

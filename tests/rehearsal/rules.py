@@ -51,7 +51,7 @@ def broken_rule(
     name: str, args: Any, kwargs: Mapping[str, Any], given: Sequence[Tensor], facts: DeviceFacts,
     pinned: Mapping[int, Tensor],
 ) -> str:  # fmt: skip
-    """Why a GPU refuses a call, or waits in it; '' if it does neither."""
+    """Returns why a GPU refuses a call, or waits in it; '' if it does neither."""
     if name in WAITS and any(one.is_meta for one in given):
         return "the host waits for the device"
     if name in COPIES and kwargs.get("device", torch.device("meta")).type == "meta":
@@ -71,7 +71,7 @@ def broken_rule(
 
 
 def _copy_waits(args: Any, kwargs: Mapping[str, Any], pinned: Mapping[int, Tensor]) -> str:
-    """A copy from the host waits unless it is told not to, and comes from memory that stays where it is."""
+    """A copy from the host waits unless it is non-blocking, and from pinned memory."""
     *target, source = (one for one in args if isinstance(one, Tensor))
     if source.is_meta or not all(one.is_meta for one in target) or (not target and "device" not in kwargs):
         return ""
@@ -81,7 +81,6 @@ def _copy_waits(args: Any, kwargs: Mapping[str, Any], pinned: Mapping[int, Tenso
 
 
 def class_of(facts: DeviceFacts) -> DeviceClass:
-    """The class of a GPU that rules are written for."""
     (found,) = (
         one for one in CLASSES
         if (one.arch == facts.arch if facts.hip else one.capability is not None and one.capability == facts.capability)
@@ -90,7 +89,6 @@ def class_of(facts: DeviceFacts) -> DeviceClass:
 
 
 def product_of(name: str, args: Any) -> Product | None:
-    """The scaled product that a call is; None for any other."""
     if name == "aten::_scaled_grouped_mm":  # its own rules are those of rows, or of MX blocks
         a, b, scale, *_, output, _ = (*args, False)[:9]
         in_blocks = scale.dtype == torch.float8_e8m0fnu

@@ -35,10 +35,8 @@ from tests.rehearsal.rules import broken_rule, product_of
 
 @dataclass
 class Done:
-    """What one step did: launches by phase and by operator, its scaled products.
-
-    `bytes` are those of the tensors that operators take and give, each once an operator.
-    """
+    """What one step did: launches by phase and by operator, and its scaled products. `bytes` are those of the tensors
+    that operators take and return, each once an operator."""
 
     phases: Counter[str] = field(default_factory=Counter)
     operators: Counter[str] = field(default_factory=Counter)
@@ -51,7 +49,7 @@ class Done:
 
 
 class Ledger(TorchDispatchMode, Stamper):  # type: ignore[no-untyped-call]
-    """Enters what is launched, and refuses what breaks a rule. As a clock it tells launches, not time."""
+    """Enters what is launched, and refuses what breaks a rule. Its clock counts launches, not time."""
 
     def __init__(self, facts: DeviceFacts, pinned: dict[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,7 +90,6 @@ class Ledger(TorchDispatchMode, Stamper):  # type: ignore[no-untyped-call]
 
 
 def tensors(given: Any) -> Iterator[Tensor]:
-    """Those of arguments, and of lists among them."""
     for one in given:
         if isinstance(one, Tensor):
             yield one
@@ -104,7 +101,7 @@ _made_of_numbers = torch.tensor
 
 
 def made_of_numbers(data: Any, **options: Any) -> Tensor:
-    """torch.tensor, which no dispatch mode sees: on a device it waits for a copy."""
+    """Stands for torch.tensor, which no dispatch mode sees: on a device it waits for a copy."""
     rehearsing = any(isinstance(mode, Ledger) for mode in _get_current_dispatch_mode_stack())
     place = torch.device(options.get("device") or "cpu")
     assert not rehearsing or place.type == "cpu", "torch.tensor: the host waits for its numbers to be copied"
@@ -115,7 +112,7 @@ _place = torch.Tensor.data_ptr
 
 
 def place(tensor: Tensor) -> int:
-    """Where a tensor lies: without memory no two would lie apart."""
+    """Returns where a tensor lies: without memory no two would differ."""
     if not tensor.is_meta:
         return _place(tensor)
     return tensor.untyped_storage()._cdata * 16 + tensor.storage_offset() * tensor.element_size()
@@ -133,7 +130,7 @@ class Generator(torch.Generator):
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, enable_gqa: bool = False
 ) -> Tensor:
-    """By the kernels that a GPU has for it; without one torch writes the scores down."""
+    """Chooses among the kernels that a GPU has; without one torch writes the scores down."""
     assert attn_mask is None, "the fused kernels take no mask"
     if enable_gqa:
         k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
@@ -153,7 +150,7 @@ class Stage:
         return Ledger(facts, self._pinned)
 
     def set_up(self, patches: pytest.MonkeyPatch) -> None:
-        """Fake tensors on CUDA would end the process where torch is built for processors: these are on meta."""
+        """Fake tensors on CUDA would end the process where torch is built for processors, so these are on meta."""
         patches.setattr("torch._meta_registrations.device_hint", lambda tensor: "cuda")
         patches.setattr(DeviceFacts, "key", property(lambda facts: "cpu" if facts.kind == "cpu" else "meta"))
         patches.setattr(torch.Tensor, "pin_memory", self._pinned_copies())
@@ -168,7 +165,6 @@ class Stage:
         patches.setattr(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["meta"])
 
     def second_step(self, case: Case, facts: DeviceFacts) -> Done:
-        """What a step does after the first."""
         workload = workloads.get(case.workload)
         with precisions.get(case.precision).scope():
             setup = self.bench._setup(case, facts)
@@ -186,8 +182,6 @@ class Stage:
         return ledger.done
 
     def _pinned_copies(self) -> Callable[[Tensor], Tensor]:
-        """A function, so that it becomes a method of tensors."""
-
         def pin(tensor: Tensor) -> Tensor:
             copy = tensor.clone()
             self._pinned[copy.untyped_storage().data_ptr()] = copy

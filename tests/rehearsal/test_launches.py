@@ -33,14 +33,12 @@ MOST = {
 
 
 def gpt2(stage: Stage, corpus: Corpus, mode: str, weights: str) -> tuple[Done, dict[str, int]]:
-    """A step of the suite transformer by its defaults on a GPU, and what its phases may launch."""
     request, facts = Request("transformer", (mode,), axes=(("weights", (weights,)),)), MODES.get(mode, H200)
     ((planned,),) = (group.cases for group in make_plan(request, (facts,), corpus.identity, compares=False))
     return stage.second_step(planned.case, facts), of_phases(planned.case)
 
 
 def launches(stage: Stage, corpus: Corpus, mode: str, weights: str, blocks: int) -> int:
-    """Of a step of so many blocks; no phase launches more than was counted."""
     with pytest.MonkeyPatch.context() as patches:
         patches.setitem(SIZES, "gpt2-124m", replace(SIZES["gpt2-124m"], layers=blocks))
         done, most = gpt2(stage, corpus, mode, weights)
@@ -51,8 +49,8 @@ def launches(stage: Stage, corpus: Corpus, mode: str, weights: str, blocks: int)
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["cached", pytest.param("recast", marks=pytest.mark.nightly)])
 def test_a_training_step(weights: str, stage: Stage, corpus: Corpus) -> None:
-    """With weights cast once a step it launches not much more than bf16's in all. All blocks are alike: what the second
-    adds each of the others adds, too."""
+    """With weights cast once a step it launches not much more than bf16. All blocks are alike: what the second adds,
+    each of the others adds too."""
     told, carrier = [], None
     for mode in ("bf16", *MODES):
         one, two = (launches(stage, corpus, mode, weights, blocks) for blocks in (1, 2))
@@ -66,7 +64,6 @@ def test_a_training_step(weights: str, stage: Stage, corpus: Corpus) -> None:
 
 @pytest.mark.parametrize("mode", sampled([], ["bf16", *MODES]))
 def test_all_blocks_launch_alike(mode: str, stage: Stage, corpus: Corpus) -> None:
-    """A step of all twelve."""
     one, two, twelve = (launches(stage, corpus, mode, "cached", blocks) for blocks in (1, 2, BLOCKS))
     assert twelve == one + (BLOCKS - 1) * (two - one)
 
@@ -74,11 +71,9 @@ def test_all_blocks_launch_alike(mode: str, stage: Stage, corpus: Corpus) -> Non
 @pytest.mark.parametrize("mode", [mode for mode in MODES if of_cast(mode)])
 @pytest.mark.parametrize("role", Role)
 def test_one_cast(mode: str, role: Role, stage: Stage) -> None:
-    """Of bfloat16 values: read for the largest magnitude, and again for codes, a byte in each orientation.
-
-    Two of NVFP4's codes are a byte, and 16 have one of scale; both orientations read for themselves, and what is
-    rotated is written and read as float32.
-    """
+    """Reads bfloat16 values for the maximum, and again for codes, a byte in each orientation. Two of NVFP4's codes are
+    a byte, and 16 share a scale; both orientations are read apart, and what is rotated is written and read as
+    float32."""
     x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
     arithmetic, most = precisions.get(mode).arithmetic(MODES[mode]).layer("layer"), of_cast(mode)
     assert most is not None

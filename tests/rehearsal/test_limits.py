@@ -13,7 +13,6 @@ from tests.rehearsal.stage import Stage
 
 @pytest.mark.parametrize("facts", [H200, B200, MI300X], ids=lambda facts: str(facts.name))
 def test_a_product_is_one_launch_of_its_precision(facts: DeviceFacts, stage: Stage) -> None:
-    """Of every shape and every precision that is native there: operands are cast before."""
     for name in (one for one in DTYPES if precisions.get(one).support(facts).level is Level.NATIVE):
         for shape in shapes_of(Limit.PRODUCT, facts):
             with precisions.get(name).scope():

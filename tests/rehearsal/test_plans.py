@@ -13,7 +13,6 @@ from tests.facts import B200, H200, MI300X
 
 @pytest.mark.parametrize("facts", [H200, B200, MI300X], ids=lambda facts: facts.name)
 def test_all_suites_are_planned(facts: DeviceFacts) -> None:
-    """Nothing is left out without a reason, and every group has something to compare."""
     plan = make_plan(Request("all"), (facts,), "text")
     cases = [planned for group in plan for planned in group.cases]
     assert {one.case.workload for one in cases} == {*workloads.names()}
@@ -22,13 +21,11 @@ def test_all_suites_are_planned(facts: DeviceFacts) -> None:
 
 
 def told(**options: bool | float | str) -> str:
-    """Of two groups, with scales and without."""
     request = Request("cast", ("fp32", "bf16", "mxfp8"), axes=(("direction", ("to",)),), **options)
     return expected_time(make_plan(request, (H200,)), request)
 
 
-def test_warming_up_is_part_of_the_time_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups, each four seconds at least; tests of other things leave it out."""
+def test_warming_up_is_part_of_the_estimated_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "warm up" not in told()
     monkeypatch.delenv("FP8BENCH_WARM_UP")
     assert ", and 8 s to 1 min 00 s to warm up, and 30 s to" in told()
@@ -36,20 +33,18 @@ def test_warming_up_is_part_of_the_time_that_is_told(monkeypatch: pytest.MonkeyP
 
 
 def test_turns_are_part_of_it_too() -> None:
-    """In place of windows of energy, which they are too."""
     assert "for turns of seconds (--sustained)" in told(sustained=5.0) and "for energy" not in told(sustained=5.0)
     assert "for turns of seconds (--sustained)" in told(sustained=5.0, energy=False)
 
 
-def test_energy_is_part_of_the_time_that_is_told() -> None:
-    """Two groups idle for six seconds each; of each, two cases have three windows and the emulated one has one."""
+def test_energy_is_part_of_the_estimated_time() -> None:
+    """Two groups idle for six seconds each; in each, two cases have three windows and the emulated one has one."""
     assert "about 20 s to 40 s, more where a step takes seconds, and 30 s to 1 min 26 s for energy" in told()
     assert "10 rounds of every group take what they take, and 14 s to 38 s for energy" in told(quick=True)
     assert "energy" not in told(energy=False) + told(budget=60.0)
 
 
-def test_energy_of_phases_is_told_beside_it() -> None:
-    """From one phase in the shortest windows to all of the suite's in the longest; it has one of its own."""
+def test_energy_of_phases_is_estimated_too() -> None:
     assert "for energy, which --no-energy leaves out, and 18 s to " in told(energy_of="phases")
     assert told(energy_of="phases").endswith("for that of phases (--energy phases); --budget SECONDS sets an end")
     assert "phases" not in told()

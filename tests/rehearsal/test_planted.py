@@ -25,7 +25,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def product(a: torch.dtype, b: torch.dtype, kind: ScalingType, output: torch.dtype = torch.bfloat16) -> None:
-    """As fp8bench calls it."""
     x, y = (torch.empty(64, 64, dtype=one, device="meta") for one in (a, b))
     scale = torch.ones((64, 1) if kind is ScalingType.RowWise else (), device="meta")
     torch.ops.aten._scaled_mm_v2.default(
@@ -46,7 +45,6 @@ def test_what_is_right_passes(stage: Stage) -> None:
 
 
 def test_an_operand_that_lies_otherwise(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does where a transposed operand is not made contiguous."""
     right = ScaledArithmetic.product
 
     def wrong(self: ScaledArithmetic, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -58,7 +56,6 @@ def test_an_operand_that_lies_otherwise(stage: Stage, monkeypatch: pytest.Monkey
 
 
 def test_a_first_operand_that_lies_otherwise(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own rule."""
     right = ScaledArithmetic.product
 
     def wrong(self: ScaledArithmetic, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -88,14 +85,12 @@ def test_a_side_that_is_no_multiple(side: str, stage: Stage) -> None:
 def test_products_that_a_device_has_not(
     facts: DeviceFacts, a: torch.dtype, b: torch.dtype, kind: ScalingType, output: torch.dtype, why: str, stage: Stage
 ) -> None:
-    """torch takes them where there is no memory."""
     product(a, b, kind, output)
     with pytest.raises(AssertionError, match=why), stage.ledger(facts):
         product(a, b, kind, output)
 
 
 def test_fast_sums_under_scales_of_blocks(stage: Stage) -> None:
-    """What cuBLAS does not take, and torch refuses on a GPU."""
     x, y = (torch.empty(128, 128, dtype=E4M3, device="meta") for _ in range(2))
     scale = torch.ones(1, 128, device="meta").t()
     kind = [ScalingType.BlockWise1x128.value]
@@ -124,13 +119,12 @@ def test_fast_sums_under_scales_of_blocks(stage: Stage) -> None:
     ],
 )  # fmt: skip
 def test_a_wait(wait: Callable[[Tensor], object], stage: Stage) -> None:
-    """For values of the device's, or for a copy to it."""
     x = torch.ones(64, device="meta")
     with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), stage.ledger(H200):
         wait(x)
 
 
-def test_a_copy_that_nobody_waits_for(stage: Stage) -> None:
+def test_a_copy_without_waiting(stage: Stage) -> None:
     x = torch.ones(64, device="meta")
     with stage.ledger(H200) as ledger:
         torch.tensor([1.0]).pin_memory().to("meta", non_blocking=True)
@@ -140,7 +134,6 @@ def test_a_copy_that_nobody_waits_for(stage: Stage) -> None:
 
 @pytest.mark.parametrize("done", [torch.abs, torch.neg, lambda x: x * 2, lambda x: torch.mm(x, x), torch.amax])
 def test_what_codes_cannot_do(done: Callable[[Tensor], object], stage: Stage) -> None:
-    """torch has no such kernels, and says so only where there is a device."""
     codes = torch.empty(64, 64, dtype=torch.float8_e4m3fn, device="meta")
     with pytest.raises((AssertionError, RuntimeError)), stage.ledger(H200):
         done(codes)
@@ -180,7 +173,6 @@ def test_orientations_that_are_cast_one_by_one(role: Role, stage: Stage, monkeyp
 
 @pytest.mark.parametrize("planted", ["a launch more", "kernels that are not compiled"])
 def test_more_launches_than_there_need_be(planted: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ceiling is met, and then it is not."""
     case = Case("gemm", GEMM, "fp8", H200.key)
     ceiling = of_casts(case)
     assert ceiling == stage.second_step(case, H200).phases["cast"] == 2 * 3

@@ -70,7 +70,6 @@ ON_MI300X = {"e4m3fn": "e4m3fnuz", "e5m2": "e5m2fnuz"}
 
 
 def leaves(workload: str, mode: str) -> bool:
-    """Whether a suite has nothing to measure in a precision."""
     if precisions.get(mode).unit_scaled and not workloads.get(workload).unit_scales:
         return True
     if workload in SERVED:
@@ -86,10 +85,8 @@ def modes_of(level: Level, facts: DeviceFacts) -> list[str]:
 
 
 def cases() -> Iterator[ParameterSet]:
-    """Products by the rules of every GPU; what has none, and a whole model, on the first GPU that has the precision.
-
-    Unasked a single product in all of them, and every third pair of the others.
-    """
+    """Has single products by the rules of every GPU; other suites and whole models on the first GPU with the precision.
+    By default all of the former, and every third of the others."""
     seen: set[tuple[str, str]] = set()
     for gpu, facts in GPUS.items():
         for mode in modes_of(Level.NATIVE, facts):
@@ -119,7 +116,7 @@ def cases_of(workload: str, mode: str, facts: DeviceFacts, corpus: Corpus) -> li
 
 
 def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
-    """The scaled products of a step: their kind, and the formats of their operands."""
+    """Returns the scaled products of a step: their kind, and the formats of their operands."""
     recipe, params = getattr(precisions.get(case.precision), "recipe", None), dict(case.params)
     found = Counter[tuple[str, str, str]]()
     if not isinstance(recipe, Recipe):
@@ -153,7 +150,6 @@ def test_every_suite_is_rehearsed() -> None:
 
 @pytest.mark.parametrize(("gpu", "workload", "mode"), [*cases()])
 def test_a_step_is_what_a_gpu_takes(gpu: str, workload: str, mode: str, stage: Stage, corpus: Corpus) -> None:
-    """No rule is broken and nothing waits. Products are the recipe's, and no phase launches more than it need."""
     planned = cases_of(workload, mode, GPUS[gpu], corpus)
     assert planned
     for one in planned:
@@ -172,7 +168,6 @@ def test_a_step_is_what_a_gpu_takes(gpu: str, workload: str, mode: str, stage: S
 
 @pytest.mark.parametrize("mode", modes_of(Level.EMULATED, H200))
 def test_an_emulated_step_waits_for_nothing(mode: str, stage: Stage, corpus: Corpus) -> None:
-    """Nor does it do to codes what a GPU does not."""
     (one,) = cases_of("mlp", mode, H200, corpus)
     done = stage.second_step(one.case, H200)
     assert one.support.level is Level.EMULATED and done.phases["cast"] and not done.products
@@ -183,7 +178,6 @@ def test_an_emulated_step_waits_for_nothing(mode: str, stage: Stage, corpus: Cor
              "weights=fp8", "weights=nvfp4:activations=low"],
 )  # fmt: skip
 def test_a_step_of_what_is_kept_low_waits_for_nothing(kept: str, stage: Stage, corpus: Corpus) -> None:
-    """No kernel of a GPU's takes it: it is restored, under its own phase, by what a GPU does with codes."""
     (one,) = [one for one in cases_of("decode", f"served:{kept}", H200, corpus) if dict(one.case.params)["batch"] == 1]
     done = stage.second_step(one.case, H200)
     assert one.support.level is Level.EMULATED and done.phases["cast"] and not done.products
@@ -194,7 +188,7 @@ def test_a_step_of_what_is_kept_low_waits_for_nothing(kept: str, stage: Stage, c
 def test_a_served_mixture_waits_once_a_layer(
     mode: str, phase: str, stage: Stage, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For how many tokens each expert has, and for nothing else; two products for each of eight that are read."""
+    """For how many tokens each expert has; two products for each of eight that are read."""
     waits: list[int] = []
 
     def first_eight(counts: Tensor) -> list[int]:
@@ -217,7 +211,6 @@ def test_a_served_mixture_waits_once_a_layer(
 
 @pytest.mark.parametrize("workload", [*AXES])
 def test_a_replayed_step_needs_no_host(workload: str, stage: Stage, corpus: Corpus) -> None:
-    """Once what it takes from there is loaded ahead. To load data is all that one suite does: it stays launched."""
     mode = "bf16" if leaves(workload, "fp8") else "fp8"
     leaf, (planned, *_) = workloads.get(workload), cases_of(workload, mode, H200, corpus)
     state = leaf.prepare(stage.bench._setup(planned.case, H200))

@@ -37,7 +37,7 @@ GPUS = {"H200": H200, "B200": B200}
 
 @pytest.fixture(autouse=True)
 def small_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without memory choose no expert: all have as many tokens. A step waits for these numbers, and says so."""
+    """Gives all experts as many tokens, because tensors without memory choose none. A step waits for these numbers."""
 
     def evenly(counts: torch.Tensor) -> list[int]:
         return [SIZE.batch * SIZE.sequence * CHOSEN // len(counts)] * len(counts)
@@ -48,7 +48,6 @@ def small_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("arch", "gpu", "mode"), CASES)
 def test_a_pass_is_what_a_gpu_takes(arch: str, gpu: str, mode: str, stage: Stage, corpus: Corpus) -> None:
-    """No rule is broken, nothing waits but for the experts' numbers, and each layer has its three scaled products."""
     facts: DeviceFacts = GPUS[gpu]
     settings, precision = TrainerSettings(model="micro", arch=arch), precisions.get(mode)
     config = models.config_of(settings, 256)

@@ -59,7 +59,7 @@ ONE = 2 * 16 * 16 * 16
 
 
 def test_each_product_has_its_holder() -> None:
-    """Two products for gradients to each of forward; of the first layer's input nobody wants a gradient."""
+    """Each forward product has two for gradients; the first layer's input needs none."""
     model, x = Block(), torch.randn(2, 8, 16)
     coverage = covered(model, training(model, x))
     assert of(coverage, "qkv").flops == 3 * ONE * 2
@@ -140,7 +140,6 @@ def test_branches_that_take_turns_in_backward() -> None:
 
 @for_each("way", ["linear", "left", "bmm", "matmul", "grouped", "einsum"])
 def test_experts_have_their_products_in_both_directions(way: str) -> None:
-    """But for a stack that is multiplied otherwise, which is not covered."""
     model, x = Experts(way), torch.randn(3, 8, 16, requires_grad=True)
     coverage = covered(model, training(model, x))
     (holder,) = coverage.holders  # 'position' is no weight
@@ -153,7 +152,6 @@ def test_experts_have_their_products_in_both_directions(way: str) -> None:
 
 
 def test_what_native_products_would_want() -> None:
-    """Said on every device, of the rows too: weight gradients contract over them."""
     model = nn.Sequential(nn.Linear(16, 20), nn.Linear(20, 32), nn.Conv2d(1, 2, 3))
     x = torch.randn(7, 16, requires_grad=True)
 
@@ -258,7 +256,6 @@ def test_steps_that_are_not_alike_and_layers_that_come_late_are_said_to_be(make:
 
 
 def test_steps_of_another_size_are_not_alike_and_random_draws_are() -> None:
-    """Which rows a step takes may follow what it learnt; what is dropped is multiplied all the same."""
     model, sizes = nn.Linear(16, 16), iter((8, 7, 100, 98))
     (remark,) = covered(model, lambda: model(torch.randn(next(sizes), 16))).remarks
     assert "4.10 kFLOP, the second 3.58 kFLOP; the" in remark

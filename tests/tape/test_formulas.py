@@ -1,7 +1,5 @@
-"""FLOPs of each operator against a count of multiplications in loops, and those of a GPT against a sum by hand.
-
-And which kind of work operators are.
-"""
+"""FLOPs of each operator against a count of multiplications in loops, and a GPT's against a sum by hand; kinds of
+work."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ M, N, K, G = 3, 5, 4, 2
 
 
 def loops(*sizes: int) -> int:
-    """Multiplications and additions of nested loops of these lengths, one of each inside."""
+    """Counts multiplications and additions of nested loops of these lengths, one of each inside."""
     return sum(2 for _ in product(*map(range, sizes)))
 
 
@@ -95,7 +93,6 @@ def test_products_have_the_flops_of_their_loops(name: str) -> None:
 
 
 def test_products_that_are_slow_to_begin_or_need_a_gpu() -> None:
-    """The formulas are asked of calls that nobody made: packed numbers of four bits are two in an element."""
     a, b = (torch.empty(128, 32, dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for _ in range(2))
     for operator in (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default):
         assert asked(operator, a, b.t(), result=torch.empty(128, 128)) == (loops(128, 128) * 64, "self")
@@ -109,7 +106,6 @@ def asked(operator: Any, *given: Any, result: Tensor) -> tuple[int | None, str]:
 
 
 def windows(batch: int, channels: int, out: int, side: int, window: int, groups: int) -> int:
-    """Of a convolution with one stride and enough padding that each place of the image has a window."""
     return loops(batch, side, side, out, channels // groups, window, window)
 
 
@@ -127,7 +123,7 @@ def test_convolutions_have_the_flops_of_their_loops_in_each_direction(groups: in
 
 
 def seen(queries: int, keys: int, causal: bool) -> float:
-    """Pairs that a query looks at; of the diagonal half, as everybody counts a causal square."""
+    """Counts the pairs that queries look at; of a causal square's diagonal half, by convention."""
     pairs = product(range(queries), range(keys))
     return sum(1 if not causal or j < i else 0.5 if j == i else 0 for i, j in pairs)
 
@@ -192,7 +188,7 @@ def test_formulas_that_others_tell_torch_are_believed() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_dense_gpt_multiplies_what_a_sum_by_hand_says(checkpointing: bool) -> None:
-    """6 FLOPs a weight and token, embeddings apart, the head's among them; and attention's seven products."""
+    """6 FLOPs a weight and token, without embeddings, with the head; and attention's seven products."""
     config = GPTConfig(61, 32, 2, 4, 4, 80, batch=2, sequence=12)
     arithmetic = PlainArithmetic(torch.float32)
     model = GPT(config, lambda name: arithmetic, torch.float32, checkpointing=checkpointing)
@@ -273,7 +269,6 @@ def test_under_autocast_casts_are_seen_by_their_dtypes() -> None:
 
 
 def test_without_gradients_operators_come_whole_and_are_taken_apart() -> None:
-    """Under inference mode; a convolution of one number a window is a product, and called one."""
     x, q, image = torch.ones(2, 8), torch.ones(1, 2, 8, 4), torch.ones(1, 4, 5, 5)
 
     def step() -> None:

@@ -62,7 +62,6 @@ class Box:
 
 
 def interleaved(region: Region, x: Tensor) -> Tensor:
-    """A branch beside the region, made in turns with its parts."""
     a = x.tanh()
     y = region(x)
     b = a.tanh() * y
@@ -158,7 +157,6 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_kinds_of_a_whole_step() -> None:
-    """Accumulated gradients, and an optimizer, which need no name: one that works in the backward pass, too."""
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.ones(4, 8)
@@ -219,7 +217,6 @@ for multithreaded in (False, True):
 
 @pytest.mark.slow
 def test_on_a_device_s_own_thread_nodes_are_known_as_well() -> None:
-    """A pass keeps backward in the thread that starts it; where an engine does not, the numbers of its nodes hold."""
     here, there = run_pretended(ON_A_DEVICE)
     operators = "mul=Model neg=region mul=Model"
     for said, mine in ((here, "True"), (there, "False")):

@@ -68,7 +68,6 @@ def test_a_compiled_kernel_is_never_split(kernel: str, kind: ShareKind, what: st
 
 
 def test_kernels_of_a_gpu_are_those_of_their_operators() -> None:
-    """Whoever launched them, on whatever thread; a compiled one by its own name, and a library's by a word in it."""
     launch, kernel = "cuda_runtime", "kernel"
     assert found(
         event("aten::mm", 0, 10), event("cudaLaunchKernel", 2, 3, launch, correlation=1),

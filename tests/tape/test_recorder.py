@@ -67,7 +67,6 @@ def test_equal_calls_are_one_row_and_no_tensor_is_kept_alive() -> None:
 
 
 def test_without_gradients_the_same_operators_arrive() -> None:
-    """Under inference mode they come whole, and are taken apart."""
     x, w, q = torch.ones(2, 3, 4), torch.ones(5, 4), torch.ones(1, 2, 8, 4)
 
     def step() -> None:
@@ -164,7 +163,7 @@ def test_sums_are_those_of_the_rows_by_phase_and_by_dtype() -> None:
     assert phase.by_path == (("bf16", 2 * 4 * 4 * 8),) and tape.by_path == {"bf16": 256}
 
 
-def test_memory_that_nobody_wrote_is_noticed() -> None:
+def test_unwritten_memory_is_noticed() -> None:
     assert tape_of(lambda: torch.empty(8).fill_(1).sum()).unwritten == 0
     assert tape_of(lambda: torch.empty(8)[2:].copy_(ROW[2:]).sum()).unwritten == 0
     assert tape_of(lambda: torch.empty(8).sum()).unwritten == 1

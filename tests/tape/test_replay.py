@@ -44,7 +44,6 @@ def names(replay: Replay) -> list[str]:
 
 
 def in_place_between(mark: Mark) -> None:
-    """Another phase writes to what this one is given, between its two looks at it; and to what it has made."""
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     with mark("gemm"):
         a = x @ y
@@ -58,7 +57,6 @@ def in_place_between(mark: Mark) -> None:
 
 
 def views_of_its_own(mark: Mark) -> None:
-    """It writes to a part of what it is given, through a view of a view, and reads the whole."""
     x = torch.arange(24.0)
     view = x.view(2, 3, 4).transpose(0, 2)
     with mark("gemm"):
@@ -69,7 +67,6 @@ def views_of_its_own(mark: Mark) -> None:
 
 
 def random_numbers(mark: Mark) -> None:
-    """From torch's own state and from a generator's, with draws of others between."""
     own = torch.Generator().manual_seed(3)
     with mark("gemm"):
         torch.nn.functional.dropout(torch.ones(64), 0.5)
@@ -99,7 +96,6 @@ class Doubled(torch.autograd.Function):
 
 
 def forward_and_backward(mark: Mark) -> None:
-    """The backward finds what the forward has saved, which are other tensors in the same memory."""
     x = torch.randn(8, 8, requires_grad=True)
     with mark("elementwise"):
         loss = Doubled.apply(x.sin(), mark).softmax(-1).var()
@@ -108,7 +104,6 @@ def forward_and_backward(mark: Mark) -> None:
 
 
 def several_at_once(mark: Mark) -> None:
-    """Lists of tensors, written in place; results that are several tensors."""
     weights, gradients = ([torch.randn(5) for _ in range(3)] for _ in range(2))
     with mark("gemm"):
         torch._foreach_mul_(weights, 0.5)
@@ -123,7 +118,6 @@ STEPS = (in_place_between, views_of_its_own, random_numbers, forward_and_backwar
 
 @for_each("step", STEPS, ids=lambda step: step.__name__)
 def test_a_phase_gives_what_the_step_gave(step: Step) -> None:
-    """Bit for bit, from the start and again after it has run on; random numbers go on as if it had drawn none."""
     replay = recorded(step)
     state = torch.get_rng_state()
     assert replay.differs() == ""
@@ -137,7 +131,7 @@ def test_a_phase_gives_what_the_step_gave(step: Step) -> None:
 
 
 def test_it_keeps_what_the_step_was_given_and_gives_memory_back() -> None:
-    """The step's own tensors are not written to, and what is written goes on from time to time."""
+    """The step's own tensors are not written to; what is written carries over from one replay to the next."""
     total = torch.zeros(3)
 
     def adds(mark: Mark) -> None:
@@ -159,8 +153,6 @@ def test_it_keeps_what_the_step_was_given_and_gives_memory_back() -> None:
 
 
 def test_it_has_the_operators_of_its_phase_alone() -> None:
-    """In their order, those of phases within it left out; what is outside of all phases is one too."""
-
     def step(mark: Mark) -> None:
         x = torch.ones(2, 2)
         with mark("gemm"):
@@ -175,9 +167,7 @@ def test_it_has_the_operators_of_its_phase_alone() -> None:
     assert names(recorded(step, UNATTRIBUTED)) == ["ones", "cos"]
 
 
-def test_numbers_that_it_spoils_are_told() -> None:
-    """Once is as in the step; twice is not finite."""
-
+def test_numbers_that_a_replay_spoils_are_reported() -> None:
     def overflowing(mark: Mark) -> None:
         x = torch.ones(4)
         with mark("gemm"):
@@ -191,7 +181,6 @@ def test_numbers_that_it_spoils_are_told() -> None:
 
 
 def reads_the_host(mark: Mark) -> None:
-    """Code that no operator shows writes to what an operator is given."""
     values = np.zeros(4, dtype=np.float32)
     x = torch.from_numpy(values)
     with mark("gemm"):
@@ -220,7 +209,6 @@ def moves(mark: Mark) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_again_says_why(step: Step, why: str) -> None:
-    """What no operator shows is found by its numbers: the first operator that gives something else is named."""
     with pytest.raises(CannotReplay, match=why):
         recorded(step)
     said = "aten.sin.default, operator 1 of it, gives other numbers than in the step"

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on the path whose modules are forgotten afterwards."""
     monkeypatch.syspath_prepend(str(tmp_path))
     with forgotten(tmp_path):
         yield tmp_path
@@ -84,7 +83,6 @@ LOUD = (
     ids=["open", "no stderr", "no stdout", "neither"],
 )
 def test_what_a_module_and_its_children_print_is_no_output(tmp_path: Path, redirection: str, err: list[str]) -> None:
-    """Below Python's streams, too; and stdout is stdout again afterwards, whatever is closed."""
     (tmp_path / "loud.py").write_text(LOUD if "1>&-" not in redirection else "import os\nos.system('echo a child')\n")
     (tmp_path / "program.py").write_text(
         "import sys\nprint('before')\nfrom fp8bench.user_code import import_user_modules\n"
@@ -124,7 +122,7 @@ def test_the_digest_is_of_the_code_and_not_of_its_place(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_worker_finds_what_the_parent_finds(tmp_path: Path) -> None:
-    """`python -c` and notebooks have the working directory on their path as an empty text."""
+    """In `python -c` and notebooks the working directory is an empty text on the path."""
     (tmp_path / "beside_the_notebook.py").write_text("x = 1\n")
     program = (
         "from fp8bench.user_code import import_user_modules\nfrom fp8bench.model.raw import Settings\n"
@@ -142,7 +140,6 @@ def test_the_worker_finds_what_the_parent_finds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_modules_of_a_folder_by_where_they_really_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through links; not its installed packages, not fp8bench, none of the next folder, none that is made up."""
     top = tmp_path / "project"
     (top / "src").mkdir(parents=True)
     (tmp_path / "link").symlink_to(top)

@@ -23,7 +23,7 @@ _IN_C = ("_C/__init__.pyi", "_C/_VariableFunctions.pyi")
 
 
 def census(torch: Path) -> set[str]:
-    """The names that the source below a folder has, `torch` itself among its parts."""
+    """Returns the names that the source below a folder has; `torch` itself is among its parents."""
     backends = {path: ast.parse(path.read_text()) for path in _public((torch / "backends").rglob("*.py"), torch)}
     setters = {
         node.name: _written(node) for tree in backends.values() for node in ast.walk(tree)
@@ -40,7 +40,7 @@ def census(torch: Path) -> set[str]:
 
 
 def decided(version: str) -> dict[str, str]:
-    """What the table says of the names of a minor version: names to the heading that they stand under."""
+    """Returns the table's names for a minor version, each with the heading that it stands under."""
     known, heading = dict[str, str](), ""
     for line in filter(None, TABLE.read_text().splitlines()):
         if line.startswith("["):
@@ -56,7 +56,6 @@ def decided(version: str) -> dict[str, str]:
 
 
 def versions() -> list[str]:
-    """The minor versions that the table knows."""
     line = next(line for line in TABLE.read_text().splitlines() if line.startswith("# versions: "))
     return line.removeprefix("# versions: ").split()
 
@@ -74,7 +73,6 @@ def _dotted(path: Path, torch: Path) -> str:
 
 
 def _functions(path: Path) -> list[str]:
-    """Functions, context managers that are classes, and what `__all__` takes from elsewhere."""
     body = ast.parse(path.read_text()).body
     named = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     for node in body:
@@ -85,7 +83,6 @@ def _functions(path: Path) -> list[str]:
 
 
 def _written(kind: ast.ClassDef) -> set[str]:
-    """The names that a class's `__setattr__` asks for."""
     found = set()
     for function in kind.body:
         if isinstance(function, ast.FunctionDef) and function.name == "__setattr__":
@@ -97,7 +94,7 @@ def _written(kind: ast.ClassDef) -> set[str]:
 
 
 def _of_backend(top: str, node: ast.AST, setters: dict[str, set[str]]) -> Iterator[str]:
-    """A module's own names. Classes that take the place of their module give theirs to it."""
+    """Returns a module's own names, and those of classes that take the place of their module."""
     if isinstance(node, ast.Module):
         yield top
     for one in getattr(node, "body", []):

@@ -17,7 +17,8 @@ def taken() -> dict[tuple[str, str], tuple[str, ...]]:
 
 
 def test_they_repeat_and_tell_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flipped in float32 sums: their sums alone differ. Flipped now and then: the machine does not repeat itself."""
+    """A flipped bit in float32 sums changes only these; one that flips now and then shows that results do not
+    repeat."""
     before = taken()
     assert before == taken() and all(len(digests) == 1 for digests in before.values())
     assert {dtype for dtype, _ in before} >= {"float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"}

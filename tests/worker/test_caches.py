@@ -35,7 +35,7 @@ class Held:
 
 
 class Watched(Workload):
-    """Its steps note whose they are; `most` states can be had."""
+    """Its steps note whose they are; preparing fails beyond `most` states."""
 
     name = "watched"
     summary = "notes which state a step is of"
@@ -63,7 +63,6 @@ class Watched(Workload):
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """One that knows the suite and, as 'queue', a device that is a model."""
     for registry, name, kind in ((workloads, "watched", Watched), (devices, "queue", Queue)):
         registry.names()
         monkeypatch.setattr(registry, "_leaves", dict(registry._leaves))
@@ -87,7 +86,6 @@ def stepped(bench: Bench, calls: int, discard: int = 0) -> list[int]:
 
 
 def test_rotating_states_take_turns_and_hot_and_cold_have_one(bench: Bench) -> None:
-    """As many as make twice the cache; discarded calls, later slots and windows of energy go on in turn."""
     bench.prepare("key", case("rotating"), FACTS)
     assert bench.rotation("key") == Rotation(4, 32 * KIB)
     assert stepped(bench, 3, 2) == [0, 1, 2, 3, 0] and stepped(bench, 2) == [1, 2]
@@ -150,7 +148,7 @@ def test_a_cold_cache_is_written_over_before_every_call(bench: Bench) -> None:
 
 
 def test_flushing_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the slot it is: how long calls waited for a core is not known, since the flush may have."""
+    """How long calls waited for a core is unknown: the flush may have waited."""
     monkeypatch.setattr("fp8bench.worker.bench.flush_of", lambda facts: lambda: time.sleep(0.1))
     bench.prepare("key", case("cold"), FACTS)
     slot = bench.slot("key", 3, 0)
@@ -159,7 +157,8 @@ def test_flushing_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Queue(Device):
-    """Its work takes 50 us of its own time, and 200 us of the host's to be enqueued; moments are the host's clock."""
+    """A device whose work takes 50 us of its own time, and 200 us of the host's to be enqueued; times are the host's
+    clock."""
 
     kind = "queue"
     last: ClassVar[Queue | None] = None
@@ -191,7 +190,7 @@ class Queue(Device):
 
 
 class QueueStamper(HostStamper):
-    """A stamp is taken when all that is ahead of it is done."""
+    """Takes a stamp when all work before it is done."""
 
     def __init__(self, device: Queue) -> None:
         self.device = device
@@ -209,10 +208,8 @@ def timing(slot: RawSlot) -> Timing:
 
 
 def test_no_call_meets_an_empty_queue(bench: Bench) -> None:
-    """Behind other work calls take the device's own time, to the nanosecond; of an empty queue the host's.
-
-    The host still takes as long: where that is longer than the device's, there is no verdict.
-    """
+    """Behind other work, calls take the device's own time, to the nanosecond; with an empty queue the host's. If the
+    host takes longer than the device, there is no verdict."""
     bench.prepare("key", case(device="queue:0"), QUEUE)
     empty = bench.slot("key", 3, 0)
     filled = bench.slot("key", 3, 0, Filling(3, 60.0))
@@ -250,7 +247,6 @@ def test_a_replay_is_one_stretch(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_replays_take_is_loaded_ahead_of_each(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of what is captured, and of what is timed: the queue is filled after it."""
     loads: list[int] = []
 
     def load(self: Watched, state: Held) -> None:
@@ -281,7 +277,6 @@ def test_a_step_that_needs_its_host_is_not_captured(bench: Bench, monkeypatch: p
 
 
 def test_what_moves_between_host_and_device() -> None:
-    """By where operands and results are; a number that a kernel is called with moves nothing."""
     host, device, number = torch.zeros(2), torch.zeros(2, device="meta"), torch.tensor(1.0)
     assert transfer("aten.add.Tensor", [device, number], [device]) == transfer("aten.add.Tensor", [host], [host]) == ""
     assert transfer("aten._scaled_dot_product_efficient_attention.default", [device], [device, number]) == ""
@@ -299,10 +294,7 @@ def test_the_queue_is_filled_before_every_so_many_calls(bench: Bench, monkeypatc
     assert asked == [(1, 0.25), (3, 0.25), (5, 0.25)]
 
 
-def test_the_host_s_time_is_that_of_a_call_that_waited_for_nobody(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A host whose queue is full waits for the device, and that is no time of its own."""
+def test_the_host_s_time_is_that_of_a_call_without_waiting(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.prepare("key", case(), FACTS)
     waits = iter([0.5, 0.0, 0.0, 0.0])
     monkeypatch.setattr(Watched, "step", lambda self, state, phase: time.sleep(next(waits)))

@@ -20,7 +20,6 @@ from tests.facts import CPU, H200
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves the clock that stretches are timed by."""
     now = 0.0
 
     def move(seconds: float) -> None:
@@ -32,14 +31,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def best(counts: dict[int, float], call: Callable[[int], None], seconds: float) -> tuple[int, object, int]:
-    """The shape that won, its rate, and how many were tried."""
+    """Returns the shape that won, its rate, and how many were tried."""
     shapes = {(size,): count for size, count in counts.items()}
     (size,), rate, tried = ceilings._best(shapes, lambda shape: partial(call, *shape), lambda: None, seconds)
     return size, pytest.approx(rate), tried
 
 
 def test_the_best_size_counts_and_a_clock_that_jumps_is_no_rate(clock: Callable[[float], None]) -> None:
-    """Work of 10, 20 and 30 in so many seconds; two stretches of no time at all are passed over."""
     taken = {1: 1.0, 2: 1.0, 3: 6.0}
     assert best({1: 10.0, 2: 20.0, 3: 30.0}, lambda size: clock(taken[size]), 60.0) == (2, 20.0, 3)
     times = chain([1.0] * 5, [1e-12] * 2, repeat(1.0))
@@ -71,7 +69,6 @@ def test_a_quick_look_has_products_and_copies(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_winners_are_measured_again_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By tensors of a seed of their own: what a shape won by is in no run."""
     monkeypatch.setitem(ceilings._PRODUCTS, "cpu", ((8, 8, 8), (16, 16, 16)))
     made: list[tuple[Limit, ceilings.Shape, int]] = []
 

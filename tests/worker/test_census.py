@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8bench.model.raw import Settings
-from fp8bench.user_code.switches import NotInUse, Unset, now, plain, put_back
+from fp8bench.user_code.switches import NotInUse, Unset, plain, put_back, values_of
 from fp8bench.worker import torch_state, torch_switches
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.switches import switches
@@ -25,7 +25,7 @@ ON_A_GPU = "watched where there is a GPU"
 
 
 @pytest.mark.slow
-def test_the_torch_at_hand_has_no_name_that_nobody_has_decided_on() -> None:
+def test_every_name_of_the_installed_torch_is_decided() -> None:
     assert HERE in versions(), f"read torch {HERE} with python -m tests.worker.census, and decide on what is new"
     names, known = census(Path(torch.__file__).parent), decided(HERE)
     assert names - known.keys() == set(), f"decide on these in {TABLE.name}"
@@ -50,7 +50,7 @@ def test_what_the_table_calls_watched_is_watched(version: str) -> None:
 
 def test_those_of_gpus_are_watched_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    of_gpus = list(torch_switches._of_gpus())
+    of_gpus = list(torch_switches._gpus())
     table = {name for name, heading in decided(HERE).items() if heading == ON_A_GPU}
     assert {name for switch in of_gpus for name in switch.names} == table
     if not torch.cuda.is_initialized():
@@ -58,27 +58,24 @@ def test_those_of_gpus_are_watched_where_there_is_one(monkeypatch: pytest.Monkey
 
 
 def test_a_gpu_that_comes_into_use_within_a_step_has_changed_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own optimizers ask for a GPU's stream, whatever their parameters lie on.
-
-    In a worker that nobody had asked for devices every step on the CPU failed by what cuFFT's plans were at.
-    """
+    """torch's own optimizers ask for a GPU's stream. A regression: every step on the CPU failed by cuFFT's plans."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "cufft_plan_cache", SimpleNamespace(max_size=4096))
-    plans = [switch for switch in torch_switches._of_gpus() if switch.name == "cuFFT's plans"]
+    plans = [switch for switch in torch_switches._gpus() if switch.name == "cuFFT's plans"]
     used = [False]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used[0])
-    before = now(plans)
+    before = values_of(plans)
     assert [plain(value) for value in before] == [None]
     used[0] = True
     assert put_back(plans, before) == []
-    before = now(plans)
+    before = values_of(plans)
     torch.backends.cuda.cufft_plan_cache.max_size = 7
     assert put_back(plans, before) == ["cuFFT's plans at 7 (it was 4096)"]
     assert torch.backends.cuda.cufft_plan_cache.max_size == 4096
 
 
 def test_a_torch_that_does_not_say_whether_it_pools_memory_pools_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 on a GPU: every case failed of it."""
+    """A regression: with torch 2.11 every case on a GPU failed."""
     name = "_cuda_cudaCachingAllocator_is_enabled"
     monkeypatch.setattr(torch._C, name, lambda: False, raising=False)
     assert torch_state.pools_memory() is False
@@ -88,7 +85,7 @@ def test_a_torch_that_does_not_say_whether_it_pools_memory_pools_it(monkeypatch:
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_a_library_that_is_loaded_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the file that the process has mapped, wherever it lies: the first of that name on a path may be another."""
+    """Asks the file that the process has mapped, since the first of that name on a path may be another."""
     library, maps = tmp_path / "libcublasLt.so.13", tmp_path / "maps"
     code = b"#include <stddef.h>\nsize_t cublasLtGetVersion(void) { return 130100; }"
     subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)], input=code, check=True)

@@ -50,7 +50,6 @@ def test_errors_that_are_none_are_refused(given: Any, words: str) -> None:
 
 @for_each("name", ["time", "peak_memory", "energy", "gemm", "time_cast", "memory_weights", "share_above_e4m3"])
 def test_a_name_of_fp8bench_s_own_is_refused(name: str) -> None:
-    """Two figures of one name would be one in tables, exports and the history."""
     with pytest.raises(
         ValueError, match=f"'{name}' is the name of a figure or a phase that fp8bench tells by itself. Re"
     ):

@@ -87,7 +87,6 @@ def told() -> Listener:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, told: Listener) -> Iterator[Run]:
-    """In three precisions, a few rounds each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "measured")
         patch.setenv(TAPE, "recorded")
@@ -98,7 +97,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, told: Listener) -> Iterator[Ru
 
 
 def reasons(run: Run, how: str) -> dict[str, dict[Label, str]]:
-    """By precision, the labels for claims with what is said of each."""
     found = findings(run)
     return {
         record.case.precision: {
@@ -116,7 +114,6 @@ def test_what_is_honest_has_no_label(run: Run) -> None:
 
 @pytest.mark.slow
 def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
-    """With what it claims and what the machine did; a reference that claims so takes all verdicts away."""
     for found in reasons(run, "boasts").values():
         assert list(found) == [Label.ABOVE_CEILING, Label.WORK_MISMATCH]
         assert found[Label.WORK_MISMATCH] == "it declares 524 MFLOP a step, its operators do 524 kFLOP"
@@ -127,14 +124,12 @@ def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
 
 
 def test_work_that_is_skipped_while_it_is_timed_is_above_the_ceiling(run: Run) -> None:
-    """Nothing is declared: the tape has counted a product, and the calls that are timed hand over nothing."""
     for found in reasons(run, "lazy").values():
         above = found[Label.ABOVE_CEILING]
         assert above.startswith("gemm did ") and " by the tape, this machine" in above
 
 
-def test_a_suite_that_is_not_in_its_precision_is_told(run: Run) -> None:
-    """One that ignores it; a result kept in the carrier, which is bf16's; and the errors of the reference."""
+def test_a_suite_that_ignores_its_precision_is_labelled(run: Run) -> None:
     ignored, kept, repeated = (reasons(run, how) for how in ("deaf", "keeps", "repeats"))
     assert ignored.pop("fp32") == repeated.pop("fp32") == kept["bf16"] == {}
     assert {mode: told[Label.FALLBACK] for mode, told in ignored.items()} == {
@@ -145,7 +140,7 @@ def test_a_suite_that_is_not_in_its_precision_is_told(run: Run) -> None:
 
 
 @for_each(("how", "said"), [("exact", ("0.0e+00", "0.0e+00")), ("boasts_numbers", ("1.0e-06", "1.0e-05"))])
-def test_errors_that_its_products_cannot_have_are_told(how: str, said: tuple[str, str], run: Run) -> None:
+def test_errors_that_its_products_cannot_have_are_labelled(how: str, said: tuple[str, str], run: Run) -> None:
     found = reasons(run, how)
     assert found.pop("fp32") == {}
     rounds = {"bf16": "1.5e-03", "fp8": "2.4e-02"}
@@ -182,7 +177,7 @@ def test_what_a_step_runs(how: str, precision: str, products: Products, run: Run
     assert replace(found, given=()) == products
 
 
-def test_a_step_that_takes_no_longer_for_more_work_is_told(run: Run) -> None:
+def test_a_step_that_takes_no_longer_for_more_work_is_labelled(run: Run) -> None:
     found = findings(run)
     flat = {
         (finding.case.param("how"), finding.case.param("n")): dict(finding.label_reasons)[Label.FLAT_TIME]

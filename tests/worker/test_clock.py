@@ -34,7 +34,6 @@ class CountingStamper(Stamper):
 
 @pytest.fixture
 def clock() -> PhaseClock:
-    """A clock in a step that has begun, at 0 ns."""
     begun = PhaseClock(CountingStamper())
     begun.begin()
     return begun
@@ -44,7 +43,7 @@ def codes(*names: str) -> list[int]:
     return [CODE[name] for name in names]
 
 
-def test_phases_in_turn_leave_what_lies_between_to_nobody(clock: PhaseClock) -> None:
+def test_time_between_phases_is_unattributed(clock: PhaseClock) -> None:
     with clock.cast:
         pass
     with clock.gemm:
@@ -55,7 +54,6 @@ def test_phases_in_turn_leave_what_lies_between_to_nobody(clock: PhaseClock) -> 
 
 
 def test_nested_phases_are_exclusive(clock: PhaseClock) -> None:
-    """A cast inside a product counts as cast; afterwards the product goes on."""
     with clock.elementwise, clock.gemm:
         with clock.cast:
             pass
@@ -73,7 +71,6 @@ def test_nested_phases_are_exclusive(clock: PhaseClock) -> None:
 
 @for_each("name", PHASES)
 def test_every_phase_has_its_marker(name: str) -> None:
-    """By the phase's own name, in the real clock and in the silent one."""
     clock = PhaseClock(CountingStamper())
     clock.begin()
     with getattr(clock, name):
@@ -167,7 +164,7 @@ class Queued(Device):
 
 
 def test_the_cost_of_an_event_pair_is_the_device_s() -> None:
-    """Behind other work: on an idle device an event waits for the host, which takes ten times as long."""
+    """On an idle device an event waits for the host, which takes ten times as long."""
     assert calibrate(Queued(), 0).event_pair == pytest.approx(0.5e-6)
 
 
@@ -237,7 +234,7 @@ except CannotReplay as why:
 
 @pytest.mark.slow
 def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> None:
-    """As on CUDA, where the device's backward has a thread of its own, which sees no thread-local of the main one."""
+    """On CUDA backward has a thread of its own, which sees no thread-local of the main one."""
     expected = codes(
         "unattributed", "elementwise", "gemm", "elementwise", "unattributed",
         "elementwise", "cast", "elementwise", "gemm", "elementwise", "unattributed",

@@ -23,15 +23,15 @@ from fp8bench.worker.device_layout import DeviceLedger, LaidOutArithmetic
 from fp8bench.worker.memory_pass import _second_step, of_workload
 from tests.counts import for_each, sampled
 from tests.worker.device_codes import Bfloat16Emulated, RealCodes
+from tests.worker.scripted import CPU, Script
+from tests.worker.scripted import script as script
 from tests.worker.test_memory_by_hand import SMALL
-from tests.worker.told import CPU, Tell
-from tests.worker.told import tell as tell
 
 TOKENS, WIDTH, HIDDEN = 32, 64, 128
 
 
 class Perceptron:
-    """Two linear layers with ReLU between them, whose weights have gradients and a momentum; no phases."""
+    """Two linear layers with ReLU between them, whose weights have gradients and momenta; no phases."""
 
     def __init__(self, setup: Setup) -> None:
         torch.manual_seed(0)
@@ -53,7 +53,7 @@ class Perceptron:
 
 
 def tiles(rows: int, columns: int) -> int:
-    """Bytes of an E8M0 scale for 32 elements, in tiles of 128 rows and 4 scales."""
+    """Returns the bytes of E8M0 scales, one for 32 elements, in tiles of 128 rows and 4 scales."""
     return -(-rows // 128) * 128 * -(-columns // 128) * 4
 
 
@@ -86,11 +86,11 @@ def derived(bench: Bench, case: Case) -> int:
 
 
 @pytest.mark.parametrize("precision", ["fp8", *LAYOUTS])
-def test_a_perceptron_by_hand(precision: str, bench: Bench, tell: Tell) -> None:
+def test_a_perceptron_by_hand(precision: str, bench: Bench, script: Script) -> None:
     code, scales_of = LAYOUTS.get(precision, (1, lambda rows, columns: 4))
     shapes = [(TOKENS, HIDDEN), (HIDDEN, TOKENS), (WIDTH, TOKENS)][precision == "fp8" :]
     expected = by_hand(code, sum(scales_of(*shape) for shape in shapes))
-    assert derived(bench, tell(Perceptron, precision=precision)) == expected
+    assert derived(bench, script(Perceptron, precision=precision)) == expected
 
 
 def _scales_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def _scales_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _two_views_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What shares memory in hardware is laid once more."""
+    """Counts what shares memory in hardware twice."""
     made = LaidOutArithmetic._made
 
     def apart(own: LaidOutArithmetic, *given: Any) -> Any:
@@ -112,7 +112,7 @@ def _two_views_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _master_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wide source of a cast is taken for its copy."""
+    """Takes the wide source of a cast for its copy."""
     laid = LaidOutArithmetic._laid
 
     def replacing(own: LaidOutArithmetic, name: str, source: Any, *given: Any, **more: Any) -> Any:
@@ -123,42 +123,44 @@ def _master_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _temporaries_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An emulated cast's and product's own tensors count as a device's."""
+    """Counts the temporaries of an emulated cast and product as a device's."""
     monkeypatch.setattr(device_layout, "Emulating", lambda: Begun("unattributed"))
 
 
 @pytest.mark.parametrize("plant", [_scales_forgotten, _two_views_counted, _master_forgotten, _temporaries_counted])
 def test_a_planted_mistake_is_seen(
-    plant: Callable[[pytest.MonkeyPatch], None], bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None], bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    use = bench.memory(tell(Perceptron, precision="fp8"), CPU)
+    use = bench.memory(script(Perceptron, precision="fp8"), CPU)
     assert isinstance(use, MemoryUse) and use.on_device != by_hand(1, 4 + 4)
 
 
 @for_each("precision", ["fp32", "bf16", "fp16"])
-def test_what_is_native_is_its_peak(precision: str, bench: Bench, tell: Tell) -> None:
-    use = bench.memory(tell(Perceptron, precision=precision), CPU)
+def test_what_is_native_is_its_peak(precision: str, bench: Bench, script: Script) -> None:
+    use = bench.memory(script(Perceptron, precision=precision), CPU)
     assert isinstance(use, MemoryUse) and use.on_device == use.peak and not use.off_device
 
 
-def test_bf16_derived_from_emulation_is_as_counted(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A format that this processor has: the figure derived from fp32 values is what native bf16 takes, within 1%."""
+def test_bf16_derived_from_emulation_is_as_counted(
+    bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figure derived from fp32 values is within 1% of what native bf16 takes."""
     # It copies turned operands where a processor multiplies bf16.
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # type: ignore[arg-type]
-        native = bench.memory(tell(Perceptron, precision="bf16"), CPU)
+        native = bench.memory(script(Perceptron, precision="bf16"), CPU)
     hardware = precisions.get("bf16").arithmetic(CPU)
     emulated = device_layout.Hardware({"": hardware})
     monkeypatch.setattr("fp8bench.worker.untimed_passes.hardware_of", lambda *_: emulated)
     made = Bench._setup
     monkeypatch.setattr(Bench, "_setup", lambda *given: replace(made(*given), arithmetic=Bfloat16Emulated()))
-    use = bench.memory(tell(Perceptron, precision="bf16"), CPU)
+    use = bench.memory(script(Perceptron, precision="bf16"), CPU)
     assert isinstance(native, MemoryUse) and isinstance(use, MemoryUse) and use.on_device is not None
     assert use.peak > 1.1 * native.peak and abs(use.on_device / native.peak - 1) < 0.01
 
 
 def with_codes(bench: Bench, case: Case) -> int:
-    """The highest point of the same step with codes in memory, whose every tensor the allocator tells of."""
+    """Returns the peak of the same step with real codes in memory."""
     precision, device = precisions.get(case.precision), devices.get("cpu")
     meter, hardware = device.memory_meter(0), precision.laid_out(CPU)
     assert isinstance(meter, MemoryMeter) and isinstance(hardware, Arithmetic)
@@ -201,7 +203,7 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
         ("data", "fp8", "batches are copied as values"),
     ],
 )
-def test_nobody_can_say(suite: str, precision: str, why: str, bench: Bench) -> None:
+def test_where_it_cannot_be_measured_there_is_a_reason(suite: str, precision: str, why: str, bench: Bench) -> None:
     asked = tuple((axis, (value,)) for axis, value in SMALL[suite].items())
     group = make_plan(Request(suite, (precision,), ("cpu",), axes=asked), (CPU,)).groups[0]
     case = next(planned.case for planned in group.cases if planned.case.precision == precision)
@@ -218,22 +220,21 @@ def test_nobody_can_say(suite: str, precision: str, why: str, bench: Bench) -> N
     ],
 )
 def test_what_was_not_followed_is_no_figure(
-    step: Callable[[Setup, torch.Tensor], object], why: str, bench: Bench, tell: Tell
+    step: Callable[[Setup, torch.Tensor], object], why: str, bench: Bench, script: Script
 ) -> None:
     x = torch.randn(TOKENS, WIDTH)
-    use = bench.memory(tell(lambda setup: setup, lambda setup, phase: step(setup, x), precision="fp8"), CPU)
+    use = bench.memory(script(lambda setup: setup, lambda setup, phase: step(setup, x), precision="fp8"), CPU)
     assert isinstance(use, MemoryUse) and use.on_device is None and why in use.off_device
 
 
 @pytest.mark.slow
-def test_the_measured_peak_is_as_it_was(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not somebody derives another figure beside it; its roles and phases, too."""
+def test_the_measured_peak_is_as_it_was(bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     for precision in ("fp8", "fp8-rowwise", "nvfp4"):
-        beside = bench.memory(tell(Perceptron, precision=precision), CPU)
+        beside = bench.memory(script(Perceptron, precision=precision), CPU)
         with monkeypatch.context() as patched:
             nothing = device_layout.EMULATES_NOTHING
             patched.setattr("fp8bench.worker.untimed_passes.hardware_of", lambda *_, nothing=nothing: nothing)
-            alone = bench.memory(tell(Perceptron, precision=precision), CPU)
+            alone = bench.memory(script(Perceptron, precision=precision), CPU)
         assert isinstance(beside, MemoryUse) and isinstance(alone, MemoryUse)
         assert (beside.peak, beside.roles, beside.phases) == (alone.peak, alone.roles, alone.phases)
 

@@ -99,8 +99,7 @@ def reasons(run: Run) -> dict[str, str]:
     }
 
 
-def test_each_fallback_is_told_with_what_it_ran_and_what_keeps_its_promise_has_no_label(run: Run) -> None:
-    """It has no verdict, however fast. An emulation may multiply its values in bfloat16: nobody reads its speed."""
+def test_each_fallback_is_labelled_with_what_it_ran_and_an_honest_case_is_not(run: Run) -> None:
     assert reasons(run) == {**dict.fromkeys(("bf16", *HONEST), ""), **FALLBACKS}
     for finding in findings(run).values():
         if finding.case.mode in FALLBACKS:

@@ -1,6 +1,6 @@
-"""What a GPU's faults leave behind, planted in a device of a suite's own.
+"""What faults of a GPU leave behind, planted in a device of a suite's own.
 
-Words of memory that mean a broken context, an error that is told late, and one that only a fresh process is rid of.
+Some words about memory mean a broken context, some errors come late, and some only a new process gets rid of.
 """
 
 from __future__ import annotations
@@ -118,14 +118,12 @@ HOWS = ("asserts", "says memory", "refused", "exhausted", "late", "reads", "goes
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file of that suite, known here too."""
     with suite_file(tmp_path_factory.mktemp("planted"), SUITE) as path:
         yield Path(path)
 
 
 @pytest.fixture
 def worker(file: Path) -> Iterator[LocalWorker]:
-    """In this process, whose planted context is whole again afterwards."""
     with LocalWorker(Settings()) as local:
         yield local
     next(module for module in sys.modules.values() if getattr(module, "__file__", None) == str(file)).BROKEN.clear()
@@ -141,8 +139,8 @@ def test_a_reason_is_no_book() -> None:
     assert described(ValueError("x" * 1000)).text == "x" * 1000
 
 
-def test_memory_that_is_exhausted_is_told_from_a_context_that_is_broken(worker: LocalWorker, file: Path) -> None:
-    """The same words of a library: where the device then does not answer, a smaller session would not help."""
+def test_exhausted_memory_is_distinguished_from_a_broken_context(worker: LocalWorker, file: Path) -> None:
+    """If the device does not answer after the same message, a smaller batch would not help."""
     with pytest.raises(WorkerFault) as raised:
         worker.within(60).prepare("exhausted", case("exhausted"), PLANTED)
     assert raised.value.out_of_memory
@@ -158,14 +156,13 @@ def test_memory_that_is_exhausted_is_told_from_a_context_that_is_broken(worker: 
 
 
 def test_an_error_that_a_device_tells_late_belongs_to_the_pass_that_made_it(worker: LocalWorker) -> None:
-    """It was the next request's before, and failed another case."""
+    """A regression: it failed the next request, of another case."""
     with pytest.raises(WorkerFault, match="misaligned address"):
         worker.within(60).error(case("late"), PLANTED)
 
 
 @pytest.mark.slow
 def test_each_fault_ends_its_case_alone_with_its_reason(file: Path, tmp_path: Path) -> None:
-    """Through real workers: the process whose context is broken is replaced, and what comes after it is measured."""
     axes = (("how", HOWS),)
     request = Request("faulty", ("fp32", "bf16"), ("planted",), axes=axes, rounds=2, imports=(str(file),), energy=False)
     try:

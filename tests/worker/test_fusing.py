@@ -36,7 +36,6 @@ MODE = "custom:scaling=none"
 
 @pytest.fixture(autouse=True)
 def operators_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel that another test has compiled or failed to."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
 
 
@@ -67,7 +66,6 @@ def test_a_state_asks_compiles_and_runs_compiled(bench: Bench) -> None:
 
 
 def test_what_passes_ask_for_is_not_compiled(bench: Bench) -> None:
-    """A state asks anew with every step; the pass that measures errors has nobody who waits."""
     bench.error(Case("gemm", GEMM, MODE, "cpu"), CPU)
     operators.values(torch.ones(8), E5M2)
     assert bench.quantisers()[0] == 2
@@ -76,8 +74,7 @@ def test_what_passes_ask_for_is_not_compiled(bench: Bench) -> None:
 
 
 def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its first line as the reason; nothing waits any more. The untimed step runs again all the same, so that
-    first calls lie behind what is timed."""
+    """The untimed step runs again all the same, so that first calls are not timed."""
     monkeypatch.setattr(operators, "compiled", broken)
     prepare(bench)
     steps, workload = [], bench._prepared["key"].workload
@@ -119,7 +116,6 @@ def test_trying_a_compiler_says_what_came_of_it(bench: Bench, monkeypatch: pytes
 
 
 def suite(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> tuple[int, dict[str, Record]]:
-    """A small run in a folder of its own; its exit code, and its records by mode."""
     monkeypatch.chdir(folder)
     code = main(["suite", *words, "--dtypes", f"bf16,{MODE}", "--rounds", "1", "--no-report"])
     return code, {record.case.mode: record for record in load("last").run.records}
@@ -155,7 +151,6 @@ def test_a_run_without_a_compiler_is_whole_and_labelled(
 def test_a_run_that_shall_not_compile_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, words: tuple[str, ...], why: str
 ) -> None:
-    """In this very process, where a compiler would be seen at work."""
     monkeypatch.setenv("FP8BENCH_QUANTISERS", variable)
     monkeypatch.setattr(operators, "compiled", lambda kernel: pytest.fail("something was compiled"))
     code, records = suite(monkeypatch, tmp_path, *words, "--no-isolation")
@@ -172,7 +167,6 @@ CASES = (planned("fp32"), planned("mxfp8", EMULATED), planned("nvfp4", EMULATED)
 def measure(
     scripts: Mapping[str, Script], quantisers: Quantisers | None, *cases: PlannedCase, listener: Listener | None = None
 ) -> tuple[dict[str, Record], FakeWorker]:
-    """The records by mode, and the worker with its log."""
     worker = FakeWorker(scripts)
     method = Method(rule=TEN, judge=decided, seed=0, quantisers=quantisers)
     grouped = group(*(cases or CASES))
@@ -180,14 +174,13 @@ def measure(
 
 
 def told(records: Mapping[str, Record]) -> dict[str, tuple[str, bool]]:
-    """By mode: why quantisers were eager, and whether some were compiled, which have vectors of 256 bits here."""
     timings = {mode: record.timing for mode, record in records.items()}
     assert all(isinstance(one, Timing) and one.vector_bits == (256,) * one.fused for one in timings.values())
     return {mode: (timing.eager, timing.fused) for mode, timing in timings.items() if timing is not None}
 
 
 def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
-    """Once for each mode; who asks for nothing is not asked to wait. --case-timeout does not cut it short."""
+    """Once for each mode; --case-timeout does not cut it short."""
     listener = Listener()
     scripts = {"mxfp8": Script(quantisers=[2]), "nvfp4": Script(quantisers=[1])}
     records, worker = measure(scripts, Quantisers(), listener=listener)
@@ -206,7 +199,7 @@ def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
 
 
 def test_quantisers_that_later_steps_ask_for_are_compiled_too_until_that_comes_to_an_end() -> None:
-    """A first step finds its scales, the next remember them: another kernel. Still before anything is kept."""
+    """The first step finds its scales, the next ones remember them with another kernel."""
     records, worker = measure({"mxfp8": Script(quantisers=[1, 1])}, Quantisers(), CASES[0], CASES[1])
     assert told(records)["mxfp8"] == ("", True)
     assert [entry[2] for entry in worker.log if entry[0] == "compile"] == [1, 1]
@@ -216,7 +209,7 @@ def test_quantisers_that_later_steps_ask_for_are_compiled_too_until_that_comes_t
 
 
 @for_each("why", ["--quick compiles none", "FP8BENCH_QUANTISERS=eager compiles none"])
-def test_nothing_is_compiled_where_that_was_asked_for_or_nobody_asks(why: str) -> None:
+def test_nothing_is_compiled_if_switched_off_or_not_needed(why: str) -> None:
     records, worker = measure({"mxfp8": Script(quantisers=[2])}, Quantisers(why))
     assert told(records) == {"fp32": ("", False), "mxfp8": (why, False), "nvfp4": ("", False)}
     assert not [entry for entry in worker.log if entry[0] in ("compile", "quantisers")]

@@ -71,7 +71,6 @@ HARD = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Finding]]:
-    """By what is wrong, and precision."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "off")
         patch.setenv(TAPE, "recorded")
@@ -92,7 +91,7 @@ def test_what_is_honest_has_no_label(found: dict[tuple[str, str], Finding]) -> N
 
 @pytest.mark.slow
 @for_each("how", [*SOFT, *HARD])
-def test_a_handicap_is_told_beside_the_case(how: str, found: dict[tuple[str, str], Finding]) -> None:
+def test_a_handicap_is_labelled(how: str, found: dict[tuple[str, str], Finding]) -> None:
     finding = found[how, "bf16"]
     label, why = (SOFT | HARD)[how]
     ((own, reason),) = told(finding)
@@ -107,7 +106,7 @@ def summed(state: Any, step: Any = lambda: None) -> tuple[GivenTensors, ...]:
 
 
 def test_what_a_step_writes_is_not_given_to_it() -> None:
-    """Unless it is trained; memory that nobody has filled may hold anything."""
+    """Unless it is trained; unwritten memory may hold anything."""
     x, y, room, weight = torch.ones(4, 4), torch.ones(2, 2), torch.empty(8), torch.nn.Parameter(torch.ones(1, 9))
     weight.grad = torch.ones(1, 9)
 

@@ -77,7 +77,7 @@ def test_refusals_are_sentences(said: partner.Handshake, sentence: str) -> None:
 
 
 def changed(file: str, old: str, new: str) -> Callable[[Path], Start]:
-    """A copy of fp8bench with other words in one file."""
+    """Returns a copy of fp8bench with a replacement in one file."""
 
     def start(folder: Path) -> Start:
         shutil.copytree(PACKAGE, folder / "fp8bench", ignore=shutil.ignore_patterns("__pycache__"))

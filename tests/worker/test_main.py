@@ -189,7 +189,6 @@ class Hazard(Workload):
 
 @pytest.fixture(scope="module")
 def hazard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The path of the user's file; the suite is known here for as long as this module's tests run."""
     with suite_file(tmp_path_factory.mktemp("user"), WORKLOAD) as path:
         yield path
 
@@ -201,7 +200,7 @@ def request_for(hazard: str, *how: str, isolation: bool = True, dtypes: tuple[st
 
 @pytest.fixture(scope="module")
 def run_with(hazard: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """The run that has a hazard in it, as execute returns it. A hang is given three seconds, not sixty."""
+    """Returns the run of a hazard; a hang gets three seconds instead of sixty."""
 
     @cache
     def measured(*how: str) -> Run:
@@ -249,7 +248,6 @@ def record_of(run: Run, how: str, precision: str) -> Record:
 def test_a_fault_fails_its_record_and_the_other_cases_go_on(
     run_with: Callable[[str], Run], how: str, words: str
 ) -> None:
-    """Those of the same group in a fresh worker, those of later groups as if nothing had happened."""
     run = run_with(how)
     culprit, witness = record_of(run, how, "bf16"), record_of(run, how, "fp32")
     if how not in HARMLESS:
@@ -349,7 +347,7 @@ def test_whatever_a_step_raises_is_a_fault(hazard: str, kind: type[ProcessWorker
 def test_a_worker_that_cannot_start(
     script: str, starts: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing stays open. To release what a worker holds starts none."""
+    """Releasing what a worker holds starts none."""
 
     def full(*arguments: object, **options: object) -> None:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -388,7 +386,6 @@ worker.within(60.0).slot("one", 5, 0)
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one that waits to be reaped has."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -397,7 +394,7 @@ def gone(pid: int) -> bool:
 
 
 def wait_for(condition: Callable[[], bool], limit: float) -> float:
-    """Seconds until it holds; fails the test if it does not."""
+    """Returns the seconds until it holds; fails the test if it does not."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < limit, f"waited {limit} s in vain"
@@ -434,7 +431,6 @@ def test_a_worker_ends_within_two_seconds_of_its_parents_death(hazard: str, tmp_
 def test_what_a_workload_has_started_ends_with_its_worker(
     hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[ProcessWorker], None]
 ) -> None:
-    """It would run on beside all that comes after it."""
     sleeper = tmp_path / "sleeper"
     monkeypatch.setenv("SLEEPER", str(sleeper))
     with ProcessWorker(Settings(imports=(hazard,))) as worker:
@@ -455,7 +451,6 @@ class Interrupting(SilentObserver):
 
 
 def test_without_isolation_failures_are_records_and_interrupts_keep_what_was_done(hazard: str, tmp_path: Path) -> None:
-    """The same worker code in this process. An interrupted run comes back unfinished, in memory as in the store."""
     request = request_for(hazard, "none", "raise", "memory", isolation=False)
     run = pipeline.execute(request, tmp_path / "interrupted", Interrupting(), "a test")
     assert not run.finished
@@ -470,7 +465,7 @@ def test_without_isolation_failures_are_records_and_interrupts_keep_what_was_don
 
 
 def test_an_interrupt_ends_a_long_step_at_once(hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not wait for the step's answer, and starts no new worker to be told so."""
+    """It neither waits for the step's answer nor starts a new worker."""
     busy = tmp_path / "busy"
     monkeypatch.setenv("BUSY", str(busy))
     pressed: list[float] = []

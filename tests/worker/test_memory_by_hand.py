@@ -21,15 +21,15 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.worker import memory_pass as remembering
 from fp8bench.worker.bench import Bench
 from tests.counts import for_each, sampled
-from tests.worker.told import CPU, Storages, Tell, setup_of
-from tests.worker.told import tell as tell
+from tests.worker.scripted import CPU, Script, Storages, setup_of
+from tests.worker.scripted import script as script
 
 R = MemoryRole
 TOKENS, WIDTH, HIDDEN, OUT = 32, 8, 16, 4
 
 
 class Network:
-    """Two layers with ReLU between them, fp32, whose every tensor one can count."""
+    """Two fp32 layers with ReLU between them, whose every tensor can be counted."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -44,7 +44,6 @@ class Network:
         return {R.DATA: self.x, R.GRADIENTS: self.pull}
 
     def step(self, phase: Phases) -> None:
-        """A tensor of a kibibyte passes through in the optimiser's phase, far below the highest point."""
         self.steps += 1
         if self.steps == self.fails_at:
             with phase.gemm:
@@ -65,7 +64,6 @@ class Network:
 
 
 def measured(bench: Bench, case: Case) -> MemoryUse:
-    """What the pass says, which is something, and sums."""
     use = bench.memory(case, CPU)
     assert isinstance(use, MemoryUse)
     assert sum(size for _, size in use.roles) == use.peak == max(phase.allocated for phase in use.phases)
@@ -73,19 +71,15 @@ def measured(bench: Bench, case: Case) -> MemoryUse:
 
 
 def first_of(name: str, precision: str) -> PlannedCase:
-    """The first case of a small setting, as the plan makes it."""
     axes = tuple((axis, (value,)) for axis, value in SMALL[name].items())
     return make_plan(Request(name, (precision,), ("cpu",), axes=axes), (CPU,)).groups[0].cases[0]
 
 
-def test_a_network_of_two_layers(bench: Bench, tell: Tell) -> None:
-    """The highest point is in ReLU's backward.
-
-    There: weights and momentum; the input; what ReLU keeps, and the output; the gradient that comes in, the one of
-    what ReLU gave, the one that it makes, and that of the second weight. In the optimiser's phase both weights have
-    gradients, and nothing else but the state is left.
-    """
-    use = measured(bench, tell(Network))
+def test_a_network_of_two_layers(bench: Bench, script: Script) -> None:
+    """The highest point is in ReLU's backward. There: weights and momentum; the input; what ReLU keeps, and the output;
+    the gradient that comes in, the one of what ReLU gave, the one that it makes, and that of the second weight. In the
+    optimiser's phase both weights have gradients, and nothing else but the state is left."""
+    use = measured(bench, script(Network))
     weights = 4 * (WIDTH * HIDDEN + HIDDEN * OUT)
     layer, output, second = 4 * TOKENS * HIDDEN, 4 * TOKENS * OUT, 4 * HIDDEN * OUT
     assert dict(use.roles) == {
@@ -104,7 +98,7 @@ def test_a_network_of_two_layers(bench: Bench, tell: Tell) -> None:
 
 
 class Casting:
-    """A product with its casts, and nothing that says what its tensors are for."""
+    """A product with its casts, which does not say what its tensors are for."""
 
     def __init__(self, setup: Setup) -> None:
         self.arithmetic = setup.arithmetic
@@ -115,19 +109,18 @@ class Casting:
         self.arithmetic.product(a, b, torch.bfloat16)
 
 
-def test_what_is_cast_says_what_it_is(bench: Bench, tell: Tell) -> None:
-    """bf16 copies beside fp32 sources; in fp32 nothing is copied. The product is what passes by."""
+def test_what_is_cast_says_what_it_is(bench: Bench, script: Script) -> None:
     x, w = TOKENS * WIDTH, HIDDEN * WIDTH
-    use = measured(bench, tell(Casting, precision="bf16"))
+    use = measured(bench, script(Casting, precision="bf16"))
     known = {"weights": 4 * w, "low_precision_weights": 2 * w, "activations": 4 * x, "low_precision_activations": 2 * x}
     assert {role: size for role, size in use.roles if role != "workspace"} == known
     assert dict(use.roles)["workspace"] >= 2 * TOKENS * HIDDEN
-    use = measured(bench, tell(Casting))
+    use = measured(bench, script(Casting))
     assert {role for role, _ in use.roles} == {"weights", "activations", "workspace"}
 
 
 class Bare:
-    """Somebody's suite that knows of nothing: a model, its optimiser, no phases."""
+    """A user's suite that knows nothing of fp8bench: a model, its optimiser, no phases."""
 
     def __init__(self, setup: Setup) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
@@ -141,7 +134,7 @@ class Bare:
 
 
 class Threaded(Network):
-    """Its product up is made by a thread of Python's, in a phase."""
+    """Makes its product up in a thread of Python's, in a phase."""
 
     def step(self, phase: Phases) -> None:
         def work() -> None:
@@ -154,9 +147,8 @@ class Threaded(Network):
         super().step(phase)
 
 
-def test_a_suite_that_says_nothing_has_roles_all_the_same(bench: Bench, tell: Tell) -> None:
-    """Weights, two moments and a count, gradients; its batch is the state's, for nobody knows what."""
-    use = measured(bench, tell(Bare))
+def test_a_suite_that_says_nothing_has_roles_all_the_same(bench: Bench, script: Script) -> None:
+    use = measured(bench, script(Bare))
     found, weights = dict(use.roles), 4 * 2 * (64 * 64 + 64)
     assert found["weights"] == weights and found["optimizer"] == 2 * weights + 4 * 4
     assert found["gradients"] >= weights and found["other"] == 4 * 16 * 64
@@ -217,26 +209,24 @@ def test_every_suite_knows_what_its_memory_is_for(name: str, precision: str, ben
                 assert found["low_precision_weights"] > 0
 
 
-def test_a_step_that_fails_in_the_middle_leaves_nothing_and_threads_do_no_harm(bench: Bench, tell: Tell) -> None:
-    """Neither the profiler nor a phase that is still open. What threads allocate is not seen."""
-
+def test_a_step_that_fails_in_the_middle_leaves_nothing_and_threads_do_no_harm(bench: Bench, script: Script) -> None:
     def failing(setup: Setup) -> Network:
         network = Network(setup)
         network.fails_at = 2
         return network
 
-    whole = measured(bench, tell(Network))
+    whole = measured(bench, script(Network))
     with pytest.raises(MemoryError, match="planted"):
-        bench.memory(tell(failing), CPU)
+        bench.memory(script(failing), CPU)
     assert not torch.autograd._profiler_enabled() and gc.isenabled()
-    again, threaded = measured(bench, tell(Network)), measured(bench, tell(Threaded))
+    again, threaded = measured(bench, script(Network)), measured(bench, script(Threaded))
     assert (again.peak, again.roles, again.phases) == (whole.peak, whole.roles, whole.phases)
     assert threaded.roles == whole.roles
 
 
 @pytest.mark.parametrize("trouble", ["reset", "mark"])
-def test_the_process_in_memory(trouble: str, bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = tell(Network)
+def test_the_process_in_memory(trouble: str, bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = script(Network)
     use = measured(bench, case)
     assert use.resident is None or use.resident > use.peak
     assert bool(use.why) == (use.resident is None)
@@ -248,7 +238,7 @@ def test_the_process_in_memory(trouble: str, bench: Bench, tell: Tell, monkeypat
     assert use.resident is None and use.why == "no resident memory: nobody may"
 
 
-def test_a_large_step_moves_the_mark(bench: Bench, tell: Tell) -> None:
+def test_a_large_step_moves_the_mark(bench: Bench, script: Script) -> None:
 
     class Large:
         def __init__(self, size: int) -> None:
@@ -257,15 +247,14 @@ def test_a_large_step_moves_the_mark(bench: Bench, tell: Tell) -> None:
         def step(self, phase: Phases) -> None:
             torch.ones(self.size, dtype=torch.uint8)
 
-    small, large, again = (measured(bench, tell(lambda _, size=size: Large(size))) for size in (1, 256 << 20, 1))
+    small, large, again = (measured(bench, script(lambda _, size=size: Large(size))) for size in (1, 256 << 20, 1))
     if large.resident is None:
         pytest.skip(large.why)
     assert small.resident is not None and again.resident is not None
     assert large.resident - small.resident > 200 << 20 < large.resident - again.resident
 
 
-def test_a_state_that_is_kept_is_given_back_when_it_is_released(bench: Bench, tell: Tell) -> None:
-    """Somebody may look at the process meanwhile."""
+def test_a_state_that_is_kept_is_given_back_when_it_is_released(bench: Bench, script: Script) -> None:
     seen: list[weakref.ref[Tensor]] = []
 
     def noting(setup: Setup) -> Network:
@@ -273,7 +262,7 @@ def test_a_state_that_is_kept_is_given_back_when_it_is_released(bench: Bench, te
         seen.append(weakref.ref(network.x))
         return network
 
-    case = tell(noting)
+    case = script(noting)
     bench.memory(case, CPU)
     bench.memory(case, CPU, "key")
     assert seen[0]() is None and seen[1]() is not None
@@ -282,7 +271,7 @@ def test_a_state_that_is_kept_is_given_back_when_it_is_released(bench: Bench, te
 
 
 def second_witness(case: Case) -> int:
-    """The most bytes that storages hold at once within the second step of a fresh state."""
+    """Returns the most bytes that storages hold at once within the second step of a new state."""
     workload = workloads.get(case.workload)
     with precisions.get(case.precision).scope(), Storages() as storages:
         state = workload.prepare(setup_of(case))
@@ -314,7 +303,7 @@ def test_it_is_the_same_whenever_it_is_asked(name: str, precision: str, bench: B
     assert len(set(peaks)) == 1 and peaks[0] >= planned.work.least_memory > 0
 
 
-def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(bench: Bench, tell: Tell) -> None:
+def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(bench: Bench, script: Script) -> None:
 
     def step(state: dict[str, Any], phase: Phases) -> None:
         if "made" not in state:
@@ -322,11 +311,11 @@ def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(b
             state["made"] = torch.empty(100)
         torch.empty(7)
 
-    assert measured(bench, tell(lambda _: {"weights": torch.empty(10)}, step)).peak == 4 * (10 + 100 + 7)
+    assert measured(bench, script(lambda _: {"weights": torch.empty(10)}, step)).peak == 4 * (10 + 100 + 7)
 
 
-def test_garbage_does_not_count_and_a_state_that_refers_to_itself_is_given_back(bench: Bench, tell: Tell) -> None:
-    """A cycle goes when it is collected, which is done by hand: chance has no say."""
+def test_garbage_does_not_count_and_a_state_that_refers_to_itself_is_given_back(bench: Bench, script: Script) -> None:
+    """A cycle is freed when it is collected by hand, not by chance."""
     seen: list[weakref.ref[torch.Tensor]] = []
 
     def prepare(setup: Setup) -> list[Any]:
@@ -339,11 +328,11 @@ def test_garbage_does_not_count_and_a_state_that_refers_to_itself_is_given_back(
         cycle: list[Any] = [torch.empty(500)]
         cycle.append(cycle)
 
-    case = tell(prepare, step)
+    case = script(prepare, step)
     assert [measured(bench, case).peak for _ in range(3)] == [2400] * 3 and gc.isenabled()
     assert [state() for state in seen] == [None] * 3
 
 
-def test_a_device_that_cannot_say_says_nothing(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_say_says_nothing(bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cpu, "memory_meter", lambda self, index: "it was never taught to count")
-    assert bench.memory(tell(lambda _: 1 / 0, lambda state, phase: None), CPU) == "it was never taught to count"
+    assert bench.memory(script(lambda _: 1 / 0, lambda state, phase: None), CPU) == "it was never taught to count"

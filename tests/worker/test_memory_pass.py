@@ -51,12 +51,12 @@ NEW = HeldBlock(1, 10, "gemm")
     ],
 )
 def test_a_role(block: HeldBlock, before: dict[int, R | None], after: dict[int, R | None], role: MemoryRole) -> None:
-    """Case by case; addresses are used again, and count only for what lay there at the time."""
+    """Addresses are used again, and count only for what lay there at the time."""
     assert role_of(block, before, after) is role
 
 
 def test_they_sum_to_the_peak() -> None:
-    """What the allocator counts and nobody saw is other; where more was seen than it counts, nobody can say."""
+    """What the allocator counts and nobody saw is other; if more was seen than it counts, nobody can say."""
     held = [NEW, HeldBlock(2, 5, "cast")]
     assert roles(held, 15, {}, {}) == {R.ACTIVATIONS: 10, R.WORKSPACE: 5}
     assert roles(held, 18, {}, {}) == {R.ACTIVATIONS: 10, R.WORKSPACE: 5, R.OTHER: 3}
@@ -83,7 +83,6 @@ KIB = 1024
 
 
 def held(size_of: Callable[[int], int], count: int = 48) -> list[int]:
-    """After each step, of what steps keep or give back."""
     return list(accumulate(size_of(number) for number in range(count)))
 
 
@@ -130,7 +129,7 @@ def test_garbage_in_cycles_is_no_leak_and_steps_that_take_long_are_not_run_again
 
 
 class Said:
-    """What was said last of each address."""
+    """Records the last role that was reported for each address."""
 
     def __init__(self) -> None:
         self.words: list[tuple[tuple[int, ...], MemoryRole]] = []
@@ -144,7 +143,6 @@ class Said:
 
 
 def told(arithmetic: Arithmetic) -> tuple[Arithmetic, Said]:
-    """The arithmetic that tells, through a setup as the pass has it."""
     said = Said()
     setup = Setup(Case("mlp", (), "bf16", "cpu"), CPU, 0, arithmetic, arithmetic, {"up": arithmetic})
     changed = listening(setup, said)
@@ -153,7 +151,7 @@ def told(arithmetic: Arithmetic) -> tuple[Arithmetic, Said]:
     return changed.arithmetic, said
 
 
-def test_a_cast_that_copies_is_told_of_with_its_source() -> None:
+def test_a_cast_that_copies_reports_copy_and_source() -> None:
     arithmetic, said = told(PlainArithmetic(torch.bfloat16))
     x, w, g = torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 4)
     a, b, c = (arithmetic.cast(tensor, role) for tensor, role in zip((x, w, g), Role, strict=True))
@@ -173,7 +171,6 @@ def test_a_cast_that_changes_nothing_makes_no_copy() -> None:
 
 @for_each("name", ["fp8", "fp8-delayed", "mxfp8", "nvfp4", "fp16", "tf32"])
 def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
-    """A layer of its own included, bit for bit, and all that is asked of an arithmetic is answered as before."""
     quiet = precisions.get(name).arithmetic(CPU)
     arithmetic, said = told(precisions.get(name).arithmetic(CPU))
     assert arithmetic.carrier is quiet.carrier
@@ -193,7 +190,7 @@ def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
     assert {R.ACTIVATIONS, R.WEIGHTS, R.GRADIENTS} <= {role for _, role in said.words}
 
 
-def test_both_orientations_that_one_look_gives_are_told_of() -> None:
+def test_both_orientations_of_one_cast_are_reported() -> None:
     arithmetic, said = told(precisions.get("fp8").arithmetic(H200))
     w = torch.randn(16, 32)
     operand, turned = arithmetic.cast_both(w, Role.WEIGHT)
@@ -205,7 +202,7 @@ def test_both_orientations_that_one_look_gives_are_told_of() -> None:
 
 
 class Stiff(Arithmetic):
-    """A user's, whose layers are of another class than itself."""
+    """A user's arithmetic, whose layers are of another class than itself."""
 
     carrier = torch.float32
 
@@ -223,7 +220,6 @@ class Stiff(Arithmetic):
 
 
 def test_a_layer_of_another_class_tells_too() -> None:
-    """Also where it remembers nothing of who made it; a layer that is the arithmetic itself is wrapped once."""
     arithmetic, said = told(Stiff())
     x = torch.ones(3, 3)
     operand = arithmetic.layer("up").cast(x, Role.WEIGHT)

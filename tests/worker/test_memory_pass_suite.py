@@ -19,7 +19,7 @@ from tests.fakes import GPU, FakeWorker, Fault, Script, planned
 
 
 class Driver(Looks):
-    """A driver that counts the memory of processes, or says why not; it notes which states still lay there."""
+    """A driver that counts the memory of processes, or says why not; it notes which states still existed."""
 
     def __init__(self, worker: FakeWorker, read: Read) -> None:
         self.worker, self.read = worker, read
@@ -39,7 +39,6 @@ class Driver(Looks):
 def remembered(
     scripts: Mapping[str, Script], read: Read | None, facts: DeviceFacts = CPU
 ) -> tuple[list[CaseOutcome], FakeWorker, Driver | None]:
-    """The outcomes of the pass over these modes."""
     worker = FakeWorker(scripts)
     driver = None if read is None else Driver(worker, read)
     outcomes = [CaseOutcome(planned(mode)) for mode in scripts]

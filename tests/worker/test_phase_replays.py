@@ -28,13 +28,12 @@ NO_LOAD = "its data are loaded by code of its suite, which has no `load` that do
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that trains in milliseconds, and phases that are done twice ahead of their windows."""
     monkeypatch.setitem(SIZES, "tiny", TINY)
     monkeypatch.setattr(prepared, "WARM_SECONDS", 0.0)
 
 
 def check(setup: Setup) -> dict[str, str]:
-    """Hold every phase that steps of a case have, and do it again; why those that cannot be held are not."""
+    """Holds every phase that a case's steps have, and repeats it; returns why some cannot be held."""
     workload, cpu, whys = workloads.get(setup.case.workload), devices.get("cpu"), {}
     state = workload.prepare(setup)
     for phase in dict.fromkeys(marks(workload, state, 2)):
@@ -60,7 +59,6 @@ def rows() -> Iterator[object]:
 
 @pytest.mark.parametrize(("name", "mode"), list(rows()))
 def test_every_phase_is_done_again_bit_for_bit(name: str, mode: str, corpus: Corpus, bench: Bench) -> None:
-    """A phase whose numbers differ would not be held: none but data loading, where no operator shows what it does."""
     whys = check(setup_of(name, SMALL[name], mode, corpus=corpus.path))
     assert whys.pop(UNATTRIBUTED, NO_OPERATOR) == NO_OPERATOR
     assert whys == ({Phase.DATA_LOAD: NO_LOAD} if name == "data" else {})
@@ -74,7 +72,6 @@ def test_every_phase_of_a_training_step_is(mode: str, corpus: Corpus, bench: Ben
 
 
 def test_a_prepared_case_holds_one_phase_at_a_time(corpus: Corpus, bench: Bench) -> None:
-    """Each from a step of its own; steps go on as before, with data that are loaded ahead from then on."""
     case = Case("transformer", tuple((GPT | {"data": corpus.identity}).items()), "bf16", "cpu")
     bench.prepare("key", case, CPU)
     for phase in (Phase.DATA_LOAD, Phase.GEMM):

@@ -96,7 +96,6 @@ HOWS = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """All of them, two rounds each."""
     asked = {"axes": (("how", HOWS),), "rounds": 2}
     with suite_run(tmp_path_factory, SUITE, "planted_lies,diverging", ("fp32",), **asked) as run:
         yield run
@@ -107,7 +106,6 @@ def record_of(run: Run, how: str, suite: str = "planted_lies") -> Record:
 
 
 def told(run: Run, record: Record) -> dict[Label, str]:
-    """Its labels, but for those of so few rounds, with what is said of each."""
     finding = findings(run)[record.case.id]
     reasons = dict(finding.label_reasons)
     return {label: reasons.get(label, "") for label in finding.labels if label in PLAUSIBILITY}
@@ -120,7 +118,6 @@ def test_what_is_honest_is_measured_and_has_no_remark(run: Run) -> None:
 
 
 def test_numbers_that_spoil_a_case_fail_it(run: Run) -> None:
-    """A name of ours would overwrite that figure in every table; a state was not looked at without a check."""
     record = record_of(run, "misnamed")
     assert record.status is Status.FAILED
     assert "no numerical error: ValueError: error() gives a number whose name is not free: 'time' is" in record.reason
@@ -130,7 +127,6 @@ def test_numbers_that_spoil_a_case_fail_it(run: Run) -> None:
 
 
 def test_a_suite_may_say_that_its_state_diverges(run: Run) -> None:
-    """Then the case stands, with the share; where nothing diverged, there is nothing to say."""
     record = record_of(run, "spoils", "diverging")
     assert record.status is Status.OK and told(run, record) == {Label.NOT_FINITE: "6.2% of the state"}
     assert told(run, record_of(run, "honest", "diverging")) == {}
@@ -144,7 +140,6 @@ def test_a_suite_may_say_that_its_state_diverges(run: Run) -> None:
     ],
 )  # fmt: skip
 def test_memory_that_grows_step_by_step_is_a_leak(run: Run, how: str, said: str) -> None:
-    """What is kept in every third step is kept for good; a cache that is filled or emptied grows for a while."""
     record = record_of(run, how)
     assert record.status is Status.OK and told(run, record) == ({Label.LEAK: said} if said else {})
     assert record.memory is not None and (record.memory.leak == 0) is (not said)
@@ -152,7 +147,6 @@ def test_memory_that_grows_step_by_step_is_a_leak(run: Run, how: str, said: str)
 
 @for_each("how", ["does nothing", "remembers"])
 def test_a_step_that_does_no_work_has_no_verdict(run: Run, how: str) -> None:
-    """Hard: there is nothing to judge, nor anything that could be judged against it."""
     record = record_of(run, how)
     assert record.status is Status.OK and record.effect is not None and record.effect.changes is False
     assert told(run, record)[Label.NO_WORK].startswith("it calls no operator of torch")

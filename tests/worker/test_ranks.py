@@ -31,8 +31,8 @@ from tests.counts import for_each
 from tests.fakes import CPU
 
 
-def test_nobody_begins_before_all_have_come(tmp_path: Path) -> None:
-    """Three ranks, 50 times: when one goes on, all have come as often, and none of them once more."""
+def test_no_rank_begins_before_all_have_come(tmp_path: Path) -> None:
+    """Three ranks meet 50 times: when one goes on, all have come as often, and none once more."""
     lines = [StartLine(tmp_path, rank, 3, 20.0) for rank in range(3)]
     come, wrong = [0, 0, 0], list[tuple[int, ...]]()
 
@@ -72,7 +72,7 @@ def _case(precision: str, way: str, elements: int = 64) -> Case:
     return Case("collective", params, precision, "cpu", ranks=2)
 
 
-def test_a_plain_collective_is_measured_once_beside_all_ways_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_collective_is_measured_once_for_all_variants_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
     def measure(bench: RankBench, case: Case, facts: DeviceFacts) -> StepAnswer:
@@ -93,7 +93,6 @@ def test_a_plain_collective_is_measured_once_beside_all_ways_of_fp8(monkeypatch:
 def test_rounds_are_as_many_of_each_part_in_the_same_order_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
 ) -> None:
-    """Before them each part that is made of nothing else has run once, and nothing of that is counted."""
     monkeypatch.setattr(bench, "_most", lambda own: seconds)
     names, ran = ["one", "two", "both", "in_turn"], {0: list[str](), 1: list[str]()}
     for said in ran.values():
@@ -108,7 +107,7 @@ def test_rounds_are_as_many_of_each_part_in_the_same_order_on_all_ranks(
 
 
 def test_the_launcher_is_waited_for(tmp_path: Path) -> None:
-    """Ended at once it would leave its ranks to be asked how they ended, by whoever adopts them."""
+    """If it were killed at once, nobody would reap its ranks."""
     (folder := tmp_path / "launch").mkdir()
     with subprocess.Popen(("sleep", "0.5")) as launcher:
         waiting = threading.Thread(target=launcher.wait)
@@ -124,7 +123,6 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells wh
 
 @pytest.fixture
 def accepted() -> Iterator[socket.socket]:
-    """The other end of a connection that this process has accepted."""
     with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as other:
         taken, _ = door.accept()
         with taken:

@@ -26,7 +26,7 @@ from tests.counts import for_each
 
 
 def role(found: Any, tensor: Tensor) -> object:
-    """Of a tensor, 'unheld' if the state does not hold it."""
+    """Returns the role of a tensor, 'unheld' if the state does not hold it."""
     return found.get(tensor.untyped_storage().data_ptr(), "unheld")
 
 
@@ -40,13 +40,11 @@ class Slotted:
 
 
 def generating(tensor: Tensor) -> Iterator[Tensor]:
-    """A generator that waits with the tensor in its hands."""
     while True:
         yield tensor
 
 
 def started(tensor: Tensor) -> Iterator[Tensor]:
-    """One that has begun."""
     generator = generating(tensor)
     next(generator)
     return generator
@@ -69,7 +67,6 @@ def test_a_tensor_is_found_wherever_it_is_held(wrap: Callable[[Tensor], object])
 
 
 def test_a_state_that_holds_itself_ends_and_looking_keeps_nothing_alive() -> None:
-    """Tensors without memory lie nowhere."""
     state: list[Any] = [torch.empty(0), torch.empty(3, device="meta"), torch.eye(3).to_sparse()]
     state.append(state)
     assert state_tensors(state) == {}
@@ -80,7 +77,6 @@ def test_a_state_that_holds_itself_ends_and_looking_keeps_nothing_alive() -> Non
 
 
 def test_what_modules_and_optimisers_hold_is_known() -> None:
-    """Weights, their gradients, moments; buffers and inputs are the state's, for nobody knows what."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(5, 3)
@@ -112,7 +108,6 @@ class Holder:
 
 
 def test_a_states_own_words_go_before_all_else_and_outer_ones_before_inner() -> None:
-    """Also about a parameter; a gradient of what it names stays one."""
     x, y, z = torch.empty(3, requires_grad=True), torch.empty(3), torch.empty(3)
     x.grad = torch.empty(3)
     inner = Holder({MemoryRole.OPTIMIZER: [x, y], MemoryRole.DATA: z})
@@ -128,7 +123,6 @@ def test_words_that_are_none_are_an_error(said: object) -> None:
 
 
 def test_a_huge_state_is_not_looked_through_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Near things first; what lies behind a million others is nobody's."""
     monkeypatch.setattr(module, "MOST_OBJECTS", 100)
     near, far = torch.empty(3), torch.empty(3)
     found = state_tensors([near, [[one] for one in range(1000)], [[[far]]]])
@@ -136,7 +130,7 @@ def test_a_huge_state_is_not_looked_through_to_its_end(monkeypatch: pytest.Monke
 
 
 def test_of_a_tensor_that_is_spread_over_ranks_what_lies_here_is_found() -> None:
-    """DTensor names the mesh of its devices among what it wraps."""
+    """DTensor names its device mesh among what it wraps."""
 
     class Spread(torch.nn.Parameter):
         def __tensor_flatten__(self) -> tuple[list[str], object]:
@@ -152,7 +146,6 @@ Step = Callable[[State], Any]
 
 
 def lost(state: State, step: Step, first: Step = lambda state: None) -> Lost:
-    """After an untimed step and two timed ones."""
     known = FiniteState(state)
     first(state)
     known.begin(state)
@@ -165,7 +158,7 @@ def mask() -> torch.Tensor:
     return torch.full((4, 4), -torch.inf).triu(1)
 
 
-def test_a_number_that_becomes_nan_is_lost_and_told() -> None:
+def test_a_number_that_becomes_nan_is_lost_and_located() -> None:
     found = lost(State(x=torch.ones(3, 4), y=torch.ones(8)), lambda state: state.x[0].fill_(torch.nan))
     assert found[:2] == (4, 20) and found.share == 0.2
     assert str(found) == "its state is not finite: 4 of 20 numbers, the first in a tensor of 3 x 4 (float32)"
@@ -223,7 +216,7 @@ def test_what_was_not_finite_from_the_start_is_an_input(how: str) -> None:
 
 
 def test_what_there_is_no_time_for_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither as finite nor as lost: what nobody saw before the steps is not held against them."""
+    """Neither as finite nor as lost: what nobody saw before the steps does not count."""
     state = State(x=torch.ones(3), scratch=torch.full((8,), torch.nan))
     monkeypatch.setattr(finite, "SECONDS", -1.0)
     known = FiniteState(state)
@@ -234,7 +227,6 @@ def test_what_there_is_no_time_for_is_not_claimed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_state_of_very_many_objects_is_not_walked_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has its time, too; the tensors that come first are looked at."""
     monkeypatch.setattr(finite, "SECONDS", 0.02)
     state = State(x=torch.ones(3), many=[(number, [number]) for number in range(300_000)])
     known = FiniteState(state)

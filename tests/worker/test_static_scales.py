@@ -25,7 +25,6 @@ SCALES = (LayerScale("one", "input", 2.0, 224.0, 3),)
 
 
 def case_of(dtype: str = "fp8", suite: str = "transformer", **request: Any) -> Case:
-    """A small case with scales from two steps."""
     axes = SMALL if suite == "transformer" else (("tokens", ("32",)), ("width", ("32",)), ("hidden", ("32",)))
     asked = Request(suite, ("fp32", dtype), ("cpu",), axes=axes, **{"static_scales": 2, **request})
     found = make_plan(asked, (CPU,)).groups[0].cases[1].case
@@ -34,7 +33,7 @@ def case_of(dtype: str = "fp8", suite: str = "transformer", **request: Any) -> C
 
 
 class Recording(RecipeArithmetic):
-    """Current scaling that writes down what it casts."""
+    """Current scaling that records what it casts."""
 
     seen: dict[tuple[str, str], float]
 
@@ -50,7 +49,7 @@ class Recording(RecipeArithmetic):
 
 
 def recorded(bench: Bench, case: Case, steps: int) -> dict[tuple[str, str], float]:
-    """The largest magnitudes of so many steps with current scales, by layer and role."""
+    """Returns the largest magnitudes of some steps with current scales, by layer and role."""
     setup = bench._setup(replace(case, static=None), CPU)
     assert isinstance(setup.arithmetic, RecipeArithmetic)
     recording = Recording(setup.arithmetic.recipe)
@@ -62,7 +61,7 @@ def recorded(bench: Bench, case: Case, steps: int) -> dict[tuple[str, str], floa
 
 
 def kept(bench: Bench, case: Case, slots: int = 1) -> tuple[LayerScale, ...]:
-    """The scales of a state after preparing it, which is a step, and so many steps."""
+    """Returns the scales of a state after preparing it, which takes a step, and some steps more."""
     bench.prepare("one", case, CPU)
     try:
         for _ in range(slots):
@@ -73,7 +72,6 @@ def kept(bench: Bench, case: Case, slots: int = 1) -> tuple[LayerScale, ...]:
 
 
 def test_scales_come_from_the_largest_magnitudes_of_so_many_steps(bench: Bench) -> None:
-    """Of training ones, with micro-batches: every layer but the head, which is bf16; the timed state changes none."""
     case = case_of()
     wanted = recorded(bench, case, 2)
     assert len(wanted) == 8 * 3 and wanted != recorded(bench, case, 1)
@@ -86,7 +84,7 @@ def test_scales_come_from_the_largest_magnitudes_of_so_many_steps(bench: Bench) 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each state of a transformer that is prepared, whether its scales are being found."""
+    """Records, for each state of a transformer that is prepared, whether its scales are being found."""
     seen: list[bool] = []
     transformer = type(workloads.get("transformer"))
     prepare = transformer.prepare
@@ -100,7 +98,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_a_case_is_calibrated_once_and_its_states_start_alike(bench: Bench, watched: list[bool]) -> None:
-    """Two states, errors, memory and trace need one calibration between them."""
     case = case_of("fp8-e4m3")
     bench.calibrate(case, CPU)
     assert watched == [True]
@@ -118,13 +115,12 @@ def test_errors_are_those_of_the_scales_from_data(bench: Bench) -> None:
 
 
 def test_delayed_scaling_gives_way(bench: Bench) -> None:
-    """With scales from data it is current scaling's recipe, bit for bit."""
     errors = [bench.error(case_of(name, "mlp", reference="fp32"), CPU) for name in ("fp8-delayed", "fp8")]
     assert errors[0] == errors[1]
 
 
 def test_scales_are_renewed_in_every_so_manieth_step(bench: Bench) -> None:
-    """The step that preparing runs counts: of 7 steps the 3rd and the 6th are watched."""
+    """The step of preparing counts: of 7 steps the 3rd and the 6th are watched."""
     found = kept(bench, case_of(refresh_scales=3), slots=6)
     assert {scale.renewals for scale in found} == {2}
     plain = {(scale.layer, scale.role): scale.amax for scale in kept(bench, case_of())}
@@ -132,7 +128,7 @@ def test_scales_are_renewed_in_every_so_manieth_step(bench: Bench) -> None:
 
 
 def test_a_bound_renews_what_saturates_alone(bench: Bench) -> None:
-    """Without tolerance for any value: some tensors grow over what was found, others never."""
+    """With no tolerance: some tensors exceed what was found, others never do."""
     found = kept(bench, case_of(saturation_bound=0.0), slots=4)
     assert any(scale.renewals for scale in found) and not all(scale.renewals for scale in found)
     loose = kept(bench, case_of(saturation_bound=99.0), slots=4)
@@ -145,7 +141,6 @@ def test_a_map_decides_which_layers_have_scales_from_data(bench: Bench) -> None:
 
 
 def test_a_group_calibrates_before_it_prepares_and_keeps_what_scales_came_to() -> None:
-    """Of each case that has them, and of no other. One that cannot be calibrated fails alone."""
     static = replace(planned("fp8"), case=replace(planned("fp8").case, static=StaticScales(2)))
     mode = static.case.mode
     records, worker = measure({mode: Script(scales=SCALES)}, planned("bf16"), static)
@@ -169,7 +164,6 @@ def test_calibrating_may_take_the_time_of_its_steps() -> None:
 
 
 def test_known_scales_are_loaded_as_they_were_and_nothing_is_calibrated(bench: Bench, watched: list[bool]) -> None:
-    """Bit by bit those of a run in that precision; of a run in others the largest of each layer and role."""
     found = kept(bench, case_of())
     watched.clear()
     known = tuple(("fp8", scale.layer, scale.role, scale.amax) for scale in found)

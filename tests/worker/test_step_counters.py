@@ -96,8 +96,8 @@ def figures(found: tuple[Measurement, ...], phase: str | None = None) -> Mapping
 @pytest.mark.slow
 @LINUX
 def test_a_real_worker_counts_a_casts_bytes() -> None:
-    """What a step allocates is the image that it makes: as many bytes as torch's own profiler tells, with a few more
-    for the objects around it. Without counters of a processor there is a reason, once."""
+    """A step allocates its result: as many bytes as torch's profiler reports, and a few more for the objects around
+    it."""
     case = Case("cast", tuple({**SMALL["cast"], "rows": 512, "columns": 1024}.items()), "bf16", "cpu")
     with counting_worker(Settings()) as worker:
         assert isinstance(worker, CountingWorker) and worker.pid is None and not worker.why  # until it is asked
@@ -114,14 +114,13 @@ def test_a_real_worker_counts_a_casts_bytes() -> None:
 
 
 @LINUX
-def test_without_a_probe_faults_are_counted_and_the_reason_is_told() -> None:
+def test_without_a_probe_faults_are_counted_and_there_is_a_reason() -> None:
     found, whys = step_counters.counters_of_step(workloads.get("cast"), small("cast", "bf16"), Cpu(), 0, "no compiler")
     assert specs.PAGE_FAULTS in figures(found) and specs.ALLOCATOR_TIME not in figures(found)
     assert "no calls of the allocator: no compiler" in whys
 
 
 def test_readings_go_to_the_phase_that_a_step_was_in() -> None:
-    """Nested phases are exclusive, and what a reading itself adds is nobody's."""
     count = 0
 
     def read() -> tuple[float]:
@@ -157,7 +156,7 @@ def test_time_of_a_drivers_allocations_in_a_trace() -> None:
 
 
 class CountingDevice(Cpu):
-    """A GPU's allocator, as torch tells of it: one that goes to its driver in each third step."""
+    """A GPU's allocator, as torch reports it, that goes to its driver in each third step."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -197,7 +196,7 @@ def test_a_software_event_counts_what_the_system_counts() -> None:
 
 
 def planted(*counts: tuple[int, int, int]) -> int:
-    """A file that gives one reading after another, as a perf event does."""
+    """Returns a file that gives one reading after another, as a perf event does."""
     reader, writer = os.pipe()
     os.write(writer, b"".join(struct.pack("=QQQ", *count) for count in counts))
     os.close(writer)
@@ -205,7 +204,7 @@ def planted(*counts: tuple[int, int, int]) -> int:
 
 
 def test_a_planted_event_is_read_as_the_kernel_writes_it() -> None:
-    """The count's growth; the attribute that was asked for is the kernel's first version, user mode only."""
+    """The requested attribute has the kernel's first version, user mode only."""
     asked: list[bytes] = []
 
     def opened(attribute: bytes) -> int:
@@ -222,7 +221,6 @@ def test_a_planted_event_is_read_as_the_kernel_writes_it() -> None:
 
 @for_each(("counts", "words"), [([(1, 5, 5), (9, 9, 7)], "another program holds"), ([(1, 5, 5)], "0 bytes")])
 def test_a_count_that_is_an_estimate_is_none(counts: list[tuple[int, int, int]], words: str) -> None:
-    """Where the counter was somebody else's for a while, or there is nothing to read."""
     assert words in str(counted(lambda: None, EVENTS[0], lambda attribute: planted(*counts)))
 
 
@@ -281,7 +279,6 @@ def test_steal(tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
-    """Nanoseconds in the queue; and in truth, asleep is not in it, however long the queue is after it."""
     proc = fake(tmp_path)
     (proc / "thread-self").mkdir()
     (proc / "thread-self" / "schedstat").write_text("900 2500000000 3\n")
@@ -324,7 +321,7 @@ def test_the_high_water_mark_is_reset_and_rises_again() -> None:
 
 
 def test_a_mark_that_stays_where_it_was_says_so(tmp_path: Path) -> None:
-    """Where the kernel takes the request and does nothing, and where it does not take it."""
+    """If the kernel takes the request and does nothing, or does not take it."""
     proc = fake(tmp_path / "a")
     stayed = host.reset_high_water(proc)
     assert isinstance(stayed, Unavailable) and "the mark stayed at 2048000 B" in stayed.reason

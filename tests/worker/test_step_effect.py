@@ -1,7 +1,5 @@
-"""Steps that do nothing, or give what they gave before, told from honest ones; of some nobody can tell.
-
-And timed slots held against counted ones, from scripts.
-"""
+"""Steps that do no work are told from honest ones, or left undecided; and scripted timed slots are compared with
+counted ones."""
 
 from __future__ import annotations
 
@@ -31,7 +29,6 @@ SIZE = 16
 
 
 def state() -> State:
-    """Inputs of many kinds, a result that is prepared, and what no step looks at."""
     random = torch.Generator().manual_seed(0)
     x, w = torch.randn(SIZE, SIZE, generator=random), torch.randn(SIZE, SIZE, generator=random)
     return State(
@@ -53,7 +50,7 @@ def memoised(state: State, phase: Phases) -> Any:
 
 
 def versioned(state: State, phase: Phases) -> Any:
-    """As sound caches do: until somebody writes what they were made from."""
+    """Caches as sound caches do: until somebody writes to the inputs."""
     key = (id(state.x), state.x.data_ptr(), state.x._version, state.w._version)
     if key not in state.cache:
         state.cache[key] = state.x @ state.w
@@ -88,25 +85,24 @@ def counting(state: State, phase: Phases) -> Any:
 
 
 def foreign_kernel(state: State, phase: Phases) -> None:
-    """Written past torch, as kernels of Triton's and graphs of CUDA's do, and too fast to be noticed."""
+    """Writes past torch, as kernels of Triton's and graphs of CUDA's do, too fast to be noticed."""
     ctypes.memmove(state.out.data_ptr(), state.x.data_ptr(), 4 * state.x.numel())
 
 
 def anew_in_turns(state: State, phase: Phases) -> None:
-    """What is kept last lies where the last step's did, if that memory is free by then."""
+    """The last result has the address of the one before, if that memory is free by then."""
     for _ in range(2):
         state.kept = state.x @ state.w
 
 
 def in_another_order(state: State, phase: Phases) -> Any:
-    """Two results that are given the other way round each time."""
     memoised(state, phase)
     state.cache = {"z": state.x * 2, **state.cache} if "z" not in state.cache else dict(reversed(state.cache.items()))
     return list(state.cache.values())
 
 
 def after_steps(count: int) -> Step:
-    """An honest step so many times, of inputs that go on; then what came last."""
+    """Takes an honest step some times, of inputs that go on, and repeats the last result from then on."""
 
     def step(state: State, phase: Phases) -> Any:
         state.steps = getattr(state, "steps", 0) + 1
@@ -119,7 +115,6 @@ def after_steps(count: int) -> Step:
 
 
 def by_turns(state: State, phase: Phases) -> Any:
-    """Two results, one after the other."""
     state.steps = getattr(state, "steps", 0) + 1
     return state.cache.setdefault(state.steps % 2, (state.x * (1 + state.steps % 2)) @ state.w).clone()
 
@@ -198,21 +193,20 @@ def numpy_state() -> State:
     return State(x=np.ones((SIZE, SIZE)), out=torch.empty(SIZE), spare=torch.ones(SIZE))
 
 
-UNTOLD: dict[str, tuple[Callable[[], object], Step, str]] = {
+UNDECIDED: dict[str, tuple[Callable[[], object], Step, str]] = {
     "a local result": (state, lambda state, phase: _drop(state.x @ state.w), "kept"),
     "whether all is finite": (state, lambda state, phase: state.x.isfinite().all(), "kept"),
     "the same file each time": (state, load, "may read"),
     "work that torch does not see": (state, lambda state, phase: _drop(sum(range(20_000))), "kept"),
     "numbers": (lambda: 3, lambda state, phase: _drop(sum(range(cast(int, state)))), "holds no tensor"),
     "arrays of NumPy's": (numpy_state, lambda state, phase: state.out.fill_(float(state.x.sum())), "may read"),
-    "results alone": (lambda: State(out=torch.empty(SIZE)), lambda state, phase: state.out.fill_(1), "given no tensor"),
+    "results alone": (lambda: State(out=torch.empty(SIZE)), lambda state, phase: state.out.fill_(1), "no input tensor"),
 }
 
 
-@for_each("how", UNTOLD)
+@for_each("how", UNDECIDED)
 def test_where_nothing_can_be_seen_nothing_is_claimed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such steps are honest, as far as anybody knows; nor is anything claimed of long steps and large states."""
-    prepare, step, words = UNTOLD[how]
+    prepare, step, words = UNDECIDED[how]
     told = effect(step, prepare)
     assert told.changes is None and words in told.why
     monkeypatch.setattr(step_effect, "LONGEST_SECONDS", 0.0)
@@ -232,15 +226,13 @@ def test_a_file_that_is_mapped_is_never_written(tmp_path: Path) -> None:
 
 
 def test_tensors_that_others_hold_too_are_as_before() -> None:
-    """A module may keep its data for all cases."""
     shared, before = torch.ones(SIZE), torch.ones(SIZE)
     assert effect(lambda state, phase: state.x * 2, lambda: State(x=shared)) == StepEffect(True)
     assert effect(memoised, lambda: State(x=shared, w=shared, cache={})).changes is False
     assert torch.equal(shared, before)
 
 
-def test_memory_that_runs_out_is_told_as_such() -> None:
-    """Not taken for a step that minds its numbers."""
+def test_exhausted_memory_is_raised() -> None:
     wanted = iter([*"abc"])
 
     def step(state: State, phase: Phases) -> Any:
@@ -267,7 +259,7 @@ def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.
 
 
 def test_signs_that_change_two_by_two_are_seen() -> None:
-    """The highest bits of words, whose sums would not tell where they were."""
+    """These are the highest bits of words, whose plain sums would not show it."""
     ones = torch.ones(64, dtype=torch.float64)
     seen = {digest(ones)}
     for place in range(1, 64):
@@ -292,7 +284,7 @@ def test_numbers_are_replaced_by_others_of_their_range(dtype: torch.dtype) -> No
 
 
 def test_what_is_not_finite_stays() -> None:
-    """And ones stay about ones, so that variances stay positive."""
+    """Ones stay about ones, so that variances stay positive."""
     mask = torch.full((4, 4), -torch.inf).triu(1)
     where = mask.isinf()
     with other_numbers(mask):
@@ -306,7 +298,7 @@ MS = 1e-3
 
 
 def told(left: Callable[[int, bool], Left], seconds: Callable[[int, bool], float] = lambda n, timed: MS) -> str:
-    """Of slots that leave this and take so long, the n-th from 0."""
+    """Compares scripted slots, the n-th of which leaves `left(n)` and takes `seconds(n)`."""
     numbers = iter(range(8))
 
     def slot(timed: bool) -> step_effect.Slot:
@@ -335,7 +327,6 @@ def test_slots_that_agree_are_two() -> None:
 @for_each("period", range(2, 9))
 @for_each("run", [1, 2, 3, 4])
 def test_turns_are_no_lie(period: int, run: int) -> None:
-    """Whatever their period, each so many slots long, and wherever they begin; nor is what goes on."""
     for begin in range(period * run):
         assert told(lambda n, timed, begin=begin: [sums(1 + (n + begin) // run % period, 1)]) == ""  # type: ignore[misc]
     assert told(lambda n, timed: [sums(n, n)]) == "" == told(lambda n, timed: [sums(1, 1)] * n)
@@ -358,7 +349,6 @@ def test_what_differs_each_time_is_a_difference(timed: Left, counted: Left, lies
 
 
 def test_noise_beside_it_hides_nothing() -> None:
-    """A tensor that is drawn anew each time settles nothing; the others do."""
     assert told(lambda n, timed: [sums(n, -n), sums(1, 2 * timed)]).startswith("timed, a step leaves")
 
 

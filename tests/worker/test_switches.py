@@ -29,10 +29,10 @@ from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases
 from fp8bench.registry import precisions
-from fp8bench.user_code.switches import now
-from fp8bench.worker import beside
+from fp8bench.user_code.switches import values_of
+from fp8bench.worker import step_guards
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.switches import SwitchesChanged, recorded, switches, unchanged, under
+from fp8bench.worker.switches import SwitchesChanged, recorded_values, switches, unchanged, under
 from fp8bench.workloads.gemm import Gemm
 from tests.counts import for_each
 from tests.fakes import CPU
@@ -213,15 +213,15 @@ def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
     if which in SINCE_2_12 and not SINCE_2_12[which]:
         pytest.skip("this torch does not have it; 2.12 has")
     leave, words = LEFT[which]
-    before = now(switches())
+    before = values_of(switches())
     with pytest.raises(SwitchesChanged) as caught, unchanged():
         leave()
     assert words in str(caught.value)
-    assert now(switches()) == before
+    assert values_of(switches()) == before
 
 
 @for_each("which", KEPT)
-def test_what_nobody_can_put_back_is_said_to_be_so(which: str) -> None:
+def test_a_switch_that_cannot_be_put_back_is_reported_as_such(which: str) -> None:
     make, words = KEPT[which]
     kept = make()
     try:
@@ -232,7 +232,7 @@ def test_what_nobody_can_put_back_is_said_to_be_so(which: str) -> None:
 
 
 def test_every_switch_is_left_changed_by_a_test() -> None:
-    """One that is watched wrongly is not watched."""
+    """A switch that is watched wrongly is not watched."""
     planted = " ".join(words for _, words in [*LEFT.values(), *KEPT.values()])
     names = [switch.name for switch in switches()]
     assert len(set(names)) == len(names)
@@ -242,7 +242,7 @@ def test_every_switch_is_left_changed_by_a_test() -> None:
 def test_what_is_recorded_are_plain_values_and_one_text_of_what_is_unusual() -> None:
     torch.backends.mkldnn.enabled = False
     try:
-        found = recorded()
+        found = recorded_values()
     finally:
         torch.backends.mkldnn.enabled = True
     assert found["switch oneDNN"] is False and found["switch the default dtype"] == "torch.float32"
@@ -257,7 +257,7 @@ def test_what_is_recorded_are_plain_values_and_one_text_of_what_is_unusual() -> 
 def test_the_compilers_switches_are_watched_too() -> None:
     import torch._dynamo
 
-    before = now(switches())
+    before = values_of(switches())
     with pytest.raises(SwitchesChanged, match=r"the stance of torch.compile at .*force_eager"), unchanged():
         torch.compiler.set_stance("force_eager")
     with (
@@ -265,7 +265,7 @@ def test_the_compilers_switches_are_watched_too() -> None:
         unchanged(),
     ):
         torch.compiler.set_default_backend("eager")
-    assert now(switches()) == before
+    assert values_of(switches()) == before
 
 
 def test_the_working_directory_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_the_working_directory_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_what_torch_itself_writes_into_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor says there where its cache lies, CUDA how it loads; no worker's first step may fail for that."""
+    """Inductor notes its cache there, CUDA how it loads; that must not fail a worker's first step."""
     with unchanged():
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somewhere")
         monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
@@ -291,8 +291,6 @@ def test_a_timer_that_has_ended_is_not_wound_up_again() -> None:
 
 
 def test_several_are_all_named_and_put_back_although_an_exception_passes() -> None:
-    """After exhausted memory the process goes on."""
-
     def leave(error: type[Exception] | None = None) -> None:
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
@@ -316,24 +314,21 @@ def test_a_precisions_own_switches_are_restored_by_its_scope(name: str) -> None:
     assert (torch.get_float32_matmul_precision(), torch.get_default_dtype()) == before
 
 
-def test_a_precision_of_somebodys_own_has_to_put_back_what_it_sets() -> None:
-    """Its scope is around the watch over steps, and has one of its own."""
-
+def test_a_users_precision_has_to_put_back_what_it_sets() -> None:
     class Careless(type(precisions.get("fp32"))):  # type: ignore[misc]
         @contextmanager
         def scope(self) -> Iterator[None]:
             torch.backends.mkldnn.enabled = False
             yield
 
-    before = now(switches())
+    before = values_of(switches())
     with pytest.raises(SwitchesChanged, match="it left oneDNN at False"), under(Careless()):
         assert not torch.backends.mkldnn.enabled
-    assert now(switches()) == before
+    assert values_of(switches()) == before
 
 
 @for_each("precision", ["fp32", "bf16"])
 def test_a_switch_of_the_precision_is_watched(precision: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is put back after a step, which hid that the step had changed it."""
     step = Gemm.step
 
     def careless(self: Gemm, state: Any, phase: Phases) -> None:
@@ -349,8 +344,8 @@ def test_a_switch_of_the_precision_is_watched(precision: str, bench: Bench, monk
 
 @for_each("everything", [False, True])
 def test_a_switch_that_changes_between_slots_is_named_later(monkeypatch: pytest.MonkeyPatch, everything: bool) -> None:
-    """In a process of fp8bench's own only its workloads could have done that; in somebody's, its owner may."""
-    monkeypatch.setattr(beside, "_everything", everything)
+    """In fp8bench's own process only its workloads could have done that; in a user's, the user may."""
+    monkeypatch.setattr(step_guards, "_owns_process", everything)
     bench = Bench(Settings())
     request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", ("64",)),))
     bench.prepare("a", make_plan(request, (CPU,)).groups[0].cases[0].case, CPU)

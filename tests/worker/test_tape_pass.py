@@ -12,14 +12,13 @@ from fp8bench.model.step import ShareKind, Shares, SharesFrom
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.registry import precisions, workloads
-from fp8bench.worker import shares_pass
+from fp8bench.worker import tape_pass
 from fp8bench.worker.bench import Bench
 from tests.counts import sampled
 from tests.own_suites import suite_file
 
 
 def records(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> list[Record]:
-    """Every case that runs, with its tape."""
     facts = tuple(device for device in bench.probe() if device.key == "cpu")
     asked = Request(suite, dtypes, ("cpu",), axes=tuple((name, tuple(text.split(","))) for name, text in axes.items()))
     found = []
@@ -46,7 +45,7 @@ def test_products_are_what_their_suite_declares(bench: Bench, corpus: Corpus) ->
 
 
 def test_a_training_step_is_its_linear_layers_and_attention(bench: Bench, corpus: Corpus) -> None:
-    """Beside the seventh product of attention, which backward computes again, exactly what is declared."""
+    """Attention has a seventh product, because backward computes the scores again."""
     (found,) = records(bench, corpus, "transformer", "bf16", size="nano")
     tape = found.tape
     assert tape is not None and not tape.unknown and not tape.unwritten and not tape.fused
@@ -110,7 +109,6 @@ def compiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 @pytest.mark.usefixtures("compiles")
 def test_a_compiled_function_runs_as_what_it_was_made_of(bench: Bench, corpus: Corpus) -> None:
-    """On the tape, which compiles nothing and says so; afterwards it compiles as ever."""
     import torch
     from torch._dynamo.utils import counters
 
@@ -125,7 +123,7 @@ def test_a_compiled_function_runs_as_what_it_was_made_of(bench: Bench, corpus: C
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares_pass, "STEPS", 1)
+    monkeypatch.setattr(tape_pass, "STEPS", 1)
 
 
 def shares(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> Iterator[tuple[str, Shares]]:
@@ -163,7 +161,6 @@ def test_no_suite_does_what_no_rule_knows(bench: Bench, corpus: Corpus, suite: s
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 @pytest.mark.usefixtures("compiles")
 def test_a_compiled_step_is_its_kernels(bench: Bench, corpus: Corpus) -> None:
-    """It stays compiled, and nothing else that is compiled afterwards tells the profiler its name."""
     from torch._inductor import config
 
     ((_, found),) = shares(bench, corpus, "compiles", "fp32")

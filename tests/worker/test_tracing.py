@@ -27,8 +27,8 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import LeftRunning
 from fp8bench.worker.tracing import LONGEST_NAME, MOST, STEPS, WARM_UPS, mended, operators_of, traced_phases, write
 from tests.counts import for_each
-from tests.worker.told import CPU, Tell
-from tests.worker.told import tell as tell
+from tests.worker.scripted import CPU, Script
+from tests.worker.scripted import script as script
 
 Step = Callable[[Phases], None]
 
@@ -37,7 +37,7 @@ STATES: list[weakref.ref[torch.Tensor]] = []
 
 
 @pytest.fixture
-def stepping(tell: Tell) -> Callable[[Step], Case]:
+def stepping(script: Script) -> Callable[[Step], Case]:
     """Makes the bench find a workload of the test's own; its state refers to itself."""
 
     def make(setup: Setup) -> list[Any]:
@@ -46,7 +46,7 @@ def stepping(tell: Tell) -> Callable[[Step], Case]:
         state.append(state)
         return state
 
-    return lambda step: tell(make, lambda state, phase: step(phase))
+    return lambda step: script(make, lambda state, phase: step(phase))
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -55,14 +55,13 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def test_every_phase_is_a_range_of_its_name() -> None:
-    """Also within itself, and in whatever order the ranges are closed."""
-    told: list[str] = []
+    events: list[str] = []
 
     @contextmanager
     def opened(name: str) -> Iterator[None]:
-        told.append(f"+{name}")
+        events.append(f"+{name}")
         yield
-        told.append(f"-{name}")
+        events.append(f"-{name}")
 
     phases = traced_phases(opened)
     for name in PHASES:
@@ -71,7 +70,7 @@ def test_every_phase_is_a_range_of_its_name() -> None:
     with phases.gemm, phases.cast, phases.gemm:
         pass
     nested = [sign + f"fp8bench.{name}" for sign in "+-" for name in ("gemm", "cast", "gemm")]
-    assert told == [*(sign + f"fp8bench.{name}" for name in PHASES for sign in "+-"), *nested]
+    assert events == [*(sign + f"fp8bench.{name}" for name in PHASES for sign in "+-"), *nested]
 
 
 def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path) -> None:
@@ -84,7 +83,7 @@ def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Ca
             operand @ operand
 
     file = tmp_path / "new" / "fp8bench.1.pt.trace.json.gz"
-    told = bench.trace(stepping(step), CPU, str(file))
+    operators = bench.trace(stepping(step), CPU, str(file))
     assert len(calls) == WARM_UPS + 1 + STEPS
     events = read(file)["traceEvents"]
     steps = [event for event in events if str(event.get("name")).startswith("ProfilerStep#")]
@@ -92,13 +91,16 @@ def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Ca
     products = [event for event in events if event.get("name") == "aten::mm"]
     assert len(steps) == len(ranges) == len(products) == STEPS
     assert products[0]["args"]["Input Dims"] == [[8, 8], [8, 8]]
-    assert [(operator.phase, operator.calls) for operator in told if operator.name == "aten::mm"] == [("gemm", 1.0)]
+    assert [(operator.phase, operator.calls) for operator in operators if operator.name == "aten::mm"] == [
+        ("gemm", 1.0)
+    ]
     assert STATES[-1]() is None, "the state is given back"
-    assert sum(operator.seconds for operator in told) == pytest.approx(sum(one["dur"] for one in steps) * 1e-6 / STEPS)
+    assert sum(operator.seconds for operator in operators) == pytest.approx(
+        sum(one["dur"] for one in steps) * 1e-6 / STEPS
+    )
 
 
 def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same trace gives the same bytes, in the place of an older one; half a file would be read by somebody."""
     file = tmp_path / "case" / "fp8bench.1.pt.trace.json.gz"
     write({"traceEvents": [], "traceName": "/tmp/elsewhere/trace.json"}, file)
     first = file.read_bytes()
@@ -143,7 +145,6 @@ def test_an_exception_leaves_no_profiler_behind(bench: Bench, stepping: Callable
 def test_threads_that_are_left_are_an_error(
     ask: Callable[[Bench, Case, Path], object], bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path
 ) -> None:
-    """They would be timed with what comes next; the profiler itself leaves none of Python's, memory measured or not."""
     before, done = set(threading.enumerate()), threading.Event()
 
     def step(phase: Phases) -> None:
@@ -157,19 +158,18 @@ def test_threads_that_are_left_are_an_error(
         thread.join()
 
 
-@for_each("told", ["[]", "{}", '{"traceEvents": 3}'])
-def test_something_that_is_no_trace_is_an_error(told: str) -> None:
+@for_each("text", ["[]", "{}", '{"traceEvents": 3}'])
+def test_something_that_is_no_trace_is_an_error(text: str) -> None:
 
     class Profile:
         def export_chrome_trace(self, path: str) -> None:
-            Path(path).write_text(told)
+            Path(path).write_text(text)
 
     with pytest.raises(RuntimeError, match="no trace"):
         exported(Profile())
 
 
 def test_a_kind_of_device_that_the_profiler_does_not_know_is_seen_from_the_host() -> None:
-    """And a kind that it knows under its own name."""
     trace = tracing.record(lambda phase: None, "abacus")
     assert any(str(event.get("name")).startswith("ProfilerStep#") for event in trace["traceEvents"])
 
@@ -178,7 +178,6 @@ Event = dict[str, Any]
 
 
 def event(name: str, start: float, end: float, cat: str = "cpu_op", tid: object = 1, **args: object) -> Event:
-    """From `start` to `end` in microseconds."""
     return {"ph": "X", "cat": cat, "name": name, "tid": tid, "pid": 9, "ts": start, "dur": end - start, "args": args}
 
 
@@ -191,29 +190,28 @@ def phase(name: str, start: float, end: float, tid: object = 1) -> Event:
 
 
 def found(*events: Event) -> dict[tuple[str, str, bool], tuple[float, float]]:
-    """Calls and microseconds by phase, name and place."""
     return {
         (one.phase, one.name, one.on_device): (one.calls, round(one.seconds * 1e6, 6)) for one in operators_of(events)
     }
 
 
-def test_an_operator_is_told_by_its_own_time() -> None:
-    told = found(step(0, 100), phase("gemm", 10, 60), event("matmul", 20, 50), event("mm", 25, 45))
-    assert told == {
+def test_an_operator_counts_by_its_own_time() -> None:
+    operators = found(step(0, 100), phase("gemm", 10, 60), event("matmul", 20, 50), event("mm", 25, 45))
+    assert operators == {
         ("gemm", "mm", False): (1, 20), ("gemm", "matmul", False): (1, 10), ("gemm", "", False): (0, 20),
         ("unattributed", "", False): (0, 50),
     }  # fmt: skip
 
 
 def test_figures_are_those_of_one_step() -> None:
-    told = found(
+    operators = found(
         step(0, 10), step(10, 30, 2), event("warm", -5, -1), event("mm", 1, 5), event("mm", 12, 22), event("mm", 23, 25)
     )
-    assert told == {("unattributed", "mm", False): (1.5, 8), ("unattributed", "", False): (0, 7)}
+    assert operators == {("unattributed", "mm", False): (1.5, 8), ("unattributed", "", False): (0, 7)}
 
 
 @for_each(
-    ("events", "told"),
+    ("events", "operators"),
     [
         (
             [phase("elementwise", 0, 100), phase("cast", 20, 40), event("copy", 20, 40), event("add", 50, 60)],
@@ -232,16 +230,14 @@ def test_figures_are_those_of_one_step() -> None:
         ),
     ],
 )  # fmt: skip
-def test_the_innermost_phase_counts(events: list[Event], told: dict[tuple[str, str], float]) -> None:
-    """On all threads. All of a step is somewhere, once."""
+def test_the_innermost_phase_counts(events: list[Event], operators: dict[tuple[str, str], float]) -> None:
     figures = operators_of([step(0, 100), *events])
     seconds = {(figure.phase, figure.name): round(figure.seconds * 1e6, 6) for figure in figures}
-    assert {place: seconds[place] for place in told} == told and sum(seconds.values()) == pytest.approx(100)
+    assert {place: seconds[place] for place in operators} == operators and sum(seconds.values()) == pytest.approx(100)
 
 
 def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
-    """Wherever the host is when it runs; on both sides there is room for half as many rows."""
-    told = found(
+    operators = found(
         step(0, 100), phase("gemm", 10, 20), event("mm", 12, 18),
         event("cudaLaunchKernel", 13, 14, "cuda_runtime", correlation=7),
         event("cuLaunchKernel", 15, 16, "cuda_driver", correlation=8),
@@ -249,22 +245,23 @@ def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
         event("triton_add", 90, 95, "kernel", "stream 7", correlation=8),
         event("Memcpy HtoD", 50, 55, "gpu_memcpy", "stream 7", correlation=99),
     )  # fmt: skip
-    assert told["gemm", "hopper_gemm", True] == (1, 30) and told["gemm", "triton_add", True] == (1, 5)
-    assert told["unattributed", "Memcpy HtoD", True] == (1, 5), "by its own time, where nobody knows who launched it"
-    assert told["gemm", "mm", False] == (1, 6)
+    assert operators["gemm", "hopper_gemm", True] == (1, 30) and operators["gemm", "triton_add", True] == (1, 5)
+    assert operators["unattributed", "Memcpy HtoD", True] == (1, 5), (
+        "by its own time, where nobody knows who launched it"
+    )
+    assert operators["gemm", "mm", False] == (1, 6)
 
 
-def test_only_the_first_are_told_and_the_rest_is_summed_up() -> None:
-    """Names are cut, too: those of templates have thousands of letters."""
+def test_only_the_longest_are_named_and_the_rest_is_summed_up() -> None:
     names = [f"op{number:02}" for number in range(20)]
     host = [event(name, 10 * number, 10 * number + 9 - number / 10) for number, name in enumerate(names)]
-    told = operators_of([step(0, 1000), *host])
-    assert [operator.name for operator in told] == [*names[:MOST], ""]
-    assert told[-1].calls == 8 and sum(operator.seconds for operator in told) == pytest.approx(1e-3)
+    operators = operators_of([step(0, 1000), *host])
+    assert [operator.name for operator in operators] == [*names[:MOST], ""]
+    assert operators[-1].calls == 8 and sum(operator.seconds for operator in operators) == pytest.approx(1e-3)
     kernels = [event(name, 10, 20 - number / 10, "kernel", "s") for number, name in enumerate(names)]
-    told = operators_of([step(0, 1000), *host, *kernels])
-    assert [operator.name for operator in told if operator.on_device] == [*names[: MOST // 2], ""]
-    assert [operator.name for operator in told if not operator.on_device] == [*names[: MOST // 2], ""]
+    operators = operators_of([step(0, 1000), *host, *kernels])
+    assert [operator.name for operator in operators if operator.on_device] == [*names[: MOST // 2], ""]
+    assert [operator.name for operator in operators if not operator.on_device] == [*names[: MOST // 2], ""]
     (only,) = [operator for operator in operators_of([step(0, 10), event("x" * 5000, 0, 10)]) if operator.name]
     assert len(only.name) == LONGEST_NAME
 
@@ -280,8 +277,8 @@ def test_only_the_first_are_told_and_the_rest_is_summed_up() -> None:
     ],
 )  # fmt: skip
 def test_events_that_say_nothing_are_passed_over(wrong: Event) -> None:
-    told = operators_of(mended([step(0, 10), wrong, event("mm", 2, 4)]))
-    assert OperatorTime("unattributed", "mm", 1, 2e-6) in told
+    operators = operators_of(mended([step(0, 10), wrong, event("mm", 2, 4)]))
+    assert OperatorTime("unattributed", "mm", 1, 2e-6) in operators
     assert operators_of([wrong]) == (), "without a step there is nothing to tell"
 
 
@@ -295,7 +292,7 @@ def test_a_phase_that_outlives_an_operator_in_which_it_begins_is_cut() -> None:
 
 
 def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Pairs on one thread of which neither holds the other, and which do not lie apart."""
+    """Returns pairs on one thread that partly overlap."""
     crossing = []
     for event, other in combinations(events, 2):
         start, end = event["ts"], event["ts"] + event["dur"]
@@ -310,7 +307,6 @@ def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
 
 @st.composite
 def nested(draw: st.DrawFn, name: str, cat: str) -> list[Event]:
-    """Stretches of which each lies in another, or apart from it."""
     made: list[Event] = []
 
     def fill(low: int, high: int, depth: int) -> None:
@@ -328,11 +324,13 @@ def nested(draw: st.DrawFn, name: str, cat: str) -> list[Event]:
 
 @given(nested("aten::op", "cpu_op"), nested("fp8bench.gemm", "user_annotation"))
 @settings(max_examples=100, deadline=None)
-def test_whatever_crosses_is_mended_and_all_of_the_step_is_told(operators: list[Event], phases: list[Event]) -> None:
+def test_overlaps_are_cut_and_the_whole_step_is_counted(operators: list[Event], phases: list[Event]) -> None:
     before = [step(0, 1000), *operators, *phases]
     after = mended(before)
     assert not overlaps(after) and after[: 1 + len(operators)] == before[: 1 + len(operators)]
     for old, new in zip(before, after, strict=True):
         assert old["ts"] <= new["ts"] and new["ts"] + new["dur"] <= old["ts"] + old["dur"] and new["dur"] >= 0
-    told = operators_of(after)
-    assert sum(one.seconds for one in told) == pytest.approx(1e-3) and {one.phase for one in told} <= set(CELL_PHASES)
+    operators = operators_of(after)
+    assert sum(one.seconds for one in operators) == pytest.approx(1e-3) and {one.phase for one in operators} <= set(
+        CELL_PHASES
+    )

@@ -62,14 +62,13 @@ class Honest(Lying):
 
 @pytest.fixture
 def lie(tmp_path: Path) -> Iterator[str]:
-    """A file that registers a backend whose product leaves some of the contraction out."""
+    """Returns a file that registers a backend whose product leaves out part of the contraction."""
     with suite_file(tmp_path, LIE) as path:
         yield path
 
 
 @pytest.mark.slow
 def test_a_backend_that_multiplies_wrongly_is_refused_in_numbers(lie: str, tmp_path: Path) -> None:
-    """Before anything is timed; those beside it are measured, and so is one that is right."""
     request = Request(
         "gemm", ("bf16", "fp8:backend=lying", "fp8:backend=honest"), quick=True, rounds=2, energy=False,
         axes=(("shape", ("64",)),), imports=(lie,),
@@ -83,7 +82,7 @@ def test_a_backend_that_multiplies_wrongly_is_refused_in_numbers(lie: str, tmp_p
 
 
 class Off(RecipeArithmetic):
-    """A product that is off by a share, from its second operand's own rows on."""
+    """A product that is off by a share in some rows of its second operand."""
 
     share = 0.05
 
@@ -92,21 +91,21 @@ class Off(RecipeArithmetic):
 
 
 class Nothing(RecipeArithmetic):
-    """As a runtime that computes nothing."""
+    """A runtime that computes nothing."""
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         return torch.full((a.data.shape[0], b.data.shape[0]), torch.nan, dtype=dtype)
 
 
 class Zeros(RecipeArithmetic):
-    """As one whose memory is zeros: codes, their product, and what it is held against."""
+    """A runtime whose memory is zeros: codes, their product, and its reference."""
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
         return Operand(torch.zeros_like(tensor, dtype=torch.float32), gradient=role is Role.GRADIENT)
 
 
 class OtherRows(RecipeArithmetic):
-    """The rows of a small product come in another order: the weight gradient alone is wrong."""
+    """Returns the rows of a small product in another order, so that only the weight gradient is wrong."""
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         found = super().product(a, b, dtype)
@@ -137,7 +136,7 @@ def test_each_product_is_looked_at(kind: type[RecipeArithmetic], words: str) -> 
 @for_each("left_out", [0, 128])
 @for_each("mode", ["nvfp4", "mxfp4:stochastic=on", "fp8-block"])
 def test_whole_layers_may_round_at_random_and_may_leave_nothing_out(mode: str, left_out: int) -> None:
-    """Another library draws other numbers and rotates otherwise: four bits are right all the same."""
+    """Another library draws other numbers and rotates otherwise, and four bits are right all the same."""
     precision = precisions.get(mode)
     other = RecipeArithmetic(precision.recipe, name="another library's")  # type: ignore[attr-defined]
 
@@ -166,12 +165,10 @@ OTHERS_SCALES = {
 
 
 def _of_values(self: BlockArithmetic, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """For a processor, which has no product of tiles."""
     return values_product(*(self.restore(operand, torch.float32) for operand in (a, b)), dtype)
 
 
 def _of_another_part(scale: Tensor, rows: int) -> Tensor:
-    """All scales moved on by the first part's: a float32 a row, or the bytes of four blocks."""
     return scale.view(torch.uint8).flatten().roll(rows * 4).view(scale.dtype).view(scale.shape)
 
 
@@ -179,7 +176,6 @@ def _of_another_part(scale: Tensor, rows: int) -> Tensor:
 @for_each("lie", ["", *OTHERS_SCALES])
 @for_each(("mode", "gpu"), [("fp8-rowwise", H200), ("mxfp8", B200)])
 def test_products_of_several_weights(mode: str, gpu: DeviceFacts, lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By themselves: one takes the scales of other rows, or of another part's."""
     precision = precisions.get(mode)
     arithmetic = precision.arithmetic(gpu)
     assert arithmetic.groups
@@ -190,8 +186,6 @@ def test_products_of_several_weights(mode: str, gpu: DeviceFacts, lie: str, monk
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, kind: type[Arithmetic] | None, **environment: str) -> str:
-    """What a trial of fp8 says where the device's arithmetic is that, or cannot be had."""
-
     def arithmetic(self: Precision, facts: DeviceFacts) -> Arithmetic:
         if kind is None:
             raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
@@ -205,7 +199,6 @@ def tried(monkeypatch: pytest.MonkeyPatch, kind: type[Arithmetic] | None, **envi
 
 
 def test_a_map_s_dtypes_are_tried_and_a_failing_product_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks where that is asked for: a runtime that computes nothing has no right product."""
     assert "fp8: a product of 512x384x256 fails: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED" in tried(monkeypatch, None)
     assert "fp8: its forward product is wrong" in tried(monkeypatch, Off)
     assert tried(monkeypatch, RecipeArithmetic) == ""

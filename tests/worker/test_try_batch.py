@@ -26,10 +26,10 @@ from fp8bench.plan.make import make_plan, with_batch
 from fp8bench.protocols import CannotLimit, Phases, Setup, SilentObserver, SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.faults import PlantedFault
+from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.memory_pass import of_workload, try_batch
 from tests.own_suites import suite_file
-from tests.worker.told import CPU, Storages, Told, setup_of
+from tests.worker.scripted import CPU, Scripted, Storages, setup_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
 MIB = 1 << 20
@@ -59,7 +59,6 @@ class Heap(Workload):
 
 @pytest.fixture(scope="module")
 def heap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The file of that suite, known here too."""
     with suite_file(tmp_path_factory.mktemp("suites"), SUITE) as path:
         yield path
 
@@ -89,7 +88,7 @@ def searched(worker: Worker, one: PlannedCase, limit: int) -> Capacity:
 
 
 def seen(case: Case) -> int:
-    """The most bytes that storages hold at once, from preparing to the end of the second step."""
+    """Returns the most bytes that storages hold at once, from preparing to the end of the second step."""
     workload = workloads.get(case.workload)
     gc.collect()
     with precisions.get(case.precision).scope(), Storages() as storages:
@@ -138,7 +137,6 @@ def resident_bytes(worker: ProcessWorker) -> int:
 
 @linux
 def test_a_worker_that_is_killed_is_no_end_of_the_search(worker: ProcessWorker, heap: str) -> None:
-    """As the kernel does it when memory runs out: the search goes on in a fresh one."""
     found = searched(worker, planned("heap", how="killed"), 64 * MIB)
     assert (found.axis, found.batch, found.beyond, found.peak) == ("mib", 63, 64, 63 * MIB)
     assert "was ended by SIGKILL (the system ends processes so when memory runs out)" in found.why
@@ -160,7 +158,7 @@ def test_the_kernel_s_limit_is_put_back(local: LocalWorker) -> None:
 
 
 def setup() -> Setup:
-    return setup_of(Case("told", (), "fp32", "cpu"))
+    return setup_of(Case("scripted", (), "fp32", "cpu"))
 
 
 @linux
@@ -177,14 +175,14 @@ def test_preparing_counts_and_both_steps_do() -> None:
         torch.empty(6950)
 
     def peak(prepare: Callable[[Setup], Any], step: Callable[[Any, Phases], None]) -> int | None:
-        return try_batch(of_workload(Told(prepare, step), setup), Cpu(), 0, 1 << 30)
+        return try_batch(of_workload(Scripted(prepare, step), setup), Cpu(), 0, 1 << 30)
 
     assert peak(rough, lambda state, phase: None) == 4 * 5000
     assert peak(rough, first) == 4 * (10 + 100 + 7000)
     assert peak(lambda _: {"weights": torch.empty(10), "moments": torch.empty(50)}, first) == 4 * (60 + 6950)
 
 
-def test_a_device_that_nobody_limits_or_counts_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_limit_or_counter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def never(*given: object) -> Any:
         raise AssertionError("it was prepared")
@@ -192,14 +190,14 @@ def test_a_device_that_nobody_limits_or_counts_on_is_refused(monkeypatch: pytest
     blind = Cpu()
     monkeypatch.setattr(blind, "memory_meter", lambda index: "torch was built without its profiler")
     with pytest.raises(CannotLimit, match="a limit needs a counter: torch was built without"):
-        try_batch(of_workload(Told(never, never), setup), blind, 0, 1 << 30)
+        try_batch(of_workload(Scripted(never, never), setup), blind, 0, 1 << 30)
     steps = list[int]()
-    counted = Told(lambda _: {}, lambda state, phase: steps.append(1))
+    counted = Scripted(lambda _: {}, lambda state, phase: steps.append(1))
     assert try_batch(of_workload(counted, setup), blind, 0, None) is None, "without a limit nobody has to count"
     assert len(steps) == 2
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(CannotLimit, match=r"no limit .* is kept on darwin; on Linux it is \(RLIMIT_DATA\)"):
-        try_batch(of_workload(Told(never, never), setup), Cpu(), 0, 1 << 30)
+        try_batch(of_workload(Scripted(never, never), setup), Cpu(), 0, 1 << 30)
 
 
 def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,13 +213,12 @@ def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        try_batch(of_workload(Told(lambda _: {}, step), setup), device, 0, None)
+        try_batch(of_workload(Scripted(lambda _: {}, step), setup), device, 0, None)
     assert stopped == [1] and gc.isenabled()
-    assert try_batch(of_workload(Told(lambda _: {}, lambda state, phase: None), setup), Cpu(), 0, None) == 0
+    assert try_batch(of_workload(Scripted(lambda _: {}, lambda state, phase: None), setup), Cpu(), 0, None) == 0
 
 
 def test_scales_from_data_are_found_before_anything_counts(local: LocalWorker) -> None:
-    """In a state of their own, with a book that the two steps go on with."""
     request = Request("mlp", ("fp32", "fp8"), ("cpu",), axes=(("tokens", ("32",)), ("gated", ("no",))), static_scales=2)
     case = make_plan(request, (CPU,)).groups[0].cases[1].case
     assert case.static is not None
@@ -235,6 +232,6 @@ def test_after_a_fault_every_device_gives_memory_back(bench: Bench, monkeypatch:
     emptied: list[str] = []
     for device in (Cpu, Cuda):
         monkeypatch.setattr(device, "empty_cache", lambda self: emptied.append(self.kind))
-    fault = PlantedFault("RuntimeError", "no", "", out_of_memory=True)
+    fault = DescribedFault("RuntimeError", "no", "", out_of_memory=True)
     assert bench.recovered(fault) == fault
     assert sorted(emptied) == ["cpu", "cuda"]

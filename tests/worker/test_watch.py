@@ -18,9 +18,9 @@ from fp8bench.model import Case, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
-from fp8bench.user_code.switches import now, put_back
+from fp8bench.user_code.switches import put_back, values_of
 from fp8bench.worker.clock import ClocksDisagree, agreeing
-from fp8bench.worker.switches import refuse_bent, switches
+from fp8bench.worker.switches import refuse_distorted_reference, switches
 from tests.counts import for_each
 from tests.own_suites import forgotten
 from tests.worker.test_switches import KEPT, LEFT
@@ -92,7 +92,6 @@ WHERE = ("step", "prepare", "error", "check")
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file of both suites."""
     path = tmp_path_factory.mktemp("own") / "own_switches.py"
     path.write_text(SUITES)
     with forgotten(path.parent):
@@ -102,19 +101,17 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path, isolation: bool) -> None:
-    """Set in a step or a pass, they are named by the culprit's failure; gemm and a witness find them as they were.
-
-    Also in one process, where no worker ends with its culprit.
-    """
+    """Set in a step or a pass, they are named by the culprit's failure; gemm and a witness find them as they were. Also
+    in one process, where no worker ends with its culprit."""
     axes = (("where", WHERE), ("what", tuple(WORDS)), ("shape", ("32",)))
     request = Request(
         f"culprit,gemm,{own}", ("fp32", "bf16"), ("cpu",), axes=axes, rounds=2, imports=(str(own),), energy=False,
         isolation=isolation,
     )  # fmt: skip
     import_user_modules(request.imports)
-    before = now(switches())
+    before = values_of(switches())
     run = pipeline.execute(request, tmp_path, SilentObserver(), "a test")
-    assert now(switches()) == before
+    assert values_of(switches()) == before
     failed = [record for record in run.records if record.status is not Status.OK]
     assert len(failed) == len(WHERE) * len(WORDS)
     for record in failed:
@@ -133,14 +130,13 @@ def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path
     ],
 )
 def test_a_file_whose_import_sets_switches_is_refused(line: str, words: str, tmp_path: Path) -> None:
-    """In the parent, whose environment workers inherit. It is put back, and a second try fails alike."""
     path = tmp_path / "sets_at_import.py"
     path.write_text(line)
-    before = now(switches())
+    before = values_of(switches())
     for _ in range(2):
         with pytest.raises(ImportFailed, match=rf"importing '.*sets_at_import.py' leaves {words}.*: everything"):
             import_user_modules([str(path)])
-        assert now(switches()) == before
+        assert values_of(switches()) == before
 
 
 def test_a_file_whose_import_sets_switches_of_torch_is_refused_by_the_worker(tmp_path: Path) -> None:
@@ -179,24 +175,23 @@ BENT = {
 def test_a_process_that_would_bend_its_reference_is_refused(
     which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the switch, its value, what it should be, and how to make it so. The process stays as it was."""
-    usual = now(switches())
+    usual = values_of(switches())
     with KEPT[which][0]() if which in KEPT else nullcontext():
         if which in LEFT:
             LEFT[which][0]()
         elif which not in KEPT:
             monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
-        before = now(switches())
+        before = values_of(switches())
         with pytest.raises(UsageError, match=BENT[which]):
             fp8bench.run("gemm", dtypes="fp32", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path)
-        assert now(switches()) == before
+        assert values_of(switches()) == before
     if which in LEFT:
         put_back(switches(), usual)
 
 
 def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
-    """All cases run under it alike; the precision's own scope sees to float32 products."""
-    usual = now(switches())
+    """All cases run under it alike; the precision's own scope sets float32 products."""
+    usual = values_of(switches())
     torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high")
     try:
@@ -204,13 +199,13 @@ def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
         assert torch.are_deterministic_algorithms_enabled() and torch.get_float32_matmul_precision() == "high"
     finally:
         put_back(switches(), usual)
-    refuse_bent()  # nothing bends it now
+    refuse_distorted_reference()  # nothing bends it now
     assert run.ok and "deterministic algorithms at 2 (usually 0)" in str(run.environment.get("switches_set"))
     assert run.environment.get("switch float32 products") == "high"
 
 
 @for_each(("factor", "wrong"), [(1.0, False), (1.01, False), (0.0, True), (10.0, True)])
-def test_a_clock_that_does_not_go_like_the_hardwares_is_told(factor: float, wrong: bool) -> None:
+def test_a_clock_that_disagrees_with_the_hardwares_raises(factor: float, wrong: bool) -> None:
     begun = time.perf_counter_ns()
     clock = {"a clock": lambda: begun + factor * (time.perf_counter_ns() - begun)}
     with pytest.raises(ClocksDisagree, match="a clock counted ") if wrong else nullcontext(), agreeing(clock):
@@ -219,7 +214,6 @@ def test_a_clock_that_does_not_go_like_the_hardwares_is_told(factor: float, wron
 
 @pytest.mark.slow
 def test_clocks_replaced_before_the_worker_began_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a module of the interpreter's own start-up can."""
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.perf_counter = time.monotonic\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with ProcessWorker(Settings()) as worker, pytest.raises(WorkerFault, match=r"time.perf_counter at time.monotonic"):

@@ -1,4 +1,4 @@
-"""A case of a workload as the worker would set it up, and the phases that its steps mark."""
+"""Sets up a case of a workload as the worker does, and records the phases that its steps mark."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ SMALL: dict[str, dict[str, Scalar]] = {
 def setup_of(
     workload: str, params: Mapping[str, Scalar], precision: str, seed: int = 0, corpus: str | None = None
 ) -> Setup:
-    """Without a precision map."""
     mode = precisions.get(precision)
     high = precisions.get(mode.carried_by or precision).arithmetic(CPU)
     case = Case(workload, tuple(params.items()), precision, "cpu")
@@ -61,12 +60,11 @@ def setup_of(
 
 
 def small(workload: str, precision: str, seed: int = 0, **changes: Scalar) -> Setup:
-    """A small case, with some of its parameters changed."""
     return setup_of(workload, SMALL[workload] | changes, precision, seed)
 
 
 def marks(workload: Workload, state: object, steps: int = 1) -> list[str]:
-    """The phases of the last of so many steps, in their order."""
+    """Returns the phases of the last of some steps, in order."""
     clock = PhaseClock(HostStamper())
     for _ in range(steps):
         clock.begin()
@@ -76,12 +74,12 @@ def marks(workload: Workload, state: object, steps: int = 1) -> list[str]:
 
 
 def phases(workload: Workload, setup: Setup, steps: int = 1) -> list[str]:
-    """Those of a fresh state; the time between them is nobody's."""
+    """Returns the phases of a new state's step, without the time between them."""
     return [name for name in marks(workload, workload.prepare(setup), steps) if name != UNATTRIBUTED]
 
 
 class Operations(TorchDispatchMode):
-    """The names of the operations that torch runs."""
+    """Records the names of the operations that torch runs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,19 +21,17 @@ def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setu
 
 
 def test_plain_buffers_only_add() -> None:
-    """Once a micro-batch; nothing is cast."""
     for precision in ("fp32", "bf16", "fp16"):
         assert phases(Accumulate(), setup_for(precision), steps=2) == ["accumulate"] * 3
 
 
 def test_buffers_with_a_scale_are_restored_and_cast_for_every_micro_batch() -> None:
-    """But the first, which is cast as it comes."""
     for precision in ("fp8", "mxfp8", "nvfp4"):
         assert phases(Accumulate(), setup_for(precision), steps=2) == ["cast"] + ["cast", "accumulate", "cast"] * 2
 
 
 def test_plain_buffers_take_the_first_micro_batch_as_it_comes() -> None:
-    """As those with a scale do: a copy writes the buffer once, zeroing and adding reads and writes it again."""
+    """A copy writes the buffer once; zeroing and adding would read and write it again."""
     setup = setup_for()
     state = Accumulate().prepare(setup)
     with Operations() as ran:
@@ -43,7 +41,6 @@ def test_plain_buffers_take_the_first_micro_batch_as_it_comes() -> None:
 
 @for_each("precision", ["fp32", "bf16", "fp16", "fp8", "nvfp4:stochastic=off"])
 def test_a_step_begins_from_zero(precision: str) -> None:
-    """A second step leaves what the first one left."""
     state = Accumulate().prepare(setup_for(precision))
     Accumulate().step(state, SilentPhases())
     once = [one.clone() for one in state.buffer.values()]
@@ -64,7 +61,7 @@ def test_bf16_sums_are_those_of_ml_dtypes() -> None:
 
 
 def test_fp8_sums_are_those_of_ml_dtypes() -> None:
-    """Each sum is rounded to E5M2 under its own scale, which takes its largest magnitude to the format's."""
+    """Each sum is rounded to E5M2 with its own scale, which maps its largest magnitude to the format's."""
     state = Accumulate().prepare(setup_for("fp8"))
     assert isinstance(state.buffer, ScaledBuffer)
     Accumulate().step(state, SilentPhases())
@@ -83,13 +80,12 @@ def test_fp8_sums_are_those_of_ml_dtypes() -> None:
 )
 @for_each("gradients", ["fp32", "bf16"])
 def test_errors_are_as_small_as_the_buffer_allows(precision: str, low: float, high: float, gradients: str) -> None:
-    """Against sums in fp64 of what arrived: what gradients in bf16 have lost before is not the buffer's."""
+    """What gradients in bf16 lost before they arrived is not the buffer's error."""
     found = Accumulate().error(setup_for(precision, gradients=gradients))["accumulate_error"]
     assert low <= found < high
 
 
 def test_the_error_is_that_of_numpy_in_fp64() -> None:
-    """The sum of the fp32 gradients that arrive; the loss scale is taken out again."""
     for precision in ("bf16", "fp16"):
         setup = setup_for(precision, seed=5)
         drawn = Accumulate().prepare(setup_for("fp32", seed=5)).micro_batches
@@ -101,8 +97,7 @@ def test_the_error_is_that_of_numpy_in_fp64() -> None:
         assert Accumulate().error(setup)["accumulate_error"] == pytest.approx(wanted, rel=1e-9)
 
 
-def test_what_vanished_is_counted_beside_the_error() -> None:
-    """Of the sums, against those in fp64; a buffer in E2M1 loses far more values than one in E5M2."""
+def test_vanished_values_are_counted() -> None:
     shares = {name: Accumulate().error(setup_for(name))["accumulate_vanished"] for name in ("fp32", "fp8", "mxfp4")}
     state = Accumulate().prepare(setup_for("mxfp4"))
     Accumulate().step(state, SilentPhases())
@@ -112,13 +107,11 @@ def test_what_vanished_is_counted_beside_the_error() -> None:
 
 
 def test_more_micro_batches_lose_more() -> None:
-    """A buffer of few bits rounds once for each."""
     few, many = (Accumulate().error(setup_for("fp8", micro_batches=k))["accumulate_error"] for k in (2, 12))
     assert many > 1.3 * few
 
 
 def test_fp16_gradients_arrive_multiplied_by_the_loss_scale() -> None:
-    """Without it many would be below what fp16 can hold."""
     scaled = setup_for("fp16")
     assert scaled.loss_scale == 1024
     without = Accumulate().error(replace(scaled, loss_scale=1.0))["accumulate_error"]
@@ -126,7 +119,6 @@ def test_fp16_gradients_arrive_multiplied_by_the_loss_scale() -> None:
 
 
 def test_gradients_come_from_the_seed_alone() -> None:
-    """Every micro-batch has its own, every state its own tensors with the same values."""
     one, other, different = (Accumulate().prepare(setup_for(seed=seed)).micro_batches for seed in (3, 3, 4))
     assert torch.equal(one[0][0], other[0][0]) and one[0][0].data_ptr() != other[0][0].data_ptr()
     assert not torch.equal(one[0][0], different[0][0]) and not torch.equal(one[0][0], one[1][0])
@@ -135,7 +127,6 @@ def test_gradients_come_from_the_seed_alone() -> None:
 
 
 def test_work_is_the_gradients_of_all_micro_batches() -> None:
-    """In the dtype they arrive in."""
     params: dict[str, Scalar] = {"micro_batches": 3, "tensors": 2, "width": 8, "gradients": "bf16"}
     assert Accumulate().work(params).bytes == 3 * 2 * 64 * 2
     assert Accumulate().work(params).least_memory == 3 * 2 * 64 * 2 + 64

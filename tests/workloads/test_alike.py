@@ -31,7 +31,6 @@ from tests.workloads.steps import CPU, H200, phases, small
     ],
 )  # fmt: skip
 def test_what_an_axis_cannot_be_is_refused(name: str, axis: str, value: str) -> None:
-    """With the axis's name, and what is expected; one micro-batch accumulates nothing."""
     for facts in (CPU, H200):
         axes = {one.name: one for one in workloads.get(name).axes(facts)}
         with pytest.raises(UsageError, match=re.escape(f"axis '{axis}' cannot be '{value}': expected")):
@@ -40,7 +39,6 @@ def test_what_an_axis_cannot_be_is_refused(name: str, axis: str, value: str) -> 
 
 @for_each(("name", "why"), [("accumulate", "no buffer"), ("optimizer", "no moments"), ("cast", "nothing to cast")])
 def test_tf32_is_nothing_to_keep(name: str, why: str) -> None:
-    """It is refused with the reason, native or emulated; what has codes is not."""
     for facts in (CPU, H200):
         support = workloads.get(name).support({}, precisions.get("tf32"), facts)
         assert support.level is Level.REFUSED and why in support.reason
@@ -56,7 +54,6 @@ def test_tf32_is_nothing_to_keep(name: str, why: str) -> None:
     ],
 )  # fmt: skip
 def test_two_states_of_one_seed_are_alike(name: str, changes: dict[str, Scalar]) -> None:
-    """Bit by bit, targets and gradients included, with tensors of their own; another seed has others."""
     one, other, different = (workloads.get(name).prepare(small(name, "bf16", seed, **changes)) for seed in (3, 3, 4))
     assert one.inputs[0].dtype == torch.bfloat16
     for mine, others in zip(one.leaves(), other.leaves(), strict=True):
@@ -69,7 +66,6 @@ def test_two_states_of_one_seed_are_alike(name: str, changes: dict[str, Scalar])
 
 @for_each("name", ["mlp", "conv"])
 def test_each_pass_runs_its_products(name: str) -> None:
-    """Two forward; four more backward, which only training runs."""
     workload = workloads.get(name)
     assert phases(workload, small(name, "fp32", **{"pass": "forward"})).count("gemm") == 2
     assert phases(workload, small(name, "fp32")).count("gemm") == 6
@@ -90,7 +86,6 @@ WIDE: dict[str, Scalar] = {"width": 64, "hidden": 128}
     ],
 )  # fmt: skip
 def test_errors_grow_as_bits_go(name: str, changes: dict[str, Scalar], least: float, most: float, pass_: str) -> None:
-    """Gradients are compared where there are any."""
     found = [
         workloads.get(name).error(small(name, precision, **changes, **{"pass": pass_}))
         for precision in ("fp32", "bf16", "fp8", "nvfp4")
@@ -103,7 +98,6 @@ def test_errors_grow_as_bits_go(name: str, changes: dict[str, Scalar], least: fl
 
 @for_each(("name", "kinds", "changes"), [("mlp", ("up", "down"), WIDE), ("attention", ("qkv", "out"), {})])
 def test_a_precision_map_changes_one_product(name: str, kinds: tuple[str, str], changes: dict[str, Scalar]) -> None:
-    """With both mapped to bf16, fp8 is bf16."""
     workload, setup = workloads.get(name), small(name, "fp8", **changes)
     bf16 = precisions.get("bf16").arithmetic(CPU)
     mapped = {

@@ -36,7 +36,6 @@ def marked(setup: Setup) -> set[str]:
 @for_each("pass_", ["forward", "training"])
 @for_each("scores", ["high", "low", "low-prescaled"])
 def test_each_part_marks_what_it_does(scores: str, pass_: str) -> None:
-    """The core is attention whatever its scores are; the layer adds products and their casts."""
     common = {"scores": scores, "pass": pass_}
     assert marked(setup_for("bf16", part="core", **common)) == {"attention", "elementwise"}
     assert marked(setup_for("fp8", part="layer", **common)) == {"attention", "elementwise", "gemm", "cast"}
@@ -47,7 +46,7 @@ def test_each_part_marks_what_it_does(scores: str, pass_: str) -> None:
 @for_each("pass_", ["forward", "training"])
 @for_each("part", ["core", "layer"])
 def test_the_flops_are_those_torch_counts(part: str, pass_: str, causal: str) -> None:
-    """Products by torch's own formulas; it counts all scores, the plan those that a causal mask leaves."""
+    """torch counts all scores, the plan only those that a causal mask leaves."""
     changes = {"part": part, "pass": pass_, "causal": causal, "key_heads": 4}
     state = Attention().prepare(setup_for(**changes))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -61,7 +60,7 @@ def test_the_flops_are_those_torch_counts(part: str, pass_: str, causal: str) ->
 
 
 def test_work_counts_tokens_and_what_memory_must_hold() -> None:
-    """Low scores stand in memory as matrices in fp32, two forward and three in backward; fused ones never do."""
+    """Low scores are matrices in fp32, two forward and three in backward; fused scores never are."""
     high, low = (Attention().work({**TINY, "scores": scores}) for scores in ("high", "low"))
     assert high.tokens == 64 and high.flops == low.flops
     assert low.least_memory - high.least_memory == 3 * 4 * (2 * 4 * 32 * 32)
@@ -72,7 +71,6 @@ def test_work_counts_tokens_and_what_memory_must_hold() -> None:
 
 
 def test_the_case_says_how_many_key_heads() -> None:
-    """As many as heads, or a divisor; anything else is refused before a worker starts."""
     expand = Attention().expand
     assert dict(expand({**TINY, "key_heads": "auto"})[0])["key_heads"] == 4
     assert dict(expand({**TINY, "key_heads": 1})[0]) == {**TINY, "key_heads": 1}
@@ -88,7 +86,6 @@ def support(precision: str, facts: DeviceFacts = CPU, **changes: Scalar) -> tupl
 
 @for_each("precision", ["fp32", "bf16", "fp16", "tf32", "fp8", "nvfp4"])
 def test_the_core_refuses_precisions_that_would_change_nothing(precision: str) -> None:
-    """Only those that values are carried in; with low scores every one is emulated, fp32 included."""
     carried_by = precisions.get(precision).carried_by
     level, reason = support(precision, part="core")
     assert level is (Level.REFUSED if carried_by else Level.NATIVE)
@@ -105,7 +102,6 @@ def test_the_core_refuses_precisions_that_would_change_nothing(precision: str) -
      ({"sequence": 20, "batch": 1, "pass": "forward"}, True), ({"part": "core", "head_width": 10}, None)],
 )  # fmt: skip
 def test_a_native_layer_that_does_not_fit_says_why(changes: dict[str, Scalar], fits: bool | None) -> None:
-    """Features by sixteen, and tokens where weight gradients contract over them."""
     level, reason = support("fp8", H200, **changes)
     assert level is (Level.NATIVE if fits else Level.REFUSED)
     assert fits is not False or "multiples of 16" in reason
@@ -116,7 +112,6 @@ def test_a_native_layer_that_does_not_fit_says_why(changes: dict[str, Scalar], f
 
 
 def test_the_error_of_the_core_is_that_of_plain_formulas() -> None:
-    """Against fp64 on the unrounded inputs."""
     setup = setup_for("bf16", part="core", key_heads=4, **{"pass": "forward"})
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 32, 16) for _ in range(3))
@@ -132,7 +127,6 @@ def test_the_error_of_the_core_is_that_of_plain_formulas() -> None:
 @for_each("part", ["core", "layer"])
 @for_each("scores", ["high", "low", "low-prescaled"])
 def test_errors_grow_as_bits_are_taken_away(part: str, scores: str) -> None:
-    """Of the output and of all gradients."""
     low = ("fp8", "nvfp4") if part == "layer" or scores != "high" else ()
     found = [Attention().error(setup_for(name, part=part, scores=scores)) for name in ("fp32", "bf16", *low)]
     for metric in ("output_error", "gradient_error"):
@@ -141,13 +135,12 @@ def test_errors_grow_as_bits_are_taken_away(part: str, scores: str) -> None:
 
 
 def test_low_scores_cost_more_than_low_products_around_them() -> None:
-    """What the axis is for."""
     high, low = (Attention().error(setup_for("fp8", scores=scores)) for scores in ("high", "low"))
     assert low["output_error"] > 1.05 * high["output_error"]
 
 
 def test_scaling_queries_before_saves_scores_beyond_the_formats_range() -> None:
-    """E4M3 ends at 448: where scores of 64 features reach it, low ones are lost and prescaled ones are not."""
+    """E4M3 ends at 448: scores of 64 features reach it."""
     common: dict[str, Scalar] = {"part": "core", "head_width": 64, "pass": "forward"}
     found = {
         (spread, scores): Attention().error(setup_for("fp8", scores=scores, spread=spread, **common))["output_error"]
@@ -159,14 +152,12 @@ def test_scaling_queries_before_saves_scores_beyond_the_formats_range() -> None:
 
 
 def test_the_spread_is_that_of_what_comes_in() -> None:
-    """And scores grow with its square."""
     one, eight = ({found.kind: found.amax for found in Attention().statistics(setup_for(part="core", spread=spread))}
                   for spread in (1, 8))  # fmt: skip
     assert [eight[kind] / one[kind] for kind in ("q", "k", "v", "scores")] == pytest.approx([8, 8, 8, 64], rel=1e-6)
 
 
 def test_statistics_describe_the_core_and_what_its_mask_leaves() -> None:
-    """Of the inputs as they are; scaled queries where they are scaled first."""
     state = Attention().prepare(setup_for(part="core"))
     q, k, v = (one.detach() for one in state.inputs)
     found = {one.kind: one for one in Attention().statistics(setup_for(part="core"))}
@@ -184,7 +175,6 @@ def test_statistics_describe_the_core_and_what_its_mask_leaves() -> None:
 
 
 def test_statistics_of_a_layer_describe_what_its_products_cast() -> None:
-    """Both products, forward and backward, each operand once; the core's own only where its scores are low."""
     tokens, width, inner = 64, 64, 128
     wanted = {
         ("qkv", "input"): tokens * width, ("qkv", "weight"): width * inner, ("qkv", "gradient"): tokens * inner,
@@ -208,7 +198,7 @@ def test_the_core_gets_the_cases_own_carrier_under_a_precision_map() -> None:
 
 
 def test_a_core_alone_has_no_layer_to_map() -> None:
-    """A map that would change nothing is a reason, not a row."""
+    """A map that would change nothing is a reason to skip."""
     request = Request("attention", ("fp32", "bf16"), axes=(("sequence", ("128",)),), precision_map=(("out", "fp8"),))
     cases = {str(group.cases[1].case.param("part")): group.cases[1] for group in make_plan(request, (CPU,)).groups}
     assert cases["core"].skip.startswith("no layer is called out here")
@@ -216,7 +206,6 @@ def test_a_core_alone_has_no_layer_to_map() -> None:
 
 
 def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
-    """The longest sequence of each: milliseconds there, tera-operations here."""
     for facts, low, high in ((CPU, 1e8, 1e10), (H200, 1e12, 1e14)):
         groups = make_plan(Request("attention", devices=(facts.key,)), (facts,)).groups
         largest = max(groups, key=lambda group: group.cases[0].work.flops).cases[0]
@@ -225,7 +214,6 @@ def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
 
 
 def test_which_kernel_auto_takes_is_seen() -> None:
-    """On a processor torch's flash kernel; emulated scores take none."""
     for scores, kernels in (("high", ("flash",)), ("low", ())):
         make = partial(setup_for, "bf16", part="core", scores=scores)
         assert products_of_step(Attention(), make, CPU).attention == kernels

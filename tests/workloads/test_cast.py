@@ -24,7 +24,6 @@ def setup_for(precision: str = "fp8", seed: int = 0, **changes: Scalar) -> Setup
 
 
 def result(setup: Setup) -> torch.Tensor:
-    """What one step makes."""
     made = Cast().prepare(setup).change()
     assert isinstance(made, torch.Tensor)
     return made
@@ -32,13 +31,11 @@ def result(setup: Setup) -> torch.Tensor:
 
 @for_each(("text", "shape"), [("512", "512x512"), ("8x1024", "8x1024"), ("007", "7x7"), ("1x1", "1x1")])
 def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
-    """A square, or rows and columns."""
     assert parse_shape(text) == shape
 
 
 @for_each("text", ["", "x", "1x", "1x2x3", "0", "0x4", "-1", "1.5", "²", str((1 << 18) + 1), "big"])
 def test_shapes_that_cannot(text: str) -> None:
-    """With what is expected."""
     with pytest.raises(ValueError, match="expected"):
         parse_shape(text)
 
@@ -50,7 +47,6 @@ def expand(**changes: Scalar) -> dict[str, Scalar]:
 
 
 def test_a_way_back_is_one_case_whatever_the_scaling() -> None:
-    """It always has its scales."""
     assert expand(scaling="on") != expand(scaling="off")
     assert expand(direction="from", scaling="on") == expand(direction="from", scaling="off")
     assert expand() == {
@@ -61,18 +57,15 @@ def test_a_way_back_is_one_case_whatever_the_scaling() -> None:
 
 @for_each(("source", "size"), [("fp32", 4), ("bf16", 2)])
 def test_work_is_the_source_once(source: str, size: int) -> None:
-    """In its own dtype, the same for every precision."""
     work = Cast().work(expand(source=source))
     assert (work.bytes, work.least_memory, work.flops) == (size * 128, size * 128 + 64, 0)
 
 
 def test_both_ways_count_the_side_in_high_precision() -> None:
-    """So that throughputs of all precisions compare."""
     assert Cast().work(expand(direction="from")) == Cast().work(expand())
 
 
 def test_formats_without_scales_have_both_scalings_alike() -> None:
-    """The axis says so."""
     (axis,) = (one for one in Cast().axes(CPU) if one.name == "scaling")
     alike = [name for name in ALL if torch.equal(result(setup_for(name)), result(setup_for(name, scaling="off")))]
     assert alike == ["fp32", "bf16", "fp16"] and "fp32, bf16 and fp16 have no scales" in axis.description
@@ -82,7 +75,6 @@ def test_formats_without_scales_have_both_scalings_alike() -> None:
 @for_each("source", ["fp32", "bf16"])
 @for_each("precision", ALL)
 def test_a_step_never_hands_back_what_it_was_given(precision: str, source: str, direction: str) -> None:
-    """Where a cast changes nothing the step copies, so that no case has a time of nothing."""
     setup = setup_for(precision, source=source, direction=direction)
     state = Cast().prepare(setup)
     one, other = state.change(), state.change()
@@ -107,14 +99,12 @@ def test_what_is_cast_and_restored_agrees_with_ml_dtypes() -> None:
 
 @for_each(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_torchs_own_dtypes_are_cast_by_torch(precision: str, dtype: torch.dtype) -> None:
-    """There and back."""
     source = Cast().prepare(setup_for()).source
     assert torch.equal(result(setup_for(precision)), source.to(dtype))
     assert torch.equal(result(setup_for(precision, direction="from")), source.to(dtype).float())
 
 
 def test_errors_are_those_of_there_and_back() -> None:
-    """Nothing is lost in fp32, nor of a bf16 source in bf16; each format loses as much as its mantissa is short."""
     errors = {precision: Cast().error(setup_for(precision))["cast_error"] for precision in ALL}
     assert errors["fp32"] == 0 == Cast().error(setup_for("bf16", source="bf16"))["cast_error"]
     assert errors["fp16"] == pytest.approx(2.1e-4, rel=0.1) and errors["bf16"] == pytest.approx(1.67e-3, rel=0.1)
@@ -127,7 +117,7 @@ def test_errors_are_those_of_there_and_back() -> None:
 
 
 def test_what_vanishes_is_what_the_error_hides() -> None:
-    """A quarter of these gradients is gone on the grid of E5M2 alone, and the error is nearly that with a scale."""
+    """A quarter of these gradients vanishes in E5M2 without a scale, and the error is nearly that with one."""
     found = {scaling: Cast().error(setup_for(role="gradient", scaling=scaling)) for scaling in ("on", "off")}
     source = Cast().prepare(setup_for(role="gradient")).source
     for scaling, errors in found.items():
@@ -139,7 +129,6 @@ def test_what_vanishes_is_what_the_error_hides() -> None:
 
 
 def test_gradients_need_their_scale() -> None:
-    """Without one nearly all of E5M2 gradients is gone; inputs around 1 hardly notice."""
     lost = {
         (role, scaling): Cast().error(setup_for(role=role, scaling=scaling))["cast_error"]
         for role in ("input", "gradient")
@@ -155,7 +144,7 @@ def test_gradients_need_their_scale() -> None:
 
 @for_each("source", ["fp32", "bf16"])
 def test_fp16_gradients_arrive_multiplied_by_the_loss_scale(source: str) -> None:
-    """As they do where they add up; inputs do not, and what the data are made of is said without it."""
+    """Inputs do not, and statistics are without it."""
     setup = setup_for("fp16", role="gradient", source=source)
     plain = replace(setup, loss_scale=1.0)
     assert setup.loss_scale == 1024
@@ -167,7 +156,6 @@ def test_fp16_gradients_arrive_multiplied_by_the_loss_scale(source: str) -> None
 
 
 def test_the_source_comes_from_the_seed_alone() -> None:
-    """The control has a tensor of its own with the same values."""
     one, other, different = (Cast().prepare(setup_for(seed=seed)) for seed in (3, 3, 4))
     assert torch.equal(one.source, other.source) and one.source.data_ptr() != other.source.data_ptr()
     assert not torch.equal(one.source, different.source)
@@ -180,7 +168,6 @@ def test_the_source_comes_from_the_seed_alone() -> None:
 @pytest.mark.parametrize("role", ["input", "gradient"])
 @pytest.mark.parametrize("precision", ALL)
 def test_what_is_cast_from_another_layout_has_the_same_bits(precision: str, role: str) -> None:
-    """Strides are the source's alone, and the bytes of its values what a step takes in."""
     usual = result(setup_for(precision, role=role))
     for layout, strides in (("transposed", (1, 40)), ("padded", (136, 1)), ("strided", (144, 2))):
         source = Cast().prepare(setup_for(precision, role=role, layout=layout)).source
@@ -189,7 +176,6 @@ def test_what_is_cast_from_another_layout_has_the_same_bits(precision: str, role
 
 
 def test_layouts_of_a_cast_count_what_is_cast_and_hold_what_lies_between() -> None:
-    """A way back and a row have no such choice."""
     usual, strided = Cast().work(expand()), Cast().work(expand(layout="strided"))
     assert (usual.bytes, strided.least_memory - usual.least_memory) == (strided.bytes, 4 * 128)
     for changes, words in (({"direction": "from"}, "direction=to"), ({"shape": "1x16"}, "contiguous or strided")):

@@ -18,14 +18,12 @@ from tests.facts import CPU, H200
 
 
 def test_one_process_is_no_collective() -> None:
-    """Every case is skipped, and says how many ranks it takes; 'all' does not ask for it."""
     cases = [planned for group in make_plan(Request("collective"), (CPU,)) for planned in group.cases]
     assert cases and all("takes 2 ranks, and there is 1: add --ranks 2" in planned.skip for planned in cases)
     assert "collective" not in workloads.names()
 
 
 def test_what_is_only_sent_is_not_added_up() -> None:
-    """Two kinds of means in three ways and four scalings, and three others; each case says how many ranks it has."""
     plan = make_plan(Request("collective", ranks=4), (replace(CPU, ranks=4),))
     assert len(plan.groups) == 2 * 3 * 4 + 3
     assert {planned.case.ranks for group in plan for planned in group.cases} == {4}
@@ -40,12 +38,11 @@ def test_what_is_only_sent_is_not_added_up() -> None:
 def test_parts_must_be_equal() -> None:
     request = Request("collective", axes=(("elements", ("1000",)),), ranks=3)
     (first, *_) = make_plan(request, (replace(CPU, ranks=3),)).groups
-    assert "1000 elements have no equal part for each of 3 ranks: choose a multiple of 96" in first.cases[0].skip
+    assert "choose a multiple of 96" in first.cases[0].skip
 
 
 @pytest.mark.slow
 def test_real_ranks_send_what_they_say(tmp_path: Path) -> None:
-    """Every collective once, with bytes, error and rates; the all-reduce of bf16 also beside products."""
     axes = (("elements", ("4096",)), ("fp8", ("fp8_ring",)), ("scaling", ("ms_amp",)))
     request = Request("collective", axes=axes, quick=True, ranks=2)
     run = pipeline.execute(request, tmp_path, SilentObserver(), "")

@@ -30,14 +30,13 @@ def setup_for(corpus: Corpus, precision: str = "fp32", seed: int = 0, **changes:
 
 
 def arrived(state: LoadState) -> torch.Tensor:
-    """What a step leaves on the device."""
     Data().step(state, SilentPhases())
     (batch,) = state.destination.buffers
     return batch.clone()
 
 
 def by_hand(corpus: Corpus, steps: int) -> list[np.ndarray]:
-    """The batches of the first steps, decoded from the text itself; preparing draws one."""
+    """Returns the batches of the first steps, decoded from the text itself; preparing draws one."""
     random = np.random.default_rng(0)
     text = text_records(corpus.path, RECORDS, 512, random)
     batches = [text[random.integers(0, RECORDS, 4)] for _ in range(steps + 1)]
@@ -46,7 +45,6 @@ def by_hand(corpus: Corpus, steps: int) -> list[np.ndarray]:
 
 @KINDS
 def test_a_step_brings_the_next_records_to_the_device(corpus: Corpus, kind: str) -> None:
-    """The same ones whichever way they lie, others in every step."""
     state = Data().prepare(setup_for(corpus, kind=kind))
     for wanted in by_hand(corpus, 3):
         assert torch.equal(arrived(state), torch.from_numpy(wanted))
@@ -56,7 +54,7 @@ def test_a_step_brings_the_next_records_to_the_device(corpus: Corpus, kind: str)
 def test_a_transfer_gathers_nothing_in_its_steps(
     corpus: Corpus, batch: int, ready: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A few batches are there before, and are taken in turn: gathering one takes longer than copying it."""
+    """Gathering a batch takes longer than copying it."""
     gathered = []
     gather = DecodedRecords.batch
 
@@ -77,13 +75,11 @@ def test_a_transfer_gathers_nothing_in_its_steps(
                                                   ("fp16", torch.float16)])  # fmt: skip
 @KINDS
 def test_batches_travel_in_their_precision(corpus: Corpus, kind: str, precision: str, dtype: torch.dtype) -> None:
-    """Two bytes a value instead of four."""
     batch = arrived(Data().prepare(setup_for(corpus, precision, kind=kind)))
     assert batch.dtype == dtype and torch.equal(batch, torch.from_numpy(by_hand(corpus, 1)[0]).to(dtype))
 
 
 def test_emulated_batches_hold_rounded_values(corpus: Corpus) -> None:
-    """Scaled as inputs are."""
     batch = arrived(Data().prepare(setup_for(corpus, "fp8")))
     assert torch.equal(batch, values(torch.from_numpy(by_hand(corpus, 1)[0]), E4M3, TENSOR))
 
@@ -94,12 +90,10 @@ FIRST = {"reading": "decode", "transfer": "data_load"}
 @for_each(("precision", "casts"), [("fp32", []), ("bf16", ["cast"])])
 @KINDS
 def test_all_but_the_cast_is_loading(corpus: Corpus, kind: str, precision: str, casts: list[str]) -> None:
-    """Records are decoded ahead of it, and fp32 casts nothing."""
     assert phases(Data(), setup_for(corpus, precision, kind=kind)) == [FIRST[kind], *casts, "data_load"]
 
 
 def test_kept_buffers_hold_the_same_batches_in_one_place(corpus: Corpus) -> None:
-    """Bit for bit, step after step; what lies ready has no such choice."""
     fresh, kept = (Data().prepare(setup_for(corpus, "fp32", buffers=one)) for one in ("fresh", "kept"))
     places = set()
     for _ in range(3):
@@ -114,7 +108,6 @@ def test_kept_buffers_hold_the_same_batches_in_one_place(corpus: Corpus) -> None
 
 @KINDS
 def test_what_is_cast_on_the_device_travels_as_it_comes(corpus: Corpus, kind: str) -> None:
-    """And is cast there: the same values in the end, from a batch of four bytes a value."""
     here, there = (setup_for(corpus, "fp8", kind=kind, **more) for more in ({}, {"cast_on": "device"}))
     assert phases(Data(), there) == [FIRST[kind], "data_load", "cast"]
     state, other = Data().prepare(there), Data().prepare(here)
@@ -128,7 +121,6 @@ def test_what_is_cast_on_the_device_travels_as_it_comes(corpus: Corpus, kind: st
 
 @KINDS
 def test_errors_grow_as_bits_go(corpus: Corpus, kind: str) -> None:
-    """Against the bytes normalised in fp64; the same however they are stored."""
     errors = [
         Data().error(setup_for(corpus, name, kind=kind))["batch_error"]
         for name in ("fp32", "fp16", "bf16", "fp8", "nvfp4")
@@ -138,14 +130,12 @@ def test_errors_grow_as_bits_go(corpus: Corpus, kind: str) -> None:
 
 
 def test_statistics_are_those_of_a_batch(corpus: Corpus) -> None:
-    """Bytes of text, normalised: none is large."""
     (found,) = Data().statistics(setup_for(corpus))
     assert (found.kind, found.role, found.count) == ("batch", "", 4 * 512)
     assert 0.5 < found.amax <= 2 and {name for name, *_ in found.outside} >= {"fp16", "e4m3fn", "e2m1"}
 
 
 def test_two_states_of_one_seed_draw_alike(corpus: Corpus) -> None:
-    """The control loads the very same records."""
     one, other, different = (Data().prepare(setup_for(corpus, seed=seed)) for seed in (3, 3, 4))
     for _ in range(2):
         batch = arrived(one)
@@ -153,14 +143,12 @@ def test_two_states_of_one_seed_draw_alike(corpus: Corpus) -> None:
 
 
 def test_work_by_hand() -> None:
-    """A byte a value where records are decoded, four where they lie as fp32; compressing takes time before."""
     reading, transfer = (Data().work({**SIZES, "kind": kind}) for kind in ("reading", "transfer"))
     assert (reading.bytes, transfer.bytes) == (4 * 512, 4 * 512 * 4)
     assert reading.setup_seconds > 0 and transfer.setup_seconds == 0
 
 
 def test_auto_is_the_kinds_own_batch() -> None:
-    """Reading is slow, transfers are large."""
     for kind, batch in BATCHES.items():
         assert Data().expand({**SIZES, "kind": kind, "batch": "auto"}) == (
             (("kind", kind), ("batch", batch), ("record", 512)),
@@ -169,14 +157,13 @@ def test_auto_is_the_kinds_own_batch() -> None:
 
 
 def test_tf32_is_nothing_to_load() -> None:
-    """It is a way to multiply."""
     support = Data().support(SIZES, precisions.get("tf32"), H200)
     assert support.level is Level.REFUSED and "measure fp32" in support.reason
     assert Data().support(SIZES, precisions.get("fp8"), H200).level is Level.NATIVE
 
 
 def test_axes_and_defaults() -> None:
-    """Both kinds; a GPU casts by itself, and what is cast on the host is named as it always was."""
+    """A GPU casts by itself; a case that is cast on the host keeps its old id."""
     for facts, where in ((CPU, "host"), (H200, "device")):
         axes = {axis.name: axis for axis in Data().axes(facts)}
         assert axes["kind"].default == ("reading", "transfer") and axes["cast_on"].default == (where,)
@@ -185,7 +172,6 @@ def test_axes_and_defaults() -> None:
 
 
 def test_without_a_text_it_says_so(corpus: Corpus, tmp_path: Path) -> None:
-    """And with one that is too short."""
     setup = setup_for(corpus)
     with pytest.raises(ValueError, match="was given none"):
         Data().prepare(replace(setup, corpus=None))

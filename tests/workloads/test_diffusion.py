@@ -67,7 +67,7 @@ def gelu(x: Array) -> Array:
 
 
 class Loops:
-    """One image through a denoiser by its weights."""
+    """Computes one image through a denoiser with plain loops, from its weights."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.weights = {name: weight.detach().double().numpy() for name, weight in weights.items()}
@@ -98,7 +98,7 @@ class Loops:
 
 
 class LoopedDiT(Loops):
-    """Patch by patch."""
+    """Computes patch by patch."""
 
     def denoised(self, latent: Array, time: Array) -> Array:
         places = [(up, across) for up in range(0, IMAGE, 2) for across in range(0, IMAGE, 2)]
@@ -123,7 +123,7 @@ def normed(x: Array) -> Array:
 
 
 class LoopedUNet(Loops):
-    """Pixel by pixel."""
+    """Computes pixel by pixel."""
 
     def denoised(self, latent: Array, time: Array) -> Array:
         x = self.convolved("first", latent)
@@ -150,7 +150,7 @@ class LoopedUNet(Loops):
         return np.asarray(kept + self.convolved(f"{name}.conv2", silu(self.grouped(f"{name}.norms.1", hidden))))
 
     def convolved(self, name: str, x: Array) -> Array:
-        """Zeros around; of weights (outputs, 9 x inputs) the pixels of a window come first."""
+        """Pads with zeros; weights are (outputs, 9 x inputs), the pixels of a window first."""
         side, inputs = x.shape[0], x.shape[2]
         weight = self.weights[f"{name}.weight"].reshape(-1, 3, 3, inputs)
         out = np.zeros((side, side, len(weight)))
@@ -172,7 +172,7 @@ LOOPED = {"dit": LoopedDiT, "unet": LoopedUNet}
 
 
 def by_loops(denoiser: str, state: Sampling, guidance: str = "none") -> list[Array]:
-    """DDIM by the sum of squares of its levels, with the image and the noise written out, an image at a time."""
+    """Samples by DDIM with plain loops, an image at a time, with the image and the noise written out."""
     denoise = LOOPED[denoiser](dict(state.layer.named_parameters()))
     latents, conditions = (tensor.double().numpy() for tensor in state.inputs)
     after = []
@@ -202,7 +202,7 @@ def agree(denoiser: str, state: Sampling, guidance: str = "none") -> bool:
 
 
 def mismatched(tape: Tape, reference: Tape) -> bool:
-    """Whether a case with that tape is labelled for doing other work, which takes its verdict away."""
+    """Tells whether a case with that tape is labelled for doing other work, which takes its verdict away."""
     lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=reference)
     case = replace(record(steady(MS, 24), "bf16"), tape=tape)
     labels = [one for one in claims_of(case, lead) if one.label is Label.WORK_MISMATCH and one.hard]
@@ -213,15 +213,12 @@ def mismatched(tape: Tape, reference: Tape) -> bool:
 @for_each("guidance", ["none", "twice", "batch"])
 @DENOISERS
 def test_sampling_is_what_plain_loops_compute(denoiser: str, guidance: str) -> None:
-    """In fp64, after each step: denoiser and sampler both."""
     state = exact_of(denoiser, guidance=guidance)
     assert isinstance(state, Sampling) and GUIDANCE == 4
     assert agree(denoiser, state, guidance)
 
 
 def _skipping(function: Callable[[Sampling, SilentPhases], Iterator[Tensor]]) -> Callable[..., Iterator[Tensor]]:
-    """The third step gives what the second gave."""
-
     def latents(self: Sampling, phase: SilentPhases) -> Iterator[Tensor]:
         latent = self.inputs[0]
         for step in range(self.plan.steps):
@@ -233,7 +230,6 @@ def _skipping(function: Callable[[Sampling, SilentPhases], Iterator[Tensor]]) ->
 
 @DENOISERS
 def test_a_step_that_the_sampler_skips_is_found(denoiser: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By loops, and by the FLOPs that the step then has: a verdict is refused where they differ."""
     whole = tape_in_phases(state_of(denoiser, "bf16").step)
     monkeypatch.setattr(Sampling, "latents", _skipping(Sampling.latents))
     state = exact_of(denoiser)
@@ -246,7 +242,7 @@ def test_a_step_that_the_sampler_skips_is_found(denoiser: str, monkeypatch: pyte
 @for_each("order", [0, 1])
 @DENOISERS
 def test_training_goes_down_the_loss_that_loops_compute(denoiser: str, order: int) -> None:
-    """Gradients along a random direction against differences of the looped loss, in fp64."""
+    """Compares gradients along a random direction with differences of the looped loss, in fp64."""
     state = exact_of(denoiser, **{"pass": "training"})
     assert isinstance(state, DenoiserTraining)
     _, gradients = state.outcome()
@@ -268,7 +264,7 @@ def test_training_goes_down_the_loss_that_loops_compute(denoiser: str, order: in
 
 
 def flops_by_hand(denoiser: str, width: int, layers: int) -> tuple[int, int]:
-    """Of one evaluation, and of the products whose inputs want no gradient."""
+    """Returns the FLOPs of one evaluation, and of the products whose inputs need no gradient."""
     pixels, time = BATCH * IMAGE**2, 2 * BATCH * (256 * width + width**2)
     entering = 2 * BATCH * 256 * width
     if denoiser == "dit":
@@ -299,7 +295,6 @@ def test_flops_of_sampling_by_hand(denoiser: str, guidance: str, times: int, pre
 @for_each("precision", ["fp32", "bf16", "fp8"])
 @DENOISERS
 def test_flops_of_training_by_hand(denoiser: str, precision: str) -> None:
-    """Thrice those of one evaluation, less the gradients that nobody wants."""
     changes = {"pass": "training", "layers": 1} if denoiser == "unet" else {"pass": "training"}
     once, entering = flops_by_hand(denoiser, WIDTH[denoiser], int(changes.get("layers", 2)))
     work = Diffusion().work(params_of(denoiser, **changes)).flops
@@ -311,7 +306,6 @@ def test_flops_of_training_by_hand(denoiser: str, precision: str) -> None:
 
 
 def test_an_arm_that_does_other_work_has_no_verdict() -> None:
-    """One block fewer; whatever else an arm does is not that."""
     reference, other = (tape_in_phases(state_of("dit", layers=layers).step) for layers in (2, 1))
     assert mismatched(other, reference) and mismatched(reference, other)
     low = tape_in_phases(state_of("dit", "fp8", high_steps="1+1").step)
@@ -328,7 +322,6 @@ def same_noise() -> bool:
 
 
 def test_all_arms_begin_with_the_same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, in fp64 too; and noise that is drawn anew by each arm is found, by the latents' errors as well."""
     assert same_noise()
     assert not torch.equal(state_of("dit").inputs[0], state_of("dit", seed=1).inputs[0])
     others = iter(range(1000))
@@ -363,7 +356,7 @@ def test_errors_grow_as_bits_go_and_stand_above_their_floor(denoiser: str) -> No
 
 
 def test_a_kernel_is_no_different_from_itself() -> None:
-    """In fp64, where attention is done headwise either way: nothing but the last bits of the sum of three."""
+    """In fp64 both kernels do attention headwise: only the last bits of a sum of three may differ."""
     state = exact_of("dit")
     assert isinstance(state, Sampling)
     found = errors_by_step(state, state, state, state)
@@ -373,7 +366,7 @@ def test_a_kernel_is_no_different_from_itself() -> None:
 @pytest.mark.slow
 @DENOISERS
 def test_steps_in_high_precision_err_as_the_carrier_does(denoiser: str) -> None:
-    """Of one step each, from the exact latents: those at the ends as bf16's, bit for bit, the others as fp8's."""
+    """Each step begins at the exact latents: steps at the ends have bf16's bits, the others fp8's."""
     low, high = errors("fp8", denoiser), errors("bf16", denoiser)
     mixed = errors("fp8", denoiser, high_steps="2+1")
     for step in range(1, STEPS + 1):
@@ -384,7 +377,6 @@ def test_steps_in_high_precision_err_as_the_carrier_does(denoiser: str) -> None:
 
 @pytest.mark.slow
 def test_a_map_reaches_each_layer() -> None:
-    """Everything high is the carrier's own sampling, by kinds and by the front part of names; time in fp8 is worse."""
     params = params_of("dit")
     setup, high = setup_of("diffusion", params, "fp8"), errors("bf16")
     for layers in ({"attn", "body"}, {"blocks"}):
@@ -397,7 +389,7 @@ def test_a_map_reaches_each_layer() -> None:
 
 @pytest.mark.slow
 def test_time_steps_in_the_carrier_are_other_time_steps() -> None:
-    """750 is 752 in bf16: what comes of it is an error of bf16 itself, and none of fp32."""
+    """750 is 752 in bf16: an error of bf16 itself, and none of fp32."""
     assert torch.tensor(750.0).to(torch.bfloat16) == 752
     assert errors("fp32", time="carrier") == errors("fp32")
     for precision in ("bf16", "fp8"):
@@ -418,7 +410,6 @@ def test_times_and_angles_go_from_noise_to_image() -> None:
 
 
 def test_weights_are_cast_ahead_of_all_steps() -> None:
-    """What comes out is what it is where each product casts its own."""
     state = state_of("dit", "fp8")
     output, _ = state.outcome()
     layers = [layer for layer in state.layer.modules() if isinstance(layer, Linear) and layer.operands is not None]
@@ -446,7 +437,6 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_support_is_that_of_the_products() -> None:
-    """A UNet's convolutions have no fp8 kernel; a DiT's width has to fit."""
     fp8 = precisions.get("fp8")
     assert Diffusion().support(params_of("dit"), fp8, H200).level is Level.NATIVE
     assert Diffusion().support(params_of("unet"), fp8, H200).level is Level.EMULATED

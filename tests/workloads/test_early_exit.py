@@ -33,7 +33,7 @@ def depths(setup: Setup) -> list[int]:
 
 
 def by_hand(setup: Setup) -> tuple[torch.Tensor, list[int]]:
-    """Row by row in fp64, with the thresholds of the state: logits and the blocks that each took."""
+    """Computes row by row in fp64, with the state's thresholds: the logits, and the blocks that each row took."""
     state = EarlyExits().prepare(setup)
     weights = [(block.up.weight, block.down.weight) for block in state.layer.blocks]
     logits, taken = [], []
@@ -52,7 +52,6 @@ def by_hand(setup: Setup) -> tuple[torch.Tensor, list[int]]:
 
 
 def test_rows_leave_where_a_head_is_sure_of_them() -> None:
-    """Against each row by itself, which knows nothing of the others."""
     setup = setup_for(exits="own")
     wanted, taken = by_hand(setup)
     state = EarlyExits().prepare(setup)
@@ -63,7 +62,6 @@ def test_rows_leave_where_a_head_is_sure_of_them() -> None:
 @pytest.mark.parametrize("leaving", [1, 25, 50, 90])
 @pytest.mark.parametrize("tokens", [1, 7, 48])
 def test_as_many_leave_by_schedule_as_in_the_exact_pass(tokens: int, leaving: int) -> None:
-    """Block by block; the schedule is the seed's, and the same in every precision."""
     own, held = (setup_for(exits=exits, tokens=tokens, leaving=leaving) for exits in ("own", "held"))
     assert sorted(depths(own)) == sorted(depths(held))
     assert depths(held) == depths(setup_for("mxfp4", tokens=tokens, leaving=leaving))
@@ -80,7 +78,6 @@ def tape(precision: str, **changes: Scalar) -> Tape:
 @pytest.mark.parametrize("exits", ["held", "own"])
 @pytest.mark.parametrize("precision", ["fp32", "mxfp4"])
 def test_the_tape_has_the_products_of_the_rows_that_were_there(precision: str, exits: str) -> None:
-    """Two products and a head for each block that a row takes, counted by hand from its depths."""
     width, hidden, classes = (int(SIZES[name]) for name in ("width", "hidden", "classes"))
     each = 2 * (2 * width * hidden + width * classes)
     changes: dict[str, Scalar] = {"exits": exits, "tokens": 256, "depth": 6}
@@ -102,9 +99,8 @@ def mismatch(own: Record, reference: Record) -> tuple[bool, str] | None:
     return (told[0].hard, told[0].reason) if told else None
 
 
-def test_less_work_is_told_as_such() -> None:
-    """Of a precision's own exits any other product is a doubt, and of more than 5% takes the verdict away; held ones
-    are the same work."""
+def test_less_work_is_labelled() -> None:
+    """A different product is a doubt; more than 5% fewer FLOPs take the verdict away. Held exits do the same work."""
     more: dict[str, Scalar] = {"tokens": 256, "depth": 6, "exits": "own"}
     reference, low = record("fp32", **more), record("mxfp4", **more)
     told = mismatch(low, reference)
@@ -122,7 +118,6 @@ def test_less_work_is_told_as_such() -> None:
 
 
 def test_errors_say_where_rows_leave_otherwise() -> None:
-    """Held rows never do; of own ones the error has the logits of other blocks in it."""
     held, own = (EarlyExits().error(setup_for("mxfp4", exits=exits, tokens=256)) for exits in ("held", "own"))
     assert held["exits_differ_percent"] == 0 < own["exits_differ_percent"] < 60
     assert 0 < held["output_error"] < own["output_error"] and held["mean_depth"] != own["mean_depth"]
@@ -131,14 +126,13 @@ def test_errors_say_where_rows_leave_otherwise() -> None:
 
 
 def test_a_held_step_looks_as_sure_as_one_that_chooses() -> None:
-    """The same operators but for the choice itself, and nothing is read back."""
+    """It runs the same operators but for the choice itself, and reads nothing back."""
     calls = {exits: {one.operator for one in tape("fp32", exits=exits).operators} for exits in ("held", "own")}
     assert calls["own"] - calls["held"] <= {"nonzero", "lt", "squeeze"} and "_softmax" in calls["held"]
     assert set(phases(EarlyExits(), setup_for("bf16"))) == {"elementwise", "cast", "gemm"}
 
 
 def test_all_rows_may_be_gone_ahead_of_the_last_block() -> None:
-    """The step ends there."""
     state = EarlyExits().prepare(setup_for(exits="own"))
     state.layer.exits = state.layer.exits._replace(thresholds=(0.0,) * 3)
     assert set(state.layer.depths(*state.inputs).tolist()) == {1}

@@ -33,7 +33,6 @@ def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setu
      (str(LARGEST), f"{LARGEST}x{LARGEST}x{LARGEST}"), ("sweep", "sweep"), ("sweep:nk", "sweep:nk")],
 )  # fmt: skip
 def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
-    """A square, M x N x K, or a model."""
     assert parse_shape(text) == shape
 
 
@@ -59,7 +58,6 @@ def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
     ],
 )
 def test_shapes_that_cannot(text: str) -> None:
-    """With what is expected."""
     with pytest.raises(ValueError, match="expected"):
         parse_shape(text)
 
@@ -80,7 +78,6 @@ def swept(shape: str, base: str = "128", factor: int = 2, **more: Scalar) -> lis
 
 
 def test_a_sweep_varies_one_side_at_a_time() -> None:
-    """From 16 to four times its base; of all three sides, for every product, with casts and without."""
     sizes = [16, 32, 64, 128, 256, 512]
     cases = swept("sweep:m", product="forward", operands="cast")
     assert [(one["m"], one["n"], one["k"]) for one in cases] == [(size, 128, 128) for size in sizes]
@@ -94,7 +91,6 @@ def test_a_sweep_varies_one_side_at_a_time() -> None:
 
 
 def test_a_quick_sweep_has_fewer_sizes() -> None:
-    """The plan takes each axis's default for --quick."""
     asked = Request("gemm", axes=(("shape", ("sweep:m",)), ("product", ("forward",)), ("operands", ("cast",))))
     plain, quick = (make_plan(one, [CPU]) for one in (asked, replace(asked, quick=True)))
     given = make_plan(replace(asked, quick=True, axes=(*asked.axes, ("factor", ("8",)))), [CPU])
@@ -103,7 +99,6 @@ def test_a_quick_sweep_has_fewer_sizes() -> None:
 
 
 def test_a_plain_shape_is_one_forward_product() -> None:
-    """GEMV included."""
     assert expand("1x2048x512") == [{
         "m": 1, "n": 2048, "k": 512, "product": "forward", "operands": "cast",
         "layout": "contiguous", "values": "normal",
@@ -113,7 +108,6 @@ def test_a_plain_shape_is_one_forward_product() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_is_three_products_a_layer(model: str) -> None:
-    """All three of one layer take the same number of operations."""
     cases = expand(model, tokens=100)
     assert len(cases) == 3 * len(MODELS[model])
     for layer, (outputs, inputs) in MODELS[model].items():
@@ -127,7 +121,6 @@ def test_a_model_is_three_products_a_layer(model: str) -> None:
 
 
 def test_the_shapes_of_models_are_those_of_their_papers() -> None:
-    """Width, hidden width, heads times head width."""
     assert MODELS["gpt2"]["qkv"] == (3 * 768, 768)
     assert MODELS["llama3-8b"]["qkv"] == (4096 + 2 * 8 * 128, 4096)
     assert MODELS["llama3-70b"]["gate_up"] == (2 * 28672, 8192)
@@ -136,14 +129,12 @@ def test_the_shapes_of_models_are_those_of_their_papers() -> None:
 
 
 def test_operands_are_cast_in_every_step_or_once_before_it() -> None:
-    """Which of the two is the user's question."""
     assert phases(Gemm(), setup_for("fp8")) == ["cast", "gemm"]
     assert phases(Gemm(), setup_for("fp8", operands="ready")) == ["gemm"]
     assert phases(Gemm(), setup_for("fp32")) == ["gemm"]
 
 
 def test_ready_operands_are_what_a_cast_in_the_step_gives() -> None:
-    """The same product either way."""
     seen: list[torch.Tensor] = []
     for operands in ("cast", "ready"):
         setup = setup_for("fp8", operands=operands)
@@ -161,7 +152,7 @@ def test_ready_operands_are_what_a_cast_in_the_step_gives() -> None:
 
 @for_each("product", PRODUCTS)
 def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
-    """A gradient is no weight, and what a layer turns is turned here: recipes do more than cast there."""
+    """What a layer turns is turned here too: recipes do more than cast there."""
     setup = setup_for("fp8", product=product)
     seen: list[tuple[str, Role]] = []
     for how in ("cast", "turned"):
@@ -179,7 +170,6 @@ def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
 
 @for_each(("precision", "low", "high"), [("fp32", 0, 1e-6), ("bf16", 1e-3, 1e-2), ("fp8", 1e-2, 0.1)])
 def test_the_error_is_that_of_numpy_in_fp64(precision: str, low: float, high: float) -> None:
-    """Against the product of the unrounded operands."""
     setup = setup_for(precision, seed=5)
     found = Gemm().error(setup)["product_error"]
     generator = torch.Generator().manual_seed(5)
@@ -196,7 +186,7 @@ def test_the_error_is_that_of_numpy_in_fp64(precision: str, low: float, high: fl
 
 
 def test_the_error_of_the_kernel_is_what_it_adds_to_the_casts() -> None:
-    """Nothing but fp32 sums in fp32; in bf16 and emulated fp8 the result rounded to bf16, and no more."""
+    """In fp32 it is fp32 sums; in bf16 and emulated fp8 also the rounding of the result to bf16."""
     found = {precision: Gemm().error(setup_for(precision)) for precision in ("fp32", "bf16", "fp8")}
     assert found["fp32"]["kernel_error"] == found["fp32"]["product_error"] < 1e-6
     generator = torch.Generator().manual_seed(0)
@@ -210,7 +200,6 @@ def test_the_error_of_the_kernel_is_what_it_adds_to_the_casts() -> None:
 
 
 def test_the_error_of_a_large_product_is_that_of_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evenly spread, so that it costs seconds and not minutes."""
     whole = Gemm().error(setup_for("fp8", m=256))["product_error"]
     monkeypatch.setattr(products.rows_within, "__defaults__", (2.0 * 40 * 64 * 16,))
     some = Gemm().error(setup_for("fp8", m=256))["product_error"]
@@ -218,7 +207,6 @@ def test_the_error_of_a_large_product_is_that_of_some_rows(monkeypatch: pytest.M
 
 
 def test_operands_come_from_the_seed_alone() -> None:
-    """The control has tensors of its own with the same values."""
     one, other, different = (Gemm().prepare(setup_for(seed=seed)) for seed in (3, 3, 4))
     assert torch.equal(one.a, other.a) and torch.equal(one.b, other.b)
     assert one.a.data_ptr() != other.a.data_ptr()
@@ -228,7 +216,6 @@ def test_operands_come_from_the_seed_alone() -> None:
 
 @for_each(("m", "n", "k", "fits"), [(1, 16, 16, True), (16, 8, 16, False), (16, 16, 8, False)])
 def test_a_native_product_that_does_not_fit_says_why(m: int, n: int, k: int, fits: bool) -> None:
-    """CUDA's scaled product wants multiples of sixteen; rows are free."""
     sizes = {"m": m, "n": n, "k": k}
     support = Gemm().support(sizes, precisions.get("fp8"), H200)
     assert support.level is (Level.NATIVE if fits else Level.REFUSED)
@@ -238,7 +225,6 @@ def test_a_native_product_that_does_not_fit_says_why(m: int, n: int, k: int, fit
 
 
 def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
-    """Each has a square, a rectangle and a GEMV."""
     for facts, largest in ((CPU, 2**32), (H200, 2**45)):
         axis = Gemm().axes(facts)[0]
         shapes = [[int(side) for side in str(shape).split("x")] for shape in axis.values(axis.default)]
@@ -248,7 +234,6 @@ def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
 
 
 def test_two_operands_are_never_held_in_fp32_at_once() -> None:
-    """Each goes into its carrier before the next is drawn: half the memory, where the product's own is all there is."""
     stream = AllocationStream("cpu")
     stream.start()
     stream.note(Begun("preparing"))
@@ -263,7 +248,6 @@ LAYOUTS = ("transposed", "padded", "strided", "transposed/contiguous", "contiguo
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operands_lie_as_their_layout_says(layout: str) -> None:
-    """By their strides, with the numbers of contiguous ones."""
     gap = 64 + 64  # beside k
     strides = {"contiguous": (64, 1), "padded": (gap, 1), "strided": (128, 2)}
     words = layout.split("/") * (1 if "/" in layout else 2)
@@ -275,8 +259,6 @@ def test_operands_lie_as_their_layout_says(layout: str) -> None:
 @pytest.mark.parametrize("product", ["forward", "input-gradient", "weight-gradient"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "fp8-rowwise", "mxfp8", "nvfp4"])
 def test_no_layout_changes_a_product(precision: str, product: str) -> None:
-    """Sums are those of contiguous operands, but for their order."""
-
     def made(layout: str) -> torch.Tensor:
         setup = small("gemm", precision, layout=layout, product=product)
         state = Gemm().prepare(setup)
@@ -289,7 +271,6 @@ def test_no_layout_changes_a_product(precision: str, product: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "fp8-block", "mxfp8"])
 def test_native_codes_are_row_by_row_whatever_they_are_cast_from(precision: str) -> None:
-    """What scaled products ask for: the copy is the cast's own, bit for bit that of contiguous ones."""
     arithmetic = precisions.get(precision).arithmetic(H200 if precision == "fp8-block" else B200)
     source = torch.randn(256, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
     usual = arithmetic.cast(source, Role.INPUT)
@@ -304,13 +285,11 @@ def test_native_codes_are_row_by_row_whatever_they_are_cast_from(precision: str)
 
 @pytest.mark.parametrize("text", ["", "rows", "strided/", "a/b/c", "Contiguous", "strided/strided/strided"])
 def test_layouts_that_cannot_be_meant(text: str) -> None:
-    """With what is expected."""
     with pytest.raises(ValueError, match="expected one"):
         parse_layouts(text)
 
 
 def test_a_layout_said_twice_is_said_once_and_the_usual_one_is_no_parameter() -> None:
-    """So that no case has two names, and old ones keep theirs."""
     assert parse_layouts("strided/strided") == "strided" and parse_layouts("padded/strided") == "padded/strided"
     plan = make_plan(Request("gemm", ("fp32",), axes=(("shape", ("8",)), ("layout", ("contiguous", "strided")))), [CPU])
     assert [dict(group.cases[0].case.params).get("layout") for group in plan] == [None, "strided"]
@@ -327,14 +306,12 @@ def test_a_layout_said_twice_is_said_once_and_the_usual_one_is_no_parameter() ->
     ],
 )  # fmt: skip
 def test_layouts_that_would_change_nothing_are_refused(precision: str, changes: dict[str, Scalar], words: str) -> None:
-    """In a sentence that says what to choose."""
     params = {"m": 24, "n": 40, "k": 64, "product": "forward", "operands": "cast", "layout": "transposed", **changes}
     found = Gemm().support(params, precisions.get(precision), CPU)
     assert (found.level is Level.REFUSED) == bool(words) and words in found.reason
 
 
 def test_work_is_that_of_the_product_and_memory_that_of_its_gaps() -> None:
-    """Two FLOPs each way, whatever the layout; a strided operand lies in twice the memory."""
     params = {"m": 24, "n": 40, "k": 64}
     usual = Gemm().work(params)
     assert Gemm().work({**params, "layout": "transposed"}) == usual

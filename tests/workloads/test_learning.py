@@ -25,7 +25,6 @@ from tests.workloads.steps import CPU, H200, setup_of
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As in a worker; what the process remembers of a reference is of the code as it is."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     learning._reference.cache_clear()
@@ -44,7 +43,6 @@ def losses(corpus: Corpus, precision: str, draw: int, steps: int = 2) -> list[fl
 
 
 def test_it_is_the_mean_loss_of_all_draws_over_the_references(corpus: Corpus) -> None:
-    """bf16's own is over fp32's. Draws differ in weights and batches; the same bits again."""
     found = {mode: Learning().error(setup_for(corpus, mode))["relative_loss"] for mode in ("bf16", "fp8")}
     means = {mode: fmean(losses(corpus, mode, 0) + losses(corpus, mode, 1)) for mode in ("fp32", "bf16", "fp8")}
     assert found == {"bf16": means["bf16"] / means["fp32"], "fp8": means["fp8"] / means["bf16"]}
@@ -53,21 +51,18 @@ def test_it_is_the_mean_loss_of_all_draws_over_the_references(corpus: Corpus) ->
 
 
 def test_a_layer_that_is_mapped_takes_the_other_precision(corpus: Corpus) -> None:
-    """With all of them in bf16, fp8 learns as bf16 does, to the bit."""
     bf16 = precisions.get("bf16").arithmetic(CPU)
     setup = setup_for(corpus, "fp8")
     assert Learning().error(replace(setup, layers=dict.fromkeys(("attn", "mlp"), bf16))) == {"relative_loss": 1.0}
 
 
 def test_a_loss_that_is_not_finite_is_no_figure(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is infinite, which fails the case."""
     monkeypatch.setattr(learning, "_RATE", 1e30)
     setup = setup_for(corpus, "fp8", steps=6)
     assert math.isinf(learning._mean_loss(setup))
 
 
 def test_every_width_fits_every_native_product() -> None:
-    """Blocks of 32 are the widest that contractions come in."""
     (width,) = (axis for axis in Learning().axes(H200) if axis.name == "width")
     most = max(side for mode in precisions.names() for side in precisions.get(mode).multiples)
     assert width.default == ("256",) and all(int(one) % most == 0 for one in ("32", "64", "128", "256", "512"))
@@ -75,14 +70,12 @@ def test_every_width_fits_every_native_product() -> None:
 
 
 def octave_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales of tensors twice as large as they should be: what lies in the upper octave saturates."""
     sound = blocks.float_factor
     for name in ("formats.blocks", "formats.scaled", "formats.fused"):
         monkeypatch.setattr(f"fp8bench.{name}.float_factor", lambda *given: 2 * sound(*given), raising=False)
 
 
 def towards_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E4M3 loses the bits that it has no room for."""
     sound = quantise.on_grid
 
     def cut(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Tensor:
@@ -97,10 +90,8 @@ def towards_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_fault_of_a_format_moves_it_beyond_its_band(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the history measures it: the gate and `history regressions` go by that band.
-
-    Kernels that another test has compiled know nothing of what is planted.
-    """
+    """As the history measures it: the gate and `history regressions` go by that band. Kernels that another test has
+    compiled know nothing of what is planted."""
 
     def moved() -> float:
         monkeypatch.setattr(operators, "KERNELS", operators.Kernels())

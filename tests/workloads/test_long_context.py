@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8bench.devices.cpu import _of_container, memory_bytes
+from fp8bench.devices.cpu import _container_memory, memory_bytes
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import DeviceFacts, Level, Plan, Request, Scalar
 from fp8bench.model.raw import Settings
@@ -35,7 +35,6 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux's")
 
 
 def peak(setup: Setup) -> int:
-    """Bytes of tensors at the highest point of two steps, as torch's allocator counts them."""
     workload = workloads.get(setup.case.workload)
 
     def prepared() -> tuple[object, object]:
@@ -61,7 +60,6 @@ def peak(setup: Setup) -> int:
     ids=["core", "layer", "grouped", "forward", "bf16"],
 )
 def test_attention_takes_about_what_was_said(precision: str, kernel: str, changes: dict[str, Scalar]) -> None:
-    """Where scores are written down they are most of it; where not, a fused kernel's workspace is not foreseen."""
     params = {**CORE, **changes, **({} if kernel == "auto" else {"kernel": kernel})}
     takes = Attention().memory(params, precisions.get(precision))
     assert 0.65 < takes / peak(setup_of("attention", params, precision)) < 1.15
@@ -77,7 +75,6 @@ def test_a_training_step_takes_about_what_was_said(changes: dict[str, Scalar], c
 
 
 def test_scores_that_are_written_down_are_counted(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every head, in the softmax's own dtype; none of a fused kernel, and of one that only says that it is."""
     written = 2 * 4 * 32 * 32 * 4
     assert Attention().error(small("attention", "fp32"))["scores_bytes"] == 0
     assert Attention().error(small("attention", "fp32", kernel="math"))["scores_bytes"] == written
@@ -139,7 +136,6 @@ except RuntimeError as error:
 @linux
 @for_each("ranks", [1, 2])
 def test_memory_that_ends_is_an_answer_of_the_process(ranks: int) -> None:
-    """256 MiB are free, and a GiB is asked for."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(ranks=ranks)], check=False, capture_output=True, text=True
     )
@@ -157,13 +153,12 @@ def test_a_worker_ends_where_memory_does() -> None:
 
 
 def test_a_container_has_what_it_may_have(tmp_path: Path) -> None:
-    """By either version of control groups; without a limit there is none."""
-    assert [*_of_container(tmp_path)] == []
+    assert [*_container_memory(tmp_path)] == []
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("7\n")
-    assert [*_of_container(tmp_path)] == []
+    assert [*_container_memory(tmp_path)] == []
     (tmp_path / "memory.max").write_text("4096\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text("8192\n")
     (tmp_path / "memory/memory.usage_in_bytes").write_text("9\n")
-    assert [*_of_container(tmp_path)] == [(4096, 7), (8192, 9)]
+    assert [*_container_memory(tmp_path)] == [(4096, 7), (8192, 9)]

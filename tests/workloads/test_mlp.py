@@ -26,7 +26,6 @@ def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setu
 
 @for_each("gated", ["no", "yes"])
 def test_it_is_a_feed_forward_block(gated: str) -> None:
-    """GELU between two products, or Llama's gate."""
     state = Mlp().prepare(setup_for("fp32", gated=gated))
     (x,), (up, down) = state.inputs, list(state.layer.parameters())
     hidden = x @ up.t()
@@ -40,7 +39,6 @@ def test_it_is_a_feed_forward_block(gated: str) -> None:
 
 @for_each("gated", ["no", "yes"])
 def test_a_unit_scaled_block_is_the_plain_one(gated: str) -> None:
-    """In fp64, output and gradients of inputs and weights to twelve digits; its constants are there and cancel."""
     exact = PlainArithmetic(torch.float64)
     setups = (replace(setup_for(mode, gated=gated), arithmetic=exact, high=exact) for mode in ("fp8", "fp8-unit"))
     plain, unit = map(Mlp().prepare, setups)
@@ -54,14 +52,12 @@ def test_a_unit_scaled_block_is_the_plain_one(gated: str) -> None:
 
 @for_each(("gated", "weights"), [("no", 2 * 16 * 48), ("yes", 3 * 16 * 48)])
 def test_work_by_hand(gated: str, weights: int) -> None:
-    """Two FLOPs a weight and token forward, four more backward."""
     training, forward = (Mlp().work({**SIZES, "gated": gated, "pass": one}) for one in ("training", "forward"))
     assert (training.flops, forward.flops) == (6.0 * 24 * weights, 2.0 * 24 * weights)
     assert training.tokens == forward.tokens == 24 and training.least_memory > 4 * weights
 
 
 def test_statistics_count_every_operand_once() -> None:
-    """Of both products, by role; forward alone has no gradients."""
     counts = {(one.kind, one.role): one.count for one in Mlp().statistics(setup_for("fp32", gated="yes"))}
     assert counts == {
         ("up", "input"): 24 * 16, ("up", "weight"): 96 * 16, ("up", "gradient"): 24 * 96,
@@ -77,7 +73,6 @@ def test_statistics_count_every_operand_once() -> None:
      ({"tokens": 20, "pass": "forward"}, True)],
 )  # fmt: skip
 def test_native_sizes_that_do_not_fit_are_refused(sizes: dict[str, Scalar], fits: bool) -> None:
-    """Weight gradients contract over the tokens, so training asks it of them too."""
     params = {**SIZES, "tokens": 32, **sizes}
     support = Mlp().support(params, precisions.get("fp8"), H200)
     assert support.level is (Level.NATIVE if fits else Level.REFUSED)
@@ -87,7 +82,6 @@ def test_native_sizes_that_do_not_fit_are_refused(sizes: dict[str, Scalar], fits
 
 
 def test_both_kinds_and_training_are_the_default() -> None:
-    """Small on a processor, a layer of a real model on a GPU, whose sizes fit every precision."""
     for facts, largest in ((CPU, 2**30), (H200, 2**50)):
         axes = {axis.name: axis.values(axis.default) for axis in Mlp().axes(facts)}
         assert axes["gated"] == ["no", "yes"] and axes["pass"] == ["training"]
@@ -98,7 +92,6 @@ def test_both_kinds_and_training_are_the_default() -> None:
 
 @for_each("cut", ["norm-linear", "norm-mlp"])
 def test_a_norm_before_the_block_is_an_axis_of_its_own(cut: str) -> None:
-    """Its weight gets a gradient. Where nothing is said of it cases are called as they were."""
     axis = next(one for one in Mlp().axes(CPU) if one.name == "cut")
     assert axis.quiet and axis.default == ("linear",)
     state = Mlp().prepare(setup_for("fp32", cut=cut))

@@ -31,7 +31,6 @@ def _forgotten() -> Iterator[None]:
 def setup_of(
     make: Make, precision: str = "untouched", layers: tuple[tuple[str, str], ...] = (), **more: Scalar
 ) -> Setup:
-    """As the worker makes it."""
     if LIVE.get("Net") is not make:
         MADE.clear()
     LIVE["Net"] = make
@@ -62,7 +61,6 @@ def make() -> Any:
 
 
 def test_untouched_is_what_the_model_gives_bit_for_bit() -> None:
-    """Outputs, loss and gradients, and nothing of ours is in it."""
     state = Model().prepare(setup_of(make))
     found = state.outcome()
     model, (batch,) = state.model, state._arguments[0]
@@ -77,8 +75,6 @@ def test_untouched_is_what_the_model_gives_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "autocast"])
 def test_a_model_in_its_own_dtypes_stays_so(kind: str) -> None:
-    """Whether it is in bf16 or casts by itself: the copy's outputs have its dtype, too."""
-
     class Own(Net):
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
@@ -103,7 +99,6 @@ def test_a_model_in_its_own_dtypes_stays_so(kind: str) -> None:
 
 
 def test_all_arms_have_the_same_weights_and_draws() -> None:
-    """Of one call of the maker; in another process, of the same seed."""
     first, second = (Model().prepare(setup_of(make)) for _ in range(2))
     assert first.model is not second.model
     MADE.clear()
@@ -115,7 +110,6 @@ def test_all_arms_have_the_same_weights_and_draws() -> None:
 
 
 def test_errors_follow_the_precision() -> None:
-    """Of the model as it came there is none; fp16's loss scale is not in its gradients."""
     found = {
         name: Model().error(setup_of(make, name)) for name in ("untouched", "fp32", "fp16", "bf16", "fp8", "mxfp4")
     }
@@ -144,7 +138,6 @@ def test_an_optimizer_moves_the_weights_of_the_copy_alone(name: str) -> None:
 
 
 def test_maps_and_filters_leave_layers_as_they_came() -> None:
-    """By path or kind; what the model does not have is named."""
     for changes in ({"layers": (("up", "untouched"),)}, {"skip": "up"}, {"skip": "*p;nosuch"}):
         setup = setup_of(make, "fp8", **changes)  # type: ignore[arg-type]
         if "nosuch" in str(changes):
@@ -197,7 +190,6 @@ def test_parameters_that_no_copy_can_have_are_refused(given: Make, sentence: str
 
 
 def test_what_a_precision_is_there() -> None:
-    """The model as it came is native everywhere; a graph knows nothing of casts before."""
     workload = workloads.get("model")
     params: dict[str, Scalar] = {"compile": "yes"}
     assert workload.support(params, precisions.get("untouched"), CPU).level is Level.NATIVE
@@ -214,8 +206,6 @@ def deep() -> Any:
 
 
 def test_accelerate_prepares_a_model_by_its_own_hand() -> None:
-    """Real Accelerate and torchao: what it converts is what it says, the step is that of its layers by torchao itself,
-    and the model trains. The model as it came stays so."""
     pytest.importorskip("accelerate")
     convert = pytest.importorskip("torchao.float8").convert_to_float8_training
     setup = setup_of(deep, "accelerate-fp8")
@@ -275,7 +265,6 @@ def test_what_accelerate_needs_is_a_sentence(mode: str, facts: DeviceFacts, leve
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's own
 def test_a_compiled_step_gives_what_the_model_gives() -> None:
-    """About; and one of which nothing was compiled is refused."""
     errors = Model().error(setup_of(make, compile="yes"))
     assert errors["output_error"] < 1e-5 and errors["gradient_error"] < 1e-4
 

@@ -37,7 +37,6 @@ def state_of(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Exerc
 
 
 def by_loops(state: Exercise, load: str, seed: int = 0) -> Tensor:
-    """The same of one layer, a token and an expert at a time, its router by sorting, in fp32 and without the module."""
     (x,), layer = state.inputs, state.layer
     weights = dict(layer.named_parameters())
     normed = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weights["norms.0.weight"]
@@ -71,13 +70,10 @@ def agree(state: Exercise, load: str) -> bool:
 
 @for_each("load", LOADS)
 def test_it_is_what_plain_loops_compute(load: str) -> None:
-    """Output and all gradients, those of experts without a token included."""
     assert agree(state_of(load=load), load)
 
 
 def _skip(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """The last expert that has tokens gives nothing."""
-
     def each(self: LoadedExperts, parts: tuple[Tensor, ...], counts: Tensor, phase: SilentPhases) -> list[Tensor]:
         outputs = function(self, parts, counts, phase)
         last = max(number for number, part in enumerate(parts) if len(part))
@@ -93,7 +89,6 @@ def test_an_expert_that_is_skipped_is_found(load: str, monkeypatch: pytest.Monke
 
 
 def test_wrong_weights_of_the_combination_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alike for all, which leaves sums as large as they were."""
     softmax = Tensor.softmax
     monkeypatch.setattr(Tensor, "softmax", lambda x, dim: softmax(x * 0, dim))
     assert not agree(state_of(load="uniform"), "uniform")
@@ -108,7 +103,6 @@ def rows_of(state: Exercise) -> list[int]:
 @for_each("load", LOADS)
 @for_each("passing", ["training", "decode"])
 def test_flops_by_hand(load: str, passing: str) -> None:
-    """To the FLOP: a gated expert's three matrices for each row, the router's for each token; thrice in training."""
     state = state_of(load=load, **{"pass": passing})
     tape = tape_in_phases(state.step)
     expert, times = 2 * 3 * 32 * 48, 3 if passing == "training" else 1
@@ -118,7 +112,6 @@ def test_flops_by_hand(load: str, passing: str) -> None:
 
 @for_each("load", LOADS)
 def test_rows_that_fill_a_part_up_are_not_useful(load: str) -> None:
-    """In fp8 up to multiples of 16: FLOPs apart from the tokens', to the FLOP."""
     plain, filled = (state_of(precision, load=load) for precision in ("fp32", "fp8"))
     tape, reference = (tape_in_phases(state.step) for state in (filled, plain))
     more = sum(-(-rows // 16) * 16 - rows for rows in rows_of(filled))
@@ -136,7 +129,6 @@ def test_a_uniform_load_is_exactly_so() -> None:
 
 @for_each("exponent", [0.5, 1.0, 2.0])
 def test_a_zipf_load_is_drawn_without_an_expert_twice(exponent: float) -> None:
-    """First choices by the law itself, second ones by what it leaves to the others."""
     plan = draw_load(f"zipf:{exponent:g}", 20_000, MoeSizes(8, 8, 6, 2), 3)
     assert plan is not None and all(len(set(row)) == 2 for row in plan.tolist())
     law = np.arange(1, 7.0) ** -exponent
@@ -155,7 +147,6 @@ def test_a_load_is_the_same_in_every_precision() -> None:
 
 
 def test_rows_travel_as_e4m3_with_a_scale_for_128_elements() -> None:
-    """Against ml_dtypes, block by block; gradients come back as they are, those of one row summed."""
     torch.manual_seed(0)
     x = (torch.randn(5, 256) * torch.logspace(-3, 3, 5)[:, None]).requires_grad_(True)
     numbers = torch.tensor([4, 0, 0, 2])
@@ -182,7 +173,6 @@ def test_low_travel_costs_what_its_format_rounds(way: str) -> None:
 
 
 def test_a_low_router_chooses_others_and_says_from_which_layer_on() -> None:
-    """Of three layers; in fp32 none differs. With a load that is made the choice is the router's all the same."""
     for load in ("router", "uniform"):
         exact = Moe().error(small("moe", "fp32", tokens=96, layers=3, load=load))
         assert exact["top_k_differs_percent"] == 0 and exact["layers_that_agree"] == 3
@@ -207,7 +197,6 @@ def test_bytes_are_those_of_experts_that_have_tokens(precision: str, each: int) 
 
 
 def test_decoding_casts_no_weight_in_its_step() -> None:
-    """They are cast once; what comes out is what it was without."""
     state = state_of("fp8", **{"pass": "decode"})
     assert state.pull is None
     output, _ = state.outcome()
@@ -220,7 +209,6 @@ def test_decoding_casts_no_weight_in_its_step() -> None:
 
 @for_each("load", LOADS)
 def test_decoding_in_bf16_multiplies_no_row_more(load: str) -> None:
-    """Its grouped products take parts of any length; a verdict is refused where FLOPs differ."""
     tapes = [
         tape_in_phases(state_of(name, tokens=6, load=load, **{"pass": "decode"}).step) for name in ("fp32", "bf16")
     ]
@@ -229,7 +217,6 @@ def test_decoding_in_bf16_multiplies_no_row_more(load: str) -> None:
 
 
 def _product_of_codes(a: Tensor, b: Tensor, *others: object) -> Tensor:
-    """In place of a kernel that no processor has: as much work, and numbers that nobody looks at."""
     return (a.float() @ b.float()).to(torch.bfloat16)
 
 
@@ -240,7 +227,6 @@ def _product_of_codes(a: Tensor, b: Tensor, *others: object) -> Tensor:
 def test_native_decoding_fills_groups_up_to_what_its_products_take(
     precision: str, facts: DeviceFacts, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of experts that have tokens, to the FLOP; what fills them is no useful work. One by one they take any rows."""
     monkeypatch.setattr(torch.ops.aten._scaled_mm_v2, "default", _product_of_codes)
     monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", GroupedKernel())
     setup = small("moe", precision, load="zipf:2", hidden=64, **{"pass": "decode"})

@@ -41,14 +41,12 @@ WANTED: dict[str, Callable[..., Tensor]] = {
 
 
 def test_every_operation_is_known_by_both_lists() -> None:
-    """The one that plans without torch and the one that computes."""
     assert set(INPUTS) == set(OPERATIONS) == {*WANTED, "cross_entropy"}
 
 
 @for_each("operation", WANTED)
 @for_each(("precision", "limit"), [("fp32", 1e-6), ("bf16", 1e-2), ("fp16", 1e-3)])
 def test_operations_are_what_their_names_say(operation: str, precision: str, limit: float) -> None:
-    """Handed back in the carrier."""
     state = NormAct().prepare(setup_for(precision, operation=operation))
     output = state.layer(*state.inputs, SilentPhases())
     assert output.dtype == state.inputs[0].dtype == precisions.get(precision).arithmetic(CPU).carrier
@@ -57,7 +55,6 @@ def test_operations_are_what_their_names_say(operation: str, precision: str, lim
 
 
 def test_the_loss_is_summed_over_the_tokens() -> None:
-    """In fp32 whatever the carrier."""
     state = NormAct().prepare(setup_for("bf16", operation="cross_entropy"))
     (logits,), targets = state.inputs, next(state.layer.buffers())
     output, gradients = state.outcome()
@@ -69,7 +66,6 @@ def test_the_loss_is_summed_over_the_tokens() -> None:
 
 @for_each("operation", ["layer_norm", "rms_norm", "softmax"])
 def test_what_sums_is_computed_in_fp32(operation: str) -> None:
-    """In bf16 alone the error would be several times that of rounding the result once."""
     state = NormAct().prepare(setup_for("bf16", operation=operation, width=512))
     (x,) = (one.detach() for one in state.inputs)
     once = WANTED[operation](x.double()).to(torch.bfloat16)
@@ -78,7 +74,6 @@ def test_what_sums_is_computed_in_fp32(operation: str) -> None:
 
 
 def test_bf16_is_measured_instead_of_what_it_carries() -> None:
-    """Refused with the name of the precision to measure; the carriers are what they are."""
     for precision, carrier in (("fp8", "bf16"), ("nvfp4", "bf16"), ("tf32", "fp32")):
         support = NormAct().support(SIZES, precisions.get(precision), H200)
         assert support.level is Level.REFUSED and f"measure {carrier}" in support.reason
@@ -87,7 +82,6 @@ def test_bf16_is_measured_instead_of_what_it_carries() -> None:
 
 @for_each("operation", INPUTS)
 def test_everything_is_elementwise(operation: str) -> None:
-    """Forward and backward, or forward alone."""
     for pass_, entries in (("training", 2), ("forward", 1)):
         marked = phases(NormAct(), setup_for(operation=operation, **{"pass": pass_}))
         assert marked == ["elementwise"] * entries
@@ -95,7 +89,6 @@ def test_everything_is_elementwise(operation: str) -> None:
 
 @for_each("operation", INPUTS)
 def test_errors_grow_as_bits_go(operation: str) -> None:
-    """fp32, fp16, bf16: ten bits of mantissa beat seven."""
     found = [NormAct().error(setup_for(name, operation=operation)) for name in ("fp32", "fp16", "bf16")]
     for metric in ("output_error", "gradient_error"):
         errors = [one[metric] for one in found]
@@ -109,14 +102,12 @@ def test_errors_grow_as_bits_go(operation: str) -> None:
      ("cross_entropy", "training", 1)],
 )  # fmt: skip
 def test_work_by_hand(operation: str, pass_: str, tensors: int) -> None:
-    """What comes in, at four bytes a value. A sum hands its gradient on; a loss's is one number."""
     work = NormAct().work({**SIZES, "operation": operation, "pass": pass_})
     assert work.bytes == tensors * 24 * 32 * 4 and work.flops == 0 and work.tokens == 0
 
 
 @for_each("operation", INPUTS)
 def test_statistics_are_those_of_what_comes_in(operation: str) -> None:
-    """All inputs together, and in training the gradient: a loss's is one number."""
     state = NormAct().prepare(setup_for("bf16", operation=operation))
     inputs, gradient = NormAct().statistics(setup_for("bf16", operation=operation))
     assert (inputs.kind, inputs.role, gradient.kind, gradient.role) == (operation, "input", operation, "gradient")
@@ -129,7 +120,6 @@ def test_statistics_are_those_of_what_comes_in(operation: str) -> None:
 
 
 def test_axes_and_defaults() -> None:
-    """A GPT-2's operations or all of them, in training."""
     for facts in (CPU, H200):
         axes = {axis.name: axis for axis in NormAct().axes(facts)}
         operations = axes["operation"].default

@@ -37,7 +37,6 @@ def errors(
 
 
 def test_the_default_precisions_are_a_table_of_formats_and_scalings() -> None:
-    """Each once, under the word that runs are kept under: what is left out is refused by nobody."""
     words = [precisions.canonical(word) for word in Numerics.dtypes]
     assert len(set(words)) == len(words)
     chosen = [precisions.get(word).chosen for word in words if word.startswith("custom")]
@@ -51,7 +50,6 @@ def test_the_default_precisions_are_a_table_of_formats_and_scalings() -> None:
 
 
 def test_all_tensors_are_looked_at_by_default() -> None:
-    """Made ones, and those of each layer kind and role."""
     plan = make_plan(Request("numerics", devices=("cpu",)), (CPU,), "text:00000000")
     named = [group.cases[0].case.param("tensor") for group in plan]
     assert named == [*MADE, *CAPTURED] and len(named) == 13
@@ -60,7 +58,6 @@ def test_all_tensors_are_looked_at_by_default() -> None:
 
 @for_each("name", [*MADE, *CAPTURED])
 def test_a_tensor_has_the_shape_and_role_of_its_case(name: str, corpus: Corpus) -> None:
-    """Plans know both before there is a tensor."""
     setup = setup_for("fp16", name, corpus)
     state = Numerics().prepare(setup)
     params = dict(setup.case.params)
@@ -71,7 +68,6 @@ def test_a_tensor_has_the_shape_and_role_of_its_case(name: str, corpus: Corpus) 
 
 
 def test_a_tensor_comes_from_the_seed_alone(corpus: Corpus) -> None:
-    """The control has one of its own with the same values, of a captured tensor too."""
     for name in ("outliers", "mlp-input"):
         one, other = (Numerics().prepare(setup_for("bf16", name, corpus)).source for _ in range(2))
         assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
@@ -81,7 +77,6 @@ def test_a_tensor_comes_from_the_seed_alone(corpus: Corpus) -> None:
 
 
 def test_a_caught_tensor_is_the_last_of_its_training(corpus: Corpus) -> None:
-    """And needs the text."""
     state = Numerics().prepare(setup_for("bf16", "head-weight", corpus))
     assert torch.equal(state.source, captured(corpus.path, 0)["head-weight"][-1])
     with pytest.raises(ValueError, match="needs a token file"):
@@ -89,12 +84,10 @@ def test_a_caught_tensor_is_the_last_of_its_training(corpus: Corpus) -> None:
 
 
 def test_a_step_is_a_cast() -> None:
-    """And nothing else."""
     assert marks(Numerics(), Numerics().prepare(setup_for("mxfp8"))) == ["unattributed", "cast", "unattributed"]
 
 
 def test_figures_are_those_of_ml_dtypes_casts() -> None:
-    """Another implementation's numbers, straight from the definition of SQNR."""
     x = Numerics().prepare(setup_for("bf16")).source.numpy()
     for precision, dtype in (("bf16", ml_dtypes.bfloat16), ("custom:scaling=none", ml_dtypes.float8_e4m3fn)):
         error = x.astype(dtype).astype(np.float64) - x.astype(np.float64)
@@ -103,7 +96,6 @@ def test_figures_are_those_of_ml_dtypes_casts() -> None:
 
 
 def test_finer_scales_keep_more_of_what_outliers_hide() -> None:
-    """Block scales keep the small values that one scale for all loses; on Gaussian values they hardly differ."""
     modes = [f"custom:format=e2m1:scaling={one}" for one in ("tensor", "row", "1x128", "mx", "nvfp4")]
     blocks = [errors(mode, "outliers")["sqnr_block_median_db"] for mode in modes]
     assert blocks == sorted(blocks) and blocks[-1] - blocks[0] > 15
@@ -114,7 +106,7 @@ def test_finer_scales_keep_more_of_what_outliers_hide() -> None:
 
 
 def test_what_saturates_is_counted_before_the_clamp() -> None:
-    """FLOOR lets the largest of a block go, RCEIL none; an element grid without a scale all that is beyond it."""
+    """FLOOR lets the largest of a block saturate, RCEIL nothing; without a scale all beyond the grid does."""
     found = {
         one: errors(f"custom:scaling=mx:scale={one}")["saturation_percent"]
         for one in ("floor", "even", "ceil", "rceil")
@@ -126,7 +118,7 @@ def test_what_saturates_is_counted_before_the_clamp() -> None:
 
 
 def test_gradients_need_a_scale(corpus: Corpus) -> None:
-    """Those of the feed-forward layers are all below what E4M3 has; with any scale little of them is lost."""
+    """Gradients of the feed-forward layers all lie below E4M3's range."""
     assert errors("custom:scaling=none", "mlp-gradient", corpus)["underflow_percent"] > 99
     assert errors("custom:scaling=none", "mlp-gradient", corpus)["sqnr_db"] < 1
     for scaling in ("tensor", "row", "mx"):
@@ -134,7 +126,6 @@ def test_gradients_need_a_scale(corpus: Corpus) -> None:
 
 
 def test_roles_have_their_formats_and_their_rounding() -> None:
-    """E5M2 for gradients in the hybrid recipe; NVFP4's gradients are rounded stochastically."""
     inputs, gradients = (errors("fp8", role=role)["sqnr_db"] for role in ("input", "gradient"))
     assert inputs == pytest.approx(31.5, abs=0.3) and gradients == pytest.approx(25.6, abs=0.3)
     assert errors("nvfp4", role="input")["max_ulp"] <= 0.5 + 2**-18
@@ -142,7 +133,7 @@ def test_roles_have_their_formats_and_their_rounding() -> None:
 
 
 def test_a_delayed_scale_has_seen_the_steps_before(corpus: Corpus) -> None:
-    """So that its error is that of any scale a tensor, not of a scale of 1; how it followed is told."""
+    """Its error is that of any scale of a tensor, not of a scale of 1."""
     delayed, current = (errors(mode, "mlp-gradient", corpus) for mode in ("fp8-delayed", "fp8"))
     assert delayed["sqnr_db"] == pytest.approx(current["sqnr_db"], abs=0.5) and delayed["underflow_percent"] < 1
     assert set(delayed) - set(current) == {"scale_drift_octaves", "scale_lag_octaves"}
@@ -155,7 +146,6 @@ def test_a_delayed_scale_has_seen_the_steps_before(corpus: Corpus) -> None:
 
 
 def test_gradients_of_fp16_arrive_with_its_loss_scale() -> None:
-    """As they would in training; what the data are made of is said without it."""
     scaled, plain = setup_for("fp16", "log-normal"), setup_for("bf16", "log-normal")
     assert torch.equal(Numerics().prepare(scaled).source, Numerics().prepare(plain).source * 1024)
     assert Numerics().statistics(scaled) == Numerics().statistics(plain)
@@ -165,7 +155,7 @@ def test_gradients_of_fp16_arrive_with_its_loss_scale() -> None:
 
 
 def test_overflow_of_fp16_is_said() -> None:
-    """torch's cast has infinities: they fail no case, and stand in no SQNR."""
+    """torch's cast gives infinities: they fail no case, and are in no SQNR."""
     found = errors("fp16", "log-normal", rows=512, columns=512, role="gradient")
     assert found["not_finite_percent"] == 0
     one = setup_for("fp16", "log-normal", rows=512, columns=512)
@@ -177,15 +167,13 @@ def test_overflow_of_fp16_is_said() -> None:
 
 @for_each("facts", [CPU, H200])
 def test_what_rounds_nothing_is_refused(facts: DeviceFacts) -> None:
-    """With the reason."""
     for precision, why in (("fp32", "nothing is rounded"), ("tf32", "nothing to round")):
         support = Numerics().support({}, precisions.get(precision), facts)
         assert support.level is Level.REFUSED and why in support.reason
     assert Numerics().support({}, precisions.get("fp8"), facts).level is not Level.REFUSED
 
 
-def test_a_tensor_that_nobody_knows_is_a_sentence() -> None:
-    """With the nearest."""
+def test_an_unknown_tensor_is_refused() -> None:
     (axis,) = (one for one in Numerics().axes(CPU) if one.name == "tensor")
     with pytest.raises(ValueError, match="the nearest is 'gaussian'"):
         axis.parse("gausian")

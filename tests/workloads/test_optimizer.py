@@ -23,12 +23,11 @@ def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setu
 
 @cache
 def errors_of(precision: str) -> dict[str, float]:
-    """After all thousand steps, as the suite has its axes by default: a second's work, asked for by several tests."""
+    """Returns the errors after all thousand steps by default axes: a second's work, shared by several tests."""
     return Optimizer().error(setup_for(precision))
 
 
 def test_all_but_fp32_moments_are_cast_around_the_step() -> None:
-    """Whole lists: three stretches, whatever the number of tensors."""
     assert phases(Optimizer(), setup_for("fp32")) == ["optimizer_step"]
     for precision in ("bf16", "fp16", "fp8", "nvfp4"):
         assert phases(Optimizer(), setup_for(precision, tensors=7)) == ["cast", "optimizer_step", "cast"]
@@ -36,7 +35,6 @@ def test_all_but_fp32_moments_are_cast_around_the_step() -> None:
 
 @for_each("precision", ["fp32", "fp8"])
 def test_buckets_change_no_number(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They only bound the memory of restored moments."""
     whole = Optimizer().prepare(setup_for(precision, tensors=5))
     monkeypatch.setattr(optimizer, "BUCKET_ELEMENTS", 2 * 64 * 64)
     split = Optimizer().prepare(setup_for(precision, tensors=5))
@@ -49,7 +47,6 @@ def test_buckets_change_no_number(precision: str, monkeypatch: pytest.MonkeyPatc
 
 @for_each("fused", ["yes", "no"])
 def test_a_step_is_adamw_by_hand(fused: str) -> None:
-    """In numpy and fp64, from the moments that a state begins with."""
     state = Optimizer().prepare(setup_for(fused=fused))
     (bucket,) = state.buckets
     first, second = bucket.restored()
@@ -66,7 +63,6 @@ def test_a_step_is_adamw_by_hand(fused: str) -> None:
 
 
 def test_moments_begin_as_gradients_of_steady_magnitude_make_them() -> None:
-    """A thousand steps of gradients from the same source lead to moments of the same mean and spread."""
     state = Optimizer().prepare(setup_for(tensors=1))
     (first,), (second,) = state.buckets[0].restored()
     source = GradientSource([(64, 64)], torch.Generator().manual_seed(0))
@@ -83,7 +79,6 @@ def test_moments_begin_as_gradients_of_steady_magnitude_make_them() -> None:
 
 
 def test_fp32_is_the_reference_exactly_and_unfused_nearly() -> None:
-    """Two orders of the same operations."""
     assert Optimizer().error(setup_for(fused="yes")) == {
         "update_error": 0.0, "first_moment_error": 0.0, "second_moment_error": 0.0,
         "first_moment_vanished": 0.0, "second_moment_vanished": 0.0,
@@ -94,7 +89,6 @@ def test_fp32_is_the_reference_exactly_and_unfused_nearly() -> None:
 
 @pytest.mark.slow
 def test_errors_are_those_of_a_format() -> None:
-    """Of first moments by the bits they have; fp8's second moment is scaled fp16."""
     found = {name: errors_of(name) for name in ("fp16", "bf16", "fp8", "nvfp4")}
     values = [errors["first_moment_error"] for errors in found.values()]
     assert values == sorted(values)
@@ -104,8 +98,8 @@ def test_errors_are_those_of_a_format() -> None:
 
 
 def test_a_bf16_second_moment_only_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its decay of a thousandth is rounded away: after ten steps nobody sees it, after a thousand it is no better
-    than fp8 with a scaled fp16 second moment."""
+    """Its decay of a thousandth is rounded away: ten steps do not show it, after a thousand it is no better than fp8
+    with a scaled fp16 second moment."""
     bf16, fp8 = errors_of("bf16"), errors_of("fp8")
     assert 0.15 < bf16["second_moment_error"] < 0.4 and bf16["second_moment_error"] > 20 * fp8["second_moment_error"]
     assert bf16["update_error"] > 0.9 * fp8["update_error"]
@@ -115,7 +109,6 @@ def test_a_bf16_second_moment_only_grows(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_errors_are_those_of_one_small_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the case's size; the threads it takes from torch are given back."""
     monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -128,7 +121,6 @@ def test_errors_are_those_of_one_small_matrix(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_update_error_is_that_of_weights_by_hand() -> None:
-    """A thousand steps of the reference in numpy, the rounded case as the workload makes it."""
     setup = setup_for("bf16", tensors=1)
     state, source = optimizer._begin(setup, optimizer._storages(setup), fused=False)
     exact, same_source = optimizer._begin(setup, optimizer._plain(), fused=False)
@@ -147,7 +139,7 @@ def test_the_update_error_is_that_of_weights_by_hand() -> None:
 
 
 def test_a_second_moment_in_fp8_explodes() -> None:
-    """What is flushed to zero leaves the update divided by epsilon: why scaled fp16 is the default."""
+    """Where it becomes zero, the update is divided by epsilon: why scaled fp16 is the default."""
     fine, bad = errors_of("fp8"), Optimizer().error(setup_for("fp8", second_moment="same"))
     assert setup_for("fp8").case == setup_for("fp8", second_moment="scaled-fp16").case
     assert fine["update_error"] < 0.1 and bad["update_error"] > 10
@@ -156,7 +148,6 @@ def test_a_second_moment_in_fp8_explodes() -> None:
 
 
 def test_states_of_one_seed_agree_bit_by_bit() -> None:
-    """Weights, gradients and moments; another seed has others."""
     one, other, different = (Optimizer().prepare(setup_for("fp8", seed=seed)).buckets[0] for seed in (3, 3, 4))
     for a, b, c in (
         (one.parameters, other.parameters, different.parameters),
@@ -168,13 +159,11 @@ def test_states_of_one_seed_agree_bit_by_bit() -> None:
 
 
 def test_work_is_weights_and_gradients() -> None:
-    """In fp32, whatever the moments are."""
     work = Optimizer().work({"tensors": 3, "width": 8, "fused": "no", "second_moment": "same"})
     assert (work.bytes, work.least_memory) == (3 * 64 * 8, 3 * 64 * 9)
 
 
 def test_statistics_tell_gradients_and_moments_apart() -> None:
-    """Second moments reach far lower than gradients: what they need a scale for, at a glance."""
     found = {one.kind: one for one in Optimizer().statistics(setup_for())}
     assert set(found) == {"gradient", "first_moment", "second_moment"}
     assert {one.count for one in found.values()} == {3 * 64 * 64}

@@ -29,21 +29,18 @@ TEXT = "the text that ranks train on, of which every one reads all. " * 1200
 
 
 def planned(ranks: int = 2, **axes: str) -> list[tuple[dict[str, object], str]]:
-    """Parameters of every case, and why it is skipped."""
     request = Request("parallel", axes=tuple((name, (value,)) for name, value in axes.items()), ranks=ranks)
     plan = make_plan(request, (replace(CPU, ranks=ranks),))
     return [(dict(one.case.params), one.skip) for group in plan for one in group.cases]
 
 
 def test_one_process_is_not_parallel() -> None:
-    """Every case is skipped, and says how many ranks it takes; 'all' does not ask for it."""
     skipped = [one.skip for group in make_plan(Request("parallel"), (CPU,)) for one in group.cases]
     assert skipped and all("there is 1: add --ranks" in why for why in skipped)
     assert "parallel" not in workloads.names()
 
 
 def test_every_value_of_a_ways_own_options_is_a_case() -> None:
-    """What another way has is no parameter of its cases, and is refused where it was asked for."""
     wires = {params.get("wire") for params, _ in planned(way="ddp")}
     assert wires == {"fp32", "bf16", "fp8_gather", "fp8_twoshot"}
     assert all("amax" not in params and "microbatches" not in params for params, _ in planned(way="ddp"))
@@ -53,7 +50,6 @@ def test_every_value_of_a_ways_own_options_is_a_case() -> None:
 
 
 def test_a_quick_look_fills_every_stage() -> None:
-    """With as many microbatches as there are ranks; where no pipeline has so many it is skipped with the number."""
     axes = ("way", ("pp_gpipe", "pp_1f1b")), ("size", ("micro",))
     for ranks, parts in ((2, 2), (4, 4)):
         request = Request("parallel", ("fp32",), axes=axes, ranks=ranks, quick=True)
@@ -78,7 +74,6 @@ def test_layers_of_a_backend_are_not_divided() -> None:
 
 
 def test_unequal_rows_are_refused() -> None:
-    """Nobody pads, and torchao's layers are those of fp8."""
     (first, *_) = planned(ranks=5, way="fsdp2", wire="fp32", batch="10")
     assert "the vocabulary (256) has no equal part for each of 5 ranks" in first[1]
     torchao = {why for _, why in planned(way="fsdp2", wire="torchao_fp8")}
@@ -87,7 +82,6 @@ def test_unequal_rows_are_refused() -> None:
 
 
 def test_owners_have_about_the_same() -> None:
-    """The largest tensors first, each to whoever has least."""
     sizes = [400, 100, 100, 100, 90, 10]
     found = owners(sizes, 3)
     held = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(3)]
@@ -105,7 +99,7 @@ Bytes = dict[tuple[str, str], float]
 @pytest.mark.slow
 @pytest.mark.parametrize("size", sampled([2], [2, 4]))
 def test_ways_that_divide_data_train_what_one_rank_does(tmp_path: Path, size: int) -> None:
-    """DDP, FSDP2 and ZeRO in one launch, of 2 ranks in every wire: agreement with one rank, bytes by formula."""
+    """Runs DDP, FSDP2 and ZeRO in one launch of 2 ranks, in every wire format."""
     tokens = tmp_path / "tokens"
     np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
     axes = (("way", ("ddp", "fsdp2", "zero")), ("wire", ("auto" if size == 2 else "usual",)))
@@ -125,7 +119,7 @@ def test_ways_that_divide_data_train_what_one_rank_does(tmp_path: Path, size: in
 
 
 def _as_one_rank(case: Case, gaps: dict[str, float]) -> None:
-    """In float32 but for the order of additions; else by what rounding leaves, which is never nothing."""
+    """In float32 only the order of additions differs; otherwise rounding leaves a difference, which is never zero."""
     if case.precision == "fp32" and dict(case.params).get("wire", "fp32") == "fp32":
         assert gaps["update_error"] < 1e-5 and gaps["loss_gap"] < 1e-5, (case.id, gaps)
     else:
@@ -133,7 +127,7 @@ def _as_one_rank(case: Case, gaps: dict[str, float]) -> None:
 
 
 def _by_formula(case: Case, each: list[Bytes], share: float) -> None:
-    """What ranks send, of n ranks as a ring does: (n-1)/n of everything, twice where gradients are added up."""
+    """Returns what ranks send, as n ranks of a ring do: (n-1)/n of everything, twice where gradients are summed."""
     wire, weights = dict(case.params).get("wire", ""), IN_BLOCKS + AROUND
     if wire == "fp8":  # gradients to owners and weights from them, a byte each, and scales beside
         for one in each:
@@ -168,7 +162,6 @@ def _by_formula(case: Case, each: list[Bytes], share: float) -> None:
 
 @pytest.mark.slow
 def test_a_run_tells_scaling_and_bytes(tmp_path: Path) -> None:
-    """From the command to the figures of a stored run."""
     text = tmp_path / "text"
     text.write_text(TEXT)
     axes = (("way", ("ddp",)), ("wire", ("fp8_twoshot",)))
@@ -181,7 +174,6 @@ def test_a_run_tells_scaling_and_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_experts_by_ranks_train_what_one_rank_does(tmp_path: Path) -> None:
-    """Two real ranks in every wire: agreement, and bytes by a count of tokens one after the other."""
     tokens = tmp_path / "tokens"
     np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
     axes = (("way", ("ep",)), ("wire", ("auto",)), ("load", ("zipf:1",)))
@@ -205,7 +197,7 @@ def test_experts_by_ranks_train_what_one_rank_does(tmp_path: Path) -> None:
 
 
 def _of_experts(case: Case, rank: int) -> Bytes:
-    """What a rank of two sends in a step whose batch is 4 sequences: there and back, and the gradients of both."""
+    """Returns what a rank of two sends in a step with 4 sequences: there and back, and the gradients of both."""
     out = come = 0
     for layer in range(CONFIG.layers):
         plan = draw_load(str(case.param("load")), 4 * CONFIG.sequence, MoeSizes(1, 1, 8, 2), layer)

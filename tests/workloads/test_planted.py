@@ -33,12 +33,10 @@ def codes_of(state: PlantedState) -> list[str]:
 
 
 def test_it_is_hidden() -> None:
-    """Nobody chooses it from a list."""
     assert "_planted" not in workloads.names() and "_planted" in workloads.names(hidden=True)
 
 
 def test_the_other_workload_gets_its_own_parameters() -> None:
-    """Names without their prefix, and nothing else."""
     state = prepared(0)
     assert isinstance(state.workload, gemm.Gemm) and isinstance(state.inner, gemm.GemmState)
     assert state.inner.a.shape == (24, 64) and state.inner.ready is None
@@ -46,8 +44,6 @@ def test_the_other_workload_gets_its_own_parameters() -> None:
 
 @for_each("extra", [1, 7])
 def test_so_many_tiny_calls_follow_each_step(extra: int) -> None:
-    """In a phase, so that the slow-down is seen in the cells."""
-
     class Counting:
         asked = 0
 
@@ -63,13 +59,12 @@ def test_so_many_tiny_calls_follow_each_step(extra: int) -> None:
 
 
 def test_with_none_the_step_is_the_other_workloads_own() -> None:
-    """An identical candidate must be identical."""
     state = prepared(0)
     assert codes_of(state) == ["unattributed", "gemm", "unattributed"]
 
 
 def test_on_a_gpu_the_slow_down_is_the_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny calls of the host beside it would not show: the device is kept busy for as many cycles, in a phase."""
+    """Tiny calls of the host beside it would not show, so the device is kept busy for as many cycles."""
     cycles: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", cycles.append)
     state, fewer = prepared(800), prepared(7)
@@ -82,7 +77,6 @@ def test_on_a_gpu_the_slow_down_is_the_device_s(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_it_is_the_device_s_facts_that_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a parameter."""
     setup = setup_of("_planted", {**BASE, "extra": 1}, "fp32")
     monkeypatch.setattr(DeviceFacts, "key", "cpu")
     assert Planted().prepare(replace(setup, facts=H200)).on_device

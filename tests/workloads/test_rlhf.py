@@ -43,8 +43,8 @@ def four_of(setup: Setup) -> FourModels:
 
 @pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
 def test_bytes_of_each_model_are_those_of_the_formula(size: str, corpus: Corpus) -> None:
-    """To the byte, but for what the formula leaves out: the last norm and GPT-2's places; and for the bf16 copy of the
-    critic that stays there, and here is gone when its step has ended."""
+    """To the byte, except what the formula leaves out: the last norm, GPT-2's places, and the critic's bf16 copy, which
+    is freed here when its step ends."""
     config = SIZES[size]
     four = four_of(setup_for(corpus, "bf16", size=size, models="rlhf"))
     four.step(SilentPhases())
@@ -59,7 +59,6 @@ def test_bytes_of_each_model_are_those_of_the_formula(size: str, corpus: Corpus)
 
 
 def test_frozen_weights_in_fp8_by_hand(corpus: Corpus) -> None:
-    """A byte a weight of blocks and four a row; embedding, places, norms and head in bf16."""
     four = four_of(setup_for(corpus, "bf16", models="rlhf", frozen="fp8"))
     rows = 2 * ((3 * 64 + 64) + (128 + 64))
     products = 2 * (64 * (3 * 64 + 64) + 2 * 64 * 128)
@@ -67,8 +66,7 @@ def test_frozen_weights_in_fp8_by_hand(corpus: Corpus) -> None:
     assert four.figures()["reference_bytes"] == products + 4 * rows + others == four.figures()["reward_bytes"]
 
 
-def test_the_actor_trains_as_it_does_alone_and_others_are_held_beside_it(corpus: Corpus) -> None:
-    """Bit for bit; the critic is another model on the same batches, and the frozen ones stay."""
+def test_the_actor_trains_as_it_does_alone(corpus: Corpus) -> None:
     alone = Transformer().prepare(setup_for(corpus))
     four = four_of(setup_for(corpus, models="rlhf", frozen="fp32"))
     begun = [one.detach().clone() for one in four.critic.parameters]
@@ -96,8 +94,7 @@ def test_the_reference_scores_tokens_as_the_actor_began(corpus: Corpus) -> None:
 
 
 def test_all_four_lie_in_measured_memory(corpus: Corpus) -> None:
-    """The peak of a step is beyond the actor's alone by what the other three keep, their caches and scores, and by no
-    more than what they need meanwhile."""
+    """The peak exceeds the actor's alone by what the other three keep, and at most by what they need meanwhile."""
     alone, four = setup_for(corpus, "bf16"), setup_for(corpus, "bf16", models="rlhf")
     bench = Bench(Settings(corpus=corpus.path))
     peaks = []
@@ -116,7 +113,7 @@ def test_what_cannot_be_is_a_sentence(corpus: Corpus) -> None:
     workload = workloads.get("transformer")
     params = dict(setup_for(corpus).case.params)
     for changes, why in (
-        ({"frozen": "fp8"}, "frozen=fp8 is of models=rlhf"),
+        ({"frozen": "fp8"}, "add models=rlhf"),
         ({"models": "rlhf", "compile": "yes"}, "none is compiled: choose compile=no"),
         ({"models": "rlhf", "cut": "block"}, "none is compiled: choose compile=no, cut=linear"),
     ):

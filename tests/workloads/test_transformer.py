@@ -40,7 +40,6 @@ TINY = GPTConfig(256, 32, 2, 2, 2, 64, batch=2, sequence=16)
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sizes that train in milliseconds."""
     monkeypatch.setitem(SIZES, "tiny", TINY)
     monkeypatch.setitem(SIZES, "tiny-flat", replace(TINY, layers=1))
     monkeypatch.setitem(SIZES, "tiny-modern", replace(TINY, modern=True, key_heads=1))
@@ -65,7 +64,6 @@ def stepped(setup: Setup, steps: int = 1) -> TrainingState:
 
 
 def seen(setup: Setup) -> list[str]:
-    """The phases of a step in order; always the same, so that cells can be compared."""
     workload = Transformer()
     state = workload.prepare(setup)
     first, second = marks(workload, state), marks(workload, state)
@@ -74,7 +72,6 @@ def seen(setup: Setup) -> list[str]:
 
 
 def test_micro_batches_add_up_to_one_large_batch(corpus: Corpus) -> None:
-    """The same text in four, two or one pieces gives the same gradients and the same weights."""
     states = [stepped(setup_for(corpus, batch=batch, micro_batches=4 // batch)) for batch in (1, 2, 4)]
     for other in states[:2]:
         for one, whole in zip(other.buffers, states[2].buffers, strict=True):
@@ -83,7 +80,6 @@ def test_micro_batches_add_up_to_one_large_batch(corpus: Corpus) -> None:
 
 @for_each("precision", ["fp32", "fp16", "fp8"])
 def test_the_buffers_hold_the_mean_gradient(corpus: Corpus, precision: str) -> None:
-    """In fp32, without the loss scale, of this step only."""
     setup = setup_for(corpus, precision)
     workload = Transformer()
     state = workload.prepare(setup)
@@ -99,7 +95,7 @@ def test_the_buffers_hold_the_mean_gradient(corpus: Corpus, precision: str) -> N
 
 
 def test_adamw_updates_every_weight_as_its_paper_says(corpus: Corpus) -> None:
-    """The first step: decay, then minus the learning rate times the sign of the gradient, nearly."""
+    """The first step is decay, then about the learning rate times the sign of the gradient."""
     setup = setup_for(corpus)
     before = [one.detach().clone() for one in Transformer().prepare(setup).parameters]
     state = stepped(setup)
@@ -113,7 +109,6 @@ def test_adamw_updates_every_weight_as_its_paper_says(corpus: Corpus) -> None:
 @for_each("size", ["tiny", "tiny-modern"])
 @for_each("precision", ["fp32", "bf16", "fp8"])
 def test_every_phase_is_seen_and_closed(corpus: Corpus, precision: str, size: str) -> None:
-    """All seven of one process that decodes nothing, in low precision; fp32 casts nothing."""
     found = seen(setup_for(corpus, precision, size=size))
     lacking = {"communication", "decode", *(["cast"] if precision == "fp32" else [])}
     assert set(found) - {UNATTRIBUTED} == set(PHASES) - lacking
@@ -121,7 +116,7 @@ def test_every_phase_is_seen_and_closed(corpus: Corpus, precision: str, size: st
 
 @for_each("precision", ["fp32", "bf16", "fp8"])
 def test_the_loss_falls(corpus: Corpus, precision: str) -> None:
-    """It is training, not only arithmetic: on text it has not seen, after twenty steps."""
+    """Compares on text that it has not seen, after twenty steps."""
     workload = Transformer()
     state = workload.prepare(setup_for(corpus, precision, batch=8))
     unseen = workload.prepare(setup_for(corpus, precision, seed=99, batch=32)).loader.next()
@@ -138,7 +133,6 @@ def test_the_loss_falls(corpus: Corpus, precision: str) -> None:
 
 
 def test_two_states_of_one_seed_are_alike(corpus: Corpus) -> None:
-    """The A/A control does the very same work with tensors of its own."""
     setup = setup_for(corpus, "bf16")
     one, other = stepped(setup, 2), stepped(setup, 2)
     for mine, others in zip(one.parameters, other.parameters, strict=True):
@@ -148,13 +142,11 @@ def test_two_states_of_one_seed_are_alike(corpus: Corpus) -> None:
 
 
 def test_weights_are_the_same_in_every_precision(corpus: Corpus) -> None:
-    """So that errors compare arithmetic and nothing else."""
     models = [Transformer().prepare(setup_for(corpus, precision)).parameters for precision in ("fp32", "fp8")]
     assert all(torch.equal(one, other) for one, other in zip(*models, strict=True))
 
 
 def test_errors_grow_as_bits_are_taken_away(corpus: Corpus) -> None:
-    """Of all gradients, against the step in fp64; the loss's error is small everywhere."""
     found = {
         precision: Transformer().error(setup_for(corpus, precision, sequence=64))
         for precision in ("fp32", "bf16", "fp8", "nvfp4")
@@ -167,7 +159,6 @@ def test_errors_grow_as_bits_are_taken_away(corpus: Corpus) -> None:
 
 
 def test_a_loss_of_zero_has_an_error(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None where the case has it too, an infinite one where it has not, which fails the case by name."""
     losses = iter([0.0, 0.0, 0.0, 0.5])
     monkeypatch.setattr(transformer, "_gradients", lambda *given: (next(losses), [torch.zeros(2)]))
     found = [Transformer().error(setup_for(corpus)) for _ in range(2)]
@@ -198,7 +189,7 @@ class Scores(TorchDispatchMode):
 
 @for_each("size", ["tiny", "tiny-modern"])
 def test_the_exact_step_keeps_no_scores_and_is_what_it_was(corpus: Corpus, size: str) -> None:
-    """A GPU has no fused kernel in fp64: whatever the layers and sequences, one head's scores are there at a time."""
+    """A GPU has no fused kernel in fp64, so one head's scores exist at a time."""
     most = set()
     for changes in ({}, {"batch": 4}):
         setup = setup_for(corpus, size=size, sequence=24, attention="math", **changes)
@@ -218,7 +209,6 @@ def test_the_exact_step_keeps_no_scores_and_is_what_it_was(corpus: Corpus, size:
 
 
 def test_a_precision_map_changes_what_it_names(corpus: Corpus) -> None:
-    """With everything mapped back to bf16, fp8 is bf16; with one kind mapped it is neither."""
     setup = setup_for(corpus, "fp8")
     bf16 = precisions.get("bf16").arithmetic(CPU)
     half = Transformer().error(replace(setup, layers={"mlp": bf16}))["gradient_error"]
@@ -229,7 +219,6 @@ def test_a_precision_map_changes_what_it_names(corpus: Corpus) -> None:
 
 
 def test_the_head_is_high_precision_unless_mapped(corpus: Corpus) -> None:
-    """The output layer is the one that low precision hurts most."""
     setup = setup_for(corpus, "fp8")
     fp8 = precisions.get("fp8").arithmetic(CPU)
     assert Transformer().prepare(setup).model.head.arithmetic is setup.high
@@ -237,7 +226,6 @@ def test_the_head_is_high_precision_unless_mapped(corpus: Corpus) -> None:
 
 
 def test_axes_have_small_defaults_on_a_processor_and_real_ones_on_a_gpu() -> None:
-    """And 'auto' is the model's own."""
     workload = Transformer()
     sizes = {facts.kind: {axis.name: axis.default for axis in workload.axes(facts)}["size"] for facts in (CPU, H200)}
     assert sizes == {"cpu": ("nano",), "cuda": ("gpt2-124m",)}
@@ -246,14 +234,12 @@ def test_axes_have_small_defaults_on_a_processor_and_real_ones_on_a_gpu() -> Non
 
 
 def test_work_counts_all_tokens_of_a_step() -> None:
-    """FLOPs grow with them."""
     work = Transformer().work({"size": "nano", "batch": 3, "sequence": 96, "micro_batches": 4})
     assert work.tokens == 3 * 96 * 4
     assert work.flops == SIZES["nano"].step_flops(12, 96) > 1e9
 
 
 def test_a_text_too_short_for_the_sequence_says_so(corpus: Corpus, tmp_path: Path) -> None:
-    """And a missing one."""
     short = tmp_path / "short.tokens"
     short.write_bytes(b"\1\0" * 10)
     with pytest.raises(ValueError, match="10 tokens; a sequence of 16 needs more"):
@@ -266,7 +252,6 @@ def test_a_text_too_short_for_the_sequence_says_so(corpus: Corpus, tmp_path: Pat
 @for_each("size", ["tiny", "tiny-modern"])
 @for_each("precision", ["fp32", "fp8"])
 def test_checkpointing_computes_every_block_again_and_nothing_else(corpus: Corpus, precision: str, size: str) -> None:
-    """The same weights bit by bit; its products and attention are marked once more, in backward, and all is closed."""
     plain, again = (setup_for(corpus, precision, size=size, checkpointing=word) for word in ("no", "blocks"))
     for one, other in zip(stepped(plain, 2).parameters, stepped(again, 2).parameters, strict=True):
         assert torch.equal(one, other)
@@ -280,7 +265,6 @@ def test_checkpointing_computes_every_block_again_and_nothing_else(corpus: Corpu
 
 
 def both_ways(corpus: Corpus, mode: str, facts: DeviceFacts = CPU, **changes: Scalar) -> list[Setup]:
-    """The same case with cached weights and with weights that are cast again."""
     setups = [setup_for(corpus, mode, weights=word, **changes) for word in ("cached", "recast")]
     return [replace(one, arithmetic=precisions.get(mode).arithmetic(facts)) for one in setups]
 
@@ -295,7 +279,6 @@ def both_ways(corpus: Corpus, mode: str, facts: DeviceFacts = CPU, **changes: Sc
 def test_cached_weights_train_as_those_that_are_cast_again(
     corpus: Corpus, mode: str, facts: DeviceFacts, checkpointing: str
 ) -> None:
-    """Gradients and weights bit for bit over several steps, so that no step takes the weights of another."""
     setups = both_ways(corpus, mode, facts, checkpointing=checkpointing)
     cached, recast = (stepped(one, 3) for one in setups)
     for one, other in zip([*cached.buffers, *cached.parameters], [*recast.buffers, *recast.parameters], strict=True):
@@ -305,7 +288,7 @@ def test_cached_weights_train_as_those_that_are_cast_again(
 @pytest.mark.parametrize("weights", ["cached", "recast"])
 @pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
 def test_a_unit_scaled_step_is_the_plain_one(corpus: Corpus, size: str, weights: str) -> None:
-    """In fp64: losses, gradients and weights of three steps, also where weights are made unit once for all of them."""
+    """In fp64, over three steps; also if weights are scaled to unit once for all of them."""
     found = []
     for mode in ("fp8", "fp8-unit"):
         exact = PlainArithmetic(torch.float64)
@@ -322,7 +305,6 @@ def test_a_unit_scaled_step_is_the_plain_one(corpus: Corpus, size: str, weights:
 
 
 def test_losses_and_errors_are_those_of_steps_with_cached_weights(corpus: Corpus) -> None:
-    """The numbers of weights that are cast again, by as few casts as a step's."""
     cached, recast = both_ways(corpus, "fp8")
     cached, seen = casts_seen(cached)
     assert Transformer().losses(cached, 2) == Transformer().losses(recast, 2)
@@ -333,14 +315,14 @@ def test_losses_and_errors_are_those_of_steps_with_cached_weights(corpus: Corpus
 
 
 def casts_seen(setup: Setup) -> tuple[Setup, list[Role]]:
-    """The setup, and the roles of all that is cast in its own precision from now on, turned operands included."""
+    """Returns the setup, and a list of the roles of all that is cast in its own precision, turned operands included."""
     seen: list[Role] = []
     watched = WatchedArithmetic(setup.arithmetic, lambda operand, source, role, before: seen.append(role))
     return replace(setup, arithmetic=watched), seen
 
 
 def test_a_cache_that_forgets_to_cast_again_would_be_seen(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the test above: trained on the first step's weights the second step has other gradients."""
+    """Trained on the first step's weights, the second step has other gradients."""
     inner = CachedWeights._cast
 
     def forgetting(self: CachedWeights) -> None:
@@ -358,7 +340,6 @@ def test_a_cache_that_forgets_to_cast_again_would_be_seen(corpus: Corpus, monkey
 
 @for_each("rule", [StaticScales(2), StaticScales(2, refresh=2), StaticScales(2, bound=0.01)])
 def test_cached_weights_take_scales_from_data(corpus: Corpus, rule: StaticScales) -> None:
-    """The same scales, and renewed in the same steps."""
     states = []
     for setup in both_ways(corpus, "fp8"):
         known = Calibrations().applied(Transformer(), replace(setup, case=replace(setup.case, static=rule)))
@@ -371,7 +352,6 @@ def test_cached_weights_take_scales_from_data(corpus: Corpus, rule: StaticScales
 
 
 def weight_casts(corpus: Corpus, mode: str, **changes: Scalar) -> int:
-    """How many casts of weights a step makes, turned ones included."""
     setup, seen = casts_seen(setup_for(corpus, mode, **changes))
     Transformer().step(Transformer().prepare(setup), SilentPhases())
     return seen.count(Role.WEIGHT)
@@ -379,7 +359,6 @@ def weight_casts(corpus: Corpus, mode: str, **changes: Scalar) -> int:
 
 @for_each("mode", ["bf16", "fp8", "mxfp8"])
 def test_a_step_casts_each_weight_once(corpus: Corpus, mode: str) -> None:
-    """In both orientations, however many micro-batches; blocks that are computed again take what was cast."""
     weights = 4 * TINY.layers  # the head's arithmetic is another
     for changes in ({}, {"micro_batches": 3}, {"checkpointing": "blocks"}):
         assert weight_casts(corpus, mode, **changes) == 2 * weights
@@ -390,7 +369,7 @@ def test_a_step_casts_each_weight_once(corpus: Corpus, mode: str) -> None:
 
 @for_each(("weights", "entries"), [("cached", 2), ("recast", 4)])
 def test_a_weights_history_has_an_entry_for_each_cast(corpus: Corpus, weights: str, entries: int) -> None:
-    """One a step, and none from preparing; those of inputs and gradients have one a micro-batch."""
+    """One for each step and none from preparing; inputs and gradients have one for each micro-batch."""
     state = stepped(setup_for(corpus, "fp8-delayed:history=8", weights=weights), 2)
     scales = state.model.blocks[0].mlp.up.arithmetic.scales  # type: ignore[union-attr]
     found = {role: int(torch.count_nonzero(one.history)) for role, one in scales.items()}  # type: ignore[union-attr,operator]
@@ -398,7 +377,6 @@ def test_a_weights_history_has_an_entry_for_each_cast(corpus: Corpus, weights: s
 
 
 def test_cached_weights_are_cast_ahead_of_the_first_micro_batch(corpus: Corpus) -> None:
-    """In one cast phase; in low precision a layer's own casts are those of its inputs."""
     for mode, first in (("fp8", "cast"), ("fp32", "data_load")):
         found = [name for name in seen(setup_for(corpus, mode)) if name != UNATTRIBUTED]
         assert found[0] == first and found[1] == ("data_load" if first == "cast" else "elementwise")
@@ -407,7 +385,6 @@ def test_cached_weights_are_cast_ahead_of_the_first_micro_batch(corpus: Corpus) 
 
 
 def test_layers_of_another_library_say_that_they_cast_their_weights_again() -> None:
-    """Which is so whatever the axis says; one of fp8bench's own has nothing to say."""
     found, installed = {}, replace(CPU, packages=(("torchao", "0.18.0"),))
     for word in ("cached", "recast"):
         params = {"size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2, "weights": word}
@@ -429,7 +406,6 @@ def test_layers_of_another_library_say_that_they_cast_their_weights_again() -> N
     ],
 )
 def test_what_compiled_blocks_of_128_do_not_fit_is_refused(mode: str, more: dict[str, Scalar], wrong: str) -> None:
-    """Native ones, by their features and tokens; torch's eager products take parts of blocks."""
     params = {"size": "gpt2-124m", "batch": 8, "sequence": 96, "micro_batches": 1, "compile": "yes", **more}
     found = Transformer().support(params, precisions.get(mode), H200)
     assert found.level is (Level.REFUSED if wrong else Level.NATIVE) and wrong in found.reason
@@ -438,7 +414,6 @@ def test_what_compiled_blocks_of_128_do_not_fit_is_refused(mode: str, more: dict
 
 
 def test_a_mapped_layer_is_cached_in_its_own_precision(corpus: Corpus) -> None:
-    """Those that cast nothing keep nothing."""
     setup = replace(setup_for(corpus, "fp8"), layers={"mlp": precisions.get("fp32").arithmetic(CPU)})
     state = Transformer().prepare(setup)
     with state.weights(SilentPhases()):
@@ -451,7 +426,6 @@ def test_a_mapped_layer_is_cached_in_its_own_precision(corpus: Corpus) -> None:
 
 @for_each("checkpointing", ["no", "blocks"])
 def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpointing: str) -> None:
-    """With the same numbers, nearly; blocks computed again in backward take it too."""
     buffers, kernels = {}, {}
     for attention in ("auto", "flash", "math"):
         setup = setup_for(corpus, attention=attention, checkpointing=checkpointing)
@@ -480,7 +454,7 @@ def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpoin
 def test_a_kernel_that_a_device_lacks_is_refused(
     size: str, attention: str, precision: str, facts: DeviceFacts, why: str
 ) -> None:
-    """With others to choose from; in fp32 keys and values are repeated, so that it is the kernel all the same."""
+    """In fp32 keys and values are repeated, so that the kernel is used all the same."""
     params = {"size": size, "batch": 2, "sequence": 96, "micro_batches": 2, "attention": attention}
     found = Transformer().support(params, precisions.get(precision), facts)
     assert found.level is (Level.REFUSED if why else Level.NATIVE)
@@ -489,7 +463,7 @@ def test_a_kernel_that_a_device_lacks_is_refused(
 
 @pytest.mark.parametrize("kind", ["head", "mlp", "attn"])
 def test_a_mapped_layer_is_not_asked_for_attentions_kernel(kind: str) -> None:
-    """Flash takes no float32, but no mapped layer's values meet it: the core gets the model's own carrier."""
+    """Flash takes no float32, but attention's core gets the model's own carrier."""
     request = Request(
         "transformer", ("bf16", "fp8"), axes=(("attention", ("flash",)),), precision_map=((kind, "fp32"),)
     )
@@ -501,14 +475,12 @@ def test_a_mapped_layer_is_not_asked_for_attentions_kernel(kind: str) -> None:
 
 
 def test_a_mapped_layer_is_asked_for_its_products() -> None:
-    """Native fp8 contracts over the tokens wherever it is."""
     axes = (("batch", ("1",)), ("sequence", ("20",)))
     request = Request("transformer", ("fp32", "bf16"), axes=axes, precision_map=(("head", "fp8"),))
     assert [bool(one.skip) for one in make_plan(request, (H200,)).groups[0].cases] == [False, True]
 
 
 def test_attention_gets_the_models_carrier_under_a_precision_map(corpus: Corpus) -> None:
-    """Which is what a plan checks its kernel for."""
     setup = replace(setup_for(corpus, "bf16"), layers={"attn": precisions.get("fp32").arithmetic(CPU)})
     attention = Transformer().prepare(setup).model.blocks[0].attn
     assert isinstance(attention, SelfAttention)
@@ -525,7 +497,6 @@ COMPILING = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dyn
 @COMPILING
 @pytest.mark.skipif(not (which("g++") or which("clang++")), reason="torch.compile needs a C++ compiler on a processor")
 def test_compiled_steps_train_as_eager_ones(corpus: Corpus) -> None:
-    """One graph, compiled while preparing; its parts cannot be told apart, so it is left unattributed."""
     eager, fused = (setup_for(corpus, compile=word, size="tiny-flat", checkpointing="blocks") for word in ("no", "yes"))
     state, before = Transformer().prepare(fused), graphs()
     for number in range(2):
@@ -541,13 +512,12 @@ def graphs() -> int:
 
 
 def test_compiling_gets_time_and_only_where_it_is_asked_for() -> None:
-    """Ten minutes, for a large model on a slow machine."""
     params: dict[str, Scalar] = {"size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2}
     assert [Transformer().work({**params, "compile": word}).setup_seconds for word in ("no", "yes")] == [0, 600]
 
 
 def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile hands the function back where it is switched off; that would be eager under another name."""
+    """torch.compile returns the function itself where it is switched off."""
     state = Transformer().prepare(setup_for(corpus))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     with pytest.raises(RuntimeError, match="compiled nothing: is it switched off"):
@@ -561,7 +531,7 @@ def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monk
 def test_compiled_low_precision_is_one_graph_in_all_steps(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, weights: str, checkpointing: str
 ) -> None:
-    """Cached weights come in as they are cast, a step's own each time; traced alone the bits are the eager step's."""
+    """Cached weights are inputs, cast anew for each step; traced alone the bits are the eager step's."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     words = {"size": "tiny-flat", "checkpointing": checkpointing, "weights": weights}
     eager, fused = (setup_for(corpus, "fp8", compile=word, **words) for word in ("no", "yes"))
@@ -586,7 +556,6 @@ def test_compiled_low_precision_is_one_graph_in_all_steps(
 @pytest.mark.slow
 @COMPILING
 def test_a_compiler_that_is_missing_is_an_error(corpus: Corpus) -> None:
-    """And no eager step in its place."""
     import torch._inductor.config as inductor
 
     # Not by monkeypatch: what it puts back, torch's options have lost.
@@ -596,7 +565,6 @@ def test_a_compiler_that_is_missing_is_an_error(corpus: Corpus) -> None:
 
 
 def test_statistics_describe_the_operands_of_every_layer_kind(corpus: Corpus) -> None:
-    """One micro-batch, each operand once: weights and inputs forward, gradients backward, without a loss scale."""
     found = Transformer().statistics(setup_for(corpus))
     tokens, width, hidden, layers = 32, TINY.width, TINY.hidden, TINY.layers
     counts = {
@@ -617,7 +585,6 @@ def test_statistics_describe_the_operands_of_every_layer_kind(corpus: Corpus) ->
 
 
 def test_losses_are_those_of_the_steps_that_are_timed(corpus: Corpus) -> None:
-    """Each the mean of its micro-batches; a first step has the loss of the model as it was made."""
     setup = setup_for(corpus, "fp8")
     losses = Transformer().losses(setup, 3)
     state = Transformer().prepare(setup)
@@ -631,7 +598,6 @@ def test_losses_are_those_of_the_steps_that_are_timed(corpus: Corpus) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_the_last(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody trains on."""
     inner = TrainingState.step
 
     def spoiling(self: TrainingState, phase: Phases) -> None:
@@ -644,7 +610,6 @@ def test_a_loss_that_is_not_finite_is_the_last(corpus: Corpus, monkeypatch: pyte
 
 
 def test_other_draws_are_other_weights_on_the_same_data(corpus: Corpus) -> None:
-    """Each its own, and the same again; the first one is that of the seed alone."""
     setup = setup_for(corpus)
     states = [Transformer().prepare(replace(setup, draw=draw)) for draw in (0, 1, 2, 1)]
     heads = [state.model.head.weight for state in states]
@@ -655,7 +620,6 @@ def test_other_draws_are_other_weights_on_the_same_data(corpus: Corpus) -> None:
 
 
 def test_the_first_gradients_are_held_against_another_setups(corpus: Corpus) -> None:
-    """By the definition, from the same weights and data; none differ from their own."""
     low, high = (setup_for(corpus, name) for name in ("fp8", "bf16"))
     found = []
     for setup in (low, high):
@@ -667,7 +631,6 @@ def test_the_first_gradients_are_held_against_another_setups(corpus: Corpus) -> 
 
 
 def test_an_optimizer_that_is_not_fused_trains_alike(corpus: Corpus) -> None:
-    """By several kernels instead of one; the default of the axis is no parameter of a case."""
     found = []
     for changes in ({}, {"fused": "no"}):
         state, seen = stepped(setup_for(corpus, **changes)), Operations()

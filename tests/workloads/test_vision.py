@@ -47,7 +47,7 @@ def state_of(model: str, precision: str = "fp32", **changes: Scalar) -> Training
 
 
 def by_places(x: Tensor, weight: Tensor, side: int, stride: int, padding: int) -> Tensor:
-    """(B, H, W, I) under weights (O, window x I), a place at a time."""
+    """Convolves (B, H, W, I) with weights (O, window x I), a place at a time."""
     around = functional.pad(x, (0, 0, padding, padding, padding, padding))
     count = (x.shape[1] + 2 * padding - side) // stride + 1
     rows = []
@@ -58,7 +58,7 @@ def by_places(x: Tensor, weight: Tensor, side: int, stride: int, padding: int) -
 
 
 def normed(x: Tensor, weights: Weights, name: str) -> Tensor:
-    """Batch norm channel by channel, by the batch's own statistics, or by those that were kept."""
+    """Applies batch norm channel by channel, by the batch's own statistics or by kept ones."""
     channels = []
     for number in range(x.shape[-1]):
         values = x[..., number]
@@ -94,7 +94,6 @@ def layer_normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def block_by_loops(x: Tensor, weights: Weights, path: str, causal: bool) -> Tensor:
-    """Attention a head and a query at a time."""
     width, head = x.shape[-1], 16
     q, k, v = (layer_normed(x, weights[f"{path}.norm_attn.weight"]) @ weights[f"{path}.attn.qkv.weight"].t()).split(
         width, -1
@@ -140,7 +139,6 @@ BY_LOOPS: dict[str, Callable[..., Tensor]] = {
 
 
 def agrees(model: str, layout: str, passing: str) -> bool:
-    """Loss and all gradients, or logits, of the first batch."""
     state, other = (state_of(model, layout=layout, **{"pass": passing}) for _ in range(2))
     ours, gradients = outcome(state, False)
     (images, *text), targets = other.loader.next()
@@ -169,7 +167,6 @@ def test_it_is_what_plain_loops_compute(model: str, layout: str, passing: str) -
 @for_each("precision", ["fp32", "bf16", "fp8", "nvfp4:hadamard=on"])
 @for_each("model", MODELS)
 def test_a_layout_changes_no_number(model: str, precision: str) -> None:
-    """Beyond the order of sums; in formats that round along the channels no rounding moves."""
     for passing in ("training", "forward"):
         errors = [Vision().error(setup_for(model, precision, layout=layout, **{"pass": passing})) for layout in LAYOUTS]
         low = precision not in ("fp32", "bf16")
@@ -178,7 +175,7 @@ def test_a_layout_changes_no_number(model: str, precision: str) -> None:
 
 
 def test_bf16_is_what_autocast_computes() -> None:
-    """Torch's own modules, channels last, with the same weights."""
+    """Compares with torch's own modules, channels last, with the same weights."""
     state = state_of("resnet", "bf16", layers=1)
     assert isinstance(state, TrainingState) and isinstance(state.model, ResNet)
     _, ours = outcome(state, False)
@@ -204,7 +201,7 @@ def test_bf16_is_what_autocast_computes() -> None:
 
 
 def flops_by_hand(model: str, training: bool) -> tuple[float, float]:
-    """Of an image: products and attention; 32 wide, two blocks, images of 16, patches of 4, 8 tokens of text."""
+    """Counts an image: 32 wide, two blocks, images of 16, patches of 4, 8 tokens of text."""
     times, first = (3, 2) if training else (1, 1)
     if model == "resnet":  # 8 x 8 places behind the stem, 4 x 4 in the stage, 8 channels inside
         blocks = 16 * (8 * 8 + 9 * 8 * 8 + 8 * 32 + 8 * 32) + 16 * (32 * 8 + 9 * 8 * 8 + 8 * 32)
@@ -222,7 +219,6 @@ def flops_by_hand(model: str, training: bool) -> tuple[float, float]:
 @for_each("passing", ["training", "forward"])
 @for_each("model", MODELS)
 def test_flops_by_hand(model: str, passing: str) -> None:
-    """To the FLOP, in every layout and precision; attention's backward multiplies its scores once more."""
     products, attention = flops_by_hand(model, passing == "training")
     batch, again = int(SMALL["vision"]["batch"]), attention / 6 if passing == "training" else 0
     assert Vision().work(params_of(model, **{"pass": passing})).flops == batch * (products + attention)
@@ -243,7 +239,6 @@ def test_a_layout_stays_through_a_whole_step(model: str, layout: str, passing: s
 
 @for_each("precision", ["fp32", "bf16"])
 def test_neither_layout_copies_more_than_the_other(precision: str) -> None:
-    """Bytes that a step moves: a conversion anywhere in it would be some."""
     moved = [
         sum(count.bytes for count in tape_in_phases(state_of("resnet", precision, layout=layout).step).operators)
         for layout in LAYOUTS
@@ -256,7 +251,7 @@ def _converted(function: Callable[..., Tensor], layout: torch.memory_format) -> 
 
 
 def test_a_layout_that_is_converted_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside a convolution, and between layers, where the next one would put it back."""
+    """Inside a convolution, and between layers, where the next one would restore it."""
     with monkeypatch.context() as patches:
         patches.setattr(convolution, "_images", _converted(convolution._images, torch.contiguous_format))
         assert "layout=channels_last" in Vision().check(state_of("resnet"))
@@ -270,7 +265,7 @@ def test_a_layout_that_is_converted_back_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_windows_of_one_place_do_not_say_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lie either way; torch convolves as their strides say, and gave channels last back."""
+    """torch convolves as the strides of a window say, and returned channels last."""
     images = convolution._images
 
     def as_they_come(matrix: Tensor, shape: tuple[int, ...], layout: torch.memory_format) -> Tensor:
@@ -298,7 +293,6 @@ def test_batch_norm_in_the_other_mode_is_found() -> None:
 
 @pytest.mark.slow
 def test_an_arm_that_does_other_work_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One whose 3x3 convolutions see half of each image is labelled, and has no verdict."""
     normed_by = Bottleneck._normed
 
     def shorter(self: Bottleneck, name: str, x: Tensor, phase: Phases) -> Tensor:
@@ -316,7 +310,7 @@ def test_an_arm_that_does_other_work_is_found(monkeypatch: pytest.MonkeyPatch, t
     assert Label.WORK_MISMATCH in told["bf16"].labels and told["bf16"].verdict is Verdict.UNSURE
 
 
-def test_phases_are_told_apart() -> None:
+def test_phases_are_distinguished() -> None:
     every = ["data_load", "cast", "gemm", "accumulate", "optimizer_step", "elementwise"]
     assert set(phases(Vision(), setup_for("resnet", "bf16"))) == {*every}
     assert set(phases(Vision(), setup_for("vit", "bf16"))) == {*every, "attention"}
@@ -329,7 +323,6 @@ def test_phases_are_told_apart() -> None:
 @for_each("model", MODELS)
 @for_each("layout", LAYOUTS)
 def test_inference_casts_no_weight_in_its_step(model: str, layout: str) -> None:
-    """They are cast once; what comes out is what it was without."""
     state, other = (state_of(model, "fp8", layout=layout, **{"pass": "forward"}) for _ in range(2))
     logits, gradients = outcome(other, False)
     assert gradients == []
@@ -341,7 +334,6 @@ def test_inference_casts_no_weight_in_its_step(model: str, layout: str) -> None:
 
 
 def test_images_are_those_of_their_seed_in_every_layout_and_precision() -> None:
-    """Bytes normalised; batches take turns, and those that are loaded ahead stay where they are."""
     sizes = sizes_of(params_of("two-input"))
     loaders = [
         ImageLoader(sizes, 4, layout, dtype, "cpu", 5)
@@ -397,7 +389,7 @@ def test_what_is_native_and_what_is_not() -> None:
     assert Vision().support(resnet, fp8, CPU).level is Level.EMULATED
 
 
-def test_a_resnet_comes_in_both_layouts_unless_told_otherwise() -> None:
+def test_a_resnet_has_both_layouts_by_default() -> None:
     whole = {**SMALL["vision"], "layout": "auto"}
     layouts = [dict(params)["layout"] for params in Vision().expand({**whole, "model": "resnet"})]
     assert layouts == ["contiguous", "channels_last"]

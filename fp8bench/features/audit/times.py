@@ -29,10 +29,10 @@ from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.registry import precisions
 from fp8bench.user_code.named import declared_of, named
 from fp8bench.worker.bench import Bench
+from fp8bench.worker.fusing import uncompiled
 from fp8bench.worker.main import main
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged
-from fp8bench.worker.tape_pass import uncompiled
 
 _COPIES = ("clone", "copy_", "_to_copy", "contiguous")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm")

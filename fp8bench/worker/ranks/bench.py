@@ -1,8 +1,8 @@
-"""The bench of one rank: joins the others in a process group, and says how far it has come.
+"""The bench of one rank: joins the others in a process group, and reports its progress.
 
-It looks whether somebody else is connected to this rank: gloo takes whoever comes first, and asks nobody who he is.
-Linux alone tells whose a connection is. How far communication hides is told by parts of a step alone, at once and in
-turn, in rounds of random order.
+It refuses connections of strangers: gloo takes whoever comes first, and asks nobody who he is. Only Linux tells whose a
+connection is. How well communication is hidden is measured by the parts of a step alone, at once and in turn, in rounds
+of random order.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
 
-# In the folder of a launch, of the start line.
 _FILE = "start-line"
 _NUMBER = 8
-# Looked at without a break first: whoever sleeps gets up too late to begin with the others.
+# For so long a rank waits awake: one that sleeps wakes up too late to begin with the others.
 _AWAKE_SECONDS = 5e-4
 _NAP_SECONDS = 1e-4
 
 
 class Heart:
-    """Says how far this rank has come: half a microsecond a beat."""
+    """Writes this rank's progress into a mapped file: half a microsecond a beat."""
 
     def __init__(self, file: Path) -> None:
         self.folder = file.parent
@@ -56,7 +55,7 @@ class Heart:
         self.phase(OUTSIDE)
 
     def phase(self, code: int) -> None:
-        """A step goes on in that phase; one that is left because something was raised is the one that it is in."""
+        """Notes the phase of a step. A phase that an exception leaves stays noted: the rank failed in it."""
         if sys.exception() is not None:
             return
         self._beats += 1
@@ -69,11 +68,8 @@ class Heart:
 
 
 class StartLine:
-    """Where ranks begin something together: `meet` returns when all have come as often as this one.
-
-    A barrier of gloo or NCCL wakes threads and sends messages, 0.3 ms and more of each slot: ranks of one machine need
-    none.
-    """
+    """Where ranks begin something together: `meet` returns when all have come as often as this one. A barrier of gloo
+    or NCCL wakes threads and sends messages, 0.3 ms and more for each slot; ranks of one machine do not need one."""
 
     def __init__(self, folder: Path, rank: int, ranks: int, wait_seconds: float) -> None:
         with (folder / _FILE).open("ab") as opened:
@@ -105,7 +101,7 @@ _ESTABLISHED, _LISTENING = "01", "0A"
 
 
 class _End(NamedTuple):
-    """One end of a connection of this machine, as /proc/net/tcp has it: both addresses, state, owner, inode."""
+    """One end of a connection of this machine, as in /proc/net/tcp: both addresses, state, owner, inode."""
 
     here: str
     there: str
@@ -115,10 +111,8 @@ class _End(NamedTuple):
 
 
 def watch_groups(c10d: Any) -> None:
-    """From here on torch makes no process group to which a stranger is connected: it raises instead.
-
-    All connections of a group are there once it is made, and none comes after. So nobody else's bytes are read.
-    """
+    """Has torch raise when it makes a process group to which a stranger is connected. All connections of a group exist
+    once it is made, and none comes later, so that no stranger's bytes are read."""
     make: Callable[..., Any] = c10d._new_process_group_helper
 
     def made(*arguments: Any, **named: Any) -> Any:
@@ -130,7 +124,7 @@ def watch_groups(c10d: Any) -> None:
 
 
 def refuse_strangers() -> None:
-    """Raise where another user holds the other end of a connection that this process has accepted."""
+    """Raises PermissionError if another user holds the other end of a connection that this process accepted."""
     ends = list(_ends())
     numbers = set(_own_sockets())
     own = [end for end in ends if end.inode in numbers]
@@ -141,7 +135,7 @@ def refuse_strangers() -> None:
         if connection.state == _ESTABLISHED and connection.here in doors
     }
     for end in ends:
-        # One without an inode belongs to nobody any more: whoever had it has closed it.
+        # An end without an inode belongs to nobody any more: it was closed.
         if (end.here, end.there) in taken and end.inode != "0" and end.owner != os.geteuid():
             raise PermissionError(
                 f"a process of another user (number {end.owner}) has connected to this rank, where only ranks belong: "
@@ -170,23 +164,23 @@ def _own_sockets() -> Iterator[str]:
 
 # Seconds of each round, by part.
 Rounds = dict[str, list[float]]
-# Fewer rounds agree by chance too often; short parts have more, for so many seconds of all ranks.
+# Fewer rounds agree by chance too often. Short parts have more, until the slowest rank has taken these seconds.
 _LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_SECONDS = 6, 15, 0.15
 # Long enough that a barrier's own skew is small.
 _LEAST_SECONDS = 3e-3
-# Parts that do nothing new once the others have run: a whole step has run by then, too.
+# Parts that need no warm-up once the others have run.
 _MADE_OF_OTHERS = {"both", "in_turn"}
 
 
 class RankMeeting(NamedTuple):
-    """How a rank waits for its device, and for the other ranks."""
+    """Waits for this rank's device, and for the other ranks."""
 
     synchronise: Callable[[], None]
     meet: Callable[[], None]
 
 
 def step_rounds(parts: StepParts, together: RankMeeting, seed: int) -> Rounds:
-    """Seconds of the parts of a step, of both at once and in turn, and of one rank's steps while the others wait."""
+    """Returns seconds of the parts of a step, of both at once and in turn, and of rank 0's steps while others wait."""
     import torch.distributed as dist
 
     if parts.together is None:
@@ -205,7 +199,7 @@ def step_rounds(parts: StepParts, together: RankMeeting, seed: int) -> Rounds:
 
 
 def _repeated(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
-    """Beside a communication that goes on by itself, as many products as last long enough."""
+    """Pairs an asynchronous communication with as many products as last long enough."""
     times = _times(parts.compute, synchronise)
 
     def products() -> None:
@@ -221,9 +215,9 @@ def _repeated(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
 
 
 def rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> Rounds:
-    """Seconds of each part in each round, which all ranks begin together. The order is the same on all of them."""
+    """Returns seconds of each part in each round; all ranks begin together, in the same random order."""
     order, seconds = random.Random(seed), {name: list[float]() for name in parts}
-    for name, part in parts.items():  # for whatever comes first
+    for name, part in parts.items():  # warms up
         if name not in _MADE_OF_OTHERS:
             part()
     together.synchronise()
@@ -240,12 +234,11 @@ def rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, see
     return seconds
 
 
-def _nothing() -> None:
-    """What a rank does while another works."""
+def _nothing() -> None: ...
 
 
 def _times(compute: Callable[[], object], synchronise: Callable[[], None]) -> int:
-    """How many products last long enough: as many on each rank as on the fastest of them, or ranks would differ."""
+    """Returns how many products last long enough; the fastest rank's number, because all must do the same."""
     compute()
     synchronise()
     start = time.perf_counter()
@@ -258,14 +251,14 @@ def _most(value: float) -> float:
     import torch
     import torch.distributed as dist
 
-    told = torch.tensor([value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return float(told)
+    most = torch.tensor([value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
 
 
 # What a rank sends in a step, and seconds of each round of what a step is made of; or why nobody can tell.
 StepAnswer = tuple[tuple[Sent, ...], Rounds] | str | None
-# Beginnings of the variables that launchers and libraries of communication are set by.
+# Prefixes of the environment variables that configure launchers and communication libraries.
 RECORDED = (
     "OMP_",
     "MKL_NUM",
@@ -277,15 +270,15 @@ RECORDED = (
 )
 
 
-# Ranks import torch and people's own code at their own pace; only then does anybody count the seconds.
+# Ranks import torch and users' code at their own pace, so their first meeting may take long.
 _MEETING_SECONDS = 300.0
 
 
 def _meet(folder: Path, rank: int, ranks: int) -> Store:
-    """Wait until all ranks have come here; where they tell each other the ports that they listen on."""
+    """Waits until all ranks have come here. Returns the store in which they exchange the ports that they listen on."""
     from torch._C._distributed_c10d import FileStore, PrefixStore
 
-    # A file in a private folder: whatever listens on a port would believe whoever connects.
+    # A file in a private folder, because a store that listens on a port would trust whoever connects.
     store = FileStore(str(folder / MEETING), ranks)
     store.set(f"here/{rank}", "")
     store.wait([f"here/{number}" for number in range(ranks)], timedelta(seconds=_MEETING_SECONDS))
@@ -293,7 +286,7 @@ def _meet(folder: Path, rank: int, ranks: int) -> Store:
 
 
 class RankBench(Bench):
-    """One of `size` benches, which are all asked the same at the same time."""
+    """One of `size` benches, which all get the same requests at the same time."""
 
     def __init__(self, settings: Settings, heart: Heart, wait_seconds: float) -> None:
         import torch
@@ -305,7 +298,7 @@ class RankBench(Bench):
         self._alone = False
         self._parts: dict[Case, StepAnswer] = {}
         self._size, self._rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        # Lists of objects that ranks send each other are pickles: what anybody has sent runs nothing.
+        # Ranks send each other objects as pickles; unpickling them must not run code.
         dist.distributed_c10d._unpickler = PlainUnpickler
         watch_groups(dist.distributed_c10d)
         on_gpu = torch.cuda.is_available()
@@ -315,29 +308,27 @@ class RankBench(Bench):
             store=_meet(heart.folder, self._rank, self._size), rank=self._rank, world_size=self._size,
             device_id=torch.device("cuda", 0) if on_gpu else None,
         )  # fmt: skip
-        # Slots begin together; how late each rank is from then on is what is measured.
+        # Slots begin together, so that how late each rank is from then on can be measured.
         self._meet = StartLine(heart.folder, self._rank, self._size, wait_seconds).meet
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         return tuple(replace(device, ranks=self._size) for device in super().probe())
 
     def software(self) -> dict[str, Scalar | None]:
-        """With the settings of this rank, which a launcher may have changed."""
+        """Adds the settings of this rank, which a launcher may have changed."""
         own = {name: text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED)}
         return {**super().software(), **{f"env {name}": text for name, text in own.items()}}
 
     def release(self, key: str) -> tuple[str, ...]:
-        """What is there without a state was imported for one, and lives as long as this process.
-
-        Looking through DTensor and torchao for garbage takes 0.1 s a time.
-        """
+        """Also freezes what is left once no state is: imports that live as long as this process. Each garbage
+        collection would spend 0.1 s on DTensor and torchao."""
         left = super().release(key)
         if not (self._prepared or self._kept):
             gc.freeze()
         return left
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
-        return StepEffect(None, "several ranks take its steps together, and would have to be given the same changes")
+        return StepEffect(None, "several ranks take its steps together, and their inputs would have to change alike")
 
     def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
         from fp8bench.worker.bits import bits_of_ranks

@@ -1,8 +1,8 @@
-"""The process that starts the ranks, never again, and says which of them failed.
+"""The process that starts the ranks, once, and says which of them failed.
 
-Started by measure.process.WorkerProcess, and ends with its parent as a worker does. It is told once what to start. Its
-warden ends what the ranks have left, and removes the folder of their files: whether the parent lets go or was killed.
-torch's own launcher is not used: it listens on all interfaces, and unpickles what it is sent.
+measure.process.WorkerProcess starts it, and it ends with its parent as a worker does. Its warden ends what the ranks
+have left and removes the folder of their files, whether the parent lets go or was killed. torch's own launcher is not
+used: it listens on all interfaces, and unpickles what it is sent.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 from fp8bench.model.ranks import MARK
 from fp8bench.worker.main import die_with_parent, keep_from_children
 
-# A rank that does not end when it is asked to is ended.
+# How long ranks have to end after SIGTERM, before SIGKILL.
 _ENDING_SECONDS = 1.0
-# What is killed is gone at once, unless the system is in its way.
+# How long to wait for killed processes, which usually go at once.
 _GONE_SECONDS = 5.0
 _POLL_SECONDS = 0.005
 
 
 def launched(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[int, int]:
-    """Run a module in so many ranks to their end; how those ended that did not end well, by rank. As soon as one has
-    failed the others are ended, which is told as SIGTERM."""
+    """Runs a module in so many ranks to their end; returns how those ended that failed, by rank. As soon as one has
+    failed the others are ended, which is returned as SIGTERM."""
     own = {**os.environ, MARK: Path(folder).name, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-P", "-m", module, folder, str(wait_seconds)]
     started: dict[int, int] = {}
@@ -39,7 +39,7 @@ def launched(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[
         numbered = {**own, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         started[subprocess.Popen(command, stdin=subprocess.DEVNULL, env=numbered).pid] = rank
     while started:
-        pid, status = os.wait()  # of what ranks have left, too, which comes to this process
+        pid, status = os.wait()  # also returns orphans of the ranks, which this process adopts
         if pid in started:
             rank = started.pop(pid)
             if status:
@@ -48,7 +48,7 @@ def launched(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[
 
 
 def _ended(running: dict[int, int]) -> dict[int, int]:
-    """End ranks; how they ended, where that was not well. Those that had failed by themselves are told so."""
+    """Ends ranks, and returns how those ended that failed, with their own exit code if they failed by themselves."""
     failed = {}
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in running:
@@ -65,8 +65,8 @@ def _ended(running: dict[int, int]) -> dict[int, int]:
 
 
 def _marked(mark: bytes) -> Iterator[int]:
-    """Processes that were started by ranks, or by what these have started, in whatever session: every rank has the name
-    of its launch in the environment. None where the system has no /proc."""
+    """Yields the processes started by ranks or their descendants, in whatever session; none without /proc. Every rank
+    has the name of its launch in the environment."""
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # another user's, or gone
             if mark in file.read_bytes().split(b"\0"):
@@ -74,7 +74,7 @@ def _marked(mark: bytes) -> Iterator[int]:
 
 
 def _end_all(folder: str, launcher: int) -> None:
-    """Ranks, what they have left, and then the folder; the launcher ends by itself once it has seen their ends."""
+    """Ends ranks and what they have left, then removes the folder. The launcher ends by itself after its ranks."""
     end = time.monotonic() + _GONE_SECONDS
     mark = f"{MARK}={Path(folder).name}".encode()
     while (left := list(_marked(mark))) and time.monotonic() < end:
@@ -88,7 +88,7 @@ def _end_all(folder: str, launcher: int) -> None:
 
 
 def _is_there(pid: int) -> bool:
-    """Also one that has ended, until it is asked how: it has seen to its ranks then, and is waited for."""
+    """Tells whether a process exists, also as a zombie: the launcher is one until the parent has read its exit code."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,8 +1,8 @@
 """A rank: answers the same requests as its neighbours, over a socket to the process that measures.
 
-Started by the launcher as `python -m fp8bench.worker.ranks.main FOLDER SECONDS` (or another module, whose bench
-does more). FOLDER holds the socket, and takes this rank's heartbeat and its last words; SECONDS is how long a
-collective waits for the others. The rank ends with the launcher, and with the process that measures.
+The launcher starts it as `python -m fp8bench.worker.ranks.main FOLDER SECONDS` (or another module, whose bench does
+more). FOLDER holds the socket, and takes this rank's heartbeat and stderr; SECONDS is how long a collective waits for
+the others. The rank ends with the launcher, and with the process that measures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8bench.worker.ranks.bench import Heart, RankBench
 
 
 def _connected(folder: Path, rank: int, what: str) -> int:
-    """A descriptor to the process that measures, which has been told what it is for."""
+    """Connects to the process that measures and says what the connection is for; returns its descriptor."""
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(str(folder / PARENT))
         descriptor = os.dup(opened.fileno())
@@ -31,8 +31,8 @@ def _connected(folder: Path, rank: int, what: str) -> int:
     return descriptor
 
 
-def _one_device(rank: int) -> None:
-    """Each rank sees one GPU, which is its own; none where there are fewer. Before torch looks."""
+def _show_one_gpu(rank: int) -> None:
+    """Lets this rank see one GPU, its own, or none if there are fewer; must come before torch looks."""
     name = "HIP_VISIBLE_DEVICES" if Path("/dev/kfd").exists() else "CUDA_VISIBLE_DEVICES"
     given = os.environ.get(name)
     seen = [word for word in given.split(",") if word] if given is not None else None
@@ -46,7 +46,7 @@ def main(made: Callable[[Settings, Heart, float], RankBench] = RankBench) -> Non
         os.setsid()
     with (folder / words_file(rank)).open("wb", buffering=0) as words:
         os.dup2(words.fileno(), 2)
-    _one_device(rank)
+    _show_one_gpu(rank)
     heart = Heart(folder / beat_file(rank))
     connection = Connection(_connected(folder, rank, "requests"))
     lifeline = _connected(folder, rank, "lifeline")

@@ -155,7 +155,7 @@ HONEST = [
     case("fp32", "zero", wire="bf16"), case("fp8", "zero", wire="bf16"),
     case("fp16", "zero", wire="fp32"), case("mxfp8", "zero", wire="fp8"), case("bf16", "fsdp2", wire="bf16"),
 ]  # fmt: skip
-ROUNDING = "3 steps change weights otherwise than one rank alone does"
+ROUNDING = "3 steps change weights differently from one rank alone"
 BY_SCALE = "rank 1 multiplies the weight of blocks.0.attn.qkv by .* in cast 1, where the largest magnitudes of all"
 BY_MEANS = "rank [01] has got .* numbers in FP8 that are not those of all ranks' values"
 MISTAKEN = [

@@ -22,7 +22,7 @@ from fp8bench.protocols import Arithmetic, Device, Phases, Precision, SilentPhas
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.device_layout import EMULATES_NOTHING, OF_SEVERAL, DeviceLedger, Hardware, hardware_for
-from fp8bench.worker.faults import PlantedFault, described
+from fp8bench.worker.faults import DescribedFault, described
 from fp8bench.worker.main import main
 from fp8bench.worker.memory_pass import Make, PreparedMemory, Told, memory_of_step, try_batch, watch_of
 from fp8bench.worker.step_guards import aside
@@ -70,7 +70,7 @@ class Lab(Bench):
 
     def _forget(self, task: SeedTask) -> Device:
         self._trainers: dict[str, Trainer] = {}
-        self._unbuilt: dict[str, PlantedFault] = {}
+        self._unbuilt: dict[str, DescribedFault] = {}
         MADE.clear()
         gc.collect()
         self._task = task

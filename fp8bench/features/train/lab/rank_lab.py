@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from fp8bench.errors import StoreError
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.values import ArmState, RankLines, SeedTask
-from fp8bench.worker.faults import PlantedFault
+from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.ranks.bench import RankBench
 from fp8bench.worker.ranks.main import main
 
@@ -33,7 +33,7 @@ class RankLab(RankBench, Lab):
         for rank, faults in enumerate(_said_by_all(self._unbuilt)):
             for name, fault in faults.items():
                 self._trainers.pop(name, None)
-                self._unbuilt.setdefault(name, PlantedFault(*fault)._replace(text=f"rank {rank}: {fault[1]}"))
+                self._unbuilt.setdefault(name, DescribedFault(*fault)._replace(text=f"rank {rank}: {fault[1]}"))
         return tuple(state for state in states if state.arm in self._trainers)
 
     def advance(self, arm: str, steps: int) -> RankLines:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""A workload that is what a test says, and a second way of counting what its tensors take."""
+"""A workload that a test scripts, and a second way of counting what its tensors take."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0")
 
 
 def setup_of(case: Case) -> Setup:
-    """As the worker makes it, without a map and a partner."""
     precision = precisions.get(case.precision)
     arithmetic = precision.arithmetic(CPU)
     return Setup(case, CPU, 0, arithmetic, arithmetic, {}, precision.loss_scale)
 
 
-class Told(Workload):
-    """A state, and a step: by default the state's own."""
+class Scripted(Workload):
+    """A workload with the test's state and step, by default the state's own."""
 
-    name = "told"
+    name = "scripted"
     summary = "what a test says"
 
     def __init__(
@@ -54,26 +53,22 @@ class Told(Workload):
         self._step(state, phase)
 
 
-Tell = Callable[..., Case]
+Script = Callable[..., Case]
 
 
 @pytest.fixture
-def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
-    """Makes the bench find a workload of the test's own."""
-
-    def told(*parts: Any, precision: str = "fp32") -> Case:
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    def make(*parts: Any, precision: str = "fp32") -> Case:
         for module in (bench, untimed_passes):
-            monkeypatch.setattr(module, "workloads", SimpleNamespace(get=lambda name: Told(*parts)))
-        return Case("told", (), precision, "cpu")
+            monkeypatch.setattr(module, "workloads", SimpleNamespace(get=lambda name: Scripted(*parts)))
+        return Case("scripted", (), precision, "cpu")
 
-    return told
+    return make
 
 
 class Storages(TorchDispatchMode):
-    """Every storage that any operation gives or takes, from when it is seen to its end.
-
-    What an operation allocates and frees within itself is not seen, so it fits workloads whose operations do not.
-    """
+    """Follows every storage that an operation takes or returns, until its end. What an operation allocates and frees
+    within itself is not seen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,8 +12,8 @@ from fp8bench.errors import WorkerFault
 from fp8bench.measure.handle import LocalWorker, ProcessWorker
 from fp8bench.model import Case
 from fp8bench.model.raw import Settings
-from fp8bench.worker import beside
-from fp8bench.worker.beside import running, still_running
+from fp8bench.worker import step_guards
+from fp8bench.worker.step_guards import running, still_running
 from tests.own_suites import forgotten
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are told by /proc")
@@ -100,7 +100,7 @@ class Parent(Workload):
 
 @pytest.fixture
 def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The file; what is started notes its number in a folder beside it."""
+    """Returns the file; what it starts notes its process id in a folder beside it."""
     path = tmp_path / "starts_processes.py"
     path.write_text(SUITE)
     (tmp_path / "pids").mkdir()
@@ -110,7 +110,6 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def noted(suite: str) -> list[int]:
-    """The processes that were started since it was asked."""
     files = list((Path(suite).parent / "pids").iterdir())
     for file in files:
         file.unlink()
@@ -142,11 +141,10 @@ def case(where: str, how: str) -> Case:
         pytest.param(LocalWorker, "fork", "", marks=pytest.mark.nightly),
     ],
 )
-def test_what_a_step_leaves_is_ended_and_told(
+def test_what_a_step_leaves_running_is_ended_and_named(
     suite: str, kind: Kind, how: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fork of the worker looks like the worker."""
-    monkeypatch.setattr(beside, "_ENDING_SECONDS", 0.3)  # of this process
+    monkeypatch.setattr(step_guards, "_ENDING_SECONDS", 0.3)  # of this process
     with kind(Settings(imports=(suite,))) as worker:
         worker.within(60.0).prepare("one", case("step", how), worker.probe()[0])
         with pytest.raises(WorkerFault, match=rf"LeftRunning: a step left 1 running \(process \d+: .*{words}.*\)"):
@@ -156,8 +154,7 @@ def test_what_a_step_leaves_is_ended_and_told(
 
 
 @pytest.mark.parametrize("kind", [pytest.param(ProcessWorker, marks=pytest.mark.slow), LocalWorker])
-def test_what_has_ended_by_then_is_nobodys_business(suite: str, kind: Kind) -> None:
-    """Also the child of a fork that comes back from its step, and what a state ends itself."""
+def test_what_has_ended_in_time_is_no_fault(suite: str, kind: Kind) -> None:
     with kind(Settings(imports=(suite,))) as worker:
         cpu, asked = worker.probe()[0], worker.within(60.0)
         for how in ("short", "waited", "returns"):
@@ -171,11 +168,10 @@ def test_what_has_ended_by_then_is_nobodys_business(suite: str, kind: Kind) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(ProcessWorker, marks=pytest.mark.nightly), LocalWorker])
-def test_what_preparing_or_a_pass_leaves_is_ended_and_told(
+def test_what_preparing_or_a_pass_leaves_running_is_ended_and_named(
     suite: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the pass, or with the state. Where preparing fails there is something else to tell."""
-    monkeypatch.setattr(beside, "_ENDING_SECONDS", 0.3)  # of this process
+    monkeypatch.setattr(step_guards, "_ENDING_SECONDS", 0.3)  # of this process
     with kind(Settings(imports=(suite,))) as worker:
         cpu, asked = worker.probe()[0], worker.within(60.0)
         asked.prepare("left", case("prepare", "child"), cpu)
@@ -190,7 +186,7 @@ def test_what_preparing_or_a_pass_leaves_is_ended_and_told(
 
 
 def test_the_compilers_threads_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor keeps a pool, whose threads bear no name of it; another pool of the same kind is somebody's."""
+    """Threads of Inductor's pool do not carry its name; another pool of the same kind is somebody's."""
     from torch._inductor.async_compile import AsyncCompile
 
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
