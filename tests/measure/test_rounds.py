@@ -418,7 +418,7 @@ def test_states_that_rotate_are_one_entry() -> None:
     """Where memory lies differs from call to call, so that no other entries of the same are needed."""
     rotating, worker = arm("fp32", cache="rotating"), FakeWorker({"fp32": lasting(1)})
     RoundSession(rotating, None, []).prepare(worker)
-    assert rotating.told()["rotation"] == Rotation(12, 5 << 20) and rotating.more_keys == []
+    assert rotating.record_fields()["rotation"] == Rotation(12, 5 << 20) and rotating.more_keys == []
     assert len([entry for entry in worker.log if entry[0] == "prepare"]) == 1
 
 
