@@ -84,10 +84,8 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
-    """The scale above all block scales: it maps a tensor's amax to the largest block scale times the largest element.
-
-    amax / (448 * 6), at least 2^-126, and 1 where amax is zero, infinite or NaN.
-    """
+    """amax / (448 * 6), the largest block scale times the largest element: at least 2^-126, and 1 where amax is zero,
+    infinite or NaN."""
     usable = amax.isfinite() & (amax > 0)
     scale = quotient(amax, _like(amax, E4M3.largest * E2M1.largest))
     return torch.where(usable, scale, 1.0).clamp(min=_SMALLEST_NORMAL)

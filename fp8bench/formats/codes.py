@@ -155,7 +155,6 @@ def _wrong(decoded: Tensor, values: Tensor, fmt: Format) -> Tensor:
 
 
 def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both as one dimension, in pieces on a processor; `target` is contiguous."""
     flat = source.flatten(), target.flatten()
     if source.device.type != "cpu":
         return iter([flat])

@@ -101,7 +101,6 @@ native, emulated, refused = (partial(Support, level) for level in (Level.NATIVE,
 
 
 def from_capability(facts: DeviceFacts, first: tuple[int, int], words: str) -> Support:
-    """Native on NVIDIA devices from that compute capability on, refused below."""
     have = facts.capability or (0, 0)
     if have >= first:
         return native(f"{words} units from compute capability {_shown(first)}")
@@ -126,7 +125,6 @@ def unknown_kind(facts: DeviceFacts, words: str) -> Support:
 
 
 def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
-    """For formats that no device computes natively through fp8bench."""
     if not facts.accelerated:
         return emulated_because(f"no hardware for {words}")
     if facts.kind == "cuda" or is_intel(facts):
@@ -170,5 +168,4 @@ def foreign_kernel(names: Iterable[str], most_bits: int) -> str:
 
 
 def has_hopper_units(facts: DeviceFacts) -> bool:
-    """Whether FP8 is summed as on Hopper (`unit_sums` in numerics/products.py)."""
     return is_nvidia(facts) and facts.capability == (9, 0)

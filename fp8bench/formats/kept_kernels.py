@@ -66,7 +66,6 @@ def keep(kernel: Any, run: Call, bits: int, made: Sequence[ModuleType]) -> None:
 
 @contextlib.contextmanager
 def modules_made() -> Iterator[list[ModuleType]]:
-    """The Python modules that torch's compiler makes in the body."""
     from torch._inductor.codecache import PyCodeCache
 
     known, made = len(PyCodeCache.modules), list[ModuleType]()
@@ -94,7 +93,6 @@ def _parts_of(module: ModuleType) -> dict[str, Any]:
 
 
 def _call_of(kept: dict[str, Any]) -> Call:
-    """Raises whatever reading and loading raise, LookupError for a library that has changed."""
     guards: Any = torch._C._dynamo.guards
     names: dict[str, Any] = {"torch": torch}
     for name, (file, digest) in kept["libraries"].items():
@@ -162,7 +160,6 @@ def _surroundings() -> tuple[str, ...]:
 
 
 def _folder() -> Path:
-    """The folder of torch's compiler, found without importing it."""
     if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return Path(folder).absolute()
     spec = importlib.machinery.PathFinder.find_spec("cache_dir_utils", [f"{torch.__path__[0]}/_inductor/runtime"])

@@ -71,7 +71,6 @@ class MemoryLayout:
         return result_words(matrix.view(self._shape()), self.kernel.twos)
 
     def keep(self, matrix: Tensor, out: Tensor) -> None:
-        """Copies the result of a kernel that could not write to `out`."""
         if self.filled:
             rows, columns = matrix_of((out.t() if self.turned else out).shape)
             matrix = matrix.view(self.height, self.width)[:rows, :columns]

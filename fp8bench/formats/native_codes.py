@@ -55,7 +55,6 @@ def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
 
 
 def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix, and of its transpose, reading it once."""
     if torch.compiler.is_compiling():
         straight = torch_codes(x, fmt, scale)
         return straight, straight.t().contiguous()
@@ -66,7 +65,6 @@ def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def codes_turned(straight: Tensor) -> Tensor:
-    """Codes of the transpose, from the codes of a matrix."""
     if torch.compiler.is_compiling():
         return straight.t().contiguous()
     turned = torch.empty(straight.shape[::-1], dtype=straight.dtype, device=straight.device)

@@ -48,7 +48,6 @@ class Kernels:
         self._lock = threading.Lock()
 
     def get(self, kernel: Kernel) -> Compiled | None:
-        """The compiled kernel; None marks it as wanted."""
         ready = self._ready.get(kernel)
         with self._lock:
             if ready is not None:

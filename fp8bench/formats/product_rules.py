@@ -72,12 +72,10 @@ class Product:
 
     @property
     def scheme(self) -> Scheme | None:
-        """Its kind; None where no library has one for such a pair of operands."""
         schemes = {_scheme_of(treatment) for treatment in (self.a, self.b)}
         return schemes.pop() if len(schemes) == 1 else None
 
     def bytes_of(self, sides: Sides) -> float:
-        """Bytes of both operands, their scales and the output, for the given sides."""
         m, n, k = sides
         output = m * n * (4 if self.output == "fp32" else 2)
         return _operand_bytes(m, k, self.a) + _operand_bytes(n, k, self.b) + output
@@ -171,7 +169,6 @@ def _words(treatment: Treatment) -> str:
 
 
 def _without_units(scheme: Scheme, device: DeviceClass) -> str:
-    """Why no unit of the device multiplies so; '' if some do."""
     if not device.is_nvidia and not device.is_amd:
         return "no CPU has units for it: emulated, in any shape"
     if scheme in FP8:
@@ -185,7 +182,6 @@ def _without_units(scheme: Scheme, device: DeviceClass) -> str:
 
 
 def _other_formats(product: Product, device: DeviceClass) -> str:
-    """Why its units have another FP8 than the product; '' if theirs is the same."""
     fnuz = [treatment.fmt in FNUZ for treatment in (product.a, product.b)]
     if device is MI300X and not all(fnuz):
         return "its FP8 is e4m3fnuz and e5m2fnuz, not e4m3fn and e5m2"
@@ -195,7 +191,6 @@ def _other_formats(product: Product, device: DeviceClass) -> str:
 
 
 def _lacking_in_torch(scheme: Scheme, device: DeviceClass) -> str:
-    """Why torch has no such product for units that are there; '' if it has one."""
     if scheme is Scheme.MXFP6:
         return "it has units for FP6, but torch has neither the format nor the product"
     if scheme is Scheme.BLOCK and device is not H100:
@@ -207,7 +202,6 @@ def _lacking_in_torch(scheme: Scheme, device: DeviceClass) -> str:
 
 
 def _of_kind(product: Product, device: DeviceClass) -> Iterator[Objection]:
-    """Objections to layout and types, which no padding helps."""
     if product.row_major:
         yield Objection(RuleSource.TORCH, "the second operand lies row by row, and its contraction must be innermost")
     if device.is_nvidia and product.a.fmt is E5M2 and product.b.fmt is E5M2:

@@ -69,7 +69,6 @@ def _low(wide: Tensor) -> Tensor:
 
 
 def _shifted(word: Tensor, by: int) -> Tensor:
-    """Logical shift to the right."""
     return word.bitwise_right_shift(by).bitwise_and((1 << (_WORD - by)) - 1)
 
 
@@ -131,7 +130,6 @@ def on_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Te
 
 
 def _drawn(magnitudes: Tensor, exponent: Tensor, fmt: Format, random: Tensor) -> Tensor:
-    """Rounds down, or up with a probability of the remainder over the step."""
     to_step = fmt.mantissa_bits << _MANTISSA_BITS
     step = (exponent - to_step).view(torch.float32)
     inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + to_step - exponent).view(torch.float32)
@@ -250,7 +248,6 @@ def checked_overflow(fmt: Format, overflow: Overflow) -> Overflow:
 
 
 def check_output(out: Tensor, x: Tensor) -> None:
-    """Raises where values would be cut to integers, or repeated to fill a larger tensor."""
     if not out.is_floating_point():
         raise TypeError(f"cannot round into {out.dtype}: give a tensor of a floating-point dtype.")
     if out.shape != x.shape:

@@ -34,7 +34,6 @@ _FNUZ = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
 
 
 def on_device(recipe: Recipe, facts: DeviceFacts) -> Recipe:
-    """The recipe in the formats that a device's units have."""
     device = amd_class(facts.arch) if is_amd(facts) else None
     return recipe if device is None else in_formats_of(device, recipe)
 

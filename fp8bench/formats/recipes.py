@@ -206,7 +206,6 @@ class Recipe:
 
     @property
     def per_tensor(self) -> bool:
-        """Whether every role has one float32 scale a tensor."""
         return all(
             treatment.scaling is not None and treatment.scaling.rows == 0 and treatment.scaling.scale is None
             for treatment in self.treatments

@@ -20,12 +20,10 @@ _QUARTER = TILE_ROWS // TILE_COLUMNS
 
 
 def by_columns(scales: Tensor) -> Tensor:
-    """The layout of scales of 1x128 blocks."""
     return turned_rows(scales.t())
 
 
 def squares(scales: Tensor) -> Tensor:
-    """The layout of scales of 128x128 blocks."""
     return turned_rows(pad(scales, (0, -scales.shape[1] % TILE_COLUMNS)))
 
 
@@ -45,7 +43,6 @@ def turned_rows(matrix: Tensor) -> Tensor:
 
 
 def of_squares(laid: Tensor, across: int) -> Tensor:
-    """Reverses `squares`."""
     return laid.t()[:, :across]
 
 
@@ -69,7 +66,6 @@ def bytes_in_tiles(down: int, across: int) -> int:
 
 
 def unswizzled(laid: Tensor, down: int, across: int) -> Tensor:
-    """Reverses `swizzled`."""
     wide = -(-across // TILE_COLUMNS)
     tiles = laid.view(-1, wide, _QUARTER, TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1, wide * TILE_COLUMNS)[:down, :across]

@@ -144,7 +144,6 @@ def blocks_of(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor |
 
 
 def check_scaling(fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> None:
-    """Raises where the format cannot have that scaling, or a given scale has no use."""
     if scaling is not None:
         scaling.check(fmt)
     if scale is not None and (scaling is None or not _whole(scaling)):
@@ -185,7 +184,6 @@ def _row_magnitudes(x: Tensor) -> Tensor:
 
 
 def current_tensor_scale(x: Tensor) -> Tensor:
-    """NVFP4's tensor scale, from the tensor itself."""
     return nvfp4_tensor_scale(largest_magnitude(x))
 
 
@@ -199,7 +197,6 @@ def _random(blocks: Tensor, seed: Tensor | None) -> list[Tensor] | None:
 
 
 def _blocks(x: Tensor, scaling: Scaling) -> Tensor:
-    """The matrix as whole float32 blocks, in one of the layouts of blocks.py."""
     down, across, columns = _grid(x.shape, scaling)
     height, width = matrix_of(x.shape)
     matrix = x.detach().reshape(height, width).to(torch.float32)
@@ -211,7 +208,6 @@ def _blocks(x: Tensor, scaling: Scaling) -> Tensor:
 
 
 def _unblocked(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
-    """Blocks as a tensor of that shape again, without the filling."""
     down, across, columns = _grid(shape, scaling)
     height, width = matrix_of(shape)
     filled = blocks.reshape(down * scaling.rows, across * columns)
@@ -219,7 +215,6 @@ def _unblocked(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
 
 
 def _grid(shape: torch.Size, scaling: Scaling) -> tuple[int, int, int]:
-    """The number of blocks down and across, and the columns of each."""
     height, width = matrix_of(shape)
     columns = scaling.columns or max(width, 1)
     across = -(-width // columns) if scaling.columns else 1
@@ -239,7 +234,6 @@ def _stored(
     scaling: Scaling | None,
     checked: bool,
 ) -> Scaled:
-    """Packs elements, in their tensor's shape, as codes; scales as bytes where they have a format."""
     shape = elements.shape
     codes = pack(encode(elements if shape else elements.view(1), fmt, checked=checked), fmt)
     if scales is not None and scaling is not None:

@@ -51,7 +51,6 @@ class Places:
 
     @property
     def least(self) -> tuple[int, int]:
-        """The rows and columns of a tile, or of a block."""
         return (TILE_ROWS, TILE_COLUMNS * self.scaling.columns) if self.tiled else self.block
 
     @property
@@ -60,7 +59,6 @@ class Places:
 
     @property
     def free(self) -> tuple[int, int]:
-        """The dimensions that count tiles."""
         return (0, 2) if self.turned else (0, 3)
 
     def matrix(self, memory: Tensor) -> Tensor:
@@ -68,7 +66,6 @@ class Places:
         return self._seen(memory.t() if self.turned else memory, self.scaling.columns)
 
     def codes(self, memory: Tensor, in_byte: int) -> Tensor:
-        """Codes that lie row by row, `in_byte` of them in a byte."""
         return self._seen(memory, self.scaling.columns // in_byte)
 
     @property
@@ -156,7 +153,6 @@ class TiledCodesKernel(Kernel):
         return [given[..., first :: self.in_byte] for first in range(self.in_byte)]
 
     def _drawn(self, given: Tensor, key: Tensor) -> list[Tensor]:
-        """Random numbers for each lane, counted along the operand's rows."""
         order = (2, 3, 4, 0, 1) if self.places.turned else (0, 1, 2, 3, 4)
         down, across = ([given.shape[order[place]] for place in part] for part in ((0, 1, 2), (3, 4)))
         rows, columns = prod(down) * given.shape[5], prod(across) * given.shape[6]
@@ -267,7 +263,6 @@ def tiled_codes_both(
 
 
 def _scale_tensors(made: list[_Tiled], sources: list[Tensor], draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
-    """Computes tensor scales, where there are any, and the keys of seeds, in one kernel."""
     above = [tiled.above for tiled in made if tiled.above is not None]
     keys = [tiled.key for tiled in made if tiled.key is not None]
     if above and not amaxes:
@@ -343,7 +338,6 @@ class _Tiled(NamedTuple):
 
 
 def _plain(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Casts by separate operations."""
     stored = quantise(x, fmt, scaling, seed=seed, checked=False)
     scales = stored.scales
     assert scales is not None

@@ -59,7 +59,6 @@ def fastest(kernels: Mapping[int, Callable[..., object]], arguments: Sequence[Te
 
 
 def choice(seconds: Mapping[int, float]) -> int:
-    """The narrowest, unless a wider one is clearly faster."""
     narrow, fast = min(seconds), min(seconds, key=lambda bits: seconds[bits])
     return fast if seconds[fast] < (1 - _LEAST_GAIN) * seconds[narrow] else narrow
 

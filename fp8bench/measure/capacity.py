@@ -81,8 +81,6 @@ class Search:
         return max(guess, floor + 1)
 
     def _further(self, low: int) -> int:
-        """The next number while nothing has failed: by the line, or twice as far without one, or in strides past its
-        end."""
         guess = self._guess()
         if guess is None:
             return min(2 * low, self.top)

@@ -135,7 +135,6 @@ class GroupMeasurement:
             passes.ask("tape", [outcome for outcome in self._alive() if not outcome.planned.work.setup_seconds])
 
     def _try_products(self) -> None:
-        """Native products, and those of a backend, are tried before they are timed; wrong ones are refused."""
         for outcome in filter(_has_native_products, self._alive()):
             case, limits = outcome.planned.case, self._method.limits
             try:
@@ -281,7 +280,6 @@ class GroupMeasurement:
         return Watch(device, self._warm_up(session.arms[0], device), pid=self._worker.pid)
 
     def _look_beside(self, session: RoundSession, watch: Watch | None) -> None:
-        """Notes what the device did meanwhile, then measures energy while the states are in memory."""
         measured = [(self._of(arm), arm) for arm in session.arms if arm is not session.control]
         for outcome, arm in measured:
             if watch and not outcome.draft.watch:
@@ -349,7 +347,6 @@ class GroupMeasurement:
 
 
 def _has_native_products(outcome: CaseOutcome) -> bool:
-    """Whether hardware or a library multiplies in some low precision."""
     case, native = outcome.planned.case, outcome.planned.support.level is Level.NATIVE
     known = [precisions.get(word) for word in (case.precision, *(name for _, name in case.precision_map))]
     return any(precision.whole_layers or (native and precision.takes_backend) for precision in known)

@@ -81,7 +81,6 @@ class Worker(ABC):
 
     @property
     def pid(self) -> int | None:
-        """The process that the bench runs in; None while there is none."""
         return os.getpid()
 
     def __enter__(self) -> Self:

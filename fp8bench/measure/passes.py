@@ -151,7 +151,6 @@ class Passes:
     _observer: Observer
 
     def ask(self, question: str, outcomes: Sequence[CaseOutcome]) -> None:
-        """Asks one of QUESTIONS about each case; a case without an answer keeps its times."""
         for outcome in outcomes:
             with self._asking(outcome, *QUESTIONS[question]) as (bench, case, facts):
                 outcome.note(**{question: getattr(bench, question)(case, facts)})
@@ -234,7 +233,6 @@ class Passes:
             self._worker.restart()
 
     def _seen_from_outside(self, use: MemoryUse | str, device: Looks) -> MemoryUse | str:
-        """With what the driver counts for the worker's process, or why it counts nothing."""
         pid = self._worker.pid
         if isinstance(use, str) or pid is None:
             return use
@@ -271,7 +269,6 @@ TAPE_VARIABLE = "FP8BENCH_TAPE"
 
 
 def records_tapes(request: Request, environment: Mapping[str, str]) -> bool:
-    """Whether tapes are recorded: always with --tape, else unless the variable says off."""
     return request.tape or is_on(TAPE_VARIABLE, environment, "recorded", "off", "to record no tapes")
 
 

@@ -87,7 +87,6 @@ class WorkerProcess:
 
     @property
     def killed(self) -> bool:
-        """Whether SIGKILL ended it, as when memory runs out."""
         return self._popen.poll() == -signal.SIGKILL
 
     def end_in_words(self) -> str:

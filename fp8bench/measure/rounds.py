@@ -110,7 +110,6 @@ class RoundSession:
                 arm.check(worker)
 
     def release(self, worker: Worker) -> ArmFailed | None:
-        """Gives all states back; returns the failure of the first arm that leaves threads running."""
         culprits = [failed for arm in self.arms if (failed := arm.release(worker))]
         return culprits[0] if culprits else None
 
@@ -189,7 +188,6 @@ class RoundSession:
         return native or [arm for arm in (self.control,) if arm is not None]
 
     def _turn(self, rounds: int, undecided: Sequence[MeasuredArm], rule: StoppingRule) -> list[MeasuredArm]:
-        """The arms of the next round; empty when no question is left."""
         emulated = [arm for arm in self.arms if arm.emulated and rounds < EMULATED_ROUNDS]
         timed = [arm for arm in self.arms if not arm.emulated]
         if rule.fixed is not None:
@@ -251,7 +249,6 @@ class ReplayPass:
         return {arm.key: checked.get(arm.key) or Replays(why=whys[arm.key]) for arm in arms}
 
     def _capture(self, arm: MeasuredArm, worker: Worker) -> str:
-        """Why its step cannot be replayed; '' where it can."""
         self._tell(arm, 0.0)
         static = arm.planned.case.static
         if arm.cache == ROTATING:

@@ -58,7 +58,6 @@ class WindowRule:
 
     @property
     def window_seconds(self) -> tuple[float, float]:
-        """The least and the most that a window takes, warming up included."""
         if self.turn_seconds:
             return 1.5 * self.turn_seconds, self.settling_seconds + max(self.turn_seconds, CAP)
         return _WARM_SECONDS + SHORTEST, _WARM_SECONDS + CAP

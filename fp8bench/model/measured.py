@@ -55,7 +55,6 @@ class Rate:
 
     @property
     def steady(self) -> bool:
-        """Whether its runs agree well enough to be taken for an upper bound."""
         return bool(self.runs) and self.spread <= WIDEST_SPREAD
 
 

@@ -75,7 +75,6 @@ class DeviceFacts:
 
     @property
     def key(self) -> str:
-        """'cpu', or like 'cuda:0'."""
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
 
     @property

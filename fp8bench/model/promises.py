@@ -139,5 +139,4 @@ class ModeConformity:
 
     @property
     def conforms(self) -> bool:
-        """Whether all that the device does is what its emulation does."""
         return all(conformity.difference is None or conformity.difference.conforms for conformity in self.found)

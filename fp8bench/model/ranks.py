@@ -31,7 +31,6 @@ def beat_file(rank: int) -> str:
 
 
 def words_file(rank: int) -> str:
-    """The file with a rank's stderr."""
     return f"rank-{rank}.err"
 
 

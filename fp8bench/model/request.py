@@ -77,7 +77,6 @@ def _is_pair(value: object) -> bool:
 
 
 def _is_axis(value: object) -> bool:
-    """A name, and at least one value."""
     return isinstance(value, tuple) and isinstance(value[0], str) and bool(value[1])
 
 

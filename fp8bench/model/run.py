@@ -82,7 +82,6 @@ class Run:
     clock_ahead: float | None = None
 
     def __repr__(self) -> str:
-        """One line, because all the samples would fill pages."""
         state = "finished" if self.finished else "unfinished"
         return f"<Run {self.id}: {self.request.suite}, {len(self.records)} cases, {state}, {self.path or 'not stored'}>"
 
@@ -93,7 +92,6 @@ class Run:
 
     @property
     def ok(self) -> bool:
-        """Whether something was measured and nothing failed."""
         statuses = {record.status for record in self.records}
         return Status.OK in statuses and Status.FAILED not in statuses
 
@@ -143,7 +141,6 @@ class Finding:
 
     @property
     def judged(self) -> bool:
-        """Whether it has a verdict on speed."""
         return self.verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
 
     @property
@@ -178,7 +175,6 @@ class FleetPlan:
     fp8bench: str
 
     def name_of(self, number: int) -> str:
-        """The `cell` of a run."""
         return f"{self.id}/{number}"
 
 

@@ -79,7 +79,6 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
 
     @property
     def noisy(self) -> bool:
-        """Whether the same code gives another number each time."""
         return self.unit in _NOISY_UNITS
 
     def shown(self, value: float | None, unit: str = "", digits: int = 3) -> str:
@@ -98,7 +97,6 @@ def _row(name: str, unit: str, description: str, **more: Any) -> MetricSpec:
 
 
 def _exact(unit: str = "") -> Callable[[float], str]:
-    """Shows every digit."""
     return lambda value: f"{value:,.0f} {unit}".rstrip()
 
 
@@ -108,7 +106,6 @@ def time_of_phase(phase: str) -> str:
 
 
 def memory_of_role(role: str) -> str:
-    """For example 'memory_weights'."""
     return f"memory_{role}"
 
 

@@ -79,7 +79,6 @@ class Tape:
 
     @property
     def by_path(self) -> dict[str, int]:
-        """FLOPs of the step by the dtype that they multiply in."""
         flops_by_path: dict[str, int] = {}
         for phase in self.phases:
             for path, flops in phase.by_path:
@@ -87,7 +86,6 @@ class Tape:
         return flops_by_path
 
     def of(self, phase: str) -> PhaseCount | None:
-        """The sums of a phase, None if nothing ran in it."""
         return next((count for count in self.phases if count.phase == phase), None)
 
 
@@ -149,7 +147,6 @@ class Shares:
 
     @property
     def whole(self) -> float:
-        """The seconds that all shares are shares of."""
         return max(self.step, sum(part.seconds for part in self.parts))
 
     @property
@@ -168,7 +165,6 @@ class Shares:
         return dict(sorted(shares.items(), key=lambda part: (-part[1], part[0])))
 
     def summed(self, key: Callable[[Share], Key]) -> dict[Key, float]:
-        """Shares of the step, summed by `key`."""
         shares: dict[Key, float] = {}
         whole = self.whole
         for part in self.parts:

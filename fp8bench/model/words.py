@@ -94,7 +94,6 @@ class Label(StrEnum):
 
     @property
     def casts_doubt(self) -> bool:
-        """Whether a verdict with this label is no plain fact."""
         return self not in REMARKS
 
 

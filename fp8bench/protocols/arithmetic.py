@@ -39,7 +39,6 @@ class ScaleBook:
         self._kept: dict[tuple[str, str], Callable[[], ScaleState | None]] = {}
 
     def begin_step(self) -> None:
-        """Every `refresh`-th step watches."""
         self._steps += 1
         if self.known is not None and self.rule.refresh:
             self.watching = self._steps % self.rule.refresh == 0
@@ -52,7 +51,6 @@ class ScaleBook:
         self._kept[layer, role] = state
 
     def states(self) -> tuple[LayerScale, ...]:
-        """All scales that were used in a cast, in the order in which their layers were made."""
         states = ((*key, state()) for key, state in self._kept.items())
         return tuple(LayerScale(layer, role, *state) for layer, role, state in states if state is not None)
 
@@ -193,7 +191,6 @@ class Arithmetic(ABC):
         return self.cast(tensor, role)
 
     def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
-        """The values of an operand in `dtype`."""
         import torch
 
         if operand.scale is None:

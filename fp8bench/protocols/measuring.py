@@ -50,7 +50,6 @@ class MemoryMeter(ABC):
         """Stops counting and returns the stretch, None where none began. Also called after an exception."""
 
     def mark(self) -> None:
-        """Begins the stretch, in no phase."""
         self.enter(UNATTRIBUTED)
 
     def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
@@ -80,18 +79,18 @@ class Device(ABC):
 
     @abstractmethod
     def available(self) -> tuple[DeviceFacts, ...]:
-        """The devices of this kind on this machine."""
+        ...
 
     @abstractmethod
     def stamper(self, index: int) -> Stamper: ...
 
     @abstractmethod
     def synchronise(self, index: int) -> None:
-        """Waits until the device has nothing left to do."""
+        ...
 
     @abstractmethod
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether an exception means that the device's memory did not suffice."""
+        ...
 
     def select(self, index: int) -> None:
         """Makes it the calling thread's device; clocks record there."""
@@ -224,7 +223,7 @@ class Observer(Protocol):
         """A case is being worked on; `share` of its group's time has gone."""
 
     def finished(self, record: Record) -> None:
-        """A record is complete."""
+        ...
 
 
 class SilentObserver:

@@ -67,7 +67,6 @@ class Precision(ABC):
 
     @property
     def mode(self) -> str:
-        """Its name with the options that differ from their defaults."""
         return f"{self.plain_mode}:backend={self.backend.name}" if self.backend else self.plain_mode
 
     @property
@@ -92,7 +91,7 @@ class Precision(ABC):
 
     @abstractmethod
     def support(self, facts: DeviceFacts) -> Support:
-        """Native, emulated or refused on that device, and why."""
+        ...
 
     @abstractmethod
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
@@ -163,7 +162,6 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @contextmanager
 def float32_products(setting: str) -> Iterator[None]:
-    """Sets torch's float32 matmul precision, cuDNN's convolutions included, for the body."""
     import torch
 
     before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32

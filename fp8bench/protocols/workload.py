@@ -58,7 +58,6 @@ def key_of(layer: Layer, keys: Collection[str]) -> str | None:
 
 
 def around_refused(precision: Precision, key: str) -> str:
-    """Why a layer without products cannot be in a precision; '' where it can."""
     if precision.whole_layers:
         return f"{precision.mode} has a library's products only, and {key} multiplies nothing: choose backend=emulated"
     if precision.float32_products != "highest":

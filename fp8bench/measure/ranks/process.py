@@ -207,7 +207,6 @@ class RanksProcess(WorkerProcess):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _attended(self) -> bool:
-        """Whether the launcher or its warden holds the other end of the lifeline."""
         if self._lifeline < 0:
             return False
         looking = select.poll()
@@ -236,13 +235,11 @@ class RanksProcess(WorkerProcess):
                 rank.ended_at = time.monotonic()
 
     def _held_up(self, begun: float) -> bool:
-        """Whether a rank that has not answered is suspended, and was waited for long enough."""
         if time.monotonic() - begun < self._launch.stopped_seconds:
             return False
         return any(self._ranks[number].reply is None and _is_stopped(pid) for number, pid in self._pids().items())
 
     def _pids(self) -> dict[int, int]:
-        """The process of each rank; of those that have not connected yet, by /proc."""
         pids = {rank.number: rank.pid for rank in self._ranks if rank.pid}
         if len(pids) < len(self._ranks):
             with contextlib.suppress(OSError):
@@ -266,7 +263,6 @@ class RanksProcess(WorkerProcess):
         return states
 
     def _states(self) -> list[RankState]:
-        """All ranks as they are, in the order in which they ended, then by number."""
         stopped = {number for number, pid in self._pids().items() if _is_stopped(pid)}  # before they are ended
         statuses = self._statuses()
         in_order = sorted(self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number))
@@ -358,13 +354,11 @@ class RanksProcess(WorkerProcess):
         return lost
 
     def _end_ranks(self) -> None:
-        """Closes the lifelines, upon which each rank is ended with all it has started."""
         for rank in self._ranks:
             rank.close()
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process was suspended by SIGSTOP or SIGTSTP."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     except (OSError, IndexError):

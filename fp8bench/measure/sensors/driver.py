@@ -30,10 +30,10 @@ class Clock(Protocol):
     def cpu(self) -> float: ...
 
     def sleep(self, seconds: float, stop: threading.Event) -> bool:
-        """Sleeps, and says whether `stop` was set meanwhile."""
+        ...
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Sleeps until `until()` is true."""
+        ...
 
 
 class HostClock:
@@ -112,18 +112,17 @@ class DriverLibrary(ABC):
 
     @abstractmethod
     def load(self) -> Any:
-        """Imports the package that calls the library. Raises NoReading where there is none."""
+        ...
 
     @abstractmethod
     def begin(self) -> None:
-        """Initialises the library."""
+        ...
 
     @abstractmethod
     def failure(self, error: Exception) -> NoReading | None:
         """Translates an exception of the package; None for other exceptions."""
 
     def open(self) -> None:
-        """Initialises the library for its first user. Raises NoReading."""
         with self._lock:
             if not self._users:
                 self.bounded(self._initialise)
@@ -255,7 +254,6 @@ class Looks(ABC):
         return told.get("power_cap", Unavailable("no power limit is known here"))
 
     def state(self) -> Readings:
-        """Power, clocks, temperature, throttle reasons, use and memory at present."""
         return self._read(self.queries.state)
 
     def violations(self) -> Readings:

@@ -65,7 +65,6 @@ class Polling:
         self._resting = False
 
     def next(self, now: float, tick: Tick | None, count: int) -> float:
-        """How long to sleep after a look; `tick` is what it saw, the `count`th one."""
         rested, self._resting, blind, self.blind = self._resting, False, self.blind, False
         if rested:
             self._awake = now
@@ -92,7 +91,6 @@ class Polling:
         return max(rest, self._pause)
 
     def mind(self, cpu_seconds: float, seconds: float) -> None:
-        """Looks less often if looking has taken more than its share of processor time."""
         if cpu_seconds <= _BUDGET * (seconds + _ADVANCE):
             return
         if self._rhythm is None:
@@ -171,7 +169,6 @@ class Sampler:
         self._thread.start()
 
     def resolved(self) -> bool:
-        """Whether there is enough for a sharp number."""
         if self._source.counts:
             return resolved(self.ticks)
         return sufficient(self.samples, self.begun, self._source.settle)

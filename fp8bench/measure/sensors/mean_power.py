@@ -79,7 +79,6 @@ def slope(ticks: Sequence[Tick]) -> PowerStretch:
 
 
 def resolved(ticks: Sequence[Tick]) -> bool:
-    """Whether there are enough ticks, and their instants are sharp enough."""
     return len(ticks) > INTERVALS and (slope(ticks).uncertainty or 0.0) <= RESOLVED
 
 

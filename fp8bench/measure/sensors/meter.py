@@ -117,7 +117,6 @@ class Meter(AbstractContextManager["Meter"]):
             raise
 
     def _tried(self, source: Source) -> Source:
-        """Returns the source if it works, a counter with its rhythm. Raises NoReading."""
         clock = self._clock
         sampler = Sampler(
             source, clock, None, lambda looking: len(looking.ticks) >= _TICKS or len(looking.samples) >= _FEWEST_SAMPLES
@@ -210,7 +209,6 @@ def _absent(why: str, clock: Clock = HOST) -> Meter:
 def _of_driver(
     device: DriverDevice, sources: Sequence[Source], parts: str, shared_by: int, clock: Clock, energy: bool
 ) -> Meter:
-    """The meter of a device that a driver's library knows and that `shared_by` several parts may share."""
     if not energy:
         return Meter((), device, _UNWANTED, clock)
     if shared_by > 1:
@@ -229,7 +227,6 @@ def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True)
 def counted_meter(
     domains: Callable[[], Sequence[rapl.Domain]], kind: SourceKind, device: Looks, energy: bool, clock: Clock = HOST
 ) -> Meter:
-    """The meter of a device whose energy is counted in files; `device` answers other queries."""
     if not energy:
         return Meter((), device, _UNWANTED, clock)
     try:

@@ -97,7 +97,6 @@ _MEMORY_V2 = 0x02000028
 
 
 def field(ask: Ask, number: int) -> float:
-    """A value of nvmlDeviceGetFieldValues, which has a status of its own."""
     (value,) = ask("nvmlDeviceGetFieldValues", [number])
     if value.nvmlReturn:
         raise NoReading(reason(value.nvmlReturn))
@@ -112,7 +111,6 @@ def _plain(function: str, unit: str, *arguments: Any, of: Callable[[Any], Any] =
 
 
 def _scaled(function: str, factor: float, unit: str, *arguments: Any) -> Way:
-    """A quantity that is never 0, times `factor`."""
     return lambda ask: positive(ask(function, *arguments) * factor, unit, function)
 
 
@@ -142,7 +140,6 @@ _PROCESSES = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRu
 
 
 def _running_processes(ask: Ask) -> tuple[list[tuple[int, int]], str]:
-    """Processes with their bytes, by the newest function that the driver has."""
     try:
         source = _PROCESSES[0]
         processes = ask(source)

@@ -68,7 +68,6 @@ class Match:
 
 
 def match(identity: DeviceIdentity, devices: Sequence[ListedDevice], environ: Mapping[str, str]) -> Match:
-    """Returns the NVML device; raises NoReading where it cannot be told."""
     if not devices:
         raise NoReading("NVML lists no device")
     uuid, address = _digits(identity.uuid), address_of(identity.pci)

@@ -98,7 +98,6 @@ def _energy_uj(domain: Domain) -> int:
 
 
 def text_of(path: Path) -> str:
-    """The stripped text of a system file; raises NoReading."""
     try:
         return path.read_text(errors="replace").strip()
     except PermissionError as error:
