@@ -68,7 +68,6 @@ def test_noise_of_gaussian_values(fmt: Format, scaling: Scaling, expected: float
 
 
 def test_stochastic_rounding_is_biased_under_block_scales_rounded_to_nearest() -> None:
-    """A scale rounded down clips the largest at 6, which no chance makes up for: rounded up, nothing is lost."""
     source = gaussian(4096)
     seed = torch.tensor([1])
     clipped, whole = (values(source, E2M1, scaling, seed=seed) for scaling in (NVFP4, NVFP4_UP))

@@ -53,7 +53,6 @@ def test_the_order_stays(one: float, other: float, way: tuple[Format, Overflow])
 
 @given(value=floats, fmt=formats)
 def test_nothing_of_the_format_lies_nearer(value: float, fmt: Format) -> None:
-    """A search through every number of the format (every 37th of tf32's and the nearest, for speed)."""
     result = rounded(value, fmt).item()
     if np.isnan(result) or not np.isfinite(value):
         return
@@ -104,7 +103,6 @@ def random_numbers_in_turn(fmt: Format) -> torch.Tensor:
 
 @each_format
 def test_the_share_that_goes_up_is_the_rest_of_the_step(fmt: Format) -> None:
-    """Not by chance: of all random numbers, exactly that share, in normal and in subnormal steps."""
     random = random_numbers_in_turn(fmt)
     rungs = ladder(fmt.name)
     rests = 13 if fmt is TF32 else 23 - 7 if fmt is BF16 else 12
@@ -123,7 +121,6 @@ def test_the_share_that_goes_up_is_the_rest_of_the_step(fmt: Format) -> None:
 
 @each_format
 def test_the_smallest_rest_goes_up_as_rarely_as_it_should(fmt: Format) -> None:
-    """The number one float32 step above 1, at the random number where its fate changes."""
     value = torch.full((2,), float(np.nextafter(np.float32(1), np.float32(2))))
     if fmt in (BF16, TF32, E8M0):  # goes up at the largest number that the lost bits can hold, and at no other
         last = (1 << 23 - fmt.mantissa_bits) - 1

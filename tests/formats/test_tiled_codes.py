@@ -59,7 +59,6 @@ def pieces(source: torch.dtype) -> Iterator[Tensor]:
 
 
 def cast(x: Tensor, how: Cast) -> list[Tensor]:
-    """Codes, and bytes of scales."""
     draw = None if how.seed is None else seeded(how.seed.to(x.device))
     return [one.view(torch.uint8) for one in tiled_codes(x, how.fmt, how.scaling, draw)]
 
@@ -96,14 +95,12 @@ def both_ways(x: Tensor, how: Cast) -> list[Tensor]:
 
 @for_each("how", [one for one in CASTS if one.seed is None], ids=str)
 def test_both_ways_are_each_by_itself(how: Cast) -> None:
-    """Where one fills its tiles and the other does not, too."""
     for x in pieces(how.source):
         assert same(both_ways(x, how), [*stored(x, how), *stored(x.t(), how)]), (x.shape, x.stride())
 
 
 @for_each("how", [CASTS[2], CASTS[5]], ids=str)
 def test_both_ways_take_seeds_that_follow_each_other(how: Cast) -> None:
-    """The last one is left where it was asked for."""
     assert how.seed is not None
     for x in pieces(how.source):
         draw = seeded(how.seed, (1, 2))
@@ -114,7 +111,6 @@ def test_both_ways_take_seeds_that_follow_each_other(how: Cast) -> None:
 
 
 def test_each_way_may_have_a_largest_magnitude_of_its_own() -> None:
-    """As where what is turned was rotated; with one for both it is the tensor's that is seen here."""
     x, other = gaussian(128, 64), 8 * gaussian(64, 128)
     peaks = [one.abs().amax(1) for one in (x, other)]
     found = tiled_codes_both(x, other, E2M1, NVFP4, amaxes=peaks)
@@ -140,7 +136,6 @@ def test_mx_codes_are_those_of_ml_dtypes(turned: bool) -> None:
 
 @for_each("turned", [False, True])
 def test_nvfp4_codes_are_those_of_ml_dtypes(turned: bool) -> None:
-    """float32 operation by operation; the first of two codes in the lower half of a byte."""
     x = gaussian(256, 128)
     x = x.t() if turned else x
     blocks = np.ascontiguousarray(x.numpy()).reshape(-1, 16)

@@ -113,7 +113,6 @@ def watched(
 
 
 def test_looks_belong_to_the_arm_whose_slot_is_over() -> None:
-    """All reasons of its own looks, the mean and lowest clock, the highest temperature; each slot has its clock."""
     device = Device(look(0x4), look(0x40, 1.2e9, 80), look(0x4, 1.4e9, 60), look(0x1, 1.6e9, 40))
     found = watched(device, ("fp32", "bf16"), ("fp32",), ("fp32",))
     (a, first), (b, _) = found["fp32"], found["bf16"]
@@ -134,7 +133,6 @@ def test_a_mean_clock_counts_slots_by_how_long_they_took() -> None:
 
 
 def test_looking_takes_a_twentieth_of_the_time_at_most_and_whole_rounds() -> None:
-    """Each look takes the driver time in which the device idles; arms of a round are looked at or not together."""
     device = Device(*[look()] * 300)
     found = watched(device, *[("fp32", "bf16")] * 100, slot_seconds=0.01, look_seconds=0.002)
     rounds = [{slot.round for slot in arm.slots if slot.clock is not None} for _, arm in found.values()]
@@ -188,7 +186,6 @@ def test_a_case_that_ran_at_another_clock_has_no_verdict(
 def test_what_held_the_clocks_back_is_counted_by_the_driver_over_the_sitting(
     after: Read, held: tuple[tuple[str, float], ...], why: str
 ) -> None:
-    """Which also knows what happened between two looks. A count that fails is a reason and no zero."""
     watch = Watch(Device(violations=(reading(5.0), after)), clock=Clock())
     watch.end()
     seen = watch.seen(arm("fp32"))

@@ -51,7 +51,6 @@ def test_cases_take_turns_in_replays() -> None:
 
 
 def test_what_replays_leave_out_is_kept() -> None:
-    """A host that loads between replays may fall behind: the queue is filled before each of them."""
     loading = replace(planned("fp32").case, workload="transformer")
     one = replace(arm("bf16", facts=GPU), planned=replace(planned("bf16"), case=loading))
     fillings: dict[str, Filling | None] = {}
@@ -64,7 +63,6 @@ def test_what_replays_leave_out_is_kept() -> None:
 
 
 def test_who_is_not_captured_says_why() -> None:
-    """The others go on; afterwards the worker is another one, since nobody knows what is left in it."""
     found, worker = replayed(
         {"fp32": lasting(1), "bf16": lasting(1, uncapturable="it waits for a value of the device")}
     )

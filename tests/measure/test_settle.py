@@ -78,7 +78,6 @@ def test_the_reference_runs_until_clock_and_temperature_stand_still(monkeypatch:
 
 
 def test_a_device_that_still_moves_at_the_limit_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every case that it ran, with how fast it moved; the verdict is in doubt and stands."""
     records, _, _ = measured(monkeypatch, lambda at: 30 + 2 * at, limit=5.0)
     settling = warm_up(records["bf16"])
     assert settling is not None and not settling.settled and 5 <= settling.seconds < 5.5

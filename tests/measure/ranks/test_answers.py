@@ -164,7 +164,6 @@ def test_sentences_say_rank_phase_and_reason() -> None:
 
 
 def test_heartbeats_are_read_from_what_was_left() -> None:
-    """Outside of steps a rank is in a request alone; before its first beat it has done nothing."""
     gemm = [*Phase].index(Phase.GEMM)
     assert heartbeat_of(1, BEAT.pack(7, gemm, 1.5, b"slot")) == Heartbeat(1, 7, "gemm", "slot", 1.5)
     assert heartbeat_of(1, BEAT.pack(7, -1, 1.5, b"prepare")).doing == "'prepare'"

@@ -56,7 +56,6 @@ def reason(energy: Energy | Unavailable) -> str:
 def test_constant_power_within_one_per_cent(
     nvml: Simulation, opened: Opened, clock: VirtualClock, milliseconds: int, lateness: float
 ) -> None:
-    """In every window that has enough, whatever the counter's period, and also where the thread wakes up late."""
     nvml.state.device[0].period_ns = milliseconds * 1_000_000
     clock.lateness = lateness
     meter, chance = opened(), random.Random(milliseconds)
@@ -75,7 +74,6 @@ def test_constant_power_within_one_per_cent(
 
 @pytest.mark.parametrize("curve", [SQUARE, SINE])
 def test_a_swinging_power(nvml: Simulation, opened: Opened, clock: VirtualClock, curve: int) -> None:
-    """By half, three times a second: 2% of the truth between the ticks, 3% of the whole window at 3 s."""
     device = nvml.state.device[0]
     device.curve, device.low, device.high, device.hertz = curve, 150.0, 300.0, 3.0
     meter, chance = opened(), random.Random(curve)
@@ -119,7 +117,6 @@ def test_a_window_that_never_gets_enough_ends_at_its_cap(nvml: Simulation, opene
 def test_a_counter_with_another_pace(
     nvml: Simulation, opened: Opened, clock: VirtualClock, before: int, after: int
 ) -> None:
-    """What was dated by its rhythm is dropped; the figure is as good, and says how good."""
     nvml.state.device[0].period_ns = before * 1_000_000
     meter = opened()
     nvml.state.device[0].period_ns = after * 1_000_000
@@ -130,7 +127,6 @@ def test_a_counter_with_another_pace(
 
 
 def test_a_counter_that_changes_its_pace_within_a_window(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
-    """From a millisecond to 40, in its middle: at first each look saw a change."""
     device = nvml.state.device[0]
     device.period_ns = 1_000_000
     meter = opened()
@@ -198,7 +194,6 @@ def test_without_a_counter_power_is_integrated(
 
 
 def test_an_average_does_not_count_what_was_before(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
-    """The device was idle until the window began, and the sensor shows it for a second more."""
     device = nvml.state.device[0]
     for function in ("nvmlDeviceGetTotalEnergyConsumption", "field 186"):
         nvml.fail(function, 3)
@@ -266,7 +261,6 @@ def test_a_workload_that_raises_takes_its_window_along(nvml: Simulation, opened:
 def test_a_thread_that_breaks_off_has_measured_nothing(
     nvml: Simulation, opened: Opened, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of ours, eleven ticks in: it is told on stderr, and the window has no number."""
     told: list[object] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
     meter = opened()
@@ -282,7 +276,6 @@ def test_a_thread_that_breaks_off_has_measured_nothing(
 
 @pytest.mark.slow
 def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
-    """On the host's clock: the window says so after a while, and later ones at once."""
     nvml.state.device[0].period_ns = 5_000_000
     meter = nvml_meter(DeviceIdentity(0), {}, library=Library(timeout=0.4))
     calls = nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]
@@ -311,7 +304,6 @@ def test_a_source_that_hangs_when_it_is_tried(nvml: Simulation) -> None:
 
 
 def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
-    """A thread that is dear looks less often, and windows become longer, not wrong."""
     nvml.state.device[0].period_ns = 20_000_000
     meter = opened()
     cheap, _, _ = measured(meter, clock, 4.0)
@@ -324,7 +316,6 @@ def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: V
 
 @pytest.mark.slow
 def test_in_real_time(nvml: Simulation) -> None:
-    """A thread, the host's clock, and a workload that holds the interpreter: within what it says it may be off."""
     nvml.state.device[0].period_ns = 10_000_000
     with nvml_meter(DeviceIdentity(0), {}, library=Library()) as meter, meter.window(cap=60.0) as window:
         while not window.enough:

@@ -57,7 +57,6 @@ def test_a_processor_is_measured_by_rapl(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rapl_counts(tmp_path: Path, nvml: Simulation, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of 65 W with memory of 5 W, whose counters change every millisecond and wrap around now and then."""
     package = zone(tmp_path, "intel-rapl:0", "package-0", limit=80_000_000 - 1)
     zone(tmp_path, "intel-rapl:0:0", "dram", limit=80_000_000 - 1)
 
@@ -76,7 +75,6 @@ def test_rapl_counts(tmp_path: Path, nvml: Simulation, clock: VirtualClock, monk
 
 @for_each("name", [uuid_of(2), uuid_of(2)[4:], pci_of(2), "00:20:00.0"])
 def test_a_variable_names_the_device_of_all_cases(nvml: Simulation, name: str) -> None:
-    """Processors included: so a whole suite runs with the library of the tests."""
     nvml.reset()
     nvml.add("Second GPU", 2).period_ns = 10_000_000
     with meter_for(CPU, {opening.NVML_DEVICE: name}) as meter:

@@ -23,7 +23,6 @@ def test_without_a_rhythm_it_looks_all_the_time() -> None:
 
 
 def test_up_to_the_tenth_they_are_counted_halfway_between_two() -> None:
-    """However late each look is, as long as it is none too few; where it saw none, the next is waited for."""
     pace = Polling(counts=True, rhythm=STEADY)
     now = 1.001 + pace.next(1.001, tick(1.0, 0.002), 1)
     assert now == pytest.approx(1.15)
@@ -33,7 +32,6 @@ def test_up_to_the_tenth_they_are_counted_halfway_between_two() -> None:
 
 
 def test_the_tenth_is_followed_by_a_rest_until_just_before_the_next() -> None:
-    """The tenth itself was seen late, and is dated by the first and the rhythm."""
     pace = Polling(counts=True, rhythm=STEADY)
     pace.next(1.0, tick(1.0), 1)
     assert 1.95 + pace.next(1.95, tick(1.9, 0.1), INTERVALS) == pytest.approx(2.0 - 2 * PAUSE) and not pace.blind
@@ -42,14 +40,12 @@ def test_the_tenth_is_followed_by_a_rest_until_just_before_the_next() -> None:
 
 
 def test_a_tick_that_came_early_makes_it_wake_up_earlier() -> None:
-    """It was there already when the rest was over."""
     pace = Polling(counts=True, rhythm=STEADY)
     assert 1.0 + pace.next(1.0, tick(1.0), LAST) == pytest.approx(1.1 - 2 * PAUSE)
     assert 1.096 + pace.next(1.096, tick(1.09), LAST + 1) == pytest.approx(1.19 - 4 * PAUSE)
 
 
 def test_of_a_faster_counter_ticks_are_passed_over() -> None:
-    """The change that is seen after such a rest is none to go by, and the rest is not repeated before the next one."""
     pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02))
     assert pace.next(1.0, tick(1.0), LAST) == pytest.approx(0.06 - 2 * PAUSE) and pace.blind
     assert pace.next(1.056, tick(1.05), LAST) == PAUSE and not pace.blind
@@ -63,7 +59,6 @@ def test_a_counter_faster_than_looks_is_looked_at_seldom() -> None:
 
 
 def test_looking_that_is_too_dear_is_done_less() -> None:
-    """Up to a limit: ten intervals shall fit into a window. What the first tick took is granted."""
     fast, steady = Polling(counts=True, rhythm=Rhythm(0.002, 0.0, 0.003)), Polling(counts=True, rhythm=STEADY)
     for pace in (fast, steady):
         pace.mind(0.006, 0.5)
