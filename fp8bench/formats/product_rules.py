@@ -254,12 +254,12 @@ def _row_outputs(device: DeviceClass) -> str:
 
 def _of_shape(product: Product, device: DeviceClass) -> Iterator[Objection]:
     """Objections to sides that are no multiples, one a side: the widest rules come first."""
-    said: set[str] = set()
+    sides: set[str] = set()
     for source, multiples in _multiples(product.scheme, device):
         for objection in uneven(product, source, multiples):
             side = objection.why.partition("=")[0]
-            if side not in said:
-                said.add(side)
+            if side not in sides:
+                sides.add(side)
                 yield objection
 
 

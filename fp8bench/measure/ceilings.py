@@ -58,8 +58,8 @@ def whole_ceilings(
     measured again. A lost worker ends one rate only. A piece gets its share of the time that is left, so after a slow
     one all that follow are shorter.
     """
-    asked, end = worker.within(COMPILE_SECONDS), time.monotonic() + seconds
-    rates = list(begun.rates if begun is not None else asked.ceiling_rates(device))
+    bench, end = worker.within(COMPILE_SECONDS), time.monotonic() + seconds
+    rates = list(begun.rates if begun is not None else bench.ceiling_rates(device))
     for run in range(RUNS + 1):
         left = [place for place, rate in enumerate(rates) if not (len(rate.runs) >= run if run else rate.shape)]
         for number, place in enumerate(left):
@@ -70,7 +70,7 @@ def whole_ceilings(
             if rate.why:
                 continue
             try:
-                rates[place] = asked.ceiling(device, rate, share)
+                rates[place] = bench.ceiling(device, rate, share)
             except WorkerError as error:
                 rates[place] = replace(rate, runs=(), why=str(error)[:200])
                 worker.restart()

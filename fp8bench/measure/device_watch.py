@@ -114,7 +114,7 @@ class Watch:
 
     def seen(self, arm: MeasuredArm) -> DeviceWatch:
         looks = self._looks.get(arm.key, [])
-        held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}
+        seconds_held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}
         known = {
             name: [read.number for look in looks if isinstance(read := look[of], Reading)]
             for name, (of, _) in SUMMARIES.items()
@@ -126,7 +126,7 @@ class Watch:
         return DeviceWatch(
             looks=len(looks),
             seconds=self._seconds,
-            held=tuple((name, seconds) for name, seconds in held.items() if seconds > 0),
+            held=tuple((name, seconds) for name, seconds in seconds_held.items() if seconds > 0),
             why="; ".join(reasons_of(*looks, self._counted)),
             warm_up=self._warm_up,
             others=self._sharing.get("others"),

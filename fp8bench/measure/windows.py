@@ -217,12 +217,12 @@ class WindowPass:
     def _phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
         if result.reasons:
             return
-        held = _held(arm, phase, worker)
-        if held.why:
-            result.reasons.append(held.why)
+        replay = _replayable(arm, phase, worker)
+        if replay.why:
+            result.reasons.append(replay.why)
             return
-        times = max(1, round(CHUNK_SECONDS / max(held.seconds, 1e-7)))
-        limit, chunks, seconds = arm.limits.slot(held.seconds, times), 0, 0.0
+        times = max(1, round(CHUNK_SECONDS / max(replay.seconds, 1e-7)))
+        limit, chunks, seconds = arm.limits.slot(replay.seconds, times), 0, 0.0
         with self._meter.window() as window:
             while not window.enough or (seconds < SHORTEST and not window.failed):
                 seconds += worker.within(limit).loop_phase(arm.key, times)
@@ -245,15 +245,15 @@ class WindowPass:
         return None
 
 
-def _held(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
+def _replayable(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
     static = arm.planned.case.static
     if arm.cache == ROTATING:
         return RawReplay(why="its states rotate, and a phase done again would find its own in the caches")
     if static is not None and static.refresh:
         return RawReplay(why="its scales are renewed every so many steps")
     most = round(_SHARE_OF_MEMORY * arm.facts.memory_bytes)
-    held: RawReplay = worker.within(arm.limits.numbers(arm.planned.work)).hold_phase(arm.key, phase, most)
-    return held
+    replay: RawReplay = worker.within(arm.limits.numbers(arm.planned.work)).hold_phase(arm.key, phase, most)
+    return replay
 
 
 def _kept_window(energy: Energy, steps: int) -> EnergyWindow:

@@ -55,10 +55,10 @@ def attempt(read: Callable[[], Reading]) -> Read:
         return Unavailable(failure.reason)
 
 
-def reasons_of(*said: Readings) -> list[str]:
+def reasons_of(*several: Readings) -> list[str]:
     """Why values are missing, by reason: 'ecc, mig: not supported'."""
     names: dict[str, dict[str, None]] = {}
-    for readings in said:
+    for readings in several:
         for name, read in readings.items():
             if isinstance(read, Unavailable):
                 names.setdefault(read.reason, {})[name] = None

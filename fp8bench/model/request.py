@@ -136,11 +136,11 @@ def words_of(kind: type) -> dict[str, str]:
     return {name: word if (word := called.get(name)) and word not in names else name for name in names}
 
 
-def check_fields(asked: Any, rules: Mapping[str, Rule]) -> None:
+def check_fields(request: Any, rules: Mapping[str, Rule]) -> None:
     """Raises UsageError for the first field that breaks its rule; None is allowed where it is the default."""
-    defaults, words = {field.name: field.default for field in fields(asked)}, words_of(type(asked))
+    defaults, words = {field.name: field.default for field in fields(request)}, words_of(type(request))
     for name, rule in rules.items():
-        value = getattr(asked, name)
+        value = getattr(request, name)
         left_out = value is None and defaults[name] is None
         if not left_out and not rule.holds(value):
             raise UsageError(f"{words[name]} must be {rule.words}, got {value!r:.80}.")

@@ -254,9 +254,9 @@ SWITCHES_SET = "switches_set"
 def is_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:
     """Whether an environment variable is `on` or unset. Raises UsageError for anything but `on` and `off`; `purpose`
     completes 'Set it to `off` ...'."""
-    asked = environment.get(variable, "") or on
-    if asked not in (on, off):
+    value = environment.get(variable, "") or on
+    if value not in (on, off):
         raise UsageError(
-            f"{variable} is {asked!r:.80}. Set it to {off} {purpose}, or to {on}, which is what is done without it."
+            f"{variable} is {value!r:.80}. Set it to {off} {purpose}, or to {on}, which is what is done without it."
         )
-    return asked == on
+    return value == on

@@ -78,19 +78,16 @@ class Device(ABC):
     kind: ClassVar[str]
 
     @abstractmethod
-    def available(self) -> tuple[DeviceFacts, ...]:
-        ...
+    def available(self) -> tuple[DeviceFacts, ...]: ...
 
     @abstractmethod
     def stamper(self, index: int) -> Stamper: ...
 
     @abstractmethod
-    def synchronise(self, index: int) -> None:
-        ...
+    def synchronise(self, index: int) -> None: ...
 
     @abstractmethod
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        ...
+    def is_out_of_memory(self, error: BaseException) -> bool: ...
 
     def select(self, index: int) -> None:
         """Makes it the calling thread's device; clocks record there."""
@@ -222,8 +219,7 @@ class Observer(Protocol):
     def working(self, case: Case, doing: str, share: float) -> None:
         """A case is being worked on; `share` of its group's time has gone."""
 
-    def finished(self, record: Record) -> None:
-        ...
+    def finished(self, record: Record) -> None: ...
 
 
 class SilentObserver:

@@ -90,8 +90,7 @@ class Precision(ABC):
         return None
 
     @abstractmethod
-    def support(self, facts: DeviceFacts) -> Support:
-        ...
+    def support(self, facts: DeviceFacts) -> Support: ...
 
     @abstractmethod
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:

@@ -75,11 +75,11 @@ def _agreed(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float]
 
 
 def most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
-    told = [answer for answer in answers if isinstance(answer, MemoryUse)]
-    if len(told) < len(answers):
+    uses = [answer for answer in answers if isinstance(answer, MemoryUse)]
+    if len(uses) < len(answers):
         return next(answer for answer in answers if isinstance(answer, str))
-    each = tuple(RankMemory(rank, use.peak, use.roles) for rank, use in enumerate(told))
-    return replace(max(told, key=lambda most: most.peak), ranks=each)
+    each = tuple(RankMemory(rank, use.peak, use.roles) for rank, use in enumerate(uses))
+    return replace(max(uses, key=lambda use: use.peak), ranks=each)
 
 
 def _checked(answers: Sequence[StateCheck]) -> StateCheck:
@@ -111,10 +111,10 @@ def _first_text(answers: Sequence[str]) -> str:
 
 def _bits(answers: Sequence[Sequence[OperationBits]]) -> tuple[OperationBits, ...]:
     """Each operation's digests: several where the ranks' results differ."""
-    told: dict[OperationBits, dict[str, None]] = {}
+    merged_bits: dict[OperationBits, dict[str, None]] = {}
     for bits in (bits for own in answers for bits in own):
-        told.setdefault(replace(bits, digests=()), {}).update(dict.fromkeys(bits.digests))
-    return tuple(replace(bits, digests=tuple(digests)) for bits, digests in told.items())
+        merged_bits.setdefault(replace(bits, digests=()), {}).update(dict.fromkeys(bits.digests))
+    return tuple(replace(bits, digests=tuple(digests)) for bits, digests in merged_bits.items())
 
 
 StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
@@ -124,10 +124,10 @@ def _step_parts(
     answers: Sequence[StepAnswer | str | None],
 ) -> tuple[tuple[Sent, ...], Overlap, RankScaling | None] | None:
     """What every rank sends. Each round of each part ends with its slowest rank."""
-    told = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
-    if len(told) < len(answers):
+    parts = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
+    if len(parts) < len(answers):
         return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
-    sent, ranks = tuple(message for own, _ in told for message in own), [rounds for _, rounds in told]
+    sent, ranks = tuple(message for own, _ in parts for message in own), [rounds for _, rounds in parts]
     seconds = {name: tuple(map(max, zip(*(rank[name] for rank in ranks), strict=True))) for name in ranks[0]}
     scaling = RankScaling(seconds["whole"], seconds["share"], seconds["both"]) if "whole" in seconds else None
     overlap = Overlap(seconds["compute"], seconds["communication"], seconds["both"], seconds["in_turn"])

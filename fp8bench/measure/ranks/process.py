@@ -245,8 +245,8 @@ class RanksProcess(WorkerProcess):
             with contextlib.suppress(OSError):
                 children = Path(f"/proc/{self._popen.pid}/task/{self._popen.pid}/children").read_text().split()
                 for pid in map(int, children):
-                    said = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
-                    pids |= {int(said[1]): pid} if said else {}
+                    match = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
+                    pids |= {int(match[1]): pid} if match else {}
         return pids
 
     def _wait_for_others(self) -> None:

@@ -97,8 +97,8 @@ class _Throttling:
         self._before: Mapping[str, float] | None = None
 
     def read(self, ask: Ask) -> Reading:
-        said = ask("amdsmi_get_gpu_metrics_info")
-        now = {name: _number(said, name) for name in _HELD}
+        answer = ask("amdsmi_get_gpu_metrics_info")
+        now = {name: _number(answer, name) for name in _HELD}
         before, self._before = self._before, now
         if before is None:
             raise NoReading("nobody has looked before: what holds the clocks back is counted from look to look")
@@ -108,8 +108,8 @@ class _Throttling:
         return Reading(mask, "mask", "amdsmi_get_gpu_metrics_info")
 
 
-def _number(said: Mapping[str, Any], name: str) -> float:
-    value = said.get(name)
+def _number(answer: Mapping[str, Any], name: str) -> float:
+    value = answer.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise NoReading(f"AMD SMI does not know its {name} ({value})")
     return value
@@ -124,8 +124,8 @@ def _of(function: str, name: str, factor: float, unit: str, *arguments: Callable
 
 def _text(function: str, name: str = "") -> Way:
     def read(ask: Ask) -> Reading:
-        said = ask(function)
-        words = str(said.get(name, "") if name else said)
+        answer = ask(function)
+        words = str(answer.get(name, "") if name else answer)
         if words in ("", "N/A"):
             raise NoReading(f"{function} says nothing")
         return Reading(words, "", function)
@@ -135,8 +135,8 @@ def _text(function: str, name: str = "") -> Way:
 
 def energy(ask: Ask) -> Reading:
     """Joules that the socket has taken since its driver was loaded."""
-    said = ask("amdsmi_get_energy_count")
-    joules = _number(said, "energy_accumulator") * _number(said, "counter_resolution") * _MICRO
+    answer = ask("amdsmi_get_energy_count")
+    joules = _number(answer, "energy_accumulator") * _number(answer, "counter_resolution") * _MICRO
     return positive(joules, "J", "amdsmi_get_energy_count")
 
 

@@ -29,11 +29,9 @@ class Clock(Protocol):
 
     def cpu(self) -> float: ...
 
-    def sleep(self, seconds: float, stop: threading.Event) -> bool:
-        ...
+    def sleep(self, seconds: float, stop: threading.Event) -> bool: ...
 
-    def wait(self, until: Callable[[], bool]) -> None:
-        ...
+    def wait(self, until: Callable[[], bool]) -> None: ...
 
 
 class HostClock:
@@ -111,12 +109,10 @@ class DriverLibrary(ABC):
         self._lock = threading.Lock()
 
     @abstractmethod
-    def load(self) -> Any:
-        ...
+    def load(self) -> Any: ...
 
     @abstractmethod
-    def begin(self) -> None:
-        ...
+    def begin(self) -> None: ...
 
     @abstractmethod
     def failure(self, error: Exception) -> NoReading | None:
@@ -250,8 +246,8 @@ class Looks(ABC):
         return self._read(self.queries.facts)
 
     def power_limit(self) -> Read:
-        told = self._read(tuple(query for query in self.queries.facts if query.name == "power_cap"))
-        return told.get("power_cap", Unavailable("no power limit is known here"))
+        facts = self._read(tuple(query for query in self.queries.facts if query.name == "power_cap"))
+        return facts.get("power_cap", Unavailable("no power limit is known here"))
 
     def state(self) -> Readings:
         return self._read(self.queries.state)

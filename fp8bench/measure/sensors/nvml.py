@@ -18,7 +18,7 @@ from fp8bench.measure.sensors.driver import (
     Way,
     others_queries,
 )
-from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, ListedDevice, Match, match
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity, ListedDevice, Match, match
 from fp8bench.model import consumed
 from fp8bench.model.readings import NoReading, Reading, Readings, Unavailable, attempt, first_of, positive
 
@@ -276,7 +276,7 @@ class NvmlDevice(DriverDevice):
             raise NoReading("; ".join([failure.reason, *reasons])) from failure
         instance, device = self.match.instance, self.match.device
         self.shared_by = len(device.instances) if device.mig else 0
-        self._part = call("nvmlDeviceGetHandleByUUID", instance.uuid) if instance else None
+        self._part = call("nvmlDeviceGetHandleByUUID", instance) if instance else None
         return call("nvmlDeviceGetHandleByUUID", device.uuid)
 
 
@@ -310,8 +310,8 @@ def _mig(call: Callable[..., Any], handle: Any) -> bool:
         raise
 
 
-def _instances(call: Callable[..., Any], handle: Any) -> list[Instance]:
-    """The MIG instances; their numbers have gaps."""
+def _instances(call: Callable[..., Any], handle: Any) -> list[str]:
+    """UUIDs of the MIG instances; their numbers have gaps."""
     instances = []
     for number in range(call("nvmlDeviceGetMaxMigDeviceCount", handle)):
         try:
@@ -320,6 +320,5 @@ def _instances(call: Callable[..., Any], handle: Any) -> list[Instance]:
             if failure.code == NOT_FOUND:
                 continue
             raise
-        names = ("nvmlDeviceGetUUID", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId")
-        instances.append(Instance(*(call(name, instance) for name in names)))
+        instances.append(call("nvmlDeviceGetUUID", instance))
     return instances

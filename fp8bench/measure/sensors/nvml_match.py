@@ -29,42 +29,28 @@ class DeviceIdentity:
 
 
 @dataclass(frozen=True)
-class Instance:
-    """A MIG instance of a device."""
-
-    uuid: str
-    gpu_instance: int
-    compute_instance: int
-
-
-@dataclass(frozen=True)
 class ListedDevice:
-    """A device as NVML lists it."""
+    """A device as NVML lists it; `instances` are the UUIDs of its MIG instances."""
 
     uuid: str
     pci: str
     mig: bool = False
-    instances: tuple[Instance, ...] = ()
+    instances: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Match:
-    """The device, and its MIG instance; None without MIG, and where it cannot be told."""
+    """The device, and the UUID of its MIG instance; None without MIG, and where it cannot be told."""
 
     device: ListedDevice
-    instance: Instance | None = None
+    instance: str | None = None
 
     def is_named(self, word: str) -> bool:
-        """Whether its UUID begins with `word`; 'MIG-GPU-<uuid>/<instance>/<compute>' is the older form."""
-        instance = self.instance
-        older = (
-            f"MIG-{self.device.uuid}/{instance.gpu_instance}/{instance.compute_instance}".lower() if instance else ""
-        )
-        return self.uuid.lower().startswith(word.lower()) or older == word.lower()
+        return self.uuid.lower().startswith(word.lower())
 
     @property
     def uuid(self) -> str:
-        return (self.instance or self.device).uuid
+        return self.instance or self.device.uuid
 
 
 def match(identity: DeviceIdentity, devices: Sequence[ListedDevice], environ: Mapping[str, str]) -> Match:
@@ -140,7 +126,7 @@ def _named(word: str, devices: Sequence[ListedDevice]) -> Match:
     return matches[0]
 
 
-def _visible_instance(index: int, device: ListedDevice, environ: Mapping[str, str]) -> Instance | None:
+def _visible_instance(index: int, device: ListedDevice, environ: Mapping[str, str]) -> str | None:
     """The instance, where CUDA gave the whole device's UUID for it: the only one, or the one that is named."""
     if len(device.instances) == 1:
         return device.instances[0]

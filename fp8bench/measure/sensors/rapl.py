@@ -163,8 +163,8 @@ class HostDevice(AbsentDevice):
         return bool(self._clocks or self._heats)
 
     def glance(self) -> Readings:
-        told = {CLOCK: _highest(self._clocks, 1e3, "Hz"), "temperature": _highest(self._heats, 1e-3, "degC")}
-        return {**super().glance(), **told}
+        state = {CLOCK: _highest(self._clocks, 1e3, "Hz"), "temperature": _highest(self._heats, 1e-3, "degC")}
+        return {**super().glance(), **state}
 
     def changing(self) -> Readings:
         return self.glance()
