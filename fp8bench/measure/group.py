@@ -82,7 +82,7 @@ class GroupMeasurement:
         """Measures, then runs the passes; returns records in the order of the plan."""
         self._leave_out_lost()
         self._try_products()
-        while self._time() == "again":
+        while self._time_sessions() == "again":
             for outcome in self._outcomes:
                 outcome.forget()
         led = self._reference()
@@ -114,7 +114,7 @@ class GroupMeasurement:
             counting.counters(self._alive(), self._counting.why)
         if self._method.traces is not None:
             passes.traces(self._alive(), self._method.traces)
-        self._look_at_operators(passes)
+        self._record_operators(passes)
         for case_outcome in self._alive():
             case_outcome.note(
                 ceiling=ceiling_of(case_outcome.planned, self._method.ceilings.get(case_outcome.planned.case.device))
@@ -123,7 +123,7 @@ class GroupMeasurement:
             case_outcome.record(case_outcome is reference, case_outcome.planned.skip) for case_outcome in self._outcomes
         )
 
-    def _look_at_operators(self, passes: Passes) -> None:
+    def _record_operators(self, passes: Passes) -> None:
         """Records tapes and shares last: observing operators may leave a process slower."""
         method = self._method
         if self._other is not None and (method.tapes or method.shares):
@@ -164,7 +164,7 @@ class GroupMeasurement:
         native = [outcome for outcome in alive if outcome.planned.support.level is Level.NATIVE]
         return min(native or alive, key=lambda case_outcome: precisions.get(case_outcome.planned.case.precision).rank)
 
-    def _time(self) -> str:
+    def _time_sessions(self) -> str:
         """Times all sessions; returns 'again' if a fault means that the group must start over."""
         reference = self._reference()
         if reference is None:
@@ -186,7 +186,7 @@ class GroupMeasurement:
             failed = failed or left_over
             if failed is None:
                 continue
-            smaller = self._smaller(leader, with_control, candidates) if exhausted(failed.cause) else []
+            smaller = self._smaller_sessions(leader, with_control, candidates) if exhausted(failed.cause) else []
             if not smaller:
                 self._fail(failed)
                 return "again"
@@ -205,7 +205,7 @@ class GroupMeasurement:
             list(map(arm, candidates)),
         )
 
-    def _of(self, arm: MeasuredArm) -> CaseOutcome:
+    def _outcome_of(self, arm: MeasuredArm) -> CaseOutcome:
         return next(outcome for outcome in self._outcomes if outcome.planned is arm.planned)
 
     def _teller(self, doing: str) -> Callable[[MeasuredArm, float], None]:
@@ -235,32 +235,32 @@ class GroupMeasurement:
         own = {}
         if (lead := session.reference) is not None:
             reference, control = lead.timing(), session.control.timing() if session.control else None
-            if self._of(lead).draft.timing is None:
-                self._of(lead).note(**lead.record_fields(), control=control, stopped=stopped)
+            if self._outcome_of(lead).draft.timing is None:
+                self._outcome_of(lead).note(**lead.record_fields(), control=control, stopped=stopped)
             else:  # a session of its own: its reference samples belong to this comparison
                 own = {"paired_with": reference, "control": control}
         for arm in session.candidates:
-            self._of(arm).note(**arm.record_fields(), stopped=stopped, paired=lead is not None, **own)
+            self._outcome_of(arm).note(**arm.record_fields(), stopped=stopped, paired=lead is not None, **own)
         if chosen is not None:
-            self._of(chosen[0]).note(fresh=chosen[1])
-        self._look_beside(session, watch)
-        self._look_at_work(session)
+            self._outcome_of(chosen[0]).note(fresh=chosen[1])
+        self._note_watch_and_energy(session, watch)
+        self._check_work(session)
         self._replay(session)
 
-    def _look_at_work(self, session: RoundSession) -> None:
+    def _check_work(self, session: RoundSession) -> None:
         """Checks whether timed steps do the work that others do; an emulated case's time is no speed anyway."""
         for arm in session.arms if self._method.tapes and self._method.looks_again else ():
             if arm is not session.control and not arm.emulated:
                 with guarding(arm):
-                    self._of(arm).note(**arm.work_fields(self._worker))
+                    self._outcome_of(arm).note(**arm.work_fields(self._worker))
 
     def _replay(self, session: RoundSession) -> None:
         """Times steps without their launches, last of all, because that spoils the states."""
         arms = [arm for arm in session.arms if arm is not session.control]
-        due = [arm for arm in arms if arm.queues and self._of(arm).draft.replays is None]
+        due = [arm for arm in arms if arm.queues and self._outcome_of(arm).draft.replays is None]
         replays = ReplayPass(self._seed, self._teller("replaying steps")).measure(due, self._worker)
         for arm in due:
-            self._of(arm).note(replays=replays[arm.key])
+            self._outcome_of(arm).note(replays=replays[arm.key])
 
     def _warm_up(self, first: MeasuredArm, device: Looks) -> Settling | None:
         """Runs the reference until its device has settled. An emulated one is not warmed up: its time is no speed."""
@@ -279,8 +279,8 @@ class GroupMeasurement:
             return None
         return Watch(device, self._warm_up(session.arms[0], device), pid=self._worker.pid)
 
-    def _look_beside(self, session: RoundSession, watch: Watch | None) -> None:
-        measured = [(self._of(arm), arm) for arm in session.arms if arm is not session.control]
+    def _note_watch_and_energy(self, session: RoundSession, watch: Watch | None) -> None:
+        measured = [(self._outcome_of(arm), arm) for arm in session.arms if arm is not session.control]
         for outcome, arm in measured:
             if watch and not outcome.draft.watch:
                 outcome.note(watch=watch.seen(arm))
@@ -301,7 +301,7 @@ class GroupMeasurement:
                 if outcome.draft.energy is not None:
                     outcome.note(energy=replace(outcome.draft.energy, phases=parts[arm.key], power_limits=limits))
 
-    def _smaller(
+    def _smaller_sessions(
         self, leader: CaseOutcome | None, with_control: bool, candidates: list[CaseOutcome]
     ) -> list[tuple[CaseOutcome | None, bool, list[CaseOutcome]]]:
         if leader is None:
@@ -318,11 +318,11 @@ class GroupMeasurement:
         cause = failed.cause
         if not exhausted(cause):
             self._worker.restart()  # after an error on a GPU nothing in that process works any more
-        self._of(failed.arm).fail(OUT_OF_MEMORY if exhausted(cause) else str(cause), cause)
+        self._outcome_of(failed.arm).fail(OUT_OF_MEMORY if exhausted(cause) else str(cause), cause)
         if not exhausted(cause) and failed.arm.facts.accelerated:
-            self._see_whether_lost(failed.arm)
+            self._check_device(failed.arm)
 
-    def _see_whether_lost(self, arm: MeasuredArm) -> None:
+    def _check_device(self, arm: MeasuredArm) -> None:
         """A device that does not answer a fresh worker either would fail every later case, each after a worker's
         start."""
         try:

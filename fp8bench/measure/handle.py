@@ -166,7 +166,7 @@ class ProcessWorker(Worker):
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if self._process is None:
             try:
-                self._process = self._started()
+                self._process = self._start_process()
             except OSError as error:
                 raise WorkerLost(
                     f"the worker could not be started ({error.strerror or error}): the system lets this process start "
@@ -196,7 +196,7 @@ class ProcessWorker(Worker):
         if process is not None:
             process.kill()
 
-    def _started(self) -> WorkerProcess:
+    def _start_process(self) -> WorkerProcess:
         return WorkerProcess(self._python, self._module, self._environment())
 
     def _begin(self, process: WorkerProcess) -> None:

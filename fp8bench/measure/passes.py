@@ -208,7 +208,7 @@ class Passes:
                 # A duel's worker may be of a tree whose `memory` does not take this argument.
                 use = bench.memory(case, facts, key) if leaks else bench.memory(case, facts, key, False)
                 if device is not None:
-                    use = self._seen_from_outside(use, device)
+                    use = self._with_process_memory(use, device)
                     self._worker.release(key)
                 if isinstance(use, str):
                     outcome.add_detail(f"no peak memory: {use}")
@@ -232,7 +232,7 @@ class Passes:
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()
 
-    def _seen_from_outside(self, use: MemoryUse | str, device: Looks) -> MemoryUse | str:
+    def _with_process_memory(self, use: MemoryUse | str, device: Looks) -> MemoryUse | str:
         pid = self._worker.pid
         if isinstance(use, str) or pid is None:
             return use

@@ -45,7 +45,7 @@ class WorkerProcess:
                 pass_fds=(theirs.fileno(), lifeline_read), start_new_session=True,
             )  # fmt: skip
         except BaseException:
-            self._let_go()
+            self._close_all()
             raise
         finally:
             theirs.close()
@@ -83,7 +83,7 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) only the dead are
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
-        self._let_go()
+        self._close_all()
 
     @property
     def killed(self) -> bool:
@@ -100,7 +100,7 @@ class WorkerProcess:
         """Who keeps an answer waiting, where several might; continues a sentence."""
         return ""
 
-    def _let_go(self) -> None:
+    def _close_all(self) -> None:
         self._connection.close()
         self._close_lifeline()
         self._log.close()

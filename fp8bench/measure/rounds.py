@@ -132,7 +132,7 @@ class RoundSession:
         rounds = 0
         undecided = self._questions()
         while True:
-            turn = self._turn(rounds, undecided, rule)
+            turn = self._arms_in_round(rounds, undecided, rule)
             if not turn:
                 return f"answered after {rounds} rounds"
             for place, arm in enumerate(orders.next(turn)):
@@ -187,7 +187,7 @@ class RoundSession:
         native = [arm for arm in self.candidates if not arm.emulated]
         return native or [arm for arm in (self.control,) if arm is not None]
 
-    def _turn(self, rounds: int, undecided: Sequence[MeasuredArm], rule: StoppingRule) -> list[MeasuredArm]:
+    def _arms_in_round(self, rounds: int, undecided: Sequence[MeasuredArm], rule: StoppingRule) -> list[MeasuredArm]:
         emulated = [arm for arm in self.arms if arm.emulated and rounds < EMULATED_ROUNDS]
         timed = [arm for arm in self.arms if not arm.emulated]
         if rule.fixed is not None:

@@ -127,8 +127,8 @@ class RanksProcess(WorkerProcess):
         begun = time.monotonic()
         end = begun + limit
         while any(rank.reply is None for rank in self._ranks):
-            self._take(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic())))
-            if self._held_up(begun) and not self._failed:
+            self._receive_replies(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic())))
+            if self._suspended_too_long(begun) and not self._failed:
                 self.broken, waited = True, self._launch.stopped_seconds
                 raise WorkerHung(
                     f"no answer to {self._request!r} within {waited:g} s{self.delay_in_words()}; the ranks were ended"
@@ -164,19 +164,19 @@ class RanksProcess(WorkerProcess):
                 all(fault[4] for fault in faults),
             )
         self.broken = True
-        states = self._blamed()
+        states = self._blame()
         words = failure_in_words(states, time.monotonic())
         return number, ("fault", words, "", culprit(states).fault[1], False)
 
     def delay_in_words(self) -> str:
-        return delay_in_words(self._blamed(), time.monotonic())
+        return delay_in_words(self._blame(), time.monotonic())
 
     @property
     def killed(self) -> bool:
         return "SIGKILL" in culprit(self._states()).ended
 
     def end_in_words(self) -> str:
-        states = self._blamed()
+        states = self._blame()
         status = self._popen.poll()
         if status is not None and (status != 0 or not self._ended):
             last = behind(states)  # whose end the launcher's brought comes first by chance, and says nothing
@@ -221,7 +221,7 @@ class RanksProcess(WorkerProcess):
     def _ended(self) -> bool:
         return any(rank.ended_at is not None for rank in self._ranks)
 
-    def _take(self, seconds: float) -> None:
+    def _receive_replies(self, seconds: float) -> None:
         waiting = {
             rank.requests: rank
             for rank in self._ranks
@@ -234,7 +234,7 @@ class RanksProcess(WorkerProcess):
             except (EOFError, OSError):
                 rank.ended_at = time.monotonic()
 
-    def _held_up(self, begun: float) -> bool:
+    def _suspended_too_long(self, begun: float) -> bool:
         if time.monotonic() - begun < self._launch.stopped_seconds:
             return False
         return any(self._ranks[number].reply is None and _is_stopped(pid) for number, pid in self._pids().items())
@@ -252,9 +252,9 @@ class RanksProcess(WorkerProcess):
     def _wait_for_others(self) -> None:
         end = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < end and any(rank.reply is None and rank.ended_at is None for rank in self._ranks):
-            self._take(0.05)
+            self._receive_replies(0.05)
 
-    def _blamed(self) -> list[RankState]:
+    def _blame(self) -> list[RankState]:
         """All ranks as they are; notes which failed, because they are about to be ended."""
         states = self._states()
         named = suspects(states)
@@ -303,17 +303,17 @@ class RanksProcess(WorkerProcess):
         """
         if not self._ended:
             return None
-        if not hasattr(self, "_told"):
+        if not hasattr(self, "_exit_statuses"):
             self._end_ranks()
-        return self._told_statuses()
+        return self._read_statuses()
 
-    def _told_statuses(self) -> Mapping[int, int] | None:
-        if not hasattr(self, "_told"):
-            self._told: Mapping[int, int] | None = None
+    def _read_statuses(self) -> Mapping[int, int] | None:
+        if not hasattr(self, "_exit_statuses"):
+            self._exit_statuses: Mapping[int, int] | None = None
             with contextlib.suppress(EOFError, OSError):
                 if self._connection.poll(_TELLING_SECONDS):
-                    self._told = plain_value(self._connection.recv_bytes())
-        return self._told
+                    self._exit_statuses = plain_value(self._connection.recv_bytes())
+        return self._exit_statuses
 
     def _meet(self, listening: socket.socket) -> None:
         begun = time.monotonic()
@@ -329,7 +329,7 @@ class RanksProcess(WorkerProcess):
                     setattr(self._ranks[number], what, connection)
             elif ready or self._popen.poll() is not None:  # nobody says anything before it is asked
                 raise self._not_started()
-            elif time.monotonic() > end or self._held_up(begun):
+            elif time.monotonic() > end or self._suspended_too_long(begun):
                 numbers = {rank.number for rank in missing}
                 states = [state for state in self._states() if state.rank in numbers]
                 named = [state for state in states if state.stopped] or states
@@ -343,8 +343,8 @@ class RanksProcess(WorkerProcess):
 
     def _not_started(self) -> WorkerLost:
         """Called when a rank or the launcher has ended, perhaps before that rank had connected."""
-        self._take(0.0)
-        for number in self._told_statuses() or ():
+        self._receive_replies(0.0)
+        for number in self._read_statuses() or ():
             self._ranks[number].ended_at = self._ranks[number].ended_at or time.monotonic()
         return self._lost(self.end_in_words())
 

@@ -72,7 +72,7 @@ class RanksWorker(ProcessWorker):
         self._alone.close()
         super().close()
 
-    def _started(self) -> WorkerProcess:
+    def _start_process(self) -> WorkerProcess:
         return RanksProcess(self._python, self._environment(), self._launch)
 
     def _environment(self) -> dict[str, str]:

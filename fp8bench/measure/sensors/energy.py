@@ -90,7 +90,7 @@ class Polling:
         self.blind = self._resting and turns > 1
         return max(rest, self._pause)
 
-    def mind(self, cpu_seconds: float, seconds: float) -> None:
+    def limit_cost(self, cpu_seconds: float, seconds: float) -> None:
         if cpu_seconds <= _BUDGET * (seconds + _ADVANCE):
             return
         if self._rhythm is None:
@@ -222,7 +222,7 @@ class Sampler:
                     self.ticks.append(tick)
                     # Right after a tick nothing is missed while the state is looked at.
                     self._look_around(seen)
-            self._noted(asked, seen)
+            self._after_look(asked, seen)
 
     def _follow_sensor(self) -> None:
         clock, read = self._clock, self._source.read
@@ -232,19 +232,19 @@ class Sampler:
             seen = clock.now()
             self.samples.append(PowerSample((asked + seen) / 2, watts))
             self._look_around(seen)
-            self._noted(asked, seen)
+            self._after_look(asked, seen)
 
     def _look_around(self, now: float) -> None:
         if self._look is not None and now >= self._state_due:
             self._state_due = now + _STATE
             self.looks.append(self._look())
 
-    def _noted(self, asked: float, now: float) -> None:
+    def _after_look(self, asked: float, now: float) -> None:
         self.polls += 1
         self.call_seconds = min(self.call_seconds, now - asked)
         if now >= self._check_due:
             self._check_due = now + _CHECK
-            self._polling.mind(self._clock.cpu() - self._cpu_before, now - self.begun)
+            self._polling.limit_cost(self._clock.cpu() - self._cpu_before, now - self.begun)
             self.enough = self.enough or self._satisfied(self)
 
 

@@ -396,11 +396,11 @@ def test_a_counter_faster_than_looks_is_looked_at_seldom() -> None:
 def test_looking_that_is_too_dear_is_done_less() -> None:
     fast, steady = Polling(counts=True, rhythm=Rhythm(0.002, 0.0, 0.003)), Polling(counts=True, rhythm=STEADY)
     for pace in (fast, steady):
-        pace.mind(0.006, 0.5)
+        pace.limit_cost(0.006, 0.5)
     assert fast.next(0.0, None, 0) == FAST_PAUSE
     for _ in range(20):
-        fast.mind(0.02, 1.0)
-        steady.mind(0.02, 1.0)
+        fast.limit_cost(0.02, 1.0)
+        steady.limit_cost(0.02, 1.0)
     assert fast.next(0.0, None, 0) == 0.05
     assert steady.next(1.0, tick(1.0), LAST) == pytest.approx(0.4 - 2 * PAUSE)
     assert steady.blind
