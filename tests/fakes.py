@@ -124,7 +124,6 @@ class FakeWorker(Worker):
         self._failed: dict[str, str] = {}
 
     def clock(self) -> float:
-        """Virtual seconds."""
         return self.now_ns / 1e9
 
     def slots(self, label: str | None = None) -> list[tuple[Any, ...]]:

@@ -1,12 +1,12 @@
-"""Blocks that share a scale: their scales and elements under each scaling, as pure functions that can be traced.
+"""Scales and elements of blocks under each scaling, as pure functions that can be traced.
 
 Scales come from largest magnitudes: each step is one float32 operation rounded to nearest, and powers of two are made
-of bits, because a logarithm would round. Scales decode: value = element * scale. `amax` is float32 throughout, NaN
+from bits, because a logarithm would round. Scales decode: value = element * scale. `amax` is always float32, and NaN
 where a NaN is among its elements.
 
-Blocks come in one of two layouts, whole (what is missing at an end is filled with zeros): (blocks, size) where a block
-is part of a row, and (down, rows, across, columns) where it is a rectangle. Their values are float32, in one tensor or
-in several of one shape that together hold the blocks: fused.py says what that is for.
+Blocks are whole (ends are filled with zeros), in one of two layouts: (blocks, size) where a block is part of a row, and
+(down, rows, across, columns) where it is a rectangle. Their values are float32, in one tensor or in several lanes of
+one shape that together hold the blocks (fused.py says why).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
 
 
 def quotient(dividend: Tensor, divisor: Tensor) -> Tensor:
-    """float32's nearest: compiled for a GPU, a quotient of a constant or a reciprocal may be the number beside it.
+    """The nearest float32: compiled for a GPU, a quotient by a constant or a reciprocal may be the number beside it.
 
-    That of numbers of 24 bits is never so near to the middle of two others that float64's would be rounded otherwise.
+    A quotient of numbers of 24 bits is never so near to the middle of two floats that rounding float64's differs.
     """
     if divisor.device.type == "cpu":
         return dividend / divisor
@@ -64,10 +64,10 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
 
     With the exponent E of amax and that of the format's largest value, e: FLOOR takes 2^(E - e); EVEN the same once
     amax is rounded to the elements' mantissa; CEIL once it is rounded up to a power of two; RCEIL the power of two at
-    or above the exact quotient amax / largest. From 2^-127 (of zero blocks too) to 2^(128 - e), that of blocks with an
+    or above the exact quotient amax / largest. From 2^-127 (for zero blocks too) to 2^(128 - e), for blocks with an
     infinity. NaN where amax is: its inverse is then a number.
     """
-    # What carries into the exponent: mantissas above that of the largest value, above zero, from a tie on, or none.
+    # Added to carry into the exponent: for mantissas above the largest value's, above zero, from a tie on, or never.
     carry = {
         ScaleRounding.RCEIL: _MANTISSA_MASK - (bits_of(fmt.largest) & _MANTISSA_MASK),
         ScaleRounding.CEIL: _MANTISSA_MASK,
@@ -78,16 +78,14 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
     raised = (bits.clamp(max=_EXPONENT_MASK) + carry).bitwise_and(_EXPONENT_MASK)
     exponent = (raised - (fmt.max_exponent << _MANTISSA_BITS)).clamp(min=0)
     inverse = _power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - exponent)
-    # All bits where amax is NaN: not by `where`, which costs more than all the rest if a block is done at a time.
+    # All bits set where amax is NaN: `where` would cost more than the rest if a block is done at a time.
     nan = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_PLACE)
     return _power_of_two(exponent).view(torch.int32).bitwise_or(nan).view(torch.float32), inverse
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
-    """The scale above all block scales: it takes a tensor's amax to the largest block scale times the largest element.
-
-    amax / (448 * 6), at least 2^-126, and 1 where amax is zero, infinite or NaN.
-    """
+    """amax / (448 * 6), the largest block scale times the largest element: at least 2^-126, and 1 where amax is zero,
+    infinite or NaN."""
     usable = amax.isfinite() & (amax > 0)
     scale = quotient(amax, _like(amax, E4M3.largest * E2M1.largest))
     return torch.where(usable, scale, 1.0).clamp(min=_SMALLEST_NORMAL)
@@ -96,7 +94,7 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
 def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRounding) -> Tensor:
     """The e4m3 scale of NVFP4 blocks as float32: amax / 6 / tensor_scale, rounded to nearest even or up.
 
-    Infinity saturates to 448, NaN stays; what NEAREST rounds to zero makes a block of zeros.
+    Infinity saturates to 448, NaN stays; a scale that NEAREST rounds to zero makes a block of zeros.
     """
     scale = quotient(quotient(amax, _like(amax, E2M1.largest)), tensor_scale)
     return _up(scale, E4M3) if rounding is ScaleRounding.UP else quantised(scale, E4M3)
@@ -108,7 +106,7 @@ def largest_of(blocks: Tensor, inside: tuple[int, ...] | None = None) -> Tensor:
 
 
 def steps_of(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
-    """What elements of blocks with these largest magnitudes are times to be values.
+    """What elements are multiplied by to become values, for blocks with these largest magnitudes.
 
     NaN under scales in e8m0 and e4m3 where a magnitude is.
     """
@@ -121,12 +119,12 @@ def steps_of(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
 
 
 def _like(amax: Tensor, number: float) -> Tensor:
-    """A number to divide by or into: with a bare one torch multiplies by a reciprocal, in places."""
+    """A tensor of a number, to divide by or into: for a bare number torch may multiply by a reciprocal."""
     return torch.full_like(amax, number)
 
 
 def _up(values: Tensor, fmt: Format) -> Tensor:
-    """Magnitudes rounded to the format's next value at or above, its largest at most."""
+    """Rounds magnitudes up to the format's grid, at most to its largest."""
     smallest = (fmt.min_exponent + _BIAS) << _MANTISSA_BITS
     exponent = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest)
     step = exponent - (fmt.mantissa_bits << _MANTISSA_BITS)
@@ -136,7 +134,7 @@ def _up(values: Tensor, fmt: Format) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """The float32 number with those bits for exponent and none for mantissa; that of zero is 2^-127, a subnormal."""
+    """The float32 number with those exponent bits and no mantissa; zero gives 2^-127, a subnormal."""
     return exponent.clamp(min=1 << (_MANTISSA_BITS - 1)).view(torch.float32)
 
 
@@ -145,16 +143,16 @@ _RECTANGLE_DIMENSIONS = 4
 Lanes = Sequence[Tensor]
 
 _NEVER_ABOVE = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
-"""Under them no number exceeds the largest element, but for infinities."""
+"""With these only infinities exceed the largest element."""
 
 
 def block_values(
     lanes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None = None, random: Lanes | None = None
 ) -> list[Tensor]:
-    """What their format and scaling leave of the blocks, in the same layout.
+    """The values that format and scaling leave of the blocks, in the same layout.
 
-    With `random` numbers for each element rounding is stochastic. `tensor_scale` is NVFP4's, from these blocks unless
-    it is given.
+    With `random` numbers for each element rounding is stochastic. `tensor_scale` is NVFP4's, computed from these blocks
+    unless it is given.
     """
     left = magnitudes_left([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, random)
     return [signed(tensor, lane, fmt) for tensor, lane in zip(left, lanes, strict=True)]
@@ -168,10 +166,11 @@ def magnitudes_left(
     random: Lanes | None = None,
     apart: bool = False,
 ) -> list[Tensor]:
-    """The same of numbers without signs; `apart` has a fused kernel make all scales before the first element."""
+    """Like `block_values`, for numbers without signs. With `apart`, a fused kernel computes all scales before the first
+    element."""
     scaled = _scaled(magnitudes, fmt, scaling, tensor_scale, apart)
-    # An infinite element stays one under these scales, and so does its value either way; but with one bit of mantissa
-    # and random numbers the inverse of its step would be 0.
+    # An infinite element stays infinite under these scales, saturated or not; but with one bit of mantissa and random
+    # numbers the inverse of its step would be 0.
     lost = random is not None and fmt.mantissa_bits == 1
     elements = _elements(scaled, fmt, scaling, random, saturate=lost or scaling.rounding not in _NEVER_ABOVE)
     return [element * scaled.left for element in elements]
@@ -187,10 +186,8 @@ def block_elements(
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Elements on the format's grid, the blocks' scales, NVFP4's tensor scale; scales keep reduced dimensions.
 
-    `inside` are the dimensions of a block in any other layout.
-
-    A NaN makes the scale of its block NaN where scales are e8m0 or e4m3 (elements are then numbers without meaning);
-    under float32 scales it stays alone.
+    `inside` are the dimensions of a block in any other layout. A NaN makes the scale of its block NaN where scales are
+    e8m0 or e4m3 (the elements then mean nothing); under float32 scales it stays alone.
     """
     scaled = _scaled([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, apart=False, inside=inside)
     elements = _elements(scaled, fmt, scaling, random, saturate=True)
@@ -202,7 +199,7 @@ def block_elements(
 
 
 class _Scaled(NamedTuple):
-    """Magnitudes before they are rounded, the blocks' scales, NVFP4's tensor scale, and what elements are times."""
+    """Magnitudes before rounding, the blocks' scales, NVFP4's tensor scale, and what elements are multiplied by."""
 
     magnitudes: list[Tensor]
     scales: Tensor
@@ -227,7 +224,7 @@ def _scaled(
     if scaling.scale is E8M0:
         scales, inverse = map(kept, mx_scale(amax, fmt, scaling.rounding))
         return _Scaled([magnitude * inverse for magnitude in magnitudes], scales, None, scales)
-    # From the blocks' amaxes: a pass over the tensor less than if it were asked for its own.
+    # From the blocks' amaxes, which saves a pass over the tensor.
     above = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
     scales = nvfp4_block_scale(amax, above, scaling.rounding)
     left = kept(scales * above)
@@ -245,5 +242,5 @@ def _elements(scaled: _Scaled, fmt: Format, scaling: Scaling, random: Lanes | No
 
 
 def _kept(scales: Tensor) -> Tensor:
-    """In memory of their own: Inductor repeats no operation before this one, and its loop has vectors of scales."""
+    """Has Inductor store the scales: it does not repeat the operations before, and its loop has vectors of scales."""
     return scales.as_strided(scales.shape, scales.stride())

@@ -1,7 +1,7 @@
 """Kernels of native casts: float8 codes as hardware multiplies them, in one or both orientations, and their scales.
 
-A matrix is seen in squares of `side`: a GPU's compiler reads and writes sixteen bytes at once only where it knows that
-rows begin at multiples of them. Operators in native_codes.py say which kernel a call takes.
+A matrix is viewed in squares of `side`: a GPU's compiler reads and writes sixteen bytes at once only where it knows
+that rows begin at multiples of them. native_codes.py decides which kernel a call takes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fp8bench.formats.grids import Format
 from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding
 
 SIDE = 16
-# Free sizes of examples, in squares; those of what is turned are others, for both may be halves of a pair.
+# Free sizes of examples, in squares. Transposed ones differ, because a pair of kernels may have both.
 _DOWN, _ACROSS = 40, 48
 _TURNED_DOWN, _TURNED_ACROSS = 44, 52
 _FEW, _MORE = 9, 10
-# Scalars that are written beside one another share no memory that would be worth a kernel to Inductor otherwise.
+# Makes Inductor write several scalars in one kernel, which share no memory worth one otherwise.
 TOGETHER = {"score_fusion_memory_threshold": 1}
-# Loops in the operand's order, and one kernel for maxima and codes; few rows would become a kernel more.
+# Loops in the operand's order, and one kernel for maxima and codes, even for few rows.
 IN_ORDER = {"pick_loop_orders": False, "split_reductions": False}
 
 
@@ -38,7 +38,7 @@ def squares(matrix: Tensor, side: int) -> Tensor:
 def stretches(matrix: Tensor, side: int, block: int, turned: bool = False) -> Tensor:
     """A contiguous matrix, or the transpose of one, as (stretches, rows, side, length, side).
 
-    A stretch is a `block` of a row's elements, and without blocks all of them.
+    A stretch is `block` elements of a row, or all of them without blocks.
     """
     if turned:
         parts = (-1, block // SIDE, SIDE) if block else (1, len(matrix) // side, side)
@@ -48,15 +48,15 @@ def stretches(matrix: Tensor, side: int, block: int, turned: bool = False) -> Te
 
 
 def turned_squares(matrix: Tensor, side: int) -> Tensor:
-    """The transpose of one, in the same places as what it is the transpose of."""
+    """The transpose of a contiguous matrix, with elements in the places of `squares` of the original."""
     return squares(matrix, side).permute(2, 3, 0, 1)
 
 
 @dataclass(frozen=True)
 class CodesKernel(Kernel):
-    """Codes under a scale that is given, or none: as the matrix lies, turned, or both, each element read once.
+    """Codes under a given scale, or none: in the matrix's orientation, transposed, or both, each element read once.
 
-    Called with the matrix in squares, each output in its places, and the scale if it is `scaled`: of the matrix, or
+    Takes the matrix in squares, each output in the same places, and the scale if it is `scaled`: of the matrix, or
     (down, 1, across, 1) of its squares. Without a format the matrix holds bytes, which are codes already.
     """
 
@@ -72,9 +72,9 @@ class CodesKernel(Kernel):
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         given, *others = tensors
         scale = others.pop() if self.scaled else None
-        found = given if self.fmt is None else elements(given, self.fmt, scale)
+        codes = given if self.fmt is None else elements(given, self.fmt, scale)
         for out in others:
-            out.copy_(found)
+            out.copy_(codes)
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -96,9 +96,10 @@ class CodesKernel(Kernel):
 
 @dataclass(frozen=True)
 class RowCodesKernel(Kernel):
-    """Codes with a scale for each row, or each `block` elements of one, from what they hold, and the scales' inverses.
+    """Codes with a scale for each row, or each `block` elements of one, from their magnitudes, and the scales'
+    inverses.
 
-    Called with the operand and memory for codes in `stretches`, those of a `turned` matrix in the operand's places, and
+    Takes the operand and memory for codes in `stretches`, those of a `turned` matrix in the operand's places, and
     memory for the inverses, (stretches, rows, side, 1, 1).
     """
 
@@ -137,7 +138,7 @@ class RowCodesKernel(Kernel):
 class SquareScalesKernel(Kernel):
     """The scale of every square of a matrix, and the inverse twice: for the matrix, and for its transpose.
 
-    Called with the matrix as (down, across, block, block), and memory for all three, each (down, across).
+    Takes the matrix as (down, across, block, block), and memory for all three, each (down, across).
     """
 
     fmt: Format
@@ -148,16 +149,16 @@ class SquareScalesKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         given, scale, inverse, turned = tensors
-        found = float_factor(given.abs().amax((2, 3)).to(torch.float32), self.fmt, self.rounding)
-        scale.copy_(found)
+        current = float_factor(given.abs().amax((2, 3)).to(torch.float32), self.fmt, self.rounding)
+        scale.copy_(current)
         for memory in (inverse, turned):
-            memory.copy_(inverse_of(found))
+            memory.copy_(inverse_of(current))
         return ()
 
     def examples(self) -> list[Tensor]:
         given = squares(_numbers(self, _FEW * self.block, _MORE * self.block), self.block).transpose(1, 2)
         scale = torch.empty(_FEW, _MORE, device=self.device)
-        # Rows of inverses are filled up, each in its own way.
+        # Rows of inverses are filled up, to different lengths.
         inverse = torch.empty(_FEW, _MORE + 3, device=self.device)[:, :_MORE]
         turned = torch.empty(_MORE, _FEW + 2, device=self.device)[:, :_FEW].t()
         return [given, scale, inverse, turned]
@@ -171,7 +172,7 @@ class SquareScalesKernel(Kernel):
 
 @dataclass(frozen=True)
 class ScaleKernel(Kernel):
-    """A tensor's scale from its largest magnitude, and the inverse. Called with that, and memory for both."""
+    """A tensor's scale from its largest magnitude, and the inverse. Takes the magnitude, and memory for both."""
 
     fmt: Format
     rounding: ScaleRounding
@@ -179,9 +180,9 @@ class ScaleKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         amax, scale, inverse = tensors
-        found = float_factor(amax, self.fmt, self.rounding)
-        scale.copy_(found)
-        inverse.copy_(inverse_of(found))
+        current = float_factor(amax, self.fmt, self.rounding)
+        scale.copy_(current)
+        inverse.copy_(inverse_of(current))
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -196,10 +197,10 @@ class ScaleKernel(Kernel):
 
 @dataclass(frozen=True)
 class DelayedScaleKernel(Kernel):
-    """A step of delayed scaling: the scale that stands is copied for this cast, with its inverse, then renewed.
+    """A step of delayed scaling: copies the present scale for this cast, with its inverse, then renews it.
 
-    Called with memory for the copy and its inverse; history, count of casts and scale, all three changed where they
-    lie; and this cast's largest magnitude. Nothing is counted by the host, so that a CUDA graph can be replayed.
+    Takes memory for the copy and its inverse; history, count of casts and scale, which are changed in place; and this
+    cast's largest magnitude. The host counts nothing, so that a CUDA graph can be replayed.
     """
 
     fmt: Format
@@ -212,11 +213,11 @@ class DelayedScaleKernel(Kernel):
         entry = torch.where(finite, amax, 0.0)
         here = torch.arange(len(history), dtype=casts.dtype, device=history.device) == casts.remainder(len(history))
         entered = torch.where(here, entry, history)
-        # The most recent as a maximum, too: beside the history that is one kernel, and would be two by itself.
-        found = (entered if self.delayed.algorithm is Amax.MAX else torch.where(here, entry, 0.0)).amax()
-        wanted = float_factor(found, self.fmt, ScaleRounding.EXACT) / 2.0**self.delayed.margin
-        renewed = finite & (found > 0) & (count.remainder(self.delayed.interval) == 0)
-        # What only copies the scale that stands is first: compiled, memory is written in the arguments' order.
+        # The most recent as a maximum, too, which shares the kernel of the history.
+        largest = (entered if self.delayed.algorithm is Amax.MAX else torch.where(here, entry, 0.0)).amax()
+        wanted = float_factor(largest, self.fmt, ScaleRounding.EXACT) / 2.0**self.delayed.margin
+        renewed = finite & (largest > 0) & (count.remainder(self.delayed.interval) == 0)
+        # Copies of the present scale come first: compiled code writes memory in the arguments' order.
         values = scale, inverse_of(scale), entered, count, torch.where(renewed, wanted, scale)
         for memory, value in zip((used, inverse, history, casts, scale), values, strict=True):
             memory.copy_(value)
@@ -235,8 +236,8 @@ class DelayedScaleKernel(Kernel):
 
 
 def _numbers(kernel: CodesKernel | RowCodesKernel | SquareScalesKernel, rows: int, columns: int) -> Tensor:
-    found = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-    return found.to(torch.device(kernel.device), kernel.source)
+    numbers = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    return numbers.to(torch.device(kernel.device), kernel.source)
 
 
 def _empty_codes(kernel: CodesKernel | RowCodesKernel, rows: int, columns: int) -> Tensor:

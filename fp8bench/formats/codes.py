@@ -1,4 +1,4 @@
-"""The codes of a format's values, exactly: what is stored is these. Any device, plain torch operations.
+"""The codes of a format's values, exactly, as they are stored. Any device, plain torch operations.
 
 A code is the format's bits, lowest first: mantissa, exponent, sign. Formats of up to eight bits have one in each byte
 of a uint8 tensor (six-bit codes too: two bits stay zero), bf16 and fp16 are int16, tf32's nineteen bits are int32.
@@ -22,7 +22,7 @@ _FLOAT32_MANTISSA_BITS = 23
 _TF32_DROPPED = _FLOAT32_MANTISSA_BITS - TF32.mantissa_bits
 _BYTE = 8
 _PIECE = 1 << 16
-"""Elements that a processor works on at a time, so that what lies between two operations stays in its cache."""
+"""Elements that a processor works on at a time, so that intermediate results stay in its cache."""
 
 
 def code_dtype(fmt: Format) -> torch.dtype:
@@ -34,8 +34,8 @@ def code_dtype(fmt: Format) -> torch.dtype:
 def encode(values: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
     """The codes of `values`, which lie on the format's grid; UsageError where one does not.
 
-    Zero of either sign is the one zero that fnuz formats have. Every NaN gets the same code.
-    Not `checked`, the values are known to lie on the grid, and no device is waited for.
+    Zero of either sign is the one zero of fnuz formats. Every NaN gets the same code. If not `checked`, the values are
+    known to lie on the grid, and no device is waited for.
     """
     check_input(values)
     codes = torch.empty(values.shape, dtype=code_dtype(fmt), device=values.device)
@@ -50,9 +50,9 @@ def encode(values: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
 
 
 def decode(codes: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
-    """The float32 values that codes stand for; UsageError where one has more bits than the format.
+    """The float32 values of codes; UsageError for a code with more bits than the format.
 
-    Not `checked`, the codes are known to be the format's, and no device is waited for.
+    If not `checked`, the codes are known to be the format's, and no device is waited for.
     """
     if codes.dtype != code_dtype(fmt):
         raise TypeError(f"codes of {fmt.name} are {code_dtype(fmt)}, not {codes.dtype}.")
@@ -68,7 +68,7 @@ def decode(codes: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
 
 
 def pack(codes: Tensor, fmt: Format) -> Tensor:
-    """Codes as they are stored: of e2m1 two in a byte along the last dimension, all others as they are.
+    """Codes as they are stored: e2m1's two in a byte along the last dimension, all others as they are.
 
     The first of two lies in the lower half, as in torch's float4_e2m1fn_x2; an odd end has zero above it.
     """
@@ -97,7 +97,7 @@ def unpack(packed: Tensor, fmt: Format, columns: int | None = None) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _table(fmt: Format, device: torch.device) -> Tensor:
-    """What each of the 256 bytes stands for, float32: of formats with fewer codes, NaN from the first that is none."""
+    """The float32 value of each of the 256 bytes; NaN for bytes that are no codes."""
     codes = range(1 << fmt.bits)
     values = [_value(code, fmt) for code in codes] + [float("nan")] * ((1 << _BYTE) - len(codes))
     return torch.tensor(values, dtype=torch.float32, device=device)
@@ -119,9 +119,9 @@ def _value(code: int, fmt: Format) -> float:
 
 
 def encoded(values: Tensor, fmt: Format) -> Tensor:
-    """Codes of values on the grid; of any other, anything. Nothing here depends on what a cast makes of overflow."""
+    """Codes of values on the grid, and arbitrary codes for others. Independent of how torch's casts overflow."""
     values = values.to(torch.float32)
-    if fmt.has_nan:  # one NaN for all: what a cast keeps of it differs between devices, and between lengths
+    if fmt.has_nan:  # one NaN for all: casts of NaN differ between devices, and between lengths
         values = values.nan_to_num(torch.nan, torch.inf, -torch.inf)
     if fmt is BF16:  # its cast makes several NaNs of one
         return values.view(torch.int32).bitwise_right_shift(16).to(torch.int16)
@@ -155,7 +155,6 @@ def _wrong(decoded: Tensor, values: Tensor, fmt: Format) -> Tensor:
 
 
 def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both as one dimension, on a processor in pieces; `target` is contiguous."""
     flat = source.flatten(), target.flatten()
     if source.device.type != "cpu":
         return iter([flat])
@@ -184,13 +183,13 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def torch_codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
-    """`x`, times a float32 scale if there is one, as contiguous codes: what is too large becomes the largest value."""
+    """`x`, times a float32 scale if there is one, as contiguous codes; larger values saturate."""
     return elements(x.detach(), fmt, scale).contiguous()
 
 
 def elements(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
-    """The same, wherever the codes lie."""
+    """Like `torch_codes`, without making the codes contiguous."""
     values = x.to(torch.float32)
-    # Out of place at first: what has no scale and is float32 already is the caller's own.
+    # Out of place at first: a float32 tensor without a scale is the caller's own.
     scaled = values.clamp(-fmt.largest, fmt.largest) if scale is None else (values * scale)
     return scaled.clamp_(-fmt.largest, fmt.largest).to(DTYPES[fmt.name])

@@ -1,7 +1,7 @@
 """Kernels: what one computes, and how it is compiled.
 
-A kernel writes into memory that it is given. Sizes are free where it says so: it serves tensors of all shapes and has
-no guards to fail.
+A kernel writes into given memory. Sizes may be free: then it serves tensors of all shapes, without guards that could
+fail.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-# A GPU is given one launch for kernels that read nothing of one another, whatever their sizes: its blocks do this or
-# that. Memory between them is no matter, for there is none.
+# One launch of a GPU for independent kernels, whatever their sizes. They share no memory, so its limit does not matter.
 ONE_LAUNCH: Mapping[str, object] = {
     "combo_kernels": True,
     "combo_kernel_allow_mixed_sizes": 2,
@@ -35,33 +34,33 @@ ONE_LAUNCH: Mapping[str, object] = {
 
 
 class Kernel(ABC):
-    """A function of tensors, by torch's operations; a frozen value whose text says all that tells it from others."""
+    """A function of tensors by torch's operations; a frozen value whose text identifies it."""
 
     device: str
 
     @abstractmethod
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        """Compute, by one operation after the other."""
+        """Computes by separate operations."""
 
     @abstractmethod
     def examples(self) -> list[Tensor]:
-        """Tensors to be compiled for, with numbers, large enough that a compiler thinks of threads."""
+        """Tensors to compile for, with numbers, and large enough for a compiler to use threads."""
 
     @abstractmethod
     def free(self) -> Sequence[Sequence[int]]:
-        """The dimensions of each of them whose sizes are left open."""
+        """The dimensions of each argument whose sizes are free."""
 
     def options(self) -> Mapping[str, object]:
-        """Inductor's options for it alone."""
+        """Inductor's options for this kernel."""
         return {}
 
 
 @dataclass(frozen=True)
 class PairKernel(Kernel):
-    """Two kernels as one, for two views of a tensor: a GPU is given one launch.
+    """Two kernels as one, for two views of a tensor, in one launch of a GPU.
 
-    Called with what the first takes, then with what the second does. Neither may read what the other writes, and their
-    examples have no free size in common: nothing is assumed of how the views hang together.
+    Takes the arguments of the first, then those of the second. Neither may read what the other writes, and their
+    examples have no free size in common, so that nothing is assumed about how the views relate.
     """
 
     first: Kernel
@@ -88,15 +87,15 @@ class PairKernel(Kernel):
 
 
 _compiling = threading.Lock()
-# What torch has made of each kernel that was compiled here.
+# Torch's modules for each kernel that was compiled here.
 _MODULES: MutableMapping[Callable[..., object], Sequence[ModuleType]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel to be called as it is, with what it takes alone, in the same order.
+    """A compiled kernel, with the kernel's own arguments.
 
-    `bits` are those of its vectors, 0 where torch had none to choose from.
+    `bits` are those of its vectors, 0 where torch had no choice of widths.
     """
 
     run: Callable[..., object]
@@ -104,18 +103,18 @@ class Compiled:
 
 
 def compiled(kernel: Kernel) -> Compiled:
-    """The kernel compiled; with the width of vectors that is fastest here, for which it is compiled with each once.
+    """Compiles a kernel, for a CPU with each width of vectors, of which the fastest is taken.
 
-    One for a CPU that this machine has compiled before is called as it is kept, without torch's compiler.
-    Raises whatever torch or a compiler raises; a width alone that does not compile is not taken.
+    A CPU's kernel that this machine has compiled before is loaded without torch's compiler. Raises whatever torch or a
+    compiler raises; but a width that does not compile is only left out.
     """
     with _compiling, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's about itself
+        warnings.simplefilter("ignore")  # torch's about itself
         if (kept := kept_kernels.read(kernel)) is not None:
             return Compiled(*kept)
-        found = _compiled(kernel)
-        kept_kernels.keep(kernel, found.run, found.bits, _MODULES.get(found.run, ()))
-        return found
+        made = _compiled(kernel)
+        kept_kernels.keep(kernel, made.run, made.bits, _MODULES.get(made.run, ()))
+        return made
 
 
 def _compiled(kernel: Kernel) -> Compiled:
@@ -140,20 +139,20 @@ def _fastest(kernel: Kernel, widths: Sequence[int], kept: vector_width.Kept) -> 
 
 
 def _built(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
-    """The kernel compiled with vectors of so many bits, of torch's choice for 0.
+    """Compiles a kernel with vectors of so many bits, of torch's choice for 0.
 
-    Inductor is called directly: what torch.compile gives has guards, four times the overhead of a call, and is lost
-    where a dispatch mode was on at its first call.
+    Inductor is called directly: torch.compile's result has guards, four times the overhead of a call, and is lost where
+    a dispatch mode was on at its first call.
     """
     from torch._inductor import config, standalone_compile
 
     with config.patch(_options(kernel, bits, config)):
         mode, graph, inputs = _traced(kernel)
-        # The graph has no output in which torch 2.11 would find whose tensors these are: fixed sizes became free ones.
+        # Without this context torch 2.11, which finds no outputs in the graph, would make fixed sizes free.
         with torch._guards.tracing(torch._guards.TracingContext(mode)), kept_kernels.modules_made() as made:
-            found: Callable[..., object] = standalone_compile(graph, [*inputs], dynamic_shapes="from_tracing_context")
-    _MODULES[found] = made
-    return found
+            run: Callable[..., object] = standalone_compile(graph, [*inputs], dynamic_shapes="from_tracing_context")
+    _MODULES[run] = made
+    return run
 
 
 def _made_of(kernel: Kernel) -> str:
@@ -164,8 +163,8 @@ def _made_of(kernel: Kernel) -> str:
 def _options(kernel: Kernel, bits: int, config: object) -> dict[str, object]:
     """Inductor's options, as far as this version of torch has them.
 
-    Threads as many as torch has at a call, no process left behind; on a GPU divisions, products and subnormals as
-    torch has them one operation at a time.
+    Threads as many as torch has at a call, and no process left behind; on a GPU divisions, products and subnormals as
+    in torch's separate operations.
     """
     wanted: dict[str, object] = {
         "cpp.dynamic_threads": True,
@@ -178,14 +177,14 @@ def _options(kernel: Kernel, bits: int, config: object) -> dict[str, object]:
         **kernel.options(),
     }
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        # Inductor would compile a file and load it in a process of 110 MB to see what torch knows already.
+        # Inductor would compile a file and load it in a process of 110 MB to learn what torch knows already.
         wanted["cpp.vec_isa_ok"] = True
     known = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
     return {name: value for name, value in wanted.items() if name in known}
 
 
 def _traced(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[Tensor]]:
-    """The kernel's operations as a graph, and tensors without memory for it, free sizes as symbols."""
+    """The kernel's operations as a graph, and tensors without memory for it, with free sizes as symbols."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext

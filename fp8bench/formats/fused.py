@@ -1,10 +1,10 @@
 """Fused quantisers: which there are, what each computes, and how they read and write.
 
-A kernel reads words in one canonical layout and writes words of the same shape: values one by one, or bfloat16 values
-by twos, as halves of a word. A loop over numbers of 16 and of 32 bits vectorises badly on a CPU (a tenth of the speed
-of a copy), one over words of 32 bits does not, unless it is shorter than a vector of them: that over blocks of 16 is
-read one by one. The halves of a word are two lanes: float32 tensors of the words' shape, that of the first values and
-that of the second. Bytes lie in little-endian order, as on all devices of torch's.
+A kernel reads words in one canonical layout and writes words of the same shape: single values, or pairs of bfloat16
+values as halves of a word. On a CPU, a loop over numbers of 16 and of 32 bits vectorises badly (a tenth of the speed of
+a copy), and one over words of 32 bits well, unless it is shorter than a vector: blocks of 16 are read as single values.
+The halves of a word are two lanes: float32 tensors of the words' shape, one with the first values and one with the
+second. Bytes are in little-endian order, as on all devices of torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def words(x: Tensor, twos: bool) -> Tensor:
 
 
 def result_words(out: Tensor, twos: bool) -> Tensor:
-    """A contiguous tensor as what the lanes of words are joined to, in the shape of those words."""
+    """A contiguous output tensor as words, into which lanes are joined."""
     if twos:
         return out.view(torch.int32 if out.dtype is torch.bfloat16 else torch.int64)
     return out
@@ -61,7 +61,7 @@ def magnitudes(given: Tensor) -> list[Tensor]:
 
 
 def float_lanes(given: Tensor) -> list[Tensor]:
-    """The lanes of float32 numbers, one or two of which stand in a word (of 64 bits)."""
+    """The lanes of float32 numbers, one or two of which are in a word (of 64 bits)."""
     if given.dtype is torch.float32:
         return [given]
     halves = given.to(torch.int32), given.bitwise_right_shift(_WORD).to(torch.int32)
@@ -69,7 +69,8 @@ def float_lanes(given: Tensor) -> list[Tensor]:
 
 
 def joined(values: Sequence[Tensor], target: torch.dtype, exact: bool = False) -> Tensor:
-    """Two lanes as words of values of the dtype `target`, which has them all if `exact`; one as it is."""
+    """Joins two lanes to words of `target` values; a single lane is returned as it is. `exact`: no rounding is
+    needed."""
     if len(values) == 1:
         return values[0]
     if target is torch.float32:
@@ -80,7 +81,7 @@ def joined(values: Sequence[Tensor], target: torch.dtype, exact: bool = False) -
 
 
 def joined_magnitudes(values: Sequence[Tensor], given: Tensor, target: torch.dtype, exact: bool = False) -> Tensor:
-    """The same of magnitudes, which get the signs of the words that they come from."""
+    """Joins magnitudes, and gives them the signs of the words that they come from."""
     bits = [value.view(torch.int32) for value in values]
     if len(values) == 1:
         return bits[0].bitwise_or(given.to(torch.float32).view(torch.int32).bitwise_and(_SIGN)).view(torch.float32)
@@ -98,16 +99,17 @@ def _joined_floats(bits: list[Tensor]) -> Tensor:
 
 
 def _nearest_bf16(bits: Tensor) -> Tensor:
-    """Magnitudes of which the upper half is to be taken, rounded for it. A NaN, all bits of which may be set, stays."""
+    """Rounds magnitudes so that their upper half is the nearest bfloat16. A NaN, all bits of which may be set, stays
+    one."""
     kept = bits.bitwise_and(_MAGNITUDE).clamp(max=_LARGEST_NAN)
     return kept + kept.bitwise_right_shift(_HALF).bitwise_and(1) + (_LOW_HALF >> 1)
 
 
 class Layout(StrEnum):
-    """How a kernel sees a matrix that lies in memory row by row; the second half are those of transposed operands.
+    """How a kernel views a matrix that lies in memory row by row; COLUMNS and UPRIGHT are those of transposed operands.
 
-    FLAT as a row of elements, ROWS and COLUMNS with one factor each, BLOCKS (blocks, size) as parts of rows,
-    UPRIGHT (down, size, columns) as parts of columns, RECTANGLES (down, rows, across, columns).
+    FLAT as a row of elements, ROWS and COLUMNS with one factor each, BLOCKS (blocks, size) as parts of rows, UPRIGHT
+    (down, size, columns) as parts of columns, RECTANGLES (down, rows, across, columns).
     """
 
     FLAT = "flat"
@@ -126,11 +128,11 @@ _FREE = {
     Layout.COLUMNS: (0, 1),
     Layout.UPRIGHT: (0, 2),
 }
-"""The dimensions of words whose sizes a kernel leaves open."""
+"""The dimensions of words whose sizes are free."""
 
 
 _SHORTEST = 16
-"""Columns of a block whose values are taken by twos: half as many words fill a vector of 256 bits."""
+"""Columns of a block from which on values are taken in pairs: half as many words fill a vector of 256 bits."""
 
 
 # Free sizes of examples, which are no size of a block.
@@ -141,9 +143,9 @@ _MANY, _ROWS, _COLUMNS = 1 << 20, 20, 24
 class ValuesKernel(Kernel):
     """One fused quantiser.
 
-    `scaling` is that of blocks; what has a factor a tensor, row or column is given it (`factor`), and so are NVFP4's
-    UPRIGHT blocks the tensor's scale: others make it faster of their own amaxes. `block` is a block's rows and columns
-    in memory, 0 x 0 where there are none.
+    `scaling` is that of blocks. Kernels with a `factor` are given it: the factor of a tensor, row or column, and
+    NVFP4's tensor scale for UPRIGHT blocks; other kernels compute that faster from their own amaxes. `block` has a
+    block's rows and columns in memory, 0 x 0 without blocks.
     """
 
     fmt: Format
@@ -158,37 +160,38 @@ class ValuesKernel(Kernel):
     stochastic: bool = False
 
     def __str__(self) -> str:
-        """'e4m3fn 1x32 e8m0 rceil, float32 to float32, upright, cpu'."""
+        """For example 'e4m3fn 1x32 e8m0 rceil, float32 to float32, upright, cpu'."""
         scaled = f" {self.scaling.name}" if self.scaling else " scaled" if self.factor else ""
         drawn = " stochastic" if self.stochastic else ""
-        dtypes = " to ".join(str(one).removeprefix("torch.") for one in (self.source, self.target))
+        dtypes = " to ".join(str(dtype).removeprefix("torch.") for dtype in (self.source, self.target))
         return f"{self.fmt.name}{scaled}{drawn}, {dtypes}, {self.layout!s}, {self.device}"
 
     @property
     def twos(self) -> bool:
-        """Whether words hold two values: bfloat16 ones, unless blocks are shorter than a vector of such words."""
+        """Whether words hold two bfloat16 values: not where blocks are shorter than a vector of such words."""
         short = self.layout in (Layout.BLOCKS, Layout.RECTANGLES) and self.block[1] < _SHORTEST
         return self.source is torch.bfloat16 and not short
 
     @property
     def apart(self) -> bool:
-        """Whether a CPU makes all scales first: reading words twice costs less than making scales one at a time."""
+        """Whether a CPU computes all scales first: reading words twice costs less than computing scales one at a
+        time."""
         return self.device == "cpu" and (self.twos or (self.scaling is not None and self.scaling.scale is E4M3))
 
     @property
     def exact(self) -> bool:
-        """Whether the target has every value that comes out, if it is bfloat16.
+        """Whether a bfloat16 target has every value that comes out.
 
-        It has those of formats of 8 bits and less. Under a power of two, too: a value of bfloat16's that lies so low
-        that elements go below its subnormals is a whole number of their steps, before and after rounding.
+        It has those of formats of 8 bits and less. Also under a power of two: a bfloat16 value so low that elements go
+        below its subnormals is a whole number of their steps, before and after rounding.
         """
         plain = self.scaling is None and not self.factor
         return self.fmt.bits <= 8 and (plain or (self.scaling is not None and self.scaling.scale is E8M0))
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        """Called with words, words to write, and of kernels with one the factor and the seed's key.
+        """Takes words, words to write, and, in kernels with them, the factor and the seed's key.
 
-        Factors are () or (rows, 1), or (1, words) for COLUMNS; for UPRIGHT blocks of NVFP4's it is the tensor's scale.
+        Factors are () or (rows, 1), or (1, words) for COLUMNS; for NVFP4's UPRIGHT blocks it is the tensor's scale.
         """
         given, out, *others = tensors
         factor = others[0] if self.factor else None
@@ -226,12 +229,12 @@ class ValuesKernel(Kernel):
         return [free, free, *([factor] if self.factor else []), *([()] if self.stochastic else [])]
 
     def options(self) -> Mapping[str, object]:
-        # The places of elements stay integers in vectors: as an index down the columns each would be found alone.
+        # Indices of elements stay integer vectors; propagated down the columns they would be computed one by one.
         upright = self.stochastic and self.layout is Layout.UPRIGHT
         return {"constant_and_index_propagation": False} if upright else {}
 
     def _left(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
-        """What is left of values, or of their magnitudes, where the format has a sign for every one."""
+        """What is left of values; of magnitudes, where the format has a sign for every value."""
         if self.scaling is None:
             return self._elements(values, factor, random)
         if self.layout is Layout.UPRIGHT:
@@ -244,7 +247,7 @@ class ValuesKernel(Kernel):
         drawn: Sequence[Tensor | None] = random or [None] * len(values)
         if factor is None:
             return [self._rounded(value, by) for value, by in zip(values, drawn, strict=True)]
-        # Columns have factors of their own: those of two neighbours stand in a word, too.
+        # Columns have factors of their own, two neighbours' in a word, too.
         factors = float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
         rounded = [self._rounded(value * by, draw) for value, by, draw in zip(values, factors, drawn, strict=True)]
         return [tensor * inverse_of(by) for tensor, by in zip(rounded, factors, strict=True)]
@@ -264,7 +267,8 @@ class ValuesKernel(Kernel):
         return [tensor.squeeze(-1) for tensor in left]
 
     def _random(self, given: Tensor, key: Tensor) -> list[Tensor]:
-        """Numbers for each lane, counted along the rows of the operand, which are columns in memory if it is turned."""
+        """Random numbers for each lane, counted along the rows of the operand, which are columns in memory if it is
+        transposed."""
         every = 2 if self.twos else 1
         columns = torch.arange(given.shape[-1], dtype=torch.int32, device=key.device) * every
         rows = torch.arange(prod(given.shape[:-1]), dtype=torch.int32, device=key.device).view(*given.shape[:-1], 1)

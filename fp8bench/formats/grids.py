@@ -1,7 +1,7 @@
-"""What a low-precision number is: one definition of each format. Nothing here knows torch.
+"""The definition of each low-precision format. Knows no torch.
 
-A format's grid is every value sign * 2^e * (1 + m / 2^mantissa_bits) between its smallest normal and its largest,
-with evenly spaced subnormals below.
+A format's grid is every value sign * 2^e * (1 + m / 2^mantissa_bits) between its smallest normal and its largest, with
+evenly spaced subnormals below.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from enum import StrEnum
 
 
 class Overflow(StrEnum):
-    """What becomes of a value whose nearest neighbour, with exponents without end, lies beyond the largest.
+    """What becomes of a value that rounds beyond the largest, if exponents had no upper end.
 
-    SATURATE gives the largest one, to infinities too (as the hardware's satfinite conversions do).
+    SATURATE gives the largest one, for infinities too (as the hardware's satfinite conversions do).
     """
 
     SATURATE = "saturate"
@@ -25,10 +25,10 @@ class Overflow(StrEnum):
 class Format:
     """A binary floating-point format.
 
-    `largest` is the largest finite value, which is not always the one the exponent bits suggest: e4m3fn gives its
-    last code to NaN, e2m1 has neither NaN nor infinity. `signed` covers the sign of numbers, `signed_zero` that of
-    zero: fnuz formats have one zero, and -0's code is their only NaN. Without `zeros` a format has neither zero nor
-    subnormals: e8m0 is the powers of two alone.
+    `largest` is the largest finite value, which is not always the one that the exponent bits suggest: e4m3fn's last
+    code is NaN, e2m1 has neither NaN nor infinity. `signed` is about numbers, `signed_zero` about zero: fnuz formats
+    have one zero, and -0's code is their only NaN. Without `zeros` a format has neither zero nor subnormals: e8m0 has
+    powers of two only.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Of a code, sign included."""
+        """Bits of a code, sign included."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -71,18 +71,18 @@ class Format:
     @property
     def overflows(self) -> tuple[Overflow, ...]:
         """The ways of overflowing that the format has codes for."""
-        found = [Overflow.SATURATE]
+        ways = [Overflow.SATURATE]
         if self.has_infinity:
-            found.append(Overflow.INFINITY)
+            ways.append(Overflow.INFINITY)
         elif self.has_nan:
-            found.append(Overflow.NAN)
-        return tuple(found)
+            ways.append(Overflow.NAN)
+        return tuple(ways)
 
 
-# The OCP 8-bit formats, as NVIDIA has them; "fn" is finite: all codes but NaN's are numbers.
+# The OCP 8-bit formats, as on NVIDIA; "fn" is finite: all codes but NaN's are numbers.
 E4M3 = Format("e4m3fn", 4, 3, bias=7, largest=448.0, has_nan=True)
 E5M2 = Format("e5m2", 5, 2, bias=15, largest=57344.0, has_infinity=True, has_nan=True)
-# AMD's MI300 has others: "uz" is an unsigned zero.
+# AMD's MI300: "uz" is an unsigned zero.
 E4M3FNUZ = Format("e4m3fnuz", 4, 3, bias=8, largest=240.0, has_nan=True, signed_zero=False)
 E5M2FNUZ = Format("e5m2fnuz", 5, 2, bias=16, largest=57344.0, has_nan=True, signed_zero=False)
 # The OCP 6- and 4-bit formats: every code is a number.
@@ -93,13 +93,13 @@ E2M1 = Format("e2m1", 2, 1, bias=1, largest=6.0)
 E8M0 = Format("e8m0", 8, 0, bias=127, largest=2.0**127, has_nan=True, signed=False, signed_zero=False, zeros=False)
 FP16 = Format("fp16", 5, 10, bias=15, largest=65504.0, has_infinity=True, has_nan=True)
 BF16 = Format("bf16", 8, 7, bias=127, largest=(2 - 2.0**-7) * 2.0**127, has_infinity=True, has_nan=True)
-# What a TF32 tensor core keeps of a float32: all of the exponent, ten bits of the mantissa.
+# What a TF32 tensor core keeps of a float32: the exponent, and ten bits of the mantissa.
 TF32 = Format("tf32", 8, 10, bias=127, largest=(2 - 2.0**-10) * 2.0**127, has_infinity=True, has_nan=True)
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt for fmt in (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, E8M0, BF16, FP16, TF32)
 }
-# The formats whose range the data of a run are held against, widest first.
+# Formats whose range a run's data are compared with, widest first.
 RANGES = (BF16, FP16, E5M2, E4M3, E2M1)
 
 E8M0_LARGEST_CODE = 254

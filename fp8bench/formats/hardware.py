@@ -1,9 +1,8 @@
-"""Classes of devices, and which have units for which formats: what precisions' support is made of. Knows no torch.
+"""Classes of devices, and the formats that their units support; and what names of GPU kernels reveal. Knows no torch.
 
-What the names of a GPU's kernels say of the numbers that they multiply, too. Names are as libraries give them: cuBLAS
-(`nvjet_qqtst_...`, `sm90_xmma_gemm_e4m3bf16_...`, `ampere_bf16_s16816gemm_...`), CUTLASS
-(`cutlass3x_sm90_tensorop_..._e4m3_e4m3_f32_bf16_...`, or C++ types), FBGEMM (`f8f8bf16_rowwise`), hipBLASLt
-(`Cijk_Ailk_Bljk_F8BS_...`), Triton. What none of these words is in is not judged.
+Kernel names are those of cuBLAS (`nvjet_qqtst_...`, `sm90_xmma_gemm_e4m3bf16_...`, `ampere_bf16_s16816gemm_...`),
+CUTLASS (`cutlass3x_sm90_tensorop_..._e4m3_e4m3_f32_bf16_...`, or C++ types), FBGEMM (`f8f8bf16_rowwise`), hipBLASLt
+(`Cijk_Ailk_Bljk_F8BS_...`) and Triton. Other names are not judged.
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ CLASSES = (A100, L40S, H100, B200, RTX5090, MI300X, MI350X, CPU)
 
 
 def nvidia_class(capability: tuple[int, int]) -> DeviceClass:
-    """The class of NVIDIA's devices of that compute capability; one that is not listed is a class of its own."""
+    """The class of NVIDIA's devices of that compute capability; an unlisted one is a class of its own."""
     listed = [kind for kind in CLASSES if kind.capability and kind.capability[0] == capability[0]]
-    fitting = [one for one in listed if one.capability and one.capability <= capability]
+    fitting = [kind for kind in listed if kind.capability and kind.capability <= capability]
     return fitting[-1] if fitting else DeviceClass("", f"compute capability {_shown(capability)}", capability)
 
 
@@ -93,16 +92,15 @@ def is_nvidia(facts: DeviceFacts) -> bool:
 
 
 def is_amd(facts: DeviceFacts) -> bool:
-    """AMD GPUs call themselves cuda in torch, too."""
+    """AMD GPUs are called cuda in torch, too."""
     return facts.kind == "cuda" and facts.hip is not None
 
 
-# A support of that level, from its reason.
+# Make a Support of that level from its reason.
 native, emulated, refused = (partial(Support, level) for level in (Level.NATIVE, Level.EMULATED, Level.REFUSED))
 
 
 def from_capability(facts: DeviceFacts, first: tuple[int, int], words: str) -> Support:
-    """Native on NVIDIA devices from that compute capability on, refused below."""
     have = facts.capability or (0, 0)
     if have >= first:
         return native(f"{words} units from compute capability {_shown(first)}")
@@ -114,7 +112,7 @@ def is_intel(facts: DeviceFacts) -> bool:
 
 
 def of_vendor(facts: DeviceFacts, words: str, cpu: Support, amd: Support, nvidia: Support, intel: Support) -> Support:
-    """The one that is said of the device's vendor, of processors as of one."""
+    """Selects the support for a device's vendor; `words` name the format in the refusal of unknown kinds."""
     if not facts.accelerated:
         return cpu
     if is_intel(facts):
@@ -127,7 +125,6 @@ def unknown_kind(facts: DeviceFacts, words: str) -> Support:
 
 
 def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
-    """For formats that no device computes natively through fp8bench."""
     if not facts.accelerated:
         return emulated_because(f"no hardware for {words}")
     if facts.kind == "cuda" or is_intel(facts):
@@ -143,10 +140,10 @@ def _shown(pair: tuple[int, int]) -> str:
     return f"{pair[0]}.{pair[1]}"
 
 
-# Whether a kernel multiplies matrices; those that add up its parts, and casts, do not.
+# Kernels that multiply matrices; those that add up parts, and casts, do not.
 _MULTIPLIES = re.compile(r"gemm|nvjet|cutlass|xmma|cijk|matmul|scaled_mm|wgmma|f8f8", re.IGNORECASE)
 _ADDS_UP = re.compile(r"reduce|splitk_?reduce|memset", re.IGNORECASE)
-# Bits of the numbers that are multiplied, the fewest first: a name has its result's type in it, too.
+# Bits of the multiplied numbers, the fewest first, because a name also has the result's type in it.
 _BITS = (
     (4, re.compile(r"e2m1|float_?4|[mn][xv]_?f(p)?4|(?<![a-z0-9])fp4", re.IGNORECASE)),
     (8, re.compile(r"e4m3|e5m2|float_?8|fp8|f8f8|nvjet_(sm\d+_)?qq|_F8[BHS]?|_b8", re.IGNORECASE)),
@@ -156,14 +153,14 @@ _BITS = (
 
 
 def multiplied_bits(name: str) -> int | None:
-    """How wide the numbers are that a kernel multiplies; None of one that does not, or that does not say."""
+    """The width of the numbers that a kernel multiplies; None if it multiplies none, or the name does not tell."""
     if _ADDS_UP.search(name) or not _MULTIPLIES.search(name):
         return None
     return next((bits for bits, words in _BITS if words.search(name)), None)
 
 
 def foreign_kernel(names: Iterable[str], most_bits: int) -> str:
-    """The first kernel that multiplies wider numbers, where none multiplies so narrow ones; '' if there is one."""
+    """The first kernel that multiplies wider numbers than `most_bits`, if none multiplies as narrow ones; else ''."""
     known = [(name, bits) for name in names if (bits := multiplied_bits(name)) is not None]
     if not known or any(bits <= most_bits for _, bits in known):
         return ""
@@ -171,5 +168,4 @@ def foreign_kernel(names: Iterable[str], most_bits: int) -> str:
 
 
 def has_hopper_units(facts: DeviceFacts) -> bool:
-    """Whether FP8 is summed as Hopper does (`unit_sums` in numerics/products.py)."""
     return is_nvidia(facts) and facts.capability == (9, 0)

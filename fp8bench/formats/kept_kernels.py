@@ -1,8 +1,8 @@
-"""A CPU's compiled kernels, called again without torch's compiler, whose import alone takes seconds of a processor.
+"""A CPU's compiled kernels, loaded again without torch's compiler, whose import takes seconds.
 
-Torch compiles a kernel into libraries of C++ and a Python function that calls these. Where they lie, and that
-function's text, are kept in a file beside them, which is named for all that decides what they compute. What is not as
-it was kept, or what another user could have written, is not taken, and the compiler makes the kernel.
+Torch compiles a kernel into libraries of C++ and a Python function that calls them. Their paths, and that function's
+text, are kept in a file beside them, named by everything that determines what they compute. A file that has changed, or
+that another user could have written, is ignored, and the compiler makes the kernel anew.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from fp8bench.files import compact, sealed, unsealed, write_whole
 from fp8bench.formats import vector_width
 
 Call = Callable[..., object]
-# Where a library finds what gives it a tensor's address; torch sets it, too.
+# Where a library finds the function that returns a tensor's address; torch sets it, too.
 _ADDRESSES = "TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
-# What torch's options are read from; where it keeps things, and with how many processes it compiles, changes nothing.
+# Prefix of torch's options, and those that do not change a kernel.
 _OPTIONS, _NO_OPTIONS = "TORCHINDUCTOR_", ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 
 
 def read(kernel: object) -> tuple[Call, int] | None:
-    """A kernel that was kept, and the bits of its vectors; None where there is none that is as it was."""
+    """A kept kernel, and the bits of its vectors; None where there is none that is unchanged."""
     path = _file_of(kernel)
     try:
-        found = unsealed(json.loads(path.read_bytes())) if path is not None and _is_own(path) else None
-        return None if found is None else (_call_of(found), int(found["bits"]))
+        kept = unsealed(json.loads(path.read_bytes())) if path is not None and _is_own(path) else None
+        return None if kept is None else (_call_of(kept), int(kept["bits"]))
     except Exception:  # noqa: BLE001 - whatever is wrong with it, the compiler makes it anew
         return None
 
 
 def keep(kernel: Any, run: Call, bits: int, made: Sequence[ModuleType]) -> None:
-    """Keep a kernel of which torch has made these modules, if it is one that can be called without torch's compiler:
-    called so it has to write the same bits. Where nothing can be written, the next process compiles again."""
+    """Keeps a kernel of which torch has made these modules, if it can be called without torch's compiler and then
+    writes the same bits. Where nothing can be written, the next process compiles again."""
     path = _file_of(kernel)
     if path is None or len(made) != 1:
         return
     try:
-        found = {**_parts_of(made[0]), "bits": bits, "kernel": str(kernel)}
-        if _writes_alike(run, _call_of(found), kernel.examples()):
+        kept = {**_parts_of(made[0]), "bits": bits, "kernel": str(kernel)}
+        if _writes_alike(run, _call_of(kept), kernel.examples()):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.parent.chmod(0o700)
-            write_whole(path, compact(sealed(found)), sync=False)
+            write_whole(path, compact(sealed(kept)), sync=False)
             path.chmod(0o600)  # whatever the umask: see _is_own
     except (OSError, StoreError, LookupError, TypeError, AttributeError, SyntaxError, RuntimeError):
         return
@@ -66,7 +66,6 @@ def keep(kernel: Any, run: Call, bits: int, made: Sequence[ModuleType]) -> None:
 
 @contextlib.contextmanager
 def modules_made() -> Iterator[list[ModuleType]]:
-    """The modules of Python that torch's compiler makes in the body."""
     from torch._inductor.codecache import PyCodeCache
 
     known, made = len(PyCodeCache.modules), list[ModuleType]()
@@ -75,9 +74,9 @@ def modules_made() -> Iterator[list[ModuleType]]:
 
 
 def _parts_of(module: ModuleType) -> dict[str, Any]:
-    """The text of the function that calls libraries, these with their digests, and what else of torch's it calls.
+    """The text of the function that calls libraries, these with their digests, and the helpers of torch that it calls.
 
-    Raises LookupError where it takes anything else.
+    Raises LookupError where it needs anything else.
     """
     call = module.Runner.call
     libraries, helpers = {}, []
@@ -93,17 +92,16 @@ def _parts_of(module: ModuleType) -> dict[str, Any]:
     return {"call": text, "libraries": libraries, "helpers": sorted(helpers)}
 
 
-def _call_of(found: dict[str, Any]) -> Call:
-    """Raises whatever reading and loading raise, LookupError for a library that is another one now."""
+def _call_of(kept: dict[str, Any]) -> Call:
     guards: Any = torch._C._dynamo.guards
     names: dict[str, Any] = {"torch": torch}
-    for name, (file, digest) in found["libraries"].items():
+    for name, (file, digest) in kept["libraries"].items():
         if _digest(Path(file)) != digest:
             raise LookupError(file)
         names[name] = _library(file).kernel
-    for name in found["helpers"]:
+    for name in kept["helpers"]:
         names[name] = getattr(guards, name, None) or getattr(guards, f"_{name}")
-    exec(compile(found["call"], "<kept kernel>", "exec"), names)
+    exec(compile(kept["call"], "<kept kernel>", "exec"), names)
     call = names["call"]
     return lambda *arguments: call(None, [*arguments])
 
@@ -128,8 +126,8 @@ def _writes_alike(run: Call, kept: Call, examples: Sequence[Tensor]) -> bool:
     run(*own)
     kept(*other)
     return all(
-        torch.equal(tensor.view(torch.uint8), two.view(torch.uint8))
-        for tensor, two in zip(map(_flat, own), map(_flat, other), strict=True)
+        torch.equal(tensor.view(torch.uint8), same.view(torch.uint8))
+        for tensor, same in zip(map(_flat, own), map(_flat, other), strict=True)
     )
 
 
@@ -138,7 +136,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _file_of(kernel: Any) -> Path | None:
-    """None for a kernel of a GPU, or where there is no compiler: then nobody has compiled any."""
+    """None for a kernel of a GPU, and without a C++ compiler, where none can have been compiled."""
     if kernel.device != "cpu" or (compiler := shutil.which(os.environ.get("CXX", "g++"))) is None:
         return None
     about = Path(compiler).resolve().stat()
@@ -152,7 +150,7 @@ def _file_of(kernel: Any) -> Path | None:
 
 @cache
 def _surroundings() -> tuple[str, ...]:
-    """What else decides what a kernel is compiled to: torch, this Python, the processor, and our own sources."""
+    """What else determines a compiled kernel: torch, this Python, the processor, and our own sources."""
     own = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
         own.update(file.read_bytes())
@@ -162,9 +160,8 @@ def _surroundings() -> tuple[str, ...]:
 
 
 def _folder() -> Path:
-    """Where torch's compiler keeps what it makes: asked, it would be imported."""
-    if told := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return Path(told).absolute()
+    if folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return Path(folder).absolute()
     spec = importlib.machinery.PathFinder.find_spec("cache_dir_utils", [f"{torch.__path__[0]}/_inductor/runtime"])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -173,7 +170,7 @@ def _folder() -> Path:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether nobody else can have written it: what it holds is run."""
+    """Whether nobody else can have written the file, whose text is executed."""
     about = [place.stat() for place in (path, path.parent)]
     return all(place.st_uid == os.getuid() and not place.st_mode & 0o022 for place in about)
 

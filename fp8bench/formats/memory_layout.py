@@ -1,7 +1,7 @@
-"""Where a tensor lies, and how a fused quantiser takes it: as it is if it can, else as a copy that it can take.
+"""How a fused quantiser takes a tensor: as it lies in memory if possible, else as a copy.
 
-A matrix that lies in memory row by row is taken as it is, and so is the transpose of one, as operands of backward
-products are. What lies otherwise, is of another dtype or does not fill its last blocks is copied first.
+A matrix that lies row by row is taken as it is, and so is the transpose of one, as operands of backward products are.
+Tensors that lie otherwise, have another dtype or incomplete last blocks are copied first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8bench.formats.recipes import Scaling
 from fp8bench.formats.scaled import current_tensor_scale, factor, matrix_of
 
 MOST_ELEMENTS = (1 << 31) - 1
-"""A kernel's indices may have 32 bits."""
+"""The most that a kernel's indices of 32 bits can count."""
 _WIDEST_WORD = 8
 """Bytes."""
 _GPU_VECTOR = 16
@@ -27,7 +27,7 @@ _GPU_VECTOR = 16
 
 @dataclass(frozen=True)
 class Quantisation:
-    """What is asked of a call of a quantiser, apart from its tensors."""
+    """The parameters of a quantiser call, apart from its tensors."""
 
     fmt: Format
     scaling: Scaling | None = None
@@ -37,9 +37,9 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """A kernel, and the matrix that it sees: `turned` if x is the transpose of what lies row by row.
+    """A kernel, and the matrix that it reads: `turned` if x is the transpose of what lies row by row.
 
-    `filled` says that whole blocks make the matrix larger than x.
+    `filled`: filling to whole blocks makes the matrix larger than x.
     """
 
     kernel: ValuesKernel
@@ -71,7 +71,6 @@ class MemoryLayout:
         return result_words(matrix.view(self._shape()), self.kernel.twos)
 
     def keep(self, matrix: Tensor, out: Tensor) -> None:
-        """Copy what a kernel wrote elsewhere."""
         if self.filled:
             rows, columns = matrix_of((out.t() if self.turned else out).shape)
             matrix = matrix.view(self.height, self.width)[:rows, :columns]
@@ -92,9 +91,9 @@ class MemoryLayout:
 
 
 def layout_of(x: Tensor, out: Tensor, what: Quantisation) -> MemoryLayout | None:
-    """Where a call finds its kernel; None where none serves it: empty and huge tensors, blocks of whole rows.
+    """The kernel and layout of a call; None for empty and huge tensors, and for blocks of whole rows.
 
-    Looks at shapes, strides and dtypes alone.
+    Depends on shapes, strides and dtypes only.
     """
     scaling = what.scaling
     if not 0 < x.numel() <= MOST_ELEMENTS or (scaling is not None and scaling.rows > 1 and scaling.columns == 0):
@@ -123,16 +122,16 @@ def layout_of(x: Tensor, out: Tensor, what: Quantisation) -> MemoryLayout | None
 
 
 def factor_of(x: Tensor, what: Quantisation, layout: MemoryLayout, scale: Tensor | None) -> Tensor | None:
-    """The factor that a kernel takes, as it takes it: `scale`, or from `x`. None for kernels without."""
+    """The factor in the shape that a kernel takes: `scale`, or computed from `x`. None for kernels without."""
     kernel = layout.kernel
     if what.scaling is None or not kernel.factor:
         return None
     if kernel.scaling is not None:
         return current_tensor_scale(x)
-    found = factor(x, what.fmt, what.scaling)[0] if scale is None else scale.to(torch.float32)
+    factors = factor(x, what.fmt, what.scaling)[0] if scale is None else scale.to(torch.float32)
     if kernel.layout is Layout.FLAT:
-        return found.reshape(())
-    each = found.expand(*x.shape[:-1], 1)
+        return factors.reshape(())
+    each = factors.expand(*x.shape[:-1], 1)
     if kernel.layout is Layout.ROWS:
         return each.reshape(layout.height, 1)
     return result_words(each.reshape(1, layout.width).contiguous(), kernel.twos)
@@ -146,7 +145,7 @@ def _turned(x: Tensor, what: Quantisation) -> bool:
 
 
 def _layout(scaling: Scaling | None, turned: bool) -> tuple[Layout, tuple[int, int]]:
-    """The layout, and the rows and columns that a block has in memory."""
+    """The layout, and the rows and columns of a block in memory."""
     if scaling is None or scaling.rows == 0:
         return Layout.FLAT, (0, 0)
     if scaling.columns == 0:

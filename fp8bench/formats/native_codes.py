@@ -1,7 +1,7 @@
-"""Native casts as operators of torch's: float8 codes and their scales, each operator one kernel once it is compiled.
+"""Native casts as torch operators: float8 codes and their scales, each operator one kernel once it is compiled.
 
-The same bits either way. Until KERNELS (operators.py) has compiled what a call wants, it runs as many operations.
-Inside a graph that torch compiles there are plain operations instead: they fuse with what stands around them.
+The bits are the same either way. Until KERNELS (operators.py) has compiled a kernel, a call runs as separate
+operations. Inside a graph that torch compiles there are plain operations instead, which fuse with their surroundings.
 """
 
 from __future__ import annotations
@@ -41,14 +41,11 @@ LAUNCHES = {
     f"fp8bench::{name}": 1
     for name in ("codes", "row_codes", "row_codes_both", "scale", "square_scales", "delayed_scale")
 }
-"""GPU kernels that a call of each starts once it is compiled, of a matrix that lies row by row or is turned.
-
-Counted with torch 2.13 and 2.11 for CUDA, sm_90, on a runtime that computes nothing; docs/gpu.md says how.
-"""
+"""GPU kernels that one compiled call starts, counted with torch 2.13 and 2.11 for sm_90 (docs/gpu.md says how)."""
 
 
 def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
-    """`x`, times a float32 scale if there is one, as contiguous codes: what is too large becomes the largest value."""
+    """`x`, times a float32 scale if there is one, as contiguous codes; larger values saturate."""
     if torch.compiler.is_compiling():
         return torch_codes(x, fmt, scale)
     check_input(x)
@@ -58,7 +55,6 @@ def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
 
 
 def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of a matrix, and of its transpose, by reading it once."""
     if torch.compiler.is_compiling():
         straight = torch_codes(x, fmt, scale)
         return straight, straight.t().contiguous()
@@ -68,19 +64,19 @@ def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
     return straight, turned
 
 
-def codes_turned(found: Tensor) -> Tensor:
-    """Codes of the transpose of the matrix that these are the codes of."""
+def codes_turned(straight: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
-        return found.t().contiguous()
-    turned = torch.empty(found.shape[::-1], dtype=found.dtype, device=found.device)
-    torch.ops.fp8bench.codes(found.view(torch.uint8), None, None, turned.view(torch.uint8), "")
+        return straight.t().contiguous()
+    turned = torch.empty(straight.shape[::-1], dtype=straight.dtype, device=straight.device)
+    torch.ops.fp8bench.codes(straight.view(torch.uint8), None, None, turned.view(torch.uint8), "")
     return turned
 
 
 def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -> tuple[Tensor, Tensor]:
     """Codes of a matrix under the current scale of each row, and the scales that decode them, (rows, 1).
 
-    Or of every `block` elements of a row: the scales are then by_columns (scale_layouts.py).
+    With a `block`, under a scale for each `block` elements of a row; the scales are then laid out by_columns
+    (scale_layouts.py).
     """
     scaling = Scaling(1, block, rounding=rounding)
     if torch.compiler.is_compiling() or not x.numel():
@@ -94,7 +90,7 @@ def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -
 def row_codes_both(
     x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The same of a matrix, and of its transpose, whose rows have scales of their own."""
+    """Codes and scales of a matrix, and of its transpose, whose rows have scales of their own."""
     if torch.compiler.is_compiling() or not x.numel():
         return row_codes(x, fmt, rounding, block), row_codes(x.t(), fmt, rounding, block)
     check_input(x)
@@ -104,7 +100,7 @@ def row_codes_both(
 
 
 class _Rows(NamedTuple):
-    """A matrix whose rows are cast, filled to whole blocks, and memory for codes and scales."""
+    """The arguments of a cast by rows: the matrix filled to whole blocks, and memory for codes and scales."""
 
     memory: tuple[Tensor, Tensor, Tensor]
     columns: int
@@ -121,7 +117,7 @@ class _Rows(NamedTuple):
     def result(self) -> tuple[Tensor, Tensor]:
         _, out, inverse = self.memory
         data = out if out.shape[1] == self.columns else out[:, : self.columns].contiguous()
-        # Products look at strides, of sides of 1 too: those of rows are a column, those of blocks lie by columns.
+        # Products check strides even of sides of 1: scales of rows are a column, those of blocks lie by columns.
         return data, turned_rows(inverse) if self.block else inverse.view(-1, 1)
 
 
@@ -130,7 +126,7 @@ def square_codes(
 ) -> tuple[tuple[Tensor, Tensor], ...]:
     """Codes of a matrix under the current scale of each 128x128 square, and the scales that decode them.
 
-    With `both` the same of its transpose, too. Scales lie as `squares` lays them (scale_layouts.py).
+    With `both`, those of its transpose, too. Scales lie as `squares` lays them (scale_layouts.py).
     """
     if torch.compiler.is_compiling() or not x.numel():
         return _plain_square_codes(x, fmt, Scaling(SQUARE, SQUARE, rounding=rounding), both)
@@ -144,21 +140,21 @@ def square_codes(
     torch.ops.fp8bench.square_scales(
         matrix, scale, inverse[:, :across], turned_inverse[:, :down].t(), fmt.name, rounding.value
     )
-    # `scale` is that of the squares as they lie in memory, where `codes` looks for them.
-    found = codes_both(x, fmt, scale) if both else (codes(x, fmt, scale),)
+    # `scale` is in the order of the squares in memory, as `codes` expects it.
+    made = codes_both(x, fmt, scale) if both else (codes(x, fmt, scale),)
     inverses = (turned_inverse, inverse) if swapped else (inverse, turned_inverse)
     shapes = (rows, columns), (columns, rows)
     return tuple(
         (data if whole else data[:height, :width].contiguous(), turned_rows(memory))
-        for data, memory, (height, width) in zip(found, inverses, shapes, strict=False)
+        for data, memory, (height, width) in zip(made, inverses, shapes, strict=False)
     )
 
 
 def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
     """The factor of a tensor with that largest magnitude, and its inverse, the scale that decodes."""
     if torch.compiler.is_compiling():
-        found = float_factor(amax, fmt, rounding)
-        return found, inverse_of(found)
+        scale = float_factor(amax, fmt, rounding)
+        return scale, inverse_of(scale)
     scale, inverse = (torch.empty(amax.shape, dtype=amax.dtype, device=amax.device) for _ in range(2))
     torch.ops.fp8bench.scale(amax, scale, inverse, fmt.name, rounding.value)
     return scale, inverse
@@ -167,9 +163,10 @@ def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[T
 def delayed_scale(
     amax: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: Delayed
 ) -> tuple[Tensor, Tensor]:
-    """The scale for this cast, which stood before it, and its inverse; enters `amax` and renews what is to be renewed.
+    """The scale for this cast, which was set before it, and its inverse; then records `amax` and renews the scale if
+    due.
 
-    `history`, `casts` and `scale` are changed where they lie.
+    `history`, `casts` and `scale` are changed in place.
     """
     used, inverse = torch.empty_like(scale), torch.empty_like(scale)
     written = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
@@ -195,7 +192,7 @@ def _plain_square_codes(x: Tensor, fmt: Format, scaling: Scaling, both: bool) ->
 
 
 def whole_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
-    """The matrix, filled with zeros to whole blocks if it is not."""
+    """The matrix, filled with zeros to whole blocks, and whether it had whole blocks already."""
     rows, columns = (-length % block if block else 0 for length, block in zip(x.shape, (down, across), strict=True))
     return (pad(x, (0, columns, 0, rows)), False) if rows or columns else (x, True)
 
@@ -261,14 +258,14 @@ def _run_delayed_scale(
 
 
 class Called(NamedTuple):
-    """A kernel, what it is called with, and whether it sees a matrix that lies `turned`."""
+    """A kernel with its arguments, and whether it reads a matrix that lies `turned`."""
 
     kernel: Kernel
     tensors: tuple[Tensor, ...]
     turned: bool
 
     def beside(self, other: Called) -> None:
-        """Call both as one kernel. Those that see matrices alike would share their sizes: one after the other."""
+        """Calls both kernels as one, unless both read matrices alike: their sizes would then be taken for the same."""
         if self.turned != other.turned:
             call(PairKernel(self.kernel, other.kernel), *self.tensors, *other.tensors)
         else:
@@ -277,14 +274,14 @@ class Called(NamedTuple):
 
 
 def call(kernel: Kernel, *tensors: Tensor) -> None:
-    """By one kernel if it has been compiled, else as many operations."""
+    """Runs the compiled kernel if there is one, else the same as separate operations."""
     small = max(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS
-    found = operators.KERNELS.get(kernel) if small else None
-    (kernel if found is None else found.run)(*tensors)
+    compiled = operators.KERNELS.get(kernel) if small else None
+    (kernel if compiled is None else compiled.run)(*tensors)
 
 
 def laid(x: Tensor) -> tuple[Tensor, bool]:
-    """The matrix that lies row by row, and whether `x` is its transpose. What lies otherwise is copied first."""
+    """The matrix that lies row by row, and whether `x` is its transpose. Other layouts are copied first."""
     if x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous():
         matrix, turned = x.t(), True
     else:

@@ -1,8 +1,8 @@
-"""Quantisers as operators of torch's: each family is one, which runs as one kernel once that has been compiled.
+"""Quantisers as torch operators: each family is one, which runs as one kernel once that has been compiled.
 
-`values` are what scaled.py and quantise.py give, bit for bit. A call never compiles: until what KERNELS wants has
-been compiled, it runs as many operations. To a compiler around it and to a dispatch mode a call is one operator,
-whichever way it runs.
+`values` returns what scaled.py and quantise.py do, bit for bit. A call never compiles: until the kernel that it
+registers in KERNELS has been compiled, it runs as separate operations. For a compiler around it and for dispatch modes
+a call is one operator either way.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _SCHEMA = (
     "Tensor? scale, Tensor? seed) -> ()"
 )
 FAMILIES = ("round", "tensor", "row", "block", "mx", "nvfp4")
-"""The operators' names: without scaling, and with float32 scales of a tensor, row or block, e8m0 and e4m3 ones."""
+"""The operators: without scaling, with float32 scales of a tensor, row or block, with e8m0 and e4m3 scales."""
 
 
 class Kernels:
-    """The kernels of this process. Calls come from any thread.
+    """The kernels of this process. Thread-safe.
 
-    `wanted` are those that calls would have taken, had they been compiled, and `refused` says why some stay eager that
-    did not compile. `eager` counts the calls that ran as many operations, though there is a kernel for them, `fused`
-    those that ran as one kernel, by the bits of its vectors.
+    `wanted` are those that calls would have used, had they been compiled; `refused` says why some did not compile.
+    `eager` counts the calls that ran as separate operations although there is a kernel for them, `fused` those that ran
+    as one kernel, by the bits of its vectors.
     """
 
     def __init__(self) -> None:
@@ -48,19 +48,18 @@ class Kernels:
         self._lock = threading.Lock()
 
     def get(self, kernel: Kernel) -> Compiled | None:
-        """The kernel compiled, or None, and then it is wanted from now on."""
-        found = self._ready.get(kernel)
+        ready = self._ready.get(kernel)
         with self._lock:
-            if found is not None:
-                self.fused[found.bits] += 1
-                return found
+            if ready is not None:
+                self.fused[ready.bits] += 1
+                return ready
             self.eager += 1
             if kernel not in self.refused:
                 self.wanted[kernel] = None
         return None
 
     def compile(self, *kernels: Kernel) -> None:
-        """Compile kernels: seconds for each the first time on a machine, tenths where torch's cache on disk has it.
+        """Compiles kernels: seconds for each the first time on a machine, tenths from torch's cache on disk.
 
         Raises what torch or a compiler raises; such a kernel stays eager and is not wanted again.
         """
@@ -90,9 +89,9 @@ def values(
     scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What scaled.values gives, or quantise.round_to without scaling, whose `overflow` is for it alone.
+    """Returns what scaled.values does, or without scaling what quantise.round_to does, for which alone `overflow` is.
 
-    Without `out` the result lies in memory as x does.
+    Without `out` the result has the memory layout of x.
     """
     check_input(x)
     check_scaling(fmt, scaling, scale)
@@ -139,10 +138,10 @@ def _run(
 ) -> None:
     scaling = _read(rows, columns, scale_format, rounding)
     what = Quantisation(FORMATS[fmt], scaling, Overflow(overflow), seed is not None)
-    found = layout_of(x, out, what)
-    kernel = KERNELS.get(found.kernel) if found else None
-    if found is not None and kernel is not None:
-        _run_fused(kernel, found, x, out, factor_of(x, what, found, scale), seed)
+    layout = layout_of(x, out, what)
+    kernel = KERNELS.get(layout.kernel) if layout else None
+    if layout is not None and kernel is not None:
+        _run_fused(kernel, layout, x, out, factor_of(x, what, layout, scale), seed)
     elif scaling is None:
         quantise.round_to(x, what.fmt, out, overflow=what.overflow, seed=seed)
     else:
@@ -150,28 +149,28 @@ def _run(
 
 
 def _run_fused(
-    kernel: Compiled, found: MemoryLayout, x: Tensor, out: Tensor, factor: Tensor | None, seed: Tensor | None
+    kernel: Compiled, layout: MemoryLayout, x: Tensor, out: Tensor, factor: Tensor | None, seed: Tensor | None
 ) -> None:
-    direct = found.takes(out)
-    written = found.empty(out.device) if not direct else out.t() if found.turned else out
+    direct = layout.takes(out)
+    written = layout.empty(out.device) if not direct else out.t() if layout.turned else out
     others = [tensor for tensor in (factor, None if seed is None else key_of(seed)) if tensor is not None]
-    kernel.run(found.words(found.matrix(x)), found.result_words(written), *others)
+    kernel.run(layout.words(layout.matrix(x)), layout.result_words(written), *others)
     if not direct:
-        found.keep(written, out)
+        layout.keep(written, out)
 
 
 _LIBRARY = torch.library.Library("fp8bench", "FRAGMENT")  # type: ignore[no-untyped-call]
 OPERATORS: dict[str, Callable[..., object]] = {}
-"""What each operator does where it is called."""
+"""Implementations by operator."""
 
 
 def define(name: str, schema: str, run: Callable[..., object]) -> None:
-    """An operator of ours, that writes into memory it is given: the same on every device."""
+    """Registers an operator that writes into given memory, the same on every device."""
     OPERATORS[f"fp8bench::{name}"] = run
-    # Not by torch.library.custom_op, a call of which takes 40 us before it does anything.
+    # Not by torch.library.custom_op, whose calls have an overhead of 40 us.
     _LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    # Where tensors have no memory a call gives nothing.
+    # For tensors without memory a call does nothing.
     _LIBRARY.impl(name, lambda *arguments: None, "Meta")  # type: ignore[no-untyped-call]
 
 

@@ -2,10 +2,10 @@
 
 A product is a (M, K) times b (N, K) transposed. Linear layers have three, and each contracts over another dimension.
 
-torch's kernels for processors take what its kernels for GPUs refuse, so that no processor can be asked: the rules are
-written down here, each with whose it is. They were read off torch 2.13 (scaled_mm for CUDA and ROCm in ScaledBlas.cpp,
-its row-wise kernels in RowwiseScaledMM.cu, and the shapes that its tests leave out) and cuBLAS 12.9; Transformer
-Engine's own checks off 2.20 (pytorch/quantization.py, utils.py and its quantisers' is_quantizable).
+torch's kernels for processors take what its kernels for GPUs refuse, so the rules cannot be tried on a processor and
+are written down here, each with its source. They were read from torch 2.13 (scaled_mm for CUDA and ROCm in
+ScaledBlas.cpp, its row-wise kernels in RowwiseScaledMM.cu, and the shapes that its tests leave out) and cuBLAS 12.9;
+Transformer Engine's own checks from 2.20 (pytorch/quantization.py, utils.py and its quantisers' is_quantizable).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RuleSource(StrEnum):
 
 
 class Scheme(StrEnum):
-    """The kinds of scaled product that there are."""
+    """The kinds of scaled products."""
 
     TENSOR = "FP8 with a scale a tensor"
     ROW = "FP8 with a scale a row"
@@ -53,9 +53,9 @@ _FP8_BY_EXTENT = {(0, 0): Scheme.TENSOR, (1, 0): Scheme.ROW, (1, 128): Scheme.BL
 
 @dataclass(frozen=True)
 class Product:
-    """One product: its sides, how its operands are rounded, and what else torch looks at.
+    """One product: its sides, the treatment of its operands, and what else torch looks at.
 
-    `row_major` says that the second operand is kept as (K, N), row by row.
+    `row_major`: the second operand is stored as (K, N), row by row.
     """
 
     m: int
@@ -72,12 +72,10 @@ class Product:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The kind of product it is; None where no library has one for such a pair of operands."""
-        found = {_scheme_of(treatment) for treatment in (self.a, self.b)}
-        return found.pop() if len(found) == 1 else None
+        schemes = {_scheme_of(treatment) for treatment in (self.a, self.b)}
+        return schemes.pop() if len(schemes) == 1 else None
 
     def bytes_of(self, sides: Sides) -> float:
-        """Bytes of both operands, their scales and the output, if its sides were those."""
         m, n, k = sides
         output = m * n * (4 if self.output == "fp32" else 2)
         return _operand_bytes(m, k, self.a) + _operand_bytes(n, k, self.b) + output
@@ -85,10 +83,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Objection:
-    """Why a product is refused, and by whom.
-
-    `multiples` of M, N and K that would do; None where no padding helps.
-    """
+    """Why a product is refused, and by whom. `multiples` of M, N and K would be accepted; None where no padding
+    helps."""
 
     source: RuleSource
     why: str
@@ -131,7 +127,7 @@ BLACKWELL = (10, 0)
 
 
 def missing(product: Product, device: DeviceClass) -> Objection | None:
-    """Why a class of devices has no such product, whatever its shape; None if it has."""
+    """Why a class of devices has no such product, whatever its shape; None if it has one."""
     scheme = product.scheme
     if scheme is None:
         pair = " and ".join(dict.fromkeys(_words(treatment) for treatment in (product.a, product.b)))
@@ -144,26 +140,26 @@ def missing(product: Product, device: DeviceClass) -> Objection | None:
 
 
 def objections(product: Product, device: DeviceClass) -> tuple[Objection, ...]:
-    """What torch's scaled_mm, and what it calls, have against a product that the class has."""
+    """What torch's scaled_mm, and the libraries it calls, refuse in a product that the class has."""
     return (*_of_kind(product, device), *_of_shape(product, device))
 
 
 def conditions(scheme: Scheme, device: DeviceClass) -> tuple[str, ...]:
     """What such a product needs besides its shape: versions, layouts of its scales, output types."""
-    found = []
+    needs = []
     if scheme is Scheme.BLOCK:
-        found.append("CUDA 12.9")
+        needs.append("CUDA 12.9")
     if scheme is Scheme.ROW and device is H100:
-        found.append("before CUDA 12.9 an output in bf16 or fp16")
+        needs.append("before CUDA 12.9 an output in bf16 or fp16")
     if scheme is Scheme.ROW and device is not H100:
-        found.append(f"an output in {_row_outputs(device)}")
+        needs.append(f"an output in {_row_outputs(device)}")
     if scheme in MX and device.is_amd:
-        found += ["ROCm 7.0", "an output in bf16 or fp16"]
+        needs += ["ROCm 7.0", "an output in bf16 or fp16"]
     if scheme in (*MX, Scheme.NVFP4) and device.is_nvidia:
-        found += ["CUDA 12.8", "scales swizzled in tiles of 128 x 4"]
+        needs += ["CUDA 12.8", "scales swizzled in tiles of 128 x 4"]
     if scheme is Scheme.MXFP4 and device.is_nvidia:
-        found.append("a torch built with FBGEMM's kernels")
-    return tuple(found)
+        needs.append("a torch built with FBGEMM's kernels")
+    return tuple(needs)
 
 
 def _words(treatment: Treatment) -> str:
@@ -173,7 +169,6 @@ def _words(treatment: Treatment) -> str:
 
 
 def _without_units(scheme: Scheme, device: DeviceClass) -> str:
-    """Why no unit of the device multiplies so; '' if some do."""
     if not device.is_nvidia and not device.is_amd:
         return "no CPU has units for it: emulated, in any shape"
     if scheme in FP8:
@@ -187,7 +182,6 @@ def _without_units(scheme: Scheme, device: DeviceClass) -> str:
 
 
 def _other_formats(product: Product, device: DeviceClass) -> str:
-    """Why its units have another FP8 than the product; '' if theirs is the same."""
     fnuz = [treatment.fmt in FNUZ for treatment in (product.a, product.b)]
     if device is MI300X and not all(fnuz):
         return "its FP8 is e4m3fnuz and e5m2fnuz, not e4m3fn and e5m2"
@@ -197,11 +191,10 @@ def _other_formats(product: Product, device: DeviceClass) -> str:
 
 
 def _lacking_in_torch(scheme: Scheme, device: DeviceClass) -> str:
-    """Why torch has no such product for units that are there; '' if it has one."""
     if scheme is Scheme.MXFP6:
         return "it has units for FP6, but torch has neither the format nor the product"
     if scheme is Scheme.BLOCK and device is not H100:
-        # cuBLAS, which does it, has these scales for compute capability 9.0 alone; ROCm's libraries have none.
+        # cuBLAS has these scales for compute capability 9.0 only; ROCm's libraries have none.
         return "scaled_mm takes scales of 128 elements on compute capability 9.0 only"
     if scheme is Scheme.MXFP4 and device.is_nvidia and device is not B200:
         return "its kernel for MXFP4, FBGEMM's, is for compute capability 10.0 only"
@@ -209,14 +202,13 @@ def _lacking_in_torch(scheme: Scheme, device: DeviceClass) -> str:
 
 
 def _of_kind(product: Product, device: DeviceClass) -> Iterator[Objection]:
-    """Layout and types: what padding does not mend."""
     if product.row_major:
         yield Objection(RuleSource.TORCH, "the second operand lies row by row, and its contraction must be innermost")
     if device.is_nvidia and product.a.fmt is E5M2 and product.b.fmt is E5M2:
-        # A restriction of cuBLASLt's that torch asks for; AMD's libraries do not have it.
+        # A restriction of cuBLASLt, not of AMD's libraries.
         yield Objection(RuleSource.TORCH, "two E5M2 operands are not multiplied on NVIDIA's GPUs")
     if product.scheme is Scheme.ROW and device is not H100:
-        # Since 12.9 cuBLAS scales rows on Hopper; CUTLASS's kernel, which does elsewhere, and hipBLASLt are narrower.
+        # On Hopper cuBLAS scales rows since 12.9; elsewhere CUTLASS's kernel and hipBLASLt accept less.
         if product.b.fmt not in (E4M3, FNUZ[0]):
             why = f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}"
             yield Objection(RuleSource.TORCH, why)
@@ -233,20 +225,20 @@ _SPANS = {Scheme.BLOCK: 128, Scheme.MXFP8: 32}
 
 
 def rows_give_float32(facts: DeviceFacts) -> bool:
-    """Whether products with a scale a row give float32.
+    """Whether products with a scale a row return float32.
 
-    Those of cuBLAS do, which torch takes for them on compute capability 9.0 since CUDA 12.9: its own tests ask for it
-    there. All other kernels give bf16 or fp16.
+    cuBLAS's do, which torch uses on compute capability 9.0 since CUDA 12.9: its own tests require it there. All other
+    kernels return bf16 or fp16.
     """
     version = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
     return is_nvidia(facts) and facts.capability == H100.capability and version >= (12, 9)
 
 
 def grouped_multiple(products: Iterable[tuple[Treatment, Treatment]], facts: DeviceFacts) -> int:
-    """What sides must be multiples of for one product for several weights, torch's scaled_grouped_mm; 0: there is none.
+    """What sides must be multiples of for torch's scaled_grouped_mm; 0 where it cannot be used.
 
-    GroupedBlas.cpp asks for E4M3 on compute capability 9 or 10: with a scale a row, and rows that begin at 16 bytes;
-    or in MX blocks, whole ones, whose kernels are those of 10.0. It has others for ROCm: nothing here asks for these.
+    GroupedBlas.cpp requires E4M3 on compute capability 9 or 10: with a scale a row, and rows that begin at 16 bytes; or
+    in whole MX blocks, whose kernels are those of 10.0. Its kernels for ROCm are not used here.
     """
     if not is_nvidia(facts) or facts.capability is None or facts.capability[0] not in (9, 10):
         return 0
@@ -261,32 +253,32 @@ def _row_outputs(device: DeviceClass) -> str:
 
 
 def _of_shape(product: Product, device: DeviceClass) -> Iterator[Objection]:
-    """Sides that are no multiples. The widest rules come first: one objection a side is enough."""
-    said: set[str] = set()
+    """Objections to sides that are no multiples, one a side: the widest rules come first."""
+    sides: set[str] = set()
     for source, multiples in _multiples(product.scheme, device):
         for objection in uneven(product, source, multiples):
             side = objection.why.partition("=")[0]
-            if side not in said:
-                said.add(side)
+            if side not in sides:
+                sides.add(side)
                 yield objection
 
 
 def _multiples(scheme: Scheme | None, device: DeviceClass) -> Iterator[tuple[RuleSource, Sides]]:
     if scheme in MX and device.is_amd:
-        # scaled_mm asks for 32s; hipBLASLt's kernels go by 128 along K, as torch's tests and its older entry say.
+        # scaled_mm requires 32s; hipBLASLt's kernels 128 along K, by torch's tests and its older entry.
         yield RuleSource.TORCH, (32, 32, 128)
     elif scheme in MX:
         yield RuleSource.HARDWARE, (1, 1, 32)  # a block is multiplied as a whole: torch tests no other
     elif scheme is Scheme.NVFP4:
         yield RuleSource.CUBLAS, (1, 1, 32)  # two codes a byte, and rows begin at 16 bytes
-    # Of every scaled product: cuBLASLt wants the rows of both operands and of the output to begin at 16 bytes.
+    # For every scaled product: in cuBLASLt the rows of both operands and of the output begin at 16 bytes.
     yield RuleSource.TORCH, (1, 16, 16)
 
 
 HOPPER = (9, 0)
 BLACKWELL_FOR_THE_DESK = (12, 0)
-# Transformer Engine's recipes. Of every FP8 tensor that is cast the rows come in 8s and the columns in 16s; MXFP8 and
-# NVFP4 tensors are cast along both of their sides, in whole blocks.
+# Transformer Engine's recipes: FP8 tensors have rows in 8s and columns in 16s; MXFP8 and NVFP4 tensors are cast along
+# both sides, in whole blocks.
 TE_MULTIPLES = {
     Scheme.TENSOR: (8, 8, 16),
     Scheme.BLOCK: (8, 8, 16),
@@ -296,7 +288,8 @@ TE_MULTIPLES = {
 
 
 def te_objections(product: Product, device: DeviceClass) -> tuple[Objection, ...] | None:
-    """What Transformer Engine has against a product; None where it has no recipe for it, or is not for the device."""
+    """What Transformer Engine refuses in a product; None where it has no recipe for it, or does not support the
+    device."""
     scheme = product.scheme
     if scheme not in TE_MULTIPLES or not device.is_nvidia:
         return None
@@ -309,7 +302,7 @@ def te_objections(product: Product, device: DeviceClass) -> tuple[Objection, ...
 
 
 def _te_refusal(scheme: Scheme, device: DeviceClass) -> str:
-    """What it says to a device (check_mxfp8_support and its neighbours); '' where it refuses nothing."""
+    """Its refusal of a device (check_mxfp8_support and its neighbours); '' where there is none."""
     if not device.at_least(ADA):
         return "its FP8 begins at compute capability 8.9"
     if scheme is Scheme.BLOCK and not device.at_least(HOPPER):

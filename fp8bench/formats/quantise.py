@@ -1,8 +1,8 @@
-"""Rounding the elements of a tensor onto a format's grid, exactly, in plain torch operations that can be traced.
+"""Exact rounding of a tensor's elements onto a format's grid, in plain torch operations that can be traced.
 
 Overflow is judged after rounding: what rounds back to the largest value has not overflowed. NaN stays NaN. Random
-numbers of stochastic rounding depend on a seed and an element's index alone, in integer operations: the same ones come
-out eagerly and fused, on a CPU and on a GPU, however a tensor lies in memory.
+numbers of stochastic rounding depend on a seed and an element's index only, by integer operations: they are the same
+eagerly and fused, on a CPU and on a GPU, in any memory layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INDICES = (1 << 31) - 1
 
 
 class Draw(NamedTuple):
-    """Seeds of casts to come: each is so many `steps` after `last`. What makes them leaves the last one in `after`."""
+    """Seeds of the next casts: `last` plus each of `steps`. Whoever computes them writes the last one to `after`."""
 
     last: Tensor
     after: Tensor
@@ -46,7 +46,7 @@ def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
 
 
 def key_of(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
-    """The int32 key of a seed, without dimensions; that of each stretch of 2^32 elements where their numbers stand."""
+    """The int32 key of a seed, without dimensions; with `stretch`, the key of each stretch of 2^32 elements."""
     seed = seed.reshape(())
     high = _low(seed.bitwise_right_shift(_WORD))
     first = high if stretch is None else _low(stretch) * _GOLDEN + high
@@ -54,12 +54,12 @@ def key_of(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
 
 
 def drawn_bits(index: Tensor, key: Tensor) -> Tensor:
-    """The numbers of elements whose index in their stretch is given, int32: what a kernel is traced with."""
+    """The random numbers of elements, given their index in their stretch, int32: what a kernel is traced with."""
     return _shifted(_mixed(_mixed(index + key) + key * _GOLDEN), _WORD - RANDOM_BITS)
 
 
 def check_seed(seed: object) -> None:
-    """Raise where a seed is none: shifts of a narrower one would give anything."""
+    """Raises TypeError for anything but an int64 tensor of one element: shifts of a narrower one would be wrong."""
     if not isinstance(seed, Tensor) or seed.dtype is not torch.int64 or seed.numel() != 1:
         raise TypeError("a seed is an int64 tensor of one element, on the device of what is rounded.")
 
@@ -69,7 +69,6 @@ def _low(wide: Tensor) -> Tensor:
 
 
 def _shifted(word: Tensor, by: int) -> Tensor:
-    """Shifted to the right as if unsigned."""
     return word.bitwise_right_shift(by).bitwise_and((1 << (_WORD - by)) - 1)
 
 
@@ -95,8 +94,8 @@ def quantised(
     """float32 `values` rounded to nearest even (e8m0's ties, between powers of two, go up), or stochastically.
 
     `random` holds int32 numbers, uniform below 2^24: with them each value becomes one of its two neighbours, so that
-    the expectation is the value. What lies nearer to a neighbour than 2^-25 of the distance between the two, as only
-    subnormals of the format can, is rounded to it.
+    the expectation is the value. A value nearer to a neighbour than 2^-25 of the step between them, as only subnormals
+    of the format can be, is rounded to that neighbour.
     """
     if fmt is E8M0:
         return _power_of_two(values, overflow, random)
@@ -106,19 +105,20 @@ def quantised(
 def rounded_magnitudes(
     magnitudes: Tensor, fmt: Format, random: Tensor | None = None, overflow: Overflow = Overflow.SATURATE
 ) -> Tensor:
-    """The same of numbers without sign: to nearest even, or stochastically if there are random numbers. Not of e8m0."""
+    """Like `quantised`, for numbers without sign and formats other than e8m0."""
     if fmt.min_exponent == _MIN_EXPONENT:
         return _ended(_cut(magnitudes, fmt, random), fmt, overflow)
-    # So far out that rounding still shows what overflows, and no sum becomes infinite.
+    # High enough that rounding still shows what overflows, and low enough that no sum becomes infinite.
     bound = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
     return _beyond(on_grid(magnitudes.clamp(max=bound), fmt, random), fmt, overflow)
 
 
 def on_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Tensor:
-    """The same as if exponents had no upper end, of numbers below the format's next power of two, or infinite.
+    """Like `rounded_magnitudes`, without an upper end of exponents, for numbers below the format's next power of two,
+    or infinite.
 
-    To nearest even by adding and subtracting, for each number, the power of two whose last float32 bit is worth one
-    grid step.
+    Rounds to nearest even by adding and subtracting, for each number, the power of two whose last float32 bit is worth
+    one grid step.
     """
     # The power of two at or below each magnitude, at least the smallest normal of the format.
     smallest = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
@@ -130,21 +130,20 @@ def on_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Te
 
 
 def _drawn(magnitudes: Tensor, exponent: Tensor, fmt: Format, random: Tensor) -> Tensor:
-    """Rounded down, or up with the probability that the rest is of the step."""
     to_step = fmt.mantissa_bits << _MANTISSA_BITS
     step = (exponent - to_step).view(torch.float32)
     inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + to_step - exponent).view(torch.float32)
     steps = magnitudes * inverse
     whole = steps.floor()
-    # Not compared as rest > random: that would round the tiniest up as often as 2^-24 itself.
+    # Not `rest > random`, which would round the tiniest values up as often as 2^-24.
     up = ((steps - whole) * float(1 << RANDOM_BITS)).round() > random
     return (whole + up.to(torch.float32)).mul_(step)
 
 
 def signed(magnitudes: Tensor, values: Tensor, fmt: Format) -> Tensor:
-    """With the sign of the values, by their bits; fnuz formats have +0 alone.
+    """Gives magnitudes the sign of the values, by their bits; fnuz formats have +0 only.
 
-    Not by copysign: fused on a CPU that is a call of a function for every 16 elements.
+    Not by copysign, which fused on a CPU is a function call for every 16 elements.
     """
     signs = values.view(torch.int32).bitwise_and(_SIGN)
     if not fmt.signed_zero:
@@ -153,9 +152,9 @@ def signed(magnitudes: Tensor, values: Tensor, fmt: Format) -> Tensor:
 
 
 def saturated(magnitudes: Tensor, fmt: Format) -> Tensor:
-    """At most the format's largest, by the bits: a quarter of the instructions that a float minimum takes.
+    """Limits magnitudes to the format's largest, by the bits: a quarter of the instructions of a float minimum.
 
-    For those whose NaN are taken care of elsewhere: here they become the largest, too.
+    NaN becomes the largest, too: callers take care of NaN elsewhere.
     """
     return magnitudes.view(torch.int32).clamp(max=bits_of(fmt.largest)).view(torch.float32)
 
@@ -165,7 +164,7 @@ def bits_of(value: float) -> int:
 
 
 def _beyond(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    """Overflow, for magnitudes that were rounded as if exponents had no end; those that saturate had a bound."""
+    """Applies overflow to magnitudes that were rounded without an upper end; saturating ones were clamped before."""
     if overflow is Overflow.SATURATE:
         return magnitudes
     end = float("inf") if overflow is Overflow.INFINITY else float("nan")
@@ -173,12 +172,12 @@ def _beyond(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
 
 
 def _ended(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    """Overflow, for values whose carry has led to infinity; tf32 and bf16 have nothing else to overflow to."""
+    """Applies overflow to values whose carry has led to infinity, which is all that tf32 and bf16 overflow to."""
     return rounded.clamp_(-fmt.largest, fmt.largest) if overflow is Overflow.SATURATE else rounded
 
 
 def _cut(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
-    """Round the bits themselves, for formats with float32's own exponents: overflow carries into infinity."""
+    """Rounds the bits themselves, for formats with float32's own exponents: overflow carries into infinity."""
     dropped = _MANTISSA_BITS - fmt.mantissa_bits
     bits = values.view(torch.int32)
     if random is None:
@@ -203,7 +202,7 @@ def _power_of_two(values: Tensor, overflow: Overflow, random: Tensor | None) -> 
     powers = rounded.clamp(max=E8M0.largest)
     if overflow is Overflow.NAN:
         powers = torch.where(rounded > E8M0.largest, torch.nan, powers)
-    # Of NaN, and of what the format has no code for: zero and everything negative.
+    # NaN also for what the format has no code for: zero and negative numbers.
     return torch.where(values > 0, powers, torch.nan)
 
 
@@ -220,19 +219,19 @@ def round_to(
 ) -> Tensor:
     """`x` rounded onto the grid of `fmt`, as float32 or into `out`: to nearest even, or stochastically with a seed.
 
-    Subnormals, NaN and the sign of zero (where the format has it) are kept; what is too large becomes the largest
-    value unless `overflow` says otherwise. e8m0 has neither sign nor zero: both become NaN, its ties go up.
-    float32, bfloat16 and float16 input of any shape; no gradient flows. `seed` is an int64 tensor of one element on
-    the device of `x`: the same one gives the same values on every device.
-    torch's own casts are not used because their overflow differs between torch versions and between formats.
+    Subnormals, NaN and the sign of zero (where the format has it) are kept; larger values saturate unless `overflow`
+    says otherwise. e8m0 has neither sign nor zero: both become NaN, and its ties go up. Input is float32, bfloat16 or
+    float16 of any shape; no gradient flows. `seed` is an int64 tensor of one element on the device of `x`: the same one
+    gives the same values on every device. torch's own casts are not used because their overflow differs between torch
+    versions and between formats.
     """
     check_input(x)
     overflow = checked_overflow(fmt, overflow)
     if out is not None:
         check_output(out, x)
     values = x.detach().to(torch.float32)
-    found = quantised(values, fmt, None if seed is None else random_bits(values.shape, seed), overflow)
-    return found if out is None else out.copy_(found)
+    rounded = quantised(values, fmt, None if seed is None else random_bits(values.shape, seed), overflow)
+    return rounded if out is None else out.copy_(rounded)
 
 
 def check_input(x: Tensor) -> None:
@@ -241,7 +240,7 @@ def check_input(x: Tensor) -> None:
 
 
 def checked_overflow(fmt: Format, overflow: Overflow) -> Overflow:
-    """That way of overflowing, also by its word alone; raises where the format has no code for it."""
+    """Returns `overflow`, which may be given by its word. Raises UsageError where the format has no code for it."""
     if overflow not in fmt.overflows:
         known = ", ".join(fmt.overflows)
         raise UsageError(f"{fmt.name} has no {overflow!s} to overflow to. Give {known}.")
@@ -249,7 +248,6 @@ def checked_overflow(fmt: Format, overflow: Overflow) -> Overflow:
 
 
 def check_output(out: Tensor, x: Tensor) -> None:
-    """Raise where values would be cut to integers on the way out, or repeated to fill what is larger."""
     if not out.is_floating_point():
         raise TypeError(f"cannot round into {out.dtype}: give a tensor of a floating-point dtype.")
     if out.shape != x.shape:

@@ -1,4 +1,4 @@
-"""Whether torch multiplies what a recipe makes of tensors natively on a device, and why not. Knows no torch."""
+"""Whether torch has native products for a recipe on a device, and why not. Knows no torch."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ from fp8bench.formats.product_rules import Product, Scheme, missing, objections
 from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.model import DeviceFacts, Support
 
-# Sides that fit every multiple: what is asked for here does not depend on them.
+# Sides that suit every multiple, because shapes do not matter here.
 _SIDE = 4096
 _EXTENTS = {
     Scheme.TENSOR: "a scale a tensor", Scheme.ROW: "a scale a row", Scheme.BLOCK: "a scale for 128 elements",
     Scheme.MXFP8: "a scale for 32 elements", Scheme.NVFP4: "a scale for 16 elements and one a tensor",
 }  # fmt: skip
-# The first CUDA whose cuBLASLt takes them.
+# The first CUDA whose cuBLASLt has them.
 _CUDA = {Scheme.BLOCK: (12, 9), Scheme.MXFP8: (12, 8), Scheme.NVFP4: (12, 8)}
 _FNUZ = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
 
 
 def on_device(recipe: Recipe, facts: DeviceFacts) -> Recipe:
-    """The recipe in the formats that a device's units have."""
     device = amd_class(facts.arch) if is_amd(facts) else None
     return recipe if device is None else in_formats_of(device, recipe)
 
 
 def in_formats_of(device: DeviceClass, recipe: Recipe) -> Recipe:
-    """The same for a class of devices: FP8 without blocks is e4m3fnuz and e5m2fnuz on MI300."""
+    """The recipe in the formats of a class of devices: FP8 without blocks is e4m3fnuz and e5m2fnuz on MI300."""
     if device is not MI300X or recipe.in_blocks:
         return recipe
     made = [replace(treatment, fmt=_FNUZ.get(treatment.fmt, treatment.fmt)) for treatment in recipe.treatments]
@@ -48,11 +47,12 @@ def in_formats_of(device: DeviceClass, recipe: Recipe) -> Recipe:
 
 
 def kept_by_nobody(recipe: Recipe) -> str:
-    """Why nobody can say how operands of a recipe lie on a device; '' where a library has a product that reads them."""
+    """Why the layout of a recipe's operands on a device is unknown; '' where a library has a product that reads
+    them."""
     for a, b in recipe.products:
         scheme = Product(_SIDE, _SIDE, _SIDE, a, b).scheme
         if scheme in (None, Scheme.MXFP6):
-            return f"no library here has a product of {a.fmt.name} and {b.fmt.name} scaled so, whose operands would lie"
+            return f"no library here has a product of {a.fmt.name} and {b.fmt.name} with these scales"
     return ""
 
 
@@ -91,7 +91,7 @@ def _amd_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) 
     if device is None:
         return f"nothing is known of FP8 units of {facts.arch or 'this device'}"
     if scheme not in (Scheme.TENSOR, Scheme.ROW):
-        # There scales lie as they are counted, and the ones here are swizzled as NVIDIA's units want them.
+        # AMD's scales are in plain order, and the ones here are swizzled for NVIDIA's units.
         return f"{scheme} is not used on AMD's devices yet"
     return _against(products, device)
 
@@ -103,7 +103,7 @@ def _intel_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts
 
 
 def _against(products: list[Product], device: DeviceClass) -> str:
-    """The first thing that a class of devices, or torch there, has against products; '' if nothing."""
+    """The first objection of a class of devices, or of torch there, to the products; '' if there is none."""
     lacking = next((why for product in products if (why := missing(product, device))), None)
     against = lacking or next(chain.from_iterable(objections(product, device) for product in products), None)
     return against.why if against else ""

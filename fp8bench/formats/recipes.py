@@ -1,8 +1,8 @@
-"""Scalings and recipes as values: which elements share a scale, what operands are rounded to. Nothing here knows torch.
+"""Scalings and recipes as values: which elements share a scale, and what operands are rounded to. Knows no torch.
 
 An operand is a matrix whose last dimension is its product's contraction; a block is `rows` x `columns` of it. A linear
 layer has three products: forward (inputs, weights), the input gradient (gradients, weights) and the weight gradient
-(gradients, inputs). Each contracts over another dimension, and blocks of a scaling lie along it.
+(gradients, inputs). Each contracts over another dimension, along which blocks lie.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MX_ELEMENTS = ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")
 class ScaleRounding(StrEnum):
     """How the quotient of a block's largest magnitude and the format's becomes a scale.
 
-    Of float32 scales: EXACT takes the quotient, POWER_OF_TWO the next power of two above it (nothing saturates).
-    Of e8m0 scales: FLOOR is the OCP specification's, the difference of the exponents, so that values near the block's
-    largest may saturate; EVEN is the same after rounding the largest to the elements' mantissa; CEIL rounds the
-    largest up to a power of two first; RCEIL rounds the quotient up, as NVIDIA's training recipes do.
-    Of e4m3 scales: NEAREST rounds the quotient to nearest even, UP to the next value above it.
+    float32 scales: EXACT takes the quotient, POWER_OF_TWO the next power of two above it (nothing saturates). e8m0
+    scales: FLOOR is the OCP specification's, the difference of the exponents, so that values near the block's largest
+    may saturate; EVEN is the same after rounding the largest to the elements' mantissa; CEIL rounds the largest up to a
+    power of two first; RCEIL rounds the quotient up, as NVIDIA's training recipes do. e4m3 scales: NEAREST rounds the
+    quotient to nearest even, UP to the next value above it.
     """
 
     EXACT = "exact"
@@ -47,8 +47,8 @@ ROUNDINGS = {
 class Scaling:
     """One scale for each block of `rows` x `columns` elements; 0 stands for all there are.
 
-    `scale` is the format that scales are kept in: None is float32, e8m0 a power of two, and e4m3 means a second scale
-    above them, a float32 one for the whole tensor.
+    `scale` is the format of scales: None is float32, e8m0 a power of two, and e4m3 means a second scale above them, a
+    float32 one for the whole tensor.
     """
 
     rows: int
@@ -74,14 +74,14 @@ class Scaling:
 
     @property
     def name(self) -> str:
-        """'tensor', 'row', '1x128', '1x32 e8m0', '1x16 e4m3fn', with the rounding of its scales behind it."""
+        """'tensor', 'row', '1x128', '1x32 e8m0' or '1x16 e4m3fn', followed by the rounding of its scales."""
         extent = "tensor" if not self.rows else "row" if not self.columns else f"{self.rows}x{self.columns}"
         kept = f" {self.scale.name}" if self.scale else ""
         return f"{extent}{kept} {self.rounding}"
 
     @property
     def turns(self) -> bool:
-        """Whether a block stays one when the matrix is transposed: then codes need not be made twice."""
+        """Whether a transposed block is a block: then codes need not be made twice."""
         return self.rows == self.columns
 
     def check(self, fmt: Format) -> None:
@@ -113,13 +113,13 @@ def _name(scale: Format | None) -> str:
 
 LONGEST_HISTORY = 1 << 16
 MOST_MARGIN = 32
-# Those of Hopper's FP8 units, and those that a short sum may have: float32's 24 are none.
+# Bits of the sums of Hopper's FP8 units, and the range of short sums, which excludes float32's 24.
 HOPPER_BITS = 14
 SHORT_BITS = range(2, 24)
 
 
 class Amax(StrEnum):
-    """What delayed scaling takes from its history."""
+    """How delayed scaling takes a magnitude from its history."""
 
     MAX = "max"
     MOST_RECENT = "most_recent"
@@ -128,8 +128,8 @@ class Amax(StrEnum):
 class Accumulator(StrEnum):
     """How a product is summed.
 
-    FP32 all along; SHORT with few significant bits, as the 14 of Hopper's FP8 units; PROMOTED the same, but added to a
-    float32 sum every 128 elements of the contraction, as DeepSeek-V3 was trained.
+    FP32; SHORT: with few significant bits, such as the 14 of Hopper's FP8 units; PROMOTED: short sums that are added to
+    a float32 sum every 128 elements of the contraction, as in the training of DeepSeek-V3.
     """
 
     FP32 = "fp32"
@@ -173,9 +173,8 @@ class Treatment:
 class Recipe:
     """Formats, scalings and rounding by role, and how products are summed.
 
-    `delayed` takes the place of the current scale of a tensor. `hadamard` turns both operands of the weight gradient
-    by random Hadamard matrices of 16. With `high_weight_gradient` that product stays in bf16. Short sums keep
-    `accumulator_bits`.
+    `delayed` replaces the current scale of a tensor. `hadamard` rotates both operands of the weight gradient by random
+    Hadamard matrices of 16. With `high_weight_gradient` that product stays in bf16. Short sums keep `accumulator_bits`.
     """
 
     input: Treatment
@@ -197,7 +196,7 @@ class Recipe:
             )
         if self.hadamard and self.high_weight_gradient:
             raise RecipeRefused(
-                "Hadamard turns the operands of the weight gradient, and here it stays in bf16: leave one out "
+                "Hadamard rotates the operands of the weight gradient, which stays in bf16 here: leave one out "
                 "(hadamard=off, or weight-gradient=low)."
             )
 
@@ -207,7 +206,6 @@ class Recipe:
 
     @property
     def per_tensor(self) -> bool:
-        """Whether every role has one float32 scale a tensor."""
         return all(
             treatment.scaling is not None and treatment.scaling.rows == 0 and treatment.scaling.scale is None
             for treatment in self.treatments
@@ -215,7 +213,6 @@ class Recipe:
 
     @property
     def unscaled(self) -> bool:
-        """Whether no role has a scale: casts are plain ones."""
         return all(treatment.scaling is None for treatment in self.treatments)
 
     @property
@@ -237,7 +234,7 @@ class Recipe:
         return self.hadamard or self.high_weight_gradient or stochastic or not turned
 
 
-# Formats of inputs, weights and gradients by the word that FP8 training uses.
+# Formats of inputs, weights and gradients by the usual words of FP8 training.
 FORMATS_BY_ROLE: dict[str, tuple[Format, Format, Format]] = {
     "hybrid": (E4M3, E4M3, E5M2),
     "e4m3": (E4M3, E4M3, E4M3),

@@ -1,12 +1,12 @@
-"""How scaled products of a GPU want the scales of blocks to lie in memory, and the way back. Plain torch operations.
+"""How scaled products of a GPU want the scales of blocks in memory, and the way back. Plain torch operations.
 
 A matrix of scales is (down, across): a row for each row of blocks, a column for each stretch of the contraction.
 
 Hopper's float32 scales lie column by column: those of 1x128 as (down, across) with strides (1, down), those of 128x128
-turned, as (across, down) with across filled up to a multiple of 4 and strides (1, that).
+transposed, as (across, down) with across filled up to a multiple of 4 and strides (1, that).
 
-Blackwell's bytes lie in tiles of 128 x 4, whole ones, row after row of tiles. In a tile of 512 bytes the scale of row r
-and column c is number (r % 32) * 16 + (r // 32) * 4 + c: torch's SWIZZLE_32_4_4.
+Blackwell's bytes lie in whole tiles of 128 x 4, row after row of tiles. In a tile of 512 bytes the scale of row r and
+column c is number (r % 32) * 16 + (r // 32) * 4 + c: torch's SWIZZLE_32_4_4.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ _QUARTER = TILE_ROWS // TILE_COLUMNS
 
 
 def by_columns(scales: Tensor) -> Tensor:
-    """Those of 1x128 blocks."""
     return turned_rows(scales.t())
 
 
 def squares(scales: Tensor) -> Tensor:
-    """Those of 128x128 blocks."""
     return turned_rows(pad(scales, (0, -scales.shape[1] % TILE_COLUMNS)))
 
 
 def filled_squares(down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for those of 128x128 blocks of a matrix and of its transpose, what fills it up zero: turned_rows of it."""
+    """Memory for scales of 128x128 blocks of a matrix and of its transpose, with zeros as filling; apply turned_rows to
+    it."""
     wide, high = across + -across % TILE_COLUMNS, down + -down % TILE_COLUMNS
     make = torch.empty if (wide, high) == (across, down) else torch.zeros
     memory = make(down * wide + across * high, dtype=torch.float32, device=device)
@@ -38,13 +37,12 @@ def filled_squares(down: int, across: int, device: torch.device) -> tuple[Tensor
 
 
 def turned_rows(matrix: Tensor) -> Tensor:
-    """The transpose of a matrix that lies row by row, with the strides of one even if a side is 1: torch looks."""
+    """The transpose of a matrix that lies row by row, with its strides even if a side is 1: torch checks them."""
     rows, columns = matrix.shape
     return matrix.contiguous().as_strided((columns, rows), (1, columns))
 
 
 def of_squares(laid: Tensor, across: int) -> Tensor:
-    """The matrix that `squares` was given."""
     return laid.t()[:, :across]
 
 
@@ -54,7 +52,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def swizzled_into(memory: Tensor, scales: Tensor) -> Tensor:
-    """The same in memory of so many bytes."""
+    """Like `swizzled`, into memory of that size."""
     down, across = scales.shape
     filled = pad(scales, (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))
     high, wide = filled.shape[0] // TILE_ROWS, filled.shape[1] // TILE_COLUMNS
@@ -64,12 +62,10 @@ def swizzled_into(memory: Tensor, scales: Tensor) -> Tensor:
 
 
 def bytes_in_tiles(down: int, across: int) -> int:
-    """Of a matrix of scales."""
     return (down + -down % TILE_ROWS) * (across + -across % TILE_COLUMNS)
 
 
 def unswizzled(laid: Tensor, down: int, across: int) -> Tensor:
-    """The matrix that `swizzled` was given."""
     wide = -(-across // TILE_COLUMNS)
     tiles = laid.view(-1, wide, _QUARTER, TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1, wide * TILE_COLUMNS)[:down, :across]

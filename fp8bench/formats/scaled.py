@@ -1,7 +1,7 @@
 """Tensors under a scaling: the values that are left of them, and how they are stored.
 
-The last dimension is a product's contraction; all others together count rows. Ends that fill no block are filled
-with zeros that are not kept. Scales that no value can give (of zeros, infinities, NaN) never make NaN of numbers.
+The last dimension is a product's contraction; all others together count rows. Incomplete blocks are filled with zeros
+that are not kept. Scales without a finite value (for zeros, infinities, NaN) never turn numbers into NaN.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from fp8bench.formats.recipes import Scaling
 class Scaled:
     """A tensor as it is stored: codes, and the scales beside them. value = element * scale (* tensor scale).
 
-    `codes` have the tensor's shape, with two e2m1 codes in a byte of the last dimension. `scales` are bytes where a
-    format of scales is named, else float32: one, one a row (rows, 1), or one a block (down, across). None: no scaling.
+    `codes` have the tensor's shape, with two e2m1 codes in a byte of the last dimension. `scales` are bytes of a format
+    of scales, else float32: one, one a row (rows, 1), or one a block (down, across). None: no scaling.
     """
 
     codes: Tensor
@@ -54,12 +54,11 @@ def values(
     scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`x` as the values that format and scaling leave of it: float32, or into `out`.
+    """The values that format and scaling leave of `x`: float32, or in `out`.
 
-    Rounded to nearest even, or stochastically with a seed (round_to says what it is; elements are counted row by row,
-    filling included). `scale` is a factor that takes the place of the current one of a tensor or row.
-    An infinity becomes the largest value; in an MX block its value is infinity. A NaN stays, and under e8m0 and e4m3
-    scales takes its block along.
+    Rounded to nearest even, or stochastically with a seed (see round_to; elements are counted row by row, filling
+    included). `scale` is a factor that replaces the current one of a tensor or row. An infinity becomes the largest
+    value; in an MX block its value is infinity. A NaN stays, and under e8m0 and e4m3 scales makes its whole block NaN.
     """
     check_input(x)
     check_scaling(fmt, scaling, scale)
@@ -80,14 +79,14 @@ def values(
 def factor(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
     """What the elements of a tensor or of each row are multiplied by, and its inverse, the scale that decodes.
 
-    float32 without dimensions, or with one column for rows, on the tensor's device: no value is read by the host.
+    float32 without dimensions, or with one column for rows, on the tensor's device: the host reads no value.
     """
     check_input(x)
     if not _whole(scaling):
         raise ValueError(f"a tensor or a row has one factor, and {scaling.name} has blocks")
     amax = _row_magnitudes(x.detach()) if scaling.rows == 1 and x.dim() else largest_magnitude(x)
-    found = float_factor(amax, fmt, scaling.rounding)
-    return found, inverse_of(found)
+    scale = float_factor(amax, fmt, scaling.rounding)
+    return scale, inverse_of(scale)
 
 
 def quantise(
@@ -99,10 +98,10 @@ def quantise(
     scale: Tensor | None = None,
     checked: bool = True,
 ) -> Scaled:
-    """`x` as it is stored: element times scale is what `values` makes of it, bit for bit.
+    """`x` as it is stored: element times scale is what `values` returns, bit for bit.
 
-    UsageError for a NaN where neither the format nor the scale has a code for it; not `checked`, nobody looks, and no
-    device is waited for. What is stored for a block whose scale is NaN is zeros.
+    UsageError for a NaN where neither the format nor the scale has a code for it; if not `checked`, that is not looked
+    for, and no device is waited for. A block whose scale is NaN is stored as zeros.
     """
     check_input(x)
     check_scaling(fmt, scaling, scale)
@@ -121,7 +120,8 @@ def quantise(
 
 
 class Blocks(NamedTuple):
-    """Magnitudes as blocks that share a scale, the largest of each, and what its elements are times to be values."""
+    """Magnitudes as blocks that share a scale, the largest of each, and what its elements are multiplied by to become
+    values."""
 
     magnitudes: Tensor
     peaks: Tensor
@@ -129,9 +129,9 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor | None = None) -> Blocks:
-    """The blocks of a tensor's magnitudes, in a layout of blocks.py, with steps as `values` has them. Rounds nothing.
+    """The blocks of a tensor's magnitudes, in a layout of blocks.py, with steps as in `values`. Rounds nothing.
 
-    `scale` takes the place of the current one of a tensor or row. Ends are filled with zeros.
+    `scale` replaces the current one of a tensor or row. Ends are filled with zeros.
     """
     check_scaling(fmt, scaling, scale)
     if _whole(scaling):
@@ -144,7 +144,6 @@ def blocks_of(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor |
 
 
 def check_scaling(fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> None:
-    """Raise where elements are not scaled so, or where a scale is given that has no place."""
     if scaling is not None:
         scaling.check(fmt)
     if scale is not None and (scaling is None or not _whole(scaling)):
@@ -159,20 +158,20 @@ def _whole(scaling: Scaling) -> bool:
 def _whole_elements(
     x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    found = factor(x, fmt, scaling)[0] if scale is None else scale
-    return round_to(x.detach().to(torch.float32) * found, fmt, seed=seed), inverse_of(found)
+    scale = factor(x, fmt, scaling)[0] if scale is None else scale
+    return round_to(x.detach().to(torch.float32) * scale, fmt, seed=seed), inverse_of(scale)
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """As float32 on its device; 0 for a tensor without elements, NaN where one is among them."""
+    """float32 on its device; 0 for a tensor without elements, NaN where one is among them."""
     x = x.detach()
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    if x.is_meta:  # reads as much; torch's norm without memory is written in Python, which imports the compiler
+    if x.is_meta:  # reads as much; torch's norm of a meta tensor would import the compiler
         return torch.sum(x, dtype=torch.float32)
     if x.device.type != "cpu":
-        found: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # one kernel
-        return found
+        largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # one kernel
+        return largest
     # Reads the tensor once, as it lies, and allocates nothing of its size; abs().amax() is 12 times slower here.
     low, high = torch.aminmax(x.t() if x.dim() == 2 and not x.is_contiguous() else x)
     return torch.maximum(low.neg(), high).abs().to(torch.float32)
@@ -185,12 +184,11 @@ def _row_magnitudes(x: Tensor) -> Tensor:
 
 
 def current_tensor_scale(x: Tensor) -> Tensor:
-    """NVFP4's scale above those of blocks, from the tensor itself."""
     return nvfp4_tensor_scale(largest_magnitude(x))
 
 
 def _empty_scale(x: Tensor, scaling: Scaling) -> Tensor | None:
-    """The same where there are no blocks that it could come from."""
+    """NVFP4's tensor scale for a tensor without blocks to compute it from."""
     return current_tensor_scale(x) if scaling.scale is E4M3 and not x.numel() else None
 
 
@@ -199,7 +197,6 @@ def _random(blocks: Tensor, seed: Tensor | None) -> list[Tensor] | None:
 
 
 def _blocks(x: Tensor, scaling: Scaling) -> Tensor:
-    """The matrix as whole float32 blocks, in one of the layouts of blocks.py."""
     down, across, columns = _grid(x.shape, scaling)
     height, width = matrix_of(x.shape)
     matrix = x.detach().reshape(height, width).to(torch.float32)
@@ -211,7 +208,6 @@ def _blocks(x: Tensor, scaling: Scaling) -> Tensor:
 
 
 def _unblocked(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
-    """Blocks as a tensor of that shape again, without the filling."""
     down, across, columns = _grid(shape, scaling)
     height, width = matrix_of(shape)
     filled = blocks.reshape(down * scaling.rows, across * columns)
@@ -219,7 +215,6 @@ def _unblocked(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
 
 
 def _grid(shape: torch.Size, scaling: Scaling) -> tuple[int, int, int]:
-    """How many blocks there are down and across, and how many columns each has."""
     height, width = matrix_of(shape)
     columns = scaling.columns or max(width, 1)
     across = -(-width // columns) if scaling.columns else 1
@@ -239,7 +234,6 @@ def _stored(
     scaling: Scaling | None,
     checked: bool,
 ) -> Scaled:
-    """Elements, which lie in their tensor's shape, as codes; scales as bytes where they are of a format."""
     shape = elements.shape
     codes = pack(encode(elements if shape else elements.view(1), fmt, checked=checked), fmt)
     if scales is not None and scaling is not None:

@@ -1,7 +1,7 @@
 """Native casts to MX and NVFP4: codes along the contraction, and scales in the tiles where products look for them.
 
-Products of compute capability 10.0 look for scales in tiles of 128 x 4 (scale_layouts.py). Where a matrix fills its
-tiles, one kernel writes codes and scales to where they belong; else scales come out row by row, to be laid afterwards.
+Products of compute capability 10.0 read scales in tiles of 128 x 4 (scale_layouts.py). Where a matrix fills its tiles,
+one kernel writes codes and scales in place; else scales come out row by row, and are put into tiles afterwards.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, bytes_in_til
 from fp8bench.formats.scaled import largest_magnitude, quantise
 
 _QUARTER = TILE_ROWS // TILE_COLUMNS
-# Free sizes of examples, in tiles or blocks; those of what is turned are others, for both may be halves of a pair.
+# Free sizes of examples, in tiles or blocks. Transposed ones differ, because a pair of kernels may have both.
 _DOWN, _ACROSS = 9, 10
 _TURNED_DOWN, _TURNED_ACROSS = 11, 13
 _TILE = TILE_ROWS * TILE_COLUMNS
-# The rows of a block and their columns, of what `Places` gives.
+# The rows and columns of a block in the views of `Places`.
 _INSIDE = (5, 6)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a matrix, its codes and its scales lie, all in one order of dimensions.
+    """Views of a matrix, its codes and its scales, all in one order of dimensions.
 
-    (tiles down, quarters, blocks down, tiles across, blocks across, rows of a block, its columns); not `tiled`, a block
-    is a tile. Of a matrix that lies `turned` tiles across come first, so that neighbours in memory are looked at
+    (tiles down, quarters, blocks down, tiles across, blocks across, rows of a block, its columns); if not `tiled`, a
+    block is a tile. For a matrix that lies `turned`, tiles across come first, so that neighbours in memory are read
     together.
     """
 
@@ -51,7 +51,6 @@ class Places:
 
     @property
     def least(self) -> tuple[int, int]:
-        """Rows and columns of what a matrix is made of: tiles, or blocks."""
         return (TILE_ROWS, TILE_COLUMNS * self.scaling.columns) if self.tiled else self.block
 
     @property
@@ -60,24 +59,22 @@ class Places:
 
     @property
     def free(self) -> tuple[int, int]:
-        """The dimensions that count tiles."""
         return (0, 2) if self.turned else (0, 3)
 
     def matrix(self, memory: Tensor) -> Tensor:
-        """Of the operand, which lies row by row, or its transpose does."""
+        """The operand, which lies row by row, or whose transpose does."""
         return self._seen(memory.t() if self.turned else memory, self.scaling.columns)
 
     def codes(self, memory: Tensor, in_byte: int) -> Tensor:
-        """Of codes that lie row by row, so many in a byte."""
         return self._seen(memory, self.scaling.columns // in_byte)
 
     @property
     def numbered(self) -> bool:
-        """Whether bytes of scales are written by their numbers: a square's belongs to each of its rows."""
+        """Whether bytes of scales are written by index: a square's scale belongs to each of its rows."""
         return self.scaling.rows > 1
 
     def scales(self, memory: Tensor, down: int) -> Tensor:
-        """Of the bytes of scales, which lie in tiles, or in rows; all of them where they are numbered."""
+        """The bytes of scales, which lie in tiles, or in rows; all of them unviewed where they are numbered."""
         if self.numbered:
             return memory
         if not self.tiled:
@@ -86,7 +83,7 @@ class Places:
         return self.ordered(tiles.permute(0, 4, 2, 3, 1, 5, 6))
 
     def numbers(self, parts: Tensor) -> Tensor:
-        """Where the byte of each row's scale lies in memory, of a matrix that is seen so; int32."""
+        """The index in memory of each row's scale, int32, for a matrix viewed as `parts`."""
         order = (2, 3, 4, 5, 0, 1, 6) if self.turned else (0, 1, 2, 5, 3, 4, 6)
         down, quarter, line, row, across, block, _ = (
             torch.arange(parts.shape[place], dtype=torch.int32, device=parts.device).view(
@@ -100,23 +97,24 @@ class Places:
         return (down * wide + across) * _TILE + inside * (TILE_COLUMNS**2) + quarter * TILE_COLUMNS + block
 
     def _seen(self, matrix: Tensor, length: int) -> Tensor:
-        """A matrix in which a block has so many columns."""
+        """Views a matrix in which a block has `length` columns."""
         rows = self.scaling.rows
         quarters, lines, columns = (TILE_COLUMNS, _QUARTER // rows, TILE_COLUMNS) if self.tiled else (1, 1, 1)
         across = matrix.shape[1] // (columns * length)
         return self.ordered(matrix.view(-1, quarters, lines, rows, across, columns, length))
 
     def ordered(self, parts: Tensor) -> Tensor:
-        """(tiles down, quarters, blocks down, rows, tiles across, blocks across, columns) in the order above."""
+        """Permutes (tiles down, quarters, blocks down, rows, tiles across, blocks across, columns) to the order of the
+        class."""
         return parts.permute((4, 5, 0, 1, 2, 3, 6) if self.turned else (0, 1, 2, 4, 5, 3, 6))
 
 
 @dataclass(frozen=True)
 class TiledCodesKernel(Kernel):
-    """Codes of blocks, and the bytes of their scales, each row's own.
+    """Writes the codes of blocks, and the bytes of their scales, one for each row of a block.
 
-    Called with the operand and memory for both in their places, NVFP4's tensor scale, and the key of `stochastic`
-    rounding's seed. E2M1 has two codes in a byte.
+    Takes views by `Places` of the operand and of memory for both, NVFP4's tensor scale, and the key of `stochastic`
+    rounding's seed. A byte has two E2M1 codes.
     """
 
     fmt: Format
@@ -137,17 +135,17 @@ class TiledCodesKernel(Kernel):
         if self.in_byte == 1 and not self.stochastic:  # torch's cast rounds to nearest even
             amax = given.abs().amax(_INSIDE, keepdim=True).to(torch.float32)
             kept, inverse = mx_scale(amax, self.fmt, scaling.rounding)
-            found = [elements(torch.where(kept.isnan(), 0.0, given), self.fmt, inverse).view(torch.uint8)]
+            codes = [elements(torch.where(kept.isnan(), 0.0, given), self.fmt, inverse).view(torch.uint8)]
         else:
             lanes = [lane.to(torch.float32) for lane in self._lanes(given)]
             above = others[0] if others else None
             left, kept, _ = block_elements(lanes, self.fmt, scaling, above, drawn, _INSIDE)
-            found = [encoded(torch.where(kept.isnan(), 0.0, tensor), self.fmt) for tensor in left]
-        out.copy_(found[0] if len(found) == 1 else found[0].bitwise_or(found[1].bitwise_left_shift(4)))
+            codes = [encoded(torch.where(kept.isnan(), 0.0, tensor), self.fmt) for tensor in left]
+        out.copy_(codes[0] if len(codes) == 1 else codes[0].bitwise_or(codes[1].bitwise_left_shift(4)))
         kept = encoded(kept, scaling.scale)
         if not self.places.numbered:
             scales.copy_(kept)
-        else:  # by every element, though once a row would do: what has fewer of them is a kernel of its own
+        else:  # by every element, though once a row would do: a smaller shape would be a kernel of its own
             scales.index_put_((self.places.numbers(out).expand(out.shape),), kept.expand(out.shape))
         return ()
 
@@ -155,9 +153,8 @@ class TiledCodesKernel(Kernel):
         return [given[..., first :: self.in_byte] for first in range(self.in_byte)]
 
     def _drawn(self, given: Tensor, key: Tensor) -> list[Tensor]:
-        """Random numbers for each lane, counted along the operand's rows."""
         order = (2, 3, 4, 0, 1) if self.places.turned else (0, 1, 2, 3, 4)
-        down, across = ([given.shape[order[one]] for one in part] for part in ((0, 1, 2), (3, 4)))
+        down, across = ([given.shape[order[place]] for place in part] for part in ((0, 1, 2), (3, 4)))
         rows, columns = prod(down) * given.shape[5], prod(across) * given.shape[6]
         every = (torch.arange(number, dtype=torch.int32, device=key.device) for number in (rows, columns))
         numbered = next(every).view(*down, given.shape[5], 1, 1, 1) * columns + next(every).view(*across, -1)
@@ -188,10 +185,10 @@ class TiledCodesKernel(Kernel):
 
 @dataclass(frozen=True)
 class TensorScalesKernel(Kernel):
-    """NVFP4's scales above those of blocks, each from the largest magnitudes of its tensor's parts; and keys of seeds.
+    """NVFP4's tensor scales, each from the largest magnitudes of its tensor's parts; and keys of seeds.
 
-    Called with those of each of so many `tensors`; memory for the scales, which are `copies` of one tensor's or one of
-    each; and if there are `steps` (quantise.Draw) the last seed, memory for the new one, and for the keys.
+    Takes the magnitudes of each of `tensors`; memory for the scales, `copies` of one tensor's or one of each; and if
+    there are `steps` (quantise.Draw) the last seed, memory for the new one, and for the keys.
     """
 
     device: str
@@ -205,7 +202,7 @@ class TensorScalesKernel(Kernel):
             out.copy_(nvfp4_tensor_scale(amaxes[number % self.tensors].amax()))
         if self.steps:
             last, after, *keys = tensors[self.tensors + self.copies :]
-            # As a sum, too: beside others it is one launch, and would be one more by itself.
+            # Written as a sum, which shares the launch of the other sums.
             first = torch.arange(2, device=last.device) == 0
             after.copy_(torch.where(first, last + self.steps[-1], 0).sum(0, keepdim=True))
             for key, step in zip(keys, self.steps, strict=True):
@@ -235,9 +232,9 @@ def tiled_codes(
 ) -> tuple[Tensor, Tensor]:
     """Codes of a matrix, two e2m1 ones in a byte, and the bytes of its blocks' scales in tiles (scale_layouts.py).
 
-    Every row has scales of its own, those of NVFP4's squares repeated: no product takes squares as such. MX's are
-    float8_e8m0fnu; NVFP4's are bytes, the four of the tensor's own float32 scale behind them: `amaxes` are the largest
-    magnitudes of all parts of the tensor, if they are known. With a `draw` of one seed rounding is stochastic.
+    Every row has scales of its own, and those of NVFP4's squares are repeated, because no product takes squares as
+    such. MX's are float8_e8m0fnu; NVFP4's are bytes, followed by the four of the tensor's own float32 scale: `amaxes`
+    are the largest magnitudes of all parts of the tensor, if known. With a `draw` of one seed rounding is stochastic.
     """
     check_input(x)
     if not _fused(x):
@@ -251,9 +248,9 @@ def tiled_codes(
 def tiled_codes_both(
     x: Tensor, turned: Tensor, fmt: Format, scaling: Scaling, draw: Draw | None = None, amaxes: Sequence[Tensor] = ()
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The same of a matrix, and of its transpose, which may have been rotated.
+    """The codes and scales of a matrix, and of its transpose, which may have been rotated.
 
-    Without `amaxes` both have those of the matrix; with two of them each has its own. A draw is of two seeds.
+    Without `amaxes` both use those of the matrix; with two of them each uses its own. A draw has two seeds.
     """
     check_input(x)
     if not (_fused(x) and _fused(turned)):
@@ -266,7 +263,6 @@ def tiled_codes_both(
 
 
 def _scale_tensors(made: list[_Tiled], sources: list[Tensor], draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
-    """The scales of tensors, where they have one, and the keys of seeds: in one kernel."""
     above = [tiled.above for tiled in made if tiled.above is not None]
     keys = [tiled.key for tiled in made if tiled.key is not None]
     if above and not amaxes:
@@ -278,7 +274,7 @@ def _scale_tensors(made: list[_Tiled], sources: list[Tensor], draw: Draw | None,
 
 
 def _seeds(draw: Draw | None, count: int) -> list[Tensor | None]:
-    """The same one operation after the other."""
+    """Seeds without the fused kernel: advances the draw."""
     if draw is None:
         return [None] * count
     seeds = [draw.last + step for step in draw.steps]
@@ -296,9 +292,9 @@ def _written(fmt: Format, scaling: Scaling) -> tuple[str, int, int, str, str]:
 
 
 class _Tiled(NamedTuple):
-    """What a matrix is cast with and into: itself, filled to whole blocks, memory, the tensor's scale, the seed's key.
+    """The arguments of a cast: the matrix filled to whole blocks, memory, the tensor's scale, the seed's key.
 
-    Scales are written to where they are kept if they fill tiles.
+    Scales are written to their final place if they fill tiles.
     """
 
     matrix: Tensor
@@ -342,7 +338,6 @@ class _Tiled(NamedTuple):
 
 
 def _plain(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The same, one operation after the other."""
     stored = quantise(x, fmt, scaling, seed=seed, checked=False)
     scales = stored.scales
     assert scales is not None

@@ -1,8 +1,8 @@
-"""How many bits the vectors of a CPU's kernel have: measured once a machine for every kernel, and kept.
+"""The width of vectors in a CPU's kernel: measured once a machine for every kernel, and kept.
 
-There is no rule that holds. With 512 bits the kernel of e4m3 takes half the time that it takes with 256, where the
-compiler makes vectors of all its loops; where it does not, a kernel takes 7 to 20 times as long, and which kernels that
-happens to depends on the compiler and on the processor that it tunes for (reports/quantisers_cpu_202611).
+No rule predicts it. With 512 bits the kernel of e4m3 takes half the time that it takes with 256, if the compiler
+vectorises all its loops; otherwise a kernel takes 7 to 20 times as long, and which kernels that are depends on the
+compiler and on the processor that it tunes for (reports/quantisers_cpu_202611).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fp8bench.protocols import one_thread
 
 NARROW, WIDE = 256, 512
 _TURNS = 7
-# Wider vectors have to save so much: figures of a tie would choose otherwise the next time.
+# The share that wider vectors have to save: a tie would be decided differently each time.
 _LEAST_GAIN = 0.1
 
 
 def widths(device: str) -> tuple[int, ...]:
-    """What there is to choose from, narrow first; nothing where torch knows one width, or no vectors at all."""
+    """The widths to choose from, narrow first; none where torch knows one width, or no vectors at all."""
     both = device == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return (NARROW, WIDE) if both else ()
 
@@ -38,34 +38,33 @@ def widths(device: str) -> tuple[int, ...]:
 def options(bits: int) -> dict[str, object]:
     """Inductor's options for a kernel of that width.
 
-    For many of Intel's processors gcc prefers vectors of 256 bits. What torch writes as a loop over 16 numbers is then
-    16 instructions: e4m3 took 39 ms instead of 3.7 ms.
+    For many of Intel's processors gcc prefers vectors of 256 bits. torch's loops over 16 numbers then become 16
+    instructions: e4m3 took 39 ms instead of 3.7 ms.
     """
     return {"cpp.simdlen": bits, **({"cpp.march": f"native -mprefer-vector-width={WIDE}"} if bits == WIDE else {})}
 
 
 def fastest(kernels: Mapping[int, Callable[..., object]], arguments: Sequence[Tensor]) -> tuple[int, dict[int, float]]:
-    """The width to take, and the least seconds of a processor that a call took with each."""
+    """The width to take, and the least CPU seconds of a call with each."""
     taken: dict[int, list[float]] = {bits: [] for bits in kernels}
     with one_thread():
         for turn in range(1 + _TURNS):
             for bits, kernel in kernels.items():
                 begun = time.thread_time()
                 kernel(*arguments)
-                if turn:  # the first call is dear
+                if turn:  # the first call takes longer
                     taken[bits].append(time.thread_time() - begun)
-    least = {bits: min(found) for bits, found in taken.items()}
+    least = {bits: min(seconds) for bits, seconds in taken.items()}
     return choice(least), least
 
 
 def choice(seconds: Mapping[int, float]) -> int:
-    """The narrowest, unless a wider one is clearly faster."""
     narrow, fast = min(seconds), min(seconds, key=lambda bits: seconds[bits])
     return fast if seconds[fast] < (1 - _LEAST_GAIN) * seconds[narrow] else narrow
 
 
 class Kept:
-    """The choice for one kernel on this machine: a file beside the compiled kernels of torch's.
+    """The choice for one kernel on this machine: a file beside torch's compiled kernels.
 
     `made_of` is what the kernel computes. Another compiler, torch or processor has choices of its own.
     """
@@ -80,13 +79,13 @@ class Kept:
 
     def read(self) -> int | None:
         try:
-            found = unsealed(json.loads(self._path.read_bytes()))["bits"]
+            bits = unsealed(json.loads(self._path.read_bytes()))["bits"]
         except (OSError, ValueError, LookupError, TypeError):
             return None
-        return found if found in (NARROW, WIDE) else None
+        return bits if bits in (NARROW, WIDE) else None
 
     def keep(self, bits: int, **why: object) -> int:
-        """Write a choice down, unless another process was first, whose choice is given: all take the same.
+        """Stores a choice, and returns it, or the choice of another process that was first: all take the same.
 
         Where nothing can be written, the next process measures again.
         """
@@ -99,7 +98,7 @@ class Kept:
 
 
 def _processor() -> str:
-    """The processor as Linux describes it, which a compiler tunes for; what Python knows of it elsewhere."""
+    """The processor as Linux describes it, which a compiler tunes for; elsewhere what Python knows of it."""
     with contextlib.suppress(OSError):
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
         return "\n".join(

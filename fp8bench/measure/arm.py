@@ -1,4 +1,4 @@
-"""A case in the rounds: its state in the worker, or several alike, and what its slots have given so far."""
+"""A case in the rounds: its state in the worker, or several alike, and the slots measured so far."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from fp8bench.registry import precisions, workloads
 
 @dataclass
 class Quantisers:
-    """What a run does about its quantisers, decided once. `why_eager` is '' as long as they are compiled.
+    """How a run executes its quantisers. `why_eager` is '' as long as they are compiled.
 
     An emulated cast is a dozen operations in a row, or one kernel that torch.compile makes of them: the same numbers
-    bit for bit, many times as fast. Compiling takes seconds, so that it stays outside of everything timed.
-    It is set for good when compiling ends the worker: the next one would end alike.
+    bit for bit, many times as fast. Compiling takes seconds, so it stays outside of everything timed. If compiling ends
+    a worker, `why_eager` is set for the rest of the run: the next worker would end alike.
     """
 
     why_eager: str = ""
@@ -60,13 +60,13 @@ _CALIBRATING_CALLS = 3
 _MORE_COMPILATIONS = 2
 _FIRST_ASKED_LATE = "they were first asked for while it was timed"
 
-# Told of an arm what is being done with it.
+# Receives an arm and what is being done with it.
 Tell = Callable[["MeasuredArm", str], None]
 
 
 @dataclass
 class MeasuredArm:
-    """One entry in the rounds: a state in the worker, or several alike, and what it has given so far."""
+    """One entry in the rounds: a state in the worker, or several alike, and its slots so far."""
 
     key: str
     planned: PlannedCase
@@ -100,14 +100,14 @@ class MeasuredArm:
 
     @property
     def queues(self) -> bool:
-        """Whether calls are enqueued on a device, whose time is the question: an emulated case's time is no speed."""
+        """Whether calls are enqueued on a device whose time is measured; an emulated case's time is no speed."""
         return self.facts.accelerated and not self.emulated
 
     def prepare(self, worker: Worker, quantisers: Quantisers | None = None, tell: Tell | None = None) -> None:
-        """Build the state, compile its quantisers, then time a few steps to size the slots and cut the cells.
+        """Builds the state, compiles its quantisers, then times a few steps to size the slots and cut the cells.
 
-        Those steps may ask for other quantisers than the untimed one has: a scale that is remembered, not found.
-        Without `quantisers` nobody asks how they run, and nothing is said of it.
+        Those steps may ask for other quantisers than the untimed one did: a scale that is remembered instead of found.
+        Without `quantisers`, nothing is compiled and `why_eager` stays None.
         """
         limit = self.limits.first(self.planned.work)
         static = self.planned.case.static
@@ -129,10 +129,10 @@ class MeasuredArm:
             self.rotation = worker.within(HANG_SECONDS).rotation(self.key)
 
     def prepare_more(self, worker: Worker) -> None:
-        """The same state of a short step again, elsewhere in memory; as often as there is room.
+        """Prepares more states of a short step, elsewhere in memory, as long as there is room.
 
-        Not on a device of its own, where so short a step may hold gigabytes that others need; nor where preparing takes
-        long, since it compiles.
+        Not on an accelerator, where even a short step may hold gigabytes that others need; nor where preparing takes
+        long because it compiles.
         """
         short = self.step_seconds < REPEAT_BELOW_SECONDS and not self.planned.work.setup_seconds
         several = short and not self.emulated and not self.facts.accelerated and self.rotation is None
@@ -147,7 +147,7 @@ class MeasuredArm:
             self.more_keys.append(f"{self.key} #{number}")
 
     def _compile(self, worker: Worker, quantisers: Quantisers | None, tell: Tell | None) -> bool:
-        """Have the quantisers that the state has asked for compiled; False where none waited."""
+        """Compiles the quantisers that the state has asked for; False where none waited."""
         if quantisers is None or quantisers.why_eager:
             self.why_eager = None if quantisers is None else quantisers.why_eager
             return False
@@ -167,7 +167,6 @@ class MeasuredArm:
         return True
 
     def _fastest_of_a_few(self, worker: Worker, limit: float) -> RawStep:
-        """The fastest of a few steps, none of which is kept; a long one is enough."""
         first = worker.within(limit).slot(self.key, 1, 0, None)
         again = first
         if first.steps[0].seconds < LONG_SECONDS:
@@ -178,9 +177,9 @@ class MeasuredArm:
         return min(again.steps, key=lambda step: step.seconds)
 
     def cut_like(self, lead: MeasuredArm) -> None:
-        """Take the lead's cells if the marks are the same, else cut into stretches of the same share of the step.
+        """Takes the lead's cells if the marks are the same, else cuts into stretches of the same share of the step.
 
-        Best cases add the fastest of each cell, so an arm cut finer would be faster for that alone.
+        Best cases add the fastest of each cell, so an arm that is cut finer would look faster for that alone.
         """
         assert self.calibrated is not None and lead.calibrated is not None and lead.segmentation is not None
         if self.calibrated.codes == lead.calibrated.codes:
@@ -191,10 +190,10 @@ class MeasuredArm:
         self.segmentation = segment(self.calibrated.codes, self.calibrated.intervals_ns, block_ns, self._part_ends)
 
     def run(self, worker: Worker, round_number: int, place: int | None = None) -> None:
-        """One slot of this arm, which is so many slots after the first of its round.
+        """Runs one slot; `place` is its position within the round.
 
-        Where calls are discarded, one more is, or is not, at random: what happens every so many calls would always
-        happen to the discarded ones, or never, if slots had that length.
+        Where calls are discarded, one more is discarded at random: with a fixed slot length, whatever happens every so
+        many calls would always hit the discarded ones, or never.
         """
         draw = random.Random(f"{self.key} {round_number}")
         discard = self.discard and self.discard + draw.randrange(2)
@@ -203,10 +202,7 @@ class MeasuredArm:
         self.add(worker.within(limit).slot(state, self.calls, discard, self.filling), round_number, place)
 
     def check(self, worker: Worker) -> None:
-        """Raise if the steps have spoilt the state: numbers that are not finite may take another time.
-
-        What scales came to is asked here, after the last step.
-        """
+        """Raises WorkerFault if the steps have spoilt the state: numbers that are not finite may take another time."""
         for key in (self.key, *self.more_keys):
             state = worker.within(self.limits.numbers(self.planned.work)).check(key)
             if state.wrong:
@@ -219,10 +215,10 @@ class MeasuredArm:
     def _part_ends(self) -> str:
         return workloads.get(self.planned.case.workload).part_ends
 
-    def counted(self, worker: Worker) -> dict[str, Any]:
-        """What a record has of how its steps work now that they have been timed; of which nobody may be able to tell.
+    def work_fields(self, worker: Worker) -> dict[str, Any]:
+        """The record's fields about the work of timed steps; a field is missing where the worker cannot tell.
 
-        Of several states any is asked: none knows that it is another that is.
+        One state is drawn at random, so that none can know that another one is checked.
         """
         work, case = self.planned.work, self.planned.case
         counts: dict[str, Any] = {}
@@ -237,7 +233,7 @@ class MeasuredArm:
         return counts
 
     def release(self, worker: Worker) -> ArmFailed | None:
-        """Give the states back; what they leave running spoils everything that comes after it in that process."""
+        """Gives the states back; returns a failure if threads of theirs still run, which would disturb what follows."""
         left = [thread for key in (self.key, *self.more_keys) for thread in worker.release(key)]
         if not left:
             return None
@@ -246,7 +242,7 @@ class MeasuredArm:
         return ArmFailed(self, WorkerFault("LeftRunning", why))
 
     def add(self, raw: RawSlot, round_number: int, place: int | None = None) -> None:
-        """Keep a slot as cells. Steps whose marks vary are kept by phase, and what came before is folded alike."""
+        """Keeps a slot as cells. If the marks of steps vary, this slot and all earlier ones are kept by phase."""
         assert self.segmentation is not None
         self.ran_eager |= raw.eager_quantisers > 0
         self.ran_fused |= raw.fused_quantisers > 0
@@ -275,7 +271,7 @@ class MeasuredArm:
         self.segmentation = by_phase(self.segmentation.codes)
         self.varying = True
 
-    def told(self) -> dict[str, Any]:
+    def record_fields(self) -> dict[str, Any]:
         names = ("scales", "not_finite", "rotation")
         return {"timing": self.timing(), **{name: getattr(self, name) for name in names}}
 
@@ -289,7 +285,7 @@ class MeasuredArm:
 
 
 class CompilingFailed(Exception):
-    """The worker did not survive compiling an arm's quantisers. No fault of the arm's: it can do without."""
+    """The worker did not survive compiling an arm's quantisers. The arm can do without them."""
 
     def __init__(self, arm: MeasuredArm) -> None:
         super().__init__(arm.key)

@@ -1,7 +1,7 @@
-"""The largest batch that fits, case by case: what is asked of the worker, and what its answers mean.
+"""The largest batch that fits, case by case.
 
-The search knows of batches and memory only that more need more. What attempts take is close to a line in the number:
-two of them say where it meets the room there is, and the answer and its neighbour are tried there. Where it is no line,
+The search assumes only that a larger batch needs more memory. Memory is nearly linear in the batch: two attempts say
+where the line meets the room there is, and that batch and its neighbour are tried next. Where it is not linear,
 doubling and halving end the search all the same.
 """
 
@@ -20,15 +20,15 @@ from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.units import size
 
-# So many guesses by the line between what fits and what does not; then halving.
+# Guesses by the line between what fits and what does not; after these, halving.
 _MOST_INTERPOLATIONS = 4
-# A line is not followed further than so many times as far as anything that was tried; a third of the way comes first.
+# A guess further than this many times what was tried is approached by a third of the way first.
 _FAR = 8
 
 
 @dataclass(frozen=True)
 class BatchAttempt:
-    """One number that was tried: whether it fitted, what it took if somebody counted, why it did not fit."""
+    """One number that was tried; `taken` is its memory in bytes, None where nobody counted."""
 
     number: int
     fits: bool
@@ -38,7 +38,7 @@ class BatchAttempt:
 
 @dataclass
 class Search:
-    """From `start` up to `top`; `room` is where attempts are expected to stop fitting, None where nobody knows."""
+    """Searches from `start` up to `top`; `room` is where attempts are expected to stop fitting, None if unknown."""
 
     start: int
     top: int
@@ -81,7 +81,6 @@ class Search:
         return max(guess, floor + 1)
 
     def _further(self, low: int) -> int:
-        """Nothing has failed yet: where the line ends; twice as far where there is none; past its end in strides."""
         guess = self._guess()
         if guess is None:
             return min(2 * low, self.top)
@@ -91,7 +90,8 @@ class Search:
         return min(guess if guess <= _FAR * low else guess // 3, self.top)
 
     def _guess(self) -> int | None:
-        """The largest number that fits by the line through the two largest that somebody counted; None without one."""
+        """The largest number that fits by the line through the two largest attempts with a count; None without such a
+        line."""
         counted = sorted((attempt.number, attempt.taken) for attempt in self.attempts if attempt.taken is not None)
         if self.room is None or len(counted) < 2:
             return None
@@ -102,9 +102,9 @@ class Search:
 
 
 LARGEST_BATCH = 1 << 20
-# Batches of native precisions may have to be multiples of something; of no more than this.
+# The largest number that batches may have to be multiples of.
 _COARSEST = 1024
-# Odd ones, so that a refusal of everything but multiples of two or more shows.
+# Odd numbers, so that a refusal of everything but multiples of two or more shows.
 _PROBES = (1, 3, 5, 7)
 
 # The same case with another batch, planned anew; None where its suite does not take that batch.
@@ -112,11 +112,11 @@ WithBatch = Callable[[PlannedCase, int, DeviceFacts], PlannedCase | None]
 
 
 class NoSearch(Exception):
-    """Why there is no answer, in words."""
+    """The reason why there is no answer."""
 
 
 class Batches(ABC):
-    """Something that can be run with other batches; `axis` is what the batch is called, `start` the one it has."""
+    """Something that runs with other batches; `axis` is the batch's parameter, `start` its present value."""
 
     @property
     @abstractmethod
@@ -128,27 +128,26 @@ class Batches(ABC):
 
     @abstractmethod
     def level(self, batch: int) -> Level | None:
-        """How the device does it with that batch; None where no such batch is taken."""
+        """The support level with that batch; None where the workload does not take it."""
 
     @abstractmethod
-    def tokens(self, batch: int) -> int:
-        """Those of a step."""
+    def tokens(self, batch: int) -> int: ...
 
     @abstractmethod
     def run(self, batch: int) -> int | None:
-        """Prepare it and run two steps: bytes at the highest point, None where nobody counts. Raises WorkerError."""
+        """Runs two steps with that batch: bytes at the highest point, None where nobody counts. Raises WorkerError."""
 
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """Looks for the largest batch within a limit; `restart` is for a worker that an attempt has not left as it was."""
+    """Looks for the largest batch within `limit` bytes; `restart` replaces a worker that an attempt has damaged."""
 
     batches: Batches
     limit: int | None
     room: int | None
     restart: Callable[[], None]
 
-    def found(self) -> Capacity:
+    def capacity(self) -> Capacity:
         axis, start = self.batches.axis, self.batches.start
         attempts: list[BatchAttempt] = []
         grain = 1
@@ -170,7 +169,6 @@ class BatchSearch:
         return Capacity(axis, self.limit, batch, grain, tokens, best.taken, beyond, why, len(attempts))
 
     def _attempt(self, number: int, grain: int) -> BatchAttempt:
-        """Whether a batch of so many grains fits; NoSearch for what has nothing to do with memory."""
         batch, limit = number * grain, self.limit
         try:
             taken = self.batches.run(batch)
@@ -186,7 +184,7 @@ class BatchSearch:
         return BatchAttempt(number, True, taken)
 
     def _grain(self) -> int:
-        """What batches have to be multiples of, for the device to do the precision as it does it in this case."""
+        """The smallest power of two such that batches in multiples of it suit the precision."""
         grain = 1
         while grain <= _COARSEST:
             if all(self.batches.level(grain * odd) is not Level.REFUSED for odd in _PROBES):
@@ -207,7 +205,7 @@ class BatchSearch:
 
 @dataclass(frozen=True)
 class CapacityRule:
-    """How much memory there is to fit into (None: as much as the device has), and how a case gets another batch."""
+    """`limit` is how many bytes to fit into (None: as many as the device has)."""
 
     limit: int | None
     with_batch: WithBatch
@@ -215,7 +213,7 @@ class CapacityRule:
 
 @dataclass(frozen=True)
 class CapacityPass:
-    """Runs cases with other batches, and writes down in the outcomes which was the largest."""
+    """Runs cases with other batches, and notes the largest in their outcomes."""
 
     _worker: Worker
     _facts: Mapping[str, DeviceFacts]
@@ -224,21 +222,20 @@ class CapacityPass:
     _rule: CapacityRule
 
     def search(self, outcomes: Sequence[CaseOutcome]) -> None:
-        """One case after the other; one whose search comes to nothing stands all the same, with the reason."""
         for outcome in outcomes:
             facts = self._facts[outcome.planned.case.device]
-            batches = _OfCase(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
+            batches = _CaseBatches(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
             room = self._rule.limit or facts.memory_bytes
-            capacity = BatchSearch(batches, self._rule.limit, room, self._worker.restart).found()
+            capacity = BatchSearch(batches, self._rule.limit, room, self._worker.restart).capacity()
             if outcome.planned.support.level is Level.EMULATED and capacity.batch:
                 capacity = replace(capacity, on_device=batches.on_device(capacity.batch, capacity.grain, room))
             outcome.note(capacity=capacity)
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
-            self._worker.restart()  # who counts on a GPU may stay attached to a process, and would slow its launches
+            self._worker.restart()  # counting may leave a profiler attached, which would slow launches
 
 
 @dataclass(frozen=True)
-class _OfCase(Batches):
+class _CaseBatches(Batches):
     _planned: PlannedCase
     _facts: DeviceFacts
     _worker: Worker
@@ -296,7 +293,6 @@ class _OfCase(Batches):
 
 
 def _first_line(cause: WorkerError) -> str:
-    """The most telling words of an exception: the rest of torch's is advice on its allocator."""
     text = str(cause)
     kept = text.splitlines()[0] if isinstance(cause, WorkerFault) and text else text
     return kept if len(kept) <= 160 else f"{kept[:157]}..."

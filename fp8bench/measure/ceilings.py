@@ -1,5 +1,5 @@
-"""What devices can do at most: whether a run takes a quick look, whole ceilings piece by piece, and which of that
-holds for a case."""
+"""The most that a device can do: whether a run measures it, whole ceilings piece by piece, and the ceiling of a
+case."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.model import Ceiling, Ceilings, DeviceFacts, Level, Limit, PlannedCase, Rate
 from fp8bench.registry import precisions
 
-# For all of a device's in a quick look, once a machine; and for whole ones, which is asked for and takes its time.
+# For the quick look at a device, once a machine; and for whole ceilings.
 SECONDS = 2.0
 WHOLE_SECONDS = 30.0
 RUNS = 5
-# No piece is shorter: a stretch of calls has to fit in.
+# The shortest piece: a stretch of calls has to fit in.
 _LEAST_SECONDS = 0.02
-# Of the time of whole ones, what the search before the runs takes.
+# The share of the time of whole ceilings that the search before the runs takes.
 _SEARCH = 0.4
 
 
 def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:
-    """The most that a case can do.
+    """The most that a case can do; None where nothing is known of its device.
 
-    Products of a narrow dtype may be computed in a wider one, where that is faster: fp16's on a processor, say. An
-    emulated case may multiply in whatever there is.
+    Products of a narrow dtype may be computed in a wider one where that is faster (fp16's on a processor, say). An
+    emulated case may multiply in any dtype.
     """
     if known is None:
         return None
@@ -45,14 +45,14 @@ def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:
 def whole_ceilings(
     worker: Worker, device: DeviceFacts, seconds: float, begun: Ceilings | None, keep: Callable[[Ceilings], None]
 ) -> Ceilings:
-    """Every rate searched, then in several runs that follow one another, each of all rates.
+    """Searches every rate, then measures all rates in several runs.
 
-    Each piece is handed to `keep` before the next one, and what an interrupted measurement has `begun` is not measured
-    again. What ends the worker ends one rate. A piece has its share of the time that is left: where the machine is busy
-    and one takes longer than it should, all that follow are shorter.
+    Each piece is handed to `keep` before the next one, and pieces in `begun` (of an interrupted measurement) are not
+    measured again. A lost worker ends one rate only. A piece gets its share of the time that is left, so after a slow
+    one all that follow are shorter.
     """
-    asked, end = worker.within(COMPILE_SECONDS), time.monotonic() + seconds
-    rates = list(begun.rates if begun is not None else asked.ceiling_rates(device))
+    bench, end = worker.within(COMPILE_SECONDS), time.monotonic() + seconds
+    rates = list(begun.rates if begun is not None else bench.ceiling_rates(device))
     for run in range(RUNS + 1):
         left = [place for place, rate in enumerate(rates) if not (len(rate.runs) >= run if run else rate.shape)]
         for number, place in enumerate(left):
@@ -63,7 +63,7 @@ def whole_ceilings(
             if rate.why:
                 continue
             try:
-                rates[place] = asked.ceiling(device, rate, share)
+                rates[place] = bench.ceiling(device, rate, share)
             except WorkerError as error:
                 rates[place] = replace(rate, runs=(), why=str(error)[:200])
                 worker.restart()
@@ -72,6 +72,6 @@ def whole_ceilings(
 
 
 def pieces_of(ceilings: Ceilings) -> tuple[int, int]:
-    """How many pieces of whole ceilings are measured, and of how many; of a rate that could not be there are none."""
+    """How many pieces of whole ceilings are measured, and of how many; failed rates have none."""
     wanted: list[Rate] = [rate for rate in ceilings.rates if not rate.why]
     return sum(bool(rate.shape) + len(rate.runs) for rate in wanted), (RUNS + 1) * len(wanted)

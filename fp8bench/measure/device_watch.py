@@ -1,10 +1,8 @@
-"""What a device says of itself while arms take turns: clocks, heat, and what held the clocks back.
+"""Clocks, temperature and throttling of a device while arms take turns.
 
-Between the slots, never within one: a call to the driver may hold up what the device is given to do. What is read right
-after a slot is still that of its work.
-
-Before the first round, and before a long turn, a case runs until the device's clock and temperature stand still: the
-first rounds of a device that has idled are at a clock that it does not keep.
+The driver is asked between slots, never within one, because a call may hold up the device. Before the first round, and
+before a long turn, a case runs until clock and temperature stand still: a device that has idled begins at a clock that
+it does not keep.
 """
 
 from __future__ import annotations
@@ -16,27 +14,27 @@ from typing import Any
 
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import Worker
+from fp8bench.measure.sensors.driver import Looks
 from fp8bench.measure.sensors.energy import SUMMARIES
-from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.rapl import CLOCK
 from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, grown, reasons_of
 from fp8bench.model.stopping import ClockLook, Settling, slopes
 
-# Between two looks. A look takes the driver up to milliseconds, in which the device idles.
+# How long the arm runs between two looks.
 _CHUNK_SECONDS = 0.15
 
 
 @dataclass(frozen=True)
 class Settler:
-    """Asks a worker to run, and a device how it is."""
+    """Runs an arm until the device's clock and temperature stand still."""
 
     device: Looks
     limit: float
     clock: Callable[[], float] = time.monotonic
 
     def settle(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
-        """None where the device tells neither its clock nor its temperature: nobody could say when it is enough."""
+        """None where the device tells neither clock nor temperature."""
         start = self.clock()
         looks = [self._look(start)]
         if looks[0].clock is None and looks[0].temperature is None:
@@ -55,14 +53,14 @@ class Settler:
         return ClockLook(self.clock() - start, clock, seen.get("temperature"))
 
 
-# A look takes the driver up to milliseconds, in which the device idles: of the time, looks take so much at most.
+# A look takes the driver up to milliseconds, in which the device idles: the share of time that looks may take.
 _SHARE = 0.05
 
 
 class Watch:
-    """Looks by arm, in whole rounds: clocks that drift are then alike for all arms that are held against each other.
+    """Looks at the device by arm, in whole rounds, so that drifting clocks are alike for arms that are compared.
 
-    What the driver counts (for how long a limit held the clocks back) is read before and after the whole session.
+    Counters of the driver (for how long a limit held the clocks back) are read before and after the whole session.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class Watch:
         self._sharing = max(self._sharing, self._others(), key=lambda sharing: sharing.get("others", 0))
 
     def _others(self) -> dict[str, int]:
-        """How many processes beside the worker have work there, and their bytes, as far as the driver says."""
+        """How many other processes have work on the device (`others`), and their bytes (`others_memory`)."""
         if self._pid is None:
             return {}
         read = self._device.others(self._pid)
@@ -105,7 +103,7 @@ class Watch:
 
     def seen(self, arm: MeasuredArm) -> DeviceWatch:
         looks = self._looks.get(arm.key, [])
-        held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}
+        seconds_held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}
         known = {
             name: [read.number for look in looks if isinstance(read := look[of], Reading)]
             for name, (of, _) in SUMMARIES.items()
@@ -117,7 +115,7 @@ class Watch:
         return DeviceWatch(
             looks=len(looks),
             seconds=self._seconds,
-            held=tuple((name, seconds) for name, seconds in held.items() if seconds > 0),
+            held=tuple((name, seconds) for name, seconds in seconds_held.items() if seconds > 0),
             why="; ".join(reasons_of(*looks, self._counted)),
             warm_up=self._warm_up,
             others=self._sharing.get("others"),

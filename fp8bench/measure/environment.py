@@ -32,7 +32,8 @@ def gather(
 ) -> Environment:
     """Everything that may explain a number; None where the system does not say.
 
-    `imports` are the user's modules. `folder` is in the repository whose commit counts: the working directory, if None.
+    `imports` are the user's modules. `folder` lies in the repository whose commit is noted: the working directory, if
+    None.
     """
     facts: dict[str, Scalar | None] = {
         "fp8bench": version,
@@ -62,7 +63,7 @@ def _load() -> float | None:
 
 
 def load_in_words() -> str:
-    """'load 3.1 on 2 cores'."""
+    """For example 'load 3.1 on 2 cores'."""
     load = _load()
     return f"load {load} on {os.cpu_count()} cores" if load is not None else f"{os.cpu_count()} cores"
 
@@ -74,10 +75,11 @@ def _read(path: str) -> str | None:
 
 
 def _commit(folder: Path) -> dict[str, Scalar | None]:
-    """The commit a folder is at, its author's date (ms since 1970), and whether what runs differs from it.
+    """The commit of a folder's repository, its author's date (ms since 1970), and whether the running code differs from
+    it.
 
-    None without a working tree or a commit: in a bare repository nothing runs. Files that git does not know do not
-    count: a suite of the user's need not be of the commit that it measures.
+    None without a working tree or a commit. Untracked files do not count: a user's suite need not be part of the
+    commit.
     """
     inside = _git(folder, "rev-parse", "--is-inside-work-tree")
     # rev-list, because a user's settings add lines to what log and show print.
@@ -88,7 +90,7 @@ def _commit(folder: Path) -> dict[str, Scalar | None]:
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     top = _git(folder, "rev-parse", "--show-toplevel")
     package = _PACKAGE if top is None else Path(top) / _PACKAGE.name
-    # A repository that is fp8bench's own while what runs is other code: that of another working tree, say.
+    # In fp8bench's own repository other code may be running: that of another working tree, say.
     own = (package / "__init__.py").is_file() and not package.samefile(_PACKAGE)
     other = own and _code(package) != _code(_PACKAGE)
     return {
@@ -99,7 +101,8 @@ def _commit(folder: Path) -> dict[str, Scalar | None]:
 
 
 def _why_no_commit(folder: Path) -> str | None:
-    """Why git names no commit in a repository: it is not there, refuses a stranger's folder; None outside of one."""
+    """Why git names no commit in a repository (git missing, or the folder belongs to somebody else); None outside of
+    one."""
     here = folder.absolute()
     # Path.exists raises where it may not look.
     if not any(os.path.lexists(above / ".git") for above in (here, *here.parents)):
@@ -117,7 +120,7 @@ def _code(package: Path) -> dict[Path, bytes]:
 
 
 def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """In English, whatever a user's settings are; it fails with words, too, where git cannot be run or hangs."""
+    """Runs git in English; where git cannot be run or hangs, the result has a failing status and the reason."""
     command = ["git", *words]
     try:
         return subprocess.run(

@@ -1,8 +1,8 @@
-"""One group from plan to records: what is measured together, what a fault costs, and the passes after the timing.
+"""One group from plan to records: who is measured together, what a fault costs, and the passes after the timing.
 
-A case that fails becomes a record and leaves; the others go on. If the worker itself is lost, the group starts again
-in a fresh one without the culprit. Cases that do not fit into memory together are measured with the reference one by
-one, and alone (label `unpaired`) if even that does not fit.
+A case that fails becomes a record and drops out; the others go on. If the worker itself is lost, the group starts again
+in a fresh one without the culprit. If the cases do not fit into memory together, each is measured with the reference
+alone, and by itself (label `unpaired`) if even that does not fit.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from fp8bench.measure.device_watch import Settler, Watch
 from fp8bench.measure.handle import CountingWorker, Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
-from fp8bench.measure.replays import ReplayPass
-from fp8bench.measure.rounds import Choose, Judge, RoundSession
-from fp8bench.measure.sensors.looks import Looks
+from fp8bench.measure.rounds import Choose, Judge, ReplayPass, RoundSession
+from fp8bench.measure.sensors.driver import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Ceilings, DeviceFacts, Group, Level, Record
@@ -33,13 +32,12 @@ from fp8bench.registry import precisions, workloads
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How a group is measured: when it is enough, how long a request may take, and what is looked at beside times.
+    """How a group is measured: when to stop, how long a request may take, and which passes run beside the timing.
 
-    `ceilings` are the most that devices do, by key, where it is known. `warm_up_seconds` is the longest that a device
-    may take to settle, 0 not to wait for it. `lost` says of a device that answers no more why it does not, and is
-    shared by all groups. `tapes` and `shares` say that operators are counted, and what they take of a step found: by a
-    worker that times nothing, unless tapes are not `tapes_apart`. `looks_again` has steps that were timed taken once
-    more, to see whether they work as others do, and more of those whose memory is measured, to see whether it grows.
+    `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0 skips the wait.
+    `lost` maps a device that no longer answers to the reason, and is shared by all groups. `tapes` and `shares` run in
+    a worker that times nothing, unless `tapes_apart` is false. `looks_again` checks steps once more after they were
+    timed, and measures whether their memory grows.
     """
 
     rule: StoppingRule
@@ -62,7 +60,8 @@ class Method:
 
 @dataclass
 class GroupMeasurement:
-    """The state of measuring one group; `run` is the whole of it. Nothing is timed in `_other` any more."""
+    """The state of measuring one group; `run` does all of it. `_other` is the worker in which nothing is timed any
+    more."""
 
     _group: Group
     _facts: Mapping[str, DeviceFacts]
@@ -80,10 +79,10 @@ class GroupMeasurement:
         self._outcomes = [CaseOutcome(planned) for planned in self._group.cases]
 
     def run(self) -> tuple[Record, ...]:
-        """Measure, then the passes that look at what was measured, then records in the order of the plan."""
+        """Measures, then runs the passes; returns records in the order of the plan."""
         self._leave_out_lost()
         self._try_products()
-        while self._time() == "again":
+        while self._time_sessions() == "again":
             for outcome in self._outcomes:
                 outcome.forget()
         led = self._reference()
@@ -115,7 +114,7 @@ class GroupMeasurement:
             counting.counters(self._alive(), self._counting.why)
         if self._method.traces is not None:
             passes.traces(self._alive(), self._method.traces)
-        self._look_at_operators(passes)
+        self._record_operators(passes)
         for case_outcome in self._alive():
             case_outcome.note(
                 ceiling=ceiling_of(case_outcome.planned, self._method.ceilings.get(case_outcome.planned.case.device))
@@ -124,9 +123,8 @@ class GroupMeasurement:
             case_outcome.record(case_outcome is reference, case_outcome.planned.skip) for case_outcome in self._outcomes
         )
 
-    def _look_at_operators(self, passes: Passes) -> None:
-        """The operators of every case, and what they take of its step, last of all: a mode that sees them may leave its
-        process slower."""
+    def _record_operators(self, passes: Passes) -> None:
+        """Records tapes and shares last: observing operators may leave a process slower."""
         method = self._method
         if self._other is not None and (method.tapes or method.shares):
             untimed = Passes(self._other, self._facts, method.limits, self._observer)
@@ -137,7 +135,6 @@ class GroupMeasurement:
             passes.ask("tape", [outcome for outcome in self._alive() if not outcome.planned.work.setup_seconds])
 
     def _try_products(self) -> None:
-        """Where products are native, or a backend's, they are tried before they are timed; a wrong one is refused."""
         for outcome in filter(_has_native_products, self._alive()):
             case, limits = outcome.planned.case, self._method.limits
             try:
@@ -150,7 +147,7 @@ class GroupMeasurement:
                 outcome.refuse(wrong)
 
     def _unpair(self) -> None:
-        """The reference failed by its numbers: where not all shared a session, nobody shared rounds with the next."""
+        """Where the first reference failed by its numbers, the next one shared no rounds with others."""
         if all(outcome.draft.paired and outcome.draft.paired_with is None for outcome in self._outcomes):
             return
         for outcome in self._outcomes:
@@ -160,7 +157,6 @@ class GroupMeasurement:
         return [outcome for outcome in self._outcomes if outcome.planned.runs and not outcome.failure]
 
     def _reference(self) -> CaseOutcome | None:
-        """The planned reference, or the highest precision left where it cannot run."""
         planned = self._outcomes[self._group.reference]
         alive = self._alive()
         if planned in alive or not alive:
@@ -168,8 +164,8 @@ class GroupMeasurement:
         native = [outcome for outcome in alive if outcome.planned.support.level is Level.NATIVE]
         return min(native or alive, key=lambda case_outcome: precisions.get(case_outcome.planned.case.precision).rank)
 
-    def _time(self) -> str:
-        """All sessions of the group; 'again' if a fault means that it must start over."""
+    def _time_sessions(self) -> str:
+        """Times all sessions; returns 'again' if a fault means that the group must start over."""
         reference = self._reference()
         if reference is None:
             return "done"
@@ -190,7 +186,7 @@ class GroupMeasurement:
             failed = failed or left_over
             if failed is None:
                 continue
-            smaller = self._smaller(leader, with_control, candidates) if exhausted(failed.cause) else []
+            smaller = self._smaller_sessions(leader, with_control, candidates) if exhausted(failed.cause) else []
             if not smaller:
                 self._fail(failed)
                 return "again"
@@ -209,10 +205,10 @@ class GroupMeasurement:
             list(map(arm, candidates)),
         )
 
-    def _of(self, arm: MeasuredArm) -> CaseOutcome:
+    def _outcome_of(self, arm: MeasuredArm) -> CaseOutcome:
         return next(outcome for outcome in self._outcomes if outcome.planned is arm.planned)
 
-    def _telling(self, doing: str) -> Callable[[MeasuredArm, float], None]:
+    def _teller(self, doing: str) -> Callable[[MeasuredArm, float], None]:
         return lambda arm, share: self._observer.working(arm.planned.case, doing, share)
 
     def _measure_session(self, session: RoundSession, sessions: int) -> None:
@@ -227,11 +223,11 @@ class GroupMeasurement:
         after = watch.look if watch else None
         stopped = session.run(
             self._worker, method.rule.after(time.monotonic() - self._start, sessions), method.judge, self._seed,
-            self._telling("measuring"), after=after,
+            self._teller("measuring"), after=after,
         )  # fmt: skip
         chosen = None
         if method.choose is not None:
-            tell = self._telling("timing the fastest again")
+            tell = self._teller("timing the fastest again")
             chosen = session.fastest_again(method.choose, self._worker, method.rule, self._seed + 1, tell, after)
         if watch:
             watch.end()
@@ -239,36 +235,35 @@ class GroupMeasurement:
         own = {}
         if (lead := session.reference) is not None:
             reference, control = lead.timing(), session.control.timing() if session.control else None
-            if self._of(lead).draft.timing is None:
-                self._of(lead).note(**lead.told(), control=control, stopped=stopped)
+            if self._outcome_of(lead).draft.timing is None:
+                self._outcome_of(lead).note(**lead.record_fields(), control=control, stopped=stopped)
             else:  # a session of its own: its reference samples belong to this comparison
                 own = {"paired_with": reference, "control": control}
         for arm in session.candidates:
-            self._of(arm).note(**arm.told(), stopped=stopped, paired=lead is not None, **own)
+            self._outcome_of(arm).note(**arm.record_fields(), stopped=stopped, paired=lead is not None, **own)
         if chosen is not None:
-            self._of(chosen[0]).note(fresh=chosen[1])
-        self._look_beside(session, watch)
-        self._look_at_work(session)
+            self._outcome_of(chosen[0]).note(fresh=chosen[1])
+        self._note_watch_and_energy(session, watch)
+        self._check_work(session)
         self._replay(session)
 
-    def _look_at_work(self, session: RoundSession) -> None:
-        """Whether steps that have been timed work as others do; their states hold odd numbers meanwhile. Nobody is
-        deceived by an emulated one, whose time is no speed."""
+    def _check_work(self, session: RoundSession) -> None:
+        """Checks whether timed steps do the work that others do; an emulated case's time is no speed anyway."""
         for arm in session.arms if self._method.tapes and self._method.looks_again else ():
             if arm is not session.control and not arm.emulated:
                 with guarding(arm):
-                    self._of(arm).note(**arm.counted(self._worker))
+                    self._outcome_of(arm).note(**arm.work_fields(self._worker))
 
     def _replay(self, session: RoundSession) -> None:
-        """The device's time of steps without their launches, last of all: states are not as they were afterwards."""
+        """Times steps without their launches, last of all, because that spoils the states."""
         arms = [arm for arm in session.arms if arm is not session.control]
-        due = [arm for arm in arms if arm.queues and self._of(arm).draft.replays is None]
-        replays = ReplayPass(self._seed, self._telling("replaying steps")).measure(due, self._worker)
+        due = [arm for arm in arms if arm.queues and self._outcome_of(arm).draft.replays is None]
+        replays = ReplayPass(self._seed, self._teller("replaying steps")).measure(due, self._worker)
         for arm in due:
-            self._of(arm).note(replays=replays[arm.key])
+            self._outcome_of(arm).note(replays=replays[arm.key])
 
     def _warm_up(self, first: MeasuredArm, device: Looks) -> Settling | None:
-        """The reference runs until its device has settled; an emulation's time is no speed."""
+        """Runs the reference until its device has settled. An emulated one is not warmed up: its time is no speed."""
         if first.emulated or not self._method.warm_up_seconds:
             return None
         self._observer.working(first.planned.case, "warming up", 0.0)
@@ -276,7 +271,7 @@ class GroupMeasurement:
             return Settler(device, self._method.warm_up_seconds).settle(first, self._worker)
 
     def _watch(self, session: RoundSession) -> Watch | None:
-        """Who looks at the device, which is warm by now, between slots: nobody at a processor that tells nothing."""
+        """Warms the device up, and returns what looks at it between slots; None for a processor without sensors."""
         if self._meter is None or not session.arms:
             return None
         device = self._meter.device
@@ -284,9 +279,8 @@ class GroupMeasurement:
             return None
         return Watch(device, self._warm_up(session.arms[0], device), pid=self._worker.pid)
 
-    def _look_beside(self, session: RoundSession, watch: Watch | None) -> None:
-        """What the device was doing meanwhile; then what these states take of energy, as long as they are there."""
-        measured = [(self._of(arm), arm) for arm in session.arms if arm is not session.control]
+    def _note_watch_and_energy(self, session: RoundSession, watch: Watch | None) -> None:
+        measured = [(self._outcome_of(arm), arm) for arm in session.arms if arm is not session.control]
         for outcome, arm in measured:
             if watch and not outcome.draft.watch:
                 outcome.note(watch=watch.seen(arm))
@@ -295,22 +289,21 @@ class GroupMeasurement:
             return
         due = [(outcome, arm) for outcome, arm in measured if not (outcome.draft.energy or outcome.draft.sustained)]
         doing = "running for seconds" if rule.turn_seconds else "measuring energy"
-        windows = WindowPass(self._meter, rule, self._seed, self._telling(doing))
+        windows = WindowPass(self._meter, rule, self._seed, self._teller(doing))
         results = windows.measure([arm for _, arm in due], self._worker)
         for outcome, arm in due:
             outcome.note(energy=results[arm.key].use if rule.energy else None, sustained=tuple(results[arm.key].turns))
         if rule.phases:
             due = [(outcome, arm) for outcome, arm in due if results[arm.key].windows]
-            phases = WindowPass(self._meter, rule, self._seed + 2, self._telling("measuring energy of phases"))
+            phases = WindowPass(self._meter, rule, self._seed + 2, self._teller("measuring energy of phases"))
             parts, limits = phases.phases([arm for _, arm in due], self._worker), self._meter.power_limits()
             for outcome, arm in due:
                 if outcome.draft.energy is not None:
                     outcome.note(energy=replace(outcome.draft.energy, phases=parts[arm.key], power_limits=limits))
 
-    def _smaller(
+    def _smaller_sessions(
         self, leader: CaseOutcome | None, with_control: bool, candidates: list[CaseOutcome]
     ) -> list[tuple[CaseOutcome | None, bool, list[CaseOutcome]]]:
-        """The next smaller sessions to try when memory did not suffice; empty when there is none."""
         if leader is None:
             return []
         if len(candidates) > 1:
@@ -325,12 +318,13 @@ class GroupMeasurement:
         cause = failed.cause
         if not exhausted(cause):
             self._worker.restart()  # after an error on a GPU nothing in that process works any more
-        self._of(failed.arm).fail(OUT_OF_MEMORY if exhausted(cause) else str(cause), cause)
+        self._outcome_of(failed.arm).fail(OUT_OF_MEMORY if exhausted(cause) else str(cause), cause)
         if not exhausted(cause) and failed.arm.facts.accelerated:
-            self._see_whether_lost(failed.arm)
+            self._check_device(failed.arm)
 
-    def _see_whether_lost(self, arm: MeasuredArm) -> None:
-        """A device that does not answer a fresh worker either would fail every case, each after a worker's start."""
+    def _check_device(self, arm: MeasuredArm) -> None:
+        """A device that does not answer a fresh worker either would fail every later case, each after a worker's
+        start."""
         try:
             self._worker.within(HANG_SECONDS).answers(arm.facts)
         except WorkerError as cause:
@@ -353,7 +347,6 @@ class GroupMeasurement:
 
 
 def _has_native_products(outcome: CaseOutcome) -> bool:
-    """Whether somebody else's code multiplies in it, in some low precision."""
     case, native = outcome.planned.case, outcome.planned.support.level is Level.NATIVE
     known = [precisions.get(word) for word in (case.precision, *(name for _, name in case.precision_map))]
     return any(precision.whole_layers or (native and precision.takes_backend) for precision in known)

@@ -1,7 +1,7 @@
-"""The parent's side of a worker: typed requests, time limits, and what to make of a worker that is gone.
+"""The parent's side of a worker: typed requests, time limits, and errors for a worker that is gone.
 
-ProcessWorker runs the bench in a process of its own; LocalWorker runs the same bench here (notebooks,
---no-isolation), where a crash cannot be survived and a hang cannot be ended.
+ProcessWorker runs the bench in a process of its own; LocalWorker runs it in this one (notebooks, --no-isolation), where
+a crash cannot be survived and a hang cannot be ended.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from fp8bench.worker.faults import described
 START_SECONDS = 300.0
 BENCH_MODULE = "fp8bench.worker.main"
 RANK_MODULE = "fp8bench.worker.ranks.main"
-# Those whose requests have --case-timeout.
+# Modules whose requests --case-timeout limits.
 TIMED_MODULES = (BENCH_MODULE, RANK_MODULE)
-# A bench as it looks from here: called, it is asked.
+# Calls of its methods become requests to the worker.
 AskedBench = Bench
 
 
@@ -44,10 +44,10 @@ _claiming = threading.Lock()
 
 @contextmanager
 def claimed(isolation: bool) -> Iterator[None]:
-    """A run of this process goes on in the body. Raises UsageError if it would be measured in the same one as another.
+    """Registers a run of this process for the body. Raises UsageError if two runs would be measured in one process.
 
-    Several may go on that each have a process of their own. One that has not changes switches, stdout and the number of
-    threads of this one, in which the others' code is imported.
+    Several runs may go on at once if each has a worker process. One without changes switches, stdout and the number of
+    threads of this process, in which the others' code is imported.
     """
     with _claiming:
         if _claims and not (isolation and all(_claims)):
@@ -65,23 +65,22 @@ def claimed(isolation: bool) -> Iterator[None]:
 
 
 class Worker(ABC):
-    """Where a bench runs. Whatever is asked of it may raise WorkerFault, WorkerLost or WorkerHung."""
+    """Where a bench runs. Every request may raise WorkerFault, WorkerLost or WorkerHung."""
 
     @abstractmethod
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
-        """Send one request, wait up to `limit` seconds."""
+        """Sends one request and waits up to `limit` seconds for the answer."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the worker. Safe to call twice."""
+        """Ends the worker. Safe to call twice."""
 
     @abstractmethod
     def restart(self) -> None:
-        """A fresh worker with the same settings; all states are gone."""
+        """Starts a fresh worker with the same settings; all states are gone."""
 
     @property
     def pid(self) -> int | None:
-        """The process that the bench runs in, None while there is none."""
         return os.getpid()
 
     def __enter__(self) -> Self:
@@ -116,12 +115,12 @@ class _Asked:
 
 
 class LocalWorker(Worker):
-    """The bench in this very process, for notebooks and debuggers.
+    """The bench in this process, for notebooks and debuggers.
 
-    What does not hold here: a crash ends the caller, a hang is not ended and no time limit kept, Ctrl-C waits for the
-    operation in progress, `restart` forgets states and nothing else (a broken GPU context and a full memory stay),
-    threads that a workload leaves go on, and processes that it has orphaned, what is printed past Python's own stdout
-    is seen only where that is a file, and environment variables are as the caller has them.
+    Its limits: a crash ends the caller; a hang is not ended and no time limit kept; Ctrl-C waits for the operation in
+    progress; `restart` forgets states only (a broken GPU context and a full memory stay); threads and orphaned
+    processes of a workload go on; output past Python's own stdout is seen only where that is a file; environment
+    variables are the caller's.
     """
 
     def __init__(self, settings: Settings, opened: Callable[[Settings], Bench] = Bench) -> None:
@@ -151,7 +150,7 @@ class LocalWorker(Worker):
 
 
 class ProcessWorker(Worker):
-    """The bench in a child process, started on the first request: `module` is run there, and opens it."""
+    """The bench in a child process that runs `module`, started on the first request."""
 
     def __init__(self, settings: Settings, python: str = sys.executable, module: str = BENCH_MODULE) -> None:
         self._settings = settings
@@ -162,13 +161,12 @@ class ProcessWorker(Worker):
 
     @property
     def pid(self) -> int | None:
-        """The process id, None before the first request."""
         return self._process.pid if self._process else None
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         if self._process is None:
             try:
-                self._process = self._started()
+                self._process = self._start_process()
             except OSError as error:
                 raise WorkerLost(
                     f"the worker could not be started ({error.strerror or error}): the system lets this process start "
@@ -179,7 +177,7 @@ class ProcessWorker(Worker):
                 self._begin(self._process)
             except WorkerFault as fault:
                 self.close()  # a process without a bench could only answer nonsense
-                if first and fault.kind == ImportFailed.__name__:  # before anything is measured it is as in the parent
+                if first and fault.kind == ImportFailed.__name__:  # nothing is measured yet: the user's mistake
                     raise ImportFailed(str(fault).removeprefix(f"{fault.kind}: ")) from None
                 raise
         return self._exchange(self._process, limit, name, *arguments)
@@ -198,7 +196,7 @@ class ProcessWorker(Worker):
         if process is not None:
             process.kill()
 
-    def _started(self) -> WorkerProcess:
+    def _start_process(self) -> WorkerProcess:
         return WorkerProcess(self._python, self._module, self._environment())
 
     def _begin(self, process: WorkerProcess) -> None:
@@ -207,7 +205,7 @@ class ProcessWorker(Worker):
     def _environment(self) -> dict[str, str]:
         threads = str(self._settings.threads)
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        for name in LOWERING:  # set one and nothing here means what it says
+        for name in LOWERING:  # with one set, a precision is not what its name says
             environment.pop(name, None)
         # Its pool of compiling processes and threads would go on running beside what is timed.
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -219,7 +217,7 @@ class ProcessWorker(Worker):
         try:
             process.send((self._number, name, arguments))
             if not process.answered(limit):
-                late = process.late()
+                late = process.delay_in_words()
                 self.restart()
                 raise WorkerHung(
                     f"no answer to {name!r} within {limit:g} s{late}; the worker was ended"
@@ -260,7 +258,7 @@ _SECONDS = 60.0
 
 
 class CountingWorker(ProcessWorker):
-    """A worker under the probe; `why` says why it is under none."""
+    """A worker under the allocator probe; `why` says why there is no probe."""
 
     def __init__(self, settings: Settings, probe: Path | None, why: str = "") -> None:
         super().__init__(settings)
@@ -289,11 +287,11 @@ def counting_worker(settings: Settings) -> Iterator[CountingWorker]:
 
 def built(folder: Path, system: str = sys.platform) -> Path | str:
     if system != "linux":
-        return f"calls of the allocator are counted on Linux, and this is {system}"
+        return f"calls of the allocator are counted on Linux only, and this is {system}"
     named = os.environ.get("CC", "").split()[:1]
-    compiler = next((found for name in (*named, *_COMPILERS) if (found := shutil.which(name))), None)
+    compiler = next((path for name in (*named, *_COMPILERS) if (path := shutil.which(name))), None)
     if compiler is None:
-        return "calls of the allocator are counted by a library that a C compiler makes, and there is none: install gcc"
+        return "counting calls of the allocator needs a C compiler, and there is none: install gcc"
     made = folder / "allocator_probe.so"
     command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-ldl"]
     try:

@@ -1,6 +1,6 @@
 """When an interrupt may strike: Ctrl-C, and the signals by which schedulers and closing terminals end a process.
 
-Handlers are a matter of the main thread; elsewhere (a notebook's worker thread, say) nothing here does anything.
+Only the main thread can have handlers: in other threads (a notebook's, say) nothing here has an effect.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr
 
 
 def ends_are_interrupts() -> AbstractContextManager[None]:
-    """In the body, being asked to end is like Ctrl-C: what was measured is kept and shown. Ignored signals stay so."""
+    """In the body SIGTERM and SIGHUP act like Ctrl-C: what was measured is kept and shown. Ignored signals stay so."""
     return _handled_by(signal.default_int_handler, _ENDS, lambda old: old is signal.SIG_DFL)
 
 
 @contextmanager
 def only_once() -> Iterator[None]:
-    """In the body the first interrupt counts and later ones do nothing: whoever presses twice wants no less."""
+    """In the body the first interrupt raises KeyboardInterrupt and later ones do nothing."""
     struck: list[int] = []
 
     def strike(number: int, frame: FrameType | None) -> None:
@@ -37,7 +37,7 @@ def only_once() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """An interrupt in the body strikes after it: what is begun there is finished."""
+    """Delays an interrupt in the body until the body is done."""
     noted: list[int] = []
     with _handled_by(lambda number, frame: noted.append(number)):
         yield
@@ -46,7 +46,7 @@ def held_back() -> Iterator[None]:
 
 
 def ignored() -> AbstractContextManager[None]:
-    """Interrupts in the body do nothing: there was one already, and what it asked for is being done."""
+    """Interrupts in the body do nothing: one has struck already, and the body is handling it."""
     return _handled_by(signal.SIG_IGN)
 
 
@@ -56,7 +56,7 @@ def _handled_by(
     numbers: Iterable[signal.Signals] = (signal.SIGINT, *_ENDS),
     replaces: Callable[[Any], bool] = lambda old: old is not signal.SIG_IGN,
 ) -> Iterator[None]:
-    """In the body the handler is that of the signals whose own one it replaces: not of those that are ignored."""
+    """Sets the handler for the body, on those signals whose present handler `replaces` accepts."""
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers} if main else {}
     for number, old in before.items():
@@ -66,5 +66,5 @@ def _handled_by(
         yield
     finally:
         for number, old in before.items():
-            if old is not None:  # one that was not set from Python cannot be set back from it
+            if old is not None:  # a handler that was not set from Python cannot be set back
                 signal.signal(number, old)

@@ -8,7 +8,7 @@ from fp8bench.model import Work
 
 HANG_SECONDS = 60.0
 HANG_STEPS = 20
-# Slower than any device that will finish in a reasonable time: allows for steps nobody has timed yet.
+# Slower than any useful device: for steps that nobody has timed yet.
 SLOWEST_FLOPS = 5e9
 SLOWEST_BYTES = 50e6
 # Ten times what a cold compile of one quantiser takes.
@@ -23,18 +23,17 @@ class Limits:
 
     def first(self, work: Work, more: int = 0) -> float:
         """For preparing, and for a step nobody has timed: 60 s, or its work on a very slow device, and compiling.
-
-        So many more steps have the time of their work too.
-        """
+        `more` further steps get the time of their work, too."""
         slowest = work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES
         return self._given(max(HANG_SECONDS, slowest) + work.setup_seconds + more * slowest)
 
     def compiling(self, work: Work, count: int) -> float:
-        """For compiling so many quantisers, which is no matter of the case, and for a step that nobody has timed."""
+        """For compiling `count` quantisers, and a step that nobody has timed. The user's limit does not count for
+        compiling."""
         return COMPILE_SECONDS * count + self.first(work)
 
     def slot(self, step_seconds: float, calls: int) -> float:
-        """For a slot of so many calls of a step whose time is known: 60 s, or 20 times that."""
+        """For a slot of calls whose time is known: 60 s, or 20 times that."""
         return self._given(max(HANG_SECONDS, HANG_STEPS * step_seconds * calls))
 
     def numbers(self, work: Work) -> float:

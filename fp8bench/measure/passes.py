@@ -1,7 +1,5 @@
-"""What one case has come to so far, and the passes after the timing, each in states of its own.
-
-Numerical errors, what the data are, memory, traces.
-"""
+"""The outcome of a case so far, and the passes after the timing, each in states of its own: errors, statistics of the
+data, memory, traces."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.files import name_of
 from fp8bench.measure.handle import AskedBench, Worker
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.sensors.looks import Looks
+from fp8bench.measure.sensors.driver import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import (
@@ -45,7 +43,7 @@ OUT_OF_MEMORY = "out of memory, even alone"
 
 @dataclass
 class CaseOutcome:
-    """A record in the making, and the reason of a case that failed: '' while it is alive."""
+    """A record in the making; `failure` is why the case failed, '' while it is alive."""
 
     planned: PlannedCase
     failure: str = ""
@@ -67,7 +65,6 @@ class CaseOutcome:
         return self.planned.support.level is not Level.REFUSED and self.failure in ("", OUT_OF_MEMORY)
 
     def record(self, is_reference: bool, left_out: str = "") -> Record:
-        """What became of the case; `left_out` says why it was not measured. Of one that failed no times are kept."""
         status = Status.SKIPPED if left_out else Status.FAILED if self.failure else Status.OK
         draft = replace(self.draft, status=status, is_reference=is_reference, reason=left_out or self.failure)
         if status is Status.OK:
@@ -84,23 +81,23 @@ class CaseOutcome:
         failed = cause.rank if isinstance(cause.rank, FailedRank) else None
         self.note(detail=cause.trace if isinstance(cause, WorkerFault) else "", failed_rank=failed)
 
-    def lacks(self, why: str) -> None:
+    def add_detail(self, why: str) -> None:
         self.note(detail="; ".join(filter(None, (self.draft.detail, why))))
 
 
 def exhausted(cause: WorkerError) -> bool:
-    """Whether memory did not suffice, and the worker lives on."""
+    """Whether memory did not suffice and the worker lives on."""
     return isinstance(cause, WorkerFault) and cause.out_of_memory
 
 
-# In the plugin's words the worker; traces of several runs in one folder are its spans.
+# TensorBoard's plugin shows this as the worker, and traces of several runs in one folder as its spans.
 _TRACE_WORKER = "fp8bench"
 _SUFFIX = ".pt.trace.json.gz"
 
 
 @dataclass(frozen=True)
 class TraceFolder:
-    """A folder for each case, as TensorBoard wants it; `stamp` tells the runs in it apart."""
+    """A folder for each case, as TensorBoard wants it; `stamp` tells runs in the same folder apart."""
 
     path: Path
     stamp: int
@@ -110,7 +107,7 @@ class TraceFolder:
 
 
 def trace_folder(run: Run) -> TraceFolder | None:
-    """The folder that a run was asked for; a run that is resumed writes the same names."""
+    """The folder that the request names, or None. A resumed run gets the same names."""
     if run.request.trace is None:
         return None
     return TraceFolder(
@@ -121,7 +118,7 @@ def trace_folder(run: Run) -> TraceFolder | None:
 _PEAK_MEMORY = "tensor memory allocated through torch, the state included, at the highest point of a step"
 
 
-_ON_DEVICE = "the same, with the formats' codes and scales in the place of an emulation's values"
+_ON_DEVICE = "peak memory with the formats' codes and scales in the place of an emulation's values"
 
 
 def _peaks(use: MemoryUse) -> Iterator[Measurement]:
@@ -131,8 +128,7 @@ def _peaks(use: MemoryUse) -> Iterator[Measurement]:
         yield Measurement(specs.DEVICE_PEAK_MEMORY, "B", (size,), derived, description=_ON_DEVICE)
 
 
-# What the bench is asked about one case, and a record has the answer to by the same name: what the observer is told
-# meanwhile, and what a case without an answer lacks.
+# Method of the bench and field of the record -> what the observer shows meanwhile, what the detail calls the answer.
 QUESTIONS: Mapping[str, tuple[str, str]] = {
     "statistics": ("", "statistics of the data"),
     "products": ("looking at products", "look at its products"),
@@ -145,7 +141,7 @@ QUESTIONS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Passes:
-    """Asks the worker, and writes down in the outcomes what it says, or why it says nothing."""
+    """Asks the worker about cases, and notes the answers in their outcomes, or why there is none."""
 
     _worker: Worker
     _facts: Mapping[str, DeviceFacts]
@@ -153,21 +149,18 @@ class Passes:
     _observer: Observer
 
     def ask(self, question: str, outcomes: Sequence[CaseOutcome]) -> None:
-        """One of the questions; a case without an answer stands all the same."""
         for outcome in outcomes:
             with self._asking(outcome, *QUESTIONS[question]) as (bench, case, facts):
                 outcome.note(**{question: getattr(bench, question)(case, facts)})
 
     def errors(self, outcomes: Sequence[CaseOutcome]) -> None:
-        """Numerical errors of every case. Whose numbers cannot be had fails.
-
-        Not for want of memory, though: a reference in fp64 may need more than the step.
-        """
+        """Measures numerical errors. A case fails without them, unless only memory was short: a reference in fp64 may
+        need more than the step."""
         for outcome in outcomes:
             with self._asking(outcome, "checking numbers", "numerical error", fails=True) as (bench, case, facts):
                 errors = bench.error(case, facts)
                 if isinstance(errors, str):
-                    outcome.lacks(f"no numerical error: {errors}")
+                    outcome.add_detail(f"no numerical error: {errors}")
                     continue
                 wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
                 outcome.failure = f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
@@ -175,7 +168,7 @@ class Passes:
                 outcome.note(measurements=(*outcome.draft.measurements, *measurements))
 
     def transfers(self, outcomes: Sequence[CaseOutcome]) -> None:
-        """What steps of several ranks move, and how far that hides; cases of one rank are not asked."""
+        """What steps of several ranks send, and how far computing hides it; cases of one rank are skipped."""
         for outcome in (case_outcome for case_outcome in outcomes if case_outcome.planned.case.ranks > 1):
             limit = self._limits.numbers(outcome.planned.work)
             with self._asking(outcome, "counting what is sent", "bytes on the wire") as (_, case, facts):
@@ -186,13 +179,13 @@ class Passes:
                     outcome.note(sent=sent, overlap=overlap, scaling=scaling)
 
     def counters(self, outcomes: Sequence[CaseOutcome], unprobed: str) -> None:
-        """What steps ask of allocators and of the processor; `unprobed` says why the worker has no probe."""
+        """What steps ask of allocators and of the processor; `unprobed` says why the worker has no allocator probe."""
         for outcome in outcomes:
             with self._asking(outcome, "counting allocations", "counters") as (bench, case, facts):
                 measurements, whys = bench.counters(case, facts, unprobed)
                 outcome.note(measurements=(*outcome.draft.measurements, *measurements))
                 for why in whys:
-                    outcome.lacks(why)
+                    outcome.add_detail(why)
         self.leave_gpus(outcomes)
 
     def effects(self, outcomes: Sequence[CaseOutcome]) -> None:
@@ -202,22 +195,24 @@ class Passes:
         self.ask("effect", [case_outcome for case_outcome in outcomes if case_outcome.draft.effect is None])
 
     def memory(self, outcomes: Sequence[CaseOutcome], meter: Meter | None = None, leaks: bool = True) -> None:
-        """Memory at the highest point of a step, and whether it grows. The driver's count of the worker's process comes
-        from the meter, where there is a driver."""
+        """Memory at the highest point of a step, and whether it grows.
+
+        With a meter, the driver's count of the worker's process is added.
+        """
         device = None if meter is None or isinstance(meter.device, AbsentDevice) else meter.device
         for outcome in outcomes:
             with self._asking(outcome, "measuring memory", "peak memory") as (bench, case, facts):
                 key = f"memory of {case.id}" if device is not None else ""
-                # Unasked for, a worker of another tree's is given what it has always been given.
+                # A duel's worker may be of a tree whose `memory` does not take this argument.
                 use = bench.memory(case, facts, key) if leaks else bench.memory(case, facts, key, False)
                 if device is not None:
-                    use = self._seen_from_outside(use, device)
+                    use = self._with_process_memory(use, device)
                     self._worker.release(key)
                 if isinstance(use, str):
-                    outcome.lacks(f"no peak memory: {use}")
+                    outcome.add_detail(f"no peak memory: {use}")
                     continue
                 outcome.note(memory=use, measurements=(*outcome.draft.measurements, *_peaks(use)))
-        # torch's profiler was on in it, and nobody knows that it leaves no trace
+        # torch's profiler was on in this process, and may leave something behind.
         self.leave_gpus(
             [case_outcome for case_outcome in outcomes if case_outcome.draft.effect or case_outcome.draft.memory]
         )
@@ -231,12 +226,11 @@ class Passes:
         self.leave_gpus(outcomes)
 
     def leave_gpus(self, outcomes: Sequence[CaseOutcome]) -> None:
-        """The worker ends, if any of these was on a GPU: there is none of it on the device while others are timed."""
+        """Restarts the worker if any case was on a GPU, so that nothing of it is there while others are timed."""
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()
 
-    def _seen_from_outside(self, use: MemoryUse | str, device: Looks) -> MemoryUse | str:
-        """With what the driver counts for the worker's process, or why it counts nothing."""
+    def _with_process_memory(self, use: MemoryUse | str, device: Looks) -> MemoryUse | str:
         pid = self._worker.pid
         if isinstance(use, str) or pid is None:
             return use
@@ -249,8 +243,8 @@ class Passes:
     def _asking(
         self, outcome: CaseOutcome, doing: str, lacking: str, fails: bool = False
     ) -> Iterator[tuple[AskedBench, Case, DeviceFacts]]:
-        """Whom to ask about what; the case stands all the same where there is no answer, with the reason, or `fails`
-        where that is not for want of memory."""
+        """Yields whom to ask about what. Without an answer the reason is noted, and with `fails` the case fails unless
+        only memory was short."""
         case = outcome.planned.case
         if doing:
             self._observer.working(case, doing, 1.0)
@@ -260,10 +254,10 @@ class Passes:
         except WorkerError as cause:
             why = f"no {lacking}: {cause}"
             if exhausted(cause):
-                outcome.lacks(why)
+                outcome.add_detail(why)
                 return
             self._worker.restart()
             if fails:
                 outcome.fail(why, cause)
             else:
-                outcome.lacks(why)
+                outcome.add_detail(why)

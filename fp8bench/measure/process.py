@@ -1,4 +1,4 @@
-"""A worker's process as its parent holds it: started, spoken to, ended with all it has started, its last words."""
+"""A worker's process as its parent holds it: starting, requests and answers, ending it with all it has started."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from typing import IO, Any
 
 from fp8bench.model.codec import PlainUnpickler
 
-# A worker that is gone is noticed by its status if a process that it left behind still holds its end of the socket.
+# A process that the worker left behind may hold its end of the socket: so its exit status is looked at, too.
 _GLANCE_SECONDS = 0.5
 _POLITE_SECONDS = 2.0
-# An answer is sent in one go: one that stops half-way for so long will not go on.
+# An answer is sent in one go: one that stops half-way for this long will not go on.
 _HALF_WAY_SECONDS = 30
 _TELLING = ("what():", "Fatal Python error")
 
 
 class Unreadable(Exception):
-    """What came from the worker is no answer."""
+    """What the worker sent is no answer."""
 
 
 class WorkerProcess:
-    """The child, the socket to it, the lifeline that tells it that we live, and the file it prints into."""
+    """The child process, the socket to it, the lifeline whose end tells it that we are gone, and its log."""
 
     def __init__(self, python: str, module: str, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
@@ -45,7 +45,7 @@ class WorkerProcess:
                 pass_fds=(theirs.fileno(), lifeline_read), start_new_session=True,
             )  # fmt: skip
         except BaseException:
-            self._let_go()
+            self._close_all()
             raise
         finally:
             theirs.close()
@@ -59,7 +59,8 @@ class WorkerProcess:
         self._connection.send(request)
 
     def answered(self, limit: float) -> bool:
-        """Whether there is something to receive within so many seconds; EOFError if the process has ended without."""
+        """Whether there is something to receive within `limit` seconds. Raises EOFError if the process has ended
+        without."""
         end = time.monotonic() + limit
         while not self._connection.poll(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic()))):
             if self._popen.poll() is not None and not self._connection.poll(0.0):
@@ -78,15 +79,14 @@ class WorkerProcess:
         self.kill()
 
     def kill(self) -> None:
-        # What belongs to the session: the worker, its warden, and what a workload has started and left behind.
+        # The session holds the worker, its warden, and what a workload has started and left behind.
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) only the dead are
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
-        self._let_go()
+        self._close_all()
 
     @property
     def killed(self) -> bool:
-        """Whether it was ended as the system ends processes when memory runs out."""
         return self._popen.poll() == -signal.SIGKILL
 
     def end_in_words(self) -> str:
@@ -96,11 +96,11 @@ class WorkerProcess:
             return f"it closed its socket and went on{last_words(self._log)}"
         return f"it {how_it_ended(status)}{last_words(self._log)}"
 
-    def late(self) -> str:
-        """Who keeps an answer waiting, where there are several who might; goes on in a sentence."""
+    def delay_in_words(self) -> str:
+        """Who keeps an answer waiting, where several might; continues a sentence."""
         return ""
 
-    def _let_go(self) -> None:
+    def _close_all(self) -> None:
         self._connection.close()
         self._close_lifeline()
         self._log.close()
@@ -121,17 +121,17 @@ def how_it_ended(status: int) -> str:
 
 
 def last_words(log: IO[bytes]) -> str:
-    """What a process that has vanished wrote last, to go on in a sentence; '' if it wrote nothing."""
+    """The telling line of a vanished process's log, to continue a sentence; '' if it wrote nothing."""
     log.seek(0, os.SEEK_END)
     log.seek(max(0, log.tell() - 2000))
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    # An exception of C++ says what it is; faulthandler leads with the error; plain Python tracebacks end with it.
+    # C++ exceptions and faulthandler have telling lines; plain Python tracebacks end with one.
     telling = next((line for line in lines if line.lstrip().startswith(_TELLING)), lines[-1] if lines else "").strip()
     return f": {telling}" if telling else ""
 
 
 def plain_value(received: bytes) -> Any:
-    """An answer. Unreadable for anything but plain values: whoever unpickles a tensor imports torch."""
+    """Unpickles an answer. Raises Unreadable for anything but plain values: unpickling a tensor would import torch."""
     try:
         return PlainUnpickler(io.BytesIO(received)).load()
     except Exception as error:  # bytes that are no pickle raise anything

@@ -1,4 +1,4 @@
-"""The referee: rounds over the arms of a group, until the question is answered.
+"""Rounds over the arms of a group, until the question is answered; and replays of their steps.
 
 A round runs every arm's slot once, in an order that is random and balanced. The reference is entered twice, with
 tensors of its own, so that every group carries its A/A control. An arm leaves when its question is answered; emulated
@@ -13,19 +13,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import ArmFailed, MeasuredArm, Quantisers, Tell, guarding
 from fp8bench.measure.handle import Worker
-from fp8bench.model import Fresh, Timing
+from fp8bench.measure.slots import filling_of
+from fp8bench.model import UNATTRIBUTED, Fresh, Replays, Segments, SlotSample, Timing
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_CANDIDATES, StoppingRule
+from fp8bench.protocols.axes import ROTATING
+from fp8bench.registry import workloads
 
 T = TypeVar("T")
 
 
 class Orders(Generic[T]):
-    """The orders of rounds, by blocks: of so many rounds as there are arms, each arm is in every place once.
+    """Orders of rounds, in blocks of as many rounds as there are arms: within a block each arm is in every place once.
 
-    A block ends where other arms take turns than before: those who stay begin a block of their own, so that what one
-    that leaves had left over puts nobody more than one round out of balance.
+    When the set of arms changes, the rest of a block is dropped and a new one begins. So a leaving arm puts nobody more
+    than one round out of balance.
     """
 
     def __init__(self, draw: random.Random) -> None:
@@ -44,8 +48,8 @@ class Orders(Generic[T]):
     def _block(self, count: int) -> list[list[int]]:
         """Williams' square with names dealt out at random, its rows in random order.
 
-        Each row is a zigzag (0, 1, -1, 2, -2, ...) from another start. Its steps are all different, so that with an
-        even number of arms each follows each other one exactly once. With an odd number no square does that, and the
+        Each row is a zigzag (0, 1, -1, 2, -2, ...) from another start. Its steps are all different, so with an even
+        number of arms each follows each other one exactly once. With an odd number no square does that, and the
         mirrored rows, as a second block, make it twice each.
         """
         names = list(range(count))
@@ -58,12 +62,12 @@ class Orders(Generic[T]):
         return [*mirrored, *rows]
 
 
-# Refilling a cache of some megabytes takes a fraction of a millisecond: of longer steps it is below the band.
+# Refilling a cache of some megabytes takes a fraction of a millisecond: in longer steps that does not show.
 WARMED_BELOW_SECONDS = 100e-3
 
-# Says whether a candidate's question is answered by what it, the reference and the control have given so far.
+# Whether the timings of a candidate, the reference and the control answer the candidate's question.
 Judge = Callable[[Timing, Timing, Timing | None], bool]
-# Which of these timings is fastest beside the reference's and its control's; None where none is faster.
+# Index of the candidate that is fastest relative to the reference and its control; None where none is faster.
 Choose = Callable[[Sequence[Timing], Timing, Timing | None], int | None]
 
 
@@ -71,7 +75,7 @@ Choose = Callable[[Sequence[Timing], Timing, Timing | None], int | None]
 class RoundSession:
     """Arms that are in memory together and take turns.
 
-    `reference` and `control` are None where memory did not admit them; candidates are judged against the reference.
+    `reference` and `control` are None where memory did not admit them.
     """
 
     reference: MeasuredArm | None
@@ -83,7 +87,7 @@ class RoundSession:
         return [arm for arm in (self.reference, self.control, *self.candidates) if arm is not None]
 
     def prepare(self, worker: Worker, quantisers: Quantisers | None = None, tell: Tell | None = None) -> None:
-        """Prepare all arms, then have them agree on what must be the same for a fair comparison."""
+        """Prepares all arms, then makes them agree on what must be the same for a fair comparison."""
         for arm in self.arms:
             with guarding(arm):
                 arm.prepare(worker, quantisers, tell)
@@ -106,7 +110,6 @@ class RoundSession:
                 arm.check(worker)
 
     def release(self, worker: Worker) -> ArmFailed | None:
-        """Give all states back; the first arm that leaves threads running has failed."""
         culprits = [failed for arm in self.arms if (failed := arm.release(worker))]
         return culprits[0] if culprits else None
 
@@ -120,16 +123,16 @@ class RoundSession:
         clock: Callable[[], float] = time.monotonic,
         after: Callable[[MeasuredArm], None] | None = None,
     ) -> str:
-        """Rounds until every candidate is decided or the rule says stop; returns why it ended.
+        """Runs rounds until every candidate is decided or the rule says stop; returns why it ended.
 
-        `after` is told of each slot when it is over, by its arm.
+        `after` is called with the arm after each slot.
         """
         orders: Orders[MeasuredArm] = Orders(random.Random(seed))
         start = clock()
         rounds = 0
         undecided = self._questions()
         while True:
-            turn = self._turn(rounds, undecided, rule)
+            turn = self._arms_in_round(rounds, undecided, rule)
             if not turn:
                 return f"answered after {rounds} rounds"
             for place, arm in enumerate(orders.next(turn)):
@@ -154,10 +157,10 @@ class RoundSession:
         tick: Callable[[MeasuredArm, float], None],
         after: Callable[[MeasuredArm], None] | None,
     ) -> tuple[MeasuredArm, Fresh] | None:
-        """The arm that was chosen, with as many rounds of it, the reference and its control as it had before.
+        """Times the chosen arm again, with the reference and its control, for as many rounds as before.
 
-        A figure that was chosen for being the best is too good: of equal candidates the one that noise favoured is
-        chosen, and its own samples say so. Rounds after the choice do not know of it.
+        A figure that was chosen for being the best is too good: of equal candidates noise picks the winner. Rounds
+        after the choice are not biased by it.
         """
         candidates = [arm for arm in self.candidates if not arm.emulated]
         lead, control = self.reference, self.control
@@ -177,17 +180,14 @@ class RoundSession:
         return winner, Fresh(again.timing(), lead.timing(), beside, len(candidates))
 
     def _questions(self) -> list[MeasuredArm]:
-        """The arms whose comparison with the reference is open: native candidates, else the control.
-
-        None without a reference, or with an emulated one: its time is no speed.
-        """
+        """The arms whose comparison with the reference is open: native candidates, else the control. None without a
+        native reference."""
         if self.reference is None or self.reference.emulated:
             return []
         native = [arm for arm in self.candidates if not arm.emulated]
         return native or [arm for arm in (self.control,) if arm is not None]
 
-    def _turn(self, rounds: int, undecided: Sequence[MeasuredArm], rule: StoppingRule) -> list[MeasuredArm]:
-        """The arms of the next round; empty when there is nothing left to ask."""
+    def _arms_in_round(self, rounds: int, undecided: Sequence[MeasuredArm], rule: StoppingRule) -> list[MeasuredArm]:
         emulated = [arm for arm in self.arms if arm.emulated and rounds < EMULATED_ROUNDS]
         timed = [arm for arm in self.arms if not arm.emulated]
         if rule.fixed is not None:
@@ -209,3 +209,76 @@ class RoundSession:
         if rule.fixed is not None:
             return rounds / rule.fixed
         return min(1.0, seconds / rule.budget) if rule.budget > 0 else 1.0
+
+
+REPLAY_ROUNDS = 10
+# The host takes 10 to 20 us to launch a whole step.
+_LAUNCH_SECONDS = 20e-6
+# The first replay of a slot finds the neighbour's data in caches.
+_REPLAY_DISCARD = 1
+
+
+@dataclass(frozen=True)
+class ReplayPass:
+    """Has the worker capture a step of each case and replay it: one launch a step, the device's time without the host's
+    launches.
+
+    It runs last of all, because a failed capture may spoil the states. Cases take turns as in rounds.
+    """
+
+    _seed: int
+    _tell: Callable[[MeasuredArm, float], None]
+
+    def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, Replays]:
+        whys = {arm.key: self._capture(arm, worker) for arm in arms}
+        able = [arm for arm in arms if not whys[arm.key]]
+        slots: dict[str, list[SlotSample]] = {arm.key: [] for arm in able}
+        orders: Orders[MeasuredArm] = Orders(random.Random(self._seed))
+        for number in range(REPLAY_ROUNDS if able else 0):
+            for place, arm in enumerate(orders.next(able)):
+                self._tell(arm, number / REPLAY_ROUNDS)
+                try:
+                    slots[arm.key].append(_slot(arm, worker, number, place))
+                except WorkerError as cause:
+                    worker.restart()
+                    ended = f"{arm.planned.case.mode} ended the replays: {cause}"
+                    return {key: Replays(why=why or ended) for key, why in whys.items()}
+        checked = {arm.key: self._checked(arm, worker, slots[arm.key]) for arm in able}
+        if len(able) < len(arms):
+            worker.restart()  # nobody knows what a capture that failed leaves in a process
+        return {arm.key: checked.get(arm.key) or Replays(why=whys[arm.key]) for arm in arms}
+
+    def _capture(self, arm: MeasuredArm, worker: Worker) -> str:
+        self._tell(arm, 0.0)
+        static = arm.planned.case.static
+        if arm.cache == ROTATING:
+            return "its states rotate, and each would need a replay of its own"
+        if static is not None and static.refresh:
+            return "its scales are renewed every so many steps, which the host counts"
+        try:
+            return str(worker.within(arm.limits.first(arm.planned.work)).capture(arm.key))
+        except WorkerError as cause:
+            worker.restart()
+            return f"capturing a step failed: {cause}"
+
+    def _checked(self, arm: MeasuredArm, worker: Worker, slots: Sequence[SlotSample]) -> Replays:
+        try:
+            wrong = worker.within(arm.limits.numbers(arm.planned.work)).check(arm.key).wrong
+        except WorkerError as cause:
+            wrong = str(cause)
+        if wrong:
+            return Replays(why=f"after replays: {wrong}")
+        return Replays(Timing(Segments((UNATTRIBUTED,), (0,)), tuple(slots)), loaded=_loads(arm))
+
+
+def _loads(arm: MeasuredArm) -> str:
+    return workloads.get(arm.planned.case.workload).loads
+
+
+def _slot(arm: MeasuredArm, worker: Worker, number: int, place: int) -> SlotSample:
+    limit = arm.limits.slot(arm.step_seconds, arm.calls + _REPLAY_DISCARD)
+    # A host that loads data in between may fall behind: then each call has its own filling.
+    filling = filling_of(_LAUNCH_SECONDS, 1 if _loads(arm) else arm.calls)
+    raw = worker.within(limit).replay(arm.key, arm.calls, _REPLAY_DISCARD, filling)
+    calls = tuple((sum(step.intervals_ns),) for step in raw.steps)
+    return SlotSample(number, calls, raw.wall_seconds, raw.cpu_seconds, raw.host_seconds, place=place)

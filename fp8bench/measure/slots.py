@@ -1,4 +1,5 @@
-"""How many calls a slot has, how many come before them, how a device's queue is filled ahead of them; and its cells.
+"""The shape of a slot (its calls, those discarded first, how a device's queue is filled ahead), and the cells of a
+step.
 
 A cell is the time that one phase took within one stretch of 100 us or more of a step (tried: stretches of 1 ms widen
 the interval of a 30 ms step by a tenth and of 5 ms by two thirds; finer ones gain nothing). Cells are fixed by the
@@ -16,21 +17,21 @@ from fp8bench.protocols.axes import COLD
 
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
-# A slot begins with nothing queued on a device of its own: short kernels of the first call wait for the host, and those
-# of the next ones find the queue as full as the host can fill it.
+# On an accelerator a slot begins with an empty queue: short kernels of the first call wait for the host, those of later
+# calls find the queue as full as the host can fill it.
 DEVICE_CALLS = 3
 # Flushing a cache of some megabytes takes longer than most steps.
 COLD_CALLS = 4
-# A queue takes about 1,024 launches, of some 5 us of the host each, and then the host waits: longer helps nobody. It is
-# also too short for clocks to fall far.
+# A queue takes about 1,024 launches, of some 5 us of the host each, and then the host waits: longer does not help.
+# Clocks do not fall far in this time.
 MOST_FILLING_SECONDS = 10e-3
-# A host is not equally fast each time.
+# For a host that is slower the next time.
 _MARGIN = 1.25
 
 
 @dataclass(frozen=True)
 class SlotShape:
-    """`discard` calls that are not timed, and then `calls` that are."""
+    """`discard` calls that are not timed, then `calls` that are."""
 
     calls: int = 1
     discard: int = 0
@@ -38,7 +39,7 @@ class SlotShape:
 
 
 def shape_of(step_seconds: float, host_seconds: float, cache: str, queues: bool) -> SlotShape:
-    """For steps that take so long, and the host so long to enqueue; `queues` says whether they are enqueued at all."""
+    """`host_seconds` is what the host takes to enqueue a step; `queues` says whether steps are enqueued at all."""
     calls, discard = 1, 0
     if step_seconds < REPEAT_BELOW_SECONDS:
         calls, discard = max(2, round(SLOT_SECONDS / step_seconds)), 1
@@ -51,9 +52,9 @@ def shape_of(step_seconds: float, host_seconds: float, cache: str, queues: bool)
 
 
 def filling_of(host_seconds: float, calls: int) -> Filling | None:
-    """For calls that take the host so long each: before all of them, or before as many as it enqueues in the most.
+    """How to fill the queue before all calls, or before as many as the host enqueues in the most that is allowed.
 
-    None where it takes no time that could be told.
+    None where the host takes no measurable time.
     """
     if host_seconds <= 0:
         return None
@@ -74,7 +75,7 @@ class Segmentation:
     segments: Segments
 
     def cells(self, codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...] | None:
-        """The cells of one step, or None if its marks differ from the calibrating step's."""
+        """Nanoseconds by cell of one step, or None if its marks differ from the calibrating step's."""
         if tuple(codes) != self.codes:
             return None
         totals = [0] * len(self.segments.phases)
@@ -90,8 +91,10 @@ def block_length(step_ns: int) -> int:
 def segment(
     codes: Sequence[int], intervals_ns: Sequence[int], block_ns: int | None = None, part_ends: str = ""
 ) -> Segmentation:
-    """Cut a step at its marks into blocks, and number the (block, phase) cells in order of appearance. No block goes
-    on behind the phase that ends a part of a step, if there is such a one."""
+    """Cuts a step at its marks into blocks, and numbers the (block, phase) cells in order of appearance.
+
+    A block also ends behind the phase `part_ends`, which ends a part of a step.
+    """
     block_ns = block_ns or block_length(sum(intervals_ns))
     cells: dict[tuple[int, int], int] = {}
     cell_of = []

@@ -1,9 +1,8 @@
-"""Windows in which one case, or a phase of it, runs over and over: so that a counter of energy can be read, and for
-what it sustains.
+"""Windows in which one case, or a phase of it, runs over and over, to measure energy and what speed it sustains.
 
-The states are those that were timed, still in memory beside each other. Cases take turns in random order, so that a
-device that warms up warms up for all of them; before each window a case runs for a while, so that clocks and power are
-its own. Idle power is measured before and after, with the same states in memory.
+The states are those that were timed. Cases take turns in random order, so that a device that warms up warms up for all
+of them; before each window a case runs for a while, so that clocks and power are its own. Idle power is measured before
+and after, with the same states in memory.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from fp8bench.model.stopping import STRETCH, Settling
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import workloads
 
-# So many steps are asked for at a time that the worker is away for about as long.
+# How long one request keeps the worker busy.
 CHUNK_SECONDS = 0.25
 _WARM_SECONDS = 0.3
-# What may be kept for a phase, of the device's memory: the states of all cases are still there.
+# The share of the device's memory that a phase may keep: the states of all cases are still there.
 _SHARE_OF_MEMORY = 0.25
-_FLUSHED = "a window holds steps alone, and a cold cache has to be flushed between them: measure it with cache=hot"
+_FLUSHED = "energy is not measured with a cold cache, which is flushed between steps: measure it with cache=hot"
 # Fewer turns have no interval.
 _TURNS, _TURNS_QUICK = 4, 3
 
 
 @dataclass(frozen=True)
 class WindowRule:
-    """How many windows a case gets (an emulated one a single one: its energy is a cost), and seconds of each idling.
+    """How many windows a case gets (an emulated one gets one: its energy is a cost), and how long each idle window is.
 
-    With `turn_seconds` windows are turns, each at least so long and begun when the device has settled. Without
-    `energy` it is not told. With `phases` each of them has as many windows of its own.
+    With `turn_seconds` windows are turns: at least that long, and begun when the device has settled. Without `energy`
+    no energy is noted. With `phases` each phase has as many windows of its own.
     """
 
     windows: int = 3
@@ -59,14 +58,13 @@ class WindowRule:
 
     @property
     def window_seconds(self) -> tuple[float, float]:
-        """What a window takes at least and at most, with what comes before it."""
         if self.turn_seconds:
             return 1.5 * self.turn_seconds, self.settling_seconds + max(self.turn_seconds, CAP)
         return _WARM_SECONDS + SHORTEST, _WARM_SECONDS + CAP
 
 
 def window_rule_for(request: Request) -> WindowRule | None:
-    """Fewer windows where the user is in a hurry: each of them takes more than ten changes of the counter."""
+    """Fewer windows with --quick or --budget: each takes more than ten changes of the counter."""
     sustained = request.sustained
     if not request.energy and sustained is None:
         return None
@@ -77,7 +75,7 @@ def window_rule_for(request: Request) -> WindowRule | None:
 
 
 def windows_of(group: Group, rule: WindowRule) -> int:
-    """How many windows a group has: one where a case is emulated, whose energy is a cost; none with a cold cache."""
+    """How many windows a group has; none with a cold cache."""
     if CACHE.of(dict(group.cases[0].case.params)) == COLD:
         return 0
     running = [planned for planned in group.cases if planned.runs]
@@ -90,8 +88,8 @@ def phases_at_most(group: Group) -> int:
 
 
 @dataclass
-class WindowsFound:
-    """What one arm, or one phase of it, has come to so far."""
+class WindowResult:
+    """What the windows of one arm, or of one of its phases, gave so far."""
 
     windows: list[EnergyWindow] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -112,13 +110,13 @@ class WindowsFound:
         return EnergyUse(source, tuple(self.windows), idle_before, idle_after, self.why)
 
 
-# An arm in a window of its own, and which phase of its step; '' is all of it.
+# An arm, and a phase of its step or '' for the whole step.
 Turn = tuple[MeasuredArm, str]
 
 
 @dataclass(frozen=True)
 class WindowPass:
-    """Asks the worker to run, and the meter what it took."""
+    """Has the worker run arms, and reads the meter."""
 
     _meter: Meter
     _rule: WindowRule
@@ -126,9 +124,9 @@ class WindowPass:
     _tell: Callable[[MeasuredArm, float], None]
     _clock: Callable[[], float] = time.monotonic
 
-    def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, WindowsFound]:
-        """What was found of each arm, by its key. A case that fails here keeps its time: only this has a reason."""
-        results = {arm.key: WindowsFound() for arm in arms}
+    def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, WindowResult]:
+        """Returns the result of each arm by its key. A case that fails here keeps its time and gets a reason."""
+        results = {arm.key: WindowResult() for arm in arms}
         metered = self._meter.kind is not SourceKind.NONE
         if not metered and not self._rule.turn_seconds:
             for of_arm in results.values():
@@ -153,13 +151,12 @@ class WindowPass:
         return results
 
     def phases(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
-        """Those of each arm's phases by themselves, by its key, in the order that its steps have them; in the same
-        states and under the same rules, after the windows of whole steps.
+        """The energy of each arm's phases, by its key, in the order of its step; after the windows of whole steps.
 
-        One that cannot be done by itself, or whose numbers are spoilt by it, has a reason instead.
+        A phase that cannot run by itself, or whose numbers that spoils, has a reason instead.
         """
         turns = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
-        results = {(arm.key, phase): WindowsFound() for arm, phase in turns}
+        results = {(arm.key, phase): WindowResult() for arm, phase in turns}
         self._in_turns(turns, results, worker, self._phase_window, "{phase} of {mode} ended this: {cause}")
         return {
             arm.key: tuple(
@@ -171,11 +168,11 @@ class WindowPass:
         }
 
     def _in_turns(
-        self, every: Sequence[Turn], results: Mapping[tuple[str, str], WindowsFound], worker: Worker,
-        window: Callable[[MeasuredArm, str, Worker, WindowsFound], None], ended: str,
+        self, every: Sequence[Turn], results: Mapping[tuple[str, str], WindowResult], worker: Worker,
+        window: Callable[[MeasuredArm, str, Worker, WindowResult], None], ended: str,
     ) -> None:  # fmt: skip
-        """All of them once a round of windows, an emulation in the first alone, in orders that are random and balanced.
-        A fault ends all that are left."""
+        """Gives each turn its windows in balanced random orders, an emulation one only. A fault ends all that are
+        left."""
         turns: list[Turn] = []
         orders: Orders[Turn] = Orders(random.Random(self._seed))
         for number in range(self._rule.windows):
@@ -185,15 +182,14 @@ class WindowPass:
             try:
                 window(arm, phase, worker, results[arm.key, phase])
             except WorkerError as cause:
-                # Whatever it was, the states of all may be gone: the windows that are there have to do.
+                # The states of all may be gone: the windows so far have to do.
                 worker.restart()
                 why = ended.format(mode=arm.planned.case.mode, phase=phase, cause=cause)
                 for left, name in turns[place:]:
                     results[left.key, name].reasons.append(why)
                 return
 
-    def _window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowsFound) -> None:
-        """One window of one arm, after it has run for a while; what is no longer finite does not count."""
+    def _window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
         turn_seconds = 0.0 if arm.emulated else self._rule.turn_seconds
         steps = max(1, round(CHUNK_SECONDS / arm.step_seconds))
         limit = arm.limits.slot(arm.step_seconds, steps)
@@ -218,15 +214,15 @@ class WindowPass:
             hertz = clock.number if isinstance(clock, Reading) else None
             result.turns.append(SustainedTurn(steps, tuple(seconds), settling, hertz, watts))
 
-    def _phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowsFound) -> None:
+    def _phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
         if result.reasons:
-            return  # it would say the same again
-        held = _held(arm, phase, worker)
-        if held.why:
-            result.reasons.append(held.why)
             return
-        times = max(1, round(CHUNK_SECONDS / max(held.seconds, 1e-7)))
-        limit, chunks, seconds = arm.limits.slot(held.seconds, times), 0, 0.0
+        replay = _replayable(arm, phase, worker)
+        if replay.why:
+            result.reasons.append(replay.why)
+            return
+        times = max(1, round(CHUNK_SECONDS / max(replay.seconds, 1e-7)))
+        limit, chunks, seconds = arm.limits.slot(replay.seconds, times), 0, 0.0
         with self._meter.window() as window:
             while not window.enough or (seconds < SHORTEST and not window.failed):
                 seconds += worker.within(limit).loop_phase(arm.key, times)
@@ -239,7 +235,7 @@ class WindowPass:
             result.windows.append(_kept_window(energy, times * chunks))
 
     def _settled(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
-        """The case runs ahead of its window: before a turn until the device has settled, or for half a turn blindly."""
+        """Runs the case ahead of its window: until the device has settled before a turn, else for half a turn."""
         if turn_seconds:
             settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)
             if (settling := settler.settle(arm, worker)) is not None:
@@ -249,15 +245,15 @@ class WindowPass:
         return None
 
 
-def _held(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
+def _replayable(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
     static = arm.planned.case.static
     if arm.cache == ROTATING:
         return RawReplay(why="its states rotate, and a phase done again would find its own in the caches")
     if static is not None and static.refresh:
         return RawReplay(why="its scales are renewed every so many steps")
     most = round(_SHARE_OF_MEMORY * arm.facts.memory_bytes)
-    held: RawReplay = worker.within(arm.limits.numbers(arm.planned.work)).hold_phase(arm.key, phase, most)
-    return held
+    replay: RawReplay = worker.within(arm.limits.numbers(arm.planned.work)).hold_phase(arm.key, phase, most)
+    return replay
 
 
 def _kept_window(energy: Energy, steps: int) -> EnergyWindow:

@@ -1,7 +1,7 @@
-"""Values, all frozen: what is asked, what will run, what was measured.
+"""Frozen values: what is asked, what will run, what was measured.
 
-Units inside: seconds, bytes, joules; integer nanoseconds in raw clock samples, where the name says so.
-Nothing here knows torch, files or text.
+Units: seconds, bytes, joules; integer nanoseconds in raw clock samples, where the name says so. Nothing here knows
+torch, files or text.
 """
 
 from fp8bench.model.consumed import (

@@ -1,7 +1,7 @@
 """Frozen dataclasses to plain JSON values and back, by their type hints.
 
-Unknown keys are ignored and missing ones take their defaults, so that a newer minor version's file still reads. Only
-the kinds of types that model.py uses are known: dataclasses, enums, tuples, mappings of scalars, and None.
+Unknown keys are ignored and missing ones take their defaults, so files of a newer minor version can be read. Known
+types: dataclasses, enums, tuples, mappings of scalars, and None.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, TypeVar, cast
 
 from fp8bench.errors import UsageError
 
-# The version of what is kept of a run, and printed as JSON. It is raised when an old reader would read a new one wrong.
+# The version of stored runs, and of runs printed as JSON. Raised when an old reader would misread a new one.
 SCHEMA = 1
 _INTEGERS = {int}
 _LISTS = {list}
-# What each run of a suite has again, and each record of a case: of so many of a kind the values are remembered.
+# Types whose values repeat in every run of a suite: so many values of each are remembered.
 _REPEATED = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
 _MOST_REMEMBERED = 1000
 
@@ -37,7 +37,7 @@ class Malformed(ValueError):
 
 
 def encode(value: Any) -> Any:
-    """Plain JSON values. A number that JSON has no word for (inf, NaN) becomes its name as text."""
+    """Plain JSON values. Infinity and NaN, which JSON lacks, become text."""
     if isinstance(value, str):
         return str.__str__(value)  # of a metric its name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -65,9 +65,9 @@ def decode(kind: type[T], plain: Any) -> T:
 
 @cache
 def _decoder(kind: Any) -> Callable[[Any], Any]:
-    """What makes a value of one kind. Made once: a run has hundreds of thousands of values.
+    """Builds the function that decodes one type; cached, because a run has hundreds of thousands of values.
 
-    It raises Malformed with the place from there on, and whoever called it puts its own part before that.
+    That function raises Malformed with the place from there on, and callers put their own part before it.
     """
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
@@ -90,19 +90,19 @@ def _mapping(inside: Any) -> Callable[[Any], Any]:
     def decode(plain: Any) -> Any:
         if not isinstance(plain, dict):
             raise Malformed(": expected an object")
-        found = {}
+        values = {}
         for key, item in plain.items():
             try:
-                found[key] = decode_one(item)
+                values[key] = decode_one(item)
             except Malformed as error:
                 raise Malformed(f".{key}{error}") from None
-        return found
+        return values
 
     return decode
 
 
 def _remembering(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same, which gives one frozen value for what is alike to the bit: 1, 1.0 and True are not."""
+    """Makes `decode` return one frozen value for equal input, bit for bit: 1, 1.0 and True differ."""
     known: dict[bytes, Any] = {}
 
     def remembered(plain: Any) -> Any:
@@ -120,7 +120,6 @@ def _remembering(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _taken_as_it_is(kind: Any) -> frozenset[type]:
-    """The types of plain values that are values of a kind already."""
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     return frozenset(own for own in kinds if own in (str, int, float, bool, type(None)))
 
@@ -137,7 +136,7 @@ def _dataclass(kind: type) -> Callable[[Any], Any]:
         field.name for field in dataclasses.fields(kind) if field.default is lacks and field.default_factory is lacks
     )
     defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not lacks}
-    # What checks nothing of itself is filled in as it is: a run has thousands, and frozen values are slow to make.
+    # Values without checks of their own are filled in directly: a run has thousands, and frozen ones are slow to make.
     plain_defaults = len(defaults) + len(required) == len(decoders)
     quick = plain_defaults and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
 
@@ -250,14 +249,14 @@ _VALUES = re.compile(r"fp8bench\.(model\.\w+|features\.\w+\.values)")
 
 
 def _member(kind: object, name: str) -> Enum:
-    """A member of an enum, which Python pickles as an attribute of it before 3.11.4; no other attribute of anything."""
+    """A member of an enum, which Python before 3.11.4 pickles as an attribute of it; refuses any other attribute."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f"{name} of {kind} is no plain value")
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Knows the frozen values that requests are answered with, and nothing else."""
+    """Unpickles the frozen values of answers, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if _VALUES.fullmatch(module) and "." not in name:  # a dot leads into what a module has imported

@@ -1,7 +1,7 @@
 """What a case took beside time: energy, memory, the largest batch, and the state its device was in.
 
-Joules, watts, bytes, hertz, degrees. None means that nobody could say; then `why` says why. Nothing is 0 because it is
-not known. Why a GPU's clocks are lower than they could be is NVML's mask, whose bits have their names here.
+Joules, watts, bytes, hertz, degrees. None means unknown; then `why` says why. Nothing unknown is 0. Throttle reasons
+are NVML's mask, whose bits are named here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from fp8bench.model.words import MemoryRole
 
 @dataclass(frozen=True)
 class EnergyWindow:
-    """A stretch in which one case ran over and over, `steps` times.
+    """A stretch in which one case ran `steps` times.
 
-    `joules` are those of the whole window, idling included. A counter changed `intervals` times in the part of it that
-    was measured; `uncertainty` is the share by which that part can be off, None where a sensor of power was read:
-    nobody knows. The clock is the median one, the temperature the highest; `throttle` has all bits that were seen.
+    `joules` are those of the whole window, idling included. A counter changed `intervals` times in the measured part of
+    it; `uncertainty` is the largest relative error of that part, None with a sensor of power, where it is unknown. The
+    clock is the median one, the temperature the highest; `throttle` has all bits that were seen.
     """
 
     steps: int
@@ -34,10 +34,7 @@ class EnergyWindow:
 
 @dataclass(frozen=True)
 class PhaseEnergy:
-    """Windows in which one phase of a case was done over and over by itself: their `steps` are times that it was done.
-
-    `why` says why there are none, or fewer.
-    """
+    """Windows in which one phase of a case ran `steps` times by itself; `why` says why there are none, or fewer."""
 
     phase: str
     windows: tuple[EnergyWindow, ...] = ()
@@ -46,11 +43,10 @@ class PhaseEnergy:
 
 @dataclass(frozen=True)
 class SustainedTurn:
-    """Seconds in which one case ran over and over, after it had run until the device settled for it.
+    """Seconds in which one case ran over and over, after the device had settled for it.
 
-    Each chunk has so many `steps` back to back, and took so many of the `seconds`. `settling` is None where the device
-    tells neither clock nor temperature: nobody knows then whether it had settled. `clock` is the device's right after
-    the turn; `watts` its mean power in it. None where nobody could say.
+    Each chunk has `steps` steps back to back and took one of the `seconds`. `settling` is None where the device tells
+    neither clock nor temperature. `clock` is the device's right after the turn, `watts` its mean power during it.
     """
 
     steps: int
@@ -62,12 +58,11 @@ class SustainedTurn:
 
 @dataclass(frozen=True)
 class EnergyUse:
-    """The windows of one case, and what the device takes while it idles beside the same states, in watts.
+    """The windows of one case, and the watts that the device takes while it idles beside the same states.
 
     `source` is 'counter', 'rapl', 'instant', 'average' or 'none': figures of different ones do not compare. `phases`
-    are the windows of its phases, where somebody asked. `power_limits` are those that the device has had since the run
-    began, in watts: several where somebody changed it; () where nobody tells. `why` says why a window or an idle power
-    is missing, '' if none is.
+    are windows of its phases, where they were asked for. `power_limits` are those that the device has had since the run
+    began, in watts: several if somebody changed it, () if unknown. `why` says why a window or an idle power is missing.
     """
 
     source: str
@@ -81,14 +76,13 @@ class EnergyUse:
 
 @dataclass(frozen=True)
 class DeviceWatch:
-    """What a device said of itself while a case was timed, looked at between its slots, `looks` times.
+    """State of a device while a case was timed, from `looks` looks between its slots.
 
-    `throttle` has every bit that was set in any look (`fp8bench.model.consumed` names them). `held` says for how many
-    of the `seconds` in which the whole group was timed each limit held the clocks back, as the driver counts it.
-    `others` are the processes beside the worker that had work on it then, with `others_memory` bytes, `slices` the
-    other parts that it is split into.
-    `sm_clock` is the mean over its slots that were looked at, each by how long it took. `warm_up` is how the device was
-    while the first case of the session ran ahead of the rounds, None where it told neither clock nor temperature.
+    `throttle` has every bit that was set in any look. `held` has, for each limit, how many of the `seconds` of the
+    whole group it held the clocks back, by the driver's count. `others` are other processes with work on the device,
+    with `others_memory` bytes; `slices` the other parts that it is split into. `sm_clock` is the mean over the slots
+    that were looked at, weighted by duration. `warm_up` is how the device settled before the rounds, None where it told
+    neither clock nor temperature.
     """
 
     looks: int
@@ -108,7 +102,7 @@ class DeviceWatch:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The most that was allocated at once within one phase, and the most that the allocator had reserved for it."""
+    """The most that was allocated at once within one phase, and the most that the allocator had reserved."""
 
     phase: str
     allocated: int
@@ -117,16 +111,16 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What a step's memory is made of at its highest point.
+    """The memory of a step at its highest point.
 
-    `peak` are bytes of tensors; `roles` say what they are, and sum to it (`fp8bench.model.MemoryRole`). `on_device` is
-    what it would be where the hardware keeps the formats, derived from the same allocations: of a case that emulates
-    nothing the peak itself; None where nobody can say, and then `off_device` says why. `process` is
-    what the driver counts for the worker's process on the device, its context included, right after the step;
-    `resident` the most that the process had in the machine's memory during it. `leak` are the bytes by which
-    tensors, on the host too, take more with every step, 0 where they do not; None where nobody looked. Of several
-    ranks it is that of the one that takes most, and `ranks` has all. `forward` are the roles of what is held where the
-    first forward pass has ended and nothing of backward has begun: the same moment in every precision.
+    `peak` are bytes of tensors; `roles` sum to it (`fp8bench.model.MemoryRole`). `on_device` is the peak on hardware
+    that has the formats, derived from the same allocations, and the peak itself for a case that emulates nothing; None
+    where unknown, and then `off_device` says why. `process` is what the driver counts for the worker's process on the
+    device right after the step, its context included; `resident` the most that the process had in the machine's memory
+    during it. `leak` are the bytes by which tensors, on the host too, grow with every step, 0 where they do not; None
+    where that was not looked at. With several ranks all this is that of the rank that takes most, and `ranks` has all.
+    `forward` are the roles of what is held between the first forward pass and backward: the same moment in every
+    precision.
     """
 
     peak: int
@@ -145,20 +139,20 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Emulating:
-    """What is allocated from here on is an emulation's: it counts on no device until the note is said to have ended."""
+    """Allocations from here to the next EmulationEnd belong to an emulation, and take nothing on a real device."""
 
 
 @dataclass(frozen=True)
 class EmulationEnd:
-    """The end of that. What lies at these addresses has something else in its place; what else is still there counts
-    from now on, and what has gone meanwhile never did."""
+    """Ends the emulation. Blocks at these addresses have a replacement on a device; others that remain count from now
+    on, those that have gone never did."""
 
     replaced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Laid:
-    """A device holds so many bytes more until they are `Lifted`; with an address what lies there, for as long."""
+    """A device holds `size` more bytes until they are `Lifted`; with an address, as long as the block there."""
 
     key: int
     size: int
@@ -179,10 +173,10 @@ DeviceNote = Emulating | EmulationEnd | Laid | Lifted
 class HeldBlock:
     """One allocation that was held at the highest point.
 
-    `phase` is what the step was at when it was made, '' before the stretch; `backward` says that a backward pass made
-    it, `awaited` that a forward pass did and that it was still held when a backward pass began, `brief` that it went
-    within the piece of a phase (in backward: the node of autograd's graph) that had made it, `lasting` that it was
-    there at the end. `said` is what was said of its address meanwhile.
+    `phase` is where the step was when it was made, '' before the stretch; `backward`: a backward pass made it;
+    `awaited`: a forward pass made it and it was still held when backward began; `brief`: it went within the piece of a
+    phase (in backward: the node of autograd's graph) that had made it; `lasting`: it was there at the end. `said` are
+    roles noted for its address meanwhile.
     """
 
     address: int
@@ -197,11 +191,11 @@ class HeldBlock:
 
 @dataclass(frozen=True)
 class MemoryCourse:
-    """The highest point of a stretch, what was held there, and the highest points of its phases.
+    """The highest point of a stretch, the blocks that were held there, and the highest points of its phases.
 
-    `held` are () where nobody could see single allocations; then `why` says why. They may sum to less than `peak`.
-    `on_device` is the highest point where an emulation's tensors are replaced as notes said; None where none did.
-    `forward` is what was held when the first backward pass began, () where there was none.
+    `held` is () where single allocations are unknown; then `why` says why. They may sum to less than `peak`.
+    `on_device` is the highest point with an emulation's tensors replaced as noted, None without such notes. `forward`
+    is what was held when the first backward pass began, () without one.
     """
 
     peak: int
@@ -215,15 +209,14 @@ class MemoryCourse:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The largest batch of which a state and two steps fit: by runs of it, and of the next one, which does not.
+    """The largest batch for which a state and two steps fit, by running it and the next one, which does not fit.
 
-    `axis` is the parameter that was varied, in steps of `grain`. `batch` is None where no search came to an answer, and
-    0 where not even the smallest fits; `why` says why, or why `beyond`, the next batch, does not fit. `beyond` is None
-    where the axis ends before the memory does. `tokens` are those of a step with `batch`, 0 where the notion does not
-    apply; `peak` are the bytes of its tensors at the highest point of preparing and two steps, `limit` those that were
-    allowed: None for as many as the device gives. `attempts` counts what was run. Of an emulated case `on_device` is
-    the largest batch where hardware keeps its formats, by the line through what `batch` and half of it would take
-    there; None where nobody can say.
+    `axis` is the parameter that was varied, in steps of `grain`. `batch` is None where the search had no answer, and 0
+    where not even the smallest fits; `why` says why, or why `beyond`, the next batch, does not fit. `beyond` is None
+    where the axis ends before the memory does. `tokens` are those of a step with `batch`, 0 where it has none; `peak`
+    the bytes of tensors at the highest point; `limit` the bytes allowed, None for as many as the device gives.
+    `attempts` counts what was run. For an emulated case `on_device` is the largest batch on hardware that has its
+    formats, by the line through what `batch` and half of it would take there; None where unknown.
     """
 
     axis: str
@@ -238,11 +231,11 @@ class Capacity:
     on_device: int | None = None
 
 
-# The sources of energy that count it; sensors of power do not, and nobody knows how far they are off.
+# Sources that count energy. Sensors of power do not, and their error is unknown.
 COUNTERS = frozenset({"counter", "rapl"})
 # How often a counter has to change in a window.
 LEAST_INTERVALS = 10
-# In the reason of a window in which it did not.
+# For the reason of a window in which it did not.
 TICK_INTERVALS = "tick interval(s) of the energy counter"
 # nvmlClocksEventReason*, called nvmlClocksThrottleReason* by older drivers; the bits are the same.
 BITS: dict[int, str] = {
@@ -258,11 +251,11 @@ BITS: dict[int, str] = {
     0x200: "board-limit",
     0x400: "reliability",
 }
-# The hardware slows itself down to survive: what was measured meanwhile is not this device's speed.
+# The hardware protects itself: what was measured meanwhile is not this device's speed.
 HARDWARE = 0x8 | 0x40 | 0x80
 # Usual for large products on current GPUs.
 POWER_CAP = 0x4
-# Clocks that somebody chose, or that the cap allows, are the device's own.
+# Reasons that are no fault: clocks that somebody chose, or that the power cap allows.
 CHOSEN = frozenset({"idle", "application-clocks", "sync-boost", "display-clocks", BITS[POWER_CAP]})
 
 
@@ -285,6 +278,6 @@ VIOLATIONS: tuple[Violation, ...] = (
 
 
 def reasons_in(mask: int) -> tuple[str, ...]:
-    """The reasons of a mask by name, 'bit 0x800' for one that has none yet; idling is none."""
+    """Names of a mask's reasons, 'bit 0x800' for an unnamed one; idling is left out."""
     bits = [1 << number for number in range(mask.bit_length()) if mask & 1 << number]
     return tuple(BITS.get(bit, f"bit {bit:#x}") for bit in bits if bit != 0x1)

@@ -1,4 +1,4 @@
-"""What was measured of a case, and what it is held against: how much a device does at most, what products ran on."""
+"""What was measured of a case, and what it is held against: the ceilings of its device, the kernels of its products."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WIDEST_SPREAD = 0.05
 
 
 class Limit(StrEnum):
-    """What a device does at most: products, copies and triads (a = b + s c) beyond its last cache, copies wherever they
-    are fastest, launches of the least that there is to do, and copies from the host's memory to its own."""
+    """What a device does at most: products; copies and triads (a = b + s c) beyond its last cache; copies where they
+    are fastest; launches of the smallest kernel; copies from the host's memory."""
 
     PRODUCT = "product"
     COPY = "copy"
@@ -31,11 +31,11 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True)
 class Rate:
-    """What a device was seen to do in a second, once in each of `runs`: FLOPs, bytes read and written, or launches.
+    """FLOPs, bytes read and written, or launches a second that a device reached, once in each of `runs`.
 
-    `precision` is that of products. `shape` (M, N and K of a product, the bytes of one array) won a search of so many
-    (`searched`), and was then measured again: what it won by is in `runs` only where there is one run. Without any,
-    `why` says what went wrong.
+    `precision` is that of products. `shape` (M, N and K of a product, the bytes of one array) won a search among
+    `searched`, and was then measured again; only with one run is that run the one it won by. Without runs, `why` says
+    what went wrong.
     """
 
     limit: Limit
@@ -51,20 +51,18 @@ class Rate:
 
     @property
     def spread(self) -> float:
-        """From the lowest to the highest run, over their median."""
         return (max(self.runs) - min(self.runs)) / statistics.median(self.runs) if self.runs else 0.0
 
     @property
     def steady(self) -> bool:
-        """Whether its runs agree so well that nothing can do more than it says."""
         return bool(self.runs) and self.spread <= WIDEST_SPREAD
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The most that a device was seen to do, kept for a machine: a quick look of one run, or several runs of all.
+    """The most that a device was seen to do: a quick look of one run, or several runs of all rates.
 
-    `when` it was, and `under` which settings, by name; `device` is the device's name.
+    `when` they were measured, `under` which settings, by name; `device` is the device's name.
     """
 
     rates: tuple[Rate, ...] = ()
@@ -74,30 +72,29 @@ class Ceilings:
 
     @property
     def whole(self) -> bool:
-        """Whether there are several runs; a quick look is of one, with one thread of a processor."""
+        """Whether there are several runs; a quick look has one, with one thread on a processor."""
         return any(len(rate.runs) > 1 for rate in self.rates)
 
     def rate(self, limit: Limit, precision: str = "") -> Rate | None:
-        """None where it was not measured."""
         wanted = limit, precision
         return next((rate for rate in self.rates if rate.runs and (rate.limit, rate.precision) == wanted), None)
 
     def bound(self, limit: Limit, precision: str = "") -> float | None:
-        """What nothing can be above; None where nobody knows, or runs differ too much."""
+        """An upper bound; None where it is unknown or runs differ too much."""
         rate = self.rate(limit, precision)
         return rate.value if rate is not None and rate.steady else None
 
     def times(self, threads: int) -> Ceilings:
-        """A quick look, of so many threads, if none ever waits for another one."""
+        """A quick look scaled to `threads` that never wait for each other."""
         many = (replace(rate, runs=tuple(run * threads for run in rate.runs)) for rate in self.rates)
         return replace(self, rates=tuple(many))
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Of one case: the most FLOPs and bytes a second that it can be; None where nobody knows.
+    """The most FLOPs and bytes a second that one case can reach; None where unknown.
 
-    `rates` are those of its device that were measured in several runs, steady or not; `device` is its name.
+    `rates` of its device were measured in several runs, steady or not; `device` is its name.
     """
 
     flops: float | None = None
@@ -108,8 +105,8 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class GivenTensors:
-    """The tensors of one shape that a step is given: those that it does not write, or trains. The sum of all their
-    numbers, that of the squares, and how many are subnormal."""
+    """The tensors of one shape that a step reads only, or trains: how many, the sums of their numbers and squares, and
+    how many numbers are subnormal."""
 
     shape: tuple[int, ...]
     tensors: int = 0
@@ -132,13 +129,14 @@ class GivenTensors:
 
 @dataclass(frozen=True)
 class Products:
-    """What an untimed step ran: so many `operators`, and products up to the first with an operand of its formats.
+    """What an untimed step ran: `operators` in all, and its products up to the first with an operand in the case's
+    formats.
 
-    `low` says whether there was one, None where nobody knows which formats that would be. `count` products were looked
-    at, and `operands` are the dtypes that they read. `attention` are the kernels that torch's attention took. `wide`
-    says that native products had values of their formats in wider dtypes, and none codes; `looks_like` in what
-    precision a product of the arithmetic really was, by its numbers, '' where it kept its promise. `kernels` are the
-    names of those that multiplied in a profiled step, if there was one. `given` are the tensors that a step has.
+    `low` says whether there was such a product, None where the formats are unknown. `count` products were looked at,
+    and read `operands` of these dtypes. `attention` are the kernels that torch's attention took. `wide`: native
+    products had values of their formats in wider dtypes, and no codes. `looks_like` is the precision that a product's
+    numbers show, '' where it kept its promise. `kernels` multiplied in a profiled step, if there was one. `given` are
+    the tensors of a step.
     """
 
     count: int
@@ -166,11 +164,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """What values a product (or a batch) is made of, before any scaling.
+    """The values of a product's operand (or of a batch) before any scaling.
 
-    `kind` is the layer kind, or what else the values are; `role` the one they have in a product, '' if they have none.
-    `amax` is the largest magnitude of `count` values; `outside` holds for each format, by name, the share of values
-    above its largest and the share of those that are not zero and would become zero.
+    `kind` is the layer kind, or what else the values are; `role` the one they have in a product, '' for none. `amax` is
+    the largest magnitude of `count` values; `outside` holds for each format, by name, the share of values above its
+    largest and the share of nonzero values that would become zero.
     """
 
     kind: str
@@ -182,10 +180,10 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class LayerScale:
-    """The scale from data of one role's tensor in one layer, as it was after the last step.
+    """The scale from data of one role's tensor in one layer, after the last step.
 
-    `scale` is what values are multiplied by: the format's largest over `amax`. It was renewed `renewals` times since it
-    was first found, by age or by saturation.
+    Values are multiplied by `scale`: the format's largest over `amax`. It was renewed `renewals` times, by age or by
+    saturation.
     """
 
     layer: str
@@ -197,10 +195,8 @@ class LayerScale:
 
 @dataclass(frozen=True)
 class StepEffect:
-    """Whether what a step gives changes with what it is given, timed as well as looked at; None where nobody can tell.
-
-    `why` says what was seen.
-    """
+    """Whether a step's results change with its inputs, timed as well as untimed; None where that cannot be told. `why`
+    says what was seen."""
 
     changes: bool | None
     why: str = ""
@@ -208,7 +204,7 @@ class StepEffect:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How many states take turns, so that none is in a cache when its turn comes again, and the bytes of one."""
+    """How many states take turns, so that none is cached when its turn comes again, and the bytes of one."""
 
     states: int
     state_bytes: int
@@ -216,10 +212,11 @@ class Rotation:
 
 @dataclass(frozen=True)
 class OperatorTime:
-    """What one operator, or one kernel of the device, takes of a step in one phase: its own time, without its callees'.
+    """What an operator, or a kernel of the device, takes of a step in one phase, without its callees; from a trace,
+    whose recording makes steps longer.
 
-    From a trace, whose recording makes steps longer than they are. `calls` are those of a step, and begin in the phase.
-    `name` is '' for the rest of the phase: operators that are not listed, with the time that lies in none.
+    `calls` are those of a step that begin in the phase. `name` is '' for the rest of the phase: operators that are not
+    listed, and time outside of any.
     """
 
     phase: str
@@ -231,10 +228,7 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class Segments:
-    """The cells of a step: the time one phase took within one stretch of the step.
-
-    `phases[i]` is the phase of cell i and `blocks[i]` the stretch it lies in.
-    """
+    """The cells of a step: cell i is the time of phase `phases[i]` within stretch `blocks[i]` of the step."""
 
     phases: tuple[str, ...]
     blocks: tuple[int, ...]
@@ -242,17 +236,16 @@ class Segments:
 
 @dataclass(frozen=True)
 class SlotSample:
-    """One slot: the calls of one case in one round.
+    """One slot: the calls of one case in one round. None where something was not measured.
 
-    `calls_ns[c][i]` is the time of cell i in call c; `cpu_seconds` is process CPU time over the slot, `wall_seconds`
-    the host clock over the same stretch, `host_seconds` what the host took to enqueue a step (0 where it is the
-    step itself). `thread_seconds` is the processor time of the thread that runs the steps, `preemptions` how often the
-    system took the core from the process although it had work, `stolen_seconds` what a hypervisor took from all cores
-    meanwhile, in steps of 10 ms; `waited_seconds` how long the thread had work and no core, where the host's clock
-    timed the calls. It is so many slots after the first of its round (`place`). `clock` is the device's right after it,
-    in hertz. None where nobody said, or looked. Of several ranks `calls_ns` are the slowest rank's, call by call, and
-    `ranks` what each of them took. `memory_retries` is how often the device's memory sufficed only
-    once what torch kept of it had been given back.
+    `calls_ns[c][i]` is the time of cell i in call c. Over the slot, `cpu_seconds` is the process's CPU time and
+    `wall_seconds` the host clock. `host_seconds` is what the host took to enqueue a step, 0 where that is the step.
+    `thread_seconds` is the processor time of the thread that runs the steps; `preemptions` how often the system took
+    the core although it had work; `stolen_seconds` what a hypervisor took from all cores, in steps of 10 ms;
+    `waited_seconds` how long the thread had work and no core, where the host's clock timed the calls. `place` is the
+    slot's position in its round, `clock` the device's clock in hertz right after it. With several ranks `calls_ns` are
+    the slowest rank's, call by call, and `ranks` what each took. `memory_retries` counts allocations that succeeded
+    only after torch had given back its cached memory.
     """
 
     round: int
@@ -272,12 +265,12 @@ class SlotSample:
 
 @dataclass(frozen=True)
 class Timing:
-    """All raw samples of one arm; nothing is thrown away.
+    """All raw samples of one arm.
 
-    `entries` says how many stretches of each phase the marks of a step made; `varying` that they differed from step
-    to step, so that there is one cell a phase. `eager` says why quantisers that could have been one compiled kernel
-    each ran as separate operations, '' if none did; `fused` that some ran compiled; `vector_bits` how wide a CPU's
-    vectors are in those, where there were widths to choose from.
+    `entries` says how many stretches of each phase the marks of a step made; `varying` that they differed from step to
+    step, so that there is one cell a phase. `eager` says why quantisers that could have been compiled ran as separate
+    operations, '' if none did; `fused` that some ran compiled; `vector_bits` how wide their vectors were on a CPU with
+    several widths.
     """
 
     segments: Segments
@@ -298,7 +291,7 @@ class Timing:
 
     @property
     def clock(self) -> float | None:
-        """The device's mean clock in hertz over the slots that were looked at, each by how long it took."""
+        """The device's mean clock in hertz over the slots that have one, weighted by duration."""
         looked = [(slot.clock, slot.wall_seconds) for slot in self.slots if slot.clock is not None]
         seconds = sum(wall for _, wall in looked)
         return sum(clock * wall for clock, wall in looked) / seconds if seconds > 0 else None
@@ -315,24 +308,23 @@ class Interval:
 
     @property
     def half_width(self) -> float:
-        """Half the interval's width in log units, about the relative half-width."""
+        """Half the interval's width in log units: about the relative half-width."""
         if self.low <= 0 or not math.isfinite(self.high):
             return math.inf
         return 0.5 * math.log(self.high / self.low)
 
     @property
     def reach(self) -> float:
-        """How far the interval reaches from 1, as a share."""
         return max(abs(self.low - 1), abs(self.high - 1))
 
     @property
     def clearance(self) -> float:
-        """How far the interval stays away from 1, as a share; 0 if 1 lies inside."""
+        """How far the interval stays away from 1; 0 if 1 lies inside."""
         return max(0.0, self.low - 1, 1 - self.high)
 
     @property
     def inverse(self) -> Interval:
-        """The same the other way round: a speed-up, above 1 is faster."""
+        """The same ratio as a speed-up: above 1 is faster."""
         return Interval(1 / self.point, _inverse(self.high), _inverse(self.low), self.level)
 
 
@@ -344,8 +336,10 @@ def _inverse(bound: float) -> float:
 
 @dataclass(frozen=True)
 class Fresh:
-    """Rounds of a case after it had been chosen as the fastest of so many `candidates`: with the reference and its
-    control, and nobody else. What it was chosen by is no part of them."""
+    """Rounds of a case after it was chosen as the fastest of `candidates`, with the reference and its control only.
+
+    The samples that it was chosen by are not in them.
+    """
 
     timing: Timing
     reference: Timing
@@ -355,9 +349,9 @@ class Fresh:
 
 @dataclass(frozen=True)
 class Reruns:
-    """How far apart runs of a case lie on a machine, learned of so many earlier `runs` of it and of others.
+    """How far apart runs of a case lie on a machine, learned from `runs` earlier ones of it and of other cases.
 
-    `spread` is the standard deviation of the logarithms of their ratios, with so many degrees of `freedom`.
+    `spread` is the standard deviation of the logarithms of their ratios, with `freedom` degrees of freedom.
     """
 
     spread: float
@@ -367,10 +361,9 @@ class Reruns:
 
 @dataclass(frozen=True)
 class Replays:
-    """Steps that a device did again as one launch each: their times, in one cell, or why there are none.
+    """Times of steps that a device did again as one launch each, in one cell; or why there are none.
 
-    `loaded` is what was brought to the device ahead of each, and is not in its time; '' where steps take nothing from
-    their host.
+    `loaded` is what was brought to the device before each replay, outside of its time; '' for steps that load nothing.
     """
 
     timing: Timing | None = None
@@ -380,27 +373,23 @@ class Replays:
 
 @dataclass(frozen=True)
 class Record:
-    """What became of one case.
+    """What became of one case. Fields are None or empty where something was not asked for or cannot be known.
 
-    `control` is the second entry of the reference in the same rounds (the A/A control). `paired_with` holds the
-    reference's samples where this case was measured with the reference apart from the rest of its group; None means the
-    samples in the reference's own record. `paired` says whether it shared rounds with the reference at all.
-    `stopped` says why measuring ended. `statistics` describe the data, and stand with the reference alone: they do not
-    depend on the precision. `trace` is the file of a trace within the folder that was asked for, '' without one, and
-    `operators` are what takes most in it, phase by phase. `scales` are those that came from data, if any did.
-    `energy`, `watch`, `memory` and `capacity` are None where they were not asked for, or nobody there could answer.
-    `not_finite` is the share of the state's numbers that are not finite after timing, where the workload says that this
-    may be. `ceiling` is the most that it can do where it ran, `products` what its products ran on, `effect` whether its
-    steps do anything; None where nobody looked. `sustained` are its turns of seconds, the n-th of all cases of a group
-    in one round of turns; () where nobody asked for them. `fresh` are the rounds of the fastest of several, which its
-    ratio is told by; `timing` stays what it was chosen by. `rotation` is there where calls do not all have the
-    same state, `replays` where a device might do a step again in one launch. `tape` are the operators of a step,
-    `coverage` which of a user's model's products can be converted, `shares` what parts of a step take of it.
-    `late_flops` are the products of a step after its timing, with the clock that timed it.
-    `reruns` is what runs of it differed by before this one, None where too little was known; `sessions` are the ratios
-    of the sessions before this one, of which the interval is the hull.
-    `transfer` is what a step of several ranks moves, `overlap` how far that hides, `failed_rank` which of them failed
-    the case.
+    `control` is the second entry of the reference in the same rounds (the A/A control). `paired` says whether the case
+    shared rounds with the reference; `paired_with` holds the reference's samples where that was apart from the rest of
+    the group, None means the samples in the reference's own record. `stopped` says why measuring ended. `statistics`
+    describe the data, with the reference only, because they do not depend on the precision. `trace` is the file of a
+    trace within the folder that was asked for, and `operators` are the costliest in it, by phase. `scales` came from
+    data. `not_finite` is the share of the state's numbers that are not finite after timing, where the workload allows
+    that. `ceiling` is the most that it can do, `products` what its products ran on, `effect` whether its steps do
+    anything. `sustained` are its turns of seconds: the n-th turns of a group are one round. `fresh` are the rounds of
+    the fastest of several, which its ratio is computed from; `timing` remains what it was chosen by. `rotation` is
+    there where calls use several states, `replays` where a device may do a step again in one launch. `tape` are the
+    operators of a step, `coverage` which products of a user's model can be converted, `shares` what parts of a step
+    take. `late_flops` are the products of a step after its timing, counted with the clock that timed it. `reruns` is
+    how much earlier runs of it differed; `sessions` are the ratios of the earlier sessions, of which the interval is
+    the hull. `transfer` is what a step of several ranks moves, `overlap` how far computing hides that, `failed_rank`
+    the rank that failed the case.
     """
 
     case: Case

@@ -1,4 +1,4 @@
-"""What will run."""
+"""What will run: cases with their support and work, in groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Params = tuple[tuple[str, Scalar], ...]
 
 @dataclass(frozen=True)
 class Support:
-    """How a device does a precision, and why. `backend` is who multiplies in a case, with its version."""
+    """How a device supports a precision, and why. `backend` is who multiplies in a case, with its version."""
 
     level: Level
     reason: str
@@ -24,10 +24,10 @@ class Support:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step does, by count: 0 where the notion does not apply.
+    """What one step does, by count; 0 where a count does not apply.
 
     `bytes` are those of the tensors that a step takes in, each once, in the dtype they come in: the same for every
-    precision, so that throughputs compare. `least_memory` is what one state surely needs, in bytes: a case that needs
+    precision, so that throughputs compare. `least_memory` is what one state needs at least, in bytes: a case that needs
     more than its device has is not begun. `setup_seconds` is how much longer than a step preparing may take
     (compiling).
     """
@@ -41,15 +41,14 @@ class Work:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """All the plan needs to know of a device; plans are pure functions of it.
+    """All that a plan needs to know of a device; plans are pure functions of it.
 
-    `uuid` and `pci` are what torch says of them, '' where it does not: the driver counts devices in another order.
-    `unusable` says why nothing can run on it, whatever the precision; '' as far as anybody knows.
-    `packages` are the versions of what backends come with, of those that are installed beside torch.
-    `scaled_products` says whether this torch has any for it, None where its kind is enough to know.
-    `cache_bytes` is the size of the last cache before its memory, which so many processors share (`cache_shared`, 1 on
-    a GPU); 0 where nobody says. `ranks` is how many processes measure together, each on a device of its own of that
-    kind (on a processor all on the same one).
+    `uuid` and `pci` are torch's, '' where it tells none; the driver counts devices in another order. `unusable` says
+    why nothing can run on it, whatever the precision. `packages` are the versions of installed packages that backends
+    come with. `scaled_products` says whether this torch has any for it, None where its kind determines that.
+    `cache_bytes` is the size of the last cache before its memory, which `cache_shared` processors share (1 on a GPU); 0
+    where unknown. `ranks` processes measure together, each on a device of its own of that kind (on a processor all on
+    the same one).
     """
 
     kind: str
@@ -71,12 +70,11 @@ class DeviceFacts:
     ranks: int = 1
 
     def version_of(self, package: str) -> str | None:
-        """That of an installed package that a backend comes with; None where it is not installed."""
+        """The version of an installed package that a backend comes with; None where it is not installed."""
         return self.torch if package == "torch" else dict(self.packages).get(package)
 
     @property
     def key(self) -> str:
-        """How a person names it: 'cpu', 'cuda:0'."""
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
 
     @property
@@ -89,9 +87,9 @@ class DeviceFacts:
 class Case:
     """One thing to measure: workload x parameters x precision x device.
 
-    `precision_map` names the layers (or kinds of them) that do not take the case's own precision, `static` says that
-    tensors are scaled by what was found in data; `version` is the workload's: it is raised when a step's work changes,
-    and numbers of different versions do not compare. So many `ranks` run it together.
+    `precision_map` names layers (or kinds of them) with another precision than the case's, `static` the rule of scales
+    from data. `version` is the workload's: it is raised when a step's work changes, and numbers of different versions
+    do not compare. `ranks` processes run it together.
     """
 
     workload: str
@@ -105,14 +103,14 @@ class Case:
 
     @property
     def mode(self) -> str:
-        """The precision with its map and where its scales come from: 'fp8', 'fp8{mlp=bf16}', 'fp8+static=8'."""
+        """The precision with its map and the origin of its scales: 'fp8', 'fp8{mlp=bf16}', 'fp8+static=8'."""
         inside = ",".join(f"{kind}={name}" for kind, name in self.precision_map)
         mapped = f"{self.precision}{{{inside}}}" if inside else self.precision
         return f"{mapped}+{self.static.words}" if self.static else mapped
 
     @property
     def setting(self) -> str:
-        """What the case shares with its group: 'gemm[k=512,m=512] on cpu'."""
+        """What the case shares with its group: 'gemm[k=512,m=512]@cpu'."""
         inside = ",".join(f"{name}={value}" for name, value in self.params)
         several = f"*{self.ranks}" if self.ranks > 1 else ""
         return f"{self.workload}[{inside}]@{self.device}{several}"
@@ -128,7 +126,7 @@ class Case:
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """A case with what the device makes of it; `skip` says why it will not run."""
+    """A case with its support on the device; `skip` says why it will not run."""
 
     case: Case
     support: Support
@@ -142,9 +140,9 @@ class PlannedCase:
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that differ in precision only. Measured together, interleaved.
+    """Cases that differ in precision only, and are measured together, interleaved.
 
-    `reference` is the index of the case the others are held against.
+    `reference` is the index of the case that the others are compared with.
     """
 
     cases: tuple[PlannedCase, ...]
@@ -157,12 +155,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a run will do, in order."""
+    """All groups of a run, in order."""
 
     groups: tuple[Group, ...]
     notes: tuple[str, ...] = ()
 
-    # What a note begins with that says what cases take of a device's memory.
+    # Prefix of notes on what cases take of a device's memory.
     MEMORY: ClassVar[str] = "memory: "
 
     def __iter__(self) -> Iterator[Group]:

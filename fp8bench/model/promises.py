@@ -1,4 +1,4 @@
-"""What a callable of the user's own promises; and how a native cast or product differs from its emulation."""
+"""What a user's callable promises; and how a native cast or product differs from its emulation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fp8bench.model.planned import Support
 class AuditKind(StrEnum):
     """What a callable is.
 
-    A PRODUCT takes matrices a (M, K) and b (N, K) and gives a times b transposed; a CAST takes a matrix and gives its
-    values in low precision, or codes and scales; a LINEAR takes inputs (M, K) and a weight (N, K), and has gradients;
-    an ATTENTION takes queries, keys and values (batch, N heads, M places, K); an OPTIMIZER is made of a list of
-    parameters, as torch's are, and has `step()` and `param_groups`; a MODEL is what a function without arguments makes,
-    with a batch or without.
+    A PRODUCT takes matrices a (M, K) and b (N, K) and returns a times b transposed; a CAST takes a matrix and returns
+    its values in low precision, or codes and scales; a LINEAR takes inputs (M, K) and a weight (N, K), and has
+    gradients; an ATTENTION takes queries, keys and values (batch, N heads, M places, K); an OPTIMIZER is made from a
+    list of parameters, like torch's, and has `step()` and `param_groups`; a MODEL is returned by a function without
+    arguments, with or without a batch.
     """
 
     PRODUCT = "product"
@@ -27,7 +27,7 @@ class AuditKind(StrEnum):
 
 
 class Takes(StrEnum):
-    """What a product is given: tensors to be cast by it, or codes with the scales that decode them."""
+    """What a product is given: tensors that it casts itself, or codes with the scales that decode them."""
 
     VALUES = "values"
     CODES = "codes"
@@ -42,10 +42,10 @@ class UpdateRule(StrEnum):
 
 
 class KeptWeights(StrEnum):
-    """What is left of the weights from one step to the next.
+    """How weights are kept from one step to the next.
 
-    STOCHASTIC ones are bfloat16, rounded at random; a MASTER is a float32 copy that the optimizer keeps of bfloat16
-    parameters; SCALED ones are float16 under one scale a tensor, in parameters that are float32.
+    STOCHASTIC: bfloat16, rounded at random; MASTER: a float32 copy that the optimizer keeps of bfloat16 parameters;
+    SCALED: float16 under one scale a tensor, in parameters that are float32.
     """
 
     FP32 = "fp32"
@@ -59,10 +59,10 @@ class KeptWeights(StrEnum):
 class Signature:
     """What a callable promises: its kind, and the precision whose casts it has, options included.
 
-    `second` is how a product's second operand lies: 'nk' is (N, K), 'kn' is (K, N). Sizes that are no multiples of
-    `multiple` it may refuse. In `causal` attention no place sees a later one. An optimizer's precision is that of its
-    first moment (or FlatMoments), and '' its `second_moment` is what goes with that. `baseline` names the callable
-    whose time it is compared with.
+    `second` is the layout of a product's second operand: 'nk' is (N, K), 'kn' is (K, N). Sizes that are no multiples of
+    `multiple` may be refused. In `causal` attention no place sees a later one. An optimizer's precision is that of its
+    first moment (or FlatMoments), '' for none; `second_moment` is the other's. `baseline` names the callable whose time
+    it is compared with.
     """
 
     kind: AuditKind
@@ -78,7 +78,7 @@ class Signature:
 
 
 class Difference(StrEnum):
-    """What explains all of the elements that differ; a NONE has none."""
+    """What explains all of the elements that differ; NONE differ in nothing."""
 
     NONE = "none"
     ORDER = "order"
@@ -92,14 +92,14 @@ class Difference(StrEnum):
 
     @property
     def conforms(self) -> bool:
-        """Whether both do the same: no definition of a product says in which order it is summed, nor does a device that
-        sums as its units are known to do anything else than it should."""
+        """Whether both do the same: definitions of products leave the order of summing open, and a device that sums as
+        its units are known to sum does what it should."""
         return self in (Difference.NONE, Difference.ORDER, Difference.UNITS)
 
 
 @dataclass(frozen=True)
 class FirstElement:
-    """The first element that differs, and what each side gave there."""
+    """The first element that differs, and its value on each side."""
 
     place: tuple[int, ...]
     native: float
@@ -110,8 +110,8 @@ class FirstElement:
 class Conformity:
     """One cast or product of one mode: `shape` is MxK of a cast, MxNxK of a product.
 
-    `count` of `total` elements differ, by `largest` steps of the result's format at most. `difference` is None where
-    the device does not do it, and `why` says so; of a difference it says what was found.
+    `count` of `total` elements differ, by at most `largest` steps of the result's format. `difference` is None where
+    the device does not do it; `why` has the reason, or describes the difference.
     """
 
     mode: str
@@ -127,7 +127,7 @@ class Conformity:
 
 @dataclass(frozen=True)
 class ModeConformity:
-    """Every cast and product of one mode; `support` is how the device does it."""
+    """All casts and products of one mode; `support` is how the device does it."""
 
     mode: str
     support: Support
@@ -135,10 +135,8 @@ class ModeConformity:
 
     @property
     def compared(self) -> bool:
-        """Whether the device does any of it."""
         return any(conformity.difference is not None for conformity in self.found)
 
     @property
     def conforms(self) -> bool:
-        """Whether all that the device does is what its emulation does."""
         return all(conformity.difference is None or conformity.difference.conforms for conformity in self.found)

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 from fp8bench.model.words import CELL_PHASES
 
-# Of a rank's file: how many beats there have been, the phase that it is in (-1 outside of steps), the time on the
-# machine's steady clock, and the request that it works on.
+# A rank's file: the number of beats, the phase (-1 outside of steps), the time on the machine's steady clock, and the
+# request that it works on.
 BEAT = struct.Struct("<qqd40s")
 OUTSIDE = -1
-# Who carries what ranks send, by the kind of device that holds it.
+# Libraries that carry what ranks send, by the kind of device.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-# What lies in the folder of a launch: the socket of the process that measures.
+# In the folder of a launch: the socket of the process that measures,
 PARENT = "parent"
-# And the file by which ranks find each other. Both are their owner's alone, as the folder is.
+# and the file by which ranks find each other. Only their owner can open them, or the folder.
 MEETING = "meeting"
-# A variable of every rank and of what it starts: the name of its launch.
+# A variable of every rank and its descendants: the name of the launch.
 MARK = "FP8BENCH_RANKS"
 
 
 def ranks_in_words(ranks: int, kind: str) -> str:
-    """How many, and by whom they talk: '2 gloo'. Numbers of two of these never compare."""
+    """How many ranks, and by which library they talk: '2 gloo'. Numbers of two of these never compare."""
     return f"{ranks} {BACKENDS.get(kind, 'gloo')}"
 
 
@@ -31,13 +31,12 @@ def beat_file(rank: int) -> str:
 
 
 def words_file(rank: int) -> str:
-    """What a rank writes on stderr."""
     return f"rank-{rank}.err"
 
 
 @dataclass(frozen=True)
 class RankCalls:
-    """What the calls of a slot took one rank, and how much of each of them was communication, in nanoseconds."""
+    """How long the calls of a slot took one rank, and how much of each was communication, in nanoseconds."""
 
     rank: int
     step_ns: tuple[int, ...]
@@ -46,11 +45,11 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one step of a collective moves, in bytes: of the whole vector as it is taken in (`logical`) and in the dtype
-    that is sent (`payload`), and what a rank hands to the network for others (`wire`).
+    """The bytes of one step of a collective: of the whole vector as it is taken in (`logical`), in the dtype that is
+    sent (`payload`), and what a rank hands to the network for others (`wire`).
 
-    `counted` says that these are the tensors that were sent; else they are a ring's share of the one that torch was
-    given. `bus_factor` is nccl-tests': bytes over time times it compares with a link's rate.
+    `counted`: these are the tensors that were sent; else a ring's share of the tensor that torch was given.
+    `bus_factor` is nccl-tests': bytes over time times it compares with a link's rate.
     """
 
     logical: float
@@ -62,8 +61,8 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Rounds of products alone, of communication alone, of both at once and of both in turn, in seconds; of each round
-    the slowest rank's. `why` says why there are none."""
+    """Rounds of products alone, of communication alone, of both at once and of both in turn, in seconds: the slowest
+    rank's of each round. `why` says why there are none."""
 
     compute: tuple[float, ...] = ()
     communication: tuple[float, ...] = ()
@@ -74,10 +73,8 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank sends to others in one step by one operation in one dtype, in bytes.
-
-    Of a collective a ring's share of the tensors that torch was given.
-    """
+    """What a rank sends to others in one step by one operation in one dtype, in bytes; for a collective, a ring's share
+    of its tensors."""
 
     rank: int
     operation: str
@@ -88,8 +85,8 @@ class Sent:
 
 @dataclass(frozen=True)
 class RankScaling:
-    """Rounds of one step in seconds: of one rank alone with the whole batch (`whole`) and with one rank's share of it
-    (`share`), the others waiting, and of all ranks together with the whole batch."""
+    """Rounds of one step in seconds: one rank alone with the whole batch (`whole`) and with one rank's share of it
+    (`share`), and all ranks with the whole batch (`together`)."""
 
     whole: tuple[float, ...]
     share: tuple[float, ...]
@@ -98,7 +95,7 @@ class RankScaling:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank at the highest point of its step, and what they are for."""
+    """Bytes of one rank at the highest point of its step, and their roles."""
 
     rank: int
     peak: int
@@ -107,8 +104,8 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class FailedRank:
-    """Which of so many ranks a case failed by: the request that it was at, the phase of a step ('' outside of steps),
-    and its last heartbeat, the number of which among its own and its age in seconds when that was noticed."""
+    """The rank by which a case failed: its request, the phase of its step ('' outside of steps), the number of its last
+    heartbeat, and that heartbeat's age in seconds when the failure was noticed."""
 
     rank: int
     ranks: int
@@ -120,7 +117,7 @@ class FailedRank:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The last sign of life of a rank: its number among the rank's own, what it was doing, and when."""
+    """The last sign of life of a rank: its number among the rank's own, what the rank was doing, and when."""
 
     rank: int
     sequence: int
@@ -130,12 +127,12 @@ class Heartbeat:
 
     @property
     def doing(self) -> str:
-        """'phase gemm of slot', 'prepare'."""
+        """"phase gemm of 'slot'", "'prepare'"."""
         return f"phase {self.phase} of {self.request!r}" if self.phase else repr(self.request)
 
 
 def heartbeat_of(rank: int, raw: bytes) -> Heartbeat:
-    """What a rank's file says; none was left where it is empty."""
+    """Reads a rank's file; an empty one gives a heartbeat numbered 0."""
     if len(raw) < BEAT.size:
         return Heartbeat(rank, 0, "", "start", 0.0)
     sequence, code, seconds, request = BEAT.unpack(raw[: BEAT.size])

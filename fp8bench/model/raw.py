@@ -1,4 +1,4 @@
-"""What a worker is started with, and the raw samples that it answers with. No torch: the parent reads them."""
+"""What a worker is started with, and the raw samples that it answers with."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from dataclasses import dataclass
 
 from fp8bench.model.ranks import RankCalls
 
-# Raised whenever a request, or a value that goes to a worker or comes back, changes so that an older worker and a newer
-# parent, or the other way round, would misunderstand each other. tests/worker/test_handshake.py holds what this
-# number stands for.
+# Raised when a request, or a value that goes to a worker or comes back, changes so that an older worker and a newer
+# parent, or the reverse, would misunderstand each other. tests/worker/test_handshake.py holds what it stands for.
 PROTOCOL = 5
-# 'eager' in it turns the compiling of quantisers off.
+# Set to 'eager' it turns the compiling of quantisers off.
 QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
-# 'unchecked' in it has native products timed that nobody has held against fp64: for a runtime that computes nothing.
+# Set to 'unchecked' native products are timed without being compared with fp64: for a runtime that computes nothing.
 PRODUCTS_VARIABLE = "FP8BENCH_PRODUCTS"
 
 
 @dataclass(frozen=True)
 class Settings:
     """What a worker is started with."""
-
     threads: int = 1
     seed: int = 0
     imports: tuple[str, ...] = ()
@@ -29,7 +27,7 @@ class Settings:
 @dataclass(frozen=True)
 class StateCheck:
     """What is wrong with a state after its steps, '' if nothing is; and the share of its numbers that are not finite,
-    where the workload says that this may be."""
+    where the workload allows that."""
 
     wrong: str = ""
     not_finite: float = 0.0
@@ -49,8 +47,8 @@ class RawStep:
 
 @dataclass(frozen=True)
 class Filling:
-    """Before the first of every `calls` calls a device is given nothing to do for so long: the host runs ahead, and
-    none of them meets an empty queue."""
+    """Before each `calls` calls the device is idled for `seconds`, so that the host runs ahead and no call meets an
+    empty queue."""
 
     calls: int
     seconds: float
@@ -58,8 +56,8 @@ class Filling:
 
 @dataclass(frozen=True)
 class RawReplay:
-    """One phase of a step that can be done again by itself, in so many operators and `seconds`, and what is kept for
-    it; or why it cannot be."""
+    """One phase of a step done again by itself: its time, its operators and the bytes kept for it; or why that cannot
+    be."""
 
     seconds: float = 0.0
     operators: int = 0
@@ -71,12 +69,10 @@ class RawReplay:
 class RawSlot:
     """The timed steps of a slot, with host and process clocks over all of them, and what the system counted meanwhile.
 
-    `host_seconds` is what the host took to enqueue a step, of the call that took it least: where a queue is full, the
-    host waits for the device.
-
-    Of the quantisers that it called, discarded calls included, so many ran as many operations, and so many compiled.
-    `vector_bits` are those of the vectors of compiled ones, where there were several to choose from.
-    Of several ranks `steps` are the slowest rank's, call by call, and `ranks` what each of them took.
+    `host_seconds` is what the host took to enqueue a step, in the fastest call: where a queue is full, the host waits
+    for the device. `eager_quantisers` and `fused_quantisers` count calls, discarded ones included, that ran as separate
+    operations and compiled. `vector_bits` are the compiled ones', where there were several widths. With several ranks
+    `steps` are the slowest rank's, call by call, and `ranks` what each took.
     """
 
     steps: tuple[RawStep, ...]

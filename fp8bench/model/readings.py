@@ -1,4 +1,4 @@
-"""What a sampler says: a value with its unit and source, or why there is none. Never 0 for what is not known."""
+"""Values of samplers: a reading with unit and source, or the reason why there is none. An unknown value is never 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fp8bench.model import Scalar
 
 @dataclass(frozen=True)
 class Reading:
-    """A value in its unit ('J', 'W', 's', 'B', 'Hz', 'degC', 'share', 'mask', '' for words), and who said it."""
+    """A value in its unit ('J', 'W', 's', 'B', 'Hz', 'degC', 'share', 'mask', '' for words), and where it comes
+    from."""
 
     value: Scalar
     unit: str
@@ -26,7 +27,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Unavailable:
-    """There is no value, and this is why, in words that can follow 'unavailable: '."""
+    """Why there is no value, in words that can follow 'unavailable: '."""
 
     reason: str
 
@@ -36,9 +37,9 @@ Readings = Mapping[str, Read]
 
 
 class NoReading(Exception):
-    """Raised inside the samplers where a value cannot be had; whoever asked from outside gets an Unavailable.
+    """Raised inside the samplers where there is no value; callers from outside get an Unavailable.
 
-    `code` is NVML's, where it said one.
+    `code` is the driver's status, where it gave one.
     """
 
     def __init__(self, reason: str, code: int | None = None) -> None:
@@ -48,17 +49,16 @@ class NoReading(Exception):
 
 
 def attempt(read: Callable[[], Reading]) -> Read:
-    """What a function reads, or why it reads nothing."""
     try:
         return read()
     except NoReading as failure:
         return Unavailable(failure.reason)
 
 
-def reasons_of(*said: Readings) -> list[str]:
-    """Why there are values missing, by reason: 'ecc, mig: not supported'."""
+def reasons_of(*several: Readings) -> list[str]:
+    """Why values are missing, by reason: 'ecc, mig: not supported'."""
     names: dict[str, dict[str, None]] = {}
-    for readings in said:
+    for readings in several:
         for name, read in readings.items():
             if isinstance(read, Unavailable):
                 names.setdefault(read.reason, {})[name] = None
@@ -66,7 +66,7 @@ def reasons_of(*said: Readings) -> list[str]:
 
 
 def first_of(*reads: Callable[[], Reading]) -> Reading:
-    """The first of several ways that works; raises with all their reasons if none does."""
+    """The first of several functions that works; raises NoReading with all their reasons if none does."""
     reasons = []
     for read in reads:
         try:
@@ -77,14 +77,14 @@ def first_of(*reads: Callable[[], Reading]) -> Reading:
 
 
 def positive(value: float, unit: str, source: str) -> Reading:
-    """A quantity that is never 0 nor less where it is known: power, a clock, a size."""
+    """A reading of what is never 0 where it is known: power, a clock, a size. Raises NoReading for other values."""
     if not math.isfinite(value) or value <= 0:
         raise NoReading(f"{source} said {value} {unit}, which cannot be")
     return Reading(value, unit, source)
 
 
 def grown(before: Readings, after: Readings) -> Readings:
-    """By how much counters have grown from one reading to a later one; all that `after` names."""
+    """By how much counters have grown from one reading to a later one, for all names in `after`."""
     return {name: _growth(before.get(name, Unavailable("it was not read before")), after[name]) for name in after}
 
 

@@ -1,4 +1,4 @@
-"""What is asked, and what cannot be."""
+"""What the user asks for, and the checks of it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ KnownScales = tuple[tuple[str, str, str, float], ...]
 
 @dataclass(frozen=True)
 class StaticScales:
-    """Scales from data, where a tensor has one float32 scale: from the largest magnitudes of `batches` untimed steps,
+    """Scales from data, where a tensor has one float32 scale: from the largest magnitudes in `batches` untimed steps,
     or from those `known` of the run `source`.
 
-    They are renewed in every `refresh`-th step (0: never), and a tensor's whenever more than the share `bound` of its
-    values would saturate (None: nobody looks).
+    All are renewed in every `refresh`-th step (0: never), a tensor's also when more than the share `bound` of its
+    values would saturate (None: not checked).
     """
 
     batches: int
@@ -30,7 +30,7 @@ class StaticScales:
     known: KnownScales = ()
 
     def known_for(self, mode: str) -> dict[tuple[str, str], float]:
-        """Those of a precision; where the source has none of it, the largest of all."""
+        """Magnitudes by layer and role for a precision; where the source has none of it, the largest of all."""
         modes = {own for own, *_ in self.known}
         largest: dict[tuple[str, str], float] = {}
         for own, layer, role, amax in self.known:
@@ -40,7 +40,7 @@ class StaticScales:
 
     @property
     def words(self) -> str:
-        """'static=8', 'static=8:refresh=100:bound=0.001'."""
+        """For example 'static=8:refresh=100:bound=0.001'."""
         refresh = f":refresh={self.refresh}" if self.refresh else ""
         bound = f":bound={self.bound:g}" if self.bound is not None else ""
         return f"static={self.source or self.batches}{refresh}{bound}"
@@ -48,14 +48,14 @@ class StaticScales:
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value of a request must be, in words, and whether one is."""
+    """What a value of a request must be, in words, and the test for it."""
 
     words: str
     holds: Callable[[object], bool]
 
 
 def whole_number(low: int, high: int = (1 << 31) - 1, words: str = "") -> Rule:
-    """A whole number within bounds; True is none."""
+    """A whole number within bounds; True does not count as one."""
     most = f" to {high}" if high < 1 << 30 else ""
     return Rule(
         words or f"a whole number from {low}{most}",
@@ -64,7 +64,7 @@ def whole_number(low: int, high: int = (1 << 31) - 1, words: str = "") -> Rule:
 
 
 def number(words: str, holds: Callable[[float], bool]) -> Rule:
-    """A number that something holds for; True is none."""
+    """A number for which `holds` is true; True does not count as one."""
     return Rule(words, lambda value: isinstance(value, int | float) and not isinstance(value, bool) and holds(value))
 
 
@@ -77,7 +77,6 @@ def _is_pair(value: object) -> bool:
 
 
 def _is_axis(value: object) -> bool:
-    """A name, and at least one value."""
     return isinstance(value, tuple) and isinstance(value[0], str) and bool(value[1])
 
 
@@ -95,11 +94,11 @@ _TEXT = Rule("a path", lambda value: isinstance(value, str) and bool(value))
 
 @dataclass(frozen=True)
 class RequestOption:
-    """What a field asks for, declared where the field is; command line, files of options, Python and checks read it.
+    """How a field is asked for: the command line, option files, Python and the checks read this declaration.
 
-    `rule` is what a value must be. `group` is where the command line lists the option: '' for none there. `called` is
-    its name where that is not the field's, `metavar` what stands for a value, `parse` the parser in cli/option_types
-    where the type does not say it. `choices` are the only values.
+    `group` is where the command line lists the option, '' for not at all; `called` its name where that is not the
+    field's; `metavar` stands for a value; `parse` names the parser in cli/option_types where the type does not
+    determine it; `choices` are the only values.
     """
 
     rule: Rule
@@ -127,7 +126,7 @@ def options_of(kind: type) -> dict[str, RequestOption]:
 
 
 def words_of(kind: type) -> dict[str, str]:
-    """What Python calls each field of a request: as the command line does, where it has no other use for the word."""
+    """Python's name of each field: the command line's, unless that is a keyword or another field's."""
     names = [field.name for field in fields(kind)]
     called = {
         name: request_option.called
@@ -137,26 +136,25 @@ def words_of(kind: type) -> dict[str, str]:
     return {name: word if (word := called.get(name)) and word not in names else name for name in names}
 
 
-def check_fields(asked: Any, rules: Mapping[str, Rule]) -> None:
-    """Raise UsageError for the first field that is not what its rule says; None may stand where it is the default."""
-    defaults, words = {field.name: field.default for field in fields(asked)}, words_of(type(asked))
+def check_fields(request: Any, rules: Mapping[str, Rule]) -> None:
+    """Raises UsageError for the first field that breaks its rule; None is allowed where it is the default."""
+    defaults, words = {field.name: field.default for field in fields(request)}, words_of(type(request))
     for name, rule in rules.items():
-        value = getattr(asked, name)
+        value = getattr(request, name)
         left_out = value is None and defaults[name] is None
         if not left_out and not rule.holds(value):
             raise UsageError(f"{words[name]} must be {rule.words}, got {value!r:.80}.")
 
 
-# What energy may be measured of: a whole step alone, or its phases too.
+# Energy of the whole step only, or of its phases too.
 ENERGY_OF = (STEP_ENERGY, PHASE_ENERGY) = ("step", "phases")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, as given: nothing here depends on the machine. One that cannot be is not made.
+    """What the user asked for; independent of the machine. An impossible request raises UsageError.
 
-    A field says by its option what it is for. `case_timeout` and `sustained` are seconds, `saturation_bound` is a
-    percentage, `memory_limit` are bytes.
+    `case_timeout` and `sustained` are seconds, `saturation_bound` is a percentage, `memory_limit` are bytes.
     """
 
     suite: str = option(
@@ -302,11 +300,10 @@ class Request:
     scales_from: str | None = option(
         None, _TEXT, "scales from data that a run has kept, instead: its id, its file, or last", "RUN", WHAT
     )
-    # What `scales_from` has, once somebody has looked.
+    # The scales of the run `scales_from`, once it was read.
     known_scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be, whoever asks: the command line, a call, or a stored run."""
         check_fields(self, REQUEST_RULES)
         if self.case_timeout is not None and not self.isolation:
             raise UsageError(
@@ -334,7 +331,6 @@ class Request:
             raise UsageError("--static-scales finds scales, and --scales-from has them. Leave one of them out.")
 
     def _check_ranks(self) -> None:
-        """Refuse what asks about one process of a run that has several."""
         alone = {
             "--no-isolation": not self.isolation, "--energy phases": self.energy_of == PHASE_ENERGY,
             "--sustained": self.sustained is not None, "--tape": self.tape, "--shares": self.shares,
@@ -346,7 +342,6 @@ class Request:
 
     @property
     def scales(self) -> StaticScales | None:
-        """The scales from data that are asked for, as a rule."""
         if self.static_scales is None and self.scales_from is None:
             return None
         bound = None if self.saturation_bound is None else self.saturation_bound / 100
@@ -354,5 +349,5 @@ class Request:
         return StaticScales(self.static_scales or 0, self.refresh_scales or 0, bound, source, self.known_scales)
 
 
-# What each field of a request must be, where it is given.
+
 REQUEST_RULES: Mapping[str, Rule] = {name: request_option.rule for name, request_option in options_of(Request).items()}

@@ -1,4 +1,4 @@
-"""A run, what it was made under, and what its samples say; and a plan that is cut into cells, each of them a run."""
+"""A run, its environment, and what its samples say; and the cells of a fleet's plan, each of them a run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fp8bench.model.planned import Case, DeviceFacts, Plan, Scalar
 from fp8bench.model.request import Request
 from fp8bench.model.words import OF_ANOTHER_KIND, Label, Status, Verdict
 
-# The door of runs of a model of one's own.
+# The origin of runs of a user's model.
 PROFILE = "profile"
-# The suite that measures what a device does at most.
+
 CEILINGS = "ceilings"
-# An effect so many times as large as identical code may differ by stands beside a label for what disturbed it.
+# An effect this many times the floor outweighs labels of disturbances.
 _LARGE = 3
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """What looking costs on this machine, in seconds; None where it could not be measured."""
+    """The cost of measuring on this machine, in seconds; None where it could not be measured."""
 
     marker_on: float
     marker_off: float
@@ -33,7 +33,7 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Environment:
-    """The machine, the software and the settings a run was made under: names to plain values."""
+    """Machine, software and settings of a run: names to plain values."""
 
     facts: Mapping[str, Scalar | None]
 
@@ -46,7 +46,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Resumption:
-    """When and under what an unfinished run was gone on with."""
+    """When, and in which environment, an unfinished run was resumed."""
 
     started: str
     command: str
@@ -55,13 +55,11 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: header and records. `path` is where it is stored ('' if it is not), `origin` the door it came in by.
+    """One run: header and records. `path` is where it is stored, '' if it is not; `origin` the command that made it.
 
-    `cell` is the part of a fleet's plan that it is ('8f3a2c1d/4'), '' where it is none; of such a run `bits` say what
-    its devices computed before anything was measured, and `clock_ahead` how many seconds this machine's clock was ahead
-    of the one that stamps the store's files, None where it gave no time.
-
-    `notes` were taken while it ran; `troubles` were met by whoever read the file.
+    `cell` names the part of a fleet's plan ('8f3a2c1d/4'), '' for none; then `bits` are what its devices computed
+    before anything was measured, and `clock_ahead` how many seconds this machine's clock was ahead of the store's file
+    system, None if unknown. `notes` were taken while it ran; `troubles` were met when its file was read.
     """
 
     id: str
@@ -84,32 +82,29 @@ class Run:
     clock_ahead: float | None = None
 
     def __repr__(self) -> str:
-        """On one line: all the samples would fill pages."""
         state = "finished" if self.finished else "unfinished"
         return f"<Run {self.id}: {self.request.suite}, {len(self.records)} cases, {state}, {self.path or 'not stored'}>"
 
     @property
     def fleet_plan(self) -> str:
-        """The id of the plan that it is a cell of, '' for none."""
+        """The id of the plan of which it is a cell, '' for none."""
         return self.cell.rpartition("/")[0]
 
     @property
     def ok(self) -> bool:
-        """Whether something was measured and nothing failed."""
         statuses = {record.status for record in self.records}
         return Status.OK in statuses and Status.FAILED not in statuses
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the samples of one case say. Derived from the record at any time, never stored as the only truth.
+    """What the samples of one case say; computed from the record whenever it is needed.
 
-    `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from
-    the cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls; a case
-    called the same would not have been with one in `rarest` calls that takes twice as long. `floor` is how far the
-    A/A interval reaches from 1. `why` says why it has no verdict, or what a reader may hold against the one it has.
-    `label_reasons` is what there is to say of some labels beyond their meaning; `hard` are those, its own or its
-    reference's, that leave it no verdict.
+    `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from the
+    cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls. A case that is
+    called the same would not be with one in `rarest` calls that takes twice as long. `floor` is how far the A/A
+    interval reaches from 1. `why` says why there is no verdict, or what speaks against it. `label_reasons` explain some
+    labels of this case; `hard` are those, its own or its reference's, that leave it no verdict.
     """
 
     case: Case
@@ -131,11 +126,11 @@ class Finding:
 
     @property
     def doubtful(self) -> bool:
-        """Whether a label forbids showing the verdict as a plain fact."""
         return self.doubts(self.ratio)
 
     def doubts(self, ratio: Interval | None) -> bool:
-        """The same of a verdict by that ratio: what disturbs a time does not undo a large effect."""
+        """Whether a label forbids showing a verdict by that ratio as a plain fact. A large effect outweighs
+        disturbances."""
         labels = {label for label in self.labels if label.casts_doubt}
         return bool(labels & OF_ANOTHER_KIND) or (bool(labels) and not self._outweighs(ratio))
 
@@ -146,21 +141,20 @@ class Finding:
 
     @property
     def judged(self) -> bool:
-        """Whether it has a verdict on speed."""
         return self.verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
 
     @property
     def verdict_words(self) -> str:
-        """The verdict as everyone is told it: 'faster', 'perhaps faster' where a label casts doubt on it."""
+        """The verdict as it is shown: 'faster', or 'perhaps faster' where a label casts doubt on it."""
         return f"perhaps {self.verdict}" if self.judged and self.doubtful else self.verdict.value
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One group of the plan, by its setting: its cases are measured together, by one process. `cases` names them.
+    """One group of a fleet's plan: its cases are measured together, by one process. `cases` names them.
 
-    `kind` is what it was planned for, 'cpu' or 'h200', '' where that is not known; a machine that measures it needs so
-    many `gpus` for its device to be among them.
+    `kind` is the device it was planned for, 'cpu' or 'h200', '' if unknown; a machine needs `gpus` GPUs to have that
+    device.
     """
 
     setting: str
@@ -171,7 +165,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """A request, and the cells that it was cut into where it was planned, by that version of fp8bench."""
+    """A request, and the cells it was cut into, by the named version of fp8bench."""
 
     id: str
     created: str
@@ -181,13 +175,12 @@ class FleetPlan:
     fp8bench: str
 
     def name_of(self, number: int) -> str:
-        """What a run of that cell says it is."""
         return f"{self.id}/{number}"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """That a worker had a cell measured: where, when, and how the process ended; None while it has not."""
+    """A worker's attempt at a cell: where, when, and the exit code of the process; None while it runs."""
 
     host: str
     process: int
@@ -198,8 +191,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class OperationBits:
-    """What an operation on a device gave for fixed numbers: a digest of its bits, several where they were not the same
-    every time."""
+    """Digests of an operation's bits for fixed inputs on a device; several where runs of it differed."""
 
     device: str
     dtype: str
@@ -208,8 +200,8 @@ class OperationBits:
 
 
 class CellStatus(StrEnum):
-    """DONE has a whole run; BEGUN was cut off; FAILED ended without one. Of one that is DAMAGED files are not as they
-    were written, so that nobody knows whether it was begun, or failed."""
+    """DONE has a complete run; BEGUN was cut off; FAILED ended without one. The files of a DAMAGED cell were altered,
+    so its state is unknown."""
 
     DONE = "done"
     RUNNING = "running"
@@ -221,9 +213,8 @@ class CellStatus(StrEnum):
 
 @dataclass(frozen=True)
 class CellState:
-    """Where a cell stands. `run` is that of its newest run, `machine` where that was measured; `why` it failed, or
-    which cases of a run that is done did. `cases` counts what became of that run's, by their status. `damage` says
-    which of its files are not as they were written."""
+    """Where a cell stands. `run` is its newest run, `machine` where that was measured; `why` the cell failed, or which
+    cases did. `cases` counts that run's cases by status. `damage` names altered files."""
 
     number: int
     cell: Cell
@@ -236,8 +227,7 @@ class CellState:
     damage: tuple[str, ...] = ()
 
 
-# What torch and the libraries below it read while they run. Others are written by themselves: inductor names its cache
-# there, CUDA how it loads.
+# What the user may set for torch and the libraries below it; variables that these set themselves are left out.
 READ_BY_TORCH = (
     "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_DYNAMIC", "OMP_SCHEDULE",
     "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT", "KMP_AFFINITY", "KMP_BLOCKTIME", "MKL_NUM_THREADS", "MKL_DYNAMIC",
@@ -254,18 +244,19 @@ READ_BY_TORCH = (
     "PYTORCH_TUNABLEOP_HIPBLASLT_ENABLED", "PYTORCH_TUNABLEOP_ROCBLAS_ENABLED", "MALLOC_ARENA_MAX", "MALLOC_CONF",
     "LD_PRELOAD",
 )  # fmt: skip
-# Of these, what lowers the precision of products behind a precision's name.
+# Those that lower the precision of products whatever the case's precision.
 LOWERING = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
-# What a switch's fact in a run's environment begins with; the fact of those that are not as in a fresh process.
+# Prefix of a switch's fact in a run's environment; and the fact that lists switches changed from a fresh process.
 SWITCH = "switch "
 SWITCHES_SET = "switches_set"
 
 
 def is_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:
-    """Whether a variable of fp8bench's own says `on`, or nothing; `purpose` is what `off` is for ('to do without')."""
-    asked = environment.get(variable, "") or on
-    if asked not in (on, off):
+    """Whether an environment variable is `on` or unset. Raises UsageError for anything but `on` and `off`; `purpose`
+    completes 'Set it to `off` ...'."""
+    value = environment.get(variable, "") or on
+    if value not in (on, off):
         raise UsageError(
-            f"{variable} is {asked!r:.80}. Set it to {off} {purpose}, or to {on}, which is what is done without it."
+            f"{variable} is {value!r:.80}. Set it to {off} {purpose}, or to {on}, which is what is done without it."
         )
-    return asked == on
+    return value == on

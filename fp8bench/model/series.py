@@ -1,7 +1,7 @@
-"""What a history is made of: series of points, a point for every run; what a commit came to; what is wrong with it.
+"""The values of a history: series of points, one per run; a commit's figures; changes; and faults of a store.
 
-And what a figure came to on two sides (two runs, interpreters or commits), with the changes that somebody has accepted:
-lower is better there, always.
+Also comparisons of a figure on two sides (runs, interpreters or commits), and acknowledged changes. Lower is better
+everywhere here.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from fp8bench.model.planned import Scalar
 from fp8bench.model.words import Status
 
 Cell = tuple[Scalar, ...]
-# Software, settings and device that something was measured under, by name.
+# Software, settings and device of a measurement, by name.
 Conditions = tuple[tuple[str, Scalar | None], ...]
-# The condition of joules that makes them incomparable, and not only others.
+# The condition without whose equality joules do not compare at all.
 ENERGY_SOURCE = "energy_source"
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of a workload over its declared grid: what asv calls a benchmark. Lower is better, always.
+    """One metric of a workload over its declared grid: what asv calls a benchmark.
 
-    `name` is asv's ('gemm.Gemm.track_time'). `params` are the values of each parameter, the dtype first; a cell is one
+    `name` is asv's ('gemm.Gemm.track_time'). `params` are the values of each parameter, the dtype first; a cell has one
     of each. Points of different versions do not compare.
     """
 
@@ -41,11 +41,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Point:
-    """What one run says of one cell of a series: raw samples in the series' unit.
+    """One run's samples for one cell of a series, in the series' unit.
 
-    OK without samples means that the case has no such number (an emulated one no speed); `reason` is that of a case
-    that was skipped or failed. A `hasty` one comes from a few rounds, to see that something runs. Samples are put
-    together with those measured `under` the same conditions only, of so many `runs`.
+    OK without samples means that the case has no such number (an emulated one no speed); `reason` is why a case was
+    skipped or failed. A `hasty` one comes from a few rounds, as with --quick. Samples are pooled only with those
+    measured `under` the same conditions; `runs` counts the pooled runs.
     """
 
     series: str
@@ -61,10 +61,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Figure:
-    """What a commit came to in one cell of a series: the median of the samples of `runs` runs, and asv's interval.
+    """A commit's figure in one cell of a series: the median of the samples of `runs` runs, and asv's interval.
 
-    `date` is that of the commit's author, in ms since 1970. `value` is None where there is no number; then `status` and
-    `reason` say why. `low` and `high` are the ends of a 99% interval, None where samples are too few for one.
+    `date` is the commit's author date, in ms since 1970. `value` is None where there is no number; then `status` and
+    `reason` say why. `low` and `high` are the ends of a 99% interval, None where samples are too few.
     """
 
     commit: str
@@ -82,7 +82,7 @@ class Figure:
 
     @property
     def source(self) -> Scalar | None:
-        """Where joules come from: those of different sources do not compare. None for anything else."""
+        """The source of joules, which only compare within one source; None for other figures."""
         return dict(self.under).get(ENERGY_SOURCE)
 
 
@@ -102,7 +102,7 @@ class Trend:
 
     @property
     def name(self) -> str:
-        """As a person writes it: 'gemm.Gemm.track_time(bf16, 512)'."""
+        """For example 'gemm.Gemm.track_time(bf16, 512)'."""
         return trend_name(self.series.name, self.cell)
 
     @property
@@ -116,9 +116,9 @@ class Trend:
 
 
 class Ending(NamedTuple):
-    """How a trend ends: its last figure, the last one before it that has a number, and how many have one.
+    """The end of a trend: its last figure, the previous figure that has a number, and how many have one.
 
-    Whoever asks for endings gets trends without figures.
+    In lists of endings the trends have no figures.
     """
 
     trend: Trend
@@ -133,9 +133,9 @@ def trend_name(series: str, cell: Cell) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something about a file of a store that a person should know: where, what, and what to do about it.
+    """Something that a person should know about a file of a store: where, what, and what to do about it.
 
-    `broken` means that something is lost, wrong or hidden from its readers because of it; else it is worth knowing.
+    `broken` means that something is lost, wrong or hidden from readers; else it is a remark.
     """
 
     path: str
@@ -145,7 +145,7 @@ class Fault:
 
 
 class Direction(StrEnum):
-    """Where a figure went from the first side to the second. NONE: there is nothing to compare, and `why` says why."""
+    """Where a figure went from the first side to the second. NONE: nothing can be compared, and `why` says why."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -155,7 +155,7 @@ class Direction(StrEnum):
 
 
 class Evidence(StrEnum):
-    """How the two sides were measured, the most telling first: it decides what a gate may believe."""
+    """How the two sides were measured, the most reliable way first; a gate decides by it."""
 
     PAIRED = "paired"  # in the same rounds
     CROSS_RUN = "cross-run"  # at different times
@@ -164,10 +164,10 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True)
 class Noise:
-    """How far a ratio's logarithm lies from the truth by chance: its standard deviation, by so many degrees of freedom.
+    """The standard error of a ratio's logarithm, with its degrees of freedom.
 
-    `before` and `after` are the runs of each side that it rests on, 0 in a duel. Without freedom the deviation is that
-    within runs alone, and nobody knows how far runs lie apart.
+    `before` and `after` are the runs of each side that it rests on, 0 in a duel. With no freedom it is the error within
+    runs only, and how far runs lie apart is unknown.
     """
 
     error: float
@@ -180,11 +180,10 @@ class Noise:
 class Comparison:
     """One figure of one case on both sides.
 
-    `before` and `after` are in `unit`, None where that side has none; `ratio` is after over before with its interval.
-    `p_value` is the chance of such a difference or a greater one if nothing had changed, None where nobody can say.
-    `since` and `until` are the commits between which a step of a series lies, '' elsewhere. `failed` says that the case
-    failed on the second side, where it had not on the first. `noise` is None where there is none, or nobody knows it.
-    What other processes took may have made a time `others` times as long on one side.
+    `before` and `after` are in `unit`, None where that side has no value; `ratio` is after over before. `p_value` is
+    the chance of such a difference or a greater one if nothing had changed, None where unknown. `since` and `until` are
+    the commits between which a step of a series lies, '' elsewhere. `failed`: the case failed on the second side only.
+    `noise` is None where unknown. Other processes may have made a time `others` times as long on one side.
     """
 
     case: str
@@ -208,10 +207,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Ack:
-    """A change of one cell of a series on one machine and under one interpreter.
+    """An acknowledged change of one cell of a series on one machine and under one interpreter.
 
-    It lies after the commit `since` and not after `until`; the levels `before` and `after` it are in the series' unit.
-    `when` is the time it was acknowledged, and `because` what was said of it.
+    It lies after the commit `since` and not after `until`; `before` and `after` are levels in the series' unit. `when`
+    it was acknowledged, and `because` of what.
     """
 
     id: str

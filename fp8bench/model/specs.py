@@ -1,8 +1,8 @@
-"""Every figure that fp8bench tells of a case, a row each: tables, CSV, boards, the history, comparisons, gates and the
-docs read these rows and name no figure by themselves.
+"""Every figure of a case, one row each: tables, CSV, boards, the history, comparisons, gates and the docs read these
+rows, and name no figure themselves.
 
 A new figure is a row here and the place where it is measured: a `Measurement` of the record, or a function in MEASURES
-of analysis/metrics.py. The docs' reference has its tables of figures from here.
+of analysis/metrics.py. The docs' reference takes its tables of figures from here.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from fp8bench import units
 from fp8bench.model.words import CELL_PHASES, MemoryRole
 
-# The part of a step that is all of it, beside its phases.
+# The whole step, in lists of its phases.
 STEP = "step"
-# Two builds of one program differ by as much for where their code and data lie.
+# Two builds of one program differ by this much because of where their code and data lie.
 BAND = 0.01
 # Sums in another order move the mean loss of the suite learning by a third of it.
 LOSS_BAND = 0.001
-# What a clock or a sensor says is never the same twice.
+# Units of clocks and sensors, which never read the same twice.
 _NOISY_UNITS = frozenset({"s", "J", "W"})
 
 
@@ -36,8 +36,9 @@ class Better(StrEnum):
 
 
 class Rank(StrEnum):
-    """Who tells a figure: a DETAIL is a part of another figure or follows from one, and boards leave it out. What is
-    RESTATED stands in another figure's row already, and is one of its own in the history and in comparisons alone."""
+    """Where a figure is shown: MAIN everywhere; a DETAIL is part of another figure or follows from one, and boards
+    leave it out; what is RESTATED stands in another figure's row, and has one of its own in the history and in
+    comparisons only."""
 
     MAIN = "main"
     DETAIL = "detail"
@@ -49,13 +50,12 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
     """What is known of a figure before it is measured; as a text it is its name, in which `*` stands for anything.
 
     `table` is the table of cases that has a column of it under its `heading`, where any case has a value: one of
-    fp8bench's ('cases', 'sustained', 'energy', 'capacity'), which name some figures themselves, or one that has no
-    other columns; '' for none. `history`
-    says what its series is, '' where none is kept; it is kept of the grids that have the word `kept_where`: a phase, a
-    count of work, 'energy', 'ranks' or 'one rank'. A change is one from the share `least_change` on, and fails a gate
-    beyond `threshold`, a share and a difference. What is `counted` is the same number whenever the same code runs.
-    `show` writes a value, where its unit does not say how; `page` is the page of the docs that has more. What
-    `of_workload` is measured by a suite, which may call it so.
+    fp8bench's ('cases', 'sustained', 'energy', 'capacity'), which name some figures themselves, or one without other
+    columns; '' for none. `history` describes its series, '' where none is kept; it is kept for the grids that have the
+    word `kept_where`: a phase, a count of work, 'energy', 'ranks' or 'one rank'. `least_change` is the smallest share
+    that counts as a change; a gate fails beyond `threshold`, a share and a difference. What is `counted` is the same
+    number whenever the same code runs. `show` writes a value, where its unit does not determine that; `page` is the
+    page of the docs with more. Figures `of_workload` are measured by a suite, which may use their names.
     """
 
     name: str
@@ -79,7 +79,6 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
 
     @property
     def noisy(self) -> bool:
-        """Whether the same code gives another number each time."""
         return self.unit in _NOISY_UNITS
 
     def shown(self, value: float | None, unit: str = "", digits: int = 3) -> str:
@@ -98,17 +97,15 @@ def _row(name: str, unit: str, description: str, **more: Any) -> MetricSpec:
 
 
 def _exact(unit: str = "") -> Callable[[float], str]:
-    """Their last digit matters."""
     return lambda value: f"{value:,.0f} {unit}".rstrip()
 
 
 def time_of_phase(phase: str) -> str:
-    """'time_gemm', where phases have no column of their own."""
+    """For example 'time_gemm', where phases have no column of their own."""
     return f"time_{phase}"
 
 
 def memory_of_role(role: str) -> str:
-    """'memory_weights'."""
     return f"memory_{role}"
 
 
@@ -131,7 +128,7 @@ MEAN = _row(
 for _phase in CELL_PHASES:
     _row(time_of_phase(_phase), "s", f"of the {_phase} phase", rank=_AGAIN, threshold=_TIMES,
          history=f"the {_phase} phase of a step", kept_where=_phase)
-# Counts of Work that a time can be told per: the figure, and how many of them.
+# Counts of Work that time is given per: the figure, and how many of them.
 PER: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
         _row(f"seconds_per_{name}", "s", f"the step's time for {many:.0e} {count}", rank=_AGAIN, kept_where=count,
@@ -140,19 +137,20 @@ PER: Mapping[str, tuple[MetricSpec, float]] = {
     )
     for count, name, many in (("flops", "tflop", 1e12), ("tokens", "mtok", 1e6), ("bytes", "gb", 1e9))
 }
-# The figure that says how fast a case was, whatever the machine was.
+# The speed of a case independent of the machine.
 RELATIVE = _row(
     "relative_time", "x", "the step's time over the reference's in the same rounds", rank=_AGAIN, threshold=_RATIOS,
     history="a step's time over that of the highest precision in the same round",
 )
 RELATIVE_MEAN = _row(
-    "relative_mean_time", "x", "the same of the means", rank=_AGAIN, history="the same of the means over all calls"
+    "relative_mean_time", "x", "the step's mean time over the reference's", rank=_AGAIN,
+    history="a step's mean time over that of the highest precision",
 )
 RATIOS = frozenset({RELATIVE, RELATIVE_MEAN})
 SHARE_OF_STEP = _row(
     "share_of_step", units.RATIO, "of a phase: best by best; the median is over the shares of single calls", better=_NO
 )
-# What is done in a second, by counts of Work.
+# Rates by counts of Work.
 RATES: Mapping[str, MetricSpec] = {
     count: _row(
         f"{count}_per_second", unit, f"{count} of a step's work; of a phase as the tape counted, best alone", better=_UP
@@ -168,14 +166,15 @@ SHARE_OF_CEILING = _row(
     "whole ceilings, over its best time", better=_UP, page="method.md#ceilings",
 )
 SHARE_OF_DATASHEET = _row(
-    "share_of_datasheet", units.RATIO, "the same by the vendor's peaks", better=_UP, page="method.md#ceilings"
+    "share_of_datasheet", units.RATIO, "of a phase: the same least time by the vendor's peaks", better=_UP,
+    page="method.md#ceilings",
 )
 PEAK_MEMORY = _row(
     "peak_memory", "B", "tensors, at the highest point of a step", rank=_MAIN, heading="peak memory", page="method.md",
     history="tensor memory at the highest point of a step, the state included", threshold=(0.02, float(1 << 20)),
 )
 DEVICE_PEAK_MEMORY = _row(
-    "device_peak_memory", "B", "the same where hardware keeps the formats: codes and scales in the place of an "
+    "device_peak_memory", "B", "peak memory where hardware keeps the formats: codes and scales in the place of an "
     "emulation's wide values, for as long; derived from the same allocations; `peak_memory` itself where nothing is "
     "emulated", rank=_MAIN, heading="on a device", page="method.md#memory-on-a-device",
     history="tensor memory at the highest point of a step, as hardware with the formats would have it",
@@ -193,7 +192,7 @@ RESIDENT_MEMORY = _row(
     "resident_memory", "B", "the most that the process had in the machine's memory, torch itself included",
     heading="resident",
 )
-# Who else counts the memory of a step.
+# Other counts of a step's memory.
 MEMORY_COUNTERS = (RESERVED_MEMORY, PROCESS_MEMORY, RESIDENT_MEMORY)
 _COUNTER: dict[str, Any] = {"table": "counters", "page": "method.md#counters"}
 ALLOCATOR_TIME = _row(
@@ -201,9 +200,9 @@ ALLOCATOR_TIME = _row(
     "step and of each phase; only with `--counters`, as all that follow", heading="in the allocator", **_COUNTER,
 )
 ALLOCATOR_CALLS = _row(
-    "allocator_calls", "count", "of these in a step", heading="calls of it", show=_exact(), **_COUNTER
+    "allocator_calls", "count", "of the host's allocator in a step", heading="calls of it", show=_exact(), **_COUNTER
 )
-ALLOCATED_BYTES = _row("allocated_bytes", "B", "that they asked for", heading="asked for", **_COUNTER)
+ALLOCATED_BYTES = _row("allocated_bytes", "B", "that calls of the allocator asked for", heading="asked for", **_COUNTER)
 PAGE_FAULTS = _row(
     "page_faults", "count", "pages of memory that a step touched first: the system clears each", heading="page faults",
     show=_exact(), **_COUNTER,
@@ -213,11 +212,11 @@ DEVICE_ALLOCATIONS = _row(
     heading="driver's allocations", show=_exact(), **_COUNTER,
 )
 ALLOCATION_RETRIES = _row(
-    "allocation_retries", "count", "of these that needed unused memory given back first", heading="retried",
+    "allocation_retries", "count", "device allocations that needed unused memory given back first", heading="retried",
     show=_exact(), **_COUNTER,
 )
 DEVICE_ALLOCATOR_TIME = _row(
-    "device_allocator_time", "s", "in these calls, as torch's profiler tells them", heading="in them", **_COUNTER
+    "device_allocator_time", "s", "in device allocations, by torch's profiler", heading="in them", **_COUNTER
 )
 _OF_PROCESSOR: dict[str, Any] = {"show": _exact(), **_COUNTER}
 INSTRUCTIONS = _row(
@@ -227,13 +226,14 @@ INSTRUCTIONS = _row(
 CYCLES = _row("cycles", "count", "of the processor's clock", heading="cycles", **_OF_PROCESSOR)
 CACHE_LOADS = _row("cache_loads", "count", "that reached the last cache", heading="loads (last cache)", **_OF_PROCESSOR)
 CACHE_LOAD_MISSES = _row(
-    "cache_load_misses", "count", "of these that it did not hold", heading="missed (last cache)", **_OF_PROCESSOR
+    "cache_load_misses", "count", "of cache loads that the last cache did not hold", heading="missed (last cache)",
+    **_OF_PROCESSOR,
 )
 CACHE_REFERENCES = _row(
     "cache_references", "count", "by the kernel's own choice: of the last cache on Intel's, of L2 on AMD's processors",
     heading="references", **_OF_PROCESSOR,
 )
-CACHE_MISSES = _row("cache_misses", "count", "of these", heading="missed", **_OF_PROCESSOR)
+CACHE_MISSES = _row("cache_misses", "count", "of cache references", heading="missed", **_OF_PROCESSOR)
 WIRE_BYTES = _row(
     "wire_bytes", "B", "what a rank sends to others in a step", heading="wire",
     history="that a rank sends to others in a step", kept_where="ranks", page="distributed.md",
@@ -251,7 +251,7 @@ LAUNCHES = _row(
     "launches", "count", "kernels started at least, counted exactly", show=_exact(),
     history="of operators in a step that start a kernel", **_COUNTED,
 )
-# What a tape counts exactly of a step: the same code gives the same number, and any other is news.
+# Counts of a tape, exact for a step: the same code gives the same number.
 COUNTS = (FLOPS, MOVED_BYTES, LAUNCHES)
 UNKNOWN_OPERATORS = _row(
     "unknown_operators", "count", "calls of operators that have no formula and are in no sum", page="tape.md"
@@ -285,7 +285,7 @@ ENERGY = _row(
 ENERGY_NET = _row(
     "energy_net", "J", "of a step, beyond idle power", rank=_MAIN, threshold=_JOULES, heading="net/step"
 )
-# Joules of a step for counts of its work, the most telling first.
+# Joules of a step per count of its work, the most useful first.
 ENERGY_PER: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
         _row(f"energy_per_{word.lower()}", "J", f"for {much} of the step's work", rank=_MAIN, threshold=_JOULES,
@@ -297,7 +297,7 @@ ENERGY_PER: Mapping[str, tuple[MetricSpec, float]] = {
     )
 }
 ENERGY_LOW = _row("energy_low", "J", "of a measured phase: the lowest of its windows, less its uncertainty")
-ENERGY_HIGH = _row("energy_high", "J", "the highest, and its uncertainty")
+ENERGY_HIGH = _row("energy_high", "J", "of a measured phase: the highest of its windows, and its uncertainty")
 ENERGY_RESIDUAL = _row("energy_residual", "J", "of a step, less all its measured phases", better=_NO)
 ENERGY_UNCERTAINTY = _row(
     "energy_uncertainty", units.RATIO, "how far the energy of any of its windows can be off; none for power sensors"
@@ -309,37 +309,38 @@ SUSTAINED_TIME = _row(
     page="energy.md#what-the-figures-are",
 )
 SUSTAINED_CLOCK = _row("sustained_clock", "Hz", "the device's clock right after these turns", better=_NO)
-SUSTAINED_POWER = _row("sustained_power", "W", "its power in them", better=_NO)
+SUSTAINED_POWER = _row("sustained_power", "W", "the device's power in these turns", better=_NO)
 SM_CLOCK = _row("sm_clock", "Hz", "the device's mean clock over the case's slots", better=_NO)
 MAX_BATCH = _row(
     "max_batch", "count", "the largest batch that fits, 0 if none does; only with `--max-batch`", better=_UP,
     page="planning.md",
 )
 DEVICE_MAX_BATCH = _row(
-    "device_max_batch", "count", "the same of an emulated case where hardware keeps its formats, by a line through "
-    "what two batches would take there; derived", better=_UP, heading="on a device", page="planning.md",
+    "device_max_batch", "count", "the largest batch of an emulated case where hardware keeps its formats, by a line "
+    "through what two batches would take there; derived", better=_UP, heading="on a device", page="planning.md",
 )
 MAX_BATCH_TOKENS = _row(
-    "max_batch_tokens", "count", "tokens of a step with it", better=_UP, heading="tokens a step",
+    "max_batch_tokens", "count", "tokens of a step with the largest batch", better=_UP, heading="tokens a step",
     show=lambda value: units.whole(int(value)),
 )
-MAX_BATCH_MEMORY = _row("max_batch_memory", "B", "its peak memory", heading="peak memory")
+MAX_BATCH_MEMORY = _row("max_batch_memory", "B", "peak memory of the largest batch", heading="peak memory")
 MAX_BATCH_LIMIT = _row("max_batch_limit", "B", "the limit that was asked for")
 RANK_SKEW = _row(
     "rank_skew", "%", "between the slowest and the fastest rank of a call", heading="skew", page="distributed.md"
 )
 RANK_TIME = _row("rank_time", "s", "a rank's step, the median of its calls")
 RANK_COMMUNICATION = _row("rank_communication_time", "s", "communication in a rank's step")
-RANK_WAITING = _row("rank_waiting_time", "s", "how much of it is waiting for other ranks")
+RANK_WAITING = _row("rank_waiting_time", "s", "waiting for other ranks, in a rank's communication")
 RANK_MEMORY = _row("rank_memory", "B", "the most that a rank's tensors hold at once")
 MEMORY_SKEW = _row(
     "memory_skew", "%", "between the rank that takes most and the one that takes least", heading="skew"
 )
 COMMUNICATION = _row(
-    "communication_time", "s", "the least that any rank was in it: what it takes", heading="communication"
+    "communication_time", "s", "the least time that any rank spent in communication", heading="communication"
 )
 EXPOSED = _row(
-    "exposed_time", "s", "both at once less products alone; between: what rounds leave", heading="exposed"
+    "exposed_time", "s", "products and communication at once, less products alone; an interval is over rounds",
+    heading="exposed",
 )
 HIDDEN_COMMUNICATION = _row(
     "hidden_communication", "%", "1 less the exposed share of communication alone; never cut", better=_UP,
@@ -347,10 +348,10 @@ HIDDEN_COMMUNICATION = _row(
 )
 LOGICAL_BYTES = _row("logical_bytes", "B", "the whole vector as float32", better=_NO, heading="logical")
 ALGBW = _row("algbw", "B/s", "bytes of the vector as it is sent, over the median step", better=_UP)
-BUSBW = _row("busbw", "B/s", "times nccl-tests' factor", better=_UP)
-EFFECTIVE_BUSBW = _row("effective_busbw", "B/s", "the same of the logical bytes", better=_UP, heading="effective")
+BUSBW = _row("busbw", "B/s", "algbw times nccl-tests' factor", better=_UP)
+EFFECTIVE_BUSBW = _row("effective_busbw", "B/s", "busbw of the logical bytes", better=_UP, heading="effective")
 BUBBLE = _row("bubble", "%", "of the time that a pipeline's ranks compute: what they wait or send")
-IDEAL_BUBBLE = _row("ideal_bubble", "%", "the same of equal stages that send in no time")
+IDEAL_BUBBLE = _row("ideal_bubble", "%", "the bubble of equal stages that send in no time")
 STRONG_SCALING = _row("strong_scaling", "%", "one rank's step over ranks times that of all", better=_UP)
 WEAK_SCALING = _row("weak_scaling", "%", "the step of one rank with its share over that of all", better=_UP)
 BREAK_EVEN = _row("break_even", "count", "a size from which on a precision pays, or up to which it does")
@@ -359,11 +360,11 @@ AMAX = _row("amax", "", "the largest magnitude of these values, before any scali
 SHARE_ABOVE = _row("share_above_*", units.RATIO, "of these values, those above the format's largest", better=_NO)
 SHARE_VANISHING = _row("share_vanishing_*", units.RATIO, "those that are not zero, but zero in the format", better=_NO)
 
-# What suites measure: their rows say what the ends of names mean, and come after those of single names.
+# Figures of suites: these rows match by the ends of names, and come after those of single names.
 _OF_WORKLOADS: dict[str, Any] = {"rank": _MAIN, "of_workload": True}
 RELATIVE_LOSS = "relative_loss"
 LOSS_ERROR = "loss_error"
-# Near 1, of which a thousandth matters. A gate's threshold is beyond what the history may show, which must see it.
+# Values near 1, where a thousandth matters. A gate's threshold is above the least change of the history.
 _row(
     f"*{RELATIVE_LOSS}", "x", "the mean loss of a small training over bf16's, of `learning`", show="{:.5f}x".format,
     least_change=LOSS_BAND, threshold=(2 * LOSS_BAND, 0.0), page="history.md#does-it-still-learn", **_OF_WORKLOADS,
@@ -374,17 +375,17 @@ _row("*_vanished", units.RATIO, "the share of all values that are zero and are n
 _row("*_db", "dB", "numerical errors in decibels", better=_UP, page="formats.md", **_OF_WORKLOADS)
 for _name in ("utilisation_percent", "dynamic_range_octaves", "subnormal_percent"):  # neither more nor less is better
     _row(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NO, page="formats.md", **_OF_WORKLOADS)
-# Of a mixture of experts its load, of RLHF's models, and of a sampler: of these neither more nor less is better.
+# Mixtures of experts, RLHF's models, samplers: neither more nor less is better.
 for _name, _unit, _words in (
     ("load_ratio", "x", "the most tokens that an expert has, over the mean"),
     ("distinct_experts", "count", "those that have any token, of all layers"),
     ("expert_bytes", "B", "of their weights with scales, as they are multiplied"),
     ("actor_bytes", "B", "of RLHF's actor between two steps: weights, gradients, moments"),
-    ("critic_bytes", "B", "of its critic, the same"),
-    ("reference_bytes", "B", "of its reference's weights with scales, as they are kept"),
-    ("reward_bytes", "B", "of its reward model's, the same"),
+    ("critic_bytes", "B", "of RLHF's critic, the same"),
+    ("reference_bytes", "B", "of RLHF's reference: weights with scales, as they are kept"),
+    ("reward_bytes", "B", "of RLHF's reward model: the same"),
     ("rows_least", "count", "of the tokens of an expert that has any"),
-    ("rows_median", "count", "of the same"),
+    ("rows_median", "count", "of the tokens of such experts"),
     ("layers_that_agree", "count", "ahead of the first whose router chooses other experts than an exact one"),
     ("evaluations", "count", "of the denoiser, in all steps of a sampler"),
     ("mean_depth", "count", "blocks that a row takes until it leaves, in the mean"),
@@ -396,7 +397,7 @@ for _end, _unit in (("percent", "%"), ("ulp", "ulp"), ("octaves", "octaves"), ("
 
 
 def spec_of(name: str) -> MetricSpec:
-    """What is known of a figure by its name; a suite may give one that nothing is known of."""
+    """The row of a figure by its name; a default row for an unknown name of a suite's figure."""
     return METRICS.get(name) or _by_pattern(name)
 
 
@@ -407,7 +408,7 @@ def _by_pattern(name: str) -> MetricSpec:
 
 
 def taken(name: str) -> str:
-    """Why a workload may not call a number of its own so, '' if it may."""
+    """Why a workload may not give a figure this name, '' if it may."""
     if name in (STEP, *CELL_PHASES) or not spec_of(name).of_workload:
         return f"{name!r} is the name of a figure or a phase that fp8bench tells by itself. Rename it"
     return ""

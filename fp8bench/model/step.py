@@ -1,6 +1,6 @@
-"""What one untimed step was made of: its operators, what takes how much of it, which products can be converted.
+"""What one untimed step was made of: its operators, their shares of it, and which products can be converted.
 
-Nothing here is declared by a workload. Shares are never times, as looking makes a step slower.
+A workload declares none of this. Shares are never times, because observing makes a step slower.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class OperatorCount:
-    """An operator that a step called so often with tensors of the same shapes, in one phase, forward or backward.
+    """An operator, and how often a step calls it with tensors of the same shapes in one phase, forward or backward.
 
-    `inputs` and `outputs` are its tensors in words, 'bf16[128,256]' each. `flops`, `bytes` and `launches` are those of
-    one call: `flops` is None where nobody has a formula for it, 0 where it multiplies nothing; `bytes` are those read
-    and written, each tensor once; `launches` are the kernels that it starts at least. `path` is the dtype in which a
-    product multiplies, '' for what is no product. Views move nothing, and are not here.
+    `inputs` and `outputs` are its tensors, like 'bf16[128,256]'. `flops`, `bytes` and `launches` are those of one call:
+    `flops` is None without a formula, 0 for what multiplies nothing; `bytes` are read and written, each tensor once;
+    `launches` are the fewest kernels it starts. `path` is the dtype in which a product multiplies, '' for other
+    operators. Views move nothing, and are left out.
     """
 
     phase: str
@@ -36,7 +36,7 @@ class OperatorCount:
 @dataclass(frozen=True)
 class PhaseCount:
     """The sums of a phase, forward and backward. `by_path` are its FLOPs by the dtype that they multiply in, `by_dtype`
-    its bytes by that of the tensors; `unknown` is how many calls have no formula, and are in no sum of FLOPs."""
+    its bytes by that of the tensors; `unknown` counts calls without a formula, which are in no sum of FLOPs."""
 
     phase: str
     flops: int = 0
@@ -51,9 +51,9 @@ class PhaseCount:
 class Tape:
     """The operators of one step, and their sums by phase.
 
-    `unwritten` counts memory that was made in the step and read, or left behind, though no operator wrote to it: code
-    that is no operator of torch's (a kernel of one's own) must have. `fused` says that a compiled function ran, whose
-    operators are here as they are without a compiler; '' if none did.
+    `unwritten` counts memory that was made in the step and read, or left behind, though no operator wrote to it: some
+    kernel outside of torch must have. `fused` says that a compiled function ran, whose operators are listed as without
+    a compiler; '' if none did.
     """
 
     operators: tuple[OperatorCount, ...] = ()
@@ -79,7 +79,6 @@ class Tape:
 
     @property
     def by_path(self) -> dict[str, int]:
-        """FLOPs of the step by the dtype that they multiply in."""
         flops_by_path: dict[str, int] = {}
         for phase in self.phases:
             for path, flops in phase.by_path:
@@ -87,7 +86,6 @@ class Tape:
         return flops_by_path
 
     def of(self, phase: str) -> PhaseCount | None:
-        """The sums of that phase, if anything ran in it."""
         return next((count for count in self.phases if count.phase == phase), None)
 
 
@@ -95,7 +93,7 @@ Key = TypeVar("Key")
 
 
 class ShareKind(StrEnum):
-    """What an operator, or a kernel, is for. UNKNOWN is what no rule knows: it is told by its name."""
+    """What an operator, or a kernel, is for. UNKNOWN matches no rule, and is shown by its name."""
 
     GEMM = "gemm"
     ATTENTION = "attention"
@@ -111,7 +109,7 @@ class ShareKind(StrEnum):
 
 class SharesFrom(StrEnum):
     """What was timed: operators on a processor, kernels of a device by the operator that launched them, or the kernels
-    of a compiled step, of which nobody knows the module."""
+    of a compiled step, whose module is unknown."""
 
     OPERATORS = "operators"
     KERNELS = "kernels"
@@ -120,10 +118,10 @@ class SharesFrom(StrEnum):
 
 @dataclass(frozen=True)
 class Share:
-    """Work of one kind in one module, forward or backward, in the pass that looked.
+    """Work of one kind in one module, forward or backward, in an untimed pass.
 
-    `module` is its path in the model, the model's class for what it does between its modules, '' outside of any.
-    `what` says more of the kind: 'conv' of a product, the name of what is unknown, what else is fused into a kernel.
+    `module` is its path in the model, the model's class for work between its modules, '' outside of any. `what` says
+    more of the kind: 'conv' for a product, the name of what is unknown, what else is fused into a kernel.
     """
 
     kind: ShareKind
@@ -136,10 +134,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """The parts of a step. `step` are its seconds without anybody looking, in the same pass.
+    """The parts of a step. `step` are its unobserved seconds in the same pass.
 
-    What the parts leave of it is the host's, between operators: 'unattributed'. Where they come to more than the step,
-    for want of a steadier clock, they are shares of their sum. `fused` is how many kernels hold casts among other work.
+    What the parts leave of it is the host's time between operators: 'unattributed'. Where they sum to more than the
+    step, because clocks vary, they are shares of their sum. `fused` counts kernels that hold casts among other work.
     """
 
     parts: tuple[Share, ...] = ()
@@ -149,7 +147,6 @@ class Shares:
 
     @property
     def whole(self) -> float:
-        """The seconds that all shares are of."""
         return max(self.step, sum(part.seconds for part in self.parts))
 
     @property
@@ -158,7 +155,6 @@ class Shares:
 
     @property
     def by_kind(self) -> dict[ShareKind, float]:
-        """Shares of the step in the order of kinds; only those that there are."""
         shares = self.summed(lambda part: part.kind)
         return {kind: shares[kind] for kind in ShareKind if kind in shares}
 
@@ -169,7 +165,6 @@ class Shares:
         return dict(sorted(shares.items(), key=lambda part: (-part[1], part[0])))
 
     def summed(self, key: Callable[[Share], Key]) -> dict[Key, float]:
-        """Shares of the step, put together by what parts have in common."""
         shares: dict[Key, float] = {}
         whole = self.whole
         for part in self.parts:
@@ -179,7 +174,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class HeldProduct:
-    """A product of a layer in a step: (m, k) times (k, n), so many times; `backward` says for a gradient."""
+    """A product of a layer in a step: (m, k) times (k, n), `times` times; `backward`: for a gradient."""
 
     m: int
     n: int
@@ -199,9 +194,8 @@ class Holder:
     `name` is its path in the model, `also` the other paths of the same module; `kind` is 'linear', 'conv1d' (GPT-2's),
     'conv2d', 'experts' (a matrix for each expert) or 'head' where it can be converted, else the name of its class.
     `weight` is the weight's shape, `flops` those of all its products in a step, forward and backward. What is not
-    converted has a `reason`, a sentence, and a `rule`, a word for it ('skipped', 'kept', 'class', 'forward',
-    'shape', 'not-called'). `native` says what native products of a device want of its shapes and do not have; it is a
-    fact of shapes, and there on every device.
+    converted has a `reason`, a sentence, and a `rule`, a word for it ('skipped', 'kept', 'class', 'forward', 'shape',
+    'not-called'). `native` says which requirements of native products its shapes break, on any device.
     """
 
     name: str
@@ -219,9 +213,9 @@ class Holder:
 
 @dataclass(frozen=True)
 class OtherProduct:
-    """Products outside of all holders: `operator` is torch's name for it, `module` the path of the module that runs
-    it, '' for none. `weight` is the parameter that it multiplies by, '' where it is none, or nobody can tell. `flops`
-    is None where nobody has a formula for the operator."""
+    """Products outside of all holders: `operator` is torch's name for it, `module` the path of the module that runs it,
+    '' for none. `weight` is the parameter that it multiplies by, '' where it is none or unknown. `flops` is None
+    without a formula for the operator."""
 
     operator: str
     module: str = ""
@@ -250,12 +244,12 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """Converted FLOPs of all of the step; 0 for a step without products."""
+        """The share of the step's FLOPs that is converted; 0 for a step without products."""
         return self.converted_flops / self.flops if self.flops else 0.0
 
     @property
     def unknown(self) -> int:
-        """Calls of operators that nobody has a formula for: no sum has them."""
+        """Calls of operators without a formula, which are in no sum."""
         return sum(other.calls for other in self.others if other.flops is None)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""When a group has been measured enough, and when a device has settled: values in, decision out."""
+"""When a group has been measured enough, and when a device has settled."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10
 BUDGET_SECONDS = 10.0
 CEILING_SECONDS = 120.0
-# Of so many candidates or more the fastest is timed again.
+# With so many candidates or more the fastest is timed again.
 LEAST_CANDIDATES = 3
 
 
 @dataclass(frozen=True)
 class StoppingRule:
-    """From `least` rounds on, look now and then whether the question is answered; stop at a cap.
+    """From `least` rounds on, look now and then whether the question is answered; stop after `most`.
 
-    `budget` is the time after which measuring ends although nothing is decided, once `least` rounds are done;
-    `ceiling` ends it even before that. `fixed` rounds, if given, replace all of it. Seconds of measuring; with
-    `whole`, seconds since the group was begun, preparing included.
+    After `budget` seconds measuring ends although nothing is decided, once `least` rounds are done; `ceiling` ends it
+    even before that. `fixed` rounds replace all of it but the ceiling. Seconds of measuring; with `whole`, since the
+    group was begun, preparing included.
     """
 
     least: int = LEAST_ROUNDS
@@ -33,7 +33,7 @@ class StoppingRule:
     whole: bool = False
 
     def after(self, seconds: float, sessions: int = 1) -> StoppingRule:
-        """The rule of the next of so many sessions, when so many seconds of the group have gone."""
+        """The rule of the next of `sessions` sessions, when `seconds` of the group have gone."""
         if not self.whole:
             return self
         left = (max(0.0, limit - seconds) / sessions for limit in (self.budget, self.ceiling))
@@ -70,17 +70,17 @@ def rule_for(quick: bool, rounds: int | None, budget: float | None) -> StoppingR
     return StoppingRule(budget=BUDGET_SECONDS if budget is None else budget, ceiling=ceiling, whole=whole)
 
 
-# What is judged: the slopes of straight lines through the looks of the last seconds, of so many looks at least.
+# Slopes are those of straight lines through the looks of the last STRETCH seconds, at least _FEWEST looks.
 STRETCH = 4.0
 _FEWEST = 5
-# Of its mean, a second; and degrees a second.
+# Share of the mean per second; degrees per second.
 CLOCK_SLOPE = 0.002
 TEMPERATURE_SLOPE = 0.3
 
 
 @dataclass(frozen=True)
 class ClockLook:
-    """Hertz and degrees Celsius at so many seconds; None where nobody could say."""
+    """Hertz and degrees Celsius `at` a time in seconds; None where unknown."""
 
     at: float
     clock: float | None
@@ -89,7 +89,7 @@ class ClockLook:
 
 @dataclass(frozen=True)
 class Settling:
-    """What one case ran before something was measured: looks meanwhile, the first one before it ran at all.
+    """Looks at a device while a case warmed it up, the first one before it ran at all.
 
     `settled` says whether clock and temperature stood still in the end, `limit` for how many seconds it might have run.
     """
@@ -105,21 +105,21 @@ class Settling:
 
 @dataclass(frozen=True)
 class Slopes:
-    """How fast a clock moves, as a share of it a second, and a temperature, in degrees; None where nobody knows."""
+    """How fast a clock moves, relative to itself, and a temperature, in degrees, per second; None where unknown."""
 
     clock: float | None
     temperature: float | None
 
     @property
     def flat(self) -> bool:
-        """Whether what is known of them is small enough; nothing known is not."""
+        """Whether the known slopes are small enough; False if none is known."""
         bounds = ((self.clock, CLOCK_SLOPE), (self.temperature, TEMPERATURE_SLOPE))
         known = [abs(slope) <= bound for slope, bound in bounds if slope is not None]
         return bool(known) and all(known)
 
 
 def slopes(looks: Sequence[ClockLook]) -> Slopes:
-    """Over the last stretch; unknown as long as there is none."""
+    """Over the last stretch; unknown before a whole stretch has passed."""
     last = [look for look in looks if look.at >= looks[-1].at - STRETCH]
     if not looks or looks[-1].at - looks[0].at < STRETCH:
         return Slopes(None, None)

@@ -1,4 +1,4 @@
-"""The words of the house: closed sets of names."""
+"""Closed sets of names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What a stretch of a step is for. Closed, so that workloads compare."""
+    """What a stretch of a step is for. The set is closed, so that workloads compare."""
 
     DATA_LOAD = "data_load"
     DECODE = "decode"
@@ -20,19 +20,19 @@ class Phase(StrEnum):
 
 
 UNATTRIBUTED = "unattributed"
-# The precision of a model of one's own as it came.
+# The precision of a user's model as it came.
 UNTOUCHED = "untouched"
-# MS-AMP's, each an arm of a training and no precision.
+# MS-AMP's optimisation levels: arms of a training, not precisions.
 MSAMP_LEVELS = ("msamp-o1", "msamp-o2", "msamp-o3")
 PHASES: tuple[str, ...] = tuple(Phase)
-# Those that bring numbers from where they are kept, which is no matter of tensors.
+# Phases that load data, outside of tensor operations.
 LOADING = frozenset({Phase.DATA_LOAD, Phase.DECODE})
 # The order of phases in clocks, cells and tables; unattributed time is what a step leaves over.
 CELL_PHASES: tuple[str, ...] = (*PHASES, UNATTRIBUTED)
 
 
 class Level(StrEnum):
-    """How a device does a precision."""
+    """How a device supports a precision."""
 
     NATIVE = "native"
     EMULATED = "emulated"
@@ -94,13 +94,12 @@ class Label(StrEnum):
 
     @property
     def casts_doubt(self) -> bool:
-        """Whether a verdict beside this label is no plain fact."""
         return self not in REMARKS
 
 
-# Facts about a case that are no doubt about its speed.
+# Labels that cast no doubt on a speed.
 REMARKS = frozenset({Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
-# What was timed may not be what it is called, or not what it was held against: no size of an effect outweighs that.
+# What was timed may not be what it is called, or what it was compared with: even a large effect does not outweigh that.
 OF_ANOTHER_KIND = frozenset(
     {
         Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.FLAT_TIME, Label.NO_WORK, Label.NOT_FINITE,

@@ -5,8 +5,19 @@ that every name can be listed without it.
 """
 
 from fp8bench.protocols.arithmetic import MEMORY_OF, Arithmetic, Fused, Operand, Role, ScaleBook, WatchedArithmetic
-from fp8bench.protocols.device import CannotCapture, CannotLimit, Device, MemoryMeter, Stamper
-from fp8bench.protocols.phases import Markers, Observer, Phases, SilentObserver, SilentPhases, TellingMarker
+from fp8bench.protocols.measuring import (
+    CannotCapture,
+    CannotLimit,
+    Device,
+    Markers,
+    MemoryMeter,
+    Observer,
+    Phases,
+    SilentObserver,
+    SilentPhases,
+    Stamper,
+    TellingMarker,
+)
 from fp8bench.protocols.precision import Backend, Precision, TensorScale, float32_products, one_thread
 from fp8bench.protocols.workload import Covered, Grid, Layer, Setup, Workload, around_refused, key_of, keys_of
 

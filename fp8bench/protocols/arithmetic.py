@@ -1,4 +1,5 @@
-"""How a precision casts and multiplies, scales from data, what a tensor is for. torch appears in annotations only."""
+"""How a precision casts and multiplies, scales from data, and the roles of tensors. torch appears in annotations
+only."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ScaleState(NamedTuple):
-    """What a kept scale is at the moment: it comes from that largest magnitude, and was renewed so often."""
+    """A kept scale: the largest magnitude that it comes from, the scale, and how often it was renewed."""
 
     amax: float
     scale: float
@@ -26,8 +27,8 @@ class ScaleState(NamedTuple):
 class ScaleBook:
     """The scales of all layers of one state.
 
-    While `watching` a tensor is cast with its current scale and its largest magnitude is entered; else with the scale
-    that stands. A book without known magnitudes watches always: it calibrates.
+    While `watching`, a tensor is cast with its current scale, and its largest magnitude is recorded; otherwise with the
+    recorded scale. A book without known magnitudes always watches: it calibrates.
     """
 
     def __init__(self, rule: StaticScales, known: Mapping[tuple[str, str], float] | None = None) -> None:
@@ -38,26 +39,24 @@ class ScaleBook:
         self._kept: dict[tuple[str, str], Callable[[], ScaleState | None]] = {}
 
     def begin_step(self) -> None:
-        """A step begins: every `refresh`-th one watches."""
         self._steps += 1
         if self.known is not None and self.rule.refresh:
             self.watching = self._steps % self.rule.refresh == 0
 
     def keep(self, layer: str, role: str, state: Callable[[], ScaleState | None]) -> None:
-        """Enter a scale by what tells its state: that waits for the device, and is None for one that cast nothing.
+        """Registers a scale; `state` reads it, which waits for the device, and returns None if it cast nothing.
 
-        A model that is built again under the same book replaces what it had.
+        A model that is built again with the same book replaces its earlier scales.
         """
         self._kept[layer, role] = state
 
     def states(self) -> tuple[LayerScale, ...]:
-        """All scales that something was cast with, in the order their layers were made."""
-        found = ((*key, state()) for key, state in self._kept.items())
-        return tuple(LayerScale(layer, role, *state) for layer, role, state in found if state is not None)
+        states = ((*key, state()) for key, state in self._kept.items())
+        return tuple(LayerScale(layer, role, *state) for layer, role, state in states if state is not None)
 
 
 class Role(StrEnum):
-    """What a tensor is in a product; recipes give formats by role."""
+    """A tensor's part in a product; recipes give formats by role."""
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -68,8 +67,8 @@ class Role(StrEnum):
 class Operand:
     """A tensor made ready for a product: its codes or rounded values, and the scale that gives the values back.
 
-    Two dimensions, contraction last. `scale` is None where the data are the values themselves. `gradient` says that a
-    gradient was cast: sums with one may be kept more carefully than those of a forward product.
+    Two dimensions, contraction last. `scale` is None where the data are the values themselves. `gradient`: a gradient
+    was cast, and sums with one may be kept more precisely than those of a forward product.
     """
 
     data: Tensor
@@ -83,12 +82,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Fused:
-    """What may be one layer, by its weights.
-
-    An RMS norm and the product behind it; an RMS norm and both products of a feed-forward block, with the activation
-    between them (`gated`: Llama's, else GELU); or GPT-2's whole block: both layer norms, and qkv, out, up and down, for
-    so many `heads`.
-    """
+    """Weights that may be executed as one layer: an RMS norm and the product behind it; an RMS norm and both products
+    of a feed-forward block, with the activation between them (`gated`: Llama's, else GELU); or GPT-2's whole block:
+    both layer norms, and qkv, out, up and down, for `heads` heads."""
 
     norms: tuple[nn.Parameter, ...]
     weights: tuple[nn.Parameter, ...]
@@ -99,15 +95,14 @@ class Fused:
 class Arithmetic(ABC):
     """How a precision casts and multiplies on one device.
 
-    `casts` is False where a cast changes nothing, so that nobody opens a CAST phase around nothing; `keeps_source`
-    says that the second orientation of an operand must be cast from the source again (block scales run along the
-    contraction) and cannot be had by transposing the codes. `explicit` says that a product is more than one of its
-    operands' values (they are rotated, or summed in few bits), so that it can be had as a product of matrices only.
-    `settles` says that its first casts are unlike those that follow: their scales come from what was cast before.
-    `plain` says that operands are torch's own values in the carrier's dtype, without scales. `takes_amax` says that
-    `cast_both` has a use for a tensor's largest magnitude that somebody has found already. Where it has one product
-    for several weights (`grouped`), `groups` is what sides must be multiples of, and `part_rows` what the rows of each
-    weight's part are; else `groups` is 0.
+    `casts` is False where a cast changes nothing, so that no CAST phase is opened. `keeps_source`: the second
+    orientation of an operand must be cast from the source again (block scales run along the contraction), because the
+    codes cannot be transposed. `explicit`: a product is more than one of its operands' values (they are rotated, or
+    summed in few bits), so it exists only as a product of matrices. `settles`: the first casts are unlike later ones,
+    whose scales come from earlier casts. `plain`: operands are torch's own values in the carrier's dtype, without
+    scales. `takes_amax`: `cast_both` can use a tensor's known largest magnitude. Where one product serves several
+    weights (`grouped`), `groups` is what sides must be multiples of, and `part_rows` what the rows of each weight's
+    part must be; else `groups` is 0.
     """
 
     carrier: torch.dtype
@@ -121,31 +116,33 @@ class Arithmetic(ABC):
     part_rows: int = 32
 
     def layer(self, name: str) -> Arithmetic:
-        """The arithmetic of one layer: one of its own where it remembers something of what it cast (scales, seeds)."""
+        """The arithmetic of one layer: an instance of its own where it remembers what it cast (scales, seeds)."""
         return self
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        """The same for one layer, with scales from data that the book keeps; itself where no tensor has one scale."""
+        """The arithmetic of one layer with scales from data that the book keeps; itself where no tensor has one
+        scale."""
         return self
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor] | None:
-        """What multiplies inputs by a layer's weight, casts included, gradients too; None: `cast` and `product` do."""
+        """A function that multiplies inputs by a layer's weight, with casts and gradients; None: use `cast` and
+        `product`."""
         return None
 
     def fused(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
-        """The same of more than a product; None where there is no such layer."""
+        """Like `whole`, for more than a product; None where there is no such layer."""
         return None
 
     def layer_scales(self) -> tuple[LayerScale, ...]:
-        """The scales that a library keeps for the layers made by `whole`, as they are now. Waits for the device."""
+        """The present scales of a library's layers that `whole` made. Waits for the device."""
         return ()
 
     def memory(self) -> dict[str, Tensor]:
-        """All that casts to come depend on, of those before, by name. A cast may write into these tensors."""
+        """Everything that later casts depend on, by name. A cast may write into these tensors."""
         return {}
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        """Go on as if what another one had in memory had been cast here. The tensors are its own from now on."""
+        """Goes on from another instance's memory. The tensors are its own from now on."""
 
     @abstractmethod
     def cast(self, tensor: Tensor, role: Role) -> Operand:
@@ -164,10 +161,10 @@ class Arithmetic(ABC):
         raise NotImplementedError
 
     def turned(self, source: Tensor, role: Role) -> Operand:
-        """`source` (2-D, contraction last) for the product that its role is turned for.
+        """Casts `source` (2-D, contraction last) for the product in which its role is transposed.
 
-        That is the input gradient for weights, the weight gradient for inputs and gradients. A cast, unless a recipe
-        does something else there.
+        That is the input gradient for weights, the weight gradient for inputs and gradients. A recipe may treat it
+        differently from `cast`.
         """
         return self.cast(source, role)
 
@@ -181,19 +178,19 @@ class Arithmetic(ABC):
         return Operand(operand.data.t(), operand.scale, operand.gradient)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        """The operand, and the same turned where one look at the tensor gives both; None: turn it when it is needed.
+        """The operand, and the transposed one where one pass over the tensor gives both; else None: call `turn` when
+        needed.
 
-        The same bits as `cast` and then `turn`. `amax` is the tensor's largest magnitude, float32 on its device, if it
-        is known already; it counts only where the arithmetic `takes_amax`.
+        The bits are those of `cast` and then `turn`. `amax` is the tensor's largest magnitude, float32 on its device,
+        if known; it is used only where the arithmetic `takes_amax`.
         """
         return self.cast(tensor, role), None
 
     def unscaled(self, tensor: Tensor, role: Role) -> Operand:
-        """`tensor` on the elements' own grid, without looking for a scale; the cast itself where it has none."""
+        """`tensor` on the elements' own grid, without a scale; `cast` itself where it has none."""
         return self.cast(tensor, role)
 
     def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
-        """The values of an operand in `dtype`: the way back from low precision."""
         import torch
 
         if operand.scale is None:
@@ -201,11 +198,11 @@ class Arithmetic(ABC):
         return (operand.data.to(torch.float32) * operand.scale).to(dtype)
 
 
-# Told of a cast: the operand, its source (None where it was not kept), its role, the operand that was turned if any.
+# Receives the operand, its source (None where it was not kept), its role, and the operand that was transposed, if any.
 Watch = Callable[[Operand, "Tensor | None", Role, Operand | None], None]
 
 
-# What a watched arithmetic says and does as the one that it watches.
+# Attributes that a watched arithmetic takes from the inner one.
 AS_IT_IS = (
     "carrier", "casts", "keeps_source", "explicit", "settles", "plain", "takes_amax",
     "whole", "fused", "layer_scales", "memory", "recall", "restore",
@@ -213,10 +210,10 @@ AS_IT_IS = (
 
 
 class WatchedArithmetic(Arithmetic):
-    """Another arithmetic as it is, and its layers': somebody is told of each cast when it is done."""
+    """Wraps another arithmetic and its layers, and calls `watch` after each cast."""
 
     def __init__(self, inner: Arithmetic, watch: Watch, turned: bool = True) -> None:
-        """Not `turned`: of casts alone, and not of values that are cast once more, turned."""
+        """Without `turned`, `watch` is called for plain casts only, not for transposed ones."""
         self.inner, self.watch, self.tells_turned = inner, watch, turned
         vars(self).update({name: getattr(inner, name) for name in AS_IT_IS})
 
@@ -227,24 +224,24 @@ class WatchedArithmetic(Arithmetic):
         return self._around(self.inner.scaled_by(book, name))
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return self._told(self.inner.cast(tensor, role), tensor, role)
+        return self._tell(self.inner.cast(tensor, role), tensor, role)
 
     def unscaled(self, tensor: Tensor, role: Role) -> Operand:
-        return self._told(self.inner.unscaled(tensor, role), tensor, role)
+        return self._tell(self.inner.unscaled(tensor, role), tensor, role)
 
     def turned(self, source: Tensor, role: Role) -> Operand:
         operand = self.inner.turned(source, role)
-        return self._told(operand, source, role) if self.tells_turned else operand
+        return self._tell(operand, source, role) if self.tells_turned else operand
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         turned = self.inner.turn(operand, source, role)
-        return self._told(turned, source, role, operand) if self.tells_turned else turned
+        return self._tell(turned, source, role, operand) if self.tells_turned else turned
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         operand, turned = self.inner.cast_both(tensor, role, amax)
-        self._told(operand, tensor, role)
+        self._tell(operand, tensor, role)
         if turned is not None and self.tells_turned:
-            self._told(turned, tensor, role, operand)
+            self._tell(turned, tensor, role, operand)
         return operand, turned
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -253,12 +250,12 @@ class WatchedArithmetic(Arithmetic):
     def _around(self, other: Arithmetic) -> Arithmetic:
         return self if other is self.inner else WatchedArithmetic(other, self.watch, self.tells_turned)
 
-    def _told(self, operand: Operand, source: Tensor, role: Role, before: Operand | None = None) -> Operand:
+    def _tell(self, operand: Operand, source: Tensor, role: Role, before: Operand | None = None) -> Operand:
         self.watch(operand, source, role, before)
         return operand
 
 
-# What a tensor is for that has a role in products, before it is cast.
+# The memory role of a tensor by its role in products, before it is cast.
 MEMORY_OF: Mapping[Role, MemoryRole] = {
     Role.INPUT: MemoryRole.ACTIVATIONS,
     Role.WEIGHT: MemoryRole.WEIGHTS,

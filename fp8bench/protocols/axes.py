@@ -1,4 +1,4 @@
-"""Parameters of a workload that `--set` varies, options of a precision, and parsers for their values."""
+"""Parameters of a workload that `--set` varies, options of a precision, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fp8bench.model import Scalar
 class Axis:
     """One parameter of a workload that `--set` can vary; `quick` is its default under --quick, where it has another.
 
-    The default of a `quiet` axis, of which there is one, is no parameter of a case: an axis that comes later to a
-    workload leaves the names and the history of the cases that were there before as they are.
+    The default of a `quiet` axis, of which there is one, is no parameter of a case: so adding an axis to a workload
+    does not change the names and the history of existing cases.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Axis:
     quick: tuple[str, ...] = ()
 
     def values(self, given: Sequence[str]) -> list[Scalar]:
-        """Parsed values in the order given, each once; errors name the axis."""
+        """Parsed values in the order given, without repetitions. Raises UsageError."""
         parsed: dict[Scalar, None] = {}
         for text in given:
             try:
@@ -42,7 +42,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a precision, as in `fp8-delayed:history=16`. `aliases` are other words for its name."""
+    """One option of a precision, as in `fp8-delayed:history=16`; `aliases` are other names."""
 
     name: str
     description: str
@@ -51,7 +51,7 @@ class Option:
     aliases: tuple[str, ...] = ()
 
     def value(self, mode: str, given: str) -> Scalar:
-        """The value of what was given to a mode; errors name both."""
+        """Parses a value that was given in a mode. Raises UsageError."""
         try:
             return self.parse(given)
         except ValueError as error:
@@ -87,7 +87,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-# Of every suite that draws its own operands. On a GPU at its power limit they change the clock, and so the time.
+# For every suite that draws its own operands. On a GPU at its power limit they change the clock, and so the time.
 VALUES = Axis(
     "values",
     "what operands are made of: normal (standard), uniform (-1 to 1), integers (-4 to 4), ones or zeros",
@@ -96,9 +96,9 @@ VALUES = Axis(
     quiet=True,
 )
 CONTIGUOUS, TRANSPOSED, PADDED, STRIDED = LAYOUTS = ("contiguous", "transposed", "padded", "strided")
-# So much memory lies between a matrix's first and last element for each of its own.
+# The memory that a matrix spans, as a multiple of its elements.
 SPREAD = {STRIDED: 2}
-# Of every suite whose operands are matrices by themselves.
+# For every suite whose operands are single matrices.
 LAYOUT = Axis(
     "layout",
     "how matrices lie in memory: contiguous, row by row; transposed, column by column; padded: row by row with gaps "
@@ -116,9 +116,9 @@ CACHE = Axis(
     one_of(HOT, COLD, ROTATING),
     quiet=True,
 )
-# So many times the last cache is written over, or made up of states: it need not drop what was used longest ago.
+# Flushing writes, and rotating states fill, this multiple of the last cache: its replacement need not be by age.
 CACHE_TIMES = 2
-# Axes that every workload has. How they are obeyed is the worker's matter: workloads never see them.
+# Axes that every workload has. The worker applies them: workloads never see them.
 COMMON = (CACHE,)
-# The usual values of quiet axes, by name: what a case without such a parameter has.
+# Defaults of quiet axes, for cases without such a parameter.
 QUIET: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, LAYOUT, CACHE)}

@@ -17,13 +17,11 @@ here = pytest.mark.parametrize(("kind", "facts"), HERE, ids=lambda value: getatt
 
 
 def test_there_is_always_a_processor() -> None:
-    """It is the device of last resort."""
     assert "cpu" in {kind for kind, _ in HERE}
 
 
 @for_each("kind", NAMES)
 def test_what_is_available_says_what_it_is(kind: str) -> None:
-    """Frozen facts with keys of their own, that can be stored; none where there is none."""
     device = devices.get(kind)
     found = device.available()
     assert device.kind == kind and isinstance(found, tuple)
@@ -36,7 +34,6 @@ def test_what_is_available_says_what_it_is(kind: str) -> None:
 
 @here
 def test_its_clock_goes_forward(kind: str, facts: DeviceFacts) -> None:
-    """One interval fewer than stamps; none for none."""
     stamper = devices.get(kind).stamper(facts.index)
     now = stamper.source()
     for _ in range(3):
@@ -48,7 +45,6 @@ def test_its_clock_goes_forward(kind: str, facts: DeviceFacts) -> None:
 
 @here
 def test_two_clocks_do_not_share_their_stamps(kind: str, facts: DeviceFacts) -> None:
-    """Every arm has one of its own, and recycles it when it likes."""
     device = devices.get(kind)
     one, other = device.stamper(facts.index), device.stamper(facts.index)
     stamps = [one.source()(), one.source()()]
@@ -59,7 +55,6 @@ def test_two_clocks_do_not_share_their_stamps(kind: str, facts: DeviceFacts) -> 
 
 @here
 def test_it_can_be_waited_for_and_cleaned(kind: str, facts: DeviceFacts) -> None:
-    """Also when there is nothing to do."""
     device = devices.get(kind)
     device.synchronise(facts.index)
     device.empty_cache()
@@ -77,7 +72,6 @@ def test_only_exhausted_memory_is_exhausted_memory(kind: str) -> None:
 
 @here
 def test_looking_costs_little_and_is_known(kind: str, facts: DeviceFacts) -> None:
-    """The harness publishes it; generous bounds, no timed test."""
     cost = calibrate(devices.get(kind), facts.index)
     assert 0 <= cost.marker_off < cost.marker_on < 1e-3 and 0 <= cost.stamp < 1e-3
     assert (cost.event_pair is None) == (kind == "cpu")
@@ -85,7 +79,6 @@ def test_looking_costs_little_and_is_known(kind: str, facts: DeviceFacts) -> Non
 
 @here
 def test_a_phase_clock_runs_on_it(kind: str, facts: DeviceFacts) -> None:
-    """Marks and stamps fit together."""
     stamper = devices.get(kind).stamper(facts.index)
     clock = PhaseClock(stamper)
     clock.begin()

@@ -44,7 +44,6 @@ MODES = (
 
 
 def case_of(workload: str, mode: str, corpus: Corpus) -> Case:
-    """As the plan makes it."""
     axes = tuple((name, (value,)) for name, value in SMALL[workload].items())
     (group,) = make_plan(Request(workload, (mode,), ("cpu",), axes=axes), (CPU,), corpus.identity).groups
     (planned,) = group.cases
@@ -68,7 +67,6 @@ def pairs() -> Iterator[ParameterSet]:
 
 @pytest.mark.parametrize(("workload", "mode"), [*pairs()])
 def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str, corpus: Corpus, bench: Bench) -> None:
-    """Two steps, all of them in phases that the workload has, sound afterwards; errors above bf16's and below ruin."""
     case = case_of(workload, mode, corpus)
     one, clock = workloads.get(workload), PhaseClock(HostStamper())
     with precisions.get(mode).scope():
@@ -88,7 +86,6 @@ def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str,
 
 @for_each("mode", MODES)
 def test_a_mode_is_one_word_however_it_is_written(mode: str) -> None:
-    """Options in any order, by any of their names, and those that change nothing left out."""
     precision = precisions.get(mode)
     pairs = [(option, precision.chosen[option.name]) for option in precision.options]
     for turn in range(2):

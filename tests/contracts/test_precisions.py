@@ -31,7 +31,6 @@ def test_names_and_ranks_are_told_apart() -> None:
 
 @for_each("name", NAMES)
 def test_a_precision_introduces_itself(name: str) -> None:
-    """Name and aliases as registered; a summary of one line; factors that make sense."""
     precision = precisions.get(name)
     assert precision.name == name and name == name.lower() and not set(name) & set(" ,={}/@'")
     assert set(precision.aliases) == {alias for alias, own in precisions.aliases().items() if own == name}
@@ -41,7 +40,6 @@ def test_a_precision_introduces_itself(name: str) -> None:
 
 @for_each(("name", "option"), OPTIONS, ids=lambda one: getattr(one, "name", one))
 def test_an_option_introduces_itself(name: str, option: Option) -> None:
-    """Its name in lower case, told apart from the others and their aliases; a default that is one of its values."""
     known = [word for one in precisions.get(name).options for word in (one.name, *one.aliases)]
     assert len(set(known)) == len(known) and option.name in known
     assert option.name == option.name.lower() and not set("".join(known)) & set(" ,:={}/@'")
@@ -56,7 +54,6 @@ def test_an_option_introduces_itself(name: str, option: Option) -> None:
 @for_each("name", NAMES)
 @for_each("facts", DEVICES, ids=lambda facts: facts.name)
 def test_support_is_a_level_with_its_reason(name: str, facts: DeviceFacts) -> None:
-    """For any device, also one that nobody has seen yet, and always the same."""
     support = precisions.get(name).support(facts)
     assert isinstance(support, Support) and isinstance(support.level, Level)
     assert support.reason and "\n" not in support.reason
@@ -70,7 +67,6 @@ runs_here = pytest.mark.parametrize(
 
 @runs_here
 def test_its_arithmetic_multiplies_and_lets_gradients_flow(name: str) -> None:
-    """Through a linear layer, in both directions, near the exact result, with odd sizes."""
     precision = precisions.get(name)
     with precision.scope():
         arithmetic = precision.arithmetic(CPU)
@@ -95,7 +91,6 @@ def test_its_arithmetic_multiplies_and_lets_gradients_flow(name: str) -> None:
 
 @runs_here
 def test_casting_changes_no_input_and_can_be_had_again(name: str) -> None:
-    """Every role, and tensors of zeros and of one element; by an arithmetic that remembers nothing of it yet."""
     for shape in ((6, 64), (1, 1), (3, 33)):
         for x in (torch.randn(shape), torch.zeros(shape)):
             for role in Role:
@@ -114,8 +109,6 @@ def test_casting_changes_no_input_and_can_be_had_again(name: str) -> None:
 @runs_here
 @pytest.mark.parametrize("raises", [False, True])
 def test_its_scope_leaves_no_trace(name: str, raises: bool) -> None:
-    """Global switches are put back, whatever the body does."""
-
     def switches() -> tuple[object, ...]:
         return (
             torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.is_grad_enabled(),

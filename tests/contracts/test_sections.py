@@ -83,20 +83,17 @@ def test_a_page_keeps_every_promise(runs: str) -> None:
 
 @for_each("runs", RUNS)
 def test_a_part_is_its_section_s(runs: str) -> None:
-    """Its name is the section's, so that a link to it stays good."""
     for name, section in SECTIONS.items():
         part = section.build(material(*RUNS[runs]()))
         assert part is None or part.name == name
 
 
 def test_names_stay_as_they_are() -> None:
-    """Escaping is the renderer's: a section shortens nothing, and drops no letter."""
     assert LONG in str(SECTIONS["phases"].build(material(strange())))
 
 
 @counts(200, 2000)
 def test_many_cases_build(count: int) -> None:
-    """What grows with the cases is rows, not charts."""
     for part in parts_of(material(many(count // 3))):
         assert sum(isinstance(element, Chart) for element in part.elements) <= 4
 

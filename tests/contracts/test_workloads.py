@@ -115,7 +115,6 @@ def precisions_of(name: str, corpus: Corpus, *wanted: str) -> list[str]:
 
 @for_each("name", NAMES)
 def test_a_workload_introduces_itself(name: str) -> None:
-    """Name as registered, a summary of one line, a version."""
     workload = workloads.get(name)
     assert workload.name == name and not set(name) & set(" ,=[]{}/@'")
     assert workload.summary and "\n" not in workload.summary and workload.version
@@ -125,7 +124,6 @@ def test_a_workload_introduces_itself(name: str) -> None:
 @WHERE
 @for_each("name", NAMES)
 def test_every_axis_has_defaults_that_parse(name: str, facts: DeviceFacts) -> None:
-    """And a description; names are told apart, and 'data' is taken by the text."""
     axes = workloads.get(name).axes(facts)
     names = [axis.name for axis in axes]
     assert len(set(names)) == len(names) and "data" not in names
@@ -142,7 +140,6 @@ def default_cases(name: str, facts: DeviceFacts) -> list[Params]:
 @WHERE
 @for_each("name", NAMES)
 def test_expanding_gives_plain_hashable_cases(name: str, facts: DeviceFacts) -> None:
-    """Each once, in the same order every time."""
     cases = default_cases(name, facts)
     assert cases and len(set(cases)) == len(cases) and cases == default_cases(name, facts)
     for params in cases:
@@ -153,7 +150,6 @@ def test_expanding_gives_plain_hashable_cases(name: str, facts: DeviceFacts) -> 
 @WHERE
 @for_each("name", NAMES)
 def test_work_is_known_and_positive(name: str, facts: DeviceFacts) -> None:
-    """Throughput divides by time, limits by work."""
     for params in default_cases(name, facts):
         work = workloads.get(name).work(dict(params))
         assert math.isfinite(work.flops) and (work.flops > 0 or work.bytes > 0) and work.tokens >= 0
@@ -163,7 +159,6 @@ def test_work_is_known_and_positive(name: str, facts: DeviceFacts) -> None:
 @WHERE
 @for_each("name", NAMES)
 def test_layers_are_declared_by_kind_and_can_be_written_in_a_map(name: str, facts: DeviceFacts) -> None:
-    """The kinds of its cases are those it says it has."""
     workload, kinds = workloads.get(name), []
     for params in default_cases(name, facts):
         layers = sound_layers(workload, workload.layers(dict(params)))
@@ -191,7 +186,6 @@ def test_every_layer_declared_asks_for_its_arithmetic(name: str, corpus: Corpus,
 @WHERE
 @for_each("name", NAMES)
 def test_support_is_never_better_than_the_precision(name: str, facts: DeviceFacts) -> None:
-    """And says why."""
     for params in default_cases(name, facts):
         for precision in precisions.names():
             own = precisions.get(precision).support(facts)
@@ -234,7 +228,6 @@ GIVE_NOTHING_THAT_STAYS = frozenset(
 def test_steps_are_seen_to_do_something_or_there_is_a_reason(
     name: str, precision: str, corpus: Corpus, bench: Bench
 ) -> None:
-    """None is taken for a step that does no work."""
     found = bench.effect(smallest(name, precision, corpus), CPU)
     if name in GIVE_NOTHING_THAT_STAYS and precision != "fp8-delayed":
         assert found == StepEffect(None, "none of its results is kept in its state, or returned")
@@ -268,7 +261,6 @@ def test_errors_are_named_numbers_that_grow_as_bits_go(
 
 @for_each("name", NAMES)
 def test_statistics_describe_values_by_kind_and_role(name: str, corpus: Corpus, bench: Bench) -> None:
-    """Each pair once, shares between 0 and 1, the same again for the same seed; a wider range loses less."""
     first = precisions_of(name, corpus, "fp32", "bf16")[0]
     found = bench.statistics(smallest(name, first, corpus), CPU)
     assert found == bench.statistics(smallest(name, first, corpus), CPU)
@@ -290,7 +282,6 @@ OTHERS = (
 
 @pytest.mark.parametrize("precision", sampled(LOW, (*precisions.names(), *OTHERS)))
 def test_products_run_on_operands_of_the_precision(precision: str, corpus: Corpus, bench: Bench) -> None:
-    """In every workload that has some. Nothing is claimed of fp32, nor of a map that leaves a precision no layer."""
     looked = 0
     for name in NAMES:
         for one in precisions_of(name, corpus, precision):
@@ -355,7 +346,6 @@ def measured_of(run: Run) -> list[Record]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(QUICK, NAMES))
 def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
-    """Exactly the phases and errors of a real run over all its dtypes; a step of one phase has its time for that."""
     check_grid(workloads.get(name))
     grid, run = grid_of(name)
     records = measured_of(run)
@@ -388,7 +378,6 @@ def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], 
 def test_cases_of_a_grid_run_and_say_what_memory_they_took(
     name: str, grid_of: Callable[[str], tuple[Grid, Run]]
 ) -> None:
-    """A case that is refused on a processor is one for a reason; none fails. A step holds its own tensors at least."""
     _, run = grid_of(name)
     records = measured_of(run)
     assert records and all(record.status is not Status.FAILED for record in run.records)
@@ -399,7 +388,6 @@ def test_cases_of_a_grid_run_and_say_what_memory_they_took(
 
 
 def test_planning_any_workload_needs_no_torch() -> None:
-    """The parent plans, lists and counts with names and numbers alone."""
     program = """
 import sys
 from fp8bench.model import DeviceFacts, Request
@@ -420,7 +408,6 @@ print([heavy for heavy in ("torch", "numpy", "pandas", "matplotlib") if heavy in
 
 @pytest.mark.parametrize("name", sampled(QUICK, NAMES))
 def test_its_phases_are_ranges_of_its_trace(name: str, bench: Bench, corpus: Corpus, tmp_path: Path) -> None:
-    """The same phases that are timed, around operators, and none that overlaps with one."""
     for precision in precisions_of(name, corpus, "bf16", "fp8"):
         case = smallest(name, precision, corpus)
         bench.prepare("key", case, CPU)

@@ -102,7 +102,7 @@ def test_a_step_that_torch_does_not_capture_has_its_words() -> None:
     """This torch has no graphs at all."""
     with pytest.raises(CannotCapture, match=r"torch captured no graph of its step: [A-Za-z]+: .+"):
         Cuda().captured(0, lambda: None)
-    with pytest.raises(CannotCapture, match="nothing replays the steps of a device of the kind cpu"):
+    with pytest.raises(CannotCapture, match="cannot be replayed"):
         Cpu().captured(0, lambda: None)
 
 
@@ -675,7 +675,7 @@ def test_a_device_of_a_user_s_own_limits_nothing_by_itself() -> None:
         kind = "own"
         memory_limited = Device.memory_limited
 
-    with pytest.raises(CannotLimit, match="nothing is known that limits the memory of own"):
+    with pytest.raises(CannotLimit, match="cannot be limited"):
         Own().memory_limited(0, 10**9)
 
 

@@ -58,7 +58,6 @@ def rounded(exact: Doubles, fmt: Format) -> Doubles:
 
 
 def single(exact: Doubles) -> Doubles:
-    """What float32 keeps of it."""
     return np.asarray(exact, dtype=np.float64).astype(np.float32).astype(np.float64)
 
 

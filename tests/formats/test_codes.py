@@ -123,7 +123,6 @@ def test_narrow_values_encode_as_wide_ones(fmt: Format, dtype: torch.dtype) -> N
 
 @each_format
 def test_what_is_no_number_of_the_format_is_refused(fmt: Format) -> None:
-    """Between two numbers, too large, NaN or a zero where there is none."""
     largest, smallest = fmt.largest, fmt.smallest_subnormal
     beside = np.nextafter(np.float32(largest), np.float32(0)).item()
     wrong = [beside, smallest * 1.5, -largest * 0.99, largest * 0.9999, 1.0001 * fmt.smallest_normal, 2.0**127.99]
@@ -141,7 +140,6 @@ def test_what_is_no_number_of_the_format_is_refused(fmt: Format) -> None:
 
 @for_each("fmt", [E3M2, E2M3, E2M1, TF32], ids=lambda fmt: fmt.name)
 def test_codes_with_more_bits_are_refused(fmt: Format) -> None:
-    """Six-bit codes lie one in a byte, the two bits above them zero."""
     over = 1 << fmt.bits
     for wrong in (over, *([-1] if fmt is TF32 else [])):
         with pytest.raises(UsageError, match=f"and {wrong} is not one"):
@@ -190,7 +188,6 @@ def test_long_tensors_are_the_same_as_their_parts(fmt: Format) -> None:
 
 
 def test_the_first_of_two_e2m1_codes_lies_in_the_lower_half() -> None:
-    """1.0 is code 2, -6.0 code 15."""
     codes = encode(torch.tensor([1.0, -6.0, 0.5]), E2M1)
     assert codes.tolist() == [2, 15, 1]
     assert pack(codes, E2M1).tolist() == [0xF2, 0x01]

@@ -48,7 +48,6 @@ def test_nothing_is_kept_of_a_gpu_or_before_it_is_compiled(cache: Path) -> None:
 
 @pytest.mark.slow
 def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Path) -> None:
-    """To the bit; and what is not as it was kept is not taken."""
     compiled = compiling.compiled(KERNEL)
     given = KERNEL.examples()
     compiled.run(*given)

@@ -182,7 +182,6 @@ def both_ways(x: Tensor) -> list[Tensor]:
 
 
 def one_way_each(x: Tensor) -> list[Tensor]:
-    """The same by two calls."""
     casts = [(one, *how) for how in ((POWER_OF_TWO, 0), (EXACT, 128)) for one in (x, x.t())]
     pairs = [row_codes(one, E4M3, rounding, block) for one, rounding, block in casts]
     return [one for pair in pairs for one in pair]
@@ -235,7 +234,6 @@ def test_what_is_empty_has_codes_and_scales_too() -> None:
 
 @for_each("device", ["cpu", "meta"])
 def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
-    """What it is made of is nobody's concern: no product, no copy beside it."""
     x, blocks = torch.zeros(32, 48, device=device), torch.zeros(512, 512, device=device)
     amax, history, casts = torch.ones((), device=device), torch.zeros(4, device=device), torch.zeros((), device=device)
     with Operators() as seen:
@@ -254,7 +252,6 @@ def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
 
 
 def test_in_a_graph_that_is_compiled_casts_are_plain_operations() -> None:
-    """They fuse there with what stands around them; the same bits."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -75,7 +75,6 @@ THERE = {
 @for_each("device", CLASSES, ids=lambda one: one.name)
 @for_each("scheme", Scheme, ids=lambda one: one.name)
 def test_which_devices_have_which_products(device: DeviceClass, scheme: Scheme) -> None:
-    """The table above, and a reason wherever there is none."""
     fmt, scaling = SCHEMES[scheme]
     one = product(512, 512, 512, fmt, scaling)
 
@@ -124,7 +123,6 @@ RUN_BY_TORCH = [
 @for_each("scheme", [Scheme.MXFP8, Scheme.NVFP4, Scheme.MXFP4], ids=lambda one: one.name)
 @for_each(("m", "k", "n"), RUN_BY_TORCH)
 def test_what_torch_tests_on_blackwell_is_taken(scheme: Scheme, m: int, k: int, n: int) -> None:
-    """And what it skips, K that is no multiple of 32, is refused; on ROCm M, N in 16s and K in 128s at least."""
     fmt, scaling = SCHEMES[scheme]
 
     assert not objections(product(m, n, k, fmt, scaling), B200)
@@ -135,7 +133,6 @@ def test_what_torch_tests_on_blackwell_is_taken(scheme: Scheme, m: int, k: int, 
 
 @for_each("device", [L40S, H100, B200, RTX5090, MI350X], ids=lambda one: one.name)
 def test_every_scaled_product_wants_sixteens(device: DeviceClass) -> None:
-    """Of K and N, as scaled_mm checks; not of M."""
     assert not objections(product(17, 48, 32), device)
     columns, contraction = objections(product(17, 50257, 40), device)
 
@@ -145,7 +142,6 @@ def test_every_scaled_product_wants_sixteens(device: DeviceClass) -> None:
 
 
 def test_one_objection_a_side_and_the_widest() -> None:
-    """K=40 is neither a multiple of 32 nor of 16: padding to 32 mends both."""
     (found,) = objections(product(64, 64, 40, E2M1, NVFP4), B200)
     assert found.multiples == (1, 1, 32) and found.source is RuleSource.CUBLAS
     sides = [one.multiples for one in objections(product(40, 40, 40, E4M3, MX), MI350X)]
@@ -153,7 +149,6 @@ def test_one_objection_a_side_and_the_widest() -> None:
 
 
 def test_types_that_padding_does_not_mend() -> None:
-    """Two E5M2 on NVIDIA, an E5M2 second operand or an fp32 output with row scales, a second operand by rows."""
     twice = product(64, 64, 64, E5M2)
     mixed = Product(64, 64, 64, Treatment(E5M2, ROW), Treatment(E4M3, ROW))
     turned = Product(64, 64, 64, Treatment(E4M3, ROW), Treatment(E5M2, ROW))
@@ -250,13 +245,11 @@ NO_PRODUCTS = (
 
 
 def test_bits_of_operands() -> None:
-    """The type of the result stands in names as well; who does not multiply, or does not say, has none."""
     wanted = dict.fromkeys(FP8, 8) | WIDE | dict.fromkeys(NO_PRODUCTS)
     assert {name: multiplied_bits(name) for name in wanted} == wanted
 
 
 def test_a_step_without_a_kernel_of_its_precision() -> None:
-    """One is enough: heads and attention multiply wider numbers. What nobody knows accuses nobody."""
     wide = list(WIDE)
     assert foreign_kernel([NO_PRODUCTS[0], *wide], 8) == wide[0]
     assert foreign_kernel([*wide, FP8[0]], 8) == "" and foreign_kernel(wide, 16) == ""

@@ -1,6 +1,10 @@
-"""What holds for rounding whatever the number: searched for counterexamples; and stochastic rounding's promises."""
+"""Rounding against a search through a format's numbers, and the noise that stochastic rounding leaves."""
 
 from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.formats.grids import BF16, E8M0, TF32, Format, Overflow
+from fp8bench.errors import UsageError
+from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, TF32, Format, Overflow
 from fp8bench.formats.quantise import RANDOM_BITS, quantised, round_to
+from fp8bench.formats.recipes import NVFP4, NVFP4_UP, TENSOR, ScaleRounding, Scaling
+from fp8bench.formats.scaled import values
 from tests.counts import for_each
 from tests.formats.oracles import (
     ALL,
@@ -53,7 +60,6 @@ def test_the_order_stays(one: float, other: float, way: tuple[Format, Overflow])
 
 @given(value=floats, fmt=formats)
 def test_nothing_of_the_format_lies_nearer(value: float, fmt: Format) -> None:
-    """A search through every number of the format (every 37th of tf32's and the nearest, for speed)."""
     result = rounded(value, fmt).item()
     if np.isnan(result) or not np.isfinite(value):
         return
@@ -104,7 +110,6 @@ def random_numbers_in_turn(fmt: Format) -> torch.Tensor:
 
 @each_format
 def test_the_share_that_goes_up_is_the_rest_of_the_step(fmt: Format) -> None:
-    """Not by chance: of all random numbers, exactly that share, in normal and in subnormal steps."""
     random = random_numbers_in_turn(fmt)
     rungs = ladder(fmt.name)
     rests = 13 if fmt is TF32 else 23 - 7 if fmt is BF16 else 12
@@ -123,7 +128,6 @@ def test_the_share_that_goes_up_is_the_rest_of_the_step(fmt: Format) -> None:
 
 @each_format
 def test_the_smallest_rest_goes_up_as_rarely_as_it_should(fmt: Format) -> None:
-    """The number one float32 step above 1, at the random number where its fate changes."""
     value = torch.full((2,), float(np.nextafter(np.float32(1), np.float32(2))))
     if fmt in (BF16, TF32, E8M0):  # goes up at the largest number that the lost bits can hold, and at no other
         last = (1 << 23 - fmt.mantissa_bits) - 1
@@ -186,3 +190,115 @@ def test_a_gpu_draws_as_the_processor_does(fmt: Format, overflow: Overflow) -> N
     values = torch.from_numpy(random_patterns(fmt.name, 1 << 18))
     found = round_to(values.cuda(), fmt, overflow=overflow, seed=seed_of(9).cuda()).cpu()
     assert same(found, round_to(values, fmt, overflow=overflow, seed=seed_of(9)))
+
+
+DEVIATION = 3.0
+FLOOR, EVEN, RCEIL, CEIL = (Scaling(1, 32, E8M0, ScaleRounding(name)) for name in ("floor", "even", "rceil", "ceil"))
+
+
+FIGURES = [
+    (E4M3, TENSOR, 31.56),
+    (E5M2, TENSOR, 25.57),
+    (E4M3, FLOOR, 30.18),
+    (E4M3, EVEN, 30.91),
+    (E4M3, RCEIL, 31.57),
+    (E4M3, CEIL, 31.57),
+    (E2M3, FLOOR, 30.99),
+    (E3M2, FLOOR, 25.28),
+    (E2M1, FLOOR, 18.62),
+    (E2M1, EVEN, 18.95),
+    (E2M1, RCEIL, 18.58),
+    (E2M1, CEIL, 17.14),
+    (E2M1, NVFP4, 20.44),
+]
+
+
+@cache
+def gaussian(rows: int = 1024) -> torch.Tensor:
+    """A million values: the figures of two seeds differ by 0.02 dB at most."""
+    return torch.randn(rows, 1024, generator=torch.Generator().manual_seed(0)) * DEVIATION
+
+
+def decibels(found: torch.Tensor, source: torch.Tensor) -> float:
+    noise = (found.double() - source.double()).square().sum()
+    return 10 * math.log10(float(source.double().square().sum() / noise))
+
+
+def slope(found: torch.Tensor, source: torch.Tensor) -> float:
+    """Below 1 where values shrink on average."""
+    return float((found.double() * source.double()).sum() / source.double().square().sum())
+
+
+@for_each(
+    ("fmt", "scaling", "expected"),
+    FIGURES,
+    ids=lambda value: value.name if isinstance(value, Format | Scaling) else None,
+)
+def test_noise_of_gaussian_values(fmt: Format, scaling: Scaling, expected: float) -> None:
+    assert decibels(values(gaussian(), fmt, scaling), gaussian()) == pytest.approx(expected, abs=0.05)
+
+
+def test_stochastic_rounding_is_biased_under_block_scales_rounded_to_nearest() -> None:
+    source = gaussian(4096)
+    seed = torch.tensor([1])
+    clipped, whole = (values(source, E2M1, scaling, seed=seed) for scaling in (NVFP4, NVFP4_UP))
+    assert slope(clipped, source) == pytest.approx(0.9965, abs=0.0003)
+    assert slope(whole, source) == pytest.approx(1, abs=0.0003)
+    assert decibels(clipped, source) == pytest.approx(17.3, abs=0.1)
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text()
+
+
+def table(title: str) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of the first table below a title."""
+    lines = PAGE.split(f"\n## {title}\n")[1].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    cells = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        cells.append([cell.strip() for cell in line.strip("|").split("|")])
+    return cells[0], cells[2:]
+
+
+def test_what_the_page_says_of_overflow_and_ties() -> None:
+    at, tie, over = round_to(torch.tensor([463.9, 464.0, 464.1]), E4M3, overflow=Overflow.NAN).tolist()
+    assert (at, tie) == (448, 448)
+    assert math.isnan(over)
+    assert round_to(torch.tensor([1.5, 3.0, 1e-45]), E8M0).tolist() == [2.0, 4.0, 2.0**-127]
+
+
+def test_the_scalings_take_the_roundings_that_are_named_and_no_others() -> None:
+    _, rows = table("Scalings")
+    blocks = {"all": [(0, 0)], "a row": [(1, 0)], "1 x 16 or 16 x 16": [(1, 16), (16, 16)]}
+    for name, block, kept, roundings in rows:
+        scale = {"float32": None, "e8m0": E8M0}.get(kept, E4M3)
+        named = roundings.split(", ")
+        for rows_of_block, columns in blocks.get(block) or [tuple(map(int, block.split(" x ")))]:
+            for rounding in ScaleRounding:
+                if rounding in named:
+                    Scaling(rows_of_block, columns, scale, rounding)
+                else:
+                    with pytest.raises(UsageError, match="are not rounded by"):
+                        Scaling(rows_of_block, columns, scale, rounding)
+        assert name
+
+
+def test_the_noise_is_what_the_tests_hold_it_to() -> None:
+    lines = PAGE.split("\nWhat that costs Gaussian values")[1].splitlines()
+    header, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")
+    ]  # fmt: skip
+    shown = {
+        (row[0].strip("`"), column): float(cell)
+        for row in rows[:5]
+        for column, cell in zip(header[1:], row[1:], strict=True)
+        if cell
+    }
+    columns = {(0, None): "tensor", (1, E4M3): "NVFP4"}
+    held = {
+        (fmt.name, columns.get((scaling.rows, scaling.scale), str(scaling.rounding))): figure
+        for fmt, scaling, figure in FIGURES
+    }
+    assert shown == held

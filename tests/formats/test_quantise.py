@@ -85,7 +85,6 @@ def test_random_float32_patterns(count: int, fmt: Format, overflow: Overflow) ->
 
 
 def test_the_first_value_that_overflows_lies_halfway() -> None:
-    """Halfway to the next number, had there been one, is rounded to even like all else."""
     for fmt in ALL:
         largest, following = ladder(fmt.name)[-2:]
         middle = np.float32(largest / 2 + following / 2)
@@ -215,7 +214,6 @@ def test_every_place_has_the_number_of_unsigned_arithmetic(seed: int) -> None:
 
 @for_each("seed", SEEDS)
 def test_beyond_32_bits_of_index_numbers_go_on_by_another_key(seed: int) -> None:
-    """No tensor of that size is made: the places of one, on both sides of each border."""
     places = torch.tensor([0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, (3 << 32) + 5])
     keys = key_of(torch.tensor([seed]), places >> 32)
     found = drawn_bits(places.to(torch.int32), keys)

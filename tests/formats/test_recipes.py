@@ -76,5 +76,4 @@ def test_what_cannot_be_is_refused_with_a_sentence(make: Callable[[], object], w
     ],
 )
 def test_when_codes_must_be_made_twice(recipe: Recipe, per_tensor: bool, keeps_source: bool) -> None:
-    """Where blocks run along the contraction, rounding is random, or the weight gradient is done otherwise."""
     assert recipe.per_tensor is per_tensor and recipe.keeps_source is keeps_source

@@ -230,7 +230,7 @@ def test_nan_is_stored_where_there_is_a_code_for_it(fmt: Format) -> None:
 def test_stochastic_rounding_is_unbiased(fmt: Format, scaling: Scaling) -> None:
     """Over 64 seeds the mean of each value is the value, within four standard errors of the sum over all of them.
 
-    Not so with NVFP4's nearest block scales, under which the largest elements are clipped (test_noise.py).
+    Not so with NVFP4's nearest block scales, under which the largest elements are clipped (test_properties.py).
     """
     x = gaussian(64, 128)
     drawn = torch.stack([values(x, fmt, scaling, seed=torch.tensor([seed])) for seed in range(64)]).double()

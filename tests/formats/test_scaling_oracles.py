@@ -186,7 +186,6 @@ def test_blocks_of_zeros_and_of_the_tiniest(fmt: Format, mode: ScaleRounding) ->
 
 
 def test_values_beyond_float32_become_infinity_as_a_product_of_float32_does() -> None:
-    """The largest float32 rounds up to 2^128 where its scale lets it; FLOOR's saturates before."""
     x = torch.full((1, 32), torch.finfo(torch.float32).max)
     assert values(x, E4M3, mx(ScaleRounding.FLOOR)).eq(1.75 * 2.0**127).all()
     assert values(x, E4M3, mx(ScaleRounding.RCEIL)).isposinf().all()
@@ -205,7 +204,6 @@ def test_nvfp4_values_follow_the_definition(scaling: Scaling) -> None:
 @each_nvfp4
 @for_each("exponent", [-149, -140, -130, -126, -120, -115, -110, -60, 60, 120])
 def test_tensors_at_either_end_of_float32(scaling: Scaling, exponent: int) -> None:
-    """Below 2688 * 2^-126 the tensor scale stays at 2^-126 and the block scales shrink, to zero at last."""
     x = octaves(64, 256).double().clamp(-4, 4).mul(2.0**exponent).to(torch.float32)
     assert differing(values(x, E2M1, scaling), reference(x, E2M1, scaling)) == 0
     if exponent < -115:
@@ -248,7 +246,6 @@ def test_up_is_the_scale_at_or_above_the_quotient() -> None:
 
 @each_nvfp4
 def test_blocks_that_lie_whole_octaves_below_the_largest(scaling: Scaling) -> None:
-    """Their quotients should be numbers of e4m3, and are so but for rounding, which UP raises to the next."""
     for amax in torch.rand(300, generator=torch.Generator().manual_seed(4)).tolist():
         x = gaussian(128, 16).clamp(-1, 1)
         x[::16, 0] = 1.0
@@ -266,7 +263,6 @@ def test_under_a_scale_of_zero_all_codes_are_zero_however_large_the_elements() -
 
 @each_nvfp4
 def test_what_is_not_finite(scaling: Scaling) -> None:
-    """The tensor scale is 1; an infinity becomes the largest element under the largest block scale."""
     x = gaussian(32, 64)
     x[0, 0], x[20, 40] = torch.inf, -torch.inf
     left, stored = values(x, E2M1, scaling), quantise(x, E2M1, scaling)

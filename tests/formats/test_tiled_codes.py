@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from fp8bench.formats.codes import unpack
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0, Format
 from fp8bench.formats.quantise import Draw
 from fp8bench.formats.recipes import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
-from fp8bench.formats.scale_layouts import swizzled, unswizzled
+from fp8bench.formats.scale_layouts import by_columns, of_squares, squares, swizzled, unswizzled
 from fp8bench.formats.scaled import quantise
 from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both
 from tests.counts import for_each, sampled
@@ -59,7 +61,6 @@ def pieces(source: torch.dtype) -> Iterator[Tensor]:
 
 
 def cast(x: Tensor, how: Cast) -> list[Tensor]:
-    """Codes, and bytes of scales."""
     draw = None if how.seed is None else seeded(how.seed.to(x.device))
     return [one.view(torch.uint8) for one in tiled_codes(x, how.fmt, how.scaling, draw)]
 
@@ -84,7 +85,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 @for_each("how", CASTS, ids=str)
 def test_codes_are_stored_ones(how: Cast) -> None:
-    """Those are held against definitions in test_scaled.py, and where scales lie in test_scale_layouts.py."""
+    """Those are held against definitions in test_scaled.py, and where scales lie below."""
     for x in pieces(how.source):
         assert same(cast(x, how), stored(x, how)), (x.shape, x.stride())
 
@@ -96,14 +97,12 @@ def both_ways(x: Tensor, how: Cast) -> list[Tensor]:
 
 @for_each("how", [one for one in CASTS if one.seed is None], ids=str)
 def test_both_ways_are_each_by_itself(how: Cast) -> None:
-    """Where one fills its tiles and the other does not, too."""
     for x in pieces(how.source):
         assert same(both_ways(x, how), [*stored(x, how), *stored(x.t(), how)]), (x.shape, x.stride())
 
 
 @for_each("how", [CASTS[2], CASTS[5]], ids=str)
 def test_both_ways_take_seeds_that_follow_each_other(how: Cast) -> None:
-    """The last one is left where it was asked for."""
     assert how.seed is not None
     for x in pieces(how.source):
         draw = seeded(how.seed, (1, 2))
@@ -114,7 +113,6 @@ def test_both_ways_take_seeds_that_follow_each_other(how: Cast) -> None:
 
 
 def test_each_way_may_have_a_largest_magnitude_of_its_own() -> None:
-    """As where what is turned was rotated; with one for both it is the tensor's that is seen here."""
     x, other = gaussian(128, 64), 8 * gaussian(64, 128)
     peaks = [one.abs().amax(1) for one in (x, other)]
     found = tiled_codes_both(x, other, E2M1, NVFP4, amaxes=peaks)
@@ -140,7 +138,6 @@ def test_mx_codes_are_those_of_ml_dtypes(turned: bool) -> None:
 
 @for_each("turned", [False, True])
 def test_nvfp4_codes_are_those_of_ml_dtypes(turned: bool) -> None:
-    """float32 operation by operation; the first of two codes in the lower half of a byte."""
     x = gaussian(256, 128)
     x = x.t() if turned else x
     blocks = np.ascontiguousarray(x.numpy()).reshape(-1, 16)
@@ -191,3 +188,50 @@ def test_compiled_both_ways_are_each_by_itself(how: Cast, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("how", sampled([CASTS[0]], [CASTS[0], CASTS[5], CASTS[6]]), ids=str)
 def test_compiled_is_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_fused(monkeypatch, lambda x: cast(x, how), [*pieces(how.source)], same)
+
+
+SHAPES = [(1, 1), (1, 7), (9, 1), (128, 4), (33, 7), (129, 5), (300, 12), (256, 8)]
+
+
+def numbered(down: int, across: int) -> torch.Tensor:
+    """No two alike within a tile, none zero."""
+    return (torch.arange(down * across) % 251 + 1).to(torch.uint8).view(down, across)
+
+
+@for_each(("down", "across"), SHAPES)
+def test_a_scale_lies_where_its_tile_says(down: int, across: int) -> None:
+    """By the formula of cuBLAS: tiles of 128 x 4 one after the other, row after row of them; the rest is zero."""
+    scales = numbered(down, across)
+    laid = swizzled(scales)
+    wide = -(-across // 4)
+    wanted = torch.zeros(-(-down // 128) * wide * 512, dtype=torch.uint8)
+    for row in range(down):
+        for column in range(across):
+            tile = (row // 128) * wide + column // 4
+            wanted[tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4] = scales[row, column]
+    assert laid.is_contiguous() and torch.equal(laid, wanted)
+    assert torch.equal(unswizzled(laid, down, across), scales)
+
+
+@pytest.mark.parametrize(("down", "across"), SHAPES)
+def test_torchao_lays_them_so_too(down: int, across: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.getLogger("torchao").setLevel(logging.CRITICAL)
+        pytest.importorskip("torchao", reason="needs torchao, whose layout this is held against")
+        from torchao.prototype.mx_formats.utils import to_blocked
+    assert torch.equal(
+        to_blocked(numbered(down, across), use_triton_kernel=False).flatten(), swizzled(numbered(down, across))
+    )
+
+
+@for_each(("down", "across"), SHAPES)
+def test_float_scales_lie_by_columns(down: int, across: int) -> None:
+    """The shapes and strides that torch asks for on compute capability 9.0; what fills squares up is zero."""
+    scales = numbered(down, across).float()
+    laid, turned, filled = by_columns(scales), squares(scales), -(-across // 4) * 4
+    assert torch.equal(laid, scales) and laid.shape == (down, across)
+    assert laid.stride() == (1, down)
+    assert turned.shape == (filled, down) and turned.stride() == (1, filled)
+    assert torch.equal(turned[:across].t(), scales) and not turned[across:].any()
+    assert torch.equal(of_squares(turned, across), scales)

@@ -65,7 +65,6 @@ def codes(scales: torch.Tensor | None) -> torch.Tensor:
 @for_each("dtype", [torch.float32, torch.bfloat16], ids=str)
 @counts(1 << 6, 1 << 10)
 def test_mx_agrees_on_many_values(count: int, fmt: Format, mode: ScaleRounding, dtype: torch.dtype) -> None:
-    """Gaussian and with outliers: values, codes and scales."""
     for kind in ("gaussian", "outliers"):
         x = a_million(count)[kind].to(dtype)
         theirs, stored = of_torchao(x, fmt, mode), quantise(x, fmt, mx(mode))

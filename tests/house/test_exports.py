@@ -33,7 +33,6 @@ def documented() -> set[str]:
 
 
 def test_all_is_sorted_and_resolves() -> None:
-    """So that two changes meet in one place only; every name is there, also those loaded on first use."""
     assert list(fp8bench.__all__) == sorted(set(fp8bench.__all__))
     for name in fp8bench.__all__:
         assert getattr(fp8bench, name) is not None
@@ -47,7 +46,6 @@ def test_all_is_what_the_pages_document() -> None:
 
 
 def test_the_version_has_one_source() -> None:
-    """pyproject.toml takes it from fp8bench/__init__.py, where it is a literal."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
     assert project["tool"]["hatch"]["version"]["path"] == "fp8bench/__init__.py"

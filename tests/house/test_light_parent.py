@@ -38,7 +38,6 @@ def test_the_door_is_light(arguments: list[str], code: int | None) -> None:
 
 
 def test_importing_is_light() -> None:
-    """So do the package itself and the names of all leaves."""
     done, imported = run("-c", "import fp8bench; import fp8bench.registry as r; r.workloads.names()")
     assert done.returncode == 0 and "fp8bench" in imported, done.stderr[-2000:]
     assert not imported & HEAVY, sorted(imported & HEAVY)

@@ -99,7 +99,6 @@ def test_command_lines_parse(arguments: list[str], capsys: pytest.CaptureFixture
 
 
 def test_command_lines_are_found() -> None:
-    """The search sees plain, chained, prefixed and redirected calls, and nothing else."""
     assert command_lines(INSTALL) == [["suite", "transformer", "--dtypes", "fp8,bf16"]]
     assert command_lines("CUDA_VISIBLE_DEVICES=0 fp8bench list # all") == [["list"]]
     assert command_lines("fp8bench report last > report.txt 2>&1") == [["report", "last"]]
@@ -122,14 +121,12 @@ def pinned(pin: Requirement) -> Version:
 
 
 def test_constraints_are_exact_and_public() -> None:
-    """A local version such as +cpu exists in one index only."""
     for pin in constraints().values():
         assert pinned(pin).local is None, pin
         assert not pin.extras and pin.url is None
 
 
 def test_constraints_satisfy_the_ranges() -> None:
-    """The tested set lies within what pyproject.toml promises, and pins all that an install for tests names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = [Requirement(text) for text in (*project["dependencies"], *extras["dev"])]
@@ -151,7 +148,6 @@ def anchors(page: Path) -> set[str]:
 
 @for_each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    """A link to evidence that is not there is a claim without evidence."""
     links = re.findall(r"\]\((?!\w+://)([^)#]*)#?([^)]*)\)", page.read_text())
     targets = [(page.parent / path if path else page, anchor) for path, anchor in links]
     missing = [path for path, anchor in targets if not path.exists() or (anchor and anchor not in anchors(path))]
@@ -159,7 +155,6 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    """What does not fit is said on a page of docs/, which it links."""
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 90
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}

@@ -33,14 +33,12 @@ def built_in() -> set[str]:
 
 
 def test_every_workload_has_a_grid_and_a_suite_file_and_vice_versa() -> None:
-    """A new workload is followed from its first day; one that goes takes its file along."""
     assert {name for name in built_in() if workloads.get(name).history is None} == set()
     assert {path.stem for path in SUITES.glob("*.py") if "asv_bridge.Suite" in path.read_text()} == built_in()
 
 
 @for_each("name", sorted(built_in()))
 def test_suite_files_differ_in_their_names_only(name: str) -> None:
-    """What is measured stands in the workload's Grid, once for both doors."""
     assert (SUITES / f"{name}.py").read_text() == FILE.format(name=name, title=class_name(name))
 
 

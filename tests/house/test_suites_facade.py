@@ -58,13 +58,11 @@ def test_the_facade_is_what_the_list_says() -> None:
 
 
 def test_the_facade_brings_no_torch() -> None:
-    """Plans and lists import a user's file in a process that starts without it."""
     program = "import sys, fp8bench.suites; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_the_pages_use_nothing_else() -> None:
-    """What a page imports is fp8bench itself, the bridge (a module of it) or this; and it has every name in words."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     used = {module for page in pages for module in IMPORTED.findall(page.read_text())}
     assert used <= {"fp8bench", "fp8bench.suites"}

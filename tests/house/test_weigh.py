@@ -29,7 +29,6 @@ class Protocol:
 
 
 def test_a_module_is_counted_as_by_hand(tmp_path: Path) -> None:
-    """Two of its statements begin on the line of another; `...` does not count."""
     path = tmp_path / "made.py"
     path.write_text(MADE)
     table = {name: figure for name, figure, _ in makeup([path])}

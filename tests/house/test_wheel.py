@@ -34,7 +34,6 @@ def built_in(source: Path, folder: Path) -> Path:
 
 
 def test_contents(wheel: Path) -> None:
-    """Every file of fp8bench/, what a page is made of included, the licence, and no other top-level name."""
     assert wheel.name == f"fp8bench-{fp8bench.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -49,7 +48,6 @@ def test_contents(wheel: Path) -> None:
 
 
 def test_runs_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
-    """Unpacked, and with no checkout in sight, it is the one that is imported, and finds its leaves."""
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
     with zipfile.ZipFile(wheel) as archive:
@@ -70,7 +68,6 @@ def test_runs_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_the_container_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    """From what its first stage copies and nothing else; what it runs stands in constraints.txt as it is looked for."""
     text = (ROOT / "Containerfile").read_text()
     first, second = text.split("\nFROM ")[1:]
     for line in re.findall(r"^COPY (?!--)(.*)$", first, re.MULTILINE):

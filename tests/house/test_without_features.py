@@ -62,7 +62,6 @@ def _needs_features(path: Path) -> bool:
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
 def test_the_core_without_features_passes_its_tests() -> None:
-    """That no module of it needs them to be imported test_import_table holds each time."""
     with tempfile.TemporaryDirectory() as folder:  # a short name: tests ask for command lines that are cut off
         copy = Path(folder) / "copy"
         ignored = shutil.ignore_patterns("__pycache__", "build", ".fp8bench", ".*_cache")

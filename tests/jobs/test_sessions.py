@@ -12,7 +12,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import UsageError
 from fp8bench.jobs import sessions
 from fp8bench.model import Interval, Reruns, Run
-from fp8bench.protocols.phases import SilentObserver
+from fp8bench.protocols.measuring import SilentObserver
 from tests.counts import for_each
 from tests.fakes import CPU, MS, record, steady
 from tests.runs import run_of

@@ -67,7 +67,6 @@ def search(
     worker: Filled, case: PlannedCase | None = None, limit: int | None = LIMIT, facts: DeviceFacts = CPU,
     observer: SilentObserver | None = None,
 ) -> Capacity:  # fmt: skip
-    """What the search comes to."""
     outcome = CaseOutcome(case or planned(batch="2"))
     rule = CapacityRule(limit, with_batch)
     CapacityPass(worker, {facts.key: facts}, USUAL, observer or SilentObserver(), rule).search([outcome])
@@ -84,7 +83,6 @@ def test_the_largest_whose_tensors_do_not_pass_the_limit() -> None:
 
 
 def test_a_worker_that_the_system_has_ended_had_no_memory_left() -> None:
-    """It is started again, and the search goes on."""
     gone = WorkerLost("the worker crashed during 'try_batch': it was ended by SIGKILL", killed=True)
     worker = Filled(dies=lambda batch: gone if batch > 33 else None)
     found = search(worker)
@@ -162,7 +160,6 @@ def test_what_ends_the_search(
 
 
 def test_native_products_that_need_multiples_are_tried_in_multiples() -> None:
-    """Native FP8 contracts weight gradients over the tokens, by sixteen; bf16 does not care."""
     fp8 = planned("mlp", H200, "fp8", tokens="512")
     assert fp8.runs
     worker = Filled(takes=lambda tokens: tokens, axis="tokens")
@@ -232,7 +229,6 @@ def searched(
 
 
 def largest(takes: Takes, room: int, top: int) -> int:
-    """By trying them all."""
     return max((number for number in range(1, top + 1) if takes(number) <= room), default=0)
 
 
@@ -279,7 +275,6 @@ def test_a_line_takes_at_most_six_attempts(room: int, slope: int, start: int) ->
 
 
 def test_nothing_is_tried_that_takes_far_more_than_there_is() -> None:
-    """What a line through small numbers promises is not followed far: a third of the way comes first."""
     room = 10**6
     search = searched(lambda number: 1000 + 100 * number + max(0, number - 50) * 900, room, 2, 1 << 20)
     assert answer(search) == 1044
@@ -301,7 +296,6 @@ def test_nothing_is_tried_that_takes_far_more_than_there_is() -> None:
     ],
 )
 def test_what_it_tries_first_and_last(search: Search, best: int, first: list[int]) -> None:
-    """Where not even one fits the smallest was tried; where the top fits nothing has failed."""
     assert answer(search) == best and [attempt.number for attempt in search.attempts][: len(first)] == first
 
 

@@ -13,7 +13,6 @@ from tests.fakes import planned
 
 
 def looked(copied: float | None = None, **products: float) -> Ceilings:
-    """What a quick look found."""
     rates = [Rate(Limit.PRODUCT, name, (rate,)) for name, rate in products.items()]
     return Ceilings((*rates, *([Rate(Limit.CACHED, runs=(copied,))] if copied is not None else [])))
 

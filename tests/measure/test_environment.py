@@ -41,7 +41,6 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_makes_a_checkout_dirty(repository: Path) -> None:
-    """A file that git knows. The commit alone does not say what ran then."""
     (repository / "untracked").write_text("x")
     commit, _, dirty = told()
     assert (commit, dirty) == (git(repository, "rev-parse", "HEAD").strip(), False)
@@ -50,7 +49,6 @@ def test_what_makes_a_checkout_dirty(repository: Path) -> None:
 
 
 def test_fp8benchs_own_repository_is_what_runs_only_if_its_code_does(repository: Path) -> None:
-    """What is installed may be another working tree's: such numbers are not this commit's."""
     (repository / "fp8bench").mkdir()
     (repository / "fp8bench" / "__init__.py").write_text("")
     (repository / "fp8bench" / ".#view.py").symlink_to("somebody@somewhere")  # as editors leave them: to nowhere

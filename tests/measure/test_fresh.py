@@ -35,7 +35,6 @@ def measured(
 
 
 def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
-    """Only it, the reference and its control take part; the record keeps both, and the row names both."""
     records, worker = measured()
     assert [mode for mode, record in records.items() if record.fresh] == ["bf16"]
     fresh, first = records["bf16"].fresh, records["bf16"].timing
@@ -73,7 +72,6 @@ SLOW = {mode: lasting(20) for mode in NAMES[1:]}
     ],
 )
 def test_fewer_candidates_have_no_winner(cases: tuple[PlannedCase, ...], scripts: Mapping[str, Script]) -> None:
-    """An emulation's time is no speed, on either side."""
     records, worker = measured(*cases, scripts=scripts)
     assert all(record.fresh is None for record in records.values()) and len(worker.slots("fp32")) <= 2 + 24
     assert not any("fastest" in finding.why for finding in find(list(records.values()), {}))

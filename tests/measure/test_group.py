@@ -105,7 +105,6 @@ def test_a_group_becomes_one_record_a_case() -> None:
 
 
 def test_an_emulated_reference_has_no_control_and_leads_only_where_nothing_native_is_left() -> None:
-    """There is no noise floor to a time that is no speed."""
     records, worker = measure({}, planned("fp8", EMULATED), planned("mxfp8", EMULATED))
     assert records["fp8"].is_reference and records["fp8"].control is None
     assert prepared(worker) == ["fp8", "mxfp8"]
@@ -115,7 +114,6 @@ def test_an_emulated_reference_has_no_control_and_leads_only_where_nothing_nativ
 
 
 def test_numerical_errors_come_in_a_pass_of_their_own_after_all_rounds() -> None:
-    """One request a case that ran. One that can have no numbers, of constant operands, say, tells why and stands."""
     scripts = {
         "fp8": Script(errors={"product_error": 0.03, "loss_error": 1e-4}), "bf16": Script(errors="they are constant"),
     }  # fmt: skip
@@ -400,7 +398,6 @@ def test_memory_that_gives_out_in_a_round_is_met_like_in_preparing() -> None:
 
 
 def test_a_group_that_starts_again_forgets_who_was_alone() -> None:
-    """bf16 was measured alone; then the reference crashed beside fp8, and bf16 leads the next try."""
     crash = Fault("slot", WorkerLost("crashed"), at=3 * 2 + 2 + 10 + 2 + 1)
     scripts = {"fp32": Script(memory=10, faults=[crash]), "bf16": Script(memory=20)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp8"), capacity=25)
@@ -413,7 +410,6 @@ def test_a_group_that_starts_again_forgets_who_was_alone() -> None:
 
 @for_each(("capacity", "together"), [(1000, True), (25, False)])
 def test_a_reference_that_fails_by_its_numbers_leaves_no_false_pairs(capacity: int, together: bool) -> None:
-    """Who sat with it in another session than the next reference shared no rounds with that one."""
     scripts = {
         "fp32": Script(memory=10, errors={"e": math.nan}),
         "bf16": Script(memory=5),

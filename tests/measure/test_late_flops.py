@@ -101,7 +101,6 @@ def test_a_step_that_does_less_once_it_is_timed(how: str, told: str, said: Any) 
 
 @pytest.mark.parametrize("how", ["mode", "mode_half", "mode_dropped", "count_mode", "no_training"])
 def test_a_step_that_works_only_while_it_is_looked_at(how: str, said: Any) -> None:
-    """By what it leaves, or by its time: what is left of a step may be what an earlier one has left."""
     own = said(how)
     size = 384 if how == "mode_dropped" else 64
     assert own["late_flops"] == own["tape"]["phases"][0]["flops"] == 2 * size**3

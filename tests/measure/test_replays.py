@@ -8,7 +8,7 @@ from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.replays import ROUNDS, ReplayPass
+from fp8bench.measure.rounds import REPLAY_ROUNDS, ReplayPass
 from fp8bench.measure.slots import filling_of
 from fp8bench.model import DeviceFacts, Level, Record, Replays, StaticScales
 from fp8bench.model.raw import Filling
@@ -44,14 +44,13 @@ def test_cases_take_turns_in_replays() -> None:
     for mode, milliseconds, calls in (("fp32", 2, 4), ("bf16", 1, 8)):
         timing = found[mode].timing
         assert timing is not None and found[mode].why == "" and timing.segments.phases == ("unattributed",)
-        assert [slot.calls_ns for slot in timing.slots] == [((milliseconds * MS // 2,),) * calls] * ROUNDS
+        assert [slot.calls_ns for slot in timing.slots] == [((milliseconds * MS // 2,),) * calls] * REPLAY_ROUNDS
     asked = [entry[1] for entry in worker.log if entry[0] == "replay"]
-    assert all(set(asked[at : at + 2]) == {"fp32", "bf16"} for at in range(0, 2 * ROUNDS, 2))
+    assert all(set(asked[at : at + 2]) == {"fp32", "bf16"} for at in range(0, 2 * REPLAY_ROUNDS, 2))
     assert worker.restarts == 0
 
 
 def test_what_replays_leave_out_is_kept() -> None:
-    """A host that loads between replays may fall behind: the queue is filled before each of them."""
     loading = replace(planned("fp32").case, workload="transformer")
     one = replace(arm("bf16", facts=GPU), planned=replace(planned("bf16"), case=loading))
     fillings: dict[str, Filling | None] = {}
@@ -64,7 +63,6 @@ def test_what_replays_leave_out_is_kept() -> None:
 
 
 def test_who_is_not_captured_says_why() -> None:
-    """The others go on; afterwards the worker is another one, since nobody knows what is left in it."""
     found, worker = replayed(
         {"fp32": lasting(1), "bf16": lasting(1, uncapturable="it waits for a value of the device")}
     )

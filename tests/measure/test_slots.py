@@ -26,6 +26,10 @@ seconds = st.floats(1e-7, 1e3)
 @for_each(
     ("step", "cache", "queues", "shape"),
     [
+        *((step, "hot", False, SlotShape(calls, 1)) for step, calls in ((1e-7, 80_000), (1e-6, 8_000), (3e-3, 3))),
+        (3.999999e-3, "hot", False, SlotShape(2, 1)),
+        *((step, "hot", False, SlotShape(1, 0)) for step in (4e-3, 30e-3, 9.0)),
+        *((step, "hot", True, SlotShape(3, discard, filling_of(1e-5, 3))) for step, discard in ((3.9e-3, 1), (9.0, 0))),
         (1e-3, "hot", False, SlotShape(8, 1)),
         (1e-3, "rotating", False, SlotShape(8, 1)),
         (1e-3, "cold", False, SlotShape(COLD_CALLS, 1)),

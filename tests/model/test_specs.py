@@ -37,7 +37,6 @@ RESERVE = MetricSpec(
 
 
 def reserve(told: Told) -> Iterator[Metric]:
-    """Half of the peak."""
     peak = told.record.measurement(specs.PEAK_MEMORY)
     if peak is not None:
         half = peak.samples[0] / 2

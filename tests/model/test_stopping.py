@@ -68,7 +68,6 @@ FIXED = StoppingRule(fixed=10, budget=1.0)
     ],
 )
 def test_caps(rule: StoppingRule, rounds: int, seconds: float, why: str) -> None:
-    """The budget waits for the least rounds and is no matter to a fixed number, the ceiling waits for one round."""
     assert rule.ended(rounds, seconds) == why
 
 

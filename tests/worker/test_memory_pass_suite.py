@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fp8bench.errors import WorkerFault, WorkerHung
 from fp8bench.measure.limits import USUAL
 from fp8bench.measure.passes import CaseOutcome, Passes
-from fp8bench.measure.sensors.looks import Looks
+from fp8bench.measure.sensors.driver import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import DeviceFacts, MemoryUse

@@ -18,7 +18,7 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.measure.ranks.merge import Merges, most_memory
+from fp8bench.measure.ranks.answers import Merges, most_memory
 from fp8bench.units import EXACT_DB
 
 T = TypeVar("T")

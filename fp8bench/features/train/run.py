@@ -342,7 +342,7 @@ def _largest_batches(training: Training, worker: Worker, writer: TrainingWriter,
     missing = _without(training, writer, lambda cost: cost.capacity is not None) if request.max_batch else []
     for arm in missing:
         batches, room = _OfArm(training, arm, worker, observer), request.memory_limit or facts.memory_bytes
-        capacity = BatchSearch(batches, request.memory_limit, room, worker.restart).found()
+        capacity = BatchSearch(batches, request.memory_limit, room, worker.restart).capacity()
         with held_back():
             writer.append((ArmCost(arm.name, request.seed, request.steps, capacity=capacity),))
 

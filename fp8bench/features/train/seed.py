@@ -42,7 +42,7 @@ from fp8bench.features.train.verdicts.curves import HELD_OUT
 from fp8bench.measure.handle import START_SECONDS, Worker
 from fp8bench.measure.interrupts import held_back
 from fp8bench.measure.limits import HANG_SECONDS, HANG_STEPS
-from fp8bench.measure.sensors.looks import Looks
+from fp8bench.measure.sensors.driver import Looks
 from fp8bench.model.readings import Reading
 from fp8bench.report.words.naming import many
 

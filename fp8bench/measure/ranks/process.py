@@ -1,4 +1,4 @@
-"""The launcher of some ranks and the sockets to them, held as the process of one worker is."""
+"""The launcher of several ranks and the sockets to them, with the interface of one worker's process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,17 @@ from typing import Any, NamedTuple
 from fp8bench.errors import RanksDisagree, WorkerHung, WorkerLost
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import WorkerProcess, how_it_ended, last_words, plain_value
-from fp8bench.measure.ranks.blame import RankState, behind, culprit, failed_rank, late, sentence, suspects
-from fp8bench.measure.ranks.merge import Merges, merged
+from fp8bench.measure.ranks.answers import (
+    Merges,
+    RankState,
+    behind,
+    culprit,
+    delay_in_words,
+    failed_rank,
+    failure_in_words,
+    merged,
+    suspects,
+)
 from fp8bench.model.ranks import PARENT, FailedRank, beat_file, heartbeat_of, words_file
 
 LAUNCHER_MODULE = "fp8bench.worker.ranks.launcher"
@@ -45,9 +54,9 @@ Reply = tuple[int, tuple[Any, ...]]
 
 
 class Launch(NamedTuple):
-    """How many ranks, how long each of their collectives waits for the others, how long all may take to start, what
-    each of them runs, what makes one of its answers that the worker's own bench does not give, and how long a rank that
-    is stopped is waited for."""
+    """How ranks are started. `wait_seconds` is how long their collectives wait, `start_seconds` how long all may take
+    to start, `module` what each runs, `merges` how answers to requests of that module are merged, `stopped_seconds` how
+    long a suspended rank is waited for."""
 
     ranks: int
     wait_seconds: float
@@ -73,8 +82,10 @@ class _Rank:
 
 
 class RanksProcess(WorkerProcess):
-    """Requests go to all ranks; there is an answer when all have given one. `broken` says that they no longer keep step
-    with each other, so that nothing more can be asked of them."""
+    """Sends each request to all ranks; the answer is there when all have answered.
+
+    `broken` says that they no longer keep step with each other, so nothing more can be asked of them.
+    """
 
     def __init__(self, python: str, environment: Mapping[str, str], launch: Launch) -> None:
         self._launch = launch
@@ -111,16 +122,16 @@ class RanksProcess(WorkerProcess):
                 rank.requests.send_bytes(written)
 
     def answered(self, limit: float) -> bool:
-        """Whether all have answered within so many seconds, or some have and the others cannot any more; EOFError if a
-        rank or the launcher has ended."""
+        """Whether all have answered within `limit` seconds, or some have and the others no longer can. Raises EOFError
+        if a rank or the launcher has ended."""
         begun = time.monotonic()
         end = begun + limit
         while any(rank.reply is None for rank in self._ranks):
-            self._take(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic())))
-            if self._held_up(begun) and not self._failed:
+            self._receive_replies(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic())))
+            if self._suspended_too_long(begun) and not self._failed:
                 self.broken, waited = True, self._launch.stopped_seconds
                 raise WorkerHung(
-                    f"no answer to {self._request!r} within {waited:g} s{self.late()}; the ranks were ended"
+                    f"no answer to {self._request!r} within {waited:g} s{self.delay_in_words()}; the ranks were ended"
                 )
             if self._failed:
                 self._wait_for_others()
@@ -153,34 +164,35 @@ class RanksProcess(WorkerProcess):
                 all(fault[4] for fault in faults),
             )
         self.broken = True
-        states = self._blamed()
-        words = sentence(states, time.monotonic())
+        states = self._blame()
+        words = failure_in_words(states, time.monotonic())
         return number, ("fault", words, "", culprit(states).fault[1], False)
 
-    def late(self) -> str:
-        return late(self._blamed(), time.monotonic())
+    def delay_in_words(self) -> str:
+        return delay_in_words(self._blame(), time.monotonic())
 
     @property
     def killed(self) -> bool:
         return "SIGKILL" in culprit(self._states()).ended
 
     def end_in_words(self) -> str:
-        states = self._blamed()
+        states = self._blame()
         status = self._popen.poll()
         if status is not None and (status != 0 or not self._ended):
             last = behind(states)  # whose end the launcher's brought comes first by chance, and says nothing
             self.failed = failed_rank(last.beat, len(states), time.monotonic())
             where = f"with rank {last.rank} in {last.beat.doing}{last_words(self._log)}"
             return f"the launcher of the ranks {how_it_ended(status)}, {where}"
-        return sentence(states, time.monotonic())
+        return failure_in_words(states, time.monotonic())
 
     def close(self) -> None:
         self.kill()
 
     def kill(self) -> None:
-        """Let go of the ranks and of the launcher, whose warden ends all that they have started and removes the folder.
+        """Lets go of the ranks and of the launcher, whose warden ends all that they have started and removes the
+        folder.
 
-        The launcher is given time to see its ranks' ends: then it leaves nobody to be waited for.
+        The launcher is given time to see its ranks end: then it leaves no process behind.
         """
         self._end_ranks()
         if hasattr(self, "_popen"):
@@ -195,7 +207,6 @@ class RanksProcess(WorkerProcess):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _attended(self) -> bool:
-        """Whether the launcher or its warden holds the other end of the lifeline."""
         if self._lifeline < 0:
             return False
         looking = select.poll()
@@ -210,7 +221,7 @@ class RanksProcess(WorkerProcess):
     def _ended(self) -> bool:
         return any(rank.ended_at is not None for rank in self._ranks)
 
-    def _take(self, seconds: float) -> None:
+    def _receive_replies(self, seconds: float) -> None:
         waiting = {
             rank.requests: rank
             for rank in self._ranks
@@ -223,30 +234,28 @@ class RanksProcess(WorkerProcess):
             except (EOFError, OSError):
                 rank.ended_at = time.monotonic()
 
-    def _held_up(self, begun: float) -> bool:
-        """Whether a rank that has not answered is stopped, and was waited for long enough."""
+    def _suspended_too_long(self, begun: float) -> bool:
         if time.monotonic() - begun < self._launch.stopped_seconds:
             return False
         return any(self._ranks[number].reply is None and _is_stopped(pid) for number, pid in self._pids().items())
 
     def _pids(self) -> dict[int, int]:
-        """Of each rank, also of those that have not been heard of, where the system says whose children they are."""
         pids = {rank.number: rank.pid for rank in self._ranks if rank.pid}
         if len(pids) < len(self._ranks):
             with contextlib.suppress(OSError):
                 children = Path(f"/proc/{self._popen.pid}/task/{self._popen.pid}/children").read_text().split()
                 for pid in map(int, children):
-                    said = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
-                    pids |= {int(said[1]): pid} if said else {}
+                    match = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
+                    pids |= {int(match[1]): pid} if match else {}
         return pids
 
     def _wait_for_others(self) -> None:
         end = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < end and any(rank.reply is None and rank.ended_at is None for rank in self._ranks):
-            self._take(0.05)
+            self._receive_replies(0.05)
 
-    def _blamed(self) -> list[RankState]:
-        """All ranks as they are; which of them failed is kept, for they are about to be ended."""
+    def _blame(self) -> list[RankState]:
+        """All ranks as they are; notes which failed, because they are about to be ended."""
         states = self._states()
         named = suspects(states)
         self.undecided = len(named) > 1
@@ -254,7 +263,6 @@ class RanksProcess(WorkerProcess):
         return states
 
     def _states(self) -> list[RankState]:
-        """All ranks as they are, in the order in which they ended, then by number."""
         stopped = {number for number, pid in self._pids().items() if _is_stopped(pid)}  # before they are ended
         statuses = self._statuses()
         in_order = sorted(self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number))
@@ -288,24 +296,24 @@ class RanksProcess(WorkerProcess):
             return b""
 
     def _statuses(self) -> Mapping[int, int] | None:
-        """The exit statuses of ranks that failed, once one has ended, from the launcher; None where it says nothing.
+        """The exit statuses of ranks that failed, once one has ended; None where the launcher reports none.
 
-        It does not notice one that ended well while others go on. These are ended first: then it speaks whatever
-        happened, and a rank that it does not name has ended well.
+        It does not notice a rank that ended well while others go on. So the others are ended first: then it reports in
+        any case, and a rank that it does not name has ended well.
         """
         if not self._ended:
             return None
-        if not hasattr(self, "_told"):
+        if not hasattr(self, "_exit_statuses"):
             self._end_ranks()
-        return self._told_statuses()
+        return self._read_statuses()
 
-    def _told_statuses(self) -> Mapping[int, int] | None:
-        if not hasattr(self, "_told"):
-            self._told: Mapping[int, int] | None = None
+    def _read_statuses(self) -> Mapping[int, int] | None:
+        if not hasattr(self, "_exit_statuses"):
+            self._exit_statuses: Mapping[int, int] | None = None
             with contextlib.suppress(EOFError, OSError):
                 if self._connection.poll(_TELLING_SECONDS):
-                    self._told = plain_value(self._connection.recv_bytes())
-        return self._told
+                    self._exit_statuses = plain_value(self._connection.recv_bytes())
+        return self._exit_statuses
 
     def _meet(self, listening: socket.socket) -> None:
         begun = time.monotonic()
@@ -321,7 +329,7 @@ class RanksProcess(WorkerProcess):
                     setattr(self._ranks[number], what, connection)
             elif ready or self._popen.poll() is not None:  # nobody says anything before it is asked
                 raise self._not_started()
-            elif time.monotonic() > end or self._held_up(begun):
+            elif time.monotonic() > end or self._suspended_too_long(begun):
                 numbers = {rank.number for rank in missing}
                 states = [state for state in self._states() if state.rank in numbers]
                 named = [state for state in states if state.stopped] or states
@@ -334,9 +342,9 @@ class RanksProcess(WorkerProcess):
                 )
 
     def _not_started(self) -> WorkerLost:
-        """A rank has ended, or the launcher; it may have been before that rank was heard of."""
-        self._take(0.0)
-        for number in self._told_statuses() or ():
+        """Called when a rank or the launcher has ended, perhaps before that rank had connected."""
+        self._receive_replies(0.0)
+        for number in self._read_statuses() or ():
             self._ranks[number].ended_at = self._ranks[number].ended_at or time.monotonic()
         return self._lost(self.end_in_words())
 
@@ -346,13 +354,11 @@ class RanksProcess(WorkerProcess):
         return lost
 
     def _end_ranks(self) -> None:
-        """Close the lifelines, upon which each rank is ended with all it has started."""
         for rank in self._ranks:
             rank.close()
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process gets no core, because it or its group was sent SIGSTOP or SIGTSTP."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     except (OSError, IndexError):

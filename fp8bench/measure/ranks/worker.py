@@ -1,4 +1,4 @@
-"""Several ranks as a worker."""
+"""Several ranks as one worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import RANK_MODULE, START_SECONDS, ProcessWorker
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import WorkerProcess
-from fp8bench.measure.ranks.merge import Merges
+from fp8bench.measure.ranks.answers import Merges
 from fp8bench.measure.ranks.process import Launch, RanksProcess
 from fp8bench.model.raw import Settings
 
@@ -19,17 +19,17 @@ from fp8bench.model.raw import Settings
 WAIT_SECONDS = 30.0
 
 
-# What leads ranks to another machine, or lets them connect later than they look who has connected.
+# Variables that lead ranks to another machine, or let them connect late.
 _ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "TORCH_GLOO_LAZY_INIT")
-# What a plan needs to know before there is a case, and one process can say as well.
+# What a plan asks before there is a case; one process can answer it as well.
 _BEFORE_CASES = ("probe", "software", "overheads")
 
 
 class RanksWorker(ProcessWorker):
-    """So many benches in processes of their own, all asked the same: the answer is that of all of them.
+    """A bench in each of several processes; all are asked the same, and their answers are merged.
 
-    Where a rank fails before there is a case, one process says what a plan needs, so that there is one, and the first
-    case fails by that rank. The others have fresh ranks.
+    If a rank fails before there is a case, one process answers what a plan needs, and the first case fails by that
+    rank. Later cases have fresh ranks.
     """
 
     _unstarted: WorkerError | None = None
@@ -64,7 +64,7 @@ class RanksWorker(ProcessWorker):
                 return tuple(replace(facts, ranks=self._launch.ranks) for facts in answer if facts.index == 0)
             return answer
         lost = self._unstarted
-        if name != "bits":  # those of a cell belong to no case, which goes without
+        if name != "bits":  # bits belong to no case that could fail
             self._unstarted = None
         raise lost
 
@@ -72,14 +72,11 @@ class RanksWorker(ProcessWorker):
         self._alone.close()
         super().close()
 
-    def _started(self) -> WorkerProcess:
+    def _start_process(self) -> WorkerProcess:
         return RanksProcess(self._python, self._environment(), self._launch)
 
     def _environment(self) -> dict[str, str]:
-        """Ranks are of one machine: whatever they listen on, nobody outside may come there, whatever was set.
-
-        They connect before they look who has connected, and NCCL opens no port for questions about it.
-        """
+        """Keeps everything on this machine's loopback interface, whatever was set, and NCCL's debugging port closed."""
         kept = {name: text for name, text in super()._environment().items() if name not in _ELSEWHERE}
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         own = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}", "NCCL_RAS_ENABLE": "0"}

@@ -1,6 +1,6 @@
-"""One AMD device as AMD SMI sees it, through AMD's package amdsmi, which comes with ROCm. Read off amdsmi 7.0.2.
+"""One AMD device as AMD SMI sees it, through AMD's package amdsmi, which comes with ROCm. Written for amdsmi 7.0.2.
 
-Names of values and the bits of throttle reasons are NVML's, so that everybody who reads them reads one language.
+Names of values and the bits of throttle reasons are NVML's, so that readers need to know only one set.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from functools import partial
 from io import StringIO
 from typing import Any
 
-from fp8bench.measure.sensors.driver_library import DriverLibrary
-from fp8bench.measure.sensors.looks import About, Ask, DriverDevice, Queries, Query, Way, others_queries
+from fp8bench.measure.sensors.driver import About, Ask, DriverDevice, DriverLibrary, Queries, Query, Way, others_queries
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity, address_of
 from fp8bench.model import consumed
 from fp8bench.model.readings import NoReading, Reading, first_of, positive
 
 _MEGA = 1e6
 _MICRO = 1e-6
-# What the firmware counts its samples under, and what it is in NVML's words. It regulates temperatures of the chip and
-# of its memory by itself; voltage regulators and the signal from outside that all is too hot are the hardware's.
+# Names of the firmware's counts -> NVML's throttle reasons: the firmware's own regulation of temperatures is NVML's
+# software slowdown; voltage regulators and the external signal of overheating are its hardware slowdown.
 _HELD = {
     "ppt_residency_acc": 0x4,
     "socket_thm_residency_acc": 0x20,
@@ -31,13 +30,13 @@ _HELD = {
 
 
 class AmdLibrary(DriverLibrary):
-    """AMD SMI by amdsmi, which loads its library when it is imported."""
+    """amdsmi, which loads AMD SMI when it is imported."""
 
     name, package, end = "AMD SMI", "amdsmi", "amdsmi_shut_down"
 
     def load(self) -> Any:
         try:
-            # It prints where it looks for its library, and this process's output is somebody else's.
+            # It prints where it looks for its library.
             with redirect_stdout(StringIO()):
                 import amdsmi
         except ImportError as error:
@@ -64,18 +63,18 @@ LIBRARY = AmdLibrary()
 
 
 class AmdDevice(DriverDevice):
-    """The device that a HIP device is, by its PCI address: HIP counts in an order of its own."""
+    """The AMD SMI device with a HIP device's PCI address: HIP counts devices in an order of its own."""
 
     library: AmdLibrary
 
     def __init__(self, identity: DeviceIdentity, library: AmdLibrary = LIBRARY) -> None:
         self._identity = identity
-        held = _Held()
-        super().__init__(library, _queries(library, held))
+        throttling = _Throttling()
+        super().__init__(library, _queries(library, throttling))
         with suppress(NoReading):
-            library.bounded(lambda: held.read(self.ask))  # from here on it can say what has grown
+            library.bounded(lambda: throttling.read(self.ask))  # counts are compared with these from now on
 
-    def found(self) -> Any:
+    def find_handle(self) -> Any:
         call = self.library.call
         handles = call("amdsmi_get_processor_handles")
         wanted = address_of(self._identity.pci)
@@ -86,20 +85,20 @@ class AmdDevice(DriverDevice):
             raise NoReading(
                 f"AMD SMI lists {len(handles)} device(s), none at {self._identity.pci or 'a known address'}"
             )
-        # The parts of a device that is split for computing have one address, and one power.
+        # Compute partitions of a device share one address and one power.
         self.shared_by = len(same) if len(same) > 1 else 0
         return (same or handles)[0]
 
 
-class _Held:
-    """What held the clocks back since the last look: the firmware counts the samples in which each limit did."""
+class _Throttling:
+    """What held the clocks back since the last look, by the firmware's counts of samples per limit."""
 
     def __init__(self) -> None:
         self._before: Mapping[str, float] | None = None
 
     def read(self, ask: Ask) -> Reading:
-        said = ask("amdsmi_get_gpu_metrics_info")
-        now = {name: _number(said, name) for name in _HELD}
+        answer = ask("amdsmi_get_gpu_metrics_info")
+        now = {name: _number(answer, name) for name in _HELD}
         before, self._before = self._before, now
         if before is None:
             raise NoReading("nobody has looked before: what holds the clocks back is counted from look to look")
@@ -109,15 +108,15 @@ class _Held:
         return Reading(mask, "mask", "amdsmi_get_gpu_metrics_info")
 
 
-def _number(said: Mapping[str, Any], name: str) -> float:
-    value = said.get(name)
+def _number(answer: Mapping[str, Any], name: str) -> float:
+    value = answer.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise NoReading(f"AMD SMI does not know its {name} ({value})")
     return value
 
 
 def _of(function: str, name: str, factor: float, unit: str, *arguments: Callable[[], Any]) -> Way:
-    """A quantity that is never 0, in our unit: one of several that a function tells together."""
+    """One of several numbers that a function returns: never 0, times `factor`."""
     return lambda ask: positive(
         _number(ask(function, *(argument() for argument in arguments)), name) * factor, unit, function
     )
@@ -125,8 +124,8 @@ def _of(function: str, name: str, factor: float, unit: str, *arguments: Callable
 
 def _text(function: str, name: str = "") -> Way:
     def read(ask: Ask) -> Reading:
-        said = ask(function)
-        words = str(said.get(name, "") if name else said)
+        answer = ask(function)
+        words = str(answer.get(name, "") if name else answer)
         if words in ("", "N/A"):
             raise NoReading(f"{function} says nothing")
         return Reading(words, "", function)
@@ -135,14 +134,14 @@ def _text(function: str, name: str = "") -> Way:
 
 
 def energy(ask: Ask) -> Reading:
-    """What the socket has taken since its driver was loaded, in joules."""
-    said = ask("amdsmi_get_energy_count")
-    joules = _number(said, "energy_accumulator") * _number(said, "counter_resolution") * _MICRO
+    """Joules that the socket has taken since its driver was loaded."""
+    answer = ask("amdsmi_get_energy_count")
+    joules = _number(answer, "energy_accumulator") * _number(answer, "counter_resolution") * _MICRO
     return positive(joules, "J", "amdsmi_get_energy_count")
 
 
 def power(ask: Ask) -> Reading:
-    """Of the socket, just now; older devices tell an average alone."""
+    """The socket's present power; older devices tell an average only."""
     names = ("current_socket_power", "average_socket_power")
     return first_of(*(partial(_of("amdsmi_get_power_info", name, 1.0, "W"), ask) for name in names))
 
@@ -150,7 +149,7 @@ def power(ask: Ask) -> Reading:
 def _process_memory(pid: int) -> Query:
     def read(ask: Ask) -> Reading:
         listed = ask("amdsmi_get_gpu_process_list")
-        used = [one["memory_usage"]["vram_mem"] for one in listed if one["pid"] == pid]
+        used = [process["memory_usage"]["vram_mem"] for process in listed if process["pid"] == pid]
         if not used:
             raise NoReading(f"process {pid} is not among the {len(listed)} that AMD SMI lists")
         return Reading(int(used[0]), "B", "amdsmi_get_gpu_process_list")
@@ -167,7 +166,7 @@ def _uncounted(ask: Ask) -> Reading:
     raise NoReading("AMD SMI counts samples of it, not seconds")
 
 
-def _queries(library: AmdLibrary, held: _Held) -> Queries:
+def _queries(library: AmdLibrary, throttling: _Throttling) -> Queries:
     def word(kind: str, name: str) -> Callable[[], Any]:
         return lambda: library.word(kind, name)
 
@@ -188,7 +187,7 @@ def _queries(library: AmdLibrary, held: _Held) -> Queries:
 
     changing = (
         Query("sm_clock", clock("GFX", "clk")), Query("memory_clock", clock("MEM", "clk")),
-        Query("temperature", temperature), Query("throttle", held.read),
+        Query("temperature", temperature), Query("throttle", throttling.read),
     )  # fmt: skip
     cap = "amdsmi_get_power_cap_info"
     return Queries(

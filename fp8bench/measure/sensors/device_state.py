@@ -1,7 +1,7 @@
-"""What a device is set to, as far as its driver says: facts for the environment of a run, and lines for the doctor.
+"""A device's settings as far as its driver tells: facts for the environment of a run, and lines for the doctor.
 
 Names in the environment begin with the device's key ('cuda:0 power_cap'). Powers in watts, clocks in hertz, memory in
-bytes. None is not known; '<key> unknown' says why.
+bytes. None is unknown; '<key> unknown' says why.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
 
-# Of what the driver says that does not change while a run lasts; names of devices are known already.
+# Facts of the driver that are kept; names of devices are known already.
 _FACTS = (
     "driver", "cuda_driver", "uuid", "pci", "vbios", "power_cap", "power_cap_default", "sm_clock_max",
     "memory_clock_max", "persistence", "ecc", "mig", "partition",
 )  # fmt: skip
 
-# What the doctor tells, line by line: of each value that is known.
+# The doctor's lines: title -> value -> its words.
 _TOLD: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
     "driver": {
         "driver": lambda known: str(known["driver"]),
@@ -59,7 +59,7 @@ def _held(by: str) -> str:
 
 
 def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None]:
-    """What a run on this device is made under; of a processor that has no driver, where its energy comes from."""
+    """Settings of a device, and its energy source; of a processor without a driver only the latter."""
     state: dict[str, Scalar | None] = {}
     if facts.accelerated or not isinstance(meter.device, AbsentDevice):
         read = {name: fact for name, fact in meter.device.facts().items() if name in _FACTS}
@@ -73,7 +73,7 @@ def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None
 
 
 def device_lines(meter: Meter) -> Iterator[str]:
-    """Driver, limits, modes and how the device is just now; then where its energy comes from, or why it has none."""
+    """Driver, limits, modes and present state; then the energy source, or why there is none."""
     if not isinstance(meter.device, AbsentDevice):
         facts, state = meter.device.facts(), meter.device.state()
         known = {name: read.value for name, read in {**facts, **state}.items() if isinstance(read, Reading)}
@@ -86,7 +86,7 @@ def device_lines(meter: Meter) -> Iterator[str]:
 
 
 def driver_state(library: Library = LIBRARY) -> str:
-    """Whether NVIDIA's driver is there and what it lists, whatever torch sees of it."""
+    """Whether NVIDIA's driver is there and what it lists, whatever torch sees."""
     try:
         library.open()
         with closing(library):
@@ -98,7 +98,7 @@ def driver_state(library: Library = LIBRARY) -> str:
 
 
 def energy_source(meter: Meter) -> str:
-    """'counter, changes every 100 ms; one look takes 1.2 us', or why there is none."""
+    """For example 'counter, changes every 100 ms; one look takes 1.2 us', or why there is none."""
     if meter.kind is SourceKind.NONE:
         return f"cannot be measured: {meter.why}"
     period, call = _period(meter), meter.call_seconds

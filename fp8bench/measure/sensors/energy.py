@@ -1,9 +1,9 @@
-"""Energy of what runs while a window is open, and the sampler's thread that looks at one source meanwhile.
+"""The energy of what runs while a window is open, and the thread that samples one source meanwhile.
 
-It never raises and never hangs; where there is no number there is the reason. Outside of windows nothing runs. A thread
-that wakes up takes 30 to 150 us of a processor, most of it for waking. So nobody looks where nothing can be seen. The
-first tick of a window is looked for all the time. Those up to the tenth only have to be counted: one look a period,
-halfway between two of them. From there on any may be the last, and is waited for from just before it is due.
+Windows never raise or hang; where there is no number there is the reason. Outside of windows nothing runs. A thread
+that wakes up takes 30 to 150 us of a processor, so it sleeps while nothing can be seen. It polls continuously for the
+first tick of a window. Ticks up to the tenth only have to be counted: one look a period, halfway between two of them.
+From there on any tick may be the last, so it is waited for from just before it is due.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from operator import or_
 from statistics import median
 from typing import Any, Self
 
-from fp8bench.measure.sensors.driver_library import Clock, NoAnswer, silence
+from fp8bench.measure.sensors.driver import Clock, NoAnswer, silence
 from fp8bench.measure.sensors.mean_power import (
     INTERVALS,
     PowerSample,
@@ -33,13 +33,13 @@ from fp8bench.measure.sensors.mean_power import (
 )
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
 
-# Seconds between two looks where a tick may come; at a counter that is faster than that; and at a power sensor.
+# Seconds between two looks: where a tick may come; at a counter faster than that; at a power sensor.
 PAUSE = 2e-3
 FAST_PAUSE = 20e-3
 POWER_PAUSE = 10e-3
-# Ticks that may be the last are waited for about so often: of a faster counter some are passed over.
+# Seconds between two ticks that are waited for: of a faster counter some are passed over.
 _SPARSE = 0.05
-# What looking may take of one processor: a share of the time, and that of so many seconds in advance.
+# The share of one processor that looking may take, and how many seconds of it may be spent in advance.
 _BUDGET = 0.005
 _ADVANCE = 1.0
 _SPARSER = 1.5
@@ -48,9 +48,9 @@ _LONGEST_PAUSE = 50e-3
 
 
 class Polling:
-    """Says how long to sleep; learns how early a tick may come, and what looking costs.
+    """Decides how long to sleep; learns how early a tick may come, and what looking costs.
 
-    `blind`: ticks are passed over while it sleeps, so that the change seen at the next look is none to go by.
+    `blind`: ticks pass unseen while it sleeps, so the next change cannot be dated.
     """
 
     def __init__(self, counts: bool, rhythm: Rhythm | None = None) -> None:
@@ -65,7 +65,6 @@ class Polling:
         self._resting = False
 
     def next(self, now: float, tick: Tick | None, count: int) -> float:
-        """How long to sleep after a look that saw a tick, the `count`th, or none."""
         rested, self._resting, blind, self.blind = self._resting, False, self.blind, False
         if rested:
             self._awake = now
@@ -79,20 +78,19 @@ class Polling:
         if count < INTERVALS:
             return max(last + 1.5 * period - now, self._pause)
         if count > INTERVALS and (rested or tick.at - self._awake > 2 * self._margin):
-            # It was there at the first look already, or passed unseen and this is the one behind it.
+            # The tick was there at the first look already, or passed unseen and this is the next one.
             self._margin = min(2 * self._margin, period)
         return self._rest(period, last - now)
 
     def _rest(self, period: float, since: float) -> float:
-        """How long to sleep until just before the tick to wait for; `since` is the last one, seen from now."""
+        """How long to sleep until just before the next tick; `since` is the last one relative to now."""
         turns = max(1, math.ceil(self._sparse / period))
         rest = since + turns * period - self._margin
         self._resting = rest > self._pause
         self.blind = self._resting and turns > 1
         return max(rest, self._pause)
 
-    def mind(self, cpu_seconds: float, seconds: float) -> None:
-        """Looks less often where looking has taken more than its share of the time."""
+    def limit_cost(self, cpu_seconds: float, seconds: float) -> None:
         if cpu_seconds <= _BUDGET * (seconds + _ADVANCE):
             return
         if self._rhythm is None:
@@ -102,7 +100,7 @@ class Polling:
 
 
 class SourceKind(StrEnum):
-    """The sources, best first. Figures of different kinds do not compare: they have differed by a factor of 1.7."""
+    """Kinds of energy sources, best first. Their figures do not compare: they have differed by a factor of 1.7."""
 
     COUNTER = "counter"
     RAPL = "rapl"
@@ -113,9 +111,9 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """One of them. `read` says joules of a counter, watts of a sensor, or raises NoReading; it may hang.
+    """`read` returns joules of a counter or watts of a sensor, or raises NoReading; it may hang.
 
-    `rhythm` is how a counter changes, None as long as nobody has measured it; `settle` how long a sensor averages.
+    `rhythm` is how a counter changes, None until measured; `settle` is how many seconds a sensor averages over.
     """
 
     kind: SourceKind
@@ -129,17 +127,17 @@ class Source:
 
 
 NAME = "fp8bench-sampler"
-# Seconds between two looks at the state, and between two thoughts about the cost and whether there is enough.
+# Seconds between two looks at the state, and between two checks of the cost and whether there is enough.
 _STATE = 0.2
-_THOUGHT = 0.05
+_CHECK = 0.05
 _SPARE = 1.5
 
 
 class Sampler:
-    """What one thread sees. It writes, others read: `enough` at any time, all else when the thread has ended.
+    """What one thread sees. The thread writes; others may read `enough` at any time, the rest after it has ended.
 
-    `failure` says why a source failed while it was looked at, '' if it did not; `ended` that the thread came to its
-    end, whatever it was; `call_seconds` is what the fastest call took.
+    `failure` says why the source failed, '' if it did not; `ended` is true once the thread has ended normally;
+    `call_seconds` is what the fastest call took.
     """
 
     def __init__(
@@ -162,22 +160,21 @@ class Sampler:
         self._source, self._clock, self._look, self._satisfied = source, clock, look, satisfied or Sampler.resolved
         self._stop = threading.Event()
         self._polling = Polling(source.counts, source.rhythm)
-        # What a counter shows is never older than its longest interval, and something to spare.
+        # A counter's value is never older than its longest interval, with something to spare.
         self._oldest = _SPARE * source.rhythm.longest if source.rhythm else math.inf
-        self._state_due = self._thought_due = 0.0
+        self._state_due = self._check_due = 0.0
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def resolved(self) -> bool:
-        """Whether there is enough for a number that is as sharp as it need be."""
         if self._source.counts:
             return resolved(self.ticks)
         return sufficient(self.samples, self.begun, self._source.settle)
 
     def stop(self, timeout: float) -> None:
-        """The thread ends. Raises NoReading if the source failed, or the thread did; NoAnswer where a call hangs."""
+        """Ends the thread. Raises NoReading if the source or the thread failed, NoAnswer if a call hangs."""
         self._stop.set()
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -215,7 +212,7 @@ class Sampler:
                 raise NoReading(f"the energy counter went back from {last:.6g} J to {joules:.6g} J")
             tick = Tick(max(before, asked - self._oldest), seen, joules) if joules > last else None
             if tick is None and asked - changed > self._oldest:
-                # The counter has become slower than its rhythm says: what was dated by it is worth nothing.
+                # The counter is slower than its rhythm says: ticks dated by that are worthless.
                 self.ticks.clear()
                 self._oldest = math.inf
                 self._polling = Polling(counts=True)
@@ -225,7 +222,7 @@ class Sampler:
                     self.ticks.append(tick)
                     # Right after a tick nothing is missed while the state is looked at.
                     self._look_around(seen)
-            self._noted(asked, seen)
+            self._after_look(asked, seen)
 
     def _follow_sensor(self) -> None:
         clock, read = self._clock, self._source.read
@@ -235,24 +232,23 @@ class Sampler:
             seen = clock.now()
             self.samples.append(PowerSample((asked + seen) / 2, watts))
             self._look_around(seen)
-            self._noted(asked, seen)
+            self._after_look(asked, seen)
 
     def _look_around(self, now: float) -> None:
         if self._look is not None and now >= self._state_due:
             self._state_due = now + _STATE
             self.looks.append(self._look())
 
-    def _noted(self, asked: float, now: float) -> None:
-        """After each look; now and then also whether looking is too dear, and whether there is enough."""
+    def _after_look(self, asked: float, now: float) -> None:
         self.polls += 1
         self.call_seconds = min(self.call_seconds, now - asked)
-        if now >= self._thought_due:
-            self._thought_due = now + _THOUGHT
-            self._polling.mind(self._clock.cpu() - self._cpu_before, now - self.begun)
+        if now >= self._check_due:
+            self._check_due = now + _CHECK
+            self._polling.limit_cost(self._clock.cpu() - self._cpu_before, now - self.begun)
             self.enough = self.enough or self._satisfied(self)
 
 
-# Name -> of which value, and what of its looks: all throttle reasons, the median and lowest clocks, the highest heat.
+# Name -> value of the looks and how they are summarised: all throttle reasons, median and lowest clock, highest heat.
 SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
     "throttle": ("throttle", lambda masks: reduce(or_, map(int, masks))),
     "sm_clock": ("sm_clock", median),
@@ -263,7 +259,7 @@ SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
 
 
 def watched(looks: Sequence[Readings]) -> Readings:
-    """What looks come to. A value that failed in one is unavailable: what it was then may have been what matters."""
+    """A summary of looks. A value that failed in one look is unavailable: the missing one may have mattered."""
     return {name: _summary([look[of] for look in looks], how) for name, (of, how) in SUMMARIES.items()}
 
 
@@ -279,9 +275,9 @@ def _summary(reads: Sequence[Read], how: Callable[[Sequence[float]], float]) -> 
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of a window of `seconds`: the mean power of the `stretch` that was measured, times that length.
+    """The energy of a window of `seconds`: the mean power of the measured `stretch` times that length.
 
-    `watched` has the device's state meanwhile; `sampler_seconds` is the processor time that `polls` looks took.
+    `watched` is the device's state meanwhile; `sampler_seconds` is the processor time that `polls` looks took.
     """
 
     source: SourceKind
@@ -305,7 +301,7 @@ _OPEN = Unavailable("the window has not ended yet")
 
 @dataclass
 class Window:
-    """`with meter.window() as window:` runs the workload until `window.enough`; then `window.energy` says."""
+    """`with meter.window() as window:` run the workload until `window.enough`; then `window.energy` has the result."""
 
     _sampler: Sampler
     _source: Source
@@ -347,7 +343,7 @@ class Window:
 
 
 class NoWindow(AbstractContextManager["NoWindow"]):
-    """The window of a device without a source: there is nothing to wait for."""
+    """The window of a device without a source: `enough` at once."""
 
     enough = failed = True
 

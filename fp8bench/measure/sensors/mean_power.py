@@ -1,4 +1,4 @@
-"""Mean power over a window, from the ticks of an energy counter, or from single readings of a power sensor.
+"""Mean power over a window, from the ticks of an energy counter or from readings of a power sensor.
 
 A counter that changes every 100 ms says nothing about the time since its last change, so two reads a second apart may
 be wrong by a tenth. But at the instant of a change it is exact: between two changes the energy is the counter's
@@ -15,17 +15,17 @@ from statistics import median
 from fp8bench.model.consumed import LEAST_INTERVALS, TICK_INTERVALS
 from fp8bench.model.readings import NoReading
 
-# Fewer tick intervals are no number.
+# The fewest tick intervals.
 INTERVALS = LEAST_INTERVALS
-# Half a per cent: what the ends of the stretch may be off by before a window counts as resolved.
+# The largest relative uncertainty of a resolved window.
 RESOLVED = 0.005
-# An end of the stretch moves inwards by a second only for ticks that were seen by so many seconds sharper.
+# An end of the stretch moves inwards by a second only for a tick that was seen this many seconds sharper.
 _WORTH = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A change of the counter to `joules`: it happened after `after` and not later than `seen`, in seconds."""
+    """A change of the counter to `joules`, after the time `after` and not later than `seen`, in seconds."""
 
     after: float
     seen: float
@@ -42,10 +42,10 @@ class Tick:
 
 @dataclass(frozen=True)
 class PowerStretch:
-    """What was measured of a window: `intervals` between the ticks of a counter, or between readings of a sensor.
+    """The measured part of a window: `intervals` between the ticks of a counter, or between readings of a sensor.
 
-    With a counter `joules` are exact whatever the power did, and `uncertainty` is the share by which `seconds`, and so
-    `watts`, can be off at most. With a sensor it is None: nobody knows.
+    With a counter `joules` are exact whatever the power did, and `uncertainty` is the largest relative error of
+    `seconds`, and so of `watts`. With a sensor it is None: unknown.
     """
 
     joules: float
@@ -60,7 +60,7 @@ class PowerStretch:
 
 @dataclass(frozen=True)
 class Rhythm:
-    """How often a counter changes, in seconds: the median, what intervals differ from it, the longest one."""
+    """How often a counter changes, in seconds: the median interval, the largest deviation from it, the longest one."""
 
     period: float
     spread: float
@@ -68,7 +68,7 @@ class Rhythm:
 
 
 def slope(ticks: Sequence[Tick]) -> PowerStretch:
-    """The power from the first tick to the last, or the next ones if those were seen late; raises NoReading."""
+    """The power from the first tick to the last, or to nearby ticks that were seen sharper. Raises NoReading."""
     if len(ticks) <= INTERVALS:
         seen = max(0, len(ticks) - 1)
         raise NoReading(f"not measurable: {seen} {TICK_INTERVALS}, {INTERVALS} are needed")
@@ -79,19 +79,18 @@ def slope(ticks: Sequence[Tick]) -> PowerStretch:
 
 
 def resolved(ticks: Sequence[Tick]) -> bool:
-    """Whether there are enough ticks for a number, and their instants are sharp enough."""
     return len(ticks) > INTERVALS and (slope(ticks).uncertainty or 0.0) <= RESOLVED
 
 
 def rhythm(ticks: Sequence[Tick]) -> Rhythm:
-    """How a counter changes, by ticks none of which was passed over."""
+    """`ticks` must be gapless."""
     intervals = [later.at - earlier.at for earlier, later in pairwise(ticks)]
     period = median(intervals)
     return Rhythm(period, max(abs(interval - period) for interval in intervals), max(intervals))
 
 
 def _ends(ticks: Sequence[Tick]) -> tuple[int, int]:
-    """The outermost ticks, but for those that others were seen so much sharper than that the way inwards pays."""
+    """The outermost ticks, unless others were seen so much sharper that a shorter stretch is worth it."""
     start, end = ticks[0].at, ticks[-1].at
     first = min(range(len(ticks) - INTERVALS), key=lambda place: ticks[place].late + _WORTH * (ticks[place].at - start))
     last = min(
@@ -101,14 +100,14 @@ def _ends(ticks: Sequence[Tick]) -> tuple[int, int]:
     return first, last
 
 
-# Sensors look a quarter of the time on some devices: a second has several of their looks.
+# Some devices' sensors look a quarter of the time only: a second has several of their looks.
 SHORTEST = 1.0
 FEWEST = 11
 
 
 @dataclass(frozen=True, slots=True)
 class PowerSample:
-    """The power at an instant, in seconds and watts."""
+    """A reading in watts, at an instant in seconds."""
 
     at: float
     watts: float
@@ -120,9 +119,9 @@ def sufficient(samples: Sequence[PowerSample], start: float, settle: float) -> b
 
 
 def mean_power(samples: Sequence[PowerSample], start: float, settle: float) -> PowerStretch:
-    """The trapezoid rule over what comes `settle` seconds after `start` or later; raises NoReading with too little.
+    """The trapezoid rule over readings at `start + settle` seconds or later. Raises NoReading with too few.
 
-    `settle` is what the sensor averages over: an earlier reading is about the time before.
+    `settle` is what the sensor averages over: an earlier reading describes the time before.
     """
     counted = _counted(samples, start, settle)
     if not sufficient(samples, start, settle):

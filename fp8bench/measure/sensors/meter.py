@@ -1,6 +1,6 @@
 """The energy of a device: which source it has, and windows over it.
 
-NVML for NVIDIA's, AMD SMI for AMD's, the system's files for Intel's GPUs and for the processor (RAPL).
+NVML for NVIDIA, AMD SMI for AMD, files of the system for Intel GPUs and for processors (RAPL).
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from pathlib import Path
 
 from fp8bench.measure.sensors import amd_smi, rapl
 from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
-from fp8bench.measure.sensors.driver_library import HOST, TIMEOUT, Clock, NoAnswer
+from fp8bench.measure.sensors.driver import HOST, TIMEOUT, Clock, DriverDevice, Looks, NoAnswer
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Sampler, Source, SourceKind, Window
-from fp8bench.measure.sensors.looks import DriverDevice, Looks
 from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
 from fp8bench.measure.sensors.nvml import (
     AVERAGE_POWER,
@@ -31,10 +30,10 @@ from fp8bench.measure.sensors.rapl import HostDevice
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import NoReading, Reading, Unavailable
 
-# A window that has not enough after so many seconds never will.
+# Seconds after which a window that has not enough never will.
 CAP = 5.0
 IDLE = 3.0
-# How long a counter may take to show its rhythm, and by how many ticks it does.
+# How many seconds a counter may take to show its rhythm, and in how many ticks.
 _CALIBRATION = 2.5
 _TICKS = 7
 _FEWEST_TICKS = 3
@@ -44,8 +43,8 @@ _FEWEST_SAMPLES = 3
 class Meter(AbstractContextManager["Meter"]):
     """One device's energy by the first of its sources that works, and its state.
 
-    `refused` says of each better source why it is not used. Nothing here raises NoReading: without a source, windows
-    end at once with the reasons. `hung` is told when a source stops answering.
+    `refused` has the reason for each better source that does not work. Without a source, windows end at once with the
+    reasons. `hung` is called when a source stops answering.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Meter(AbstractContextManager["Meter"]):
         return self._why_none or "; ".join(f"{kind}: {reason}" for kind, reason in self.refused)
 
     def window(self, cap: float = CAP) -> Window | NoWindow:
-        """A window to run a workload in; after `cap` seconds it has enough whatever it has seen."""
+        """A window to run a workload in; after `cap` seconds it is over whatever it has seen."""
         if self.source is None:
             return NoWindow(self.why)
         sampler = Sampler(self.source, self._clock, self.device.changing)
@@ -96,7 +95,7 @@ class Meter(AbstractContextManager["Meter"]):
         return window.energy
 
     def power_limits(self) -> tuple[float, ...]:
-        """Those that the device has had since it was first asked, in watts; the last one is that of just now."""
+        """The limits in watts that the device has had since it was first asked; the last one is the present one."""
         read = self.device.power_limit()
         if isinstance(read, Reading) and (not self._power_limits or self._power_limits[-1] != read.number):
             self._power_limits = (*self._power_limits, float(read.number))
@@ -109,7 +108,7 @@ class Meter(AbstractContextManager["Meter"]):
         self.close()
 
     def _end(self, sampler: Sampler) -> None:
-        """Raises NoReading if it failed. A source that hangs is not asked again: it would cost as long a wait."""
+        """Raises NoReading if the sampler failed. A source that hangs is given up: each wait would take as long."""
         try:
             sampler.stop(self._timeout)
         except NoAnswer as failure:
@@ -118,7 +117,6 @@ class Meter(AbstractContextManager["Meter"]):
             raise
 
     def _tried(self, source: Source) -> Source:
-        """A source that has shown that it works, a counter with its rhythm."""
         clock = self._clock
         sampler = Sampler(
             source, clock, None, lambda looking: len(looking.ticks) >= _TICKS or len(looking.samples) >= _FEWEST_SAMPLES
@@ -140,18 +138,18 @@ def _with_rhythm(source: Source, sampler: Sampler) -> Source:
     return replace(source, rhythm=pace)
 
 
-# The NVML device (UUID or PCI address) to read whatever the device of the cases is.
+# Names an NVML device (UUID or PCI address) to read instead of the cases' own.
 NVML_DEVICE = "FP8BENCH_NVML_DEVICE"
 _UNWANTED = "--no-energy was given"
 _NO_DRIVER = "{} has no NVML"
-# What power readings of the average kind are an average over.
+# Seconds that readings of the average kind average over.
 _AVERAGED = 1.0
 
 
 def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energy: bool = True) -> Meter:
-    """The meter of a device that cases run on; opens it. Takes up to 3 s per source that has to be tried.
+    """Opens the meter of the device that cases run on. Takes up to 3 s per source that has to be tried.
 
-    Without `energy` none is tried: the device can be asked how it is, and its windows say that nobody wanted them.
+    Without `energy` no source is tried: the device tells its state, and its windows have no energy.
     """
     named = environ.get(NVML_DEVICE, "")
     if named:
@@ -211,7 +209,6 @@ def _absent(why: str, clock: Clock = HOST) -> Meter:
 def _of_driver(
     device: DriverDevice, sources: Sequence[Source], parts: str, shared_by: int, clock: Clock, energy: bool
 ) -> Meter:
-    """The meter of a device that a driver's library knows, `shared_by` several parts or by none."""
     if not energy:
         return Meter((), device, _UNWANTED, clock)
     if shared_by > 1:
@@ -230,7 +227,6 @@ def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True)
 def counted_meter(
     domains: Callable[[], Sequence[rapl.Domain]], kind: SourceKind, device: Looks, energy: bool, clock: Clock = HOST
 ) -> Meter:
-    """The meter of what counts its energy in files; `device` says what else it can be asked."""
     if not energy:
         return Meter((), device, _UNWANTED, clock)
     try:
@@ -241,7 +237,7 @@ def counted_meter(
 
 
 class Meters(ExitStack):
-    """Opening one takes up to 3 s, in which its counter shows how often it changes; without `energy` it takes none."""
+    """The meters of a run's devices, opened when first needed. Opening takes up to 3 s, unless `energy` is false."""
 
     def __init__(self, energy: bool = True, environ: Mapping[str, str] = os.environ) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One NVIDIA device as NVML sees it: a handle, what it is, how it is just now; and what NVML is asked, in our units."""
+"""One NVIDIA device as NVML sees it: its handle, facts and state; and NVML's queries in our units."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fp8bench.measure.sensors.driver_library import DriverLibrary
-from fp8bench.measure.sensors.looks import About, Ask, DriverDevice, Looks, Queries, Query, Way, others_queries
-from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, ListedDevice, Match, match
+from fp8bench.measure.sensors.driver import (
+    About,
+    Ask,
+    DriverDevice,
+    DriverLibrary,
+    Looks,
+    Queries,
+    Query,
+    Way,
+    others_queries,
+)
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity, ListedDevice, Match, match
 from fp8bench.model import consumed
 from fp8bench.model.readings import NoReading, Reading, Readings, Unavailable, attempt, first_of, positive
 
@@ -88,7 +97,6 @@ _MEMORY_V2 = 0x02000028
 
 
 def field(ask: Ask, number: int) -> float:
-    """One value of nvmlDeviceGetFieldValues, which fails by itself."""
     (value,) = ask("nvmlDeviceGetFieldValues", [number])
     if value.nvmlReturn:
         raise NoReading(reason(value.nvmlReturn))
@@ -98,12 +106,11 @@ def field(ask: Ask, number: int) -> float:
     return float(getattr(value.value, kinds[value.valueType]))
 
 
-def _said(function: str, unit: str, *arguments: Any, of: Callable[[Any], Any] = lambda answer: answer) -> Way:
+def _plain(function: str, unit: str, *arguments: Any, of: Callable[[Any], Any] = lambda answer: answer) -> Way:
     return lambda ask: Reading(of(ask(function, *arguments)), unit, function)
 
 
 def _scaled(function: str, factor: float, unit: str, *arguments: Any) -> Way:
-    """A quantity that is never 0, in our unit."""
     return lambda ask: positive(ask(function, *arguments) * factor, unit, function)
 
 
@@ -112,20 +119,20 @@ def _first_of(*reads: Way) -> Way:
 
 
 def _switch(function: str, of: Callable[[Any], Any] = lambda answer: answer) -> Way:
-    return _said(function, "", of=lambda answer: "on" if of(answer) else "off")
+    return _plain(function, "", of=lambda answer: "on" if of(answer) else "off")
 
 
 def _version(number: int) -> str:
-    """The newest CUDA that the driver knows: 12080 is '12.8'."""
+    """The newest CUDA that the driver supports: 12080 is '12.8'."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _memory(part: str) -> Way:
-    """The device's memory: the newer function tells what the driver keeps for itself apart, the older counts it in."""
+    """The newer function tells the driver's own memory apart, the older one counts it in."""
     old, new = "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"
     return _first_of(
         lambda ask: Reading(getattr(ask(old, _MEMORY_V2), part), "B", new),
-        _said(old, "B", of=lambda memory: getattr(memory, part)),
+        _plain(old, "B", of=lambda memory: getattr(memory, part)),
     )
 
 
@@ -133,7 +140,6 @@ _PROCESSES = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRu
 
 
 def _running_processes(ask: Ask) -> tuple[list[tuple[int, int]], str]:
-    """Processes with their bytes, by the newest function that the driver has."""
     try:
         source = _PROCESSES[0]
         processes = ask(source)
@@ -150,9 +156,9 @@ def others(pid: int) -> tuple[Query, ...]:
 def process_memory(pid: int) -> Query:
     """What a process holds on the device, its context included.
 
-    Not by pynvml's function without a version: where the driver lacks the newest one it raises what is no NVMLError.
+    pynvml's function without a version is not used: on an older driver it raises what is no NVMLError.
     """
-    ways = (_said(function, "B", of=partial(_memory_of, pid)) for function in _PROCESSES)
+    ways = (_plain(function, "B", of=partial(_memory_of, pid)) for function in _PROCESSES)
     return Query("process_memory", _first_of(*ways))
 
 
@@ -169,20 +175,20 @@ def _memory_of(pid: int, processes: Sequence[Any]) -> int:
 
 
 def _violation(violation: consumed.Violation) -> Way:
-    """Seconds since the driver was loaded; 0 is a count."""
+    """Seconds since the driver was loaded; unlike other quantities it may be 0."""
     if violation.field is not None:
         number = violation.field
         return lambda ask: Reading(field(ask, number) * _NANO, "s", f"field {number}")
-    return _said("nvmlDeviceGetViolationStatus", "s", violation.policy, of=lambda status: status.violationTime * _NANO)
+    return _plain("nvmlDeviceGetViolationStatus", "s", violation.policy, of=lambda status: status.violationTime * _NANO)
 
 
 FACTS: tuple[Query, ...] = (
-    Query("driver", _said("nvmlSystemGetDriverVersion", ""), About.SYSTEM),
-    Query("cuda_driver", _said("nvmlSystemGetCudaDriverVersion", "", of=_version), About.SYSTEM),
-    Query("name", _said("nvmlDeviceGetName", ""), About.PART),
-    Query("uuid", _said("nvmlDeviceGetUUID", ""), About.PART),
-    Query("pci", _said("nvmlDeviceGetPciInfo", "", of=lambda info: info.busId)),
-    Query("vbios", _said("nvmlDeviceGetVbiosVersion", "")),
+    Query("driver", _plain("nvmlSystemGetDriverVersion", ""), About.SYSTEM),
+    Query("cuda_driver", _plain("nvmlSystemGetCudaDriverVersion", "", of=_version), About.SYSTEM),
+    Query("name", _plain("nvmlDeviceGetName", ""), About.PART),
+    Query("uuid", _plain("nvmlDeviceGetUUID", ""), About.PART),
+    Query("pci", _plain("nvmlDeviceGetPciInfo", "", of=lambda info: info.busId)),
+    Query("vbios", _plain("nvmlDeviceGetVbiosVersion", "")),
     Query("power_cap", _scaled("nvmlDeviceGetEnforcedPowerLimit", _MILLI, "W")),
     Query("power_cap_set", _scaled("nvmlDeviceGetPowerManagementLimit", _MILLI, "W")),
     Query("power_cap_default", _scaled("nvmlDeviceGetPowerManagementDefaultLimit", _MILLI, "W")),
@@ -194,9 +200,9 @@ FACTS: tuple[Query, ...] = (
     Query("memory_total", _memory("total"), About.PART),
 )
 
-# What the device has taken since its driver was loaded, in steps of the counter's period.
+# Since the driver was loaded, in steps of the counter's period.
 ENERGY = _scaled("nvmlDeviceGetTotalEnergyConsumption", _MILLI, "J")
-# The power over the last second on current devices; just now on A100 and older.
+# The mean of the last second on current devices; the present power on A100 and older.
 AVERAGE_POWER = _scaled("nvmlDeviceGetPowerUsage", _MILLI, "W")
 
 
@@ -204,25 +210,25 @@ def instant_power(ask: Ask) -> Reading:
     return positive(field(ask, _POWER_INSTANT) * _MILLI, "W", f"field {_POWER_INSTANT} (instant)")
 
 
-# What is looked at now and then within a window. Not the power: the energy is measured anyway.
+# Sampled within a window. Not the power: the energy is measured anyway.
 CHANGING: tuple[Query, ...] = (
     Query("sm_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM)),
     Query("memory_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
-    # Of the chip; the older function is to go.
+    # Of the chip; NVML is to drop the older function.
     Query("temperature", _first_of(
-        _said("nvmlDeviceGetTemperatureV", "degC", _CHIP), _said("nvmlDeviceGetTemperature", "degC", _CHIP)
+        _plain("nvmlDeviceGetTemperatureV", "degC", _CHIP), _plain("nvmlDeviceGetTemperature", "degC", _CHIP)
     )),
     # A mask; 0 is no reason.
     Query("throttle", _first_of(
-        _said("nvmlDeviceGetCurrentClocksEventReasons", "mask"),
-        _said("nvmlDeviceGetCurrentClocksThrottleReasons", "mask"),
+        _plain("nvmlDeviceGetCurrentClocksEventReasons", "mask"),
+        _plain("nvmlDeviceGetCurrentClocksThrottleReasons", "mask"),
     )),
 )  # fmt: skip
 STATE: tuple[Query, ...] = (
     Query("power", _first_of(instant_power, AVERAGE_POWER)),
     *CHANGING,
-    Query("use", _said("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
-    Query("memory_use", _said("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
+    Query("use", _plain("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
+    Query("memory_use", _plain("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
     Query("memory_used", _memory("used"), About.PART),
 )
 VIOLATIONS: tuple[Query, ...] = tuple(Query(violation.name, _violation(violation)) for violation in consumed.VIOLATIONS)
@@ -230,7 +236,7 @@ QUERIES = Queries(FACTS, STATE, CHANGING, VIOLATIONS, process_memory, others)
 
 
 class AbsentDevice(Looks):
-    """Answers every question that NVML would be asked with the same reason."""
+    """Answers every query with the same reason."""
 
     queries = QUERIES
     silent = True
@@ -243,9 +249,9 @@ class AbsentDevice(Looks):
 
 
 class NvmlDevice(DriverDevice):
-    """The device that a CUDA device is; the handle is fetched once.
+    """The NVML device that a CUDA device is.
 
-    Of a MIG instance NVML knows the memory; power, energy, clocks and temperature are the whole device's.
+    For a MIG instance NVML tells the memory; power, energy, clocks and temperature are the whole device's.
     """
 
     match: Match
@@ -261,7 +267,7 @@ class NvmlDevice(DriverDevice):
     def part(self) -> Any:
         return self._part or self.handle
 
-    def found(self) -> Any:
+    def find_handle(self) -> Any:
         call = self.library.call
         devices, reasons = listed(call)
         try:
@@ -270,15 +276,12 @@ class NvmlDevice(DriverDevice):
             raise NoReading("; ".join([failure.reason, *reasons])) from failure
         instance, device = self.match.instance, self.match.device
         self.shared_by = len(device.instances) if device.mig else 0
-        self._part = call("nvmlDeviceGetHandleByUUID", instance.uuid) if instance else None
+        self._part = call("nvmlDeviceGetHandleByUUID", instance) if instance else None
         return call("nvmlDeviceGetHandleByUUID", device.uuid)
 
 
 def listed(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str]]:
-    """All devices that NVML can describe, and why others are none of them.
-
-    One that is lost, or that this user may not see, does not hide the others.
-    """
+    """All devices that NVML can describe, and the reasons for those that it cannot."""
     devices, reasons = [], []
     for index in range(call("nvmlDeviceGetCount")):
         try:
@@ -298,7 +301,7 @@ def _listed(call: Callable[..., Any], handle: Any) -> ListedDevice:
 
 
 def _mig(call: Callable[..., Any], handle: Any) -> bool:
-    """Whether the device is split. Who does not know that does not know whose energy it would be."""
+    """Whether the device is split. If that is unknown, it is unknown whose energy it would be."""
     try:
         return bool(call("nvmlDeviceGetMigMode", handle)[0])
     except NoReading as failure:
@@ -307,8 +310,8 @@ def _mig(call: Callable[..., Any], handle: Any) -> bool:
         raise
 
 
-def _instances(call: Callable[..., Any], handle: Any) -> list[Instance]:
-    """The MIG instances that are there; their numbers have gaps."""
+def _instances(call: Callable[..., Any], handle: Any) -> list[str]:
+    """UUIDs of the MIG instances; their numbers have gaps."""
     instances = []
     for number in range(call("nvmlDeviceGetMaxMigDeviceCount", handle)):
         try:
@@ -317,6 +320,5 @@ def _instances(call: Callable[..., Any], handle: Any) -> list[Instance]:
             if failure.code == NOT_FOUND:
                 continue
             raise
-        names = ("nvmlDeviceGetUUID", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId")
-        instances.append(Instance(*(call(name, instance) for name in names)))
+        instances.append(call("nvmlDeviceGetUUID", instance))
     return instances

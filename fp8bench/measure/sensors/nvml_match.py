@@ -18,7 +18,7 @@ ORDER = "CUDA_DEVICE_ORDER"
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """What is known of a CUDA device: its index among those that are visible, UUID and PCI address ('' if unknown).
+    """What is known of a CUDA device: its index among the visible ones, UUID and PCI address ('' if unknown).
 
     The UUID may lack NVML's 'GPU-' or 'MIG-', as torch's does. The address is domain:bus:device in hexadecimal.
     """
@@ -29,46 +29,31 @@ class DeviceIdentity:
 
 
 @dataclass(frozen=True)
-class Instance:
-    """A MIG instance of a device."""
-
-    uuid: str
-    gpu_instance: int
-    compute_instance: int
-
-
-@dataclass(frozen=True)
 class ListedDevice:
-    """A device as NVML lists it."""
+    """A device as NVML lists it; `instances` are the UUIDs of its MIG instances."""
 
     uuid: str
     pci: str
     mig: bool = False
-    instances: tuple[Instance, ...] = ()
+    instances: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Match:
-    """The device, and which of its MIG instances; None without MIG, and where it cannot be told."""
+    """The device, and the UUID of its MIG instance; None without MIG, and where it cannot be told."""
 
     device: ListedDevice
-    instance: Instance | None = None
+    instance: str | None = None
 
     def is_named(self, word: str) -> bool:
-        """Whether its UUID begins with a word; 'MIG-GPU-<uuid>/<instance>/<compute>' is the older form."""
-        instance = self.instance
-        older = (
-            f"MIG-{self.device.uuid}/{instance.gpu_instance}/{instance.compute_instance}".lower() if instance else ""
-        )
-        return self.uuid.lower().startswith(word.lower()) or older == word.lower()
+        return self.uuid.lower().startswith(word.lower())
 
     @property
     def uuid(self) -> str:
-        return (self.instance or self.device).uuid
+        return self.instance or self.device.uuid
 
 
 def match(identity: DeviceIdentity, devices: Sequence[ListedDevice], environ: Mapping[str, str]) -> Match:
-    """Which device it is; raises NoReading where that cannot be said."""
     if not devices:
         raise NoReading("NVML lists no device")
     uuid, address = _digits(identity.uuid), address_of(identity.pci)
@@ -86,7 +71,7 @@ def match(identity: DeviceIdentity, devices: Sequence[ListedDevice], environ: Ma
 
 
 def _digits(uuid: str) -> str:
-    """A UUID without its prefix; '' for none and for the one of zeros, which virtual devices have."""
+    """A UUID without its prefix; '' for none and for the zeros that virtual devices have."""
     plain = uuid.strip().lower().removeprefix("gpu-").removeprefix("mig-")
     return plain if plain.strip("0-") else ""
 
@@ -96,7 +81,7 @@ def _all(devices: Sequence[ListedDevice]) -> list[Match]:
 
 
 def address_of(pci: str) -> tuple[int, ...] | None:
-    """Domain, bus and device; None where it is no such address. The function, behind a dot, is left out."""
+    """Domain, bus and device, without the function behind a dot; None for what is no such address."""
     parts = pci.partition(".")[0].split(":")
     try:
         numbers = [int(part, 16) for part in parts]
@@ -106,7 +91,7 @@ def address_of(pci: str) -> tuple[int, ...] | None:
 
 
 def _by_variable(index: int, devices: Sequence[ListedDevice], environ: Mapping[str, str]) -> Match:
-    """What the visible devices say of an index; an index among them is one of CUDA's, not of NVML's."""
+    """Finds the device by index in CUDA_VISIBLE_DEVICES; CUDA's order is not NVML's."""
     word = _visible_word(index, environ)
     if word is not None and not word.isdecimal():
         return _named(word, devices)
@@ -125,7 +110,7 @@ def _by_variable(index: int, devices: Sequence[ListedDevice], environ: Mapping[s
 
 
 def _visible_word(index: int, environ: Mapping[str, str]) -> str | None:
-    """What CUDA_VISIBLE_DEVICES calls a device; None if all are visible."""
+    """The entry of CUDA_VISIBLE_DEVICES for a device; None if all are visible."""
     if VISIBLE not in environ:
         return None
     words = [word.strip() for word in environ[VISIBLE].split(",")]
@@ -141,7 +126,7 @@ def _named(word: str, devices: Sequence[ListedDevice]) -> Match:
     return matches[0]
 
 
-def _visible_instance(index: int, device: ListedDevice, environ: Mapping[str, str]) -> Instance | None:
+def _visible_instance(index: int, device: ListedDevice, environ: Mapping[str, str]) -> str | None:
     """The instance, where CUDA gave the whole device's UUID for it: the only one, or the one that is named."""
     if len(device.instances) == 1:
         return device.instances[0]

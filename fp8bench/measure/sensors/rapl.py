@@ -1,7 +1,7 @@
-"""What hardware counts of its own energy in files of Linux: processors (RAPL), and Intel's GPUs.
+"""Energy that hardware counts in files of Linux: processors (RAPL) and Intel GPUs.
 
-And how a processor is just now, by files of the kernel: the clock of its fastest core, the heat of its hottest sensor.
-Many virtual machines have neither. No clock of a core is that of a case: a thread moves from core to core.
+And a processor's state by files of the kernel: the clock of its fastest core, the heat of its hottest sensor. Many
+virtual machines have neither. A core's clock is not that of a case, because threads move from core to core.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp8bench.model.readings import NoReading, Read, Reading, Readings, attempt,
 ROOT = Path("/sys/class/powercap")
 _CPUINFO = Path("/proc/cpuinfo")
 _MICRO = 1e-6
-# A counter that has fallen has wrapped around, unless a processor would have had to draw more than this.
+# A counter that has fallen has wrapped around, unless that would mean more power than this.
 _HIGHEST_WATTS = 10e3
 
 
@@ -31,9 +31,9 @@ class Domain:
 
 
 def domains(root: Path = ROOT, cpuinfo: Path = _CPUINFO) -> tuple[Domain, ...]:
-    """The packages, and the memory where it is counted apart: together they overlap nowhere. Raises NoReading.
+    """The packages, and the memory where it is counted apart; they do not overlap. Raises NoReading.
 
-    'core' and 'uncore' lie within their package, 'psys' holds the packages, and intel-rapl-mmio shows the same again.
+    Left out: 'core' and 'uncore' lie within their package, 'psys' holds the packages, and intel-rapl-mmio repeats them.
     """
     if not root.is_dir():
         raise NoReading(f"there is no {root}: {_why_absent(cpuinfo)}")
@@ -53,7 +53,7 @@ def domains(root: Path = ROOT, cpuinfo: Path = _CPUINFO) -> tuple[Domain, ...]:
 
 
 class EnergyCounter:
-    """The joules of some domains together since the first reading; goes on where their counters wrap around."""
+    """The joules of several domains together since the first reading, across wraps of their counters."""
 
     def __init__(self, parts: Sequence[Domain], now: Callable[[], float]) -> None:
         self._parts = tuple(parts)
@@ -63,7 +63,7 @@ class EnergyCounter:
         self._total_uj = 0
 
     def read(self) -> float:
-        """Joules; raises NoReading where a counter cannot be read or was set back."""
+        """Raises NoReading where a counter cannot be read or was set back."""
         energies, now = tuple(_energy_uj(part) for part in self._parts), self._now()
         before, elapsed = self._last, now - self._read_at
         if before is not None:
@@ -85,7 +85,7 @@ def _growth_uj(part: Domain, old: int, new: int, elapsed: float) -> int:
 def _domain(name: str, path: Path) -> Domain:
     limit = None
     with suppress(NoReading, ValueError):
-        # The counter takes the values from 0 to this one, both included.
+        # The largest value, which the counter still takes.
         limit = int(text_of(path / "max_energy_range_uj")) + 1
     return Domain(name, path / "energy_uj", limit)
 
@@ -98,7 +98,6 @@ def _energy_uj(domain: Domain) -> int:
 
 
 def text_of(path: Path) -> str:
-    """What a file of the system's says; raises NoReading."""
     try:
         return path.read_text(errors="replace").strip()
     except PermissionError as error:
@@ -125,8 +124,8 @@ _DRIVERS = ("i915", "xe")
 def gpu_domain(root: Path = HWMON) -> Domain:
     """The counter of the only Intel GPU, in microjoules. Raises NoReading, also where there are several.
 
-    torch tells no address of a device, and another one's energy would be taken for its own. The first counter is the
-    whole card's, or the package's where the driver has one for it alone. It has 64 bits and wraps nowhere.
+    torch does not tell a device's address, so another GPU's energy might be taken for its own. The first counter is the
+    whole card's, or the package's where that is all the driver has. It has 64 bits and does not wrap.
     """
     gpus = []
     for sensors in sorted(root.glob("hwmon*")):
@@ -146,12 +145,12 @@ def gpu_domain(root: Path = HWMON) -> Domain:
 SYSTEM = Path("/sys")
 CLOCK = "cpu_clock"
 _CLOCKS = "devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq"
-# The kernel's drivers of sensors in processors.
+# Kernel drivers of sensors in processors.
 _CHIPS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal"})
 
 
 class HostDevice(AbsentDevice):
-    """A processor; what only a driver could tell it answers with the reason."""
+    """A processor: clock and temperature by files; other queries have a reason instead."""
 
     silent = False
 
@@ -164,8 +163,8 @@ class HostDevice(AbsentDevice):
         return bool(self._clocks or self._heats)
 
     def glance(self) -> Readings:
-        told = {CLOCK: _highest(self._clocks, 1e3, "Hz"), "temperature": _highest(self._heats, 1e-3, "degC")}
-        return {**super().glance(), **told}
+        state = {CLOCK: _highest(self._clocks, 1e3, "Hz"), "temperature": _highest(self._heats, 1e-3, "degC")}
+        return {**super().glance(), **state}
 
     def changing(self) -> Readings:
         return self.glance()
@@ -182,14 +181,14 @@ def _sensors(root: Path) -> Iterator[Path]:
 
 def _highest(files: list[Path], factor: float, unit: str) -> Read:
     def read() -> Reading:
-        found = []
+        values: list[float] = []
         for file in files:
             try:
-                found.append(float(file.read_text()))
+                values.append(float(file.read_text()))
             except (OSError, ValueError):
                 continue
-        if not found:
+        if not values:
             raise NoReading("the kernel has no file that tells it")
-        return positive(max(found) * factor, unit, "sysfs")
+        return positive(max(values) * factor, unit, "sysfs")
 
     return attempt(read)

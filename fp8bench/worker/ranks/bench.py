@@ -26,7 +26,7 @@ from fp8bench.model.codec import PlainUnpickler
 from fp8bench.model.ranks import BEAT, MEETING, OUTSIDE, Sent, Transfer
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import OperationBits
-from fp8bench.protocols.phases import Markers, TellingMarker
+from fp8bench.protocols.measuring import Markers, TellingMarker
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench

@@ -24,7 +24,7 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import Scaling
-from fp8bench.measure.ranks.merge import merged as merged_with
+from fp8bench.measure.ranks.answers import merged as merged_with
 from fp8bench.model import MemoryUse
 from tests.counts import for_each
 

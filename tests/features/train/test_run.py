@@ -23,7 +23,7 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.measure.sensors.looks import Looks, Query
+from fp8bench.measure.sensors.driver import Looks, Query
 from fp8bench.measure.sensors.meter import Meter, Meters
 from fp8bench.measure.sensors.nvml import QUERIES
 from fp8bench.model import DeviceFacts, EnergyUse

@@ -7,8 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.measure.ranks.blame import RankState, culprit, failed_rank, late, sentence, suspects
-from fp8bench.measure.ranks.merge import RanksDisagree, merged
+from fp8bench.measure.ranks.answers import (
+    RanksDisagree,
+    RankState,
+    culprit,
+    delay_in_words,
+    failed_rank,
+    failure_in_words,
+    merged,
+    suspects,
+)
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase
 from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, RankCalls, RankMemory, heartbeat_of
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
@@ -129,32 +137,33 @@ def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> 
     ],
 )
 def test_nobody_can_tell(states: list[RankState], named: str) -> None:
-    said = sentence(states, 10.0)
+    said = failure_in_words(states, 10.0)
     assert f"nobody can tell which of ranks {named} of {len(states)} failed: all are in phase gemm of 'slot'" in said
     assert ("said: RuntimeError: Timed out" in said) == any(state.fault == TIMED_OUT for state in states)
 
 
 def test_several_that_are_stopped_are_named() -> None:
-    said = late([state(0, 3), state(1, 5, stopped=True), state(2, 4, stopped=True)], 9.0)
+    said = delay_in_words([state(0, 3), state(1, 5, stopped=True), state(2, 4, stopped=True)], 9.0)
     assert said == ": ranks 1 and 2 of 3 are stopped (SIGSTOP or SIGTSTP, by /proc)"
 
 
 def test_sentences_say_rank_phase_and_reason() -> None:
     waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
     assert failed_rank(culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(1, 2, "slot", "gemm", 11, 7.0)
-    assert sentence([waiting, state(1, 11, 3.0)], 10.0) == (
+    assert failure_in_words([waiting, state(1, 11, 3.0)], 10.0) == (
         "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 7.0 s old; rank 0 "
         "said: RuntimeError: Timed out waiting 6000ms for recv"
     )
     boom = state(1, 11, answered=True, fault=("ValueError: boom", ""))
-    assert sentence([state(0, 12), boom], 1.0) == "rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom"
-    assert late([state(0, 12, 9.5), state(1, 11, 9.0)], 10.0) == (
+    assert (
+        failure_in_words([state(0, 12), boom], 1.0) == "rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom"
+    )
+    assert delay_in_words([state(0, 12, 9.5), state(1, 11, 9.0)], 10.0) == (
         ": rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 1.0 s old"
     )
 
 
 def test_heartbeats_are_read_from_what_was_left() -> None:
-    """Outside of steps a rank is in a request alone; before its first beat it has done nothing."""
     gemm = [*Phase].index(Phase.GEMM)
     assert heartbeat_of(1, BEAT.pack(7, gemm, 1.5, b"slot")) == Heartbeat(1, 7, "gemm", "slot", 1.5)
     assert heartbeat_of(1, BEAT.pack(7, -1, 1.5, b"prepare")).doing == "'prepare'"

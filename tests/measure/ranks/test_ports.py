@@ -98,7 +98,6 @@ def run_watched(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["train"], ["parallel", "train"]))
 def test_ranks_listen_on_loopback_alone(name: str, tmp_path: Path) -> None:
-    """Whatever the user's environment says of interfaces."""
     code, said, seen = run_watched(name, tmp_path)
     assert code == 0, said
     assert all(map(is_loopback, seen.values())), seen
@@ -130,7 +129,6 @@ def knock(port: int, file: Path, kept: list[socket.socket]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["collective"], ["suite", "collective"]))
 def test_what_connects_runs_nothing_and_the_run_ends_with_the_truth_or_an_error(name: str, tmp_path: Path) -> None:
-    """Every port, each on loopback, is knocked at as soon as it is there."""
     kept: list[socket.socket] = []
     file = tmp_path / "was here"
     code, said, seen = run_watched(name, tmp_path, lambda port: knock(port, file, kept), 0.005)
@@ -162,7 +160,6 @@ def greet_as_another_user(ports_told: int) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 def test_another_user_who_greets_first_is_told_of(tmp_path: Path) -> None:
-    """gloo takes him for a rank: then nothing is measured, and the reason is said."""
     reads, writes = os.pipe()
     stranger = greet_as_another_user(reads)
     try:
@@ -196,7 +193,6 @@ def named(module: str, name: str) -> bytes:
 
 
 def test_answers_and_lists_of_objects_hold_plain_values_alone(tmp_path: Path) -> None:
-    """Neither a function, nor what a module of ours has imported, nor a class of somebody else's."""
     case = Case("gemm", (), "fp32", "cpu")
     assert PlainUnpickler(io.BytesIO(pickle.dumps([case, ("a", 1.5)]))).load() == [case, ("a", 1.5)]
     assert PlainUnpickler(io.BytesIO(pickle.dumps(Attribute(Level, "NATIVE")))).load() is Level.NATIVE
@@ -210,7 +206,6 @@ def test_answers_and_lists_of_objects_hold_plain_values_alone(tmp_path: Path) ->
 
 
 def test_torch_unpickles_lists_of_objects_by_the_name_that_ranks_replace() -> None:
-    """So that what a stranger sends in the place of one runs nothing."""
     import torch.distributed.distributed_c10d as c10d
 
     source = Path(str(c10d.__file__)).read_text()

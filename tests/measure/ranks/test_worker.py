@@ -145,7 +145,6 @@ def measured(
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", sampled(["SIGSEGV"], REASONS))
 def test_a_fault_leaves_nobody(fault: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With rank, phase and reason; neither a process, in a session of its own either, nor a folder is left."""
     (record,) = measured([fault], tmp_path, monkeypatch)
     assert record.status is Status.FAILED and REASONS[fault] in record.reason, record.reason
     assert (where := record.failed_rank) is not None and (where.ranks, where.request) == (2, "slot")
@@ -172,7 +171,6 @@ pipeline.execute(request, Path(sys.argv[2]), SilentObserver(), "")
 
 @pytest.mark.slow
 def test_a_parent_that_is_killed_leaves_neither_process_nor_folder(temporary: Path, tmp_path: Path) -> None:
-    """A rank, its launcher, a process that a rank has put into a session of its own, and what lies in their folder."""
     with subprocess.Popen([sys.executable, "-c", RUN, SUITE, str(tmp_path / "store")]) as run:
         try:
             while "sleep 1000" not in (left := left_behind()):
@@ -244,7 +242,6 @@ STOPS = {
 def test_a_rank_that_is_stopped_before_all_have_begun_is_named_within_the_limit_of_a_case(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not after the 300 s that ranks may take to start."""
     strike(tmp_path, [module], "SIGSTOP", monkeypatch)
     begun = time.monotonic()
     first, second = measured(["none", "raise"], tmp_path / "store", monkeypatch, case_timeout=12.0)
@@ -269,7 +266,6 @@ sys.meta_path.insert(0, Without())
 
 @pytest.mark.slow
 def test_without_torch_it_is_said_who_lacks_it_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the ranks, and by the one process that is asked where ranks cannot be."""
     (tmp_path / "sitecustomize.py").write_text(NO_TORCH)
     monkeypatch.syspath_prepend(tmp_path)
     lacks = f"ModuleNotFoundError: No module named 'torch' for {sys.executable}. Install torch there, or run"
@@ -284,7 +280,6 @@ def test_without_torch_it_is_said_who_lacks_it_and_what_to_do(tmp_path: Path, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", sampled(["clean-exit"], ["SIGKILL", "clean-exit"]))
 def test_how_a_rank_ended_is_said_however_late_the_launcher_says_it(fault: str) -> None:
-    """It may get no core for seconds; nobody takes its silence for a rank that has ended well."""
     with RanksWorker(Settings(threads=1, imports=(SUITE,)), 2, 20.0) as worker:
         facts = cpu_of(worker)
         worker.within(60).prepare("a", Case("failing_ranks", (("fault", fault),), "fp32", "cpu", ranks=2), facts)
@@ -302,7 +297,6 @@ def test_how_a_rank_ended_is_said_however_late_the_launcher_says_it(fault: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", sampled([4], [2, 4]))
 def test_real_ranks_get_the_bits_of_simulated_ones(size: int) -> None:
-    """Over gloo, every collective in FP8, way and scaling."""
     suite = str(Path(__file__).with_name("bitwise_suite.py"))
     with RanksWorker(Settings(imports=(suite,)), size) as worker:
         facts = cpu_of(worker)

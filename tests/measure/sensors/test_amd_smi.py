@@ -29,7 +29,6 @@ _IDENTITY = DeviceIdentity(pci="00000000:22:00")
 
 @pytest.fixture
 def smi(monkeypatch: pytest.MonkeyPatch) -> AmdSmi:
-    """The package, with two devices."""
     fake = AmdSmi([AmdGpu(_FIRST, clock=900), AmdGpu(_SECOND)])
     monkeypatch.setitem(sys.modules, "amdsmi", fake)
     return fake
@@ -37,7 +36,6 @@ def smi(monkeypatch: pytest.MonkeyPatch) -> AmdSmi:
 
 @pytest.fixture
 def device(smi: AmdSmi) -> Iterator[AmdDevice]:
-    """The second one."""
     opened = AmdDevice(_IDENTITY, AmdLibrary())
     yield opened
     opened.close()
@@ -73,7 +71,6 @@ def test_state(device: AmdDevice) -> None:
 
 @for_each(("name", "bit"), [("ppt", 0x4), ("socket_thm", 0x20), ("hbm_thm", 0x20), ("vr_thm", 0x40), ("prochot", 0x40)])
 def test_what_holds_the_clocks_back_from_look_to_look(smi: AmdSmi, device: AmdDevice, name: str, bit: int) -> None:
-    """A limit that was met before anybody looked is none of this window's."""
     held, seen = smi.gpus[1].held, []
     for samples in (0, 5, 0):
         before = held[f"{name}_residency_acc"]

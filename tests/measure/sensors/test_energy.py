@@ -1,7 +1,6 @@
 """Windows of energy, against the true energy of devices whose power is a formula.
 
-The clock is the library's virtual one: figures are the same on every machine, and an hour takes seconds.
-"""
+The clock is the library's virtual one: figures are the same on every machine, and an hour takes seconds."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.integrate import quad
 
-from fp8bench.measure.sensors.energy import NAME, Energy, SourceKind
-from fp8bench.measure.sensors.mean_power import INTERVALS
+from fp8bench.measure.sensors.energy import FAST_PAUSE, NAME, PAUSE, POWER_PAUSE, Energy, Polling, SourceKind
+from fp8bench.measure.sensors.mean_power import INTERVALS, Rhythm, Tick
 from fp8bench.measure.sensors.meter import Meter, nvml_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
@@ -56,7 +55,6 @@ def reason(energy: Energy | Unavailable) -> str:
 def test_constant_power_within_one_per_cent(
     nvml: Simulation, opened: Opened, clock: VirtualClock, milliseconds: int, lateness: float
 ) -> None:
-    """In every window that has enough, whatever the counter's period, and also where the thread wakes up late."""
     nvml.state.device[0].period_ns = milliseconds * 1_000_000
     clock.lateness = lateness
     meter, chance = opened(), random.Random(milliseconds)
@@ -75,7 +73,6 @@ def test_constant_power_within_one_per_cent(
 
 @pytest.mark.parametrize("curve", [SQUARE, SINE])
 def test_a_swinging_power(nvml: Simulation, opened: Opened, clock: VirtualClock, curve: int) -> None:
-    """By half, three times a second: 2% of the truth between the ticks, 3% of the whole window at 3 s."""
     device = nvml.state.device[0]
     device.curve, device.low, device.high, device.hertz = curve, 150.0, 300.0, 3.0
     meter, chance = opened(), random.Random(curve)
@@ -119,7 +116,6 @@ def test_a_window_that_never_gets_enough_ends_at_its_cap(nvml: Simulation, opene
 def test_a_counter_with_another_pace(
     nvml: Simulation, opened: Opened, clock: VirtualClock, before: int, after: int
 ) -> None:
-    """What was dated by its rhythm is dropped; the figure is as good, and says how good."""
     nvml.state.device[0].period_ns = before * 1_000_000
     meter = opened()
     nvml.state.device[0].period_ns = after * 1_000_000
@@ -130,7 +126,6 @@ def test_a_counter_with_another_pace(
 
 
 def test_a_counter_that_changes_its_pace_within_a_window(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
-    """From a millisecond to 40, in its middle: at first each look saw a change."""
     device = nvml.state.device[0]
     device.period_ns = 1_000_000
     meter = opened()
@@ -198,7 +193,6 @@ def test_without_a_counter_power_is_integrated(
 
 
 def test_an_average_does_not_count_what_was_before(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
-    """The device was idle until the window began, and the sensor shows it for a second more."""
     device = nvml.state.device[0]
     for function in ("nvmlDeviceGetTotalEnergyConsumption", "field 186"):
         nvml.fail(function, 3)
@@ -266,7 +260,6 @@ def test_a_workload_that_raises_takes_its_window_along(nvml: Simulation, opened:
 def test_a_thread_that_breaks_off_has_measured_nothing(
     nvml: Simulation, opened: Opened, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of ours, eleven ticks in: it is told on stderr, and the window has no number."""
     told: list[object] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
     meter = opened()
@@ -282,7 +275,6 @@ def test_a_thread_that_breaks_off_has_measured_nothing(
 
 @pytest.mark.slow
 def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
-    """On the host's clock: the window says so after a while, and later ones at once."""
     nvml.state.device[0].period_ns = 5_000_000
     meter = nvml_meter(DeviceIdentity(0), {}, library=Library(timeout=0.4))
     calls = nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]
@@ -311,7 +303,6 @@ def test_a_source_that_hangs_when_it_is_tried(nvml: Simulation) -> None:
 
 
 def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
-    """A thread that is dear looks less often, and windows become longer, not wrong."""
     nvml.state.device[0].period_ns = 20_000_000
     meter = opened()
     cheap, _, _ = measured(meter, clock, 4.0)
@@ -324,7 +315,6 @@ def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: V
 
 @pytest.mark.slow
 def test_in_real_time(nvml: Simulation) -> None:
-    """A thread, the host's clock, and a workload that holds the interpreter: within what it says it may be off."""
     nvml.state.device[0].period_ns = 10_000_000
     with nvml_meter(DeviceIdentity(0), {}, library=Library()) as meter, meter.window(cap=60.0) as window:
         while not window.enough:
@@ -350,3 +340,67 @@ def test_energy_is_the_integral_of_power(nvml: Simulation, curve: int, start: fl
     jumps = [jump for number in range(80) if start < (jump := (number / 2 - phase) / 3) < end]
     truth, _ = quad(nvml.watts, start, end, points=jumps or None, limit=400)
     assert nvml.joules(start, end) == pytest.approx(truth, rel=1e-6)
+
+
+STEADY = Rhythm(0.1, 0.0, 0.1)
+LAST = INTERVALS + 1
+
+
+def tick(at: float, late: float = 0.0) -> Tick:
+    return Tick(at - late / 2, at + late / 2, 0.0)
+
+
+def test_without_a_rhythm_it_looks_all_the_time() -> None:
+    pace = Polling(counts=True)
+    assert [pace.next(0.0, None, 0), pace.next(0.1, tick(0.1), 1), pace.next(3.0, tick(3.0), 99)] == [PAUSE] * 3
+    assert Polling(counts=False).next(0.0, None, 0) == POWER_PAUSE
+    assert Polling(counts=True, rhythm=STEADY).next(1.0, None, 0) == PAUSE, "so is the first tick"
+
+
+def test_up_to_the_tenth_they_are_counted_halfway_between_two() -> None:
+    pace = Polling(counts=True, rhythm=STEADY)
+    now = 1.001 + pace.next(1.001, tick(1.0, 0.002), 1)
+    assert now == pytest.approx(1.15)
+    now = 1.17 + pace.next(1.17, tick(1.085, 0.17), 2)
+    assert now == pytest.approx(1.25)
+    assert pace.next(1.25, None, 2) == PAUSE
+
+
+def test_the_tenth_is_followed_by_a_rest_until_just_before_the_next() -> None:
+    pace = Polling(counts=True, rhythm=STEADY)
+    pace.next(1.0, tick(1.0), 1)
+    assert 1.95 + pace.next(1.95, tick(1.9, 0.1), INTERVALS) == pytest.approx(2.0 - 2 * PAUSE) and not pace.blind
+    assert pace.next(1.997, None, INTERVALS) == PAUSE
+    assert 2.001 + pace.next(2.001, tick(2.0), LAST) == pytest.approx(2.1 - 2 * PAUSE)
+
+
+def test_a_tick_that_came_early_makes_it_wake_up_earlier() -> None:
+    pace = Polling(counts=True, rhythm=STEADY)
+    assert 1.0 + pace.next(1.0, tick(1.0), LAST) == pytest.approx(1.1 - 2 * PAUSE)
+    assert 1.096 + pace.next(1.096, tick(1.09), LAST + 1) == pytest.approx(1.19 - 4 * PAUSE)
+
+
+def test_of_a_faster_counter_ticks_are_passed_over() -> None:
+    pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02))
+    assert pace.next(1.0, tick(1.0), LAST) == pytest.approx(0.06 - 2 * PAUSE) and pace.blind
+    assert pace.next(1.056, tick(1.05), LAST) == PAUSE and not pace.blind
+    assert pace.next(1.06, tick(1.06), LAST + 1) > PAUSE
+
+
+def test_a_counter_faster_than_looks_is_looked_at_seldom() -> None:
+    pace = Polling(counts=True, rhythm=Rhythm(0.002, 0.0, 0.003))
+    assert [pace.next(1.0, tick(1.0), count) for count in (0, 1, LAST)] == [FAST_PAUSE] * 3
+    assert not pace.blind
+
+
+def test_looking_that_is_too_dear_is_done_less() -> None:
+    fast, steady = Polling(counts=True, rhythm=Rhythm(0.002, 0.0, 0.003)), Polling(counts=True, rhythm=STEADY)
+    for pace in (fast, steady):
+        pace.limit_cost(0.006, 0.5)
+    assert fast.next(0.0, None, 0) == FAST_PAUSE
+    for _ in range(20):
+        fast.limit_cost(0.02, 1.0)
+        steady.limit_cost(0.02, 1.0)
+    assert fast.next(0.0, None, 0) == 0.05
+    assert steady.next(1.0, tick(1.0), LAST) == pytest.approx(0.4 - 2 * PAUSE)
+    assert steady.blind

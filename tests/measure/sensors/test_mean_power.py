@@ -69,7 +69,6 @@ def test_a_window_is_resolved_when_its_ends_are_sharp_enough(count: int, late: f
 
 
 def test_the_rhythm() -> None:
-    """The median interval, which one that was late does not move."""
     pace = rhythm([Tick(at, at, 0) for at in (0.0, 0.1, 0.2, 0.33, 0.4, 0.5)])
     assert [pace.period, pace.spread, pace.longest] == pytest.approx([0.1, 0.03, 0.13])
 
@@ -79,14 +78,12 @@ def readings(watts: list[float], pause: float = 0.1, start: float = 0.0) -> list
 
 
 def test_the_mean_is_by_time() -> None:
-    """A power that rises evenly has the mean of its ends, however unevenly one looks."""
     uneven = [0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.3, 0.6, 0.9, 1.0]
     found = mean_power([PowerSample(at, 100 + 100 * at) for at in uneven], 0.0, 0.0)
     assert (found.watts, found.seconds, found.intervals) == (pytest.approx(150), pytest.approx(1.0), 10)
 
 
 def test_what_is_about_the_time_before_does_not_count() -> None:
-    """A sensor that averages over a second still shows the time before the window."""
     seen = readings([50.0] * 10 + [300.0] * 11)
     assert mean_power(seen, 0.0, 1.0).watts == pytest.approx(300)
     assert mean_power(seen, 0.0, 0.0).watts < 200

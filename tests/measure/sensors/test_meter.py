@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +12,13 @@ import pytest
 
 from fp8bench.measure.sensors import meter as opening
 from fp8bench.measure.sensors.energy import Energy, SourceKind
-from fp8bench.measure.sensors.meter import meter_for, nvml_meter, rapl_meter
+from fp8bench.measure.sensors.meter import Meter, meter_for, nvml_meter, rapl_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import Reading, Unavailable
-from tests.counts import for_each
+from fp8bench.worker import host_counters as host
+from tests.counts import counts, for_each
 from tests.measure.sensors.nvml.library import Simulation, pci_of, uuid_of
 from tests.measure.sensors.test_energy import measured
 from tests.measure.sensors.test_rapl import zone
@@ -57,7 +61,6 @@ def test_a_processor_is_measured_by_rapl(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rapl_counts(tmp_path: Path, nvml: Simulation, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of 65 W with memory of 5 W, whose counters change every millisecond and wrap around now and then."""
     package = zone(tmp_path, "intel-rapl:0", "package-0", limit=80_000_000 - 1)
     zone(tmp_path, "intel-rapl:0:0", "dram", limit=80_000_000 - 1)
 
@@ -76,7 +79,6 @@ def test_rapl_counts(tmp_path: Path, nvml: Simulation, clock: VirtualClock, monk
 
 @for_each("name", [uuid_of(2), uuid_of(2)[4:], pci_of(2), "00:20:00.0"])
 def test_a_variable_names_the_device_of_all_cases(nvml: Simulation, name: str) -> None:
-    """Processors included: so a whole suite runs with the library of the tests."""
     nvml.reset()
     nvml.add("Second GPU", 2).period_ns = 10_000_000
     with meter_for(CPU, {opening.NVML_DEVICE: name}) as meter:
@@ -109,3 +111,49 @@ def test_without_energy_a_device_can_still_be_asked(nvml: Simulation) -> None:
         assert isinstance(temperature, Reading) and temperature.number == 55
     with meter_for(CPU, {}, energy=False) as meter:
         assert meter.why == "--no-energy was given"
+
+
+MEBIBYTE = 2**20
+
+
+def held() -> tuple[int, int, int]:
+    """Threads, open files and resident bytes of this process."""
+    gc.collect()
+    files = Path("/proc/self/fd")
+    if not files.is_dir():
+        pytest.skip("needs Linux's /proc to count open files and resident memory")
+    resident = host.memory()["rss"]
+    assert isinstance(resident, Reading)
+    return threading.active_count(), len(list(files.iterdir())), int(resident.number)
+
+
+@pytest.mark.slow
+@counts(1000, 10_000)
+def test_windows(count: int, nvml: Simulation, opened: Callable[[], Meter], clock: VirtualClock) -> None:
+    nvml.state.device[0].period_ns = 7_000_000
+    meter = opened()
+    threads, files, _ = held()
+    resident = 0
+    for number in range(count):
+        if number == count // 5:
+            resident = held()[2]
+        with meter.window() as window:
+            assert threading.active_count() <= threads + 1
+            clock.wait(lambda window=window: window.enough)  # type: ignore[misc]
+        assert isinstance(window.energy, Energy)
+    assert held()[:2] == (threads, files)
+    assert held()[2] - resident < 4 * MEBIBYTE
+    calls = nvml.calls()
+    assert calls["nvmlInitWithFlags"] == calls["nvmlDeviceGetHandleByUUID"] == 1
+    assert nvml.state.shutdowns == 0
+
+
+def test_openings(nvml: Simulation, clock: VirtualClock) -> None:
+    nvml.state.device[0].period_ns = 7_000_000
+    threads, files, _ = held()
+    library = Library()
+    for number in range(300):
+        with nvml_meter(DeviceIdentity(0, uuid="" if number % 3 else "GPU-none"), {}, clock, library) as meter:
+            meter.device.state()
+    assert held()[:2] == (threads, files)
+    assert nvml.state.inits == nvml.state.shutdowns == 300

@@ -75,7 +75,6 @@ def test_zeros_that_are_values_and_one_value_that_fails_alone(nvml: Simulation, 
 
 
 def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, clock: VirtualClock) -> None:
-    """What grew between two readings is what held the clocks back in between; 0 is a count."""
     nvml.state.device[0].violation[:] = [0.5, 0.0, 0.0, 0.25, 0.0]
     nvml.state.now_ns = 10_000_000_000
     before = device.violations()
@@ -88,7 +87,6 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
 
 @pytest.mark.slow
 def test_a_value_that_hangs_takes_those_behind_it_with_it(nvml: Simulation) -> None:
-    """What was said before stays."""
     device = NvmlDevice(DeviceIdentity(0), {}, Library(timeout=0.4))
     nvml.fail("nvmlDeviceGetVbiosVersion", delay=1.2)
     facts = device.facts()
@@ -136,7 +134,6 @@ def test_process_memory(nvml: Simulation, device: NvmlDevice) -> None:
 
 
 def test_who_else_has_work_there(nvml: Simulation, device: NvmlDevice) -> None:
-    """Where this process is not listed, it is one of those under another number."""
     gpu = nvml.state.device[0]
     gpu.processes, gpu.pid[1], gpu.process_bytes[1] = 2, 1, 40 * GIGABYTE
     assert values(device.others(os.getpid())) == {"others": (1, ""), "others_memory": (40 * GIGABYTE, "B")}
@@ -167,7 +164,6 @@ def test_a_mig_instance(nvml: Simulation, library: Library) -> None:
 
 
 def test_an_old_driver(nvml: Simulation, old_driver: Path) -> None:
-    """Symbols that it lacks: older functions answer, or the reason says what is missing."""
     script = (
         "import json\n"
         "from fp8bench.measure.sensors.nvml_match import DeviceIdentity\n"

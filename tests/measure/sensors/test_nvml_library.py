@@ -11,7 +11,7 @@ from types import ModuleType
 import pynvml
 import pytest
 
-from fp8bench.measure.sensors.driver_library import NoAnswer, within
+from fp8bench.measure.sensors.driver import NoAnswer, within
 from fp8bench.measure.sensors.energy import NAME
 from fp8bench.measure.sensors.nvml import REASONS, Library, reason
 from fp8bench.model.readings import NoReading

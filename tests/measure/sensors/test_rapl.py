@@ -143,7 +143,6 @@ XPU = DeviceFacts("xpu", 0, "Intel Data Center GPU Max 1550", 64 << 30, "2.13.0"
 
 
 def sensors(root: Path, number: int, driver: str, energy: str | None = "1000000") -> Path:
-    """One device's folder."""
     folder = root / f"hwmon{number}"
     folder.mkdir()
     (folder / "name").write_text(f"{driver}\n")

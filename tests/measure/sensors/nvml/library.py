@@ -27,10 +27,7 @@ _DEVICES, _INSTANCES, _PROCESSES, _FAULTS, _FUNCTIONS, _VIOLATIONS, CHANGES = 4,
 class Instance(ctypes.Structure):
     """A MIG instance, as in state.h."""
 
-    _fields_ = (
-        ("uuid", c_char * 96),
-        *((name, c_int64) for name in ("gpu_instance", "compute_instance", "memory_total", "memory_used")),
-    )
+    _fields_ = (("uuid", c_char * 96), ("memory_total", c_int64), ("memory_used", c_int64))
 
 
 class Device(ctypes.Structure):
@@ -138,10 +135,9 @@ class Simulation:
     def split(self, device: Device, count: int) -> None:
         """MIG instances for a device; their UUIDs are made of the device's."""
         device.mig, device.instances = 1, count
-        for number, one in enumerate(device.instance[:count]):
-            one.uuid = device.uuid.replace(b"GPU-", b"MIG-").replace(b"-4000-", b"-5%03d-" % number)
-            one.gpu_instance, one.compute_instance = number + 7, 0
-            one.memory_total, one.memory_used = 10 * GIGABYTE, GIGABYTE
+        for number, instance in enumerate(device.instance[:count]):
+            instance.uuid = device.uuid.replace(b"GPU-", b"MIG-").replace(b"-4000-", b"-5%03d-" % number)
+            instance.memory_total, instance.memory_used = 10 * GIGABYTE, GIGABYTE
 
     def fail(self, function: str, code: int = 0, first: int = 0, last: int = FOREVER, delay: float = 0.0) -> None:
         """Calls `first` to `last` of a function return an error, or take `delay` seconds longer."""

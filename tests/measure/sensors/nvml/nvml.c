@@ -468,20 +468,6 @@ EXPORT int nvmlDeviceGetMigDeviceHandleByIndex(Handle *handle, unsigned index, H
     return SUCCESS;
 }
 
-EXPORT int nvmlDeviceGetGpuInstanceId(Handle *handle, unsigned *number) {
-    BEGIN_DEVICE(handle);
-    if (handle->instance < 0) return INVALID_ARGUMENT;
-    *number = (unsigned)one->instance[handle->instance].gpu_instance;
-    return SUCCESS;
-}
-
-EXPORT int nvmlDeviceGetComputeInstanceId(Handle *handle, unsigned *number) {
-    BEGIN_DEVICE(handle);
-    if (handle->instance < 0) return INVALID_ARGUMENT;
-    *number = (unsigned)one->instance[handle->instance].compute_instance;
-    return SUCCESS;
-}
-
 /* ---- what older drivers lack ---- */
 
 #ifndef OLD_DRIVER

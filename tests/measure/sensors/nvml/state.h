@@ -18,7 +18,7 @@ enum { CONSTANT, SQUARE, SINE, TOLD };
 
 typedef struct {
     char uuid[96];
-    int64_t gpu_instance, compute_instance, memory_total, memory_used;
+    int64_t memory_total, memory_used;
 } Instance;
 
 typedef struct {
