@@ -17,7 +17,7 @@ from fp8bench.store.asv.files import ResultsFile
 from fp8bench.store.asv.identity import from_facts, resolved
 from fp8bench.store.asv.rows import NOT_MEASURED, AsvRow, by_combination, is_measured, numbers
 from fp8bench.store.asv.view import filled, nothing_of, results_of
-from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run, gone
+from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run, missing_commits
 from fp8bench.store.compacted.archive import archived_files, sha256_of
 from fp8bench.store.compacted.compact import check_compacted
 from fp8bench.store.index.figure_files import check_steps, digest_of, names_of
@@ -219,7 +219,7 @@ def _lacks(row: AsvRow | None, expected: AsvRow) -> bool:
 def _gone(store: Path, runs: Iterable[Run], folder: Path) -> list[Fault]:
     """Commits that the repository has lost. Their runs are as good as ever, and asv publishes them no more."""
     commits = {commit for run in runs if isinstance(commit := run.environment.get("commit"), str)}
-    lost = gone(sorted(commits), folder)
+    lost = missing_commits(sorted(commits), folder)
     if not lost:
         return []
     if len(lost) == len(commits):
