@@ -86,11 +86,11 @@ def _check_version(path: Path, written: object, version: int) -> None:
     if written is None:
         raise AsvFileBroken(f"{path} is broken: it has no 'version' (fp8bench reads version {version}).")
     if type(written) is not int:
-        raise AsvFileBroken(f"{path} is broken: its 'version' is {shown(found)}, expected {version}.")
+        raise AsvFileBroken(f"{path} is broken: its 'version' is {shown(written)}, expected {version}.")
     if written != version:
         age, remedy = ("an older", "Run 'asv update' first") if written < version else ("a newer", "Upgrade fp8bench")
         raise AsvFileOfOtherVersion(
-            f"{path} was written by {age} asv: it is of version {found!s:.20}, "
+            f"{path} was written by {age} asv: it is of version {written!s:.20}, "
             f"fp8bench reads version {version}. {remedy}."
         )
 

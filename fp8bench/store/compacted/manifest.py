@@ -155,7 +155,7 @@ def read_manifest(content: bytes) -> Manifest:
 
 def _check(what: str, written: int, expected: int) -> None:
     if written != expected:
-        raise UnreadableIndex(f"it is of {what} {found}, and this fp8bench reads {meant}", written > expected)
+        raise UnreadableIndex(f"it is of {what} {written}, and this fp8bench reads {expected}", written > expected)
 
 
 def _manifest(plain: dict[str, Any]) -> Manifest:
