@@ -41,8 +41,7 @@ _AA = ", A/A"
 
 @dataclass(frozen=True)
 class Seen:
-    """The runs of one case: their number, the mean of the logarithms of their ratios, and the sum of squares about
-    it."""
+    """The runs of a case: their number, the mean of the logarithms of their ratios, and the sum of squares about it."""
 
     runs: int = 0
     mean: float = 0.0

@@ -117,7 +117,7 @@ def write_place(results: Path, tracked: Sequence[TrackedRun], aside: list[Path])
     commit = tracked[0].commit
     identity = _settled(results, tracked[0].identity, aside)
     path = results / str(identity.machine["machine"]) / identity.file_name(commit)
-    # Before the rows, since a kill may come in between: asv hides rows that are not defined, and fails on none.
+    # Before the rows: asv hides rows without a definition, and a kill may come in between.
     define(results, series_of_runs(tracked), aside)
     file = existing(load_results, path, aside) or nothing_of(commit, identity)
     if not commit.startswith(file.commit_hash):

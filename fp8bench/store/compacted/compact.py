@@ -222,7 +222,7 @@ class _Compacting:
 
 
 def _begun(store: Path) -> Manifest:
-    """Returns what was compacted before, nothing where that cannot be used. Raises StoreError for a newer fp8bench's."""
+    """Returns what was compacted before; nothing if that cannot be used. Raises StoreError for a newer fp8bench's."""
     try:
         return load_manifest(store)
     except (OSError, UnreadableIndex) as error:

@@ -155,7 +155,7 @@ def test_a_mac_is_asked_by_sysctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    found = identity._found()
+    found = identity._discovered()
     assert (found["cpu"], found["ram"]) == ("said machdep.cpu.brand_string", "said hw.memsize")
 
 

@@ -13,7 +13,7 @@ import pytest
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.report_files import Pages, report_of
 from fp8bench.model import LayerScale, Request
-from fp8bench.store.commit_runs import runs_meant
+from fp8bench.store.commit_runs import find_runs
 from fp8bench.store.index.history import open_history
 from fp8bench.store.merge_stores import merge_runs, rebuild
 from fp8bench.store.runs import listing as reading
@@ -135,9 +135,9 @@ def test_what_is_named_twice_counts_once(store: Path, tmp_path: Path) -> None:
         f"{commit(1)},{tmp_path}/other",
         f"{tmp_path}/link,{second}",
     ):
-        meant = runs_meant(words, store)
+        meant = find_runs(words, store)
         assert len(meant.files) == 1, words
-    assert "counts once" in " ".join(runs_meant(f"{second},{copy}", store).notes)
+    assert "counts once" in " ".join(find_runs(f"{second},{copy}", store).notes)
     with pytest.raises(UsageError, match="was named twice"):
         report_of([str(second), str(copy)], store, Pages())
     edit = edited(b"187500,", b"150000,")(second)
@@ -149,7 +149,7 @@ def test_a_copy_with_a_later_name_is_not_the_last_run(store: Path, fp8bench: Say
     old, new = history(store, 1.0, 1.5)
     COPIES["another name"](old)
     assert find_run("last", store) == new
-    assert runs_meant(str(store), store).files == runs_meant("last", store).files == (new,)
+    assert find_runs(str(store), store).files == find_runs("last", store).files == (new,)
     out = fp8bench("gate", "--history", "--no-rerun")[1]
     assert load_run(new).id in out
 
