@@ -21,11 +21,11 @@ from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import BAND, best_ratio, common_rounds
 from fp8bench.model import Finding, Interval, Level, Params, Record
 
-# Fewer sizes are a list, and no curve.
+# Fewer sizes make no curve.
 LEAST_SIZES = 3
-# Places between two measured sizes at which the band is looked at.
+# The band is computed at so many places between two measured sizes.
 _STEPS = 64
-# A step between two sizes that is so many times those beside it is a leap.
+# A step between two sizes is a leap if it is so many times as large as those beside it.
 _LEAP = 3.0
 
 
@@ -133,11 +133,11 @@ def _zero(places: Sequence[float], middle: Floats, first: int, last: int) -> flo
     return math.exp((1 - share) * math.log(places[at]) + share * math.log(places[at + 1]))
 
 
-# What low precision is held against wherever it was measured: it is what it would replace.
+# Low precisions are compared with this one if it was measured, since they would replace it.
 USUAL = "bf16"
 _NOT_BELOW = frozenset({"fp32", "tf32", "bf16", "fp16"})
 
-# A case with what its samples say.
+# A case with its finding.
 Told = tuple[Record, Finding | None]
 
 

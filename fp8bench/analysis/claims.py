@@ -29,32 +29,33 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import VALUES
 from fp8bench.registry import precisions, workloads
 
-# The most that a claim may be above what the machine was seen to do. Of fp8bench's own suites, on one core of an AMD
-# EPYC (Zen 5), the highest is a 3x3 convolution in fp32 at 1.1 times the best product; Winograd's products need 2.25
+# A claim may exceed what the machine was seen to do by this factor. The highest of fp8bench's own suites, on one core
+# of an AMD EPYC (Zen 5), is a 3x3 convolution in fp32 at 1.1 times the best product; Winograd's products need 2.25
 # times fewer FLOPs than are counted. Bytes came to 0.4 times the best copy, and those of 16-bit tensors may be counted
-# in fp32's four.
+# as fp32's four.
 MARGIN = 2.5
-# More bits than any kernel's: of the elements of a precision that is not known here.
+# The bits of the elements of an unknown precision: more than any kernel's.
 _ANY = 64
-# Where the tape has fewer FLOPs than are declared by more than this, the declared ones were not done. Where it has so
-# many times more, it is another step: recomputed activations make 4/3 of it, scores of a masked square 2.
+# If the declared FLOPs exceed the tape's by more than this factor, they were not done. If the tape has so many times
+# more, it is another step: recomputed activations make 4/3 of it, scores of a masked square 2.
 _SLACK = 1.05
 _MORE = 4.0
-# Beside the reference's, whose step it is in another precision.
+# FLOPs that differ from the reference's by more than this share are those of another step.
 _OTHER = 0.05
-# Bytes are declared in the dtype that tensors come in, which may be four bytes where a byte is read.
+# Bytes are declared in the dtype that tensors come in: four bytes may be declared where one is read.
 _WIDER = 4.0
-# The same of products that the tape has counted, on a GPU: the search may have missed its best shape by so much.
-# Convolutions may take fewer products than are counted.
+# The margin of products that the tape has counted, on a GPU: the search may have missed its best shape by so much.
+# Convolutions are exempt, because they may take fewer products than are counted.
 COUNTED_MARGIN = 1.25
 _FEWER = "convolution"
-# Of plain ones in fp32 on a processor, whose clock moves by more: of six suites 1.0 was the highest. In bf16, which the
-# search has little time for where a processor lacks it, a vector times a matrix came to 2.6 times the best; attention
-# may leave out what a mask hides.
+# The margin of plain products in fp32 on a processor, whose clock moves more: of six suites 1.0 was the highest. In
+# bf16, for which the search has little time where a processor lacks it, a vector times a matrix came to 2.6 times the
+# best. Attention may leave out what a mask hides.
 PLAIN_MARGIN = 1.5
 _PLAIN = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-# A format of m bits of mantissa rounds values by this over 2^m, relative. Of normal and uniform values errors of
-# fp8bench's own suites are 1.4 times as large and more; integers may lie on a format's grid, where nothing is rounded.
+# A format of m bits of mantissa rounds values by this over 2^m, relatively. The errors of fp8bench's own suites on
+# normal and uniform values are at least 1.4 times as large; integers may lie on a format's grid, where nothing is
+# rounded.
 _ROUNDS = 0.19
 _ROUNDED = frozenset({"normal", "uniform"})
 _FAR_BELOW = 20
@@ -269,11 +270,12 @@ def _same_errors(record: Record, reference: Record) -> list[str]:
 # Rounding to four bits moves a root mean square by 2% at most.
 _OTHER_SIZE = 0.1
 _SUBNORMAL = 0.01
-# Sums of other numbers differ by more than this many root sums of squares, once in seven times by less; rounding to
-# four bits moves them by 0.1, and what it does to all alike by so much of the sum.
+# Sums of other numbers differ by more than this many root sums of squares, in six of seven cases; rounding to four bits
+# moves them by 0.1, and shifts of all values alike by this share of the sum.
 _OTHER_SUM, _ALIKE = 0.25, 0.02
-# Of its ceiling, at which products take so long each; shorter ones only where the case's come so many times nearer to
-# theirs. fp8bench's own in fp32 are at 0.65 and more where a core is their own, convolutions at 0.2.
+# A product is far below its ceiling at less than this share of it, if it takes so many seconds; a shorter one only if
+# the case's products come so many times nearer to theirs. fp8bench's own in fp32 are at 0.65 or more on a core of their
+# own, convolutions at 0.2.
 _LOW_SHARE, _LARGE_SECONDS, _LONG_SECONDS, _NEARER = 1 / 3, 1e-3, 1e-4, 2.0
 _MOVES_MORE = 2.0
 _COPIES = frozenset({"clone", "copy_", "_to_copy"})

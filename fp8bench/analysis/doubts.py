@@ -21,12 +21,12 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL, LEAST_FOR_VERDICT, means
 from fp8bench.model import DeviceWatch, Interval, Label, Record, Scalar, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, slopes
 
-# So much more work is another size.
+# So many times the work is another size.
 _TWICE = 2.0
-# Standard errors of the ratio of two times, and what that may be at most: a wider one says nothing.
+# The ratio of two times must be known to so many standard errors, and may be this much; a wider one shows nothing.
 _ERRORS, _AT_MOST = 3.0, 1.1
-# What an operator takes of the host whatever its size, with autograd and Python around it: 14 us in a convolution of
-# 8 channels on an AMD EPYC (Zen 5), and twice that. Steps that take less are made of that, and grow with nothing.
+# The host's time for an operator of any size, with autograd and Python around it: twice the 14 us of a convolution of 8
+# channels on an AMD EPYC (Zen 5). Steps that take less than that an operator need not grow with their work.
 _OPERATOR_SECONDS = 30e-6
 
 
@@ -111,11 +111,11 @@ def _work_words(work: Work) -> str:
     return units.count(work.bytes, "B") if work.bytes else units.count(work.tokens, "tokens")
 
 
-# A pair whose clocks are so far apart is void, if they surely differ by half of that: drivers tell clocks in steps of
-# 15 MHz, which are 0.8% of a fast one.
+# A pair is void if its clocks differ by this and surely by half of it: drivers report clocks in steps of 15 MHz, which
+# are 0.8% of a fast one.
 APART = 0.01
 _SURELY = 0.005
-# Fewer rounds with all clocks say nothing of how far readings differ by chance.
+# Fewer rounds with all clocks do not show how far readings differ by chance.
 LEAST_LOOKS = 4
 
 

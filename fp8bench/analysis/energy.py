@@ -21,9 +21,9 @@ from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, Phase
 from fp8bench.model.consumed import CHOSEN, reasons_in
 from fp8bench.model.specs import ENERGY_PER, MetricSpec
 
-# Fewer windows on either side say nothing of how far windows of the same code lie apart.
+# Fewer windows on either side do not show how far windows of the same code differ.
 LEAST_WINDOWS = 3
-# Beside them no comparison of energy is a fact: what ran, or the clocks it ran at, was not what is compared.
+# With these labels a comparison of energy is no fact: another step ran, or at other clocks.
 _DOUBTS = frozenset({Label.ENERGY_UNRESOLVED, Label.THROTTLED, Label.CONTENDED, Label.AA_FAILED})
 
 
@@ -209,7 +209,7 @@ def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tupl
 
 NO_SOURCE = "none"
 MOST_UNCERTAIN = 0.01
-# Of joules a step, from the lowest window to the highest, as a share of the middle one.
+# The most that windows may differ by in joules a step, as a share of the median.
 MOST_APART = 0.05
 
 
@@ -244,9 +244,9 @@ def _reasons(energy: EnergyUse) -> Iterator[str]:
         yield f"clocks were held back in its windows: {', '.join(held)}"
 
 
-# The same of joules of a phase.
+# The same for joules of a phase.
 MOST_PHASE_APART = 0.10
-# Of the time of the phases in a step: further away than that, what was done by itself is not what the step does.
+# If phases take more or less than their time in the step by this share, they did not do what the step does.
 MOST_OFF = 0.10
 
 

@@ -25,14 +25,14 @@ from fp8bench.model import Finding, Interval, Label, Level, Overheads, Record, R
 from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 
 BELOW_FLOOR_MARKERS = 20
-# What two times of three digits say is as sure as this.
+# The rounding of two times of three digits.
 _SEEN = 0.01
 _FINAL = verdicts.FINAL_LEVEL, verdicts.SAME
-# Two ends of an interval that come from the same reach.
+# The relative tolerance for a half-width that comes from the spread of earlier runs.
 _CLOSE = 1e-9
-# A logarithm: intervals that reach further say nothing either, and their ends are no numbers.
+# A logarithm. Intervals that reach further say nothing either, and their ends overflow.
 _MOST_REACH = 100.0
-# Standard deviations: of the bounds of an interval of 99%, and below which 1% of draws lie.
+# Standard deviations: to the bounds of an interval of 99%, and to the value below which 1% of draws lie.
 _BOUND, _SURE = 2.576, 2.326
 
 

@@ -18,7 +18,7 @@ from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_i
 from fp8bench.model.run import PROFILE
 from fp8bench.model.stopping import LEAST_ROUNDS
 
-# Those that can be so grave that nothing is left to judge. When they are not, they cast doubt as all others do.
+# These may be so grave that they take the verdict away; otherwise they cast doubt as all others do.
 CAN_BE_HARD = frozenset(
     {
         Label.AA_FAILED, Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED,
@@ -41,16 +41,16 @@ class Labelled:
             raise ValueError(f"{self.label} takes no verdict away: {', '.join(sorted(CAN_BE_HARD))} can")
 
 
-# What a driver counts for a shorter share of the time is no matter.
+# A driver's counter below this share of the time is ignored.
 HELD_SHARE = 0.005
 _OF_HARDWARE = frozenset({"hw-thermal", "hw-power-brake"})
-# The wall clock over the processor time. At the lower one a case is contended, at the higher one it got less than a
-# fifth of a core, and its fastest rounds need not be undisturbed ones.
+# The wall clock over the processor time. Above the lower one a slot is disturbed. Above the higher one it got less than
+# a fifth of a core, and even its fastest rounds may have been disturbed.
 AHEAD = 1.1
 FAR_AHEAD = 5.0
-# In more than so many of the slots.
+# The share of slots above which a case is contended.
 SHARE = 0.5
-# What a hypervisor took explains a delay if it comes to this share of it.
+# What a hypervisor took explains a delay if it is this share of it.
 _STOLEN_SHARE = 0.5
 
 
@@ -212,9 +212,9 @@ def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
     yield Labelled(Label.CONTENDED, f"less than a fifth of a core in {slots}" if hard else slots, hard)
 
 
-# What the host takes to enqueue a step, over what the device takes for it behind a full queue. Above the lower one a
-# queue that could not be filled far enough runs empty, so that some of the time is the host's; above the other such
-# steps take the host's time, one after another, whatever the device does.
+# The host's time to enqueue a step over the device's time for it behind a full queue. Above the lower one a queue that
+# could not be filled far enough runs empty, so that some of the time is the host's. Above the other one, steps in a row
+# take the host's time, whatever the device does.
 HOST_PARTLY = 0.5
 HOST_WHOLLY = 0.95
 
@@ -299,14 +299,14 @@ def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
         yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if known else "")
 
 
-# Two clusters explain so much of the variance of the logarithms, and their middles differ by so much.
+# Two clusters must explain this share of the variance of the logarithms, and their medians differ by this ratio.
 EXPLAINED = 0.7
 LEAST_RATIO = 1.1
 LEAST_CALLS = 3
 _MOST_OF = 50
 _ABOUT = 0.15
 _FAR = 1.5
-# So few calls may be out of their place.
+# The share of calls that may be out of place.
 _STRAYS = 0.05
 
 

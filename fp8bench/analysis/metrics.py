@@ -318,7 +318,7 @@ def _data(told: Told) -> Iterator[Metric]:
             yield Metric(spec, value, phase=None, about=about, provenance=_MEASURED, count=statistic.count)
 
 
-# In the order of a case's rows.
+# The order of a case's rows.
 MEASURES: list[Callable[[Told], Iterator[Metric]]] = [
     _step_time, _replays, _means, _sustained, _relative, _phases, _by_work, tape_metrics, coverage_metrics, _by_tape,
     _measurements, rank_metrics, _energy, _memory, _capacity, _data,

@@ -19,12 +19,12 @@ from fp8bench.model import MemoryUse, Record, Timing, specs
 from fp8bench.model.ranks import Overlap, Transfer
 from fp8bench.model.specs import MetricSpec
 
-# How often, at the least, an interval of rounds holds the middle that endless rounds would have.
+# An interval of rounds holds the median of endless rounds at least this often.
 CONFIDENCE = 0.9
-# Products and communication in turn take as long as both alone, or they disturb each other and nothing can be told.
+# Products and communication in turn must take as long as both alone, within these; otherwise they disturb each other.
 SUM_MAY_BE = (0.9, 1.1)
-# A wider interval says nothing: of `exposed` as a share of both at once, of `hidden` as it is, of an efficiency as a
-# share of it (80% that may be 60% or 100%).
+# Wider intervals are not shown: of `exposed` as a share of both at once, of `hidden` in absolute terms, of an
+# efficiency as a share of it (80% that may be 60% or 100%).
 EXPOSED_WITHIN = 0.25
 HIDDEN_WITHIN = 0.5
 EFFICIENCY_WITHIN = 0.5

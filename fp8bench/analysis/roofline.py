@@ -21,13 +21,13 @@ from fp8bench.model import Ceiling, Ceilings, Finding, Level, Limit, Phase, Rate
 from fp8bench.model.measured import WIDEST_SPREAD
 from fp8bench.model.step import PhaseCount
 
-# A phase that has less of a step's FLOPs is none of its products.
+# A phase with a smaller share of a step's FLOPs is not counted among its products.
 _LEAST_OF_PRODUCTS = 0.05
-# A phase that is further below all of its ceilings than this waits for none of them.
+# A phase below this share of all its ceilings is limited by none of them.
 _NEAR = 0.5
-# Operators that take so many times the least launch on average are hardly more than being started one by one.
+# Operators that take less than so many times the least launch are mostly overhead.
 _OVERHEAD = 10.0
-# Runs that lie further apart than this say nothing of a device: somebody else had it.
+# Runs that differ by more than this are not used: something else used the device.
 _WILD = 0.5
 
 
@@ -291,7 +291,7 @@ def alike(newest: Ceilings, history: Sequence[Ceilings]) -> list[Ceilings]:
     return [ceilings for ceilings in before if (ceilings.device, ceilings.under) == (newest.device, newest.under)]
 
 
-# Where the sums of a path are looked up, by the first word that its dtype begins with.
+# The kind of product by the beginning of a dtype's name; the first match counts.
 _PATHS = (
     ("fp32", "fp32"), ("tf32", "tf32"), ("bf16", "bf16"), ("fp16", "fp16"), ("float32", "fp32"), ("bfloat16", "bf16"),
     ("float16", "fp16"), ("fp8", "fp8"), ("mxfp8", "fp8"), ("float8", "fp8"), ("e4m3", "fp8"), ("e5m2", "fp8"),

@@ -26,7 +26,7 @@ from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, common_rounds, means
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
 
-# Of sums of the same numbers in another order.
+# The rounding of sums of the same numbers in another order.
 _ROUNDING = 1e-9
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ def _rounds(timing: Timing) -> Floats:
     return np.multiply(fastest, scale, dtype=np.float64)
 
 
-# Fewer turns have no interval: two say nothing of how far turns of the same code lie apart.
+# Fewer turns have no interval: two do not show how far turns of the same code differ.
 LEAST_TURNS = 3
 
 

@@ -23,10 +23,10 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.float32]
 
 BOOTSTRAPS = 2000
-# One alone is the minimum, whose bootstrap covers too little: a resample's minimum is never below the sample's.
+# The minimum alone has a bootstrap that covers too little: a resample's is never below the sample's.
 _FEWEST = 3
 _SHARE = 4
-# Among so many square roots more of a segment's fastest rounds a resample nearly always finds enough of them.
+# A resample nearly always finds enough of a segment's fastest rounds among this many square roots more of them.
 _SPARE = 6.0
 
 

@@ -29,7 +29,7 @@ from fp8bench.model import (
 )
 from fp8bench.model.specs import STEP, MetricSpec
 
-# Of a path whose name has no number of bits in its end, those of its elements.
+# Element widths of paths whose names do not end in a number of bits.
 _FLOATS = re.compile(r"e(\d)m(\d)")
 _INTEGERS = re.compile(r"(\d+)$")
 
@@ -60,7 +60,7 @@ def intensity_of(tape: Tape) -> float | None:
     return tape.flops / tape.bytes if tape.bytes and not tape.unknown else None
 
 
-# Sides are filled up to this at most.
+# Padding adds less than this to a side.
 _FILLED = 128
 _Pair = tuple[list[int], list[int], OperatorCount, OperatorCount]
 _SIDES = re.compile(r"\[([\d,]+)\]")
@@ -218,7 +218,7 @@ class TapeRow:
         return len(set(self.sums)) > 1
 
 
-# So many operators are named; of the others there is a count.
+# So many operators are named, the others counted.
 _MOST_NAMED = 4
 
 
@@ -252,7 +252,7 @@ def side_by_side(tapes: Sequence[Tape]) -> list[TapeRow]:
     return sorted(rows, key=lambda row: (phases.index(row.phase), -most[row][0], -most[row][1]))
 
 
-# Casts fused into another kernel's work have no kernel, and no time, of their own.
+# Casts that are fused into another kernel have no kernel, and no time, of their own.
 _FUSED = "casts are fused into {count} of its kernels, whose time is told as the other work in them"
 _EMULATED = "emulated: these are parts of what the emulation costs, and say nothing of the precision's speed"
 _NO_MODULES = "compiled: parts by kernel, whose module nobody knows"

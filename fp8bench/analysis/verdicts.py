@@ -41,18 +41,18 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 
 BAND = 0.005
 SAME = 0.02
-# Of the mean over all calls, which is blunter. Less than 5%, because a mean that moved by 5% would pass now and then.
+# For the mean over all calls, which is blunter. Less than 5%, because a mean that moved by 5% would sometimes pass.
 TYPICAL_SAME = 0.035
-# Where it lies so far from the best case, calls are not alike.
+# If the mean differs from the best case by this much, calls are not alike.
 UNEVEN = 0.05
 # While rounds still come, a decision needs more: each look is another chance to err.
 EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
-# The ratio itself is wanted too, not only on which side of 1 it lies.
+# A narrow interval is wanted too, not only the side of 1.
 EARLY_HALF_WIDTH = 0.02
 FINAL_LEVEL = 0.99
 LEAST_FOR_VERDICT = 10
-# Arms of a suite differ by less: a product alone is one part, with its operands' casts it is two or three at most.
+# Arms of one suite differ by less: a product alone is one part, with its operands' casts two or three.
 _FINER = 2.5
 
 

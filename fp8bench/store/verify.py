@@ -75,7 +75,7 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
         faults += check_figures(index, commit, paths, list(kept.values()))
     known = [machine for machine in machines.values() if machine is not None]
     across = [*_unchecked(store, unknown, old, len(there.everything)), *check_index(index), *check_steps(store)]
-    across += [*_lost_commits(store, runs.values(), folder), *_copies(known), *_gpus(store, known)]
+    across += [*_lost_commits(store, runs.values(), folder), *_copies(known)]
     broken_of_view = {fault.path for fault in of_view if fault.broken}
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
     sound = sum(str(path) not in broken_of_view for path in listed)
@@ -238,16 +238,12 @@ class RunIdentity:
     path: str
     machine: str
     samples: int | None
-    gpu: str | None
 
 
 def identity_of(run: Run) -> RunIdentity | None:
     """Returns None for a run that names no machine."""
     identity = from_facts(run.environment.facts)
-    if identity is None:
-        return None
-    gpu = next((device.name for device in run.devices if device.accelerated), None)
-    return RunIdentity(run.id, run.path, str(identity.machine["machine"]), samples_of(run), gpu)
+    return None if identity is None else RunIdentity(run.id, run.path, identity.home.machine, samples_of(run))
 
 
 def samples_of(run: Run) -> int | None:
@@ -267,16 +263,3 @@ def _copies(runs: Iterable[RunIdentity]) -> Iterator[Fault]:
                 f"({other.path}): one is a copy of the other under another name"
             )
             yield Fault(run.path, what, REMEDY)
-
-
-def _gpus(store: Path, runs: Iterable[RunIdentity]) -> Iterator[Fault]:
-    models: dict[str, dict[str, None]] = {}
-    for run in runs:
-        models.setdefault(run.machine, {}).update({run.gpu: None} if run.gpu else {})
-    for machine, names in models.items():
-        if len(names) > 1:
-            yield Fault(
-                str(store / "runs"), f"the first GPU of machine {machine} was {' and '.join(map(repr, names))}: asv "
-                "draws both as one line, in which a change may be the GPU's", "Where both are in use, give each a "
-                "store of its own, or a machine's name in ~/.asv-machine.json", broken=False,
-            )  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.features.fleet.collect import collect
-from fp8bench.model import DeviceFacts, Environment, Fault, Request, Resumption
+from fp8bench.model import Environment, Fault, Request, Resumption
 from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.compacted.compact import compact
@@ -28,7 +28,6 @@ from fp8bench.store.verify import verify
 from tests.counts import for_each
 from tests.histories import FIRST, commit, history, keep, records, run_at, start, tree
 from tests.older import as_older
-from tests.runs import CPU
 
 NOW = FIRST + timedelta(days=30)
 Spoil = Callable[[Path], Path]
@@ -322,14 +321,6 @@ def test_a_copy_of_a_machines_runs_under_another_name(tmp_path: Path, collected:
     found = [fault for fault in faults_of(store) if "under another name" in fault.what]
     assert [(one.path, one.broken) for one in found] == [(str(path), True)]
     assert "that of run 00000064 of machine node1" in found[0].what
-
-
-def test_machines_and_suites_that_nobody_can_compare(store: Path) -> None:
-    gpu = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0")
-    keep(store, run_at(2, devices=(CPU, gpu), records=()))
-    assert not faults_of(store)
-    keep(store, run_at(3, devices=(CPU, replace(gpu, name="NVIDIA A100")), records=()))
-    only(store, store / "runs", False, "machine box was 'NVIDIA H200' and 'NVIDIA A100'", "a store of its own")
 
 
 def test_suites_that_nobody_told_of(store: Path) -> None:

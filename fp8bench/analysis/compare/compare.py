@@ -19,7 +19,7 @@ from fp8bench.units import change, percent
 _VERDICTS = {
     Direction.BETTER: Verdict.FASTER, Direction.WORSE: Verdict.SLOWER, Direction.SAME: Verdict.SAME,
 }  # fmt: skip
-# Of one side more than of the other by so much, others took the CPU in its slots; or of its cores before it began.
+# Others disturbed one side more, if the shares of disturbed slots, or the loads of a core beforehand, differ by this.
 _HELD_UP, _LOAD = 0.2, 1.0
 _LEAST_SHARE = 1e-3
 _BECAME = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}

@@ -19,15 +19,15 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Direction, Interval, Noise
 from fp8bench.model.specs import BAND
 
-# What a few stored numbers may say: their runs were made at different times.
+# The least change that a few stored numbers can show, as their runs were made at different times.
 ALONE = 0.10
-# Of the continued fraction of Student's distribution.
+# Limits of the continued fraction of Student's distribution.
 _TINY = 1e-300
 _CLOSE = 1e-15
 _MOST_TERMS = 1000
-# Degrees of freedom below which a spread of runs is no more than a guess, and a t interval of it absurd.
+# With fewer degrees of freedom a spread of runs is a guess, and a t interval of it absurd.
 LEAST_FREEDOM = 6
-# What no clock and no sensor measures is the same whenever the same code runs, up to so much: the digits that are kept.
+# What neither clock nor sensor measures is the same whenever the same code runs, but for the digits that are kept.
 ROUNDING = 1e-6
 
 

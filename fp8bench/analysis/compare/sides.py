@@ -25,16 +25,16 @@ from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, 
 from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 
-# What changes from minute to minute, is what is being compared, or is said by another fact (asv_python).
+# Facts that change from minute to minute, are what is compared, or repeat another fact (asv_python).
 _PASSING = frozenset({"load_1min", "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET})
-# Of runs from before every switch was recorded. Of what one side alone has recorded nobody can say that it differs.
+# Older runs did not record these; a fact that only one side has recorded may be the same on both.
 _OLDER = frozenset({
     "torch_threads", "torch_interop_threads", "float32_matmul_precision", "deterministic",
     "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction",
 })  # fmt: skip
-# Which machine it is, for the series of a history as well: its entry in ~/.asv-machine.json, else the host's name.
+# The machine's name, also in a history: its entry in ~/.asv-machine.json, else the host's name.
 _MACHINE = "asv_machine"
-# Times on different ones of these are times of different things.
+# Times do not compare where these differ.
 _HARDWARE = frozenset({_MACHINE, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
 _ASKED = ("seed", "quick", "rounds", "budget", "isolation", "data")
 
@@ -153,9 +153,9 @@ def _shown(values: Sequence[Scalar | None]) -> str:
     return " and ".join("none" if value is None else " ".join(str(value).split()) for value in values) or "none"
 
 
-# An emulated case gets so many; of fewer, the fastest three are any three.
+# Emulated cases have so many rounds; of fewer, the fastest three are not representative.
 LEAST_ROUNDS = 8
-# The standard error of a median over that of a mean, of Gaussian samples.
+# The standard error of a median over that of a mean, for Gaussian samples.
 _MEDIANS = math.sqrt(math.pi / 2)
 _RATIO, _TYPICAL = attrgetter("ratio"), attrgetter("typical")
 

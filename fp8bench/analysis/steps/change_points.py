@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from fp8bench.analysis.stats import Floats
 from fp8bench.model import Interval
 
-# A level is told from a bad night or two by so many values; the first one must be known before it can be left.
+# So many values tell a level from a bad night or two; the first level needs more before it can be left.
 LEAST = 3
 LEAST_FIRST = 8
-# A level that was left again before so many values costs as much as another cut: chance is in no hurry in the middle.
+# A level that was left before so many values costs as much as another cut.
 SETTLED = 8
 
 Counts = NDArray[np.intp]
@@ -89,18 +89,18 @@ def _back(last: Counts, cut: int) -> list[int]:
     return cuts[::-1]
 
 
-# The median of |x| of Gaussian values of spread 1.
+# The median of |x| for Gaussian values of spread 1.
 _MEDIAN = 0.6745
-# Differences count up to so many spreads of theirs, so that steps and bad nights do not pass for noise.
+# Differences are clipped at so many spreads, so that steps and bad nights do not count as noise.
 _MOST = 3.0
-# Where more than half of the values equal their neighbours the median says 0; then all but the largest have a say.
+# If more than half of the values equal their neighbours, the median is 0; then this share of the smallest counts.
 _KEPT = 0.9
-# In log units: series keep six digits, and nothing that matters is smaller.
+# In log units: series have six digits, and nothing that matters is smaller.
 LEAST_SPREAD = 1e-5
 _AROUND = 2
-# A value so many spreads from the median of its five neighbours, itself among them, is a bad night.
+# A value so many spreads from the median of its five neighbours, itself included, is a bad night.
 _BAD = 4.0
-# In units of 1/sqrt(n): without memory one series in twenty shares more.
+# In units of 1/sqrt(n): without memory one series in twenty has a larger correlation.
 _CHANCE = 1.3
 _MOST_SHARED = 0.7
 
@@ -153,28 +153,28 @@ def memory(residuals: Floats, pieces: int) -> float:
 # Values above 0 in the order of their commits, without gaps.
 Values = Sequence[float] | Floats
 
-# A series shorter than this has room for no step.
+# A shorter series has no room for a step.
 LEAST_VALUES = LEAST_FIRST + LEAST
-# How many deviations of one value a cut is worth, at the last look and at the first, and what the logarithm of a
-# piece's length costs, in squares of them. `python -m suites.change_points --calibrate` shows what they bring.
+# The price of a cut in deviations of one value, at the last look and at the first, and that of the logarithm of a
+# piece's length, in squares of deviations. `python -m suites.change_points --calibrate` shows their effects.
 DEVIATIONS = 3.35
-# What share of flat series has a step for chance alone, with noise that is Gaussian.
+# The share of flat series that have a step by chance, with Gaussian noise.
 BY_CHANCE = 0.005
 _FIRST_DEVIATIONS = 3.0
 _BY_LENGTH = 2.0
-# So many errors of theirs the values of the last level lie from the one before on average, the furthest of them aside.
+# The values of the last level must on average be so many standard errors from the one before, without the furthest.
 _FIRM = 2.1
-# By so many deviations the mean of the last values is lower without the furthest of three, on average.
+# Without the furthest of three, the mean of the last values is on average lower by so many deviations.
 _FURTHEST = 0.42
-# The chance that a flat series is cut somewhere goes down with the evidence as if deviations were so much smaller: its
-# noise is told from itself, and the place was chosen. Counted from 15 values to 300.
+# The chance that a flat series is cut somewhere falls with the evidence as if deviations were smaller by this factor,
+# since the noise is estimated from the series and the place was chosen. It was counted for 15 to 300 values.
 _WORTH = 0.8
 # The step lies before its range with this chance, and after it with the same.
 _TAIL = 0.03
 # Gaussian deviations to either side for this level.
 _LEVEL = 0.99
 _REACH = 2.576
-# Series a batch: their tables stay in a processor's cache.
+# The series of a batch: their tables fit into a processor's cache.
 _AT_ONCE = 256
 
 

@@ -29,11 +29,11 @@ from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME, sp
 TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
 TOO_FEW_COUNTS = "fewer than 2 commits counted under the same conditions, which is too few for a step to show"
 BELOW_ZERO = "values below 0, between which no ratio says anything"
-# Among other values 0 counts as so much of the least one.
+# Zero counts as this share of the least other value.
 _NOTHING = 0.5
 
 
-# What the fastest calls say, by what all of them do.
+# The metric by the fastest calls, for each one by all calls.
 _OF_ALL_CALLS: Mapping[str, str] = {MEAN: TIME, RELATIVE_MEAN: RELATIVE}
 Look = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
@@ -294,10 +294,10 @@ def worst_first(change: Change) -> tuple[object, ...]:
     return states.index(change.state), not change.is_worse, -size
 
 
-# A level may turn out to be so much further off than it looked when it was acknowledged, or so many standard errors.
+# A level may be off by this much more than when it was acknowledged, or by so many standard errors.
 _FURTHER = 0.02
 _ERRORS = 3.0
-# Nothing at all is less than any figure.
+# Stands for zero, which has no logarithm.
 _LEAST = 1e-300
 
 
