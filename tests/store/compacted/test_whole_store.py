@@ -134,7 +134,6 @@ def test_every_command_says_the_same(tmp_path: Path, fp8bench: Say) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Three months, compacted, with a word on interpreters."""
     found = tmp_path / "box"
     for number in range(3):
         keep(found, run_at(number, 700 * number))

@@ -57,7 +57,6 @@ FACTS = DeviceFacts("cpu", 0, "a processor", 1 << 30, "2.13.0")
 
 
 def run_called(name: str, started: str = "2026-01-02T03:04:05+00:00", **facts: str) -> Run:
-    """A run without records."""
     environment = Environment({"machine": "box", "commit": "0123456789abcdef", **facts})
     return Run(name, started, "fp8bench suite gemm", Request("gemm"), PLAN, environment, (FACTS,))
 
