@@ -171,9 +171,7 @@ def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
                 if newest.run.started > line.newest:
                     line.trend, line.rank, line.newest = trend, rank, newest.run.started
                 line.figures.append((when, figure))
-    telling = sorted(
-        (line for line in lines.values() if _tells(line)), key=lambda metric: order(metric.trend, metric.rank)
-    )
+    telling = sorted(filter(_tells, lines.values()), key=lambda line: order(line.trend, line.rank))
     return Trends(tuple(map(_in_order, telling)), runs, commits, left)
 
 

@@ -225,7 +225,8 @@ VIEW: dict[str, tuple[Spoil, bool, list[str]]] = {
         ["lacks what the runs of commit 00000000 say of gemm.Gemm.track_time.", "rebuild"],
     ),
     "a number that is gone": (
-        spoiled(lambda content: content["results"]["gemm.Gemm.track_time"][0].__setitem__(0, math.nan)), False, ["it lacks"],
+        spoiled(lambda content: content["results"]["gemm.Gemm.track_time"][0].__setitem__(0, math.nan)), False,
+        ["it lacks"],
     ),
     "another number": (
         spoiled(lambda content: content["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0)), True, ["says otherwise"],
