@@ -229,10 +229,12 @@ VIEW: dict[str, tuple[Spoil, bool, list[str]]] = {
         ["it lacks"],
     ),
     "another number": (
-        spoiled(lambda content: content["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0)), True, ["says otherwise"],
+        spoiled(lambda content: content["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0)), True,
+        ["says otherwise"],
     ),
     "another version": (
-        spoiled(lambda content: content["results"]["gemm.Gemm.track_time"].__setitem__(2, "9")), True, ["says otherwise"],
+        spoiled(lambda content: content["results"]["gemm.Gemm.track_time"].__setitem__(2, "9")), True,
+        ["says otherwise"],
     ),
 }  # fmt: skip
 

@@ -320,15 +320,7 @@ def without_runs(store: Path) -> str:
 
 
 def load_named(word: str, store: Path) -> Run:
-    """Finds and reads a run. If the newest cannot be read, the error names the one before it."""
-    path = find_run(word, store)
-    try:
-        return load_run(path)
-    except StoreError as error:
-        older = [other.stem for other in run_files(store) if other.name < path.name]
-        if word != "last" or not older:
-            raise
-        raise StoreError(f"{error} The run before it is {older[0]}.") from None
+    return load_run(find_run(word, store))
 
 
 def scales_of(run: Run) -> KnownScales:
