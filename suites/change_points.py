@@ -29,12 +29,11 @@ Noise = Callable[[Random, int, int], Floats]
 
 
 def gaussian(random: Random, series: int, length: int) -> Floats:
-    """Independent and Gaussian."""
     return random.normal(size=(series, length))
 
 
 def heavy_tails(random: Random, series: int, length: int) -> Floats:
-    """Student's t with 3 degrees of freedom, of the same variance."""
+    """Student's t with 3 degrees of freedom, and the same variance."""
     return random.standard_t(3, size=(series, length)) / math.sqrt(3)
 
 
@@ -50,7 +49,7 @@ def one_sided(random: Random, series: int, length: int) -> Floats:
 
 
 def remembering(share: float) -> Noise:
-    """Gaussian, and every night shares so much of its deviation with the night before."""
+    """Gaussian; every night shares so much of its deviation with the night before."""
 
     def noise(random: Random, series: int, length: int) -> Floats:
         new = gaussian(random, series, length)
@@ -68,22 +67,21 @@ KINDS: dict[str, Noise] = {
 
 
 def flat(kind: str, random: Random, series: int, length: int = LENGTH) -> Floats:
-    """Series of one level."""
+    """Returns series of one level."""
     return np.exp(NOISE * KINDS[kind](random, series, length))
 
 
 def steps(series: Floats, deviations: float = DEVIATIONS) -> list[tuple[Step, ...]]:
-    """The steps of each row."""
     return steps_of_many(list(series), deviations)
 
 
 def alarms(series: Floats, deviations: float = DEVIATIONS) -> float:
-    """The share of them that has a step."""
+    """Returns the share of the series that have a step."""
     return float(np.mean([bool(each) for each in steps(series, deviations)]))
 
 
 def hits(series: Floats, after: int, size: float = STEP, deviations: float = DEVIATIONS) -> float:
-    """The share that shows a step of that size near its place, when it is put so many values before their ends."""
+    """Returns the share that shows a step of that size near its place, if it is so many values before the end."""
     place = series.shape[1] - after
     made = np.concatenate((series[:, :place], size * series[:, place:]), axis=1)
     near = [
@@ -94,7 +92,7 @@ def hits(series: Floats, after: int, size: float = STEP, deviations: float = DEV
 
 
 def ever(series: Floats, first: int) -> float:
-    """The share that alarms in any of the looks that are taken after each commit from the first on."""
+    """Returns the share that alarms after any commit from the first on."""
     seen = np.zeros(len(series), dtype=bool)
     for length in range(first, series.shape[1] + 1):
         seen |= [bool(each) for each in steps(series[:, :length])]

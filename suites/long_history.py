@@ -46,10 +46,10 @@ from fp8bench.store.runs.run_file import plan_of, start_run
 from suites.trials import ran, scratch
 
 COMMITS = 300
-# Of cases, fp32 and bf16, with eleven series each.
+# Pairs of cases, fp32 and bf16, with eleven series each.
 PAIRS = 91
 ROUNDS = 10
-# Nanoseconds of every call that are in no phase.
+# Nanoseconds of every call that no phase has.
 REST = 100
 SUITE = "long_history"
 _MACHINE = "long"
@@ -85,14 +85,14 @@ class LongHistory(Workload):
 
 
 def write_module(folder: Path, pairs: int = PAIRS) -> Path:
-    """The suite whose runs these are: for --import."""
+    """Writes the suite of the runs, for --import."""
     path = folder / f"{SUITE}.py"
     path.write_text(_MODULE.format(pairs=pairs, suite=SUITE))
     return path
 
 
 class Times:
-    """What the cases of each commit take: the same for the same seed."""
+    """What the cases of each commit take; the same for the same seed."""
 
     def __init__(self, pairs: int, seed: int = 0) -> None:
         chance = [random.Random(1000 * seed + pair) for pair in range(pairs)]
@@ -101,7 +101,7 @@ class Times:
         self._steps = [draw.randrange(20, COMMITS) if pair % 10 == 0 else math.inf for pair, draw in enumerate(chance)]
 
     def of_commit(self, number: int) -> Iterator[int]:
-        """Nanoseconds of every cell of every slot but the last ones, in the order of the records."""
+        """Returns the nanoseconds of every cell of every slot but the last ones, in the order of the records."""
         own = random.Random(-1 - 1000 * self._seed - number)
         levels = [
             base * own.gauss(1, 0.02) * (1.05 if number >= step else 1)
@@ -117,7 +117,7 @@ class Times:
 
 
 def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: int = 0, first: int = 0) -> list[Path]:
-    """A run for each commit, the same for the same seed, beginning with commit number `first`."""
+    """Writes a run for each commit, from number `first` on; the same for the same seed."""
     times, paths = Times(pairs, seed), []
     for number in range(first, first + commits):
         nanoseconds = times.of_commit(number)
@@ -130,13 +130,12 @@ def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: i
 
 
 def make(folder: Path, commits: int = COMMITS, pairs: int = PAIRS) -> None:
-    """A folder with such a store, and the suite of its runs."""
+    """Makes a folder with such a store, and the suite of its runs."""
     write_module(folder, pairs)
     write_store(folder / ".fp8bench", commits, pairs)
 
 
 def run_of(number: int, records: tuple[Record, ...]) -> Run:
-    """The run of a commit, with these records."""
     when = _FIRST + timedelta(hours=number)
     commit = f"{number:08x}" * 5
     facts: dict[str, Scalar | None] = {
@@ -152,7 +151,7 @@ def run_of(number: int, records: tuple[Record, ...]) -> Run:
 
 
 def _records(size: int, nanoseconds: Iterator[int]) -> Iterator[Record]:
-    """A size in fp32, the reference, and in bf16, which take the next times."""
+    """Makes a size in fp32, the reference, and in bf16, which take the next times."""
     for precision, phases in (("fp32", ("gemm",)), ("bf16", ("cast", "gemm"))):
         slots = tuple(
             SlotSample(number, ((*(next(nanoseconds) for _ in phases), REST),), 1e-3, 1e-3) for number in range(ROUNDS)
@@ -164,10 +163,8 @@ def _records(size: int, nanoseconds: Iterator[int]) -> Iterator[Record]:
 
 
 class Cost(NamedTuple):
-    """What something took a process and its forks, beside its start: seconds of processors and of the clock.
-
-    `peak` is in bytes, of the largest of them.
-    """
+    """The seconds of processors and of the clock that a process and its forks took beyond its start. `peak` is in
+    bytes, of the largest of them."""
 
     cpu: float
     wall: float
@@ -196,7 +193,7 @@ cpu, wall = used(), time.monotonic()
 cpu, wall = used() - cpu, time.monotonic() - wall
 if history.read and not {reading}:
     sys.exit(f"{{history.read}} runs were read")
-# Not this process's ru_maxrss: that counts what the process held that started it, too.
+# Not ru_maxrss of this process, which includes what its parent held.
 own = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 print(cpu, wall, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """
@@ -218,7 +215,7 @@ WORKS = tuple(_WORKS)
 
 
 def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Cost:
-    """What one of WORKS takes in a store that was made in a folder, the least of a few times. The store changes."""
+    """Returns the least cost of one of WORKS over a few times, in the store of a folder, which it changes."""
     store = folder / ".fp8bench"
     index, kept = store / "figures" / "steps.json", folder / "kept.json"
     if what == "from the runs":
@@ -240,24 +237,24 @@ def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Co
 
 
 def cost_of(work: str, folder: Path, before: str = "", reading: bool = False) -> Cost:
-    """What lines of Python take in a process of its own, which knows the suite that was made in a folder.
+    """Returns the cost of lines of Python in a process of its own, which knows the suite in the folder.
 
-    Lines `before` them are not counted. `reading` runs is an error where it was not meant.
+    Lines `before` are not counted. It is an error if runs are read without `reading`.
     """
     script = _MEASURED.format(before=before, work=work, reading=reading)
     cpu, wall, peak = ran((sys.executable, "-c", script), folder).stdout.split()
     return Cost(float(cpu), float(wall), int(peak))
 
 
-# With 1,001 points each that have a number, and as many rows that have none.
+# Each has 1,001 points with a number, and as many rows without.
 MANY_COMMITS = 3000
-# So many come to 740,000 rows in one month.
+# So many commits have 740,000 rows in one month.
 MONTH = 370
 
 
 class Made:
-    """What the runs of commits come to, without their files: one real run, whose figures differ by 2% from commit to
-    commit, and those of every tenth series by 5% from some commit on."""
+    """The runs of commits without their files, from one real run; figures differ by 2% from commit to commit, and in
+    every tenth series by 5% from some commit on."""
 
     def __init__(self, pairs: int) -> None:
         with scratch() as folder:
@@ -269,7 +266,7 @@ class Made:
         self._steps = np.where(np.arange(len(steps)) % 10, MANY_COMMITS, steps)
 
     def read(self, store: Path, _: Fingerprints, paths: Sequence[Path]) -> CommitFigures[Sampled]:
-        """In the place of read_commit."""
+        """Replaces read_commit."""
         (path,) = paths
         sources, number = [stamped(store, path)[0] for path in paths], int(path.stem.rpartition("-")[2], 16)
         assert sources is not None
@@ -287,7 +284,7 @@ class Made:
 
 
 def write_compacted(store: Path, commits: int = MANY_COMMITS, pairs: int = PAIRS) -> Compaction:
-    """A store whose Parquet files are as those of whole runs. The suite of its runs is known."""
+    """Writes a store with Parquet files like those of whole runs. The suite of its runs must be imported."""
     write_store(store, commits, 0)
     return compact(store, lambda done, commits: None, Made(pairs).read)
 
@@ -312,13 +309,13 @@ READS = tuple(_READS)
 
 
 def measure_reading(folder: Path, what: str, repeats: int = 5) -> Cost:
-    """What one of READS takes in a store that was made in a folder: the least of a few times, the largest peak."""
+    """Returns the cost of one of READS in the store of a folder: the least of a few times, the largest peak."""
     before, work = _READS[what]
     costs = [cost_of(work, folder, before) for _ in range(repeats)]
     return min(costs)._replace(peak=max(cost.peak for cost in costs))
 
 
 def make_compacted(folder: Path, commits: int = MANY_COMMITS, pairs: int = PAIRS) -> Cost:
-    """What it takes to make such a store in a folder, most of which is its compaction."""
+    """Returns the cost of making such a store in a folder, most of which is its compaction."""
     write_module(folder, pairs)
     return cost_of(_MAKING.format(commits=commits, pairs=pairs), folder)

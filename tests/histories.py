@@ -66,16 +66,16 @@ def records(milliseconds: float = 1.0, status: Status = Status.OK, rounds: int =
     """The first shape of gemm's grid in fp32, the reference, and in bf16, which takes half as long."""
     workload = workloads.get("gemm")
     params = next(iter(cells_of(workload, CPU, None)))
-    found = []
+    made = []
     for precision, share in (("fp32", 2.0), ("bf16", 1.0)):
         case = Case("gemm", params, precision, "cpu", version=workload.version)
         lead = precision == "fp32"
         if status is not Status.OK and not lead:
-            found.append(Record(case, NATIVE, status, reason="out of memory, even alone"))
+            made.append(Record(case, NATIVE, status, reason="out of memory, even alone"))
             continue
         time = timing(int(1e6 * milliseconds * share), rounds)
-        found.append(Record(case, NATIVE, Status.OK, Work(flops=2e9), is_reference=lead, timing=time))
-    return found
+        made.append(Record(case, NATIVE, Status.OK, Work(flops=2e9), is_reference=lead, timing=time))
+    return made
 
 
 def run_at(number: int, hours: float | None = None, **changes: object) -> Run:
@@ -159,7 +159,7 @@ def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
         commits += bool(read.runs)
         for members in by_place(read.runs):
             oldest, newest = members[0], members[-1]
-            series = {one.name: (rank, one) for rank, one in enumerate(series_of_runs(members))}
+            series = {metric.name: (rank, metric) for rank, metric in enumerate(series_of_runs(members))}
             home = home_of(oldest.identity.home, homes)
             for (name, values), point in commit_points(members).items():
                 figure, (rank, definition) = figure_of(oldest, point), series[name]
@@ -171,13 +171,13 @@ def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
                 if newest.run.started > line.newest:
                     line.trend, line.rank, line.newest = trend, rank, newest.run.started
                 line.figures.append((when, figure))
-    found = sorted((line for line in lines.values() if _tells(line)), key=lambda one: order(one.trend, one.rank))
-    return Trends(tuple(map(_in_order, found)), runs, commits, left)
+    telling = sorted(filter(_tells, lines.values()), key=lambda line: order(line.trend, line.rank))
+    return Trends(tuple(map(_in_order, telling)), runs, commits, left)
 
 
 def _in_order(line: _Line) -> Trend:
-    return replace(line.trend, figures=tuple(one for _, one in sorted(line.figures, key=lambda pair: pair[0])))
+    return replace(line.trend, figures=tuple(figure for _, figure in sorted(line.figures, key=lambda pair: pair[0])))
 
 
 def _tells(line: _Line) -> bool:
-    return any(one.value is not None or one.status is Status.FAILED for _, one in line.figures)
+    return any(figure.value is not None or figure.status is Status.FAILED for _, figure in line.figures)

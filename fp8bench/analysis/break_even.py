@@ -1,9 +1,9 @@
-"""From which size on a precision pays: the ratios of several sizes in, stretches and crossings with intervals out.
+"""From which size on a precision pays: stretches and crossings with intervals, from the ratios at several sizes.
 
-Between two measured sizes the logarithm of the speed-up runs straight over the logarithm of the size, within a band:
-the intervals of both points, and as much as a curve that bends there as it does at its neighbours may lie beside the
-straight line. Where it leaps, every size in between may be the place. A size belongs to a crossing's interval if the
-band there holds 1, so that the interval holds the true crossing at least as often as a point's interval its ratio.
+Between two measured sizes the logarithm of the speed-up is interpolated over the logarithm of the size, within a band.
+The band has the intervals of both points, and as much as a curve may deviate from a straight line that bends there as
+it does at its neighbours. Where the curve leaps, the leap may be at any size in between. A crossing's interval has all
+sizes at which the band holds 1, so it holds the true crossing at least as often as a point's interval its ratio.
 Nothing is said of sizes beyond those measured.
 """
 
@@ -21,16 +21,16 @@ from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import BAND, best_ratio, common_rounds
 from fp8bench.model import Finding, Interval, Level, Params, Record
 
-# Fewer sizes are a list, and no curve.
+# Fewer sizes make no curve.
 LEAST_SIZES = 3
-# Places between two measured sizes at which the band is looked at.
+# The band is computed at so many places between two measured sizes.
 _STEPS = 64
-# A step between two sizes that is so many times those beside it is a leap.
+# A step between two sizes is a leap if it is so many times as large as those beside it.
 _LEAP = 3.0
 
 
 class SizedRatio(NamedTuple):
-    """At one size, the time over that of what it is held against."""
+    """The time over that of what it is compared with, at one size."""
 
     size: int
     ratio: Interval
@@ -49,7 +49,7 @@ class SizeStretch(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """Where it begins to pay, or ends to; the true place lies between `low` and `high`."""
+    """The size where it begins to pay, or ceases to; the true one lies between `low` and `high`."""
 
     size: float
     low: float
@@ -59,7 +59,7 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Stretches from the smallest measured size to the largest, the crossings between them, and sizes within noise.
+    """Stretches from the smallest measured size to the largest, crossings between them, and sizes within noise.
 
     `level` is that of the intervals; 0 where some are the range of a few rounds.
     """
@@ -71,7 +71,7 @@ class BreakEven:
 
 
 def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
-    """Where it pays; None of fewer than three sizes. Each size once, all ratios above 0."""
+    """Returns None for fewer than three sizes. Each size must be there once, all ratios must be above 0."""
     ordered = sorted(points)
     if len(ordered) < LEAST_SIZES:
         return None
@@ -95,7 +95,7 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
 
 
 def _band(ordered: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, Floats]:
-    """Sizes, and over them the lower end, the middle and the upper end of the logarithm of the speed-up."""
+    """Returns sizes, and over them the lower end, the middle and the upper end of the logarithm of the speed-up."""
     known = np.log([ratio.size for ratio in ordered])
     at = np.concatenate([np.linspace(*ends, _STEPS, endpoint=False) for ends in pairwise(known)] + [known[-1:]])
     speeds = [ratio.ratio.inverse for ratio in ordered]
@@ -110,9 +110,9 @@ def _band(ordered: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, F
 
 
 def _beside(known: Floats, values: Floats) -> Floats:
-    """How far from a straight line a curve may lie between two points: as much as if it bends there as at either.
+    """Returns how far from a straight line a curve may be between two points: as if it bends as at either.
 
-    Where it leaps, its way is unknown: a library that chose another kernel may have done so anywhere in between.
+    Where it leaps, its course is unknown: a library may have chosen another kernel anywhere in between.
     """
     widths, steps = np.diff(known), np.diff(values)
     bends = np.abs(2 * np.diff(steps / widths) / (widths[:-1] + widths[1:]))
@@ -126,18 +126,18 @@ def _beside(known: Floats, values: Floats) -> Floats:
 
 
 def _zero(places: Sequence[float], middle: Floats, first: int, last: int) -> float:
-    """Where the middle goes through 0 between two places; of several times the middle one."""
+    """Returns where the middle goes through 0 between two places; of several crossings the middle one."""
     turns = [at for at in range(first, last) if (middle[at] > 0) != (middle[at + 1] > 0)]
     at = turns[len(turns) // 2]
     share = middle[at] / (middle[at] - middle[at + 1])
     return math.exp((1 - share) * math.log(places[at]) + share * math.log(places[at + 1]))
 
 
-# What low precision is held against wherever it was measured: it is what it would replace.
+# Low precisions are compared with this one if it was measured, since they would replace it.
 USUAL = "bf16"
 _NOT_BELOW = frozenset({"fp32", "tf32", "bf16", "fp16"})
 
-# A case with what its samples say.
+# A case with its finding.
 Told = tuple[Record, Finding | None]
 
 
@@ -154,7 +154,7 @@ class Sweep:
 class SweptMode:
     """One precision over a sweep. `found` is None where too few sizes have a ratio.
 
-    `refused` says why sizes have none; `doubted` are those whose ratio stands beside a label that casts doubt on it.
+    `refused` says why sizes have none; `doubted` are those whose ratio has a label that casts doubt on it.
     """
 
     mode: str
@@ -166,7 +166,7 @@ class SweptMode:
 
 
 def sweeps_of(settings: Sequence[Params]) -> list[Sweep]:
-    """Every number that varies alone over at least three settings."""
+    """Returns every number that varies alone over at least three settings."""
     sizes_by_axis: dict[tuple[str, Params], dict[int, int]] = {}
     for place, params in enumerate(settings):
         for name, value in params:
@@ -181,7 +181,7 @@ def sweeps_of(settings: Sequence[Params]) -> list[Sweep]:
 
 
 def swept_modes(sweep: Sweep, groups: Sequence[Sequence[Told]]) -> Iterator[SweptMode]:
-    """Every precision of a sweep but what it is held against; `groups` by the places of their settings."""
+    """Yields every precision of a sweep but that of comparison; `groups` are by the places of their settings."""
     for mode in dict.fromkeys(record.case.mode for _, place in sweep.places for record, _ in groups[place]):
         points, refused, doubted, against = [], [], [], ""
         for size, place in sweep.places:
@@ -201,7 +201,8 @@ def swept_modes(sweep: Sweep, groups: Sequence[Sequence[Told]]) -> Iterator[Swep
 
 
 def _base(own: Told, group: Sequence[Told]) -> Told | None:
-    """What a case is held against: bf16 for what lies below it, if it has a speed here, else the reference."""
+    """Returns what a case is compared with: for what lies below bf16 bf16, if it has a speed here, else the
+    reference."""
     if own[0].case.precision not in _NOT_BELOW:
         usual = next(
             (pair for pair in group if pair[0].case.mode == USUAL and pair[0].support.level is Level.NATIVE), None

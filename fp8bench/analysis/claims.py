@@ -1,9 +1,9 @@
-"""What a workload says of itself, held against what can be: labels that foreign code cannot argue away.
+"""Labels for claims of a workload that cannot be: they need no word of the workload's own code.
 
-Its steps against what they give; its work against its operators; its throughput against the most that the machine
-does; its precision against what its products ran on. And whether its reference is handicapped: low precision is fast
-beside what is given other inputs, multiplies far below what the device does, moves or copies more numbers, multiplies
-wider ones, or sleeps.
+Its steps are checked against what they return, its work against its operators, its throughput against what the machine
+does at most, its precision against what its products ran on. Its reference may be handicapped: it is given other
+inputs, multiplies far below what the device does, moves or copies more numbers, multiplies wider ones, or sleeps. Low
+precision is fast beside such a reference.
 """
 
 from __future__ import annotations
@@ -29,39 +29,40 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import VALUES
 from fp8bench.registry import precisions, workloads
 
-# The most that a claim may be above what the machine was seen to do. Of fp8bench's own suites, on one core of an AMD
-# EPYC (Zen 5), the highest is a 3x3 convolution in fp32 at 1.1 times the best product; Winograd's products need 2.25
+# A claim may exceed what the machine was seen to do by this factor. The highest of fp8bench's own suites, on one core
+# of an AMD EPYC (Zen 5), is a 3x3 convolution in fp32 at 1.1 times the best product; Winograd's products need 2.25
 # times fewer FLOPs than are counted. Bytes came to 0.4 times the best copy, and those of 16-bit tensors may be counted
-# in fp32's four.
+# as fp32's four.
 MARGIN = 2.5
-# More bits than any kernel's: of the elements of a precision that is not known here.
+# The bits of the elements of an unknown precision: more than any kernel's.
 _ANY = 64
-# Where the tape has fewer FLOPs than are declared by more than this, the declared ones were not done. Where it has so
-# many times more, it is another step: recomputed activations make 4/3 of it, scores of a masked square 2.
+# If the declared FLOPs exceed the tape's by more than this factor, they were not done. If the tape has so many times
+# more, it is another step: recomputed activations make 4/3 of it, scores of a masked square 2.
 _SLACK = 1.05
 _MORE = 4.0
-# Beside the reference's, whose step it is in another precision.
+# FLOPs that differ from the reference's by more than this share are those of another step.
 _OTHER = 0.05
-# Bytes are declared in the dtype that tensors come in, which may be four bytes where a byte is read.
+# Bytes are declared in the dtype that tensors come in: four bytes may be declared where one is read.
 _WIDER = 4.0
-# The same of products that the tape has counted, on a GPU: the search may have missed its best shape by so much.
-# Convolutions may take fewer products than are counted.
+# The margin of products that the tape has counted, on a GPU: the search may have missed its best shape by so much.
+# Convolutions are exempt, because they may take fewer products than are counted.
 COUNTED_MARGIN = 1.25
 _FEWER = "convolution"
-# Of plain ones in fp32 on a processor, whose clock moves by more: of six suites 1.0 was the highest. In bf16, which the
-# search has little time for where a processor lacks it, a vector times a matrix came to 2.6 times the best; attention
-# may leave out what a mask hides.
+# The margin of plain products in fp32 on a processor, whose clock moves more: of six suites 1.0 was the highest. In
+# bf16, for which the search has little time where a processor lacks it, a vector times a matrix came to 2.6 times the
+# best. Attention may leave out what a mask hides.
 PLAIN_MARGIN = 1.5
 _PLAIN = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-# A format of m bits of mantissa rounds values by this over 2^m, relative. Of normal and uniform values errors of
-# fp8bench's own suites are 1.4 times as large and more; integers may lie on a format's grid, where nothing is rounded.
+# A format of m bits of mantissa rounds values by this over 2^m, relatively. The errors of fp8bench's own suites on
+# normal and uniform values are at least 1.4 times as large; integers may lie on a format's grid, where nothing is
+# rounded.
 _ROUNDS = 0.19
 _ROUNDED = frozenset({"normal", "uniform"})
 _FAR_BELOW = 20
 
 
 def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
-    """Of a case that was timed. Hard: what was measured is not what it is called, and a verdict on it would be none."""
+    """Yields labels of a case that was timed. After a hard one it is not what it is called, and gets no verdict."""
     yield from _no_work(record)
     yield from _above_ceiling(record)
     mismatches = [*_work_mismatch(record), *_other_work(record, reference)]  # of both the graver one is told
@@ -79,8 +80,8 @@ def _no_work(record: Record) -> Iterator[Labelled]:
 
 
 def _work_mismatch(record: Record) -> Iterator[Labelled]:
-    """Of what has no formula, or is no operator of torch, a tape has too little: then it is no bound from above. So
-    of the bytes that ranks send each other."""
+    """Compares the declared work with the tape's, which has too little where an operator has no formula or is not
+    torch's, and none of the bytes that ranks send each other."""
     tape, work = record.tape, record.work
     if tape is None or not tape.operators:
         return
@@ -103,7 +104,7 @@ def _differ(flops: int, others: int) -> bool:
 
 
 def _other_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
-    """Whether its products are those of the reference's step, whatever both declare."""
+    """Compares its products with those of the reference's step, whatever both declare."""
     own, base = record.tape, reference.tape if reference is not None and reference is not record else None
     if own is None or base is None or not (own.operators or base.operators):
         return
@@ -141,8 +142,11 @@ def _above_ceiling(record: Record) -> Iterator[Labelled]:
 
 
 def _phases_above(record: Record, ceiling: Ceiling) -> Iterator[str]:
-    """Phases that did more than the device can, by what the tape has counted. Of a compiled step bytes and launches are
-    not known, nor which phase its fused kernels are in: its products are, which no compiler does without."""
+    """Yields phases that did more than the device can, by what the tape has counted.
+
+    Of a compiled step only the products are compared, as a whole: bytes and launches are unknown, and so is the phase
+    of a fused kernel, but no compiler does without products.
+    """
     assert record.timing is not None
     if record.tape is None:
         return
@@ -181,7 +185,7 @@ def _phases_above(record: Record, ceiling: Ceiling) -> Iterator[str]:
 
 
 def _fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
-    """Suites without products are exempt: what precision could change there is not known."""
+    """Suites without products are exempt, because it is unknown what a precision could change in them."""
     why = _of_products(record) or _in_fp64(record)
     if not why and record.products is not None and record.products.low and reference not in (None, record):
         assert reference is not None
@@ -194,10 +198,10 @@ def _fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
 
 
 def _too_small_errors(record: Record) -> str:
-    """What error() says, where products that were seen to be of the case's formats cannot be so exact; '' elsewhere.
+    """Describes an error() that is too small for products that were seen to be of the case's formats; else ''.
 
-    A doubt: it may compare with what was rounded before, and a suite's own values may lie on the grid. A loss is a mean
-    of many numbers, which may be right by chance, but not to the last bit.
+    This is a doubt: error() may compare with what was rounded before, and a suite's own values may lie on the grid. A
+    loss is a mean of many numbers, which may be right by chance, but not to the last bit.
     """
     errors = {m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples}
     telling = {metric: error for metric, error in errors.items() if metric != LOSS_ERROR}
@@ -213,7 +217,7 @@ def _too_small_errors(record: Record) -> str:
 
 
 def _rounding(names: Iterable[str]) -> float:
-    """By how much the finest of these precisions rounds values; 0 where that is not known of one of them."""
+    """Returns by how much the finest of these precisions rounds values; 0 where one of them is unknown."""
     formats = [
         [FORMATS[name]] if name in FORMATS else [treatment.fmt for treatment in _treatments(name)] for name in names
     ]
@@ -239,7 +243,7 @@ def _of_products(record: Record) -> str:
 
 
 def _in_fp64(record: Record) -> str:
-    """No precision multiplies in it: beside such a reference anything is fast."""
+    """Describes products in fp64; any precision is fast beside a reference with them."""
     flops = record.tape.by_path.get("fp64", 0) if record.tape is not None else 0
     if record.tape is None or flops <= _OTHER * record.tape.flops:
         return ""
@@ -255,7 +259,7 @@ def _treatments(precision: str) -> Sequence[Treatment]:
 
 
 def _same_errors(record: Record, reference: Record) -> list[str]:
-    """The errors of both, where they are equal to the last bit; none where there is no error at all."""
+    """Returns the errors that are equal to the last bit, if all are and one is not 0."""
     own, theirs = (
         {error.metric: error.samples for error in own_record.measurements if error.metric not in PEAKS}
         for own_record in (record, reference)
@@ -266,11 +270,12 @@ def _same_errors(record: Record, reference: Record) -> list[str]:
 # Rounding to four bits moves a root mean square by 2% at most.
 _OTHER_SIZE = 0.1
 _SUBNORMAL = 0.01
-# Sums of other numbers differ by more than this many root sums of squares, once in seven times by less; rounding to
-# four bits moves them by 0.1, and what it does to all alike by so much of the sum.
+# Sums of other numbers differ by more than this many root sums of squares, in six of seven cases; rounding to four bits
+# moves them by 0.1, and shifts of all values alike by this share of the sum.
 _OTHER_SUM, _ALIKE = 0.25, 0.02
-# Of its ceiling, at which products take so long each; shorter ones only where the case's come so many times nearer to
-# theirs. fp8bench's own in fp32 are at 0.65 and more where a core is their own, convolutions at 0.2.
+# A product is far below its ceiling at less than this share of it, if it takes so many seconds; a shorter one only if
+# the case's products come so many times nearer to theirs. fp8bench's own in fp32 are at 0.65 or more on a core of their
+# own, convolutions at 0.2.
 _LOW_SHARE, _LARGE_SECONDS, _LONG_SECONDS, _NEARER = 1 / 3, 1e-3, 1e-4, 2.0
 _MOVES_MORE = 2.0
 _COPIES = frozenset({"clone", "copy_", "_to_copy"})
@@ -280,7 +285,8 @@ _MORE_SLEEP = 0.1
 
 
 def handicaps_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
-    """Of a case beside its reference. Hard: other inputs, by size or subnormals, and a reference that sleeps."""
+    """Yields labels of a case for its reference. Hard: other inputs, by size or subnormals, and a reference that
+    sleeps."""
     if reference is None or reference is record:
         return
     yield from _other_inputs(record, reference)
@@ -295,7 +301,7 @@ def handicaps_of(record: Record, reference: Record | None) -> Iterator[Labelled]
 
 
 def _other_inputs(record: Record, reference: Record) -> Iterator[Labelled]:
-    """Where both are given as many tensors of a shape; what a precision has in its own formats is none of them."""
+    """Compares tensors of shapes of which both are given as many; a precision's own formats are not among them."""
     own = {given.shape: given for given in record.products.given} if record.products else {}
     theirs, mode = reference.products.given if reference.products else (), reference.case.mode
     times = _loss_scale(record) / _loss_scale(reference)
@@ -313,7 +319,7 @@ def _other_inputs(record: Record, reference: Record) -> Iterator[Labelled]:
 
 
 def _loss_scale(record: Record) -> float:
-    """1 of a precision that is not known here."""
+    """Returns 1 for a precision that is not known here."""
     try:
         return precisions.get(record.case.precision).loss_scale or 1.0
     except UsageError:
@@ -321,7 +327,7 @@ def _loss_scale(record: Record) -> float:
 
 
 def _scaled(mine: GivenTensors, theirs: GivenTensors, times: float) -> GivenTensors:
-    """As it came, or without the loss scale that gradients have in fp16: what is nearer to the reference's size."""
+    """Returns it as it came, or without fp16's loss scale of gradients: whichever is nearer to the reference's size."""
     other = replace(mine, total=mine.total / times, squares=mine.squares / times**2)
     return min(mine, other, key=lambda given: abs(given.rms - theirs.rms))
 
@@ -338,13 +344,13 @@ def _unlike(mine: GivenTensors, theirs: GivenTensors, mode: str) -> str:
 
 
 def _apart(mine: GivenTensors, theirs: GivenTensors) -> float:
-    """The square of how far their sums differ, over the sum of squares: about 2 for other numbers."""
+    """Returns the square of how far their sums differ, over the sum of squares: about 2 for other numbers."""
     far = max(0.0, abs(mine.total - theirs.total) - _ALIKE * abs(theirs.total))
     return far**2 / theirs.squares if theirs.squares else 0.0
 
 
 def _sleeps(timing: Timing | None, reference: Timing | None) -> str:
-    """Time in which its process neither ran nor waited for a core, beyond the case's."""
+    """Compares the time in which a process neither ran nor waited for a core."""
     own, share = (_asleep(arm) if arm is not None else None for arm in (timing, reference))
     if own is None or share is None or share - own <= _MORE_SLEEP:
         return ""
@@ -352,7 +358,7 @@ def _sleeps(timing: Timing | None, reference: Timing | None) -> str:
 
 
 def _asleep(timing: Timing) -> float | None:
-    """The share of the median slot; None where nobody knows who waited for a core."""
+    """Returns that share of the median slot; None where nobody knows who waited for a core."""
     shares = [
         1 - (slot.cpu_seconds + slot.waited_seconds + (slot.stolen_seconds or 0.0)) / slot.wall_seconds
         for slot in timing.slots
@@ -362,7 +368,8 @@ def _asleep(timing: Timing) -> float | None:
 
 
 def _far_below(record: Record, reference: Record) -> Iterator[str]:
-    """Its products, where they are large, or the case's come much nearer. Attention has a phase of its own."""
+    """Describes a reference's products that are far below their ceiling: large ones, or any where the case's come
+    much nearer. Attention has a phase of its own."""
     own, (share, each), timing = _of_ceiling(record)[0], _of_ceiling(reference), reference.timing
     if timing is None or timing.num_rounds < verdicts.LEAST_FOR_VERDICT or contended(timing):
         return
@@ -372,7 +379,7 @@ def _far_below(record: Record, reference: Record) -> Iterator[str]:
 
 
 def _of_ceiling(record: Record) -> tuple[float, float]:
-    """The least that the products of a step's matrices take over what their phase took, and the least of each."""
+    """Returns the least time of the matrix products of a step over that of their phase, and the least time of each."""
     tape, ceiling, timing = record.tape, record.ceiling, record.timing
     products = (
         [operator for operator in tape.operators if operator.flops and operator.phase == Phase.GEMM] if tape else []
@@ -390,7 +397,7 @@ def _of_ceiling(record: Record) -> tuple[float, float]:
 
 
 def _moves_more(tape: Tape, reference: Tape) -> Iterator[str]:
-    """By numbers, whatever their width: a case's casts are more, not fewer."""
+    """Compares counts of numbers, whatever their width: a case's casts are more, not fewer."""
     if any(each.fused or each.unwritten for each in (tape, reference)):
         return
     own, theirs = (
@@ -405,7 +412,7 @@ def _moves_more(tape: Tape, reference: Tape) -> Iterator[str]:
 
 
 def _copied(tape: Tape) -> float:
-    """The numbers that copies read and write, casts included."""
+    """Returns how many numbers copies read and write, casts included."""
     numbers = 0.0
     for operator in tape.operators:
         if operator.operator in _COPIES and operator.outputs:
@@ -415,7 +422,8 @@ def _copied(tape: Tape) -> float:
 
 
 def _wider(record: Record, reference: Record) -> Iterator[str]:
-    """A part of its products in a wider dtype than its narrowest, beyond the case's. A model as it came may be so."""
+    """Describes a reference with products in wider dtypes than its narrowest, beyond the case's. A model as it came
+    may have them."""
     assert record.tape is not None and reference.tape is not None
     paths = reference.tape.by_path.items() if reference.case.precision != UNTOUCHED else ()
     narrowest = min((bits_of(path) for path, flops in paths if flops > _MORE_WIDE * reference.tape.flops), default=64)

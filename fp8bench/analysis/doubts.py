@@ -1,5 +1,5 @@
-"""Labels that it takes several cases or arms to tell: time that does not grow with the work that a suite declares, a
-clock that was another one than the reference's, and a place in the round that makes slots longer."""
+"""Labels that need several cases or arms: time that does not grow with the declared work, a clock that differs from
+the reference's, and a place in the round that makes slots longer."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL, LEAST_FOR_VERDICT, means
 from fp8bench.model import DeviceWatch, Interval, Label, Record, Scalar, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, slopes
 
-# So much more work is another size.
+# So many times the work is another size.
 _TWICE = 2.0
-# Standard errors of the ratio of two times, and what that may be at most: a wider one says nothing.
+# The ratio of two times must be known to so many standard errors, and may be this much; a wider one shows nothing.
 _ERRORS, _AT_MOST = 3.0, 1.1
-# What an operator takes of the host whatever its size, with autograd and Python around it: 14 us in a convolution of
-# 8 channels on an AMD EPYC (Zen 5), and twice that. Steps that take less are made of that, and grow with nothing.
+# The host's time for an operator of any size, with autograd and Python around it: twice the 14 us of a convolution of 8
+# channels on an AMD EPYC (Zen 5). Steps that take less than that an operator need not grow with their work.
 _OPERATOR_SECONDS = 30e-6
 
 
 def flat_times(records: Iterable[Record], threads: int = 1) -> dict[str, Labelled]:
-    """A label for the larger of two sizes, by case: the smaller one may be what it says.
+    """Returns labels by case for the larger of two sizes that takes no longer.
 
-    No hard one: what does not show in the counts may have been the same in both. A GPU, or several threads, that were
-    half idle take as long for twice the work: they are asked only where the larger size claims more than half of what
-    they can do. Fewer rounds than an emulated case gets say nothing.
+    They are not hard, because what the counts do not show may be the same in both. A GPU, or several threads, that were
+    half idle take as long for twice the work, so they are checked only where the larger size claims more than half of
+    what they can do. Cases with fewer rounds than an emulated one gets are left out.
     """
     kinds: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
@@ -51,10 +51,10 @@ def flat_times(records: Iterable[Record], threads: int = 1) -> dict[str, Labelle
 
 
 def _grown(small: Record, large: Record) -> bool:
-    """Twice the work or more, in every count that is declared, by larger numbers and in nothing else.
+    """Whether it is at least twice the work in every declared count, by larger numbers and in nothing else.
 
-    The memory that a state surely needs stands for bytes that are not declared: a product of one row takes as long as
-    one of two, because both read all weights.
+    The memory that a state surely needs stands for undeclared bytes: a product of one row takes as long as one of two,
+    because both read all weights.
     """
     before, after = small.work, large.work
     if not (before.flops or before.bytes or before.tokens) or after.tokens < before.tokens:
@@ -74,7 +74,7 @@ def _at_least(value: Scalar, other: Scalar) -> bool:
 
 
 def _flat(small: Record, large: Record) -> str:
-    """Both times and works, where the larger size provably takes no longer; else ''."""
+    """Returns both times and works where the larger size provably takes no longer; else ''."""
     assert small.timing is not None and large.timing is not None
     before, after = verdicts.best_seconds(small.timing), verdicts.best_seconds(large.timing)
     operators = None if small.products is None else small.products.operators
@@ -89,11 +89,13 @@ def _flat(small: Record, large: Record) -> str:
     grown = math.log(after / before)
     if grown - error > 0 or grown + error > math.log(_AT_MOST):
         return ""
-    return f"{units.seconds(after)} for {_told(large.work)}, {units.seconds(before)} for {_told(small.work)}"
+    return (
+        f"{units.seconds(after)} for {_work_words(large.work)}, {units.seconds(before)} for {_work_words(small.work)}"
+    )
 
 
 def _is_busy(record: Record, threads: int) -> bool:
-    """Whether all of its device was at work: what does one thing at a time, or claims more than half of the bound."""
+    """Whether the whole device was at work: one CPU thread, or more than half of a ceiling claimed."""
     if threads == 1 and record.case.device.startswith("cpu"):
         return True
     if record.ceiling is None or record.timing is None:
@@ -103,27 +105,27 @@ def _is_busy(record: Record, threads: int) -> bool:
     return record.work.flops > half * flops or record.work.bytes > half * moved
 
 
-def _told(work: Work) -> str:
+def _work_words(work: Work) -> str:
     if work.flops:
         return units.count(work.flops, "FLOP")
     return units.count(work.bytes, "B") if work.bytes else units.count(work.tokens, "tokens")
 
 
-# A pair whose clocks are so far apart is void, if they surely differ by half of that: drivers tell clocks in steps of
-# 15 MHz, which are 0.8% of a fast one.
+# A pair is void if its clocks differ by this and surely by half of it: drivers report clocks in steps of 15 MHz, which
+# are 0.8% of a fast one.
 APART = 0.01
 _SURELY = 0.005
-# Fewer rounds with all clocks say nothing of how far readings differ by chance.
+# Fewer rounds with all clocks do not show how far readings differ by chance.
 LEAST_LOOKS = 4
 
 
 def clock_offset(
     case: Timing, entries: Sequence[Timing], reference: str, ratio: Interval | None = None
 ) -> Iterator[Labelled]:
-    """A hard label for a case whose clock was another one than that of its reference, whose entries count alike.
+    """Yields a hard label for a case whose clock differed from its reference's, whose entries count alike.
 
-    Paired by round, so that a device that becomes slower with heat says nothing. With the ratio of times, the speed-up
-    by cycles of the clock stands beside both.
+    It is paired by round, so that a device that slows down with heat shows nothing. With the ratio of times, the
+    speed-up by clock cycles stands beside it.
     """
     own, *others = (_clocks(timing) for timing in (case, *entries))
     rounds = [number for number in own if others and all(number in other for other in others)]
@@ -142,7 +144,7 @@ def clock_offset(
 
 
 def unsettled(watch: DeviceWatch | None) -> Iterator[Labelled]:
-    """A label for a case whose device had not settled when the first round began."""
+    """Yields a label for a case whose device had not settled when the first round began."""
     course = watch.warm_up if watch is not None else None
     if course is None or course.settled or not course.looks:
         return
@@ -156,7 +158,7 @@ def unsettled(watch: DeviceWatch | None) -> Iterator[Labelled]:
 
 
 def _clocks(timing: Timing) -> dict[int, float]:
-    """By round, where one was read; a file that somebody changed may say anything."""
+    """Returns the clocks by round, without those that a changed file made impossible."""
     clocks = {slot.round: slot.clock for slot in timing.slots if slot.clock is not None}
     return {number: clock for number, clock in clocks.items() if 0 < clock < math.inf}
 
@@ -171,7 +173,7 @@ _MOST = 1000
 
 
 class PlaceEffect(NamedTuple):
-    """So many slots after the first of a round, a slot takes so many times as long as the others of its round."""
+    """A slot at this place, counted from 0, takes so many times as long as the others of its round."""
 
     place: int
     ratio: Interval
@@ -184,11 +186,11 @@ class PlaceEffect(NamedTuple):
 
 
 def place_effect(timings: Sequence[Timing]) -> PlaceEffect | None:
-    """The place that stands out most surely, of arms that shared rounds; None where none does.
+    """Returns the place that differs most surely, of arms that shared rounds; None where none does.
 
-    A slot counts by how far its mean lies from its arm's middle, and is held against the rest of its own round, so that
-    a machine that becomes slower meanwhile says nothing. Had a place no effect, whatever the noise is like, any slot of
-    the round might as well have been there: that gives the variance. All places together err in one of 100 groups.
+    A slot counts by how far its mean lies from its arm's median, and is compared with the rest of its round, so that a
+    machine that slows down shows nothing. If places had no effect, whatever the noise is like, any slot of the round
+    might have been there: that gives the variance. All places together err in one of 100 groups.
     """
     table = _table(timings)
     table = table[(~np.isnan(table)).sum(axis=1) > 1]
@@ -212,12 +214,12 @@ def place_effect(timings: Sequence[Timing]) -> PlaceEffect | None:
 
 
 def _is_known(place: int | None) -> TypeGuard[int]:
-    """Older runs have none; a file that somebody changed may say anything."""
+    """Older runs have no places, and a changed file may have any."""
     return place is not None and 0 <= place < _MOST
 
 
 def _table(timings: Sequence[Timing]) -> Floats:
-    """By round and place the logarithm of a slot's mean over its arm's middle; NaN where nobody knows."""
+    """Returns by round and place the logarithm of a slot's mean over its arm's median; NaN where unknown."""
     slots = [slot for timing in timings for slot in timing.slots]
     rounds = {number: row for row, number in enumerate(sorted({slot.round for slot in slots}))}
     places = 1 + max((slot.place for slot in slots if _is_known(slot.place)), default=-1)

@@ -1,8 +1,8 @@
-"""What the energy windows of a case say: joules of a step, gross and net, for what it does, and against the reference.
+"""Energy from a case's windows: joules of a step, gross and net, for its work, and against the reference.
 
-A window is measured; what is worked out of several numbers is derived. A phase takes what windows say in which it was
-done by itself, or its share of the time. Phases by themselves are held against the step: where their joules and their
-time do not come to its own, they were not what the step is made of, and no phase has a measured figure.
+What a window reads is measured; what is computed of several numbers is derived. The energy of a phase is that of
+windows in which it ran by itself, or its share of the step by time. Phases by themselves are checked against the step:
+if their joules and times do not fit it, no phase has a measured figure.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, Phase
 from fp8bench.model.consumed import CHOSEN, reasons_in
 from fp8bench.model.specs import ENERGY_PER, MetricSpec
 
-# Fewer windows on either side say nothing of how far windows of the same code lie apart.
+# Fewer windows on either side do not show how far windows of the same code differ.
 LEAST_WINDOWS = 3
-# Beside them no comparison of energy is a fact: what ran, or the clocks it ran at, was not what is compared.
+# With these labels a comparison of energy is no fact: another step ran, or at other clocks.
 _DOUBTS = frozenset({Label.ENERGY_UNRESOLVED, Label.THROTTLED, Label.CONTENDED, Label.AA_FAILED})
 
 
 @dataclass(frozen=True)
 class Range:
-    """The middle, the lowest and the highest of what some windows gave."""
+    """The median, the lowest and the highest value of some windows."""
 
     middle: float
     low: float
@@ -45,11 +45,11 @@ class Range:
 
 @dataclass(frozen=True)
 class EnergyFigures:
-    """Joules of a step of one case and watts of its device, by its windows.
+    """Joules of a step of one case, and watts of its device.
 
-    `gross` is all that the device took while steps ran, `net` what came on top of idling for as long; where there is
-    none, `net_why` says why. `uncertainty` is the largest of any window's, None where nobody knows it. `per` are gross
-    joules for each count of the step's work ('token', 'tflop', 'gb'). `seconds` are those of a step.
+    `gross` is all that the device took while steps ran, `net` what exceeded idling for as long; `net_why` says why
+    there is none. `uncertainty` is the largest of any window's, None if unknown. `per` are gross joules for each count
+    of the step's work. `seconds` are those of a step.
     """
 
     source: str
@@ -67,7 +67,7 @@ class EnergyFigures:
 
 
 class Demand(StrEnum):
-    """How a case's energy compares with the reference's, as far as its windows tell."""
+    """How a case's energy compares with the reference's."""
 
     LESS = "less"
     MORE = "more"
@@ -76,9 +76,9 @@ class Demand(StrEnum):
 
 @dataclass(frozen=True)
 class EnergyRatio:
-    """Gross joules of a step over the reference's, below 1 is less.
+    """Gross joules of a step over the reference's; below 1 is less.
 
-    `low` and `high` are the ends of what any pair of windows gives, with the uncertainty of both: no interval of any
+    `low` and `high` are the ends over all pairs of windows with the uncertainty of both, and no interval of any
     confidence. `why` says why it is not clear.
     """
 
@@ -90,12 +90,12 @@ class EnergyRatio:
 
 
 def energy_samples(use: EnergyUse | None) -> tuple[float, ...]:
-    """Gross joules of a step, one a window."""
+    """Returns gross joules of a step, one value a window."""
     return tuple(window.joules / window.steps for window in _sound(use))
 
 
 def energy_figures(record: Record) -> EnergyFigures | None:
-    """What the windows of a case say; None without a window (`why_no_energy` says why)."""
+    """Returns None without a window; `why_no_energy` says why."""
     use, windows = record.energy, _sound(record.energy)
     if use is None or not windows:
         return None
@@ -120,9 +120,9 @@ def _range(values: Sequence[float]) -> Range:
 
 
 def other_pace(figures: EnergyFigures, finding: Finding) -> float | None:
-    """The time of a step in windows over that in slots; None where it is within the noise of either.
+    """Returns the time of a step in windows over that in slots; None where it is within the noise of either.
 
-    Windows last seconds: a clock that falls under a longer load, or a queue that is full by then, shows there only.
+    Windows last seconds, so only they show a clock that falls under a longer load, or a queue that is full by then.
     """
     slots, windows = finding.median_seconds, figures.seconds
     if slots is None or not slots > 0:
@@ -133,17 +133,17 @@ def other_pace(figures: EnergyFigures, finding: Finding) -> float | None:
 
 
 def why_no_energy(record: Record) -> str:
-    """Why a case that was asked for its energy has no figure; '' if it has one, or nobody asked."""
+    """Returns why a case that was asked for its energy has no figure; '' if it has one, or none was asked for."""
     if record.energy is None or _sound(record.energy):
         return ""
     return record.energy.why or "no window was measured, and nothing says why"
 
 
 def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Label] = ()) -> EnergyRatio | None:
-    """A case's energy over its reference's; None for the reference and for emulations, whose energy is their cost.
+    """Returns a case's energy over its reference's; None for the reference and for emulations.
 
-    It is less, or more, where the windows of the two lie apart by more than those of either do, all with their
-    uncertainty: of three windows a side that are noise alone, fewer than 1 in 100 pairs lie so (docs/energy.md).
+    It is less, or more, where the windows of the two lie further apart than those of either do, all with their
+    uncertainty: of three windows a side that are noise alone, fewer than 1 in 100 pairs do (docs/energy.md).
     """
     if reference is None or record.is_reference or {record.support.level, reference.support.level} != {Level.NATIVE}:
         return None
@@ -162,7 +162,7 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
 
 
 def _why_unclear(record: Record, own: EnergyFigures, base: EnergyFigures, labels: frozenset[Label]) -> str:
-    """Why nothing can be said as a fact, whatever the windows are; '' if it can."""
+    """Returns why no comparison is a fact, whatever the windows are; '' if it may be."""
     if None in (own.uncertainty, base.uncertainty):
         return "it is unknown how far its power sensor can be off"
     fewest = min(len(own.windows), len(base.windows))
@@ -174,7 +174,6 @@ def _why_unclear(record: Record, own: EnergyFigures, base: EnergyFigures, labels
 
 
 def _sound(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
-    """The windows that are numbers: runs are read from files, too."""
     return sound_windows(use.windows if use is not None else ())
 
 
@@ -187,10 +186,10 @@ def sound_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
 
 
 def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tuple[float | None, Range | None, str]:
-    """Idle power, what a step takes beyond it, or why neither is known. Its ends are those of either idle power.
+    """Returns idle power, what a step takes beyond it, or why that is unknown; its ends are by the two idle powers.
 
-    There is none where its low end is within the joules that a step is `unsure` by: the rest of two numbers that are as
-    good as the same is noise.
+    There is none where its low end is within the joules that a step is `unsure` by: the difference of two numbers that
+    are nearly the same is noise.
     """
     ends = (("before", use.idle_before), ("after", use.idle_after))
     idles = [watts for _, watts in ends if watts is not None and 0 <= watts < math.inf]
@@ -210,15 +209,15 @@ def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tupl
 
 NO_SOURCE = "none"
 MOST_UNCERTAIN = 0.01
-# Of joules a step, from the lowest window to the highest, as a share of the middle one.
+# The most that windows may differ by in joules a step, as a share of the median.
 MOST_APART = 0.05
 
 
 def why_unresolved(energy: EnergyUse | None) -> str:
-    """'' if it is resolved, if nobody asked for it, and if the device has no source: nothing was promised then.
+    """Returns why an energy is not resolved; '' if it is, was not asked for, or the device has no source.
 
-    A sensor of power is never resolved: nobody knows how far it is off. A missing idle power alone leaves the gross
-    energy as good as it is.
+    A power sensor is never resolved, because its error is unknown. A missing idle power leaves the gross energy as good
+    as it is.
     """
     return "" if energy is None or energy.source == NO_SOURCE else "; ".join(_reasons(energy))
 
@@ -245,18 +244,17 @@ def _reasons(energy: EnergyUse) -> Iterator[str]:
         yield f"clocks were held back in its windows: {', '.join(held)}"
 
 
-# The same of joules of a phase.
+# The same for joules of a phase.
 MOST_PHASE_APART = 0.10
-# Of the time of the phases in a step: further away than that, what was done by itself is not what the step does.
+# If phases take more or less than their time in the step by this share, they did not do what the step does.
 MOST_OFF = 0.10
 
 
 @dataclass(frozen=True)
 class PhaseJoules:
-    """Joules of one phase of a step. `found` is the range of its windows, each with its uncertainty, and `seconds` what
-    it takes by itself, in windows that differ by `seconds_width`; None where it is an estimate: the step's joules by
-    share of the time. `why` says why it is.
-    """
+    """Joules of one phase of a step. `found` is the range of its windows with their uncertainty, `seconds` its time
+    by itself, `seconds_width` how much windows differ in it. All None for an estimate, the step's joules by share of
+    the time; `why` says why it is one."""
 
     phase: str
     joules: float
@@ -280,9 +278,10 @@ class PhaseJoules:
 
 @dataclass(frozen=True)
 class PhaseEnergies:
-    """All phases of a step. `residual` are its joules that no measured phase takes, in `residual_seconds` of it; None
-    where none was measured, or where they are void: then `void` says why. `pace` is the time of the measured phases by
-    themselves over that which they have in the step, `noise` how far it may be from 1 by chance.
+    """All phases of a step. `residual` are its joules that no measured phase takes, in `residual_seconds`.
+
+    It is None where no phase was measured, or where the phases are void, for the reason `void`. `pace` is the time of
+    the measured phases by themselves over their time in the step, `noise` how far it may be from 1 by chance.
     """
 
     phases: tuple[PhaseJoules, ...]
@@ -294,7 +293,7 @@ class PhaseEnergies:
 
     @property
     def off_pace(self) -> str:
-        """That the two times disagree, in words; '' where they do not."""
+        """Words on two times that disagree; '' where they do not."""
         if self.pace is None or abs(self.pace - 1) <= self.noise:
             return ""
         return (
@@ -304,7 +303,7 @@ class PhaseEnergies:
 
 
 def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | None:
-    """None where the case has no energy, or nobody knows its phases."""
+    """Returns None where the case has no energy, or its phases are not known."""
     figures = energy_figures(record)
     if figures is None or record.energy is None:
         return None
@@ -313,7 +312,7 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     told = {phase: _measured(energy) for phase, energy in asked.items()}
     measured = {phase: joules for phase, joules in told.items() if isinstance(joules, PhaseJoules)}
     whys = {phase: why for phase, why in told.items() if isinstance(why, str)}
-    held = _held_against_step(figures, measured, estimated, finding) if measured else PhaseEnergies(())
+    held = _checked_against_step(figures, measured, estimated, finding) if measured else PhaseEnergies(())
     if held.void:
         measured, whys = {}, dict.fromkeys(asked, held.void)
     rest = [PhaseJoules(phase, joules, why=whys.get(phase, "")) for phase, joules in estimated.items()]
@@ -322,7 +321,7 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
 
 
 def _estimated(figures: EnergyFigures, finding: Finding | None) -> Iterator[tuple[str, float]]:
-    """The joules of a step by the best case's shares of time, as if all phases took the same power."""
+    """Yields the joules of a step by the best case's shares of time, as if all phases took the same power."""
     if finding is None or not finding.best_seconds:
         return
     for phase, seconds in finding.phases:
@@ -331,7 +330,7 @@ def _estimated(figures: EnergyFigures, finding: Finding | None) -> Iterator[tupl
 
 
 def _measured(asked: PhaseEnergy) -> PhaseJoules | str:
-    """What the windows of a phase say, or why they say nothing."""
+    """Returns the energy in the windows of a phase, or why there is none."""
     windows = sound_windows(asked.windows)
     if not windows:
         return asked.why or "no window was measured, and nothing says why"
@@ -348,11 +347,14 @@ def _measured(asked: PhaseEnergy) -> PhaseJoules | str:
     return PhaseJoules(asked.phase, middle, span, statistics.median(seconds), max(seconds) - min(seconds))
 
 
-def _held_against_step(
+def _checked_against_step(
     figures: EnergyFigures, measured: Mapping[str, PhaseJoules], estimated: Mapping[str, float], finding: Finding | None
 ) -> PhaseEnergies:
-    """The residual, which has to be what the device takes in the rest of the step's time: between idling and the most
-    that it takes in any phase. Where times are too noisy for that, the rest is the time of unmeasured phases."""
+    """Computes the residual and checks it against what the device can take in the rest of the step's time.
+
+    That is between idling and the most that it takes in any phase. Where times are too noisy, the rest is the time of
+    unmeasured phases.
+    """
     ranges = [phase.found for phase in measured.values() if phase.found is not None]
     by_themselves = sum(phase.seconds or 0.0 for phase in measured.values())
     step, gross = figures.seconds.middle, figures.gross.widened(figures.uncertainty or 0.0)
@@ -375,7 +377,7 @@ def _held_against_step(
 
 
 def _void(held: PhaseEnergies, gross: float, by_themselves: float, ends: Sequence[float]) -> str:
-    """Why no phase is measured, whatever its windows say; '' if they come to the step."""
+    """Returns why no phase counts as measured, whatever its windows say; '' if they fit the step."""
     residual, pace = held.residual, held.pace
     assert residual is not None and pace is not None
     if abs(pace - 1) > max(MOST_OFF, held.noise):
@@ -392,7 +394,7 @@ def _void(held: PhaseEnergies, gross: float, by_themselves: float, ends: Sequenc
 
 
 def per_work(record: Record, phase: PhaseJoules) -> Iterator[tuple[MetricSpec, float]]:
-    """Joules of a phase for a token of the step and for 10^12 FLOPs of its own, as the tape has counted them."""
+    """Yields joules of a phase for a token of the step, and for 10^12 FLOPs of its own, as the tape counted them."""
     own = record.tape.of(phase.phase) if record.tape is not None else None
     counts = {"tokens": record.work.tokens, "flops": own.flops if own is not None and not own.unknown else 0}
     for name, count in counts.items():

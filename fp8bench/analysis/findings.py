@@ -1,8 +1,8 @@
-"""What is to be said of each case of a group: times, phases, a verdict, labels, and which of these take it away.
+"""Findings of the cases of a group: times, phases, a verdict, labels, and the labels that take the verdict away.
 
-A hard label (a device that its hardware slowed down, a process that got less than a fifth of a core, identical code
-told apart) leaves nothing to judge: the case is UNSURE and says why, and so is every case held against a reference that
-has one. Its ratio stays visible. An emulated case never has a verdict on speed.
+After a hard label (a device that its hardware slowed down, a process with less than a fifth of a core, identical code
+that differs) the case is UNSURE and says why, and so is every case compared with a reference that has one. Its ratio
+stays visible. An emulated case never has a verdict on speed.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from fp8bench.model import Finding, Interval, Label, Level, Overheads, Record, R
 from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 
 BELOW_FLOOR_MARKERS = 20
-# What two times of three digits say is as sure as this.
+# The rounding of two times of three digits.
 _SEEN = 0.01
 _FINAL = verdicts.FINAL_LEVEL, verdicts.SAME
-# Two ends of an interval that come from the same reach.
+# The relative tolerance for a half-width that comes from the spread of earlier runs.
 _CLOSE = 1e-9
-# A logarithm: intervals that reach further say nothing either, and their ends are no numbers.
+# A logarithm. Intervals that reach further say nothing either, and their ends overflow.
 _MOST_REACH = 100.0
-# Standard deviations: of the bounds of an interval of 99%, and below which 1% of draws lie.
+# Standard deviations: to the bounds of an interval of 99%, and to the value below which 1% of draws lie.
 _BOUND, _SURE = 2.576, 2.326
 
 
 @dataclass(frozen=True)
 class _Standard:
-    """What a case is held against: reference and control of the rounds it was in, and the hard labels of the former.
+    """What a case is compared with: reference and control of its rounds, and the reference's hard labels.
 
-    `place` is what a place in these rounds does, where that is more than noise. `best` is the best case in seconds, as
-    reports show it, of the reference `record`; `claims` are the hard labels that it has wherever it was measured. Of
-    `whole` steps where its stretches make up for each other.
+    `place` is the effect of a place in these rounds, where that is more than noise. `best` is the reference's best case
+    in seconds, as reports show it; `claims` are the hard labels that `record` has wherever it was measured. `whole`
+    means that whole steps were compared.
     """
 
     record: Record | None = None
@@ -72,7 +72,7 @@ def find(
     overheads: Mapping[str, Overheads],
     told: Mapping[str, Sequence[Labelled]] = MappingProxyType({}),
 ) -> list[Finding]:
-    """A finding for every record of one group; `told` are labels of cases for what the rest of a run says, by id."""
+    """Returns a finding for every record of one group; `told` are labels by case id from the rest of the run."""
     reference = next((record for record in records if record.is_reference and record.timing), None)
     shared, aa = _Standard(), None
     if reference is not None and reference.timing is not None:
@@ -97,7 +97,7 @@ def find(
 
 
 def _chosen(records: Sequence[Record], made: list[Finding], shared: _Standard) -> list[Finding]:
-    """With a word at the fastest of several that was not timed again: its speed-up is too good by the choice."""
+    """Adds a word to the fastest of several that was not timed again: the choice makes its speed-up too good."""
     together = [
         (place, record.timing)
         for place, record in enumerate(records)
@@ -115,7 +115,7 @@ def _chosen(records: Sequence[Record], made: list[Finding], shared: _Standard) -
 
 
 def _beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> PlaceEffect | None:
-    """What a place in the rounds of these does, if it is more than identical code differs by."""
+    """Returns the effect of a place in these rounds if identical code differs by less."""
     effect = place_effect([timing for timing in timings if timing is not None])
     floor = max(verdicts.BAND, aa.reach if aa is not None else 0.0)
     return effect if effect is not None and abs(effect.ratio.point - 1) > floor else None
@@ -135,7 +135,7 @@ def _finding(
         standard = replace(
             shared, timing=record.paired_with, control=record.control, hard=(*hard, *shared.claims), place=place
         )
-    chosen_by, record, standard = _first_ratio(record, standard), *_fresh(record, standard)
+    chosen_by, record, standard = _first_ratio(record, standard), *_remeasured(record, standard)
     conclusion = _concluded(record, standard)
     whole = conclusion.whole if conclusion is not None else standard.whole if record.is_reference else None
     finding, aa = _with_verdict(_times(timing, record, whole, overheads), record, standard, conclusion, aa)
@@ -172,7 +172,7 @@ def _times(timing: Timing, record: Record, whole: bool | None, overheads: Overhe
 
 
 def _of_whole_steps(record: Record, standard: _Standard) -> Iterator[Labelled]:
-    """Whose fastest stretches come to less than its fastest step: the case's or the reference's."""
+    """Yields a label that says whose cells sum to less than its fastest step: the case's or the reference's."""
     arms = (record.timing, ""), (standard.timing, "of the reference "), (standard.control, "of the reference ")
     shares = [(verdicts.below_every_step(timing), timing, whose) for timing, whose in arms if timing and timing.slots]
     share, timing, whose = max(shares, key=lambda arm: arm[0])
@@ -182,7 +182,7 @@ def _of_whole_steps(record: Record, standard: _Standard) -> Iterator[Labelled]:
 
 
 def _of_clocks(record: Record, standard: _Standard, ratio: Interval | None) -> Iterator[Labelled]:
-    """Whether they moved before the first round, and whether the reference had others."""
+    """Yields labels for clocks that moved before the first round, or differed from the reference's."""
     yield from unsettled(record.watch)
     if record.is_reference or not record.paired or record.support.level is Level.EMULATED or record.timing is None:
         return
@@ -191,8 +191,8 @@ def _of_clocks(record: Record, standard: _Standard, ratio: Interval | None) -> I
         yield from clock_offset(record.timing, entries, standard.record.case.mode, ratio)
 
 
-def _fresh(record: Record, standard: _Standard) -> tuple[Record, _Standard]:
-    """The fastest of several by what came after the choice; all others as they are."""
+def _remeasured(record: Record, standard: _Standard) -> tuple[Record, _Standard]:
+    """Takes the fastest of several by the rounds after the choice; others stay as they are."""
     fresh = record.fresh
     if fresh is None:
         return record, standard
@@ -201,7 +201,7 @@ def _fresh(record: Record, standard: _Standard) -> tuple[Record, _Standard]:
 
 
 def _first_ratio(record: Record, standard: _Standard) -> str:
-    """The speed-up that it was chosen by; '' where it was not."""
+    """Returns the speed-up by which a case was chosen to be timed again; '' where it was not."""
     if record.fresh is None or record.timing is None or standard.timing is None:
         return ""
     first = verdicts.conclude(record.timing, standard.timing, standard.control)
@@ -209,7 +209,7 @@ def _first_ratio(record: Record, standard: _Standard) -> str:
 
 
 def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | None:
-    """What its samples say beside those of what it is held against; None where that is no speed or was elsewhere."""
+    """Returns the conclusion of its samples; None where they are no speed, or have no rounds with the reference."""
     of_speed = record.support.level is not Level.EMULATED and not standard.emulated and not record.is_reference
     if record.timing is None or standard.timing is None or not (of_speed and record.paired):
         return None
@@ -252,14 +252,14 @@ def _with_verdict(
 
 
 def reach_of(reruns: Reruns | None) -> float:
-    """How far from its point an interval reaches at least, as a logarithm, by what earlier runs differed by."""
+    """Returns how far, as a logarithm, an interval must reach from its point because earlier runs differ."""
     if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:  # who changes a file may write any
         return 0.0
     return min(quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread, _MOST_REACH)
 
 
 def _floor(aa: Interval | None, standard: _Standard) -> float | None:
-    """The most that identical code may differ by: within these rounds, or between runs as far as that is learned."""
+    """Returns the most that identical code may differ by: in these rounds, or between runs where that is learned."""
     reruns = standard.record.reruns if standard.record is not None else None
     return max(aa.reach, math.expm1(reach_of(reruns))) if aa is not None else None
 
@@ -269,10 +269,11 @@ def _unsure(finding: Finding, why: str) -> Finding:
 
 
 def rarest(calls: int, same: verdicts.Conclusion) -> int | None:
-    """Of calls that take twice as long, with one in so many a case would not have been the same, with 99% certainty.
+    """Returns the N for which slow calls, twice as long and one in N, would not have passed as the same, with 99%
+    certainty.
 
-    The mean has to leave what counts as the same; such calls raise it, and widen its interval. None where each second
-    one, or more, would be needed.
+    The mean has to leave what counts as the same; such calls raise it, and widen its interval. None where one in two,
+    or more, would be needed.
     """
     needed = calls * ((1 + verdicts.TYPICAL_SAME) / same.typical.point - 1)
     met = max(1, math.ceil(_root(needed, _BOUND) ** 2))
@@ -281,7 +282,7 @@ def rarest(calls: int, same: verdicts.Conclusion) -> int | None:
 
 
 def _root(total: float, factor: float) -> float:
-    """The root of the count which with `factor` times its root comes to the total."""
+    """Returns the root of the count n for which n plus `factor` times its root is the total."""
     return (math.sqrt(factor**2 + 4 * total) - factor) / 2
 
 
@@ -309,7 +310,7 @@ def _why_unsure(conclusion: verdicts.Conclusion, record: Record) -> str:
 
 
 def _wider_floor(conclusion: verdicts.Conclusion, floor: float | None) -> str:
-    """Why a verdict stands beside a noise floor that is wider than what it tells."""
+    """Explains a verdict whose noise floor is wider than the difference."""
     verdict, ratio, aa = conclusion.verdict, conclusion.ratio, conclusion.aa
     told = verdicts.SAME if verdict is Verdict.SAME else abs(ratio.point - 1)
     if verdict is Verdict.UNSURE or aa is None or floor is None or floor <= told:
@@ -322,7 +323,7 @@ def _wider_floor(conclusion: verdicts.Conclusion, floor: float | None) -> str:
 
 
 def _other_times(ratio: Interval, share: float, record: Record) -> str:
-    """That the best cases of case and reference, as they are shown, have another ratio, where a reader would see it."""
+    """Explains that the best times shown have another ratio, where a reader would notice."""
     of_what = (
         "as many calls and rounds of all entries" if not record.sessions else "all sessions, the times of the last"
     )
@@ -334,22 +335,22 @@ def _other_times(ratio: Interval, share: float, record: Record) -> str:
 
 
 def _withheld(finding: Finding, own: Sequence[Labelled], of_reference: Sequence[Labelled]) -> Finding:
-    """Without its verdict, where a hard label of the case or of its reference forbids one."""
+    """Removes the verdict where a hard label of the case or of its reference forbids one."""
     foreign = [label for label in of_reference if label.label not in {mine.label for mine in own}]
     if finding.ratio is None or not (own or foreign):
         return finding
-    whys = [f"labelled {' and '.join(map(_told, own))}"] if own else []
-    whys += [f"the reference is labelled {' and '.join(map(_told, foreign))}"] if foreign else []
+    whys = [f"labelled {' and '.join(map(_with_reason, own))}"] if own else []
+    whys += [f"the reference is labelled {' and '.join(map(_with_reason, foreign))}"] if foreign else []
     hard = tuple(label.label for label in (*own, *foreign))
     return replace(_unsure(finding, f"{'; '.join(whys)}: times measured so get no verdict"), hard=hard)
 
 
-def _told(labelled: Labelled) -> str:
+def _with_reason(labelled: Labelled) -> str:
     return f"{labelled.label} ({labelled.reason})" if labelled.reason else str(labelled.label)
 
 
 def _below_floor(timing: Timing, phases: tuple[tuple[str, float], ...], overheads: Overheads | None) -> tuple[str, ...]:
-    """Phases shorter than 20 times what marking their stretches costs."""
+    """Returns phases that are shorter than 20 times the cost of marking them."""
     if overheads is None:
         return ()
     per_mark = max(overheads.marker_on, overheads.event_pair or 0.0)

@@ -1,7 +1,4 @@
-"""What is to be said of a case beside its verdict, read off its samples and off what its device said meanwhile.
-
-A label may be so grave that it takes the verdict away. Whether other processes took the CPU, the
-clocks of its slots tell."""
+"""Labels of a case: doubts read from its samples, its slots' clocks, and what the device's driver says."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_i
 from fp8bench.model.run import PROFILE
 from fp8bench.model.stopping import LEAST_ROUNDS
 
-# Those that can be so grave that nothing is left to judge. When they are not, they cast doubt as all others do.
+# These may be so grave that they take the verdict away; otherwise they cast doubt as all others do.
 CAN_BE_HARD = frozenset(
     {
         Label.AA_FAILED, Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED,
@@ -33,7 +30,7 @@ CAN_BE_HARD = frozenset(
 
 @dataclass(frozen=True)
 class Labelled:
-    """A label, what there is to say of it here, and whether it is so grave that no verdict can be given."""
+    """A label, its reason here, and whether it is so grave that no verdict can be given."""
 
     label: Label
     reason: str = ""
@@ -44,27 +41,26 @@ class Labelled:
             raise ValueError(f"{self.label} takes no verdict away: {', '.join(sorted(CAN_BE_HARD))} can")
 
 
-# What a driver counts for a shorter share of the time is no matter.
+# A driver's counter below this share of the time is ignored.
 HELD_SHARE = 0.005
 _OF_HARDWARE = frozenset({"hw-thermal", "hw-power-brake"})
-# The wall clock over the processor time. At the lower one a case is contended, at the higher one it got less than a
-# fifth of a core, and its fastest rounds need not be undisturbed ones.
+# The wall clock over the processor time. Above the lower one a slot is disturbed. Above the higher one it got less than
+# a fifth of a core, and even its fastest rounds may have been disturbed.
 AHEAD = 1.1
 FAR_AHEAD = 5.0
-# In more than so many of the slots.
+# The share of slots above which a case is contended.
 SHARE = 0.5
-# What a hypervisor took explains a delay if it comes to this share of it.
+# What a hypervisor took explains a delay if it is this share of it.
 _STOLEN_SHARE = 0.5
 
 
 def disturbed_slots(timing: Timing, ahead: float) -> int:
-    """In how many slots the wall clock ran so far ahead of the processor time.
+    """Counts the slots in which the wall clock ran so far ahead of the processor time.
 
-    The processor time of the process is all there is to say with one thread. With several it hides a delay, because
-    threads that wait for a late one spin and count as busy. There the thread that runs the steps is asked, whose own
-    time keeps up with the wall clock as long as nobody takes its core. It falls behind too where it sleeps until the
-    others are done, so that it counts only if the system says that somebody took a core meanwhile. A rank that waits
-    for another one needs no core: its communication is left out.
+    With one thread the processor time of the process shows a delay. With several, threads that wait for a late one spin
+    and count as busy, so the thread that runs the steps is asked: its own time keeps up with the wall clock while it
+    has its core. It also falls behind where it sleeps until the others are done, so it counts only if the system says
+    that somebody took a core. A rank that waits for another one needs no core; its communication is left out.
     """
     process = [slot for slot in timing.slots if _on_core(slot) > ahead * slot.cpu_seconds]
     thread = [
@@ -76,7 +72,7 @@ def disturbed_slots(timing: Timing, ahead: float) -> int:
 
 
 def are_held_up(*timings: Timing) -> bool:
-    """Whether some of the rounds that make the best case of one of these were, since too few were undisturbed."""
+    """Whether too few rounds of a timing were undisturbed to make its best case."""
     return any(
         len(timing.slots) - disturbed_slots(timing, AHEAD) < stats.fastest_of(len(timing.slots))
         for timing in timings
@@ -85,7 +81,7 @@ def are_held_up(*timings: Timing) -> bool:
 
 
 def _on_core(slot: SlotSample) -> float:
-    """How long the process should have had a core: of several ranks the slowest one's, by whose counters it goes."""
+    """Returns how long the process should have had a core; of several ranks the slowest one's counters are used."""
     last = max(slot.ranks, key=lambda rank: sum(rank.step_ns), default=None)
     return slot.wall_seconds - (0.0 if last is None else sum(last.communication_ns) * 1e-9)
 
@@ -95,7 +91,7 @@ def contended(timing: Timing, ahead: float = AHEAD) -> bool:
 
 
 def _taken(slots: Sequence[SlotSample]) -> bool:
-    """Whether somebody took a core: once a slot on average, or for about as long as the thread was late.
+    """Whether others took a core: once a slot on average, or for about as long as the thread was late.
 
     All slots together, because stolen time is counted in steps of 10 ms, which may be longer than a slot.
     """
@@ -117,30 +113,30 @@ BIMODAL_LESSER = 0.2
 def labels_of(
     record: Record, finding: Finding, reference: Timing | None, aa: Interval | None, others: Sequence[Labelled] = ()
 ) -> tuple[Labelled, ...]:
-    """All labels of one case, in the order of Label; `aa` is the A/A interval of the rounds it was in, `others` are
-    labels for what its own samples do not say."""
+    """Returns all labels of a case in the order of Label; `aa` is the A/A interval of its rounds, `others` are
+    labels from elsewhere."""
     every = [*_of_samples(record, finding, reference, aa), *others]
     return tuple(sorted(every, key=lambda labelled: list(Label).index(labelled.label)))
 
 
 def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str) -> tuple[Labelled, ...]:
-    """Those that leave no verdict, for a case and for the reference it is held against."""
+    """Returns the labels that take the verdict of a case, or of all cases compared with this reference."""
     labels = [
-        *_told_apart(aa, timing.num_rounds), *_contended(timing, device), *limits_of(watch),
+        *_aa_failed(aa, timing.num_rounds), *_contended(timing, device), *limits_of(watch),
         *_launch_bound(timing, device),
     ]  # fmt: skip
     return tuple(label for label in labels if label.hard)
 
 
 def in_process(run: Run) -> tuple[Labelled, ...]:
-    """Of every case of a profile that was not measured in a process of its own."""
+    """Labels every case of a profile that was not measured in a process of its own."""
     return (Labelled(Label.IN_PROCESS),) if run.origin == PROFILE and not run.request.isolation else ()
 
 
 def _of_samples(record: Record, finding: Finding, reference: Timing | None, aa: Interval | None) -> Iterator[Labelled]:
     timing = record.timing
     assert timing is not None
-    yield from _told_apart(aa, timing.num_rounds)
+    yield from _aa_failed(aa, timing.num_rounds)
     yield from _contended(timing, record.case.device)
     yield from shared(record.watch)
     yield from limits_of(record.watch)
@@ -185,7 +181,8 @@ def _implausible(record: Record, timing: Timing) -> Iterator[Labelled]:
 
 
 def _uneven(finding: Finding, timing: Timing, reference: Timing | None) -> Iterator[Labelled]:
-    """All calls say something else than the fastest ones. Hard, unless both say faster, or both slower."""
+    """Labels a case whose mean over all calls differs from its fastest ones; hard unless both say faster, or both
+    slower."""
     ratio, typical = finding.ratio, finding.typical
     if ratio is None or typical is None or not uneven(ratio, typical):
         return
@@ -199,15 +196,15 @@ def _uneven(finding: Finding, timing: Timing, reference: Timing | None) -> Itera
     yield Labelled(Label.UNEVEN, "; ".join(told), hard=not (faster or slower))
 
 
-def _told_apart(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
-    """Identical code, held against itself, lies further from 1 than what counts as the same."""
+def _aa_failed(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
+    """Labels identical code that differs from itself by more than what counts as the same."""
     if aa is not None and rounds >= LEAST_FOR_VERDICT and aa.clearance >= SAME:
         low, high = (units.ratio(bound).removesuffix("x") for bound in (aa.low, aa.high))
         yield Labelled(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
 
 
 def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
-    """A host waits for a GPU anyway, so that its clocks tell nothing there."""
+    """Skips GPUs: a host waits for one anyway, so its clocks show nothing."""
     if not device.startswith("cpu") or not contended(timing):
         return
     hard = contended(timing, FAR_AHEAD)
@@ -215,15 +212,15 @@ def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
     yield Labelled(Label.CONTENDED, f"less than a fifth of a core in {slots}" if hard else slots, hard)
 
 
-# What the host takes to enqueue a step, over what the device takes for it behind a full queue. Above the lower one a
-# queue that could not be filled far enough runs empty, so that some of the time is the host's; above the other such
-# steps take the host's time, one after another, whatever the device does.
+# The host's time to enqueue a step over the device's time for it behind a full queue. Above the lower one a queue that
+# could not be filled far enough runs empty, so that some of the time is the host's. Above the other one, steps in a row
+# take the host's time, whatever the device does.
 HOST_PARTLY = 0.5
 HOST_WHOLLY = 0.95
 
 
 def host_share(timing: Timing, device: str) -> float:
-    """What the host took to enqueue a step, over the time of the step; 0 where it is the device itself."""
+    """Returns the time that the host took to enqueue a step over the time of the step; 0 on a CPU."""
     if device.startswith("cpu"):
         return 0.0
     host = np.median([slot.host_seconds for slot in timing.slots])
@@ -232,7 +229,7 @@ def host_share(timing: Timing, device: str) -> float:
 
 
 def _launch_bound(timing: Timing, device: str) -> Iterator[Labelled]:
-    """Hard where the host set the time: of the device such a time says only that it is no slower."""
+    """Hard where the host set the time: such a time is only an upper bound of the device's."""
     share = host_share(timing, device)
     if share > HOST_PARTLY:
         took = "as long as" if share > HOST_WHOLLY else f"{units.percent(share, 0)} of the time that"
@@ -244,7 +241,7 @@ def _slot_minima(timing: Timing) -> dict[int, float]:
 
 
 def _bimodal(timing: Timing) -> bool:
-    """Two clusters of best cases, both well populated and at least 5% apart."""
+    """Whether there are two clusters of best cases, both well populated and at least 5% apart."""
     minima = np.array(list(_slot_minima(timing).values()))
     explained, below = stats.best_split(np.sort(minima))
     lesser = min(below, len(minima) - below) / len(minima)
@@ -253,7 +250,7 @@ def _bimodal(timing: Timing) -> bool:
 
 
 def _drifts(timing: Timing, reference: Timing) -> bool:
-    """The ratio moves with the rounds, by more than 2% from the first third to the last."""
+    """Whether the ratio moves with the rounds, by more than 2% from the first third to the last."""
     case, base = _slot_minima(timing), _slot_minima(reference)
     rounds = sorted(case.keys() & base.keys())
     if len(rounds) < _FEWEST_FOR_DRIFT:
@@ -265,7 +262,7 @@ def _drifts(timing: Timing, reference: Timing) -> bool:
 
 
 def shared(watch: DeviceWatch | None) -> Iterator[Labelled]:
-    """Others have work on the device: whether they ran meanwhile no driver says."""
+    """Labels a device on which others have memory; no driver says whether they ran."""
     if watch is None:
         return
     told = []
@@ -279,10 +276,10 @@ def shared(watch: DeviceWatch | None) -> Iterator[Labelled]:
 
 
 def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
-    """What held the clocks back, by the bits that were seen and by what the driver counted.
+    """Labels what held the clocks back, by the bits that were seen and the driver's counters.
 
-    'hw-thermal, sw-thermal 12% of the time' is throttling; it is hard where the hardware slowed itself down to survive,
-    and heat that no software limit accounts for counts as that. The power cap has the clock that it allows beside it.
+    'hw-thermal, sw-thermal 12% of the time' is throttling; it is hard where the hardware slowed itself down, or heat is
+    not explained by a software limit. A power cap has the clock that it allows beside it.
     """
     if watch is None:
         return
@@ -302,19 +299,19 @@ def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
         yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if known else "")
 
 
-# Two clusters explain so much of the variance of the logarithms, and their middles differ by so much.
+# Two clusters must explain this share of the variance of the logarithms, and their medians differ by this ratio.
 EXPLAINED = 0.7
 LEAST_RATIO = 1.1
 LEAST_CALLS = 3
 _MOST_OF = 50
 _ABOUT = 0.15
 _FAR = 1.5
-# So few calls may be out of their place.
+# The share of calls that may be out of place.
 _STRAYS = 0.05
 
 
 def pattern(timing: Timing) -> str:
-    """What is to be said of the slower calls; '' where calls are alike, or differ in no two clusters."""
+    """Describes the slower calls; '' where calls are alike, or do not form two clusters."""
     slots = [np.array([sum(call) for call in slot.calls_ns], dtype=np.float64) for slot in timing.slots]
     taken = sum(slot.preemptions or 0 for slot in timing.slots if slot.waited_seconds)
     every = np.sort(np.concatenate(slots)) if slots else np.empty(0)
@@ -336,7 +333,7 @@ def pattern(timing: Timing) -> str:
 
 
 def _of(share: float) -> str:
-    """'3 of 4': the simplest numbers that are about as much."""
+    """Returns '3 of 4': the simplest fraction near the share."""
     for whole in range(2, _MOST_OF + 1):
         part = round(share * whole)
         if 0 < part < whole and abs(part / whole - share) <= _ABOUT * min(share, 1 - share):
@@ -345,7 +342,7 @@ def _of(share: float) -> str:
 
 
 def _place(classes: Sequence[Any]) -> str:
-    """Whether they are whole rounds, or always the same calls of a slot; `classes` says of each call whether it is."""
+    """Says whether the slower calls are whole rounds or the same calls of each slot; `classes` marks each call."""
     fewest = min(map(len, classes))
     if fewest < 2:
         return "calls take"

@@ -1,4 +1,4 @@
-"""One figure of a case: its unit, which way it becomes better, and what else a reader must know of it."""
+"""One figure of a case, with its unit, its direction, and what qualifies it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Samples = Callable[[], tuple[float, ...]]
 
 
 class EnergyConditions(NamedTuple):
-    """What an energy is worth, in a word, and the power limits in watts that its device has had in the run."""
+    """The validity of an energy, in a word, and the power limits in watts that its device had in the run."""
 
     validity: str
     power_limits: tuple[float, ...]
@@ -23,14 +23,12 @@ class EnergyConditions(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of a case: what is known of it at all, and its value in that unit, `value` the middle of all samples,
-    `best` that of a step undisturbed.
+    """One figure of a case: `value` is the median of all samples, `best` that of an undisturbed step.
 
-    `phase` is that of the step, STEP for all of it, None for what the data are made of (`about`: their kind and role).
-    `interval` is over the reference's; its level is 1 for an exact ratio and 0 for a range without a confidence.
-    `cost` says that it is what an emulation costs, and no figure of the precision. `samples` gives what the history
-    keeps of it: one value a round or a window. `of_rank` is the process that it is of, where each of several has one,
-    and `bounds` what `value` itself may be, where its rounds say that.
+    `phase` is STEP for all of the step, None for what data are made of (`about`: their kind and role). `interval` is
+    over the reference's; its level is 1 for an exact ratio and 0 for a range without a confidence. `cost` marks the
+    cost of an emulation, which is no figure of the precision. `samples` gives what the history keeps: one value a round
+    or a window. `of_rank` is the process, where each of several has a figure, and `bounds` the interval of `value`.
     """
 
     spec: MetricSpec
@@ -78,15 +76,15 @@ class Metric:
 
 
 class Reference(NamedTuple):
-    """What a case is held against, with the labels of its finding."""
+    """The record that a case is compared with, and the labels of its finding."""
 
     record: Record
     labels: tuple[Label, ...] = ()
 
 
 class Told(NamedTuple):
-    """What figures of a case are worked out of. Without a finding there are no best cases. `timed` says of how many
-    rounds and calls a figure of its timing is."""
+    """The sources of a case's metrics. Without a finding there are no best cases. `timed` has the rounds and calls
+    of its timing."""
 
     record: Record
     finding: Finding | None = None
@@ -104,14 +102,14 @@ class Told(NamedTuple):
 
 
 def unit_of_series(series: Series) -> str:
-    """The unit of a series' values as everywhere else; asv has words of its own for some, and for others none."""
+    """Returns the unit of a series' values as it is shown everywhere but in asv."""
     return "x" if series.metric in RATIOS else units.symbol(series.unit)
 
 
 def capacity_ratio(record: Record, reference: Record | None) -> float | None:
-    """How many times the reference's batch a case fits; None for the reference, and where either is no number.
+    """Returns the case's largest batch over the reference's; None for the reference, and where either is unknown.
 
-    An emulated precision keeps its values in wider ones, on either side: what it fits says nothing.
+    None also for emulated precisions, which keep their values in wider formats.
     """
     if reference is None or reference is record or Level.EMULATED in (record.support.level, reference.support.level):
         return None
@@ -122,7 +120,7 @@ def capacity_ratio(record: Record, reference: Record | None) -> float | None:
 
 
 def why_no_larger(capacity: Capacity) -> str:
-    """'377: tensors need 1.63 MiB more', or why there is no answer."""
+    """Returns '377: tensors need 1.63 MiB more', or why there is no answer."""
     if capacity.batch is not None and capacity.beyond is None:
         return "none: the suite takes no more"
     return f"{capacity.beyond}: {capacity.why}" if capacity.beyond is not None else capacity.why

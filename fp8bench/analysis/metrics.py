@@ -1,6 +1,6 @@
-"""What a run says of a case: every figure of it, once, with its unit and what else a reader must know of it.
+"""All figures of a case, once, as metrics.
 
-The rows and boards for other programs, the history and comparisons read this one list, and so know no figure by name.
+Rows and boards for other programs, the history and comparisons read this list and know no figure by name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MEASURED = Provenance.MEASURED
 
 
 def metrics_of(record: Record, finding: Finding | None, reference: Reference | None = None) -> Iterator[Metric]:
-    """The step's time first, which a case without one has too, with its reason. Without a finding no best cases."""
+    """Yields all metrics, the step's time first, which every case has. Without a finding there are no best cases."""
     # Once for all that rests on it, and only where somebody asks.
     steps = cache(partial(step_samples, record.timing)) if record.timing is not None else tuple
     timed = {"rounds": record.timing.num_rounds, "count": record.timing.num_calls} if record.timing is not None else {}
@@ -59,7 +59,7 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
 
 
 def _detail(spec: MetricSpec) -> MetricSpec:
-    """Of a part of the step, where the figure of all of it is told beside others."""
+    """Marks a figure of a part of the step."""
     return replace(spec, rank=Rank.DETAIL)
 
 
@@ -81,7 +81,6 @@ def _step_time(told: Told) -> Iterator[Metric]:
 
 
 def _replays(told: Told) -> Iterator[Metric]:
-    """The device's time of a step that was done again as one launch; where that was tried and failed, why."""
     replays = told.record.replays
     if replays is None:
         return
@@ -97,7 +96,6 @@ def _replays(told: Told) -> Iterator[Metric]:
 
 
 def _means(told: Told) -> Iterator[Metric]:
-    """Over all calls. In a run they stand beside the time's ratio."""
     timing = told.record.timing
     if timing is None:
         return
@@ -136,7 +134,7 @@ def _relative(told: Told) -> Iterator[Metric]:
 
 
 def _phases(told: Told) -> Iterator[Metric]:
-    """Time of each phase the step has, and its share; best cases sum to the step's."""
+    """Yields time and share of each phase of the step; best cases sum to the step's."""
     finding, timing = told.finding, told.record.timing
     medians = phase_medians(timing) if timing is not None and finding is not None else {}
     if finding is None:
@@ -168,8 +166,7 @@ def _with_floor(finding: Finding | None, phase: str) -> tuple[Label, ...]:
 
 
 def _by_work(told: Told) -> Iterator[Metric]:
-    """By each count of work, what is done in a second, and the time for so many; nothing for emulations, which have no
-    speed."""
+    """Yields rates, and times for so much work; nothing for emulations, which have no speed."""
     if told.emulated:
         return
     record, finding = told.record, told.finding
@@ -184,7 +181,6 @@ def _by_work(told: Told) -> Iterator[Metric]:
 
 
 def _by_tape(told: Told) -> Iterator[Metric]:
-    """What each phase did in a second, by what was counted of it, and how near that is to the most."""
     for roof in () if told.emulated else phase_roofs(told.record, told.finding):
         labels = _with_floor(told.finding, roof.count.phase)
         rates = {
@@ -212,7 +208,7 @@ def _measurements(told: Told) -> Iterator[Metric]:
 
 
 def _energy(told: Told) -> Iterator[Metric]:
-    """Of the step, for its work and of phases; where nobody could tell, one figure without a value, with the reason."""
+    """Yields the energy of the step, for its work, and of phases; without a value one metric with the reason."""
     record, finding, reference, use = told.record, told.finding, told.reference, told.record.energy
     if use is None or record.status is not Status.OK:
         return
@@ -271,7 +267,6 @@ def _beside(figures: EnergyFigures, blank: Metric) -> Iterator[Metric]:
 
 
 def _memory(told: Told) -> Iterator[Metric]:
-    """What it is for, the highest points of phases, what others count. What could not be had has its reason."""
     use = told.record.memory
     if use is None or told.record.status is not Status.OK:
         return
@@ -293,7 +288,6 @@ def _size(spec: MetricSpec, size: int | None, phase: str = STEP, provenance: Pro
 
 
 def _capacity(told: Told) -> Iterator[Metric]:
-    """The largest batch that fits; without an answer one figure with the reason."""
     capacity = told.record.capacity
     if capacity is None:
         return
@@ -324,7 +318,7 @@ def _data(told: Told) -> Iterator[Metric]:
             yield Metric(spec, value, phase=None, about=about, provenance=_MEASURED, count=statistic.count)
 
 
-# In the order of a case's rows.
+# The order of a case's rows.
 MEASURES: list[Callable[[Told], Iterator[Metric]]] = [
     _step_time, _replays, _means, _sustained, _relative, _phases, _by_work, tape_metrics, coverage_metrics, _by_tape,
     _measurements, rank_metrics, _energy, _memory, _capacity, _data,
@@ -332,7 +326,7 @@ MEASURES: list[Callable[[Told], Iterator[Metric]]] = [
 
 
 class EnergyValidity(StrEnum):
-    """Whether an energy may be relied on: certified, or the first of the reasons why not, the gravest first."""
+    """Whether an energy is certified, or the gravest reason why not."""
 
     CERTIFIED = "certified"
     SHARED = "shared-device"
@@ -344,7 +338,7 @@ class EnergyValidity(StrEnum):
 
 
 def energy_validity(record: Record) -> EnergyValidity | None:
-    """None where nobody asked for its energy."""
+    """Returns None where energy was not asked for."""
     use = record.energy
     if use is None:
         return None

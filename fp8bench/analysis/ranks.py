@@ -1,7 +1,7 @@
-"""What several ranks took: how far apart they are, what of a collective is waiting, how much of what they send hides
-behind products, and what they gain over one that takes the same step alone.
+"""Figures of several ranks: how far apart they are, how much of a collective is waiting, how much communication hides
+behind products, and what they gain over one rank.
 
-Of a handful of rounds a figure is their middle with its interval, or the reason why there is none.
+A figure of a handful of rounds is their median with its interval, or the reason why there is none.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fp8bench.model import MemoryUse, Record, Timing, specs
 from fp8bench.model.ranks import Overlap, Transfer
 from fp8bench.model.specs import MetricSpec
 
-# How often, at the least, an interval of rounds holds the middle that endless rounds would have.
+# An interval of rounds holds the median of endless rounds at least this often.
 CONFIDENCE = 0.9
-# Products and communication in turn take as long as both alone, or they disturb each other and nothing can be told.
+# Products and communication in turn must take as long as both alone, within these; otherwise they disturb each other.
 SUM_MAY_BE = (0.9, 1.1)
-# A wider interval says nothing: of `exposed` as a share of both at once, of `hidden` as it is, of an efficiency as a
-# share of it (80% that may be 60% or 100%).
+# Wider intervals are not shown: of `exposed` as a share of both at once, of `hidden` in absolute terms, of an
+# efficiency as a share of it (80% that may be 60% or 100%).
 EXPOSED_WITHIN = 0.25
 HIDDEN_WITHIN = 0.5
 EFFICIENCY_WITHIN = 0.5
@@ -39,7 +39,7 @@ class Middle(NamedTuple):
 
 
 class Untold(NamedTuple):
-    """Why a figure is not told, and a word for it that stands in its place."""
+    """Why a figure is not given, and a word in its place."""
 
     word: str
     why: str
@@ -61,10 +61,10 @@ UNPAIRED = Untold(units.NONE, "one rank and all of them were not measured in the
 
 
 def middle(values: Sequence[float]) -> Middle | Untold:
-    """The median between two of the values, which lie so far out that CONFIDENCE holds whatever their distribution.
+    """Returns the median between two of the values that hold it with CONFIDENCE, whatever the distribution.
 
-    So of 5 the smallest and the largest (94%), of 8 the second of either end (93%). Untold of fewer, or of a value that
-    is no number.
+    Of 5 values these are the smallest and the largest (94%), of 8 the second from either end (93%). Fewer values, or
+    one that is no number, are Untold.
     """
     ordered, count = sorted(values), len(values)
     if not all(map(math.isfinite, ordered)):
@@ -80,7 +80,7 @@ def middle(values: Sequence[float]) -> Middle | Untold:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's step and communication, in seconds, and how long of the latter it waited for the others: medians."""
+    """Medians of one rank's step, communication, and waiting for the others, which is part of it, in seconds."""
 
     rank: int
     step: float
@@ -89,10 +89,10 @@ class RankTimes:
 
 
 def rank_times(timing: Timing) -> tuple[RankTimes, ...]:
-    """Of each rank over all calls; () where there was one process.
+    """Returns the medians over all calls; () where there was one process.
 
-    A collective is over for a rank when the last one has come: the least that any rank was in it is what it takes, the
-    rest is waiting.
+    A collective ends for a rank when the last one has come: the least time that any rank spends in it is what it takes,
+    the rest is waiting.
     """
     calls = list(calls_of(timing))
     if not calls:
@@ -111,32 +111,34 @@ def rank_times(timing: Timing) -> tuple[RankTimes, ...]:
 
 
 def skew(timing: Timing) -> float | None:
-    """How much longer a call is for the slowest rank than for the fastest, as a share of it: the median of calls."""
+    """Returns the median over calls of how much longer the slowest rank takes than the fastest, as a share of its
+    time."""
     calls = [steps for steps, _ in calls_of(timing)]
     return statistics.median((max(steps) - min(steps)) / max(steps) for steps in calls) if calls else None
 
 
 def memory_skew(use: MemoryUse) -> float | None:
-    """How much more the rank takes that takes most than the one that takes least, as a share of it."""
+    """Returns how much less the rank with the least memory takes than that with the most, as a share of the most."""
     most = max((rank.peak for rank in use.ranks), default=0)
     return (most - min(rank.peak for rank in use.ranks)) / most if most else None
 
 
 def round_times(timing: Timing) -> tuple[tuple[float, ...], ...]:
-    """For each rank the median of its calls in each round, in seconds."""
+    """Returns for each rank the median of its calls in each round, in seconds."""
     slots = [slot for slot in timing.slots if slot.ranks]
     count = len(slots[0].ranks) if slots else 0
     return tuple(tuple(statistics.median(slot.ranks[rank].step_ns) * 1e-9 for slot in slots) for rank in range(count))
 
 
 def true_communication(timing: Timing) -> float | None:
-    """What a step's collectives take once everybody is there: the median of the least over ranks, in seconds."""
+    """Returns the seconds that a step's collectives take once all ranks are there: the median of the least over
+    ranks."""
     calls = [communication for _, communication in calls_of(timing)]
     return statistics.median(map(min, calls)) * 1e-9 if calls and any(map(any, calls)) else None
 
 
 def frontier(ways: Sequence[tuple[float, float]]) -> tuple[int, ...]:
-    """The places of those (bytes, decibels) of which no other sends as little with as small an error."""
+    """Returns the indices of the (bytes, decibels) that no other beats in one without losing in the other."""
     return tuple(
         place
         for place, (sent, sqnr) in enumerate(ways)
@@ -145,7 +147,7 @@ def frontier(ways: Sequence[tuple[float, float]]) -> tuple[int, ...]:
 
 
 def calls_of(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Steps of all ranks, and their communication, call by call, in nanoseconds."""
+    """Yields steps of all ranks, and their communication, call by call, in nanoseconds."""
     for slot in timing.slots:
         if slot.ranks:
             steps = zip(*(rank.step_ns for rank in slot.ranks), strict=True)
@@ -156,7 +158,7 @@ def calls_of(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
 class Bubble(NamedTuple):
     """Time that stages wait or send over the time that they compute, and (p-1)/m of p stages and m microbatches.
 
-    The latter is what GPipe and 1F1B have where stages take equally long and sending takes no time.
+    The latter is that of GPipe and 1F1B if stages take equally long and sending takes no time.
     """
 
     measured: float
@@ -164,13 +166,13 @@ class Bubble(NamedTuple):
 
 
 def microbatches_of(record: Record) -> int | None:
-    """Of a pipeline; None of what is none."""
+    """Returns None where the case is no pipeline."""
     count = dict(record.case.params).get("microbatches")
     return count if isinstance(count, int) else None
 
 
 def bubble(record: Record) -> Bubble | None:
-    """Over all ranks, the median of calls; None of what is no pipeline."""
+    """Returns the median over calls, of all ranks together; None where the case is no pipeline."""
     microbatches = microbatches_of(record)
     if record.timing is None or microbatches is None:
         return None
@@ -185,8 +187,8 @@ def bubble(record: Record) -> Bubble | None:
 class OverlapFigures(NamedTuple):
     """Seconds of a step that communication adds to products (`exposed`), and the share of it that hides (`hidden`).
 
-    Either may be negative, and no figure is cut to what one would like: what would mislead is not told. The check sum
-    is the time of both in turn over the sum of both alone.
+    Either may be negative; figures are not clipped, but what would mislead is left out. The check sum is the time of
+    both in turn over the sum of both alone.
     """
 
     exposed: Middle | Untold
@@ -202,7 +204,7 @@ class _Round(NamedTuple):
 
 
 def overlap_figures(overlap: Overlap) -> OverlapFigures:
-    """Round by round: what is slow for a while is so on both sides of a difference, and falls out."""
+    """Round by round, so that slow rounds cancel in the differences."""
     rounds = tuple(map(_Round, overlap.compute, overlap.communication, overlap.both, overlap.in_turn))
     if overlap.why or not rounds or not all(parts.compute > 0 and parts.communication > 0 for parts in rounds):
         why = Untold(units.NONE, overlap.why or "no round of it was kept")
@@ -226,7 +228,8 @@ def overlap_figures(overlap: Overlap) -> OverlapFigures:
 
 
 def overlap_of(record: Record) -> OverlapFigures | None:
-    """Of a case. A step of a pipeline is longer than its products by its waiting too: of its sending no share hides."""
+    """Returns the overlap of a case. A pipeline's step also has its waiting, so nothing can be said of hidden
+    communication."""
     if record.overlap is None:
         return None
     figures = overlap_figures(record.overlap)
@@ -236,16 +239,15 @@ def overlap_of(record: Record) -> OverlapFigures | None:
 
 
 class Efficiency(NamedTuple):
-    """`strong` is what is left of n ranks' speed-up by n, `weak` what is left of one rank's pace while each has as much
-    to do. Neither is cut to 1."""
+    """`strong` is n ranks' speed-up over n, `weak` their pace over one rank's with as much work each. Neither is
+    clipped to 1."""
 
     strong: Middle | Untold
     weak: Middle | Untold
 
 
 def efficiency(record: Record) -> Efficiency | None:
-    """Round by round, of which each has one rank's step and all ranks': what is slow for a while is so on both sides
-    of a ratio, and falls out. None where one rank did not take such a step."""
+    """Round by round, so that slow rounds cancel in the ratios. None where one rank did not take such a step."""
     rounds = record.scaling
     if rounds is None:
         return None
@@ -254,7 +256,6 @@ def efficiency(record: Record) -> Efficiency | None:
 
 
 def _share(alone: Sequence[float], together: Sequence[float], times: float = 1.0) -> Middle | Untold:
-    """One rank's step over that of all."""
     if not alone or len(alone) != len(together) or not all(value > 0 for value in (*alone, *together)):
         return UNPAIRED  # they are no rounds of the same run
     share = middle([value / all_ranks * times for value, all_ranks in zip(alone, together, strict=True)])
@@ -263,7 +264,7 @@ def _share(alone: Sequence[float], together: Sequence[float], times: float = 1.0
 
 
 def sent_by_rank(record: Record) -> tuple[float, ...]:
-    """Bytes that each rank sends in a step, by its number; () where they are not counted."""
+    """Returns the bytes that each rank sends in a step; () where they are not counted."""
     if not record.sent:
         return ()
     return tuple(
@@ -272,7 +273,7 @@ def sent_by_rank(record: Record) -> tuple[float, ...]:
 
 
 def rank_metrics(told: Told) -> Iterator[Metric]:
-    """Figures of several ranks. Rates of emulated cases are what emulating costs."""
+    """Rates of emulated cases are what emulating costs."""
     record = told.record
     if record.timing is not None and (apart := skew(record.timing)) is not None:
         yield Metric(specs.RANK_SKEW, apart * 100)

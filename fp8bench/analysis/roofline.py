@@ -1,6 +1,6 @@
-"""What bounds a phase: its counted FLOPs, bytes and launches over its time, beside what the device does at most.
+"""What bounds a phase: its counted FLOPs, bytes and launches over its time, beside what the device can do.
 
-And by Amdahl's law what a precision could give at most on a step. What vendors say is in datasheet.toml beside this.
+And, by Amdahl's law, what a precision could give at most on a step. Vendors' figures are in datasheet.toml.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fp8bench.model import Ceiling, Ceilings, Finding, Level, Limit, Phase, Rate
 from fp8bench.model.measured import WIDEST_SPREAD
 from fp8bench.model.step import PhaseCount
 
-# A phase that has less of a step's FLOPs is none of its products.
+# A phase with a smaller share of a step's FLOPs is not counted among its products.
 _LEAST_OF_PRODUCTS = 0.05
-# A phase that is further below all of its ceilings than this waits for none of them.
+# A phase below this share of all its ceilings is limited by none of them.
 _NEAR = 0.5
-# Operators that take so many times the least launch on average are hardly more than being started one by one.
+# Operators that take less than so many times the least launch are mostly overhead.
 _OVERHEAD = 10.0
-# Runs that lie further apart than this say nothing of a device: somebody else had it.
+# Runs that differ by more than this are not used: something else used the device.
 _WILD = 0.5
 
 
 class Bound(StrEnum):
-    """What a phase waits for. Far below all ceilings that is either its operators' overhead, where they are so small,
-    or something that no ceiling says: kernels that do not fit its shapes, latency, code between operators."""
+    """What limits a phase. Far below all ceilings that is its operators' overhead, if they are so small, or
+    something that no ceiling shows: kernels that do not fit its shapes, latency, code between operators."""
 
     COMPUTE = "compute-bound"
     MEMORY = "memory-bound"
@@ -55,9 +55,11 @@ class Roofs:
     launches: float | None = None
 
     def least(self, count: PhaseCount, fused: bool = False) -> dict[Bound, float]:
-        """Seconds that the FLOPs, the bytes and the launches of a phase take at least, each alone; nothing where the
-        rate of a product or of the memory is not known: what takes longest would be a guess. Of what a compiler fused
-        only the products are known."""
+        """Returns the seconds that FLOPs, bytes and launches of a phase take at least, each alone.
+
+        It is empty where the rate of a product or of the memory is unknown, since what takes longest would be a guess.
+        For what a compiler fused only the products are known.
+        """
         products = self.product_seconds(count.by_path)
         if products is None or self.memory is None:
             return {}
@@ -71,7 +73,7 @@ class Roofs:
         return {bound: seconds for bound, seconds in seconds_by_bound.items() if seconds}
 
     def product_seconds(self, by_path: Iterable[tuple[str, int]]) -> float | None:
-        """Of products, each in its dtype; None where the rate of one is not known."""
+        """Returns the least seconds of products, each in its dtype; None where the rate of one is unknown."""
         seconds = 0.0
         for path, flops in by_path:
             rate = self.products.get(kind_of_path(path))
@@ -83,8 +85,10 @@ class Roofs:
 
 @dataclass(frozen=True)
 class PhaseRoof:
-    """A phase's counts and its best-case seconds, with the least it takes by what was measured here, and by the
-    datasheet. Of a `fused` one bytes and launches are those without a compiler."""
+    """A phase's counts and best-case seconds, and the least that it takes by measured ceilings and by the datasheet.
+
+    Bytes and launches of a `fused` one are those without a compiler.
+    """
 
     count: PhaseCount
     seconds: float
@@ -102,14 +106,14 @@ class PhaseRoof:
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs for each byte; None where nothing is multiplied, or nothing moved, or nobody knows how much."""
+        """FLOPs for each byte; None where either is 0, or bytes are unknown."""
         known = self.count.flops and self.count.bytes and not self.fused
         return self.count.flops / self.count.bytes if known else None
 
     @property
     def bound(self) -> Bound | None:
-        """What takes longest of it at the ceilings, if that is half of the time at least; by the datasheet's where
-        nothing was measured."""
+        """What takes longest at the ceilings (the datasheet's, if none were measured), if that is at least half of
+        the time."""
         least = self.measured or self.sheet
         if not least:
             return None
@@ -122,7 +126,7 @@ class PhaseRoof:
 
     @property
     def of_ceiling(self) -> float | None:
-        """The least that it takes at the measured ceilings over what it took: 1 can not be done better."""
+        """The least time at the measured ceilings over the time taken; 1 cannot be improved."""
         return max(self.measured.values()) / self.seconds if self.measured else None
 
     @property
@@ -132,12 +136,12 @@ class PhaseRoof:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a precision could give at most on its reference's step, and gives.
+    """What a precision could give at most on its reference's step, and what it gives.
 
-    Products take `share` of that step; `of_ceiling` is how near they come to their ceiling there. `most` is how many
-    times as fast the step would be with these products at the precision's ceiling, without a cast, and all else as it
-    is; `kernels` and `with_casts` how many times as fast the products are now, alone and with the casts. Where the runs
-    of a rate that it rests on differ too much, it `binds` nothing: more may be had.
+    Products take `share` of that step, and come to `of_ceiling` of their ceiling. With these products at the
+    precision's ceiling, without a cast, the step would be `most` times as fast; `kernels` and `with_casts` are how many
+    times as fast the products are now, alone and with casts. `binds` is False where the runs of a rate that it rests on
+    differ too much: more may be possible.
     """
 
     share: float
@@ -151,14 +155,14 @@ class Gain:
 
 
 def bounds_of(ceiling: Ceiling) -> Roofs:
-    """What nothing can be above: rates whose runs agree, and copies where they are fastest."""
+    """Returns upper bounds for checks: rates whose runs agree, and copies where they are fastest."""
     steady = [rate for rate in ceiling.rates if rate.steady]
     roofs = _measured(replace(ceiling, rates=tuple(steady)))
     return Roofs("measured here", roofs.products if roofs else {}, ceiling.bytes)
 
 
 def roofs_of(ceiling: Ceiling | None) -> tuple[Roofs | None, Roofs | None]:
-    """By what was measured here in several runs, and by the datasheet of that device; None where there is none."""
+    """Returns the roofs that were measured here, and those of the datasheet; None where there are none."""
     if ceiling is None:
         return None, None
     sheet = datasheet_of(ceiling.device)
@@ -181,7 +185,7 @@ def _measured(ceiling: Ceiling) -> Roofs | None:
 
 
 def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...]:
-    """Every phase that was counted and timed, and is long enough to be told from its markers."""
+    """Returns every phase that was counted and timed, and is long enough to be told from its markers."""
     if record.tape is None or finding is None or not finding.best_seconds:
         return ()
     measured, sheet = roofs_of(record.ceiling)
@@ -200,7 +204,7 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
 
 
 def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) -> Gain | None:
-    """Of a native precision; None of an emulated one, which has no speed, and where ceilings or counts are missing."""
+    """Returns None for emulated precisions, which have no speed, and where ceilings or counts are missing."""
     measured, _ = roofs_of(record.ceiling)
     own, base = phase_roofs(record, finding), phase_roofs(reference, lead)
     if measured is None or record.support.level is Level.EMULATED or not lead.best_seconds:
@@ -222,7 +226,7 @@ def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) 
 
 
 def _steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
-    """Of each kind of products whether the runs of its best rate agree."""
+    """Returns for each kind of products whether the runs of its best rate agree."""
     rates = ceiling.rates if ceiling is not None else ()
     known = sorted(
         (rate for rate in rates if rate.runs and rate.limit is Limit.PRODUCT), key=lambda rate: rate.value or 0.0
@@ -236,7 +240,7 @@ def _products(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
 
 
 class Pace(StrEnum):
-    """What became of a rate."""
+    """How a rate compares with earlier ones."""
 
     SLOWER = "slower"
     FASTER = "faster"
@@ -246,10 +250,10 @@ class Pace(StrEnum):
 
 @dataclass(frozen=True)
 class Since:
-    """The newest value of a rate beside those of so many earlier measurements under the same settings.
+    """The newest value of a rate beside earlier measurements under the same settings.
 
-    It is slower where it lies below all of them by more than runs of one measurement may differ: machines that are
-    shared differ from day to day. Where its own runs differ by more, or all of theirs did, it is unclear.
+    It is slower where it lies below all of them by more than runs of one measurement may differ, because shared
+    machines differ from day to day. It is unclear where its own runs, or those of all earlier ones, differ by more.
     """
 
     rate: Rate
@@ -262,7 +266,7 @@ class Since:
 
 
 def since(rate: Rate, earlier: Iterable[Ceilings]) -> Since | None:
-    """None for one that was not measured, or not before."""
+    """Returns None for a rate that was not measured, or not before."""
     alike = [
         other
         for ceilings in earlier
@@ -282,12 +286,12 @@ def since(rate: Rate, earlier: Iterable[Ceilings]) -> Since | None:
 
 
 def alike(newest: Ceilings, history: Sequence[Ceilings]) -> list[Ceilings]:
-    """Those of a history, oldest first, that stand before it, of the same device under the same settings."""
+    """Returns the earlier ceilings of a history, oldest first, of the same device under the same settings."""
     before = takewhile(newest.__ne__, history)
     return [ceilings for ceilings in before if (ceilings.device, ceilings.under) == (newest.device, newest.under)]
 
 
-# Where the sums of a path are looked up, by the first word that its dtype begins with.
+# The kind of product by the beginning of a dtype's name; the first match counts.
 _PATHS = (
     ("fp32", "fp32"), ("tf32", "tf32"), ("bf16", "bf16"), ("fp16", "fp16"), ("float32", "fp32"), ("bfloat16", "bf16"),
     ("float16", "fp16"), ("fp8", "fp8"), ("mxfp8", "fp8"), ("float8", "fp8"), ("e4m3", "fp8"), ("e5m2", "fp8"),
@@ -297,12 +301,12 @@ _PATHS = (
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Of one device as torch counts them: FLOPs a second by path, bytes a second, watts; where it is said, and when.
+    """Figures of one device as torch counts them: FLOPs a second by path, bytes a second, watts, with source and date.
 
-    `unverified` are the fields that nobody has seen in a document of the vendor's. `sparse` is of operands with 2:4
-    structure, and no peak of anything that fp8bench measures. `exceptions` say why an unusual ratio of two is right.
-    `capacity` are bytes of memory, `link` those that it sends to others of its node in a second, one way; None where
-    nobody says. Of what is `published` alone fp8bench measures nothing.
+    `unverified` are fields that were not seen in a document of the vendor's. `sparse` needs operands with 2:4
+    structure, and is no peak of anything measured here. `exceptions` say why an unusual ratio of two fields is right.
+    `capacity` is bytes of memory, `link` bytes a second to other devices of a node, one way; None if unknown. Devices
+    that are only `published` were never measured.
     """
 
     name: str
@@ -321,16 +325,16 @@ class Datasheet:
     exceptions: Mapping[str, str] = field(default_factory=dict)
 
     def peak(self, path: str) -> float | None:
-        """Of products in a dtype, or of a precision; None where nobody says."""
+        """Returns the peak of products in a dtype or precision; None if unknown."""
         return self.dense.get(kind_of_path(path))
 
     def told(self, *figures: str) -> str:
-        """'datasheet', and that it is unverified where one of its 'dense', 'bandwidth' or 'watts' is."""
+        """Returns 'datasheet', or that it is unverified where one of these fields is."""
         return "datasheet, unverified" if {*figures} & {*self.unverified} else "datasheet"
 
 
 def kind_of_path(path: str) -> str:
-    """The column of the table that a path of products stands in: 'e4m3fn' is fp8; '' of what is none."""
+    """Returns the column of the table for a path of products: 'fp8' for 'e4m3fn'; '' for anything else."""
     return next((kind for word, kind in _PATHS if path.startswith(word)), "")
 
 
@@ -348,9 +352,9 @@ def datasheet_from(entry: Mapping[str, Any]) -> Datasheet:
 
 
 def datasheet_of(device: str) -> Datasheet | None:
-    """The one whose words the device's name has, the longest of them; None of a device that nobody has entered.
+    """Returns the datasheet with the longest words that are in the device's name; None for an unknown device.
 
-    A slice of a device has a share of its peaks, and nobody says which.
+    A slice (MIG) of a device has an unknown share of its peaks.
     """
     if "MIG" in device:
         return None

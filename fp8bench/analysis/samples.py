@@ -1,13 +1,13 @@
-"""The samples that a history keeps of one case: one a round, so that neighbours do not repeat each other.
+"""The samples that a history keeps of a case: one for each round, so that neighbours do not repeat each other.
 
-A round's figure is the fastest of its calls, cell by cell: the phases of a round sum to its step. Calls within a slot
-follow each other within microseconds and are alike for that reason alone; as samples they would make every interval
-of a median too narrow.
+A round's figure is the fastest of its calls, cell by cell, so that the phases of a round sum to its step. Calls within
+a slot follow each other within microseconds and are alike for that reason alone; as samples they would make every
+interval of a median too narrow.
 
-Of a machine with much to do the fastest call, too, has waited for a core, which the mean over all calls has not in it:
-21.5 ms stood beside a mean of 3.51 ms. A round's figure is no more than the mean of its calls.
+On a busy machine the fastest call, too, has waited for a core, which is not in the mean over all calls: 21.5 ms stood
+beside a mean of 3.51 ms. So a round's figure is at most the mean of its calls.
 
-What a case sustains is the time of its steps in turns of seconds, at the clock that the device keeps for it then.
+What a case sustains is the time of its steps in turns of seconds, at the clock that the device keeps then.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, common_rounds, means
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
 
-# Of sums of the same numbers in another order.
+# The rounding of sums of the same numbers in another order.
 _ROUNDING = 1e-9
 T = TypeVar("T")
 
 
 def _remembered(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
-    """The same, which makes it once of the timings that were asked for last: of one several figures are told, and each
-    case's reference stands beside it."""
+    """Keeps the results for the last timings: several figures use each, and a reference is used for every case."""
     known: deque[tuple[Timing, T]] = deque(maxlen=4)
 
     def of_timing(timing: Timing) -> T:
@@ -52,12 +51,12 @@ def step_samples(timing: Timing) -> tuple[float, ...]:
 
 
 def mean_sample(timing: Timing) -> tuple[float, ...]:
-    """Seconds of a step, the mean over all calls: one figure, since a middle of means would hide rare calls again."""
+    """Returns the mean seconds of a step over all calls: one value, since a median of means would hide rare calls."""
     return (_mean_of(timing, [slot.round for slot in timing.slots]),) if timing.slots else ()
 
 
 def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
-    """Seconds of one phase, one figure a round; none where the step has no such phase."""
+    """Returns the seconds of one phase in each round; nothing where the step has no such phase."""
     wanted = [place for place, name in enumerate(timing.segments.phases) if name == phase]
     if not timing.slots or not wanted:
         return ()
@@ -66,9 +65,9 @@ def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
 
 
 def relative_samples(record: Record, reference: Record | None) -> tuple[float, ...]:
-    """Time over the reference's time in the same round, by both entries of the reference where there are two.
+    """Returns the time over the reference's in the same round, by both entries of the reference if it has two.
 
-    None where the ratio would be no speed (an emulated side), for the reference itself, or without common rounds.
+    Nothing where the ratio would be no speed (an emulated side), for the reference itself, or without common rounds.
     """
     entries = _entries(record, reference)
     if record.timing is None or not entries:
@@ -81,7 +80,7 @@ def relative_samples(record: Record, reference: Record | None) -> tuple[float, .
 
 
 def relative_mean_sample(record: Record, reference: Record | None) -> tuple[float, ...]:
-    """The same of the means over all calls: one figure."""
+    """Like relative_samples, of the mean over all calls: one value."""
     entries = _entries(record, reference)
     if record.timing is None or not entries or not (rounds := common_rounds([record.timing, *entries])):
         return ()
@@ -90,7 +89,7 @@ def relative_mean_sample(record: Record, reference: Record | None) -> tuple[floa
 
 
 def _entries(record: Record, reference: Record | None) -> list[Timing]:
-    """What a case was held against in its own rounds."""
+    """The timings of the reference in the case's own rounds."""
     if reference is None or record.is_reference or not record.paired:
         return []
     if not record.support.level == reference.support.level == Level.NATIVE:
@@ -102,7 +101,7 @@ def _entries(record: Record, reference: Record | None) -> list[Timing]:
 
 
 def phase_medians(timing: Timing) -> dict[str, tuple[float, float]]:
-    """For each phase of the step: the median over all calls of its seconds, and of its share of the call.
+    """Returns for each phase the median over all calls of its seconds, and of its share of the call.
 
     Medians of parts do not sum to the median of the whole, as best cases do.
     """
@@ -140,9 +139,9 @@ def _mean_of(timing: Timing, rounds: Sequence[int]) -> float:
 
 @_remembered
 def _rounds(timing: Timing) -> Floats:
-    """Seconds by round and cell; as many calls of each slot as all have, since a minimum of more is lower.
+    """Returns seconds by round and cell, of as many calls of each slot as all have, since a minimum of more is lower.
 
-    Scaled to the mean over all calls of the slot, less their waiting, where that is lower: some call took no longer.
+    They are scaled down to the slot's mean over all calls, less their waiting, where that is lower.
     """
     fastest = cells(timing, min(len(slot.calls_ns) for slot in timing.slots))
     steps, most = fastest.sum(axis=1), _means(timing)
@@ -153,7 +152,7 @@ def _rounds(timing: Timing) -> Floats:
     return np.multiply(fastest, scale, dtype=np.float64)
 
 
-# Fewer turns have no interval: two say nothing of how far turns of the same code lie apart.
+# Fewer turns have no interval: two do not show how far turns of the same code differ.
 LEAST_TURNS = 3
 
 
@@ -195,7 +194,7 @@ def sustained_figures(record: Record, finding: Finding | None) -> Sustained | No
 
 
 def sustained_ratio(record: Record, reference: Record | None) -> Interval | None:
-    """Its time over the reference's, paired by rounds of turns; with fewer than three the range that they lie in.
+    """Returns its time over the reference's, paired by rounds of turns; with fewer than three their range.
 
     None for the reference, for emulations, whose time is no speed, and for what ran at another time.
     """
@@ -214,7 +213,7 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
 
 
 def _sound(record: Record) -> list[SustainedTurn]:
-    """Those that are numbers: runs are read from files, too."""
+    """Drops turns that a changed file made no numbers."""
     return [turn for turn in record.sustained if turn.steps > 0 and turn.seconds and 1e-12 < _step_seconds(turn) < 1e9]
 
 

@@ -1,10 +1,10 @@
 """Estimators and intervals: numpy in, numbers out.
 
 How much slower is B than A, both measured in the same rounds? The best case of an arm is the sum over its segments of
-the mean of the fastest quarter of the rounds; the ratio of two best cases gets its interval from a bootstrap over
-rounds, the same rounds for both. It looks at the fast end on purpose: on a shared machine noise almost only adds.
-Almost: a processor that raises its clock for a moment makes a few slots faster than all others. The three fastest
-rounds alone are then those of one arm (5% off, for identical code), a quarter of them are not.
+the mean of the fastest quarter of the rounds. The ratio of two best cases gets its interval from a bootstrap over
+rounds, the same rounds for both. It uses the fast end on purpose: on a shared machine noise almost only adds. Almost,
+because a processor that raises its clock for a moment makes a few slots faster than all others. The three fastest
+rounds may then all be of that moment (5% off, for identical code); a quarter of the rounds is not.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.float32]
 
 BOOTSTRAPS = 2000
-# One alone is the minimum, whose bootstrap covers too little: a resample's minimum is never below the sample's.
+# The minimum alone has a bootstrap that covers too little: a resample's is never below the sample's.
 _FEWEST = 3
 _SHARE = 4
-# Among so many square roots more of a segment's fastest rounds a resample nearly always finds enough of them.
+# A resample nearly always finds enough of a segment's fastest rounds among this many square roots more of them.
 _SPARE = 6.0
 
 
 @dataclass(frozen=True)
 class Resampled:
-    """The logarithm of an arm's figure in seconds (its best case, or its mean), and of that of its resamples."""
+    """The logarithm of an arm's seconds (its best case, or its mean), and of those of its resamples."""
 
     point: float
     resampled: Floats
@@ -44,31 +44,31 @@ class Resampled:
 
 
 def fastest_of(rounds: int) -> int:
-    """How many rounds make the best case: a quarter, but three at least, where there are so many."""
+    """Returns how many rounds make the best case: a quarter, but at least three where there are so many."""
     return min(rounds, max(_FEWEST, rounds // _SHARE))
 
 
 def best_by_segment(samples: Floats) -> Floats:
-    """The mean of the fastest rounds of each segment; `samples` is (rounds, segments), in seconds."""
+    """Returns the mean of the fastest rounds of each segment; `samples` is (rounds, segments), in seconds."""
     fastest = fastest_of(len(samples))
     best: Floats = np.partition(samples, fastest - 1, axis=0)[:fastest].mean(axis=0)
     return best
 
 
 def mean_case(rounds: Floats) -> Resampled:
-    """The mean of one arm over its rounds, which are seconds. It is drawn like the best case of the same rounds."""
+    """Returns the mean of an arm's rounds, in seconds; it draws the same rounds as the best case."""
     resampled = np.log(rounds @ _draws(len(rounds)) / len(rounds))
     return Resampled(math.log(rounds.mean()), resampled)
 
 
 def best_case(samples: Floats) -> Resampled:
-    """The best case of one arm. Arms with equally many rounds draw the same rounds."""
+    """Returns the best case of one arm. Arms with equally many rounds draw the same rounds."""
     return _best_case(np.ascontiguousarray(samples, dtype=np.float64).tobytes(), samples.shape)
 
 
 @lru_cache(maxsize=32)
 def _best_case(raw: bytes, shape: tuple[int, ...]) -> Resampled:
-    """The same; a reference is held against every case of its group, and needs to be resampled once."""
+    """Cached, because a reference is compared with every case of its group."""
     samples = np.frombuffer(raw).reshape(shape)
     resampled = np.log(_resampled_sums(samples, _draws(len(samples))))
     resampled.setflags(write=False)
@@ -77,16 +77,16 @@ def _best_case(raw: bytes, shape: tuple[int, ...]) -> Resampled:
 
 @lru_cache(maxsize=4)
 def _draws(rounds: int) -> Counts:
-    """How often each resample (column) draws each round (row). Seeded: the same samples always say the same."""
+    """How often each resample (column) draws each round (row). Seeded, so that results are repeatable."""
     draws = np.random.default_rng(0).multinomial(rounds, np.full(rounds, 1 / rounds), BOOTSTRAPS)
     return np.ascontiguousarray(draws.T, dtype=np.float32)
 
 
 def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99) -> Interval:
-    """Ratio of an arm's figure to that of its references, by percentiles of the resamples.
+    """Returns the ratio of an arm's figure to that of its references, with percentiles of the resamples.
 
-    Several entries of one reference count by their geometric mean: pooling their rounds instead would give the
-    reference more rounds to be fast in, and so a bias.
+    Several entries of one reference count by their geometric mean: pooling their rounds would give the reference more
+    rounds to be fast in, and so a bias.
     """
     point = case.point - float(np.mean([reference.point for reference in references]))
     logs = case.resampled - np.mean([reference.resampled for reference in references], axis=0)
@@ -96,9 +96,10 @@ def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99)
 
 
 def extent(ratio: Interval, rounds: Sequence[Floats]) -> Interval:
-    """A ratio with the range in which the rounds lie instead of an interval: seconds of the arm, then its references.
+    """Returns a ratio with the range of the rounds instead of an interval; `rounds` are seconds of the arm and its
+    references.
 
-    The point may lie outside of it (the fastest of each need not be of one round), and is taken in.
+    The range is widened to hold the point, which may lie outside: the fastest calls of each need not be of one round.
     """
     own, *references = np.log(rounds)
     logs = own - np.mean(references, axis=0)
@@ -107,10 +108,10 @@ def extent(ratio: Interval, rounds: Sequence[Floats]) -> Interval:
 
 
 def _resampled_sums(samples: Floats, draws: Counts) -> Floats:
-    """For each resample, the sum over segments of the mean of its fastest rounds.
+    """Returns for each resample the sum over segments of the mean of its fastest rounds.
 
     `draws[r, b]` is how often resample b drew round r. A resample's fastest rounds are the first of the sorted ones
-    that it drew, so it is enough to look at the fastest few of each segment, and at all where that finds too few.
+    that it drew, so a few of them are enough, or all where these hold too few.
     """
     fastest = fastest_of(len(samples))
     looked_at = fastest + math.ceil(_SPARE * math.sqrt(fastest))
@@ -131,7 +132,7 @@ def _resampled_sums(samples: Floats, draws: Counts) -> Floats:
 
 
 def _weighted(values: Floats, taken: Counts) -> Floats:
-    """Sums of values, each as often as it is new in the running counts: summed by parts, which spares a difference."""
+    """Sums values by how much the running counts grow at each; by parts, which avoids differences of counts."""
     steps = values.copy()
     steps[:-1] -= values[1:]
     sums: Floats = steps @ taken
@@ -144,10 +145,8 @@ def spread(values: Floats) -> float:
 
 
 def rank_correlation(values: Floats) -> float:
-    """Spearman's correlation of the values with their position (ties share their mean rank).
-
-    0 for fewer than 3 values or a constant.
-    """
+    """Spearman's correlation of the values with their position (ties share their mean rank); 0 for fewer than 3
+    values or a constant."""
     n = len(values)
     if n < 3 or float(np.ptp(values)) == 0:
         return 0.0
@@ -157,10 +156,11 @@ def rank_correlation(values: Floats) -> float:
 
 
 def best_split(ordered: Floats) -> tuple[float, int]:
-    """The best split of sorted values into two clusters: (share of variance it explains, how many lie below).
+    """Returns the best split of sorted values into two clusters: the share of variance that it explains, and how many
+    values are below it.
 
-    A split that explains 90% with at least a fifth on each side is what two modes look like; one cluster with a tail
-    explains less or leaves a sliver. (0, 0) for too few.
+    Two modes explain 90% with at least a fifth on each side; one cluster with a tail explains less or leaves a sliver.
+    (0, 0) for too few.
     """
     n = len(ordered)
     mean = ordered.mean() if n else 0.0

@@ -1,4 +1,4 @@
-"""What a step is made of: figures of its tape, operators of several tapes beside each other, shares of its time."""
+"""What a step is made of: metrics of its tape, operators of several tapes side by side, shares of its time."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from fp8bench.model import (
 )
 from fp8bench.model.specs import STEP, MetricSpec
 
-# Of a path whose name has no number of bits in its end, those of its elements.
+# Element widths of paths whose names do not end in a number of bits.
 _FLOATS = re.compile(r"e(\d)m(\d)")
 _INTEGERS = re.compile(r"(\d+)$")
 
 
 def bits_of(path: str) -> int:
-    """How wide the elements are that a product multiplies: 8 of 'e4m3', 4 of 'e2m1x2', 32 of 'tf32', which reads
-    float32; 0 of what is no product."""
+    """Returns the bits of the elements that a product multiplies: 8 for 'e4m3', 4 for 'e2m1x2', 32 for 'tf32', which
+    reads float32; 0 for no product."""
     if path == "tf32":
         return 32
     if known := _FLOATS.match(path):
@@ -50,17 +50,17 @@ def share_of(tape: Tape, bits: int) -> float | None:
 
 
 def narrow_over_wide(tape: Tape) -> float | None:
-    """FLOPs in 8 bits over those in 32, the ratio that is often quoted; None where there are none in 32."""
+    """Returns FLOPs in 8 bits over those in 32, a ratio that is often quoted; None where there are none in 32."""
     narrow, wide = share_of(tape, 8), share_of(tape, 32)
     return narrow / wide if narrow is not None and wide else None
 
 
 def intensity_of(tape: Tape) -> float | None:
-    """FLOPs for each byte; None where nothing moves, or an operator has no formula."""
+    """Returns FLOPs for each byte; None where nothing moves, or an operator has no formula."""
     return tape.flops / tape.bytes if tape.bytes and not tape.unknown else None
 
 
-# Sides are filled up to this at most.
+# Padding adds less than this to a side.
 _FILLED = 128
 _Pair = tuple[list[int], list[int], OperatorCount, OperatorCount]
 _SIDES = re.compile(r"\[([\d,]+)\]")
@@ -68,7 +68,7 @@ _SIDES = re.compile(r"\[([\d,]+)\]")
 
 @dataclass(frozen=True)
 class ProductWork:
-    """The FLOPs of a step's products: what they are for, and what is beside that in this precision."""
+    """The FLOPs of a step's products: the useful ones, and others in this precision."""
 
     useful: int
     rotations: int = 0
@@ -82,14 +82,14 @@ class ProductWork:
 
 
 def product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
-    """Of a tape beside its reference's, which does the same step without padding, and without computing again."""
+    """Returns the work of a tape. The reference's does the same step without padding, and without recomputing."""
     casts = tape.of(Phase.CAST)
     rotations = casts.flops if casts is not None else 0
     left = tape.flops - rotations
     if reference is None or (more := left - product_work(reference).useful) <= 0:
         return ProductWork(left, rotations)
-    recomputed = min(more, max(0, _again(tape) - _again(reference)))
-    padding = min(more - recomputed, _filled(tape, reference))
+    recomputed = min(more, max(0, _recomputed_flops(tape) - _recomputed_flops(reference)))
+    padding = min(more - recomputed, _padding_flops(tape, reference))
     return ProductWork(left - recomputed - padding, rotations, padding, recomputed)
 
 
@@ -97,19 +97,19 @@ def _products(tape: Tape) -> list[OperatorCount]:
     return [operator for operator in tape.operators if operator.flops and operator.phase != Phase.CAST]
 
 
-def _again(tape: Tape) -> int:
-    """FLOPs of products in a backward pass that are those of the forward pass."""
+def _recomputed_flops(tape: Tape) -> int:
+    """Returns the FLOPs of products in a backward pass that repeat products of the forward pass."""
     products = _products(tape)
     forward = {(product.operator, product.inputs) for product in products if not product.backward}
     again = (product for product in products if product.backward and (product.operator, product.inputs) in forward)
     return sum(count.calls * (count.flops or 0) for count in again)
 
 
-def _filled(tape: Tape, reference: Tape) -> int:
-    """FLOPs of products whose sides are a little longer than the reference's, each held against its own.
+def _padding_flops(tape: Tape, reference: Tape) -> int:
+    """Returns FLOPs of products whose sides are a little longer than those of their counterparts in the reference.
 
-    In their order; where these are not alike (the parts of experts, filled up, are alike where the tokens' are not),
-    each against the largest that nobody has and that it may be, the largest first.
+    Counterparts are taken in order. If these do not fit (the parts of experts, once filled up, are alike where the
+    tokens' are not), each takes the largest that is left and may be its own, the largest first.
     """
     own, others = ([product for product in _products(some) for _ in range(product.calls)] for some in (tape, reference))
     if len(own) != len(others):
@@ -133,7 +133,7 @@ def _paired(own: Sequence[OperatorCount], others: Sequence[OperatorCount]) -> It
 
 
 def _sides(operator: OperatorCount) -> list[int]:
-    """Those of the first two tensors: matrices, or stacks of them."""
+    """Returns the sides of the first two tensors: matrices, or stacks of them."""
     shapes = [sides[1] for words in operator.inputs if (sides := _SIDES.search(words))]
     return [int(side) for shape in shapes[:2] for side in shape.split(",")]
 
@@ -144,7 +144,7 @@ def _is_longer(own: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def counts_of(tape: Tape) -> tuple[int, int, int]:
-    """What it counts exactly, in the order of COUNTS."""
+    """Returns its exact counts in the order of COUNTS."""
     return tape.flops, tape.bytes, tape.launches
 
 
@@ -169,15 +169,14 @@ def tape_metrics(told: Told) -> Iterator[Metric]:
 
 
 def coverage_metrics(told: Told) -> Iterator[Metric]:
-    """The share of the FLOPs of a model's products that a case makes in its precision, where it converts a model."""
     if told.record.coverage is not None:
         yield Metric(specs.SHARE_CONVERTED, told.record.coverage.share)
 
 
 @dataclass(frozen=True)
 class Taped:
-    """The tape of a case in one mode, of a stored run or of now (''); without a tape, why there is none. `declared` are
-    the FLOPs that its suite declares."""
+    """The tape of a case in one mode, of a stored run or of a new one (''); `why` there is none. `declared` are the
+    FLOPs that its suite declares."""
 
     setting: str
     mode: str
@@ -193,8 +192,8 @@ class Taped:
 
 @dataclass(frozen=True)
 class Sums:
-    """The calls of one operator in one phase and direction, whatever the shapes: so many, and their sums. `flops` is
-    None where no call has a formula."""
+    """Sums over the calls of one operator in one phase and direction, whatever the shapes. `flops` is None where no
+    call has a formula."""
 
     calls: int = 0
     flops: int | None = 0
@@ -207,7 +206,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class TapeRow:
-    """One operator of several tapes: the sums of each."""
+    """One operator with its sums in each of several tapes."""
 
     phase: str
     operator: str
@@ -219,12 +218,12 @@ class TapeRow:
         return len(set(self.sums)) > 1
 
 
-# So many operators are named; of the others there is a count.
+# So many operators are named, the others counted.
 _MOST_NAMED = 4
 
 
 def what_changed(before: Tape, after: Tape) -> str:
-    """'mm in gemm: 18 calls, then 20; mul in gemm: 3 more', the largest first; '' where both are alike."""
+    """Returns 'mm in gemm: 18 calls, then 20; mul in gemm: 3 more', the largest first; '' if nothing changed."""
     changed = [row for row in side_by_side([before, after]) if row.differs]
     changed.sort(key=lambda row: -max(sums.bytes for sums in row.sums))
     words = [_changed(row) for row in changed[:_MOST_NAMED]]
@@ -241,7 +240,7 @@ def _changed(row: TapeRow) -> str:
 
 
 def side_by_side(tapes: Sequence[Tape]) -> list[TapeRow]:
-    """Operators by phase, those that multiply or move most first."""
+    """Returns operators by phase, those that multiply or move most first."""
     sums_by_key: dict[tuple[str, str, bool], list[Sums]] = {}
     for place, tape in enumerate(tapes):
         for operator in tape.operators:
@@ -253,7 +252,7 @@ def side_by_side(tapes: Sequence[Tape]) -> list[TapeRow]:
     return sorted(rows, key=lambda row: (phases.index(row.phase), -most[row][0], -most[row][1]))
 
 
-# Casts fused into another kernel's work have no kernel, and no time, of their own.
+# Casts that are fused into another kernel have no kernel, and no time, of their own.
 _FUSED = "casts are fused into {count} of its kernels, whose time is told as the other work in them"
 _EMULATED = "emulated: these are parts of what the emulation costs, and say nothing of the precision's speed"
 _NO_MODULES = "compiled: parts by kernel, whose module nobody knows"
@@ -261,8 +260,8 @@ _NO_MODULES = "compiled: parts by kernel, whose module nobody knows"
 
 @dataclass(frozen=True)
 class SharePart:
-    """A part of a step, or what all of them leave: `share` of it, and the seconds that this comes to in the step as it
-    was timed; None where nothing was."""
+    """A part of a step, or the rest of it: its `share`, and the seconds of the timed step that this is; None if it
+    was not timed."""
 
     kind: str
     module: str
@@ -275,8 +274,8 @@ class SharePart:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The parts of a case's step; without any, why there are none. `seconds` are its best case, which nobody looked
-    into; of an emulated one they are what the emulation costs, and so are its parts."""
+    """The parts of a case's step, or why there are none. `seconds` are its best case; for an emulated case these and
+    the parts are what the emulation costs."""
 
     case: Case
     shares: Shares | None
@@ -286,7 +285,7 @@ class StepShares:
 
     @property
     def rows(self) -> Iterator[SharePart]:
-        """The longest first, and at last what is left of the step."""
+        """The longest first, and the rest of the step at the end."""
         shares = self.shares
         if shares is None:
             return
@@ -299,7 +298,7 @@ class StepShares:
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Shares of the step by kind of work, and what is left; convolutions apart from other products."""
+        """Shares of the step by kind of work, and the rest; convolutions are apart from other products."""
         if self.shares is None:
             return {}
         shares = self.shares.summed(_kind_in_words)
@@ -307,7 +306,7 @@ class StepShares:
 
     @property
     def by_module(self) -> dict[str, float]:
-        """Shares of the step by module, the largest first; work outside of all is left out."""
+        """Shares of the step by module, the largest first, without work outside of all modules."""
         return {} if self.shares is None else {name: share for name, share in self.shares.by_module.items() if name}
 
     @property
@@ -343,7 +342,7 @@ def parts_of_record(record: Record, finding: Finding | None) -> StepShares:
 
 
 def refuse_none(run: Run) -> None:
-    """Raise UsageError for a run whose steps' parts nobody has looked for."""
+    """Raises UsageError for a run without shares."""
     if not any(record.shares for record in run.records):
         raise UsageError(
             f"the run {run.id} does not know what parts of its steps take. Measure it again, with --shares."

@@ -2,28 +2,27 @@
 
 A verdict is FASTER or SLOWER when the ratio's interval lies wholly outside the band, SAME when it lies wholly inside
 +-2%, else UNSURE. The band is +-0.5%, or as much as the reference provably differs from its own control (how far the
-A/A interval stays away from 1), if that is more. Taking the far end of the A/A interval as the band instead counts
-the sampling noise twice: of slow-downs of 2.5% in a 30 ms step it left 14% found instead of 90%, at no alarm either
-way. The far end is what is printed as noise floor. The reference counts by both its entries.
+A/A interval stays away from 1), if that is more. With the far end of the A/A interval as the band, sampling noise would
+count twice: of slow-downs of 2.5% in a 30 ms step 14% were found instead of 90%, with no alarm either way. The far end
+is printed as noise floor. Both entries of the reference count.
 
-The best case sees the fastest calls alone: a step that is three times slower on three of four calls is none the slower
-to it. So a second figure of the same samples may take its verdict away: the mean over all calls, paired by round, less
-the time that the thread waited for a core. FASTER and SLOWER must not lie on the other side of it, SAME needs it wholly
-inside +-3.5%. Without the waiting taken out, a loaded machine puts ten times as much noise into a mean. The ratio of
-medians is kept beside them and gives no verdict.
+The best case sees the fastest calls alone: a step that is three times slower on three of four calls is no slower to it.
+So a second figure may take the verdict away: the mean over all calls, paired by round, less the time that the thread
+waited for a core. FASTER and SLOWER must not lie on the other side of it; SAME needs it wholly inside +-3.5%. With the
+waiting left in, a loaded machine puts ten times as much noise into a mean. The ratio of medians is kept beside them and
+gives no verdict.
 
-The cells of a step may make up for each other: a step that waits for its pace, or for a batch that another thread
-prepares, is as long as ever, and still its fastest cells, of different rounds, come to less than any step that ran.
-Whichever of two arms varies more, or is cut finer, then seems the faster. So where the best case of one lies below its
-fastest step by more than the noise floor, whole steps are compared. On a loaded machine honest steps do so too: none
-was undisturbed, and what one would have taken nobody has seen.
+The cells of a step may make up for each other. A step that waits for its pace, or for a batch that another thread
+prepares, takes the same time as ever, and still its fastest cells, of different rounds, sum to less than any step that
+ran. Whichever arm varies more, or is cut finer, then seems the faster. So where an arm's best case lies below its
+fastest step by more than the noise floor, whole steps are compared. On a loaded machine this happens to honest steps
+too.
 
-Fewer rounds than a plain command takes give no 99% interval: of 900 of ten rounds each, 8% did not hold the ratio of
-the long run that they were part of, because a processor's clock and its neighbours change slower than that. They are
-told as what they are, the range in which the rounds lie, with a level of 0; a verdict needs all of it.
+Fewer rounds than a plain command takes give no 99% interval: of 900 samples of ten rounds 8% did not hold the ratio of
+the long run that they were part of, because clocks and neighbours change slower than that. They give the range of the
+rounds, with a level of 0, and a verdict needs all of it.
 
-These rules look at samples alone, while rounds come and in the end; `findings` knows what else there is to say of a
-case.
+These rules use samples alone, while rounds come and at the end; `findings` adds what else is known of a case.
 """
 
 from __future__ import annotations
@@ -42,25 +41,25 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 
 BAND = 0.005
 SAME = 0.02
-# Of the mean over all calls, which is blunter. Less than 5%, because a mean that moved by 5% would pass now and then.
+# For the mean over all calls, which is blunter. Less than 5%, because a mean that moved by 5% would sometimes pass.
 TYPICAL_SAME = 0.035
-# Where it lies so far from the best case, calls are not alike.
+# If the mean differs from the best case by this much, calls are not alike.
 UNEVEN = 0.05
 # While rounds still come, a decision needs more: each look is another chance to err.
 EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
-# The ratio itself is wanted too, not only on which side of 1 it lies.
+# A narrow interval is wanted too, not only the side of 1.
 EARLY_HALF_WIDTH = 0.02
 FINAL_LEVEL = 0.99
 LEAST_FOR_VERDICT = 10
-# Arms of a suite differ by less: a product alone is one part, with its operands' casts it is two or three at most.
+# Arms of one suite differ by less: a product alone is one part, with its operands' casts two or three.
 _FINER = 2.5
 
 
 def cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None, whole: bool = False) -> stats.Floats:
-    """Seconds by round and cell: the minimum over the first `calls` calls of each slot, which has as many at least.
+    """Returns seconds by round and cell: the minimum over the first `calls` calls of each slot.
 
-    With `whole` a step is one cell.
+    Each slot must have that many. With `whole` a step is one cell.
     """
     wanted = None if rounds is None else set(rounds)
     chosen = [slot for slot in timing.slots if wanted is None or slot.round in wanted]
@@ -72,7 +71,7 @@ def cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None, whole
 
 
 def totals(timing: Timing) -> stats.Floats:
-    """Seconds of every call, in the order they ran."""
+    """Returns the seconds of every call, in the order in which they ran."""
     return np.array([sum(call) for slot in timing.slots for call in slot.calls_ns], dtype=np.float64) * 1e-9
 
 
@@ -85,7 +84,7 @@ def common_rounds(timings: Sequence[Timing]) -> list[int]:
 
 
 def below_every_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | None = None) -> float:
-    """By what share the best case by cells lies below the fastest step; 0 where it does not."""
+    """Returns by what share the best case by cells lies below the fastest step; 0 where it does not."""
     calls = calls or _fewest_calls(timing)
     best = float(stats.best_by_segment(cells(timing, calls, rounds)).sum())
     fastest = float(cells(timing, calls, rounds, whole=True).min())
@@ -93,7 +92,7 @@ def below_every_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | Non
 
 
 def make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> bool:
-    """Whether cells of one make up for each other by more than the floor."""
+    """Whether the cells of a timing make up for each other by more than the floor."""
     calls = _fewest_calls(*timings)
     return any(below_every_step(timing, calls, rounds) > floor for timing in timings)
 
@@ -101,12 +100,11 @@ def make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> b
 def best_ratio(
     timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL, whole: bool | None = None
 ) -> Interval:
-    """The first one's best case over that of the others, by rounds that all were in.
+    """Returns the first timing's best case over that of the others, by rounds that all were in.
 
-    All give the same number of calls a slot: a minimum over more calls would be lower for that alone. So would the
-    sum of the minima of many parts beside that of few (a model as it came is one, a copy with marked products dozens):
-    where one is cut much finer than another, whole steps are compared. So they are where they are asked for, or, where
-    nothing is said of it, where cells make up for each other.
+    All use the same number of calls a slot, because a minimum over more calls is lower. For the same reason whole steps
+    are compared where one is cut much finer than another (a model as it came is one part, a copy with marked products
+    dozens). They are also compared if `whole` is True, or if it is None and cells make up for each other.
     """
     samples = comparable(timings, rounds, whole)
     own, *others = map(stats.best_case, samples)
@@ -126,7 +124,7 @@ def comparable(timings: Sequence[Timing], rounds: Sequence[int], whole: bool | N
 
 
 def _parts(samples: stats.Floats) -> float:
-    """How many cells a step has that take time: as many equal ones as have the same entropy."""
+    """Returns how many equal cells would have the entropy of a step's cells."""
     shares = samples.sum(axis=0)
     shares = shares[shares > 0] / max(float(shares.sum()), 1e-300)
     return float(np.exp(-(shares * np.log(shares)).sum()))
@@ -141,7 +139,7 @@ def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = 
 
 
 def means(timing: Timing, rounds: Sequence[int]) -> stats.Floats:
-    """Seconds of a call by round: the mean over all calls of the slot, less what they waited for a core."""
+    """Returns seconds of a call by round: the mean over all calls of the slot, less what they waited for a core."""
     wanted = set(rounds)
     return np.array([_mean(slot) for slot in timing.slots if slot.round in wanted])
 
@@ -153,7 +151,7 @@ def _mean(slot: SlotSample) -> float:
 
 
 def noise(reference: Timing, control: Timing | None) -> Interval | None:
-    """The A/A interval; None without a control."""
+    """Returns the A/A interval; None without a control."""
     if control is None or not (rounds := common_rounds([control, reference])):
         return None
     return _floor([reference, control], rounds)[0]
@@ -168,7 +166,7 @@ def whole_steps(reference: Timing, control: Timing | None) -> bool:
 def _floor(
     entries: Sequence[Timing], rounds: Sequence[int], case: Timing | None = None
 ) -> tuple[Interval | None, bool]:
-    """The A/A interval of a reference and its control, if it has one, and whether whole steps are compared."""
+    """Returns the A/A interval of a reference and its control, if it has one, and whether whole steps are compared."""
     aa = best_ratio(entries[::-1], rounds, whole=False) if len(entries) > 1 else None
     floor = max(BAND, aa.reach) if aa is not None else BAND
     whole = make_up([*entries, case] if case is not None else entries, rounds, floor)
@@ -176,7 +174,7 @@ def _floor(
 
 
 def band_of(aa: Interval | None) -> float:
-    """The half-width of the band inside which nothing is called faster or slower."""
+    """Returns the half-width of the band inside which nothing is called faster or slower."""
     return max(BAND, aa.clearance) if aa is not None else BAND
 
 
@@ -191,10 +189,8 @@ def rule(interval: Interval, band: float, same: float = SAME) -> Verdict:
 
 
 class Conclusion(NamedTuple):
-    """What a case's samples say: the ratio of best cases, that of the means over all calls, and the A/A interval.
-
-    Of `whole` steps where the best case of one lies below every step that it took.
-    """
+    """The ratio of best cases, that of the means over all calls, and the A/A interval; `whole` if whole steps were
+    compared."""
 
     verdict: Verdict
     ratio: Interval
@@ -204,7 +200,7 @@ class Conclusion(NamedTuple):
 
 
 def uneven(ratio: Interval, typical: Interval) -> bool:
-    """Whether all calls say something else than the fastest ones, beyond the noise of both."""
+    """Whether the mean over all calls differs from the fastest calls beyond the noise of both."""
     apart = max(typical.low / ratio.high, ratio.low / typical.high)
     return apart > 1 + UNEVEN or _opposite(ratio, typical)
 
@@ -232,12 +228,12 @@ def conclude(
     case: Timing, reference: Timing, control: Timing | None, level: float = FINAL_LEVEL, same: float = SAME,
     reach: float = 0.0, sessions: Sequence[Interval] = (), held_up: bool = False,
 ) -> Conclusion | None:  # fmt: skip
-    """The verdict on native samples, with its intervals and the A/A interval of the same rounds; None without any.
+    """Returns the verdict on native samples, with its intervals; None without common rounds.
 
-    The ratio's interval reaches at least so far from its point, as a logarithm: runs may lie further apart than rounds.
-    With the ratios of `sessions` before this one it is the hull of all, about the mean of their points. Where the
-    fastest rounds were `held_up` by others, it reaches to the mean over all calls, less what they waited, too; and
-    where nothing is known of runs it is a range, and no interval.
+    The ratio's interval reaches at least `reach` from its point, as a logarithm: runs may differ more than rounds. With
+    the ratios of earlier `sessions` it is the hull of all, about the mean of their points. If others `held_up` the
+    fastest rounds, it also reaches to the mean over all calls less their waiting; without a `reach` it is then a range,
+    and no interval.
     """
     entries = [reference] if control is None or not control.slots else [reference, control]
     rounds = common_rounds([case, *entries])
@@ -256,7 +252,7 @@ def conclude(
 
 
 def _hull(ratios: Sequence[Interval]) -> Interval:
-    """From the least to the most that any of them says; the level is that of the last."""
+    """Returns the interval that holds all of them, with the level of the last."""
     point = (
         math.exp(float(np.mean([math.log(ratio.point) for ratio in ratios]))) if len(ratios) > 1 else ratios[-1].point
     )
@@ -266,7 +262,7 @@ def _hull(ratios: Sequence[Interval]) -> Interval:
 
 
 def best_log(case: Timing, reference: Timing, control: Timing | None) -> float | None:
-    """The logarithm of the ratio that a verdict would be on, without its interval; None of rounds too few for one."""
+    """Returns the logarithm of the ratio that a verdict would be on; None where rounds are too few for an interval."""
     entries = [reference] if control is None or not control.slots else [reference, control]
     rounds = common_rounds([case, *entries])
     if len(rounds) < LEAST_ROUNDS:
@@ -277,7 +273,7 @@ def best_log(case: Timing, reference: Timing, control: Timing | None) -> float |
 
 
 def _reaching(ratio: Interval, reach: float) -> Interval:
-    """The range of few rounds stays what it is."""
+    """Widens an interval; the range of few rounds stays as it is."""
     if not ratio.level or not 0 < ratio.low <= ratio.high < math.inf:
         return ratio
     low, high = ratio.point * math.exp(-reach), ratio.point * math.exp(reach)
@@ -285,9 +281,9 @@ def _reaching(ratio: Interval, reach: float) -> Interval:
 
 
 def best_phases(timing: Timing, whole: bool | None = None) -> tuple[tuple[str, float], ...]:
-    """Best-case seconds of each phase: the sum of its cells' fastest rounds. They sum to the step.
+    """Returns best-case seconds of each phase, which sum to the step: the sum of its cells' fastest rounds.
 
-    Of `whole` steps they are those of the fastest steps, one a round; unless told, where no step was as fast as that.
+    With `whole` they are those of the fastest steps, one a round; None means so where no step was as fast as its cells.
     """
     calls = _fewest_calls(timing)
     if whole is None:
@@ -304,7 +300,7 @@ def best_seconds(timing: Timing, whole: bool | None = None) -> float:
 
 
 def _fastest_steps(timing: Timing, calls: int) -> stats.Floats:
-    """The cells of the fastest quarter of the rounds' fastest steps, in the mean."""
+    """Returns the mean cells of the fastest quarter of the rounds' fastest steps."""
     fastest = np.array([min(slot.calls_ns[:calls], key=sum) for slot in timing.slots], dtype=np.float64) * 1e-9
     order = np.argsort(fastest.sum(axis=1), kind="stable")[: stats.fastest_of(len(fastest))]
     best: stats.Floats = fastest[order].mean(axis=0)
@@ -312,7 +308,7 @@ def _fastest_steps(timing: Timing, calls: int) -> stats.Floats:
 
 
 def fastest(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:
-    """The one with the smallest ratio of best cases to the reference; None where none is faster than that."""
+    """Returns the index of the smallest ratio of best cases to the reference; None where none is faster."""
     entries = [timing for timing in (reference, control) if timing is not None]
     ratios = {
         number: best_ratio([timing, *entries], rounds).point

@@ -12,7 +12,7 @@ from fp8bench.pipeline import execute
 from fp8bench.protocols import Observer
 from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of
-from fp8bench.store.commit_runs import TrackedRun, commit_named, runs_of_commit, tracked_run, why_not
+from fp8bench.store.commit_runs import TrackedRun, commit_named, runs_of_commit, tracked_run, why_untracked
 from fp8bench.store.points import followed, merged
 
 # What became of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
@@ -43,7 +43,7 @@ def measured_by_asv(
     named = commit_named(saved_as, root) if saved_as else None
     commit = named or str(run.environment.get("commit"))
     why = _not_of(commit, run) if saved_as else ""
-    others = _others(run, store, commit, appending) if why or not why_not(run) else []
+    others = _others(run, store, commit, appending) if why or not why_untracked(run) else []
     outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in own.series}
     for (name, cell), point in merged(others if why else [*others, *own.points], own.series).items():
         outcomes.setdefault(name, {})[cell] = _outcome(point)
@@ -76,7 +76,7 @@ def _not_of(commit: str, run: Run) -> str:
     here = run.environment.get("commit")
     if isinstance(here, str) and here != commit:
         return f"asv saves it as commit {commit[:8]}, and commit {here[:8]} is checked out: give --set-commit-hash that"
-    return why_not(run)
+    return why_untracked(run)
 
 
 def _recorded(store: Path, tracked: TrackedRun, commit: str) -> frozenset[str]:

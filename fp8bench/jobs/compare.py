@@ -12,13 +12,13 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Run
 from fp8bench.report.words.naming import many
-from fp8bench.store.commit_runs import Meant, runs_meant
+from fp8bench.store.commit_runs import ChosenRuns, find_runs
 from fp8bench.store.runs.listing import each_once
 from fp8bench.store.runs.run_file import load_run
 
 
 def compared_sides(before: str, after: str, store: Path, observer: JobObserver) -> Compared:
-    old, new = (read_runs(runs_meant(word, store), observer) for word in (before, after))
+    old, new = (read_runs(find_runs(word, store), observer) for word in (before, after))
     return compared_of(before, old, after, new, observer)
 
 
@@ -37,7 +37,7 @@ def compared_of(before: str, old: Sequence[Run], after: str, new: Sequence[Run],
     return compare(before_side, after_side)
 
 
-def read_runs(meant: Meant, observer: JobObserver) -> list[Run]:
+def read_runs(meant: ChosenRuns, observer: JobObserver) -> list[Run]:
     """The runs that are meant; one that cannot be read is left out, and said so, unless it was the only one."""
     runs, paths = [], meant.files
     for note in meant.notes:

@@ -25,7 +25,7 @@ from fp8bench.report.page.html import CARD_BYTES, MOST_REPORTS, ListedReport, be
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import PastFigure, PastSeries, material_of, page_of
-from fp8bench.store.commit_runs import TrackedRun, tracked_run, why_not
+from fp8bench.store.commit_runs import TrackedRun, tracked_run, why_untracked
 from fp8bench.store.index.history import open_history
 from fp8bench.store.index.tables import figure_of
 from fp8bench.store.runs.listing import each_once, listing, load_named, store_of
@@ -258,7 +258,7 @@ def _past(figure: Figure, when: str, order: float, unkept: bool = False) -> Past
 
 def _unkept(run: TrackedRun, trend: Trend, last: Figure | None) -> Iterator[PastFigure]:
     """What a run came to whose commit's numbers these are not, as far as it compares with the last ones that are."""
-    if not why_not(run.run) or not isinstance(run.run.environment.get("commit"), str):
+    if not why_untracked(run.run) or not isinstance(run.run.environment.get("commit"), str):
         return
     own = trend.series.name, trend.cell, trend.series.version
     for point in run.content.points:

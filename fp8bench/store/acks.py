@@ -1,7 +1,7 @@
-"""Changes that somebody has seen and accepted: `<store>/acks.jsonl`, a line each, append-only.
+"""Changes that somebody has seen and accepted: `<store>/acks.jsonl`, one a line, append-only.
 
-A line is {"version": 1, "ack": {...}} or {"version": 1, "undo": {"id": ..., "when": ...}}. Files of two machines merge
-line by line (in git: `acks.jsonl merge=union`). A line that cannot be read acknowledges nothing, and says so.
+A line is {"version": 1, "ack": {...}} or {"version": 1, "undo": {"id": ..., "when": ...}}. In git, `acks.jsonl
+merge=union` merges two machines' files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Undo:
-    """An ack, by its id, that does not hold any more."""
+    """Says that the ack of this id no longer holds."""
 
     id: str
     when: str
@@ -27,7 +27,7 @@ class Undo:
 
 @dataclass(frozen=True)
 class Acks:
-    """Those that hold, oldest first. `troubles` say which lines were not taken, and why."""
+    """The acks that hold, oldest first. `troubles` say which lines were left out, and why."""
 
     acks: tuple[Ack, ...] = ()
     troubles: tuple[str, ...] = ()
@@ -38,13 +38,12 @@ def acks_of(store: Path) -> Path:
 
 
 def load_acks(store: Path) -> Acks:
-    """A store's acks: none without the file."""
     try:
         lines, troubles = _log(store).lines()
     except OSError as error:
         return Acks(troubles=(f"it cannot be read ({error.strerror}), so that nothing counts as acknowledged",))
-    undone = {said.id for said in lines if isinstance(said, Undo)}
-    acks = {said.id: said for said in reversed(lines) if isinstance(said, Ack) and said.id not in undone}
+    undone = {line.id for line in lines if isinstance(line, Undo)}
+    acks = {line.id: line for line in reversed(lines) if isinstance(line, Ack) and line.id not in undone}
     return Acks(
         tuple(sorted(acks.values(), key=lambda ack: (ack.when, ack.id))),
         tuple(f"{trouble}, and acknowledges nothing" for trouble in troubles),
@@ -56,7 +55,7 @@ def append_acks(store: Path, lines: Sequence[Ack | Undo]) -> None:
 
 
 def merge_acks(store: Path, other: Path) -> int:
-    """Take in the lines of another store that can be read and are not here; returns how many those are."""
+    """Adds the lines of another store that are not here; returns how many those are. Raises StoreError."""
     try:
         theirs, _ = _log(other).lines()
     except OSError as error:

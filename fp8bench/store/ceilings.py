@@ -1,8 +1,8 @@
-"""What a machine's devices can do at most, kept in `<store>/ceilings`: a file for each device with its software.
+"""What a machine's devices can do at most: `<store>/ceilings` has a file for each device with its software.
 
-A quick look and whole ceilings lie in files of their own, the latter with the settings that they hold for; they come
-first. Whole ones are measured piece by piece, each of which is kept: what an interruption leaves is gone on with. All
-of them stand in `history.jsonl`, a line each, which says whether a machine became slower.
+Quick looks and whole ceilings are in separate files. Whole ones are measured piece by piece under stated settings; each
+piece is kept, so that an interrupted measurement goes on. `history.jsonl` has all whole ceilings, one a line, and so
+shows whether a machine became slower.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from fp8bench.store.kept_lines import Log
 
 # Raised when something else is measured under the same names.
 _VERSION = 2
-# Facts of the environment that say whose ceilings they are, or change them; of whole ones the settings too, and what
-# the driver says of the device.
+# Facts of the environment that tell ceilings apart.
 _FACTS = ("machine", "torch", "env_ONEDNN_MAX_CPU_ISA", "env_NVIDIA_TF32_OVERRIDE")
+# Whole ceilings also depend on these, the latter for each device, by its driver.
 _SETTINGS = ("threads", SWITCHES_SET, "cpu_governor", "cpu_turbo_off", "cgroup_cpu_max")
-# Before the name of a file in which pieces are kept until all have been measured.
-_BEGUN = "begun "
 _OF_DEVICE = ("driver", "power_cap", "sm_clock_max", "memory_clock_max", "mig", "partition")
+# The name of a file of pieces begins so until all have been measured.
+_BEGUN = "begun "
 
 
 def ceilings_of(
     store: Path, environment: Environment, device: DeviceFacts, measure: Callable[[], Ceilings] | None
 ) -> Ceilings | None:
-    """What is known of a device: whole ceilings, or a quick look; what is not is measured and kept, where somebody
-    measures.
+    """Returns the whole ceilings that are kept of a device, else a quick look at it, which `measure` takes and which is
+    then kept; None if nothing is kept and there is no `measure`.
 
-    Two runs that ask at once measure one after the other, which would disturb each other otherwise, and the second one
-    finds what the first one kept.
+    It holds a lock: of two runs that ask at once the second finds what the first has measured.
     """
     with locked(store / "ceilings"):
         kept = ((_read(_log(store, machine_file(environment, device, whole))), whole) for whole in (True, False))
@@ -52,10 +51,10 @@ def new_ceilings(
     device: DeviceFacts,
     measure: Callable[[Ceilings | None, Callable[[Ceilings], None]], Ceilings],
 ) -> Ceilings:
-    """Whole ones, measured now, whatever is known, and kept.
+    """Measures whole ceilings, whatever is kept, and keeps them.
 
-    `measure` is given what an interrupted measurement has come to under the same settings, None where there is none,
-    and whom to hand each piece that it measures, which is then on the disk.
+    `measure` is given the pieces that an interrupted measurement under the same settings left, None without one, and a
+    function that keeps each new piece.
     """
     with locked(store / "ceilings"):
         begun = _log(store, _BEGUN + machine_file(environment, device, True))
@@ -66,29 +65,26 @@ def new_ceilings(
 
 
 def _keep(store: Path, environment: Environment, device: DeviceFacts, ceilings: Ceilings) -> Ceilings:
-    """With the moment and the settings; whole ones are one more of their history, too."""
+    """Adds the time and the settings, and writes the file; whole ceilings go into the history, too."""
     under = tuple(
         (name, setting) for name, setting in _settings(environment, device, True).items() if setting is not None
     )
     kept = replace(ceilings, when=datetime.now(UTC).isoformat(timespec="seconds"), under=under)
-    log = _log(store, machine_file(environment, device, ceilings.whole))
-    before = _read(log)
-    if ceilings.whole:  # those of an fp8bench that kept no history are the first of it
-        first = [before] if before is not None and before not in history_of_ceilings(store) else []
+    if ceilings.whole:
         with contextlib.suppress(StoreError):
-            _log(store).append([*first, kept])
-    _try_writing(log, kept)
+            _log(store).append([kept])
+    _try_writing(_log(store, machine_file(environment, device, ceilings.whole)), kept)
     return kept
 
 
 def history_of_ceilings(store: Path) -> list[Ceilings]:
-    """All whole ceilings that were measured in a store, oldest first; lines that are broken are left out."""
-    # Those of another store were taken in behind ours.
+    """Returns all whole ceilings that were measured in a store, oldest first."""
+    # A merge appends another store's, which may be older.
     return sorted(_log(store).values(), key=lambda ceilings: ceilings.when)
 
 
 def merge_ceilings(store: Path, other: Path) -> int:
-    """Take in those of another store that are not here, or newer than ours; returns how many those are."""
+    """Takes ceilings of another store that are not here or are newer; returns how many those are."""
     names = [path.name for path in sorted((other / "ceilings").glob("*.json")) if not path.name.startswith(_BEGUN)]
     theirs = {name: ceilings for name in names if (ceilings := _read(_log(other, name)))}
     past = _log(other).lines()[0]
@@ -105,26 +101,24 @@ def merge_ceilings(store: Path, other: Path) -> int:
 
 
 def _log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:
-    """What is in a file of the folder: one value, but for the history."""
     return Log(store / "ceilings" / name, {"ceilings": Ceilings}, "ceilings", _VERSION)
 
 
 def _read(log: Log[Ceilings]) -> Ceilings | None:
-    """None where there is no such file, or it is broken: then it is measured once more."""
+    """Returns None where there is no such file or it is broken; both mean that the device is measured again."""
     try:
-        content, _ = unsealed_line(log.path.read_bytes().strip())  # of several lines, where an older version wrote it
-        return log.read(content)
+        return log.read(unsealed_line(log.path.read_bytes().strip())[0])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def _try_writing(log: Log[Ceilings], ceilings: Ceilings) -> None:
-    with contextlib.suppress(OSError):  # whoever cannot keep it can use it
+    with contextlib.suppress(OSError):  # they can be used without being kept
         _write(log, ceilings)
 
 
 def _write(log: Log[Ceilings], ceilings: Ceilings) -> None:
-    write_whole(log.path, f"{sealed_line(log.written(ceilings))}\n")
+    write_whole(log.path, f"{sealed_line(log.content_of(ceilings))}\n")
 
 
 def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dict[str, Scalar | None]:
@@ -133,6 +127,6 @@ def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dic
 
 
 def machine_file(environment: Environment, device: DeviceFacts, whole: bool = True) -> str:
-    """The name of a file on a device: other software is another file, and where it is `whole` other settings are."""
+    """Returns the name of a device's file, which differs by software, and for `whole` ceilings by settings."""
     words = [str(setting) for setting in _settings(environment, device, whole).values() if setting not in (None, "")]
     return f"{safe(' '.join([*(['whole'] if whole else []), *words]))}.json"

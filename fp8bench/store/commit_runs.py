@@ -1,7 +1,7 @@
-"""All runs of a store, a commit at a time: what they tell the history, and why the others tell nothing.
+"""The runs of a store by commit: what they add to the history, and why others add nothing.
 
-A store holds more samples than fit into memory; those of one commit do. Also which runs a word means: an id, a file, a
-commit, a whole store; and which commits git knows.
+A store has more samples than fit into memory, one commit has not, so commits are read one at a time. The second half
+finds the runs that a word means: an id, a file, a commit, another store.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ MISNAMED = "their files are named for another commit; `fp8bench history verify` 
 DAMAGED = "lines of them are damaged and were left out; `fp8bench history verify` names them"
 UNREADABLE = "they cannot be read; `fp8bench history verify` says why"
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
-# Of as many run files this process remembers what they tell.
+# This process remembers the contents of so many run files.
 _MOST_REMEMBERED = 1000
 _NAMED_FOR = re.compile(r".*-([0-9a-f]{8}|nocommit)-[^-]*")
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run, and what it tells the history. Of one that was read from its file for that, only the header is kept."""
+    """A run and what it adds to the history. One that was read from a file has its header only."""
 
     run: Run
     identity: Identity
@@ -50,17 +50,17 @@ class TrackedRun:
 
     @property
     def order(self) -> tuple[float, str]:
-        """When it began, in seconds since 1970, as the clock of its machine had it; the id, where two began at once."""
+        """Its start in seconds since 1970, by the clock of its machine, then its id."""
         return moment_of(self.run.started).timestamp(), self.run.id
 
     @property
     def started_at(self) -> int:
-        """When it began, as rows of asv's say it: in ms since 1970."""
+        """Its start in ms since 1970, as in asv's rows."""
         return int(self.order[0] * 1000)
 
 
 class CommitRuns(NamedTuple):
-    """What the runs of one commit tell, oldest first, why others tell nothing, and the suites they were asked about."""
+    """The runs of one commit, oldest first, why other runs of it were left out, and the suites they have cases of."""
 
     runs: tuple[TrackedRun, ...]
     left: tuple[str, ...]
@@ -68,7 +68,7 @@ class CommitRuns(NamedTuple):
 
 
 def commit_of(path: Path) -> str:
-    """The beginning of the commit that a run file is of, which its name says; 'nocommit' for one that is of none."""
+    """Returns the first 8 digits of a run file's commit, which its name has; 'nocommit' where it has none."""
     named = _NAMED_FOR.fullmatch(path.stem)
     if named is not None:
         return named[1]
@@ -80,12 +80,12 @@ def commit_of(path: Path) -> str:
 
 
 def files_by_commit(store: Path) -> dict[str, list[Path]]:
-    """A file for each run of each commit, oldest first; the commits in the order of their first runs."""
+    """Returns one file for each run, oldest first, by commit, in the order of the commits' first runs."""
     return by_commit(run_files(store))
 
 
 def by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
-    """The same of run files, newest first."""
+    """Like files_by_commit, from run files that are sorted newest first."""
     commits: dict[str, list[Path]] = {}
     for path in reversed(list(files)):
         commits.setdefault(commit_of(path), []).append(path)
@@ -95,13 +95,13 @@ def by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
 def read_runs(
     paths: Sequence[Path], keep: bool = False, content_of: Callable[[Path], bytes] | None = None
 ) -> CommitRuns:
-    """Read the runs of one commit. With `keep` what they say is remembered, which fits into memory; `content_of` reads
-    a file for who wants to see it, too."""
+    """Reads the runs of one commit. With `keep` they are remembered for later calls; `content_of` may be given to see
+    the bytes of each file."""
     kept: list[TrackedRun] = []
     left: list[str] = []
     suites: set[str] = set()
     for path in paths:
-        tracked, why, names = _read(path, keep, content_of)
+        tracked, why, names = _read_run(path, keep, content_of)
         suites |= names
         left += [why] if why else []
         if tracked is not None:
@@ -110,19 +110,19 @@ def read_runs(
 
 
 def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
-    """What the runs of a commit tell, oldest first. Files that cannot be read are left out."""
+    """Returns what the runs of a commit add to the history, oldest first, without unreadable files."""
     read = read_runs(files_by_commit(store).get(commit[:8], ()), keep=True)
     return [tracked for tracked in read.runs if tracked.commit == commit]
 
 
-# What files say that did not change since.
+# By file: its stamp, what its run adds to the history, and the suites that it has cases of.
 _remembered: dict[Path, tuple[tuple[int, ...], TrackedRun, frozenset[str]]] = {}
 
 
-def _read(
+def _read_run(
     path: Path, keep: bool, content_of: Callable[[Path], bytes] | None
 ) -> tuple[TrackedRun | None, str, frozenset[str]]:
-    """What the run in a file tells, why that is nothing or not everything, and the suites that it has cases of."""
+    """Returns what a run adds to the history, why that is nothing or not all, and the suites that it has cases of."""
     try:
         content = content_of(path) if content_of is not None else None
         stamp, known = _stamp(path), _remembered.get(path)
@@ -134,13 +134,14 @@ def _read(
     tracked, why = checked_run(run, path)
     why = DAMAGED if sheet.lost and tracked is not None else why
     names = frozenset(record.case.workload for record in run.records)
-    if keep and content is None and tracked is not None and not why:  # a suite that is not known may be, later
+    # With a reason it is read again: a suite that is not known now may be imported later.
+    if keep and content is None and tracked is not None and not why:
         _remember(path, stamp, tracked, names)
     return tracked, why, names
 
 
 def remembered(run: Run) -> TrackedRun | None:
-    """What a run tells that was just read from its file, which then need not be read again."""
+    """Like tracked_run, for a run that was just read from its file, and need not be read from it again."""
     tracked = tracked_run(run)
     with contextlib.suppress(OSError):
         if tracked is not None and run.path and tracked.content.points and not tracked.content.why:
@@ -161,19 +162,19 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _header(tracked: TrackedRun) -> TrackedRun:
-    """Without the records: points are made of samples at once, so that a commit's runs need not all fit into memory."""
+    """Drops the records, so that the runs of a commit need not fit into memory together."""
     return replace(tracked, run=replace(tracked.run, records=(), plan=Plan(())))
 
 
 def checked_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
-    """What a run tells, if anything, and why it tells nothing or not everything. Its records are let go."""
+    """Returns what a run adds to the history, if anything, and why that is nothing or not all."""
     commit = run.environment.get("commit")
     if not isinstance(commit, str):
         why = run.environment.get("commit_unknown")
         return None, f"git named no commit ({why!s:.200})" if why else NO_REPOSITORY
     if run.environment.get("dirty") is not False:
         return None, DIRTY
-    if why_not(run):
+    if why_untracked(run):
         return None, NO_COMMIT
     if commit_of(path) != commit[:8]:
         return None, MISNAMED
@@ -188,8 +189,8 @@ def checked_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
     return _header(tracked), tracked.content.why
 
 
-def why_not(run: Run) -> str:
-    """Why a run's numbers are no commit's; '' if they are."""
+def why_untracked(run: Run) -> str:
+    """Returns why a run's figures belong to no commit; '' if they do."""
     commit = run.environment.get("commit")
     if not isinstance(commit, str) or not _HASH.fullmatch(commit):
         why = run.environment.get("commit_unknown")
@@ -211,7 +212,7 @@ def tracked_run(run: Run) -> TrackedRun | None:
 
 
 def by_place(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:
-    """Those of one commit, machine and interpreter together, by whatever name the interpreter was called."""
+    """Groups runs by commit, machine and interpreter, whatever path the interpreter was called by."""
     places: list[list[TrackedRun]] = []
     for run in tracked:
         for members in places:
@@ -228,18 +229,18 @@ def series_of_runs(tracked: Sequence[TrackedRun]) -> list[Series]:
 
 
 def commit_points(tracked: Sequence[TrackedRun]) -> dict[tuple[str, Cell], Point]:
-    """What runs of one commit, machine and interpreter come to, oldest first, by series and cell."""
+    """Returns the points that runs of one place, oldest first, come to together, by series and cell."""
     return merged([point for run in tracked for point in run.content.points], series_of_runs(tracked))
 
 
 def moment_of(text: str) -> datetime:
-    """A moment; what names no zone is in UTC. Raises ValueError for what is no time."""
+    """Reads a time, which is UTC if it names no zone. Raises ValueError."""
     moment = datetime.fromisoformat(text)
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def commit_named(word: str, folder: Path) -> str | None:
-    """The commit that a word means in the repository of a folder ('HEAD', a beginning); None where it means none."""
+    """Returns the commit that git finds for a word in a folder's repository; None if it finds none."""
     command = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{word}^{{commit}}"]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=False)
@@ -248,15 +249,15 @@ def commit_named(word: str, folder: Path) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def gone(commits: Iterable[str], folder: Path) -> frozenset[str]:
-    """Those that the repository of a folder does not have; none outside of a repository, or where git is not there."""
-    asked = list(dict.fromkeys(commits))
-    if not asked:
+def missing_commits(commits: Iterable[str], folder: Path) -> frozenset[str]:
+    """Returns the commits that a folder's repository lacks; none where there is no repository or no git."""
+    wanted = list(dict.fromkeys(commits))
+    if not wanted:
         return frozenset()
     command = ["git", "cat-file", "--batch-check"]
     try:
         done = subprocess.run(
-            command, cwd=folder, input="\n".join(asked) + "\n", capture_output=True, text=True, errors="replace",
+            command, cwd=folder, input="\n".join(wanted) + "\n", capture_output=True, text=True, errors="replace",
             timeout=60, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
@@ -268,27 +269,26 @@ def gone(commits: Iterable[str], folder: Path) -> frozenset[str]:
 _COMMIT = re.compile(r"[0-9a-f]{4,40}")
 
 
-class Meant(NamedTuple):
-    """Run files, a run each, and sentences on files that were meant and do not count."""
+class ChosenRuns(NamedTuple):
+    """The run files that were meant, one for each run, and sentences on files that were meant and do not count."""
 
     files: Sequence[Path]
     notes: Sequence[str] = ()
 
 
-def runs_meant(words: str, store: Path) -> Meant:
-    """The runs that are meant, each once: by one word, or by several with commas between.
+def find_runs(words: str, store: Path) -> ChosenRuns:
+    """Returns the runs that a word, or several with commas, means: ids, files, stems, 'last', commits, other stores.
 
-    A word is a run (id, file's stem, path, 'last'), a commit (its beginning, or what git calls it), or another store,
-    which stands for the newest commit in it. Raises RunNotFound where it means nothing, StoreError where nobody knows
-    which of several files is the run.
+    Another store stands for its newest commit. Raises RunNotFound where a word means nothing, StoreError where files
+    with one id differ.
     """
     meanings = [_of_word(word.strip(), store) for word in words.split(",")]
     named = {path.resolve(): path for meant in meanings for path in meant.files}
     once = each_once(named.values()).none_refused()
-    return Meant(once.files, [*(note for meant in meanings for note in meant.notes), *once.notes(once.copies)])
+    return ChosenRuns(once.files, [*(note for meant in meanings for note in meant.notes), *once.notes(once.copies)])
 
 
-def _of_word(word: str, store: Path) -> Meant:
+def _of_word(word: str, store: Path) -> ChosenRuns:
     if not word:
         raise RunNotFound("an empty word means no run. Give an id, a file, a commit, a store, or 'last'.")
     try:
@@ -300,7 +300,7 @@ def _of_word(word: str, store: Path) -> Meant:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise RunNotFound(f"looking for {word!r:.80} in {str(store)!r:.80} failed ({why}).") from None
     if single or any(word in (path.stem, path.stem.rpartition("-")[2]) for path in there.everything):
-        return Meant([find_run(word, store)])
+        return ChosenRuns([find_run(word, store)])
     if _COMMIT.fullmatch(word):
         kept = _of_commit(word, there)
         if kept.files:
@@ -308,7 +308,7 @@ def _of_word(word: str, store: Path) -> Meant:
     commit = commit_named(word, Path())
     if commit is None:
         try:
-            return Meant([find_run(word, store)])
+            return ChosenRuns([find_run(word, store)])
         except RunNotFound as error:
             why = str(error).rstrip(".")
             raise RunNotFound(f"{why}, or a commit that was measured, or a store's folder.") from None
@@ -320,8 +320,8 @@ def _of_word(word: str, store: Path) -> Meant:
     return kept
 
 
-def _of_commit(commit: str, there: Listing) -> Meant:
-    """The runs of a commit, oldest first; those whose files differed from it are of none."""
+def _of_commit(commit: str, there: Listing) -> ChosenRuns:
+    """Returns the runs of a commit, oldest first; a run whose files differed from the commit is not one of them."""
     named = [path for path in reversed(there.everything) if commit_of(path).startswith(commit[:8])]
     heads = [(path, head) for path in named if there.counts(path) and (head := _head(path)) is not None]
     alike = [(path, head) for path, head in heads if str(head.environment.get("commit")).startswith(commit)]
@@ -334,7 +334,7 @@ def _of_commit(commit: str, there: Listing) -> Meant:
     notes = there.notes(named)
     if named and not clean and notes:
         raise StoreError(f"no run of {commit[:12]} is left: {'; '.join(notes)}.")
-    return Meant(clean, notes)
+    return ChosenRuns(clean, notes)
 
 
 def _head(path: Path) -> Run | None:
@@ -344,8 +344,8 @@ def _head(path: Path) -> Run | None:
         return None
 
 
-def _newest_of(store: Path) -> Meant:
-    """The runs of the commit that was measured last in a store; the newest alone if it is of no commit."""
+def _newest_of(store: Path) -> ChosenRuns:
+    """Returns the runs of the commit that was measured last in a store, or the newest run if it has no commit."""
     try:
         there = listing(store)
     except OSError as error:
@@ -356,4 +356,4 @@ def _newest_of(store: Path) -> Meant:
     newest = there.that_counts(there.newest)
     head = _head(newest)
     commit = head.environment.get("commit") if head is not None and head.environment.get("dirty") is False else None
-    return _of_commit(str(commit), there) if commit is not None else Meant([newest])
+    return _of_commit(str(commit), there) if commit is not None else ChosenRuns([newest])

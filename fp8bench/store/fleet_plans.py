@@ -1,7 +1,8 @@
-"""A fleet's plan as a file, and what a store has of its cells."""
+"""The plan of a fleet as a file, and how far a store has measured its cells."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
@@ -22,16 +23,13 @@ from fp8bench.store.runs.run_file import load_head, load_sheet, missing_groups
 
 _SCHEMA = 1
 _ID = re.compile(r"[A-Za-z0-9]+")
-# What is measured mends a cell of which something is damaged.
-_TAKEN = (CellStatus.WAITING, CellStatus.BEGUN, CellStatus.DAMAGED)
-# In a header that cannot be read: of which cell its run was.
+# A cell that is damaged is measured again, which mends it.
+_OPEN = (CellStatus.WAITING, CellStatus.BEGUN, CellStatus.DAMAGED)
+# The cell of a run whose header cannot be read as JSON.
 _SAYS_CELL = re.compile(rb'"cell": ?"([A-Za-z0-9]+/\d+)"')
 _HEADER_BYTES = 1 << 20
-_CELLS = "cells"
-_PLANS = "plans"
-# What the process of a cell printed.
+# What the process of a cell printed; so many bytes of its end are searched for why it failed.
 OUTPUT = "output.txt"
-# How much of the end of that is looked through for why it failed.
 _TAIL = 4000
 
 
@@ -40,7 +38,7 @@ def write_plan(plan: FleetPlan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> FleetPlan:
-    """Raises UsageError for a file that is none."""
+    """Raises UsageError where the file is no plan."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -72,7 +70,7 @@ def _no_plan(path: Path, why: str) -> UsageError:
 
 
 def _what_is_wrong(plan: FleetPlan) -> str:
-    """Somebody's file: its id becomes names of folders, its moment is held against others, GPUs are asked for."""
+    """Returns what is wrong with a plan that somebody may have edited; '' if nothing is."""
     if not _ID.fullmatch(plan.id):
         return f"its id {plan.id!r:.40} is not of letters and digits"
     try:
@@ -92,23 +90,23 @@ def _what_is_wrong(plan: FleetPlan) -> str:
 
 
 def check_cell(plan: FleetPlan, number: int) -> None:
-    """UsageError for a number of none."""
+    """Raises UsageError where the plan has no such cell."""
     if not 0 <= number < len(plan.cells):
         raise UsageError(f"cell {number} is not one of 0 to {len(plan.cells) - 1} of the plan {plan.id}.")
 
 
 def folder_of(plan: FleetPlan, number: int, store: Path) -> Path:
-    """Where those who measure a cell keep each other out, and what they leave beside its run."""
-    return store / _CELLS / plan.name_of(number).replace("/", "-")
+    """The folder in which a cell's worker takes its lock, and leaves what it says beside the run."""
+    return store / "cells" / plan.name_of(number).replace("/", "-")
 
 
 def runs_of(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]:
-    """Headers of the runs of its cells, by the cell's number, newest first; what is no run is left out."""
+    """Yields the headers of the runs of the plan's cells, newest first, with the cell's number."""
     return ((number, head) for number, head in _files_of(plan, store) if isinstance(head, Run))
 
 
 def _files_of(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run | str]]:
-    """Those, and of each file that was a run of a cell and cannot be read why."""
+    """Like runs_of, and for each file whose run was of a cell and cannot be read, the reason."""
     for path in run_files(store):
         head: Run | str
         try:
@@ -117,34 +115,34 @@ def _files_of(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run | str]]:
                 raise StoreError(f"{path}: {head.troubles[0]}")
             number = number_of(plan, head)
         except (StoreError, RunNotFound) as error:
-            head, number = str(error), _cell(plan, _said_cell(path))
+            head, number = str(error), _number_of(plan, _cell_in_header(path))
         if number is not None:
             yield number, head
 
 
-def _said_cell(path: Path) -> str:
+def _cell_in_header(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            said = _SAYS_CELL.search(file.readline(_HEADER_BYTES))
+            match = _SAYS_CELL.search(file.readline(_HEADER_BYTES))
     except OSError:
         return ""
-    return said[1].decode() if said else ""
+    return match[1].decode() if match else ""
 
 
 def number_of(plan: FleetPlan, run: Run) -> int | None:
-    """Which cell of a plan a run is; None for none of them."""
-    return _cell(plan, run.cell)
+    """Returns the number of the cell that a run is of; None if it is of none in this plan."""
+    return _number_of(plan, run.cell)
 
 
-def _cell(plan: FleetPlan, cell: str) -> int | None:
+def _number_of(plan: FleetPlan, cell: str) -> int | None:
     name, _, number = cell.rpartition("/")
-    inside = name == plan.id and number.isdecimal() and int(number) < len(plan.cells)
-    return int(number) if inside else None
+    is_here = name == plan.id and number.isdecimal() and int(number) < len(plan.cells)
+    return int(number) if is_here else None
 
 
 def keep_plan(plan: FleetPlan, store: Path) -> None:
-    """Put a plan beside the runs of its cells. Raises OSError, and StoreError where another one has its id."""
-    path = store / _PLANS / f"{plan.id}.json"
+    """Writes a plan beside the runs of its cells. Raises OSError, and StoreError where another plan has its id."""
+    path = store / "plans" / f"{plan.id}.json"
     if not path.exists():
         write_plan(plan, path)
     elif read_plan(path) != plan:
@@ -152,8 +150,8 @@ def keep_plan(plan: FleetPlan, store: Path) -> None:
 
 
 def plans_of(store: Path) -> tuple[FleetPlan, ...]:
-    """Those that lie beside the runs of a store, oldest first. Raises UsageError for a file that is none."""
-    plans = (read_plan(path) for path in sorted((store / _PLANS).glob("*.json")))
+    """Returns the plans that are beside the runs of a store, oldest first. Raises UsageError for a broken one."""
+    plans = (read_plan(path) for path in sorted((store / "plans").glob("*.json")))
     return tuple(sorted(plans, key=lambda plan: plan.created))
 
 
@@ -161,49 +159,51 @@ def is_whole(run: Run) -> bool:
     return run.finished and not missing_groups(run)
 
 
-def note(plan: FleetPlan, number: int, store: Path, attempt: Attempt) -> None:
+def add_attempt(plan: FleetPlan, number: int, store: Path, attempt: Attempt) -> None:
     _attempts(folder_of(plan, number, store)).append([attempt])
 
 
-def wanted(state: CellState, retry: bool) -> bool:
-    return state.status in _TAKEN or (retry and state.status is CellStatus.FAILED)
+def should_run(state: CellState, retry: bool) -> bool:
+    return state.status in _OPEN or (retry and state.status is CellStatus.FAILED)
 
 
 def states_of(plan: FleetPlan, store: Path, but: Collection[int] = ()) -> tuple[CellState, ...]:
-    """Where every cell stands, as the store says it now; `but` some, whose runs need not be read."""
+    """Returns the state of every cell, as the store has it now, except for those in `but`."""
     runs: dict[int, list[Run | str]] = {}
     for number, head in _files_of(plan, store):
         runs.setdefault(number, []).append(head)
-    wanted = (number for number in range(len(plan.cells)) if number not in but)
-    return tuple(_state(plan, number, store, runs.get(number, [])) for number in wanted)
+    numbers = (number for number in range(len(plan.cells)) if number not in but)
+    return tuple(_state(plan, number, store, runs.get(number, [])) for number in numbers)
 
 
 def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) -> CellState:
+    folder = folder_of(plan, number, store)
     loaded, damage = _loaded(heads)
     whole = next((run for run in loaded if is_whole(run)), None)
     newest = whole or (loaded[0] if loaded else None)
-    attempts, of_notes = _attempts_of(folder_of(plan, number, store))
+    attempts, damage_of_folder = _attempts_of(folder)
     state = CellState(
         number, plan.cells[number], CellStatus.BEGUN if newest is not None else CellStatus.WAITING,
         newest.id if newest else "", str(newest.environment.get("machine") or "") if newest else "", "", attempts,
         tuple(Counter(record.status.value for record in newest.records).items()) if newest else (),
-        (*damage, *of_notes),
+        (*damage, *damage_of_folder),
     )  # fmt: skip
     if whole is not None:
         failed = [record.case.mode for record in whole.records if record.status is Status.FAILED]
         return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed)}" if failed else "")
-    if _is_running(folder_of(plan, number, store)):
-        return replace(state, status=CellStatus.RUNNING)
+    with contextlib.suppress(OSError):
+        if is_locked(folder / LOCK_FILE):
+            return replace(state, status=CellStatus.RUNNING)
     if state.damage:
         return replace(state, status=CellStatus.DAMAGED)
     if attempts and attempts[-1].code:
-        why = _last_words(folder_of(plan, number, store)) or f"ended with {attempts[-1].code}"
+        why = _last_words(folder) or f"ended with {attempts[-1].code}"
         return replace(state, status=CellStatus.FAILED, why=why)
     return state
 
 
 def _loaded(heads: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
-    """Runs, newest first, and what is wrong with their files; a line that a kill cut short is no damage."""
+    """Returns runs, newest first, and what is damaged in their files; a line that a kill cut short is no damage."""
     loaded: list[Run] = []
     damage: list[str] = []
     for head in heads:
@@ -222,7 +222,7 @@ def _loaded(heads: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
 
 
 def _attempts_of(folder: Path) -> tuple[tuple[Attempt, ...], list[str]]:
-    """What was noted of attempts, and what of a cell's folder is not as it was written."""
+    """Returns the attempts at a cell, and what is damaged in its folder."""
     log = _attempts(folder)
     if folder.exists() and not folder.is_dir():
         return (), [f"{folder} is no folder"]
@@ -238,19 +238,12 @@ def _attempts(folder: Path) -> Log[Attempt]:
     return Log(folder / "attempts.jsonl", {"": Attempt}, "attempt")
 
 
-def _is_running(folder: Path) -> bool:
-    try:
-        return is_locked(folder / LOCK_FILE)
-    except OSError:
-        return False
-
-
 def _last_words(folder: Path) -> str:
-    """The last sentence of fp8bench's own in what the process printed, or its last line."""
+    """Returns the last message of fp8bench in what the process printed, else its last line."""
     try:
         text = (folder / OUTPUT).read_bytes()[-_TAIL:].decode("utf-8", errors="replace")
     except OSError:
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("fp8bench: ")]
-    return (own or lines or [""])[-1].removeprefix("fp8bench: ")[:200]
+    ours = [line for line in lines if line.startswith("fp8bench: ")]
+    return (ours or lines or [""])[-1].removeprefix("fp8bench: ")[:200]

@@ -1,6 +1,7 @@
-"""Files of JSON lines, whatever they keep: found by a word, headed by a schema, read without what is broken in them.
+"""Files of JSON lines: what they say, without the lines that are broken.
 
-A `Log` has lines in any order, each of which stands for itself; all others are a `FileLines`, whose lines are numbered.
+A `Log` is a file whose lines stand in any order, each for itself. All other files begin with a header that has a schema
+version, and their lines are numbered (`FileLines`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 
 T = TypeVar("T")
 Content = dict[str, Any]
-# What foreign content raises on its way to a value; Malformed is a ValueError.
+# Errors that content of somebody else's may cause when it is decoded; Malformed is a ValueError.
 _BROKEN = (ValueError, KeyError, TypeError, RecursionError)
-# Of an error's words, and of how a broken line begins.
+# So many characters are shown of an error, and of a broken line.
 _LETTERS, _BEGINNING = 120, 20
 _SCHEMA = re.compile(r'{"schema": ?(\d+)\b')
-# What a store keeps beside its runs, with checksums; of acknowledgements `load_acks` says what is wrong.
+# The files with checksums that a store has beside its runs; acknowledgements are checked by `load_acks`.
 BESIDE_RUNS = (
     "advice.jsonl", "ceilings/*.json", "ceilings/history.jsonl", "cells/*/attempts.jsonl", "duels/*.jsonl",
     "inference.jsonl", "plans/*.json", "sensitivity/*.json", "trainings/*/steps.jsonl",
@@ -30,21 +31,24 @@ BESIDE_RUNS = (
 
 
 class UnknownKind(ValueError):
-    """A line that is well formed and of no kind that this version knows."""
+    """A well-formed line of a kind that this version does not know."""
 
 
 def fitting(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
-    """The files that have the word as a name; if none has, those of which a name begins with it."""
-    whole = [path for path, own in names.items() if word in own]
-    return whole or [path for path, own in names.items() if word and any(text.startswith(word) for text in own)]
+    """Returns the files one of whose names is the word, or, where there are none, begins with it."""
+    exact = [path for path, file_names in names.items() if word in file_names]
+    return exact or [
+        path for path, file_names in names.items() if word and any(text.startswith(word) for text in file_names)
+    ]
 
 
 @dataclass(frozen=True)
 class Log(Generic[T]):
-    """Values with a line each, which is only ever added to: `{"version": 1, WORD: value}`, by the words of `kinds`.
+    """A file of values, one a line, which is only ever added to: `{"version": 1, WORD: value}`, where `kinds` has the
+    WORDs.
 
-    What holds is a matter of which lines there are and not of their order, so that files of two machines merge line by
-    line. A line that cannot be read counts for nothing. A value under '' is the whole line, and has no version.
+    The order of the lines means nothing, so that the files of two machines are merged line by line. A line that cannot
+    be read counts for nothing. A kind under '' is the whole line, and has no version.
     """
 
     path: Path
@@ -54,7 +58,7 @@ class Log(Generic[T]):
     remedy: str = "Make room, or choose another --store DIR."
 
     def read(self, content: Content) -> T:
-        """What a line says. Raises Malformed."""
+        """Returns the value in a line's content; raises Malformed."""
         if content.get("version") != self.version:
             raise Malformed(f"is of version {content.get('version')!r:.20} (this fp8bench reads {self.version})")
         word = next((word for word in self.kinds if not word or word in content), None)
@@ -65,12 +69,12 @@ class Log(Generic[T]):
         except Malformed as error:
             raise Malformed(f"is no {self.called} ({error})") from None
 
-    def written(self, value: T) -> Content:
-        word = next(word for word, kind in self.kinds.items() if isinstance(value, kind))
-        return {"version": self.version, word: encode(value)} if word else encode(value)
+    def content_of(self, value: T) -> Content:
+        key = next(key for key, kind in self.kinds.items() if isinstance(value, kind))
+        return {"version": self.version, key: encode(value)} if key else encode(value)
 
     def lines(self) -> tuple[list[T], list[str]]:
-        """What the lines say, and of each that says nothing why; none without a file. Raises OSError."""
+        """Returns the values, and for each line that has none the reason; nothing without a file. Raises OSError."""
         sound: list[T] = []
         troubles = []
         for number, line in enumerate(self.path.read_bytes().split(b"\n") if self.path.exists() else (), 1):
@@ -92,12 +96,12 @@ class Log(Generic[T]):
             return []
 
     def append(self, values: Iterable[T]) -> None:
-        """Write them through to the disk, behind whatever stands there. Raises StoreError."""
+        """Writes values through to the disk, behind what is there. Raises StoreError."""
         with keeping(self.path, self.remedy):
-            append_lines(self.path, [sealed_line(self.written(value)) for value in values])
+            append_lines(self.path, [sealed_line(self.content_of(value)) for value in values])
 
     def merge(self, theirs: Iterable[T]) -> list[T]:
-        """Take in what another log says and this one does not; returns that. Raises StoreError and OSError."""
+        """Adds the values of another log that are not in this one, and returns them. Raises StoreError and OSError."""
         known = set(self.lines()[0])
         new = [value for value in dict.fromkeys(theirs) if value not in known]
         if new:
@@ -106,7 +110,7 @@ class Log(Generic[T]):
 
 
 class Broken(NamedTuple):
-    """A line that is not as it was written: its number in the file, how it begins, and why."""
+    """A line that is not as it was written: its number in the file, its first characters, and the reason."""
 
     number: int
     begins: str
@@ -115,11 +119,11 @@ class Broken(NamedTuple):
 
 @dataclass(frozen=True)
 class FileLines:
-    """A file's lines that are as they were written, by their numbers, in the order in which they were; and the others.
+    """The lines of a file by their numbers, in the order in which they were written, and those that are broken.
 
-    `troubles` are sentences on what no line by itself tells: lines that are gone, stand twice or elsewhere. `lost` says
-    that something was written that is not there; a line that a kill has cut short never was. `sealed` says whether
-    its lines are numbered and have checksums: what older versions wrote is not, nor what is added to in any order.
+    `troubles` are sentences on what no line shows by itself: lines that are gone, stand twice or elsewhere. `lost` is
+    True where something that was written is not there; a line that a kill cut short does not count. `sealed` is False
+    where no line has a number and a checksum, as in files of older versions and in logs.
     """
 
     lines: tuple[tuple[int, Content], ...]
@@ -131,7 +135,7 @@ class FileLines:
 
 
 class _SealedLine(NamedTuple):
-    """A line with its checksum: `rank` counts lines as they were written, `number` as they stand."""
+    """A line with a checksum: `rank` counts lines as they were written, `number` as they are in the file."""
 
     rank: int
     number: int
@@ -140,7 +144,7 @@ class _SealedLine(NamedTuple):
 
 
 def lines_of(path: Path, called: str, content: bytes | None = None) -> FileLines:
-    """What is in a file, or in `content` where that was read already. Raises RunNotFound where it cannot be read."""
+    """Reads a file, or takes its `content` where it was read before. Raises RunNotFound."""
     try:
         return sheet_of(path.read_bytes() if content is None else content)
     except OSError as error:
@@ -158,24 +162,24 @@ def sheet_of(content: bytes) -> FileLines:
             plain, checksum = unsealed_line(line)
             if (rank := plain.pop("line", 0)) and checksum:
                 sealed.append(_SealedLine(rank, number, plain, checksum))
-            elif sealed:  # no version that writes none goes on behind one that does
+            elif sealed:  # versions that write no checksums do not resume a file that has them
                 raise Damaged("it has no checksum, as those before it have")
             else:
                 free.append((number, plain))
         except (ValueError, RecursionError) as error:
             broken.append(Broken(number, line[:_BEGINNING].decode(errors="replace"), str(error)[:_LETTERS]))
-    in_order, troubles = _once(sealed)
-    troubles += _gone(in_order, broken)
+    in_order, troubles = _in_order(sealed)
+    troubles += _missing_lines(in_order, broken)
     lost = bool(in_order) and in_order[-1].rank > len(in_order)
-    as_ended = [_as_ended(in_order, line) for line in in_order]
-    if not (lost or troubles or all(as_ended)):
+    digests_fit = [_digest_fits(in_order, line) for line in in_order]
+    if not (lost or troubles or all(digests_fit)):
         troubles, lost = ["its end was written behind other lines than these"], True
     lines = (*free, *((line.number, line.content) for line in in_order))
     return FileLines(lines, tuple(broken), tuple(troubles), lost, bool(sealed), tuple(line.sum for line in in_order))
 
 
-def _once(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
-    """Each line once and in the order in which it was written, and a sentence on each that stands elsewhere."""
+def _in_order(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
+    """Returns each line once, in the order of writing, and a sentence on each that stood elsewhere."""
     kept: dict[int, _SealedLine] = {}
     troubles = []
     last = 0
@@ -189,8 +193,8 @@ def _once(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
     return sorted(kept.values()), troubles
 
 
-def _gone(lines: Sequence[_SealedLine], broken: Sequence[Broken]) -> Iterator[str]:
-    """A sentence on lines that are not even there as broken ones."""
+def _missing_lines(lines: Sequence[_SealedLine], broken: Sequence[Broken]) -> Iterator[str]:
+    """Yields a sentence for each place where lines are missing altogether."""
     rank = number = 0
     for line in lines:
         missing = line.rank - rank - 1 - sum(number < bad.number < line.number for bad in broken)
@@ -199,14 +203,14 @@ def _gone(lines: Sequence[_SealedLine], broken: Sequence[Broken]) -> Iterator[st
         rank, number = line.rank, line.number
 
 
-def _as_ended(lines: Sequence[_SealedLine], end: _SealedLine) -> bool:
-    """Whether a line that ends a file has the digest of those before it, where it has any."""
+def _digest_fits(lines: Sequence[_SealedLine], end: _SealedLine) -> bool:
+    """Whether the digest in an end line is that of the lines before it; True where it has none. It is removed."""
     digest = end.content.pop("digest", None) if "end" in end.content else None
     return digest is None or digest == digest_of(line.sum for line in lines if line.rank < end.rank)
 
 
 def check_schema(content: Content, path: Path) -> None:
-    """Raises StoreError where a newer version has written a file, Malformed where its header says none."""
+    """Raises StoreError if a newer version wrote the file, Malformed if its header names no version."""
     schema = content.get("schema")
     if type(schema) is not int:
         raise Malformed("it has no schema version")
@@ -217,14 +221,14 @@ def check_schema(content: Content, path: Path) -> None:
 
 
 def refuse_newer(sheet: FileLines, path: Path) -> None:
-    """Raises StoreError where a broken line says that a newer version wrote it, whose checksums may be others."""
+    """Raises StoreError if a broken line names a newer version, whose checksums may be made in another way."""
     for broken in sheet.broken:
-        if (said := _SCHEMA.match(broken.begins)) is not None:
-            check_schema({"schema": int(said[1])}, path)
+        if (version := _SCHEMA.match(broken.begins)) is not None:
+            check_schema({"schema": int(version[1])}, path)
 
 
-def headed(sheet: FileLines, path: Path, what: str, made: Callable[[Any], T]) -> T:
-    """What is `made` of the first line's content under `what`; raises StoreError where it is no header."""
+def read_header(sheet: FileLines, path: Path, what: str, made: Callable[[Any], T]) -> T:
+    """Returns what `made` makes of the header's content under the key `what`. Raises StoreError without a header."""
     refuse_newer(sheet, path)
     try:
         number, content = sheet.lines[0] if sheet.lines else (0, {})
@@ -237,7 +241,7 @@ def headed(sheet: FileLines, path: Path, what: str, made: Callable[[Any], T]) ->
 
 
 def take_lines(sheet: FileLines, take: Callable[[Content], None], but: int = 0) -> list[str]:
-    """Hand over what each line has, except for the line `but`; what is wrong with those that were left out."""
+    """Calls `take` with the content of every line except line `but`; returns a sentence on each that it refuses."""
     troubles = [(broken.number, broken.why) for broken in sheet.broken if broken.number != but]
     for number, content in sheet.lines:
         if number == but:
@@ -249,5 +253,5 @@ def take_lines(sheet: FileLines, take: Callable[[Content], None], but: int = 0) 
         except _BROKEN as error:
             troubles.append((number, str(error)[:_LETTERS]))
     unknown = "is of a kind that this version does not know, and was left out"
-    said = ((number, f"is broken and was left out ({why})" if why else unknown) for number, why in sorted(troubles))
-    return [*(f"line {number} {words}" for number, words in said), *sheet.troubles]
+    numbered = ((number, f"is broken and was left out ({why})" if why else unknown) for number, why in sorted(troubles))
+    return [*(f"line {number} {words}" for number, words in numbered), *sheet.troubles]

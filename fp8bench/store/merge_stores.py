@@ -1,6 +1,6 @@
-"""The store of another machine taken in, and what is made of runs made again.
+"""Takes in the store of another machine, and makes asv's view anew from the runs.
 
-Runs that are new are copied, longer ones appended, and nothing is ever rewritten.
+New runs are copied and longer ones appended to ours; nothing is rewritten.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fp8bench.store.runs.run_file import load_run, lock_run
 
 @dataclass
 class Merged(Taken):
-    """What was taken of another store: runs that were `copied`, or appended to ours; how many were the `same`, and how
-    many acknowledgements and ceilings are new. `files` are asv's."""
+    """What was taken of another store: runs `copied` or appended to ours, how many were the `same`, how many
+    acknowledgements and ceilings are new. `files` are asv's."""
 
     copied: list[Path] = field(default_factory=list)
     extended: list[Path] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Merged(Taken):
 
 
 def find_store(folder: Path, ours: Path) -> Path:
-    """The store that a folder is, or that lies in it. Raises StoreError where there is none, or it is our own."""
+    """Returns the store that a folder is or contains. Raises StoreError where there is none, or it is our own."""
     try:
         places = (folder, folder / ours.name, folder / ".fp8bench")
         there = next((place for place in places if (place / "runs").is_dir()), None)
@@ -55,7 +55,6 @@ def find_store(folder: Path, ours: Path) -> Path:
 
 
 def merge_runs(ours: Path, theirs: Path) -> Merged:
-    """Take in the runs of another store, which is only read."""
     merged = Merged()
     here, there = listing(ours), listing(theirs)
     known = {id_of(path): path for path in (*here.refused, *here.files)}
@@ -65,7 +64,7 @@ def merge_runs(ours: Path, theirs: Path) -> Merged:
 
 
 def take_each(there: Listing, take_one: Callable[[Path], None]) -> Iterator[str]:
-    """Have the runs of another store taken, oldest first; a sentence on each that was not."""
+    """Calls `take_one` on the runs of another store, oldest first; yields a sentence on each that it refuses."""
     for path in reversed(there.files):
         try:
             take_one(path)
@@ -76,45 +75,44 @@ def take_each(there: Listing, take_one: Callable[[Path], None]) -> Iterator[str]
 
 
 def _take(known: Mapping[str, Path], ours: Path, merged: Merged, path: Path) -> None:
-    """One run of theirs; `known` are our files by their ids."""
     content = _whole(path, merged)
     load_run(path)  # what is no run file raises
     target = known.get(id_of(path)) or ours / "runs" / machine_folder(path) / path.name
-    came = take(path, content, target)
-    if came is Came.SAME:
+    outcome = take(path, content, target)
+    if outcome is CopyOutcome.SAME:
         merged.same += 1
     else:
-        (merged.copied if came is Came.NEW else merged.extended).append(target)
+        (merged.copied if outcome is CopyOutcome.NEW else merged.extended).append(target)
 
 
-class Came(Enum):
-    """What a run file of another store was here: one that was not there, the same, or longer than ours."""
+class CopyOutcome(Enum):
+    """What a run file of another store was here; LONGER means that ours was its beginning."""
 
     NEW = "new"
     SAME = "same"
     LONGER = "longer"
 
 
-def take(path: Path, content: bytes, target: Path) -> Came:
-    """Take a run file of another store in, as `target`; `content` is what is taken of it, whole or a beginning.
+def take(path: Path, content: bytes, target: Path) -> CopyOutcome:
+    """Takes a run file of another store in as `target`; `content` is all of it or its first lines.
 
-    Under one id the longer file counts where the one is the beginning of the other. Raises StoreError for any other.
+    Under one id the longer file counts if it begins with the other; otherwise this raises StoreError.
     """
     with keeping(target, "Make room, and try again."):
         if not target.exists():
             write_whole(target, content)
-            return Came.NEW
+            return CopyOutcome.NEW
         if id_of(target) != id_of(path):
             raise StoreError(f"{path} was not taken: {target} is another run. Rename one of them.")
         if is_beginning(content, target.read_bytes()):
-            return Came.SAME
+            return CopyOutcome.SAME
         if content.startswith(target.read_bytes()):
-            with target.open("ab") as file:  # a kill leaves a beginning of theirs, which is taken again
+            with target.open("ab") as file:  # a kill leaves the first lines of theirs, which a later merge completes
                 lock_run(file, target)
                 own = target.read_bytes()
                 if content.startswith(own):
                     append(file, content[len(own) :])
-                    return Came.LONGER
+                    return CopyOutcome.LONGER
     raise StoreError(
         f"run {id_of(path)} has other bytes in {path} than in {target}, which stays as it is: each was resumed alone, "
         "or one was changed. Keep the file that is right, and move the other away."
@@ -122,7 +120,7 @@ def take(path: Path, content: bytes, target: Path) -> Came:
 
 
 def _whole(path: Path, merged: Merged) -> bytes:
-    """What is in a file of theirs; its whole lines where it is still being written."""
+    """Returns the bytes of one of their files, up to the last whole line where it is still being written."""
     if not is_locked(path):
         return path.read_bytes()
     merged.notes.append(f"run {path.stem} is still being measured there: merge again when it has ended")
@@ -132,9 +130,9 @@ def _whole(path: Path, merged: Merged) -> bytes:
 
 @dataclass
 class Rebuilt:
-    """What was made: files, how many series are in them, of how many runs; how many runs are in none, and why.
+    """What was made: files, the number of their series, of the runs in them, and of runs that are in none, by reason.
 
-    `aside` are files that were broken, under their new names; `failed` are sentences on files that could not be made.
+    `aside` are broken files under their new names, `failed` sentences on files that could not be made.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -146,10 +144,10 @@ class Rebuilt:
 
 
 def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
-    """Write the files of all commits, or of those given by the beginning that run files' names have.
+    """Writes asv's files of all commits, or of those whose first 8 digits are given.
 
-    It goes in the order of the commits' first runs, because the first one decides under which name a machine's results
-    lie. What asv alone measured stays.
+    The order is that of the commits' first runs, because the first one decides the name of a machine's folder. Rows
+    that asv alone measured stay.
     """
     made, known = Rebuilt(left=listing(store).left if commits is None else Counter()), Fingerprints()
     series: dict[str, Series] = {}
@@ -157,7 +155,7 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
     for commit, paths in files_by_commit(store).items():
         if commits is not None and commit not in commits:
             continue
-        # Read under the lock, too: a writer that knew fewer runs must not come after one that knew more.
+        # The runs are read under the lock, too, so that no writer that read fewer runs writes after this one.
         with locked(store / "asv"):
             read = read_and_keep(index, commit, paths, known)
             for tracked in by_place(read.runs):
@@ -176,11 +174,11 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
 
 
 def _newest(store: Path, series: Iterable[Series]) -> list[Series]:
-    """The series as the newest run that has each defines it: an old commit's text is not what asv should go by."""
-    wanted = {own.workload for own in series}
+    """Returns the series as the newest run of each workload defines them; asv goes by one definition only."""
+    wanted = {metric.workload for metric in series}
     newest: dict[str, Series] = {}
     for path in run_files(store):
-        seen = {own.workload for own in newest.values()}
+        seen = {metric.workload for metric in newest.values()}
         if wanted <= seen:
             break
         tracked = read_runs([path]).runs
@@ -189,7 +187,7 @@ def _newest(store: Path, series: Iterable[Series]) -> list[Series]:
 
 
 def join(store: Path, other: Path) -> tuple[Merged, Rebuilt]:
-    """Take in `other`, which is only read, and make the view of its runs."""
+    """Takes in `other`, which is only read, and updates asv's view for its runs."""
     with locked(store / "asv"):
         merged = merge_runs(store, other)
         merge_folders(results_of(store), results_of(other), merged)

@@ -1,4 +1,4 @@
-"""From a run to the points of the series that it has something to say about, and back to what a commit came to."""
+"""From a run to points of the tracked series, and from the points of several runs to those of their commit."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import workloads
 from fp8bench.store.series import cells_of, check_grid, class_name, reference_of, series_of, tracked_by, version_of
 
-# Other units' numbers are shown by asv with all their digits.
+# asv shows numbers in these units with few digits, others with all they have.
 _PRINTED_UNITS = ("seconds", "bytes")
 _DIGITS = 6
-# Facts that make numbers others though the commit is the same; beside them all variables that a run notes.
+# Figures of one commit do not compare if these facts differ, nor if a variable that a run notes does.
 _CONDITIONS = (
     "fp8bench", "python", "torch", "torch_git", "cudnn", "cublaslt", SWITCHES_SET, "cpu_count",
     "cpu_affinity", "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
 )  # fmt: skip
-# Of the machine's main device, as its driver says.
+# Settings of the machine's main device, by its driver.
 _SETTINGS = ("driver", "power_cap", "ecc", "mig")
-# Of these times depend, and errors some; what is counted of a step does not. Other code is what its changes are from.
+# Times depend on these; what is counted of a step does not.
 _NOT_OF_COUNTS = frozenset({
     "python", "cpu_count", "cpu_affinity", "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max", "imports_sha256",
     *_SETTINGS,
 })  # fmt: skip
-# It touches those cases alone that have quantisers, and they say what became of them.
+# Cases with quantisers, which alone depend on it, say themselves how these ran.
 _SAID_BY_CASES = f"env_{QUANTISERS_VARIABLE}"
 
 
 @dataclass(frozen=True)
 class RunPoints:
-    """What a run tells the history: points, their series, and how many of its cases are in none, and why."""
+    """What a run adds to the history: points, their series, how many of its cases are in none, and why."""
 
     points: tuple[Point, ...] = ()
     series: tuple[Series, ...] = ()
@@ -60,7 +60,7 @@ class RunPoints:
 
 
 def followed(run: Run) -> RunPoints:
-    """The points of a run. Cases outside of the declared grids are counted; they stay in the run."""
+    """Returns the points of a run. Cases outside of the declared grids are only counted."""
     why = _why_none(run)
     if why:
         return RunPoints(others=len(run.records), why=why)
@@ -76,12 +76,11 @@ def followed(run: Run) -> RunPoints:
 
 
 def merged(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple[str, Cell], Point]:
-    """One point for every cell, out of those of several runs of one commit, oldest first.
+    """Puts the points of several runs of one commit, oldest first, together: one for each cell.
 
-    The samples of whole measurements are put together, those of hasty ones only where there is nothing better; of
-    those the ones that were measured under the same conditions as the newest. What is of another version is left out,
-    too. The version is that of the series, where any point has it (asv shows no other, and clocks do not always go
-    forward), else that of the newest point.
+    Samples of whole measurements are joined if they were taken under the same conditions as the newest; hasty ones
+    count where there is nothing better. Points of another version are left out. The version is that of the series where
+    any point has it, else that of the newest point.
     """
     current = {(own.name, own.version) for own in series}
     versions = {point.series: point.version for point in points}
@@ -101,13 +100,13 @@ def _merged(alike: Sequence[Point]) -> Point:
         return replace(alike[-1], runs=len(alike))
     best = [point for point in sampled if not point.hasty] or sampled
     same = [point for point in best if point.under == best[-1].under]
-    if metric_of(best[-1]) in COUNTS:  # no middle of two counts was counted
+    if metric_of(best[-1]) in COUNTS:  # the median of two counts need not be a count
         return replace(best[-1], runs=len(same))
     return replace(best[-1], samples=tuple(value for point in same for value in point.samples), runs=len(same))
 
 
 def _why_none(run: Run) -> str:
-    """Why nothing of a run compares with what asv would measure; '' if it does."""
+    """Returns why a run does not compare with what asv would measure; '' if it does."""
     request = run.request
     if request.threads != 1:
         return f"it was measured with --threads {request.threads}, and the history is of one thread"
@@ -153,9 +152,9 @@ def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run
 
 
 def _conditions_of(grid: Grid, record: Record, metric: str, sampled: bool, under: Conditions) -> Conditions:
-    """Those of a run, as far as a metric of a case depends on them, and its own.
+    """Returns the conditions that a metric of a case depends on.
 
-    Whether its quantisers were compiled matters to all but errors, the same bit for bit, and counts; joules of
+    Compiled quantisers matter to all metrics but errors, which are the same bit for bit, and counts. Joules of
     different sources do not compare.
     """
     timing = record.timing
@@ -173,7 +172,7 @@ def metric_of(point: Point) -> str:
 
 
 def _is_hasty(run: Run, record: Record) -> bool:
-    """Whether fewer rounds were asked for than a plain command takes, or a --budget came to its end before them."""
+    """Whether a run asked for fewer rounds than a plain command, or its --budget cut them short."""
     request = run.request
     least = EMULATED_ROUNDS if record.support.level is Level.EMULATED else LEAST_ROUNDS
     cut = request.budget is not None and record.timing is not None and record.timing.num_rounds < least
@@ -181,14 +180,14 @@ def _is_hasty(run: Run, record: Record) -> bool:
 
 
 def _conditions(workload: Workload, run: Run) -> Conditions:
-    """What a workload's samples of a run were measured under, as far as that makes them others.
+    """Returns the conditions that a workload's samples of a run were measured under.
 
-    Load is not in it: it passes. The code of --import counts where the workload comes from there.
+    Load is not one of them, because it passes. The user's code is one where the workload comes from it.
     """
     facts = run.environment.facts
     names = [*_CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _SAID_BY_CASES)]
-    own = type(workload).__module__.startswith("fp8bench.")
-    names += [] if own else ["imports_sha256"]
+    is_ours = type(workload).__module__.startswith("fp8bench.")
+    names += [] if is_ours else ["imports_sha256"]
     main = _main_device(run)
     device = (("device", main.name), ("cuda", main.cuda), ("hip", main.hip)) if main is not None else ()
     settings = [(name, facts.get(f"{main.key} {name}")) for name in _SETTINGS] if main is not None else []
@@ -200,7 +199,7 @@ def _main_device(run: Run) -> DeviceFacts | None:
     return next((device for device in run.devices if device.accelerated), next(iter(run.devices), None))
 
 
-# What depends on a workload's class alone: a commit may have hundreds of runs.
+# These depend on a workload's class alone, and a commit may have hundreds of runs.
 
 
 @cache
@@ -215,9 +214,8 @@ def _series(kind: type[Workload], data: str | None) -> tuple[Series, ...]:
 
 @cache
 def _metrics(kind: type[Workload]) -> tuple[MetricSpec, ...]:
-    grid = kind.history
-    assert grid is not None
-    return tracked_by(grid)
+    assert kind.history is not None
+    return tracked_by(kind.history)
 
 
 @cache
@@ -226,14 +224,14 @@ def _reference(kind: type[Workload]) -> str:
 
 
 def cell_of(case: Case, run: Run) -> Cell | None:
-    """The cell of a declared grid that a case of a run is; None for one that is in none."""
+    """Returns the cell of a declared grid that a case of a run is in; None if it is in none."""
     if case.workload not in workloads.names(hidden=True) or workloads.get(case.workload).history is None:
         return None
     return _cell(workloads.get(case.workload), case, run)
 
 
 def _cell(workload: Workload, case: Case, run: Run) -> Cell | None:
-    """The cell that a case is; None for one outside of the grid, or on a device that is not the machine's main one."""
+    """Like cell_of, for a workload with a grid."""
     assert workload.history is not None
     main = _main_device(run)
     outside = case.precision_map or case.static or case.precision not in workload.history.dtypes
@@ -251,7 +249,7 @@ def _cells(kind: type[Workload], facts: DeviceFacts, data: str | None) -> dict[P
 
 
 def _data(workload: Workload, case: Case) -> str | None:
-    """The identity of the text a case reads; an axis of a user's may be called so, too."""
+    """Returns the identity of the text that a case reads; a user's axis may have the same name."""
     return next((str(value) for name, value in case.params if workload.uses_corpus and name == "data"), None)
 
 
@@ -260,9 +258,9 @@ def _points(
 ) -> Iterator[Point]:
     title = f"{workload.name}.{class_name(workload.name)}.track_"
     version = version_of(record.case.version, _data(workload, record.case))
-    told = _told(workload, record, reference)
+    metrics_by_name = _metrics_by_name(workload, record, reference)
     for metric in _metrics(type(workload)):
-        values = told[metric.name].samples() if metric.name in told else ()
+        values = metrics_by_name[metric.name].samples() if metric.name in metrics_by_name else ()
         if metric.unit not in _PRINTED_UNITS and not metric.counted:
             values = tuple(float(f"{value:.{_DIGITS}g}") for value in values)
         yield Point(
@@ -272,8 +270,8 @@ def _points(
         )  # fmt: skip
 
 
-def _told(workload: Workload, record: Record, reference: Record | None) -> dict[str, Metric]:
-    """What a run says of a case, by the names that the history has for it."""
+def _metrics_by_name(workload: Workload, record: Record, reference: Record | None) -> dict[str, Metric]:
+    """Returns the metrics of a record by the names that the history has for them."""
     if record.status is not Status.OK:
         return {}
     comparable = reference is not None and reference.case.precision == _reference(type(workload))

@@ -1,9 +1,9 @@
-"""How far runs of the same case lie apart on one machine, learned from runs and kept in `<store>/reruns`.
+"""How much runs of the same case differ on one machine, learned from earlier runs: `<store>/reruns`.
 
-Rounds of one run share its processes, its memory and its minutes, so that their noise says nothing of the next run's.
-On a machine with neighbours a 99% interval of rounds held the long run in 58% of 96 runs. What earlier runs differed by
-is therefore in the interval: it is never narrower than they lie apart, nor than the rounds say. Every run that ends
-adds to a file for each device with its software and settings, and the next one reads it: a few numbers a case.
+Rounds of one run share its processes, its memory and its minutes, so their noise does not show how much the next run
+will differ. On a machine with neighbours a 99% interval of rounds held the long run's value in 58% of 96 runs. So an
+interval is never narrower than earlier runs differ, nor than the rounds say. Each run that ends adds a few numbers a
+case to a file for its device, software and settings; the next run reads them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from fp8bench.files import locked, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Level, Record, Reruns, Run, Timing
 from fp8bench.store.ceilings import machine_file
 
-# Of fewer comparisons nobody knows a spread.
+# The fewest comparisons of runs from which a spread is computed.
 LEAST_FREEDOM = 4
-# A case that was run a few times is taken for one like the others, with the weight of so many comparisons: few, since
-# the spreads of cases lie far apart, and a run in ten falls into a mode of its process that the others were not in.
+# The spread of the other cases weighs as much as so many comparisons of a case's own: few, because cases differ much in
+# spread, and because a run in ten falls into a mode of its process that the others were not in.
 _PRIOR = 2
-# Of the comparisons, in the order of their cases' variances: where a case stands that others are taken for.
+# The quantile of the cases' variances, by comparisons, that stands for the other cases.
 _USUAL = 2 / 3
-# Of the slots: where others held up more of them, a run says nothing of what quiet ones differ by.
+# A run counts as busy if other programs disturbed more than this share of its slots.
 _BUSY = 0.2
-# Raised when the same runs would say something else.
+# Raised when the same runs would give other numbers.
 _VERSION = 1
 # Other code is another case.
 _CODE = ("commit", "fp8bench")
-# Of a reference's control over the reference.
+# Marks the name of a reference's control over the reference.
 _AA = ", A/A"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The runs of one case: how many, the mean of the logarithms of their ratios, and the sum of squares about it."""
+    """The runs of a case: their number, the mean of the logarithms of their ratios, and the sum of squares about it."""
 
     runs: int = 0
     mean: float = 0.0
@@ -52,19 +52,19 @@ class Seen:
         return max(0, self.runs - 1)
 
     def also(self, log: float) -> Seen:
-        apart, runs = log - self.mean, self.runs + 1
-        mean = self.mean + apart / runs
-        return Seen(runs, mean, self.squares + apart * (log - mean))
+        difference, runs = log - self.mean, self.runs + 1
+        mean = self.mean + difference / runs
+        return Seen(runs, mean, self.squares + difference * (log - mean))
 
 
 def is_busy(*timings: Timing) -> bool:
-    """Whether others took the processor while these were measured: such runs lie further apart."""
+    """Whether other programs took the processor while these were measured; such runs differ by more."""
     slots = sum(len(timing.slots) for timing in timings)
     return sum(disturbed_slots(timing, AHEAD) for timing in timings) > _BUSY * slots
 
 
 def learned(case: str, seen: Mapping[str, Seen]) -> Reruns | None:
-    """What is known of a case by its own runs and by those of the others; None where that is too little."""
+    """Returns the spread of a case, from its own runs and those of the others; None where those are too few."""
     own = seen.get(case, Seen())
     others = [runs for name, runs in seen.items() if name != case and runs.freedom]
     freedom = sum(other.freedom for other in others)
@@ -77,10 +77,10 @@ def learned(case: str, seen: Mapping[str, Seen]) -> Reruns | None:
 
 
 def _usual(seen: Sequence[Seen]) -> float:
-    """The variance of a case that varies more than most, where a case counts as often as it was compared.
+    """Returns the variance of a case that varies more than most; a case weighs as much as it has comparisons.
 
-    The mean would be that of the worst case, and no other one would have a verdict beside it; with that of the middle
-    one, 89% of 73 long runs of ten cases were held on a machine with neighbours, with this one 94.5%.
+    The mean would be the worst case's, and no other case would get a verdict. With the median, 89% of 73 long runs of
+    ten cases were in the interval on a machine with neighbours; with this variance 94.5% were.
     """
     variances = sorted((runs.squares / runs.freedom, runs.freedom) for runs in seen)
     reached = accumulate(freedom for _, freedom in variances)
@@ -89,17 +89,17 @@ def _usual(seen: Sequence[Seen]) -> float:
 
 
 def with_reruns(records: Sequence[Record], run: Run, store: Path) -> tuple[Record, ...]:
-    """The records of a group with what runs of each case differed by so far, on a machine as busy or as quiet.
+    """Returns the records with the spread of each case between runs, on a machine that is as busy or as quiet.
 
-    Until that is known, with what they differed by in any state: less than in a busy one, and more than nothing.
+    Until that is known it is the spread in either state: less than that of busy runs, but not zero.
     """
     seen = _read(_path(records, run, store))
 
     def known(name: str) -> Reruns | None:
-        alike = {other: runs for other, runs in seen.items() if other.endswith(_AA) == name.endswith(_AA)}
+        same_kind = {other: runs for other, runs in seen.items() if other.endswith(_AA) == name.endswith(_AA)}
         state = name.rpartition("|")[2]
-        same_state = {other: runs for other, runs in alike.items() if other.rpartition("|")[2] == state}
-        return learned(name, same_state) or learned(name, alike)
+        same_state = {other: runs for other, runs in same_kind.items() if other.rpartition("|")[2] == state}
+        return learned(name, same_state) or learned(name, same_kind)
 
     return tuple(
         replace(record, reruns=known(_name(record, records, run))) if record.timing is not None else record
@@ -108,7 +108,7 @@ def with_reruns(records: Sequence[Record], run: Run, store: Path) -> tuple[Recor
 
 
 def add_reruns(records: Sequence[Record], run: Run, store: Path) -> None:
-    """What a group came to is one run more of each case, unless rounds were too few."""
+    """Adds the ratios of a group to its file, where it had enough rounds."""
     logs = {_name(record, records, run): log for record in records if (log := _log(record, records)) is not None}
     path = _path(records, run, store)
     with contextlib.suppress(OSError, StoreError):
@@ -121,7 +121,8 @@ def add_reruns(records: Sequence[Record], run: Run, store: Path) -> None:
 
 
 def _log(record: Record, records: Sequence[Record]) -> float | None:
-    """Of the ratio that a verdict would be on, of a reference that of its control; None where there is none."""
+    """Returns the logarithm of the ratio that a verdict would be on, for a reference that of its control; None without
+    one."""
     lead = next((other for other in records if other.is_reference), None)
     if lead is None or not record.paired or Level.EMULATED in (record.support.level, lead.support.level):
         return None
@@ -135,9 +136,9 @@ def _log(record: Record, records: Sequence[Record]) -> float | None:
 
 
 def _name(record: Record, records: Sequence[Record], run: Run) -> str:
-    """What runs have in common that should say the same: case, reference, code, and whether others took the CPU.
+    """Returns the name under which runs are put together: case, reference, code, and whether the CPU was busy.
 
-    Two sides of the same code in the same rounds lie nearer to each other than two modes do: they are known apart.
+    The two entries of a reference differ less than two runs of different code do, so they have a name of their own.
     """
     reference = next((other for other in records if other.is_reference), record)
     timings = [other.timing for other in (record, reference) if other.timing is not None]

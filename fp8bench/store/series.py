@@ -1,8 +1,7 @@
-"""What is followed from commit to commit: a workload's declared grid as series and cells, under the names asv uses.
+"""What is tracked from commit to commit: the grid that a workload declares, as series and cells under asv's names.
 
-The names, parameters and versions made here are those that asv discovers in a suite file over the bridge, and those
-that a run's figures are kept under: one definition for both doors. Nothing here depends on the machine, so that
-machines with and without a GPU share one list of benchmarks.
+asv discovers the same names, parameters and versions in a suite file, so runs and asv's own measurements share them.
+They do not depend on the machine: machines with and without a GPU have the same list of benchmarks.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 
-# Raised when the same samples would give other figures: numbers of different methods do not compare.
+# Raised when the same samples would give other figures: those of different methods do not compare.
 METHOD = "1"
-# Names, whatever their case, that asv calls before and after a benchmark if it finds them in its module.
+# asv calls what has these names, in any case, before and after a benchmark.
 _HOOKS = frozenset({"setup", "teardown"})
 # asv's words for units.
 UNITS = {"s": "seconds", "B": "bytes", "J": "joules"}
-# Facts of nobody's machine: axes have the same names and parsers on all devices of a class.
+# Stand-ins: axes have the same names and parsers on all devices of a class.
 _CLASSES = {"cpu": DeviceFacts("cpu", 0, "", 0, ""), "gpu": DeviceFacts("cuda", 0, "", 0, "")}
 
 
 def class_name(workload: str) -> str:
-    """The class that a suite file has for a workload: 'norm_act' -> 'NormAct'."""
+    """Returns the class that a suite file has for a workload: 'NormAct' for 'norm_act'."""
     return "".join(part[:1].upper() + part[1:] for part in workload.split("_"))
 
 
 def tracked_by(grid: Grid) -> tuple[MetricSpec, ...]:
-    """What is told of a case, in units as asv names them; the step's time first."""
+    """Returns the metrics that are kept of a case, in units as asv names them; the step's time first."""
     words = {"", *grid.phases, grid.per, "ranks" if grid.ranks else "one rank"}
     words |= {"energy"} if grid.energy and not grid.ranks else set()
     kept = [spec for spec in METRICS.values() if spec.history and spec.kept_where in words]
@@ -49,12 +48,12 @@ def tracked_by(grid: Grid) -> tuple[MetricSpec, ...]:
 
 
 def version_of(version: str, data: str | None) -> str:
-    """A series' version: the method's, the workload's, and the text it reads."""
+    """Joins the versions of the method and the workload with the identity of the text that it reads."""
     return f"{METHOD}.{version}" + (f" {data}" if data else "")
 
 
 def parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
-    """The dtype, every axis of which the grid has more than one value, whatever the device, and how many ranks."""
+    """Returns the dtypes, the values of each axis that has several, on a CPU or a GPU, and the numbers of ranks."""
     grid = _grid(workload)
     axes = {axis.name: axis for axis in sound_axes(workload, _CLASSES["cpu"])}
     values_by_name: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
@@ -68,7 +67,7 @@ def parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
 
 
 def series_of(workload: Workload, data: str | None) -> tuple[Series, ...]:
-    """All series of a workload. Raises UsageError for a grid that cannot be followed."""
+    """Returns all series of a workload. Raises UsageError for a grid that cannot be tracked."""
     check_grid(workload)
     params = parameters(workload)
     title = f"{workload.name}.{class_name(workload.name)}"
@@ -82,28 +81,28 @@ def series_of(workload: Workload, data: str | None) -> tuple[Series, ...]:
 
 
 def cells_of(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
-    """The grid's cells on one device (or on one a rank), by the parameters of their cases; without the dtype, which
-    all share. None where so many ranks are not followed."""
+    """Returns the grid's cells on one device (or one for each rank), without the dtype, by the parameters of their
+    cases; none where so many ranks are not tracked."""
     ranks = _grid(workload).ranks
     if facts.ranks not in (ranks or (1,)):
         return {}
     wanted = [name for name in parameters(workload) if name not in ("dtype", *(["ranks"] if ranks else []))]
-    own = (ranks_in_words(facts.ranks, facts.kind),) if ranks else ()
+    ranks_cell = (ranks_in_words(facts.ranks, facts.kind),) if ranks else ()
     cells = {}
     with answering(workload):
         for shown, params in _combinations(workload, facts):
             key = (*params, ("data", data)) if data and workload.uses_corpus else params
-            cells[key] = (*(shown[name] for name in wanted), *own)
+            cells[key] = (*(shown[name] for name in wanted), *ranks_cell)
     return cells
 
 
 def reference_of(workload: Workload) -> str:
-    """The precision that relative times are over: the highest of the grid."""
+    """Returns the precision that relative times are over, the highest of the grid."""
     return min(_grid(workload).dtypes, key=lambda name: precisions.get(name).rank)
 
 
 def check_grid(workload: Workload) -> None:
-    """Raise for a grid that cannot be followed, with what to mend."""
+    """Raises UsageError where the grid cannot be tracked."""
     with answering(workload):
         why = next(_faults(workload), "")
     if why:
@@ -111,9 +110,9 @@ def check_grid(workload: Workload) -> None:
 
 
 def fingerprint(name: str) -> str:
-    """What decides, beside this code, which cases of a suite are followed and under which names; '' for no suite here.
+    """Returns a text that is the same while the same records belong to the same cells of the same series.
 
-    Two fingerprints are the same where the same records would be the same cells of the same series.
+    It is '' for a suite that is not known here.
     """
     if name not in workloads.names(hidden=True):
         return ""
@@ -124,8 +123,8 @@ def fingerprint(name: str) -> str:
         series = series_of(workload, None)
         ranks = workload.history.ranks or (1,)
         cells = [cells_of(workload, replace(kind, ranks=size), None) for kind in _CLASSES.values() for size in ranks]
-        own = type(workload).__module__.startswith("fp8bench.")
-        return repr((workload.history, workload.uses_corpus, own, reference_of(workload), series, cells))
+        is_ours = type(workload).__module__.startswith("fp8bench.")
+        return repr((workload.history, workload.uses_corpus, is_ours, reference_of(workload), series, cells))
     except UsageError as error:
         return str(error)
 
@@ -141,7 +140,6 @@ def _faults(workload: Workload) -> Iterator[str]:
 
 
 def _misnamed(workload: Workload) -> Iterator[str]:
-    """Names that asv, or the Python of a suite file, would take for something else."""
     name = class_name(workload.name)
     if not workload.name.isidentifier() or not name.isidentifier():
         yield "asv takes the name for a module's, so that it must be letters, digits and underscores. Rename it"
@@ -205,7 +203,7 @@ def _ambiguous(workload: Workload) -> Iterator[str]:
 
 
 def _combinations(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
-    """Every cell of a device's class: its values as they are shown, and its case's parameters."""
+    """Yields each cell of a device's class: its values as they are shown, and the parameters of its case."""
     chosen = _values(workload, facts)
     axes = sound_axes(workload, facts)
     texts = [chosen.get(axis.name, axis.default) for axis in axes]
@@ -218,7 +216,7 @@ def _combinations(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict
 
 
 def _shown(axis: Axis, text: str) -> Scalar:
-    """Numbers as numbers, so that a graph can be drawn over them; anything else as it was written."""
+    """Returns a number as a number, so that graphs can use it as an axis; anything else as it was written."""
     (value,) = axis.values((text,))
     return value if isinstance(value, int) and not isinstance(value, bool) else text
 

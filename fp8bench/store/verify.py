@@ -1,7 +1,4 @@
-"""Whether a store is sound: its files, and whether runs, view, repository and machines agree.
-
-A machine is who its name says where no run is a copy under another name, and its GPU does not change.
-"""
+"""Whether a store is sound: its files, and whether runs, asv's view, the repository and machines agree."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from fp8bench.store.asv.files import ResultsFile
 from fp8bench.store.asv.identity import from_facts, resolved
 from fp8bench.store.asv.rows import NOT_MEASURED, AsvRow, by_combination, is_measured, numbers
 from fp8bench.store.asv.view import filled, nothing_of, results_of
-from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run, gone
+from fp8bench.store.commit_runs import TrackedRun, by_commit, by_place, checked_run, missing_commits
 from fp8bench.store.compacted.archive import archived_files, sha256_of
 from fp8bench.store.compacted.compact import check_compacted
 from fp8bench.store.index.figure_files import check_steps, digest_of, names_of
@@ -30,14 +27,14 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Verified:
-    """What is wrong with a store, or worth knowing about it, and how many of how many files are sound, by kind."""
+    """The faults of a store, and by kind of file how many of how many are sound."""
 
     faults: tuple[Fault, ...]
     sound: dict[str, tuple[int, int]]
 
 
 def verify(store: Path, folder: Path, now: datetime) -> Verified:
-    """Read every file of a store. `folder` may lie in the repository whose commits were measured."""
+    """Reads every file of a store. `folder` may be in the repository whose commits were measured."""
     results = results_of(store)
     files, of_view = check_results(results)
     of_commits: dict[tuple[str, str], list[ResultsFile]] = {}
@@ -46,7 +43,7 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     faults: list[Fault] = []
     lacking: list[Fault] = []
     runs: dict[str, Run] = {}
-    machines: dict[str, Known | None] = {}
+    machines: dict[str, RunIdentity | None] = {}
     unknown: Counter[str] = Counter()
     there = listing(store)
     broken, by_files = 0, by_commit(there.everything)
@@ -65,7 +62,7 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
                 of_run += _uncounted(path, there)
                 runs.setdefault(run.id, replace(run, records=(), plan=Plan(())))
                 if there.counts(path):
-                    machines[run.id] = known_of(run)
+                    machines[run.id] = identity_of(run)
                 tracked, why = checked_run(run, path)
                 unknown.update([why] if "--import" in why else [])
                 if tracked is not None and there.counts(path):
@@ -77,8 +74,8 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
             lacking += [_judged(fault, soundness) for fault in _lacking(results, members, of_commits)]
         faults += check_figures(index, commit, paths, list(kept.values()))
     known = [machine for machine in machines.values() if machine is not None]
-    across = [*_untold(store, unknown, old, len(there.everything)), *check_index(index), *check_steps(store)]
-    across += [*_gone(store, runs.values(), folder), *_copies(known), *_gpus(store, known)]
+    across = [*_unchecked(store, unknown, old, len(there.everything)), *check_index(index), *check_steps(store)]
+    across += [*_lost_commits(store, runs.values(), folder), *_copies(known)]
     broken_of_view = {fault.path for fault in of_view if fault.broken}
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
     sound = sum(str(path) not in broken_of_view for path in listed)
@@ -91,8 +88,8 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     )
 
 
-def _untold(store: Path, unknown: Mapping[str, int], old: int, files: int) -> Iterator[Fault]:
-    """What could not be looked at: figures of suites that nobody told us of, and files without checksums."""
+def _unchecked(store: Path, unknown: Mapping[str, int], old: int, files: int) -> Iterator[Fault]:
+    """Yields what could not be checked: figures of suites that are not imported, and files without checksums."""
     for why, count in unknown.items():
         what = f"of {count} runs, {why}"
         yield Fault(str(store / "runs"), what, "Their figures were not compared", broken=False)
@@ -102,7 +99,7 @@ def _untold(store: Path, unknown: Mapping[str, int], old: int, files: int) -> It
 
 
 def _judged(fault: Fault, soundness: Mapping[Path, Soundness]) -> Fault:
-    """What asv's file and the runs do not say alike, as far as it is known which of them is wrong."""
+    """Changes the fault of asv's file that differs from runs where the runs may be wrong."""
     if not fault.broken or set(soundness.values()) == {Soundness.WHOLE}:
         return fault
     damaged = [path.name for path, soundness_of in soundness.items() if soundness_of is Soundness.DAMAGED]
@@ -114,8 +111,10 @@ def _judged(fault: Fault, soundness: Mapping[Path, Soundness]) -> Fault:
 
 
 def _changed(index: Index, by_files: Mapping[str, Sequence[Path]]) -> dict[Path, Fault]:
-    """Run files that are not what they were when the index was made of them or they were archived. Nothing is ever
-    changed in one, so that one which is not longer was damaged."""
+    """Returns faults of run files that differ from what was indexed or archived, though they are not longer.
+
+    Run files are only appended to, so one of the same size has been damaged.
+    """
     faults = {}
     archived = archived_files(index.store)
     for commit, paths in by_files.items():
@@ -134,7 +133,6 @@ def _changed(index: Index, by_files: Mapping[str, Sequence[Path]]) -> dict[Path,
 
 
 def _uncounted(path: Path, there: Listing) -> Iterator[Fault]:
-    """That a file is another file's run, or that nobody knows which of several it is."""
     if path in there.copies:
         what = f"it is the same run as {there.copies[path]}, or the beginning of it, and counts once"
         yield Fault(str(path), what, "Move it away")
@@ -145,7 +143,7 @@ def _uncounted(path: Path, there: Listing) -> Iterator[Fault]:
 def _lacking(
     results: Path, tracked: Sequence[TrackedRun], files: Mapping[tuple[str, str], Sequence[ResultsFile]]
 ) -> list[Fault]:
-    """Figures that the runs of one place have and asv's file has not, which is no harm, or has otherwise."""
+    """Returns faults where asv's file lacks figures of the runs of one place, which does no harm, or differs."""
     first = tracked[0]
     commit, (machine, python, _) = first.commit, first.identity.home
     here = files.get((machine, commit), ())
@@ -172,7 +170,7 @@ def _lacking(
 
 
 def _folded(results: Path, faults: Sequence[Fault]) -> list[Fault]:
-    """Many files that only lack something in one sentence: a view that was deleted lacks everything."""
+    """Puts many files that only lack something into one fault, as after the view was deleted."""
     lacking = [fault for fault in faults if not fault.broken]
     if len(lacking) <= _MOST_NAMED:
         return list(faults)
@@ -188,7 +186,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _agrees(row: AsvRow | None, expected: AsvRow) -> bool:
-    """Whether a row says nothing else. A failure may stand where a number was: `asv run` keeps the last word."""
+    """Whether a row has no other number. A failure may be where a number was: `asv run` keeps its last result."""
     wanted = numbers(expected)
     if row is None or not wanted:
         return True
@@ -199,27 +197,27 @@ def _agrees(row: AsvRow | None, expected: AsvRow) -> bool:
 
 
 def _is_behind(row: AsvRow, name: str, tracked: Sequence[TrackedRun]) -> bool:
-    """Whether a row says what the runs said that had begun when it was written.
+    """Whether a row has what the runs came to that had begun when it was written.
 
-    A later `asv run` that was interrupted, saved nothing, or had a --bench that leaves the row out, is only missing.
+    Then only a later `asv run` is missing in it, which was interrupted or left the row out.
     """
     earlier = [run for run in tracked if row.started_at is not None and run.started_at <= row.started_at]
     if not earlier:
         return False
-    then = filled(nothing_of(earlier[0].commit, earlier[0].identity), earlier).rows.get(name)
-    return then is not None and bool(numbers(then)) and _agrees(row, then)
+    written_then = filled(nothing_of(earlier[0].commit, earlier[0].identity), earlier).rows.get(name)
+    return written_then is not None and bool(numbers(written_then)) and _agrees(row, written_then)
 
 
 def _lacks(row: AsvRow | None, expected: AsvRow) -> bool:
-    """Whether there are numbers that a row does not have: `asv run --bench` writes only what it was asked for."""
+    """Whether a row lacks numbers: `asv run --bench` writes only some."""
     known = by_combination(row) if row is not None else {}
     return any(not is_measured(known.get(texts, NOT_MEASURED)) for texts in numbers(expected))
 
 
-def _gone(store: Path, runs: Iterable[Run], folder: Path) -> list[Fault]:
-    """Commits that the repository has lost. Their runs are as good as ever, and asv publishes them no more."""
+def _lost_commits(store: Path, runs: Iterable[Run], folder: Path) -> list[Fault]:
+    """Returns faults for commits that the repository has lost, whose runs stay sound."""
     commits = {commit for run in runs if isinstance(commit := run.environment.get("commit"), str)}
-    lost = gone(sorted(commits), folder)
+    lost = missing_commits(sorted(commits), folder)
     if not lost:
         return []
     if len(lost) == len(commits):
@@ -233,34 +231,30 @@ def _gone(store: Path, runs: Iterable[Run], folder: Path) -> list[Fault]:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is kept of a run; `samples` as `samples_of` has it."""
+class RunIdentity:
+    """What is compared between runs; `samples` is their digest by `samples_of`."""
 
     id: str
     path: str
     machine: str
     samples: int | None
-    gpu: str | None
 
 
-def known_of(run: Run) -> Known | None:
-    """None of a run that names no machine."""
+def identity_of(run: Run) -> RunIdentity | None:
+    """Returns None for a run that names no machine."""
     identity = from_facts(run.environment.facts)
-    if identity is None:
-        return None
-    gpu = next((device.name for device in run.devices if device.accelerated), None)
-    return Known(run.id, run.path, str(identity.machine["machine"]), samples_of(run), gpu)
+    return None if identity is None else RunIdentity(run.id, run.path, identity.home.machine, samples_of(run))
 
 
 def samples_of(run: Run) -> int | None:
-    """A digest of all times of a run, in this process; None where it has none."""
+    """Returns a digest of all times of a run, valid in this process; None where it has none."""
     times = tuple((record.case.id, record.timing.slots) for record in run.records if record.timing is not None)
     return hash(times) if times else None
 
 
-def _copies(runs: Iterable[Known]) -> Iterator[Fault]:
-    """Runs of two machines with the same times to the last nanosecond: one was never measured. Each counts once."""
-    first: dict[int, Known] = {}
+def _copies(runs: Iterable[RunIdentity]) -> Iterator[Fault]:
+    """Yields runs of two machines that have the same times to the nanosecond: one is a copy."""
+    first: dict[int, RunIdentity] = {}
     for run in runs:
         other = first.setdefault(run.samples, run) if run.samples is not None else run
         if other.machine != run.machine:
@@ -269,16 +263,3 @@ def _copies(runs: Iterable[Known]) -> Iterator[Fault]:
                 f"({other.path}): one is a copy of the other under another name"
             )
             yield Fault(run.path, what, REMEDY)
-
-
-def _gpus(store: Path, runs: Iterable[Known]) -> Iterator[Fault]:
-    models: dict[str, dict[str, None]] = {}
-    for run in runs:
-        models.setdefault(run.machine, {}).update({run.gpu: None} if run.gpu else {})
-    for machine, names in models.items():
-        if len(names) > 1:
-            yield Fault(
-                str(store / "runs"), f"the first GPU of machine {machine} was {' and '.join(map(repr, names))}: asv "
-                "draws both as one line, in which a change may be the GPU's", "Where both are in use, give each a "
-                "store of its own, or a machine's name in ~/.asv-machine.json", broken=False,
-            )  # fmt: skip

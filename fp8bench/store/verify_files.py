@@ -1,4 +1,4 @@
-"""What is wrong with the files of a store, each looked at by itself. Nothing is changed, not even a broken file."""
+"""What is wrong with each file of a store. Nothing is changed, not even a broken file."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fp8bench.store.kept_lines import BESIDE_RUNS, sheet_of
 from fp8bench.store.runs.listing import all_files, closed_folders
 from fp8bench.store.runs.run_file import file_name, load_sheet, missing_groups
 
-# Clocks of two machines differ by as much without anybody noticing.
+# Clocks that differ by less are taken for right.
 _CLOCKS_DIFFER = timedelta(minutes=1)
 _REBUILD = "`fp8bench history rebuild` makes it again"
 _LOOK = "Look whether it is of use, and delete it"
 _MOST_TROUBLES = 3
 T = TypeVar("T")
-# What sentences of errors go on with behind the file's name.
+# The words after the file's name in the sentences of errors.
 _VERBS = ("is ", "was ", "cannot ")
 
 
@@ -46,7 +46,7 @@ class Soundness(Enum):
 
 
 def check_run(path: Path, now: datetime) -> tuple[Run | None, Soundness, list[Fault]]:
-    """A run file: the run, None if there is none in it, and what is wrong with it."""
+    """Returns the run in a file, None if there is none, how sound the file is, and its faults."""
     try:
         run, sheet = load_sheet(path)
         written = is_locked(path)
@@ -69,22 +69,22 @@ def check_run(path: Path, now: datetime) -> tuple[Run | None, Soundness, list[Fa
 
 
 def _lines(run: Run, lost: bool) -> Fault:
-    """Broken lines. They stay for good, so that they are no fault once what they held was measured again, or where a
-    kill cut them short."""
+    """Broken lines stay for good, so they are no fault once what they held was measured again, or if a kill cut them
+    short."""
     shown = "; ".join(run.troubles[:_MOST_TROUBLES])
     more = len(run.troubles) - _MOST_TROUBLES
     what = f"{shown}; and {more} more" if more > 0 else shown
     if not run.environment.facts:
         return Fault(run.path, what, "What it holds belongs to no commit; put it right from a copy")
     if run.finished and not missing_groups(run):
-        if lost and not run.resumptions:  # else it has been measured again
+        if lost and not run.resumptions:  # a resumption has measured it again
             return Fault(run.path, what, "Every case of its plan has a record all the same; put it right from a copy")
         return Fault(run.path, what, "Nothing is missing: every case of its plan has a record", broken=False)
     return Fault(run.path, what, f"`fp8bench suite --resume {run.id}` measures what is missing")
 
 
 def _clocks(run: Run, now: datetime) -> Iterator[Fault]:
-    """What tells that a clock was wrong: none of it makes a figure wrong, but all of it the order of things."""
+    """Yields signs of a wrong clock. They make no figure wrong, but the order of runs."""
     started = _time(run.started)
     if started is None:
         if run.environment.facts:
@@ -126,7 +126,7 @@ def _shown(moment: datetime) -> str:
 
 
 def check_surroundings(store: Path) -> list[Fault]:
-    """What lies among the runs and is none, and the store's words on known changes."""
+    """Returns faults of what is among the runs and is none, and of files beside the runs."""
     runs = set(all_files(store))
     faults = [
         _foreign(path) for path in sorted((store / "runs").rglob("*"))
@@ -143,7 +143,7 @@ def check_surroundings(store: Path) -> list[Fault]:
 
 
 def _unsealed(path: Path) -> Iterator[Fault]:
-    """What is not as it was written in a file of lines, or in one that is one document."""
+    """Yields a fault where a file is not what was written, whether it has lines or is one document."""
     try:
         if path.suffix == ".jsonl":
             sheet = sheet_of(path.read_bytes())
@@ -220,7 +220,7 @@ def _results_faults(path: Path, file: ResultsFile) -> Iterator[Fault]:
 
 
 def _not_listed(results: Path, files: dict[Path, ResultsFile], known: dict[str, Any]) -> list[Fault]:
-    """Benchmarks that have results and no definition: an `asv run` writes the list anew, from what it finds."""
+    """Returns benchmarks with results and without a definition: `asv run` writes the list anew."""
     names = {name for file in files.values() for name, row in file.rows.items() if numbers(row)}
     missing = sorted(names - set(known))
     if not missing or not known:
@@ -231,8 +231,8 @@ def _not_listed(results: Path, files: dict[Path, ResultsFile], known: dict[str, 
     return [Fault(str(results / "benchmarks.json"), what, remedy, broken=False)]
 
 
-def _fault(path: Path, said: StoreError, remedy: str) -> Fault:
-    """A fault from a sentence, which names the file and perhaps a remedy of its own."""
-    words = str(said).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
+def _fault(path: Path, error: StoreError, remedy: str) -> Fault:
+    """Makes a fault of an error, which names the file and perhaps a remedy of its own."""
+    words = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
     what = words.partition(". ")[0].rstrip(".").removeprefix("is broken: ")
     return Fault(str(path), f"it {what}" if what.startswith(_VERBS) else what, remedy)

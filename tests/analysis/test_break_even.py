@@ -47,14 +47,12 @@ def found(points: Sequence[SizedRatio]) -> BreakEven:
 
 
 def true_sizes(curve: Curve) -> list[float]:
-    """Where a curve goes through 0."""
     octaves = np.linspace(4, 14, 20_001)
     values = np.array([curve(float(one)) for one in octaves])
     return [float(2 ** octaves[at]) for at in np.flatnonzero(np.diff(np.sign(values)))]
 
 
 def test_one_crossing_is_found_between_two_sizes() -> None:
-    """With its interval, in any order of the points; beside it all sizes can be told."""
     made = found(sized(saturating)[::-1])
     (crossing,) = made.crossings
     (truth,) = true_sizes(saturating)

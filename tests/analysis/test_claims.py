@@ -47,7 +47,6 @@ def claims(one: Record, reference: Record | None = None) -> dict[Label, str]:
 
 
 def working(ceiling: Ceiling | None, **work: float) -> Record:
-    """A step of 10 ms."""
     return record(CALM, work=Work(**work), ceiling=ceiling)  # type: ignore[arg-type]
 
 
@@ -319,7 +318,6 @@ def test_numbers_that_a_reference_moves_alone(base: Tape, own: Tape, why: str | 
 
 
 def test_products_of_a_reference_that_are_in_part_wider() -> None:
-    """Of a model as it came nobody says so: it is what it is."""
     case, lead = pair(steady(MS, 24), steady(MS, 24), multiplying(BF16, BF16), multiplying(BF16, FP32))
     why = "fp32 multiplies 50% of its FLOPs in more than 16 bits, this case 0%"
     assert told(case, lead)[Label.HANDICAP] == (why, False)
@@ -368,7 +366,6 @@ OTHERS: list[tuple[GivenTensors, str, bool]] = [
 @for_each(("given", "why", "hard"), OTHERS)
 @for_each("level", [Level.NATIVE, Level.EMULATED])
 def test_other_inputs(given: GivenTensors, why: str, hard: bool, level: Level) -> None:
-    """Of an emulated case too: errors compare nothing then."""
     case, lead = pair(steady(MS, 24), steady(10 * MS, 24))
     case = replace(case, products=Products(1, True, given=(NUMBERS,)), support=replace(case.support, level=level))
     lead = replace(lead, products=Products(1, None, given=(given,)))

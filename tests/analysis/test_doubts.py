@@ -51,7 +51,6 @@ def sized(n: int, flops: float, time: Any = STEP, **options: Any) -> Record:
 
 
 def flat(*records: Record, threads: int = 1) -> list[tuple[object, str]]:
-    """The sizes that are called flat, with the reason."""
     found = flat_times(records, threads)
     assert all(one.label is Label.FLAT_TIME and not one.hard for one in found.values())
     return [(one.case.param("n"), found[one.case.id].reason) for one in records if one.case.id in found]
@@ -119,7 +118,6 @@ def test_what_is(small: Record, large: Record) -> None:
 
 @for_each(("device", "threads"), [("cuda:0", 1), ("cpu", 2)])
 def test_what_may_have_been_half_idle_is_not_asked(device: str, threads: int) -> None:
-    """A GPU, or several threads: unless the larger size claims more than half of what they can do."""
     small, large = (sized(n, flops, device=device) for n, flops in ((64, 1e9), (128, 2e9)))
     assert flat(small, large, threads=threads) == []
     for bound, told in ((Ceiling(5e11, 1e11), False), (Ceiling(3e11, 1e11), True), (Ceiling(None, 1e11), False)):
@@ -152,7 +150,7 @@ def clocked(clocks: Sequence[float | None]) -> Timing:
 
 
 def told(case: Sequence[float | None], *entries: Sequence[float | None]) -> list[str]:
-    """The reasons of the labels, all of which are hard."""
+    """Returns the reasons of the labels, which must all be hard."""
     found = list(clock_offset(clocked(case), [clocked(entry) for entry in entries], "fp32"))
     assert all(one.label is Label.CLOCK_OFFSET and one.hard for one in found)
     return [one.reason for one in found]
@@ -180,14 +178,13 @@ def test_a_pair_is_void_above_one_percent(
 
 
 def test_a_clock_that_falls_for_all_is_no_offset() -> None:
-    """Rounds are paired: a device that becomes a tenth slower meanwhile runs both arms so."""
+    """Rounds are paired: a device that slows down by a tenth slows both arms."""
     falling = [1.98e9 * (1 - 0.1 * number / 23) for number in range(24)]
     assert not told(falling, [clock * 1.005 for clock in falling])
     assert told(falling, [clock * 1.03 for clock in falling])
 
 
 def readings(draw: np.random.Generator, clock: float, noise: float, rounds: int) -> list[float | None]:
-    """As a driver tells them: in steps of 15 MHz."""
     return [CLOCK_STEP * round(one / CLOCK_STEP) for one in draw.normal(clock, noise * clock, rounds)]
 
 
@@ -266,7 +263,6 @@ def groups(slow: float, **changes: object) -> list[Timing]:
 
 
 def labels(timings: list[Timing]) -> list[dict[Label, str]]:
-    """Those of a reference, a native and an emulated case."""
     reference, control, native = timings
     records = [
         record(reference, "fp32", is_reference=True, control=control), record(native),
@@ -277,7 +273,6 @@ def labels(timings: list[Timing]) -> list[dict[Label, str]]:
 
 @pytest.mark.slow
 def test_the_label_is_that_of_all_cases_of_the_rounds() -> None:
-    """Not of one that had no part in them; nor of an effect within the noise floor, or where places are not known."""
     told = labels(groups(0.2))
     assert [Label.POSITION in one for one in told] == [True, True, True, False]
     assert told[0][Label.POSITION].startswith("the first of its round takes +")
@@ -289,7 +284,6 @@ def test_the_label_is_that_of_all_cases_of_the_rounds() -> None:
 
 @for_each(("slow", "sessions", "told"), [(0.3, 4, True), (0.3, 2, True), (0.3, 1, False), (0.0, 4, False)])
 def test_in_a_duel_too(slow: float, sessions: int, told: bool) -> None:
-    """Where half of its sessions have it, by more than processes of one side differ."""
     made = []
     for number in range(4):
         arms = measured(number, 4, 40, p0=slow if number < sessions else 0.0)

@@ -169,7 +169,6 @@ def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None
 def test_steps_of_windows_that_take_another_time_than_in_slots(
     median: float | None, spread: float | None, windows: tuple[float, ...], pace: float | None
 ) -> None:
-    """Where that is beyond the noise of both."""
     one = record(EnergyUse("counter", tuple(window(1.0, seconds) for seconds in windows)))
     figures = energy_figures(one)
     assert figures is not None and figures.seconds.middle == pytest.approx(np.median(windows))
@@ -223,7 +222,6 @@ def test_nonsense_in_a_file_is_no_figure(first: EnergyUse, second: EnergyUse) ->
 def seen(
     joules: float, uncertainty: float | None = 0.004, steps: int = 100, throttle: int | None = None
 ) -> EnergyWindow:
-    """So many joules a step."""
     return EnergyWindow(steps, 2.0, joules * steps, 20, uncertainty, throttle=throttle)
 
 
@@ -333,7 +331,6 @@ def test_what_cannot_be_measured_is_an_estimate_with_its_reason() -> None:
 
 @for_each("factor", [0.8, 1.25])
 def test_joules_that_do_not_come_to_the_step_are_void(factor: float) -> None:
-    """Its largest phase takes another power by itself: all are estimates then, and say why; the residual is there."""
     told = found(*phases(gemm=phase("gemm", factor, factor)))
     assert told.void.startswith("they come to ") and "further apart than the error of both" in told.void
     assert {one.provenance for one in told.phases} == {Provenance.ESTIMATED}

@@ -104,7 +104,6 @@ def test_the_same_label_less_grave_is_a_doubt(case: Record) -> None:
 
 
 def test_identical_code_told_apart_takes_every_verdict() -> None:
-    """A is 3% from A'; the cases have the label themselves, because it is of the rounds that they were in."""
     findings = found(reference(control=steady(10_300_000, 24)), record(FIVE), record(steady(20 * MS, 24), "fp16"))
     for mode in ("bf16", "fp16"):
         finding = findings[mode]

@@ -114,7 +114,6 @@ def test_a_label_for_what_is_so(label: Label, one: Record, finding: dict[str, An
     ],
 )
 def test_contended(wall: float, device: str, reason: str | None, hard: bool) -> None:
-    """The wall clock ran a tenth ahead of the process, or far ahead of it; a GPU's host always does."""
     expected = [Labelled(Label.CONTENDED, reason, hard)] if reason else []
     found = labelled(record(clocks((wall,)), device=device))
     assert [one for one in found if one.label is Label.CONTENDED] == expected
@@ -132,7 +131,6 @@ def test_contended(wall: float, device: str, reason: str | None, hard: bool) -> 
     ],
 )
 def test_launch_bound(host: float, device: str, reason: str | None, hard: bool) -> None:
-    """Some of the time is the host's, or all of it; a reference whose time is the host's judges nobody."""
     timing = clocks((0.01,), host=host)
     expected = [Labelled(Label.LAUNCH_BOUND, reason, hard)] if reason else []
     assert [label for label in labelled(record(timing, device=device)) if label.label is Label.LAUNCH_BOUND] == expected
@@ -262,7 +260,6 @@ LATE = (0.8, 0.8, 2, 0.0)
 def test_the_time_of_the_process_decides_alone(
     process: float, ahead: float, on: bool, counted: tuple[float | None, int | None, float | None]
 ) -> None:
-    """With one thread, and in runs that counted nothing else; wall / processor time above 1.1, and above 5."""
     assert contended(clocked(*[(process, *counted)] * 8), ahead) == on
 
 

@@ -47,7 +47,6 @@ MS = 1_000_000
 
 
 def slot(number: int, *ranks: tuple[int, int]) -> SlotSample:
-    """One call, of which each rank gives its step and its communication in milliseconds."""
     took = tuple(RankCalls(rank, (step * MS,), (comm * MS,)) for rank, (step, comm) in enumerate(ranks))
     slowest = max(step for step, _ in ranks)
     return SlotSample(number, ((slowest * MS,),), slowest * 1e-3, slowest * 1e-3, ranks=took)
@@ -75,7 +74,6 @@ def test_a_rank_that_comes_late_makes_the_others_wait() -> None:
 
 
 def _told(record: Record) -> Told:
-    """With a median step of 10 ms."""
     return Told(record, Finding(record.case, Verdict.REFERENCE, median_seconds=0.01))
 
 
@@ -290,7 +288,6 @@ def test_of_rounds_that_a_busy_machine_disturbs_next_to_nothing_is_told(hidden: 
 
 @pytest.mark.parametrize("hidden", [0.0, 1.0])
 def test_bursts_make_it_wide_and_not_wrong(hidden: float) -> None:
-    """A tenth of all parts takes up to twice as long."""
     found = simulated(
         40e-3, 14e-3, hidden,
         lambda source: 1 + 0.01 * abs(source.gauss(0, 1)) + (source.random() < 0.1) * source.random(),

@@ -180,7 +180,6 @@ def test_bytes_that_no_memory_moves_and_rates_that_differ() -> None:
 def test_far_below_all_ceilings_none_of_them_is_what_a_phase_waits_for(
     milliseconds: float, launches: int, bound: Bound
 ) -> None:
-    """Half of 76.7 ms are 38.34 of products; a launch takes 1 us at least, and ten times that is overhead."""
     (lead, reference), _, _ = results()
     tape = Tape(phases=(PhaseCount("gemm", 3_834 * GB, GB, launches, by_path=(("bf16", 3_834 * GB),)),))
     finding = replace(reference, best_seconds=0.5, phases=(("gemm", milliseconds / 1e3),))
@@ -235,13 +234,11 @@ FP32_TO_BF16 = 34.0
 
 
 def faults(one: Datasheet) -> Iterator[str]:
-    """What is wrong with an entry, in words."""
     yield from peak_faults(one)
     yield from told_faults(one)
 
 
 def peak_faults(one: Datasheet) -> Iterator[str]:
-    """Of its peaks beside each other."""
     for ratio, expected in RATIOS.items():
         above, below = ratio.split("/")
         if above in one.dense and below in one.dense:
@@ -262,7 +259,6 @@ def peak_faults(one: Datasheet) -> Iterator[str]:
 
 
 def told_faults(one: Datasheet) -> Iterator[str]:
-    """Of its bandwidth, and of what it says of itself."""
     if not 1e11 < one.bandwidth < 1e13:
         yield f"a bandwidth of {one.bandwidth:g} B/s"
     if one.capacity is not None and not 1.5e10 < one.capacity < 1e12:

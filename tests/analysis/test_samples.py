@@ -62,7 +62,6 @@ def test_a_round_is_the_fastest_cells_of_as_many_calls() -> None:
 
 @st.composite
 def timings(draw: st.DrawFn) -> Timing:
-    """Any samples: a few cells, rounds and calls."""
     phases = draw(st.lists(st.sampled_from(CELL_PHASES), min_size=1, max_size=6))
     call = st.tuples(*[st.integers(0, 10**12)] * len(phases))
     return slots(*draw(st.lists(st.lists(call, min_size=1, max_size=4), min_size=1, max_size=6)), phases=phases)
@@ -95,7 +94,6 @@ def test_no_figure_of_a_round_is_above_the_mean_of_its_calls() -> None:
 
 
 def led(own: Timing, reference: Timing, control: Timing | None = None) -> tuple[Record, Record]:
-    """A native case and its native reference."""
     return record(own), record(reference, "fp32", is_reference=True, control=control)
 
 

@@ -27,7 +27,6 @@ def naive_best(samples: Floats, drawn: Sequence[int]) -> float:
 
 
 def counts(draws: Sequence[Sequence[int]], rounds: int) -> np.ndarray:
-    """How often each resample (column) drew each round (row)."""
     return np.array([np.bincount(drawn, minlength=rounds) for drawn in draws], dtype=np.float32).T
 
 
@@ -37,7 +36,6 @@ def noisy(rng: np.random.Generator, best: float, *shape: int) -> Floats:
 
 
 def ratio(case: Floats, references: Sequence[Floats], level: float = 0.99) -> Interval:
-    """The whole way from samples to an interval."""
     return stats.ratio(stats.best_case(case), [stats.best_case(reference) for reference in references], level)
 
 

@@ -24,7 +24,6 @@ MEANS = (0.05, 0.1, 0.3, 1.0, 3.0)
 
 
 def measured(draw: np.random.Generator, calls: int, slow: np.ndarray, load: float, rounds: int) -> Timing:
-    """Calls of about 1 ms, slower by `slow` in turn, on a machine that takes the core in `load` of all slots."""
     slots, place = [], int(draw.integers(len(slow)))
     for number in range(rounds):
         place += 1 + int(draw.integers(2)) if calls > 1 else 0  # the discarded ones
@@ -201,7 +200,6 @@ def stretched(step: Step, draw: Draw, wide: float) -> Timing:
 def test_equal_steps_whose_stretches_make_up_for_each_other_are_neither_faster_nor_slower(
     step: Step, count: int
 ) -> None:
-    """Those of the case vary twice as much; by stretches it would be faster every time."""
     of_stretches = 0
     for seed in range(count):
         draw = np.random.default_rng(seed)

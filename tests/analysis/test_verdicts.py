@@ -39,7 +39,6 @@ def found(*records: Record, overheads: dict[str, Overheads] | None = None) -> di
 
 
 def against_ten(case: Timing, control: Timing | None = None, level: Level = Level.NATIVE) -> Finding:
-    """The finding of a case beside a reference of exactly 10 ms."""
     return found(record(TEN, "fp32", is_reference=True, control=control), record(case, "bf16", level))["bf16"]
 
 
@@ -49,7 +48,6 @@ def once(best: int, else_: int, rounds: int = ROUNDS) -> Timing:
 
 
 def compare(case: Timing, references: Sequence[Timing], level: float) -> Interval | None:
-    """The ratio's interval over shared rounds."""
     timings = [case, *references]
     rounds = common_rounds(timings)
     return best_ratio(timings, rounds, level) if rounds else None
@@ -168,7 +166,6 @@ def test_few_rounds_are_unsure_however_clear_they_look(rounds: int) -> None:
 
 
 def wobbling(best: int, rounds: int, start: int = 0) -> Timing:
-    """Rounds that differ by up to a percent, without a pattern."""
     return timing(*[(best + (37 * (number + start)) % 101 * best // 10_000,) for number in range(rounds)])
 
 
@@ -365,8 +362,6 @@ def speed_up(case: Timing, reference: Timing, control: Timing) -> float:
 
 @pytest.mark.slow
 def test_of_equal_candidates_the_first_figure_is_too_good_and_the_fresh_one_is_not() -> None:
-    """Eight of them, 200 groups: the chosen one's first speed-up lies above 1 by seven standard errors and more, its
-    fresh one within three."""
     draw = np.random.default_rng(17)
     first, fresh = [], []
     for _ in range(200):

@@ -75,7 +75,6 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_modes_on_the_command_line(
     nothing_runs: Path, capsys: pytest.CaptureFixture[str], mode: str, said: str
 ) -> None:
-    """As a dtype, as the reference, and in a precision map."""
     assert said in refused(capsys, "suite", "gemm", "--set", "shape=64", "--dtypes", f"bf16,{mode}")
     assert said in refused(capsys, "suite", "gemm", "--set", "shape=64", "--reference", mode)
     assert said in refused(capsys, "suite", "mlp", "--dtypes", "bf16,fp8", "--precision-map", f"up={mode}")
@@ -85,7 +84,6 @@ def test_modes_on_the_command_line(
 
 @for_each(("mode", "said"), MODES[:8], ids=[mode for mode, _ in MODES[:8]])
 def test_modes_from_python(nothing_runs: Path, mode: str, said: str) -> None:
-    """The same sentence, as an exception."""
     with pytest.raises(UsageError) as raised:
         fp8bench.run("gemm", dtypes=["bf16", mode])
     assert said in str(raised.value) and not list(nothing_runs.iterdir())
@@ -103,7 +101,6 @@ def test_modes_from_python(nothing_runs: Path, mode: str, said: str) -> None:
     ],
 )
 def test_maps_that_name_nothing(nothing_runs: Path, capsys: pytest.CaptureFixture[str], map_: str, said: str) -> None:
-    """A layer nobody has, or a mode nobody registered."""
     assert said in refused(capsys, "suite", "transformer", "--dtypes", "bf16,fp8", "--precision-map", map_)
 
 
@@ -119,7 +116,6 @@ def test_maps_that_name_nothing(nothing_runs: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_files_of_options(nothing_runs: Path, capsys: pytest.CaptureFixture[str], lines: str, said: str) -> None:
-    """With the line that is wrong."""
     file = nothing_runs / "a.yaml"
     file.write_text(f"suite: gemm\nset: {{shape: 64}}\n{lines}\n")
     assert said in refused(capsys, "suite", "--config", "a.yaml")

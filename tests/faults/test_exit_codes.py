@@ -54,7 +54,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_refused_precision_is_a_row(
     dtypes: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the reason. The run is fine if others ran, and not if nothing did."""
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     assert main(["suite", "norm_act", "--dtypes", dtypes, *SMALL]) == code
     shown = capsys.readouterr()

@@ -27,7 +27,6 @@ Change = Callable[[random.Random, bytes], bytes]
 
 
 def flip(chance: random.Random, content: bytes) -> bytes:
-    """A bit, or a digit that becomes another one."""
     places = [place for place, one in enumerate(content) if chr(one).isdigit()] if chance.random() < 0.5 else []
     place = chance.choice(places or range(len(content)))
     new = chance.choice(b"0123456789") if places else content[place] ^ (1 << chance.randrange(8))
@@ -35,7 +34,6 @@ def flip(chance: random.Random, content: bytes) -> bytes:
 
 
 def cut(chance: random.Random, content: bytes) -> bytes:
-    """Some bytes go, at the end or elsewhere; or whole lines."""
     lines = content.splitlines(keepends=True)
     if chance.random() < 0.5 and len(lines) > 1:
         del lines[chance.randrange(len(lines))]
@@ -45,7 +43,6 @@ def cut(chance: random.Random, content: bytes) -> bytes:
 
 
 def swap(chance: random.Random, content: bytes) -> bytes:
-    """Two lines change places."""
     lines = content.splitlines(keepends=True)
     one, other = chance.randrange(len(lines)), chance.randrange(len(lines))
     lines[one], lines[other] = lines[other], lines[one]
@@ -53,7 +50,6 @@ def swap(chance: random.Random, content: bytes) -> bytes:
 
 
 def twice(chance: random.Random, content: bytes) -> bytes:
-    """A line stands once more somewhere."""
     lines = content.splitlines(keepends=True)
     lines.insert(chance.randrange(len(lines) + 1), chance.choice(lines))
     return b"".join(lines)

@@ -41,7 +41,6 @@ Again = Callable[[Path], object]
 
 
 def flip(chance: random.Random, content: bytes) -> bytes:
-    """Some bytes differ."""
     changed = bytearray(content)
     for _ in range(chance.randint(1, 8)):
         changed[chance.randrange(len(changed))] = chance.choice((chance.randrange(256), *b'0129,:[]{}"'))
@@ -49,25 +48,21 @@ def flip(chance: random.Random, content: bytes) -> bytes:
 
 
 def cut(chance: random.Random, content: bytes) -> bytes:
-    """A stretch is gone, or the end."""
     start, end = sorted(chance.randrange(len(content) + 1) for _ in range(2))
     return content[:start] + content[end:] if chance.random() < 0.5 else content[:end]
 
 
 def insert(chance: random.Random, content: bytes) -> bytes:
-    """Something is in it that should not be: at the beginning, the end, or anywhere."""
     place = chance.choice((0, len(content), chance.randrange(len(content))))
     return content[:place] + chance.choice(WORDS) + content[place:]
 
 
 def overwrite(chance: random.Random, content: bytes) -> bytes:
-    """Another file was put over it, and was shorter, or it was put over a longer one."""
     place = chance.randrange(len(content))
     return content + content[place:] if chance.random() < 0.5 else content[:place] + content
 
 
 def places(value: object, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every value inside."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [here, *(path for key, one in inside for path in places(one, (*here, key)))]
 
@@ -118,7 +113,6 @@ def read_benchmarks(path: Path) -> None:
 
 
 def read_machine(path: Path) -> None:
-    """What was read is written."""
     known = load_machine(path)
     save_machine(path, known)
     assert repr(sorted(load_machine(path).items())) == repr(sorted(known.items()))

@@ -70,7 +70,6 @@ def measure_nothing(run: Run, groups: object, store: Path, writer: RunWriter, *_
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
-    """Files that a person might name by mistake."""
     made = {
         "empty": b"", "binary": bytes(range(256)) * 300, "short": b"words\n", "text": b"some words\n" * 9000,
         "config.yaml": b"suite: gemm\ndtypes: [fp32]\n", "broken.yaml": b"a: [1\nb: }", "wrong.yaml": b"rounds: many\n",
@@ -130,7 +129,6 @@ def option(chance: random.Random, files: dict[str, str]) -> list[str]:
 
 
 def command(chance: random.Random, files: dict[str, str]) -> list[str]:
-    """A list of arguments."""
     names = ["suite", "sensitivity", "train", "list", "show", "selftest", "doctor", ""]
     name = chance.choices(names, [14, 3, 3, 2, 3, 1, 1, 1])[0]
     words = [name] if name else []

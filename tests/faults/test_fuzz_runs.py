@@ -41,7 +41,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def flip(chance: random.Random, content: bytes) -> bytes:
-    """Some bytes differ."""
     changed = bytearray(content)
     for _ in range(chance.randint(1, 20)):
         changed[chance.randrange(len(changed))] = chance.randrange(256)
@@ -49,7 +48,6 @@ def flip(chance: random.Random, content: bytes) -> bytes:
 
 
 def cut(chance: random.Random, content: bytes) -> bytes:
-    """A stretch is gone."""
     start, end = sorted(chance.randrange(len(content) + 1) for _ in range(2))
     return content[:start] + content[end:] if chance.random() < 0.5 else content[:end]
 
@@ -61,7 +59,6 @@ def shuffle(chance: random.Random, content: bytes) -> bytes:
 
 
 def places(value: object, here: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
-    """The path of every value inside."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [here, *(path for key, one in inside for path in places(one, (*here, key)))]
 

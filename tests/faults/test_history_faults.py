@@ -52,14 +52,12 @@ def _nobodys_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A store with one run, and its view."""
     found = tmp_path / "store"
     assert update_view(keep(grid_run(), found), found) == DONE
     return found
 
 
 def again(store: Path, **changes: Any) -> str:
-    """What is said of the next run."""
     return update_view(keep(grid_run(seconds=1, **changes), store), store)
 
 
@@ -69,18 +67,18 @@ def the_file(store: Path) -> Path:
 
 
 def num_samples(store: Path, path: Path | None = None) -> set[int]:
-    """How many samples asv finds of a step of each precision."""
+    """Returns how many samples asv finds of a step of each precision."""
     stats = Results.load(str(path or the_file(store)), "box")._stats[f"{TITLE}time"]
     return {one["repeat"] for one in stats if "repeat" in one}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder but the lock."""
+    """Returns every file below a folder but the lock."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a JSON file by hand, long ago: what changed just now is waited for."""
+    """Changes a JSON file and dates it back, since readers wait for a file that was changed just now."""
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
@@ -101,7 +99,6 @@ def long_ago(path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_view_as_it_was_and_keeps_the_run(store: Path) -> None:
-    """One sentence; the next update has both runs."""
     before = contents(store / "asv")
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(store)], env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -141,7 +138,6 @@ def open_store() -> Iterator[Path]:
     ],
 )
 def test_a_view_that_may_not_be_written_is_a_sentence(open_store: Path, closed: str, words: str) -> None:
-    """And stays as it was."""
     run = keep(grid_run(seconds=1), open_store)
     before = contents(open_store / "asv" / "results")
     lock, file = open_store / "asv" / ".lock", the_file(open_store)
@@ -156,7 +152,6 @@ def test_a_view_that_may_not_be_written_is_a_sentence(open_store: Path, closed: 
 
 
 def test_a_file_where_the_view_belongs_is_a_sentence(tmp_path: Path) -> None:
-    """Somebody's notes, which stay."""
     (tmp_path / "asv").write_text("notes")
     asv = tmp_path / "asv"
     said = again(tmp_path)
@@ -165,7 +160,7 @@ def test_a_file_where_the_view_belongs_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_link_that_leads_nowhere_is_followed_or_a_sentence(tmp_path: Path) -> None:
-    """Results may lie on a disk of their own: its folder is made, or the disk is not there."""
+    """Results may be on another disk: its folder is made, or the disk is missing."""
     (tmp_path / "asv").mkdir()
     link = tmp_path / "asv" / "results"
     link.symlink_to(tmp_path / "elsewhere")
@@ -178,7 +173,6 @@ def test_a_link_that_leads_nowhere_is_followed_or_a_sentence(tmp_path: Path) -> 
 
 
 def test_a_lock_that_somebody_holds_is_waited_for_and_then_a_sentence(store: Path) -> None:
-    """The view is theirs; it has the run the next time."""
     run = keep(grid_run(seconds=1), store)
     before = contents(store / "asv")
     with locked(store / "asv", 0):
@@ -191,8 +185,6 @@ def test_a_lock_that_somebody_holds_is_waited_for_and_then_a_sentence(store: Pat
 def test_where_there_are_no_locks_the_view_is_written_all_the_same(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on some network file systems, for runs and for the view."""
-
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -201,7 +193,6 @@ def test_where_there_are_no_locks_the_view_is_written_all_the_same(
 
 
 def test_a_file_that_cannot_be_looked_at_is_a_sentence(store: Path) -> None:
-    """A folder where the results of the commit belong; a run file that is a folder is none."""
     file = the_file(store)
     file.unlink()
     file.mkdir()
@@ -227,7 +218,6 @@ BROKEN = {
 @pytest.mark.parametrize("kind", ["results", "benchmarks.json", "machine.json"])
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_set_aside_and_made_anew(store: Path, kind: str, name: str) -> None:
-    """Nothing of it is lost, and the sentence says where it is."""
     path = file_of(store, kind)
     sound = json.loads(path.read_text())
     text = BROKEN[name].replace('"version": 2', f'"version": {sound["version"]}')
@@ -243,7 +233,7 @@ def test_a_broken_file_is_set_aside_and_made_anew(store: Path, kind: str, name: 
 @pytest.mark.parametrize("kind", ["results", "benchmarks.json", "machine.json"])
 @pytest.mark.parametrize(("version", "advice"), [(99, "Upgrade fp8bench."), (0, "Run 'asv update' first.")])
 def test_a_file_of_another_version_is_left_alone(store: Path, kind: str, version: int, advice: str) -> None:
-    """It may be sound, and whoever wrote it knows more."""
+    """It may be sound, and its writer knows more."""
     path = file_of(store, kind)
     edit(path, lambda content: content.update(version=version))
     before = contents(store / "asv")
@@ -275,7 +265,6 @@ def test_what_others_wrote_into_a_file_stays_in_it(store: Path) -> None:
 
 
 def test_a_figure_that_somebody_changed_is_put_right(store: Path) -> None:
-    """The runs are the truth; so is a row cut short."""
     path = the_file(store)
     before = load_results(path)
 
@@ -291,7 +280,7 @@ def test_a_figure_that_somebody_changed_is_put_right(store: Path) -> None:
 
 
 def test_the_machine_json_of_another_machine_is_a_sentence(store: Path) -> None:
-    """asv would show nothing of such a folder, and results must not go into another one's."""
+    """asv would show nothing of such a folder."""
     path = results_of(store) / "box" / "machine.json"
     edit(path, lambda content: content.update(machine="other"))
     before = contents(store / "asv")
@@ -304,7 +293,7 @@ def test_the_machine_json_of_another_machine_is_a_sentence(store: Path) -> None:
 
 
 def test_results_of_a_commit_that_begins_alike_are_not_mixed(store: Path) -> None:
-    """Eight digits of a hash are a file's name; somebody may also have renamed it."""
+    """A file is named by eight digits of a hash; it may also have been renamed."""
     edit(the_file(store), lambda content: content.update(commit_hash=COMMIT[:8] + "f" * 32))
     before = contents(store / "asv")
     assert "holds the results of another commit, 0a1b2c3dffffffff" in again(store)
@@ -314,7 +303,7 @@ def test_results_of_a_commit_that_begins_alike_are_not_mixed(store: Path) -> Non
 
 
 def test_a_run_that_was_copied_counts_once(store: Path) -> None:
-    """A sync's 'conflict copy' has the same samples; so has one that was cut off while it was copied."""
+    """A sync's 'conflict copy', and one that was cut off."""
     (path,) = (store / "runs" / "box").glob("*.jsonl")
     (path.parent / f"{path.stem} (copy).jsonl").write_bytes(path.read_bytes())
     (path.parent / "mine.jsonl").write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
@@ -322,7 +311,7 @@ def test_a_run_that_was_copied_counts_once(store: Path) -> None:
 
 
 def test_a_run_file_under_a_name_of_ones_own_counts(store: Path) -> None:
-    """Only a name that says another commit is believed."""
+    """Only a name with another commit in it is left out."""
     (path,) = (store / "runs" / "box").glob("*.jsonl")
     path.rename(path.with_name("the first one.jsonl"))
     assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
@@ -330,13 +319,11 @@ def test_a_run_file_under_a_name_of_ones_own_counts(store: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "\x00" * 100, '{"schema": 99}\n', '{"record": 3}\n'])
 def test_a_run_file_that_cannot_be_read_costs_the_others_nothing(store: Path, text: str) -> None:
-    """It is left out."""
     (store / "runs" / "box" / "20260101T000000Z-0a1b2c3d-00000000.jsonl").write_text(text)
     assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
 
 
 def test_a_run_outside_of_the_store_is_not_said_to_be_in_its_view(store: Path, tmp_path: Path) -> None:
-    """As one that was resumed where it had been copied to."""
     run = keep(grid_run(seconds=1), tmp_path / "elsewhere")
     said = update_view(run, store)
     assert said == f"history: the run {run.id} is not to be found in {store}, so that it is not in asv's view.{AGAIN}"
@@ -347,7 +334,7 @@ def test_a_run_outside_of_the_store_is_not_said_to_be_in_its_view(store: Path, t
 
 
 def test_a_clock_that_went_backwards_loses_nothing(store: Path) -> None:
-    """The run that was made last is dated before the first one; both count, and the later time stands in the row."""
+    """The later run has an earlier date; both count, and the row has the later time."""
     run = keep(grid_run(started="2025-12-31T23:00:00+00:00"), store)
     assert update_view(run, store) == DONE and num_samples(store) == {2 * ROUNDS}
     assert load_results(the_file(store)).rows[f"{TITLE}time"].started_at // 1000 == 1767225600
@@ -356,7 +343,7 @@ def test_a_clock_that_went_backwards_loses_nothing(store: Path) -> None:
 
 
 def test_a_run_from_the_future_does_not_decide_the_version(store: Path) -> None:
-    """asv shows the version that the code has; an old one must not hide it because a clock was wrong."""
+    """asv shows the version of the code; an old one must not hide it because of a wrong clock."""
     future = keep(grid_run(started="2040-01-01T00:00:00+00:00", version="0"), store)
     update_view(future, store)
     row = load_results(the_file(store)).rows[f"{TITLE}time"]
@@ -366,7 +353,7 @@ def test_a_run_from_the_future_does_not_decide_the_version(store: Path) -> None:
 
 
 def test_runs_of_an_old_version_alone_are_filed_under_it(tmp_path: Path) -> None:
-    """asv hides them, because today's figures are of another version; they come back with an fp8bench of then."""
+    """asv hides them beside today's version, and shows them with an fp8bench of that version."""
     update_view(keep(grid_run(version="0"), tmp_path), tmp_path)
     assert load_results(the_file(tmp_path)).rows[f"{TITLE}time"].version == f"{METHOD}.0"
     assert (
@@ -375,13 +362,11 @@ def test_runs_of_an_old_version_alone_are_filed_under_it(tmp_path: Path) -> None
 
 
 def test_a_start_without_a_zone_is_in_utc(store: Path) -> None:
-    """Whatever the zone of whoever reads it."""
     update_view(keep(grid_run(started="2026-02-01T00:00:00"), store), store)
     assert load_results(the_file(store)).rows[f"{TITLE}time"].started_at == 1769904000000
 
 
 def test_a_date_that_was_not_known_is_brought_up(tmp_path: Path) -> None:
-    """And one that asv wrote stays."""
     update_view(keep(grid_run(facts(commit_date=None)), tmp_path), tmp_path)
     assert load_results(the_file(tmp_path)).date == 0
     assert again(tmp_path) == DONE and load_results(the_file(tmp_path)).date == 1767268800000
@@ -390,7 +375,6 @@ def test_a_date_that_was_not_known_is_brought_up(tmp_path: Path) -> None:
 
 
 def test_every_commit_has_a_file_whether_it_is_in_the_repository_or_not(store: Path) -> None:
-    """Rebased away, or another repository's in the same store: nobody else's file is touched."""
     before = contents(store / "asv")
     said = update_view(keep(grid_run(facts(OTHER)), store), store)
     assert said == "history: 2 cases of commit f00dface in asv's view"
@@ -400,7 +384,6 @@ def test_every_commit_has_a_file_whether_it_is_in_the_repository_or_not(store: P
 
 
 def test_a_machine_that_was_renamed_goes_on_in_a_folder_of_its_own(store: Path) -> None:
-    """The first one stays readable."""
     before = contents(results_of(store) / "box")
     assert update_view(keep(grid_run(facts(machine="new")), store), store) == DONE
     assert contents(results_of(store) / "box") == before
@@ -410,7 +393,6 @@ def test_a_machine_that_was_renamed_goes_on_in_a_folder_of_its_own(store: Path) 
 
 
 def test_a_name_that_is_too_long_for_a_folder_is_a_sentence(tmp_path: Path) -> None:
-    """As long as no machine's is."""
     said = update_view(keep(grid_run(facts(machine="m" * 300) | {"machine": "box"}), tmp_path), tmp_path)
     assert "(File name too long)" in said and said.endswith(AGAIN)
 
@@ -469,7 +451,6 @@ def test_numbers_that_are_no_commits_are_a_sentence(store: Path, number: int) ->
 @settings(max_examples=25)
 @given(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=1, max_size=4))
 def test_the_view_is_the_same_whoever_writes_it_and_how_often(order: list[int], writers: list[int]) -> None:
-    """Byte for byte: it is a function of the runs, which may have been kept in any order."""
     seen = set()
     with tempfile.TemporaryDirectory() as name:
         for places, who in (((0, 1, 2, 3), [3]), (order, writers)):

@@ -39,7 +39,6 @@ def started(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def ended(folder: Path, *words: str) -> tuple[int, str]:
-    """A command's exit code, and what it said on stderr."""
     with started(folder, *words) as process:
         out, err = process.communicate(timeout=240)
     assert out.startswith("gemm ")

@@ -81,7 +81,7 @@ def _nobodys_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def program(text: str, *words: object) -> subprocess.Popen[str]:
-    """A program in a process of its own, which finds the tests' builders."""
+    """Starts a program in a process of its own, which can import the tests' builders."""
     command = [sys.executable, "-c", text, *map(str, words)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -97,7 +97,6 @@ def repeats(store: Path) -> list[Any]:
 
 
 def whole(store: Path) -> None:
-    """Every file of the view is, and nothing is beside it that asv would stumble over."""
     results = results_of(store)
     benchmarks = load_benchmarks(results / "benchmarks.json")
     assert f"{TITLE}time" in benchmarks and load_machine(results / "box" / "machine.json")["machine"] == "box"
@@ -138,13 +137,13 @@ def measured_samples(store: Path) -> int:
 
 
 def write_on(store: Path) -> None:
-    """Keep run after run, and bring the view up to date after each, until somebody kills this process."""
+    """Keeps run after run, and updates the view after each, until this process is killed."""
     while True:
         update_view(keep(grid_run(rounds=FEW_ROUNDS), store), store)
 
 
 def kill_writers(store: Path, kills: int, seed: int) -> None:
-    """Kill as many writers at random moments; after each one the view is whole, and the next update heals it."""
+    """Kills writers at random moments; after each kill the view is whole, and the next update completes it."""
     chance = random.Random(seed)
     mended = keep(grid_run(), store)
     update_view(mended, store)
@@ -208,7 +207,7 @@ def test_asv_that_saves_in_between_loses_our_rows_until_the_next_update(tmp_path
 
 
 def test_asv_that_saves_all_the_while_is_never_taken_for_broken(tmp_path: Path) -> None:
-    """It truncates its file and fills it again; half a file is waited for and not set aside."""
+    """asv truncates its file and fills it again; readers wait for half a file."""
     store = tmp_path / "store"
     run = keep(grid_run(), store)
     update_view(run, store)

@@ -48,7 +48,6 @@ HELD = kill.SUITE.replace(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a suite of steps that sleep."""
     (tmp_path / "nap_suite.py").write_text(kill.SUITE)
     return tmp_path
 
@@ -56,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
 def started(
     folder: Path, *words: str, limit: int | None = None, stdout: int | IO[str] = subprocess.PIPE
 ) -> subprocess.Popen[str]:
-    """A command in a process of its own; with a limit, no file it writes may grow beyond so many bytes."""
+    """Starts a command; with a limit, no file that it writes may have more bytes."""
     pipes = {"cwd": folder, "stdout": stdout, "stderr": subprocess.PIPE, "text": True}
     environment = {"COLUMNS": ""}  # sentences on stderr are a line each
     if limit is None:
@@ -133,7 +132,6 @@ def test_a_full_disk_loses_nothing_that_was_finished(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_runs_in_one_store_know_of_each_other(folder: Path) -> None:
-    """Each has a file of its own, whole; the figures come with a warning."""
     (folder / "nap_suite.py").write_text(HELD)
 
     def files() -> list[Path]:
@@ -216,7 +214,7 @@ def test_a_terminal_that_is_closed(folder: Path, ignored: bool) -> None:
 
 
 def _drained(master: int, condition: Callable[[], bool]) -> None:
-    """Read what comes to a terminal until something holds: else its program waits."""
+    """Reads from a terminal until a condition holds, so that its program does not block."""
     while not condition():
         if select.select([master], [], [], 0.05)[0]:
             os.read(master, 4096)

@@ -1,4 +1,4 @@
-"""What was acknowledged: a line each, whose order says nothing, and whose torn lines acknowledge nothing."""
+"""Acknowledgements: the order of their lines means nothing, and a torn line acknowledges nothing."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_a_torn_line_acknowledges_nothing_and_those_around_it_hold(tmp_path: Pat
         file.write(line)
     after = replace(ACK, id="0b")
     append_acks(tmp_path, [after])
-    found = load_acks(tmp_path)
-    assert found.acks == (ACK, after)
-    assert len(found.troubles) == 1 and found.troubles[0].startswith(f"line 2 {words}")
+    acks = load_acks(tmp_path)
+    assert acks.acks == (ACK, after)
+    assert len(acks.troubles) == 1 and acks.troubles[0].startswith(f"line 2 {words}")
 
 
 def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ LINES = st.lists(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
 @given(LINES, st.integers(0, 1000))
-def test_the_order_of_lines_says_nothing(tmp_path: Path, lines: list[Ack | Undo], seed: int) -> None:
+def test_the_order_of_lines_means_nothing(tmp_path: Path, lines: list[Ack | Undo], seed: int) -> None:
     acks_of(tmp_path).unlink(missing_ok=True)
     append_acks(tmp_path, lines)
     first = load_acks(tmp_path)

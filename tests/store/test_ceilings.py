@@ -1,8 +1,7 @@
-"""What a machine can do at most is measured once for its device and software, and kept."""
+"""Ceilings are measured once for a device and its software, and kept."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,7 @@ from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
 from fp8bench.store.ceilings import ceilings_of, history_of_ceilings, merge_ceilings, new_ceilings
 from tests.counts import for_each
 from tests.facts import CPU, H200
-from tests.older import as_older, changed_document
+from tests.older import as_older
 
 FACTS = {"machine": "box", "torch": "2.13.0", "threads": 2}
 FOUND = Ceilings((Rate(Limit.PRODUCT, "fp32", (1e11,), 6, (256, 256, 256)), Rate(Limit.CACHED, runs=(1.75e11,))))
@@ -24,12 +23,12 @@ WHOLE = Ceilings((Rate(Limit.PRODUCT, "fp32", (1e11, 1.01e11), 6, (256, 256, 256
 def kept(
     tmp_path: Path, environment: Environment, measure: Measuring | None = None, device: DeviceFacts = CPU
 ) -> object:
-    found = ceilings_of(tmp_path, environment, device, measure)
-    return None if found is None else replace(found, when="", under=())
+    ceilings = ceilings_of(tmp_path, environment, device, measure)
+    return None if ceilings is None else replace(ceilings, when="", under=())
 
 
 class Measuring:
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -39,7 +38,7 @@ class Measuring:
         return FOUND
 
 
-def test_it_is_measured_once(tmp_path: Path) -> None:
+def test_ceilings_are_measured_once(tmp_path: Path) -> None:
     measure, environment = Measuring(), Environment(FACTS)
     assert kept(tmp_path, environment) is None
     for _ in range(3):
@@ -48,7 +47,7 @@ def test_it_is_measured_once(tmp_path: Path) -> None:
     assert measure.times == 1
 
 
-def test_another_machine_torch_or_device_has_its_own(tmp_path: Path) -> None:
+def test_another_machine_torch_or_device_has_ceilings_of_its_own(tmp_path: Path) -> None:
     measure, environment = Measuring(), Environment(FACTS)
     others = [
         (environment.also({"machine": "other"}), CPU),
@@ -68,11 +67,10 @@ def test_a_broken_file_is_measured_again(content: str, tmp_path: Path) -> None:
     measure, environment = Measuring(), Environment(FACTS)
     ceilings_of(tmp_path, environment, CPU, measure)
     (path,) = (tmp_path / "ceilings").glob("*.json")
-    older = json.dumps(changed_document(path), indent=1) + "\n"  # of several lines, and without a checksum
     path.write_text(content)
     assert kept(tmp_path, environment) is None
     assert kept(tmp_path, environment, measure) == FOUND and measure.times == 2
-    path.write_text(older)
+    as_older(path)
     assert kept(tmp_path, environment) == FOUND
 
 
@@ -93,8 +91,8 @@ def test_whole_ceilings_come_first_while_settings_are_the_same(tmp_path: Path) -
     assert kept(tmp_path, environment, None, H200) == later
 
 
-def test_what_an_interruption_leaves_is_gone_on_with_under_the_same_settings(tmp_path: Path) -> None:
-    """A kill leaves the same files as this. It is no ceiling before it is whole, and gone when it is."""
+def test_an_interrupted_measurement_goes_on_under_the_same_settings(tmp_path: Path) -> None:
+    """A kill leaves the same files. Pieces are no ceilings before they are whole, and are deleted then."""
     environment, given = Environment(FACTS), list[object]()
 
     def interrupted(begun: Ceilings | None, keep: Callable[[Ceilings], None]) -> Ceilings:
@@ -116,21 +114,20 @@ def test_what_an_interruption_leaves_is_gone_on_with_under_the_same_settings(tmp
     assert given[3:] == [WHOLE, None] and kept(tmp_path, environment) == WHOLE
 
 
-def test_every_measurement_is_kept(tmp_path: Path) -> None:
-    """Also one of an fp8bench that kept none, and beside a line that is broken; a quick look is none."""
+def test_every_whole_measurement_is_in_the_history_also_behind_a_broken_line(tmp_path: Path) -> None:
     environment = Environment(FACTS)
-    new_ceilings(tmp_path, environment, CPU, lambda begun, keep: WHOLE)
     history = tmp_path / "ceilings" / "history.jsonl"
-    history.unlink()
     ceilings_of(tmp_path, environment, H200, Measuring())
-    new_ceilings(tmp_path, environment, CPU, lambda begun, keep: WHOLE)
-    assert [one.rates for one in history_of_ceilings(tmp_path)] == [WHOLE.rates] * 2
+    for _ in range(2):
+        new_ceilings(tmp_path, environment, CPU, lambda begun, keep: WHOLE)
+    assert [ceilings.rates for ceilings in history_of_ceilings(tmp_path)] == [WHOLE.rates] * 2
     history.write_bytes(history.read_bytes() + b'{"version": 2, "ceil')
     new_ceilings(tmp_path, environment, H200, lambda begun, keep: WHOLE)
-    assert [dict(one.under)["name"] for one in history_of_ceilings(tmp_path)] == [CPU.name, CPU.name, H200.name]
+    names = [dict(ceilings.under)["name"] for ceilings in history_of_ceilings(tmp_path)]
+    assert names == [CPU.name, CPU.name, H200.name]
 
 
-def test_those_of_another_store_are_taken_in_once(tmp_path: Path) -> None:
+def test_ceilings_of_another_store_are_merged_once(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "a", tmp_path / "b"
     here, there = Environment(FACTS), Environment(FACTS | {"machine": "other"})
     new_ceilings(theirs, here, CPU, lambda begun, keep: replace(WHOLE, device="first"))
@@ -141,7 +138,7 @@ def test_those_of_another_store_are_taken_in_once(tmp_path: Path) -> None:
     history.write_text(re.sub(r'"when": ?"20..', '"when":"1999', as_older(history).read_text()))
     before = {path: path.read_bytes() for path in (theirs / "ceilings").iterdir()}
     assert merge_ceilings(ours, theirs) == 4 and merge_ceilings(ours, theirs) == 0
-    assert [one.when[:4] == "1999" for one in history_of_ceilings(ours)] == [True, True, False]
+    assert [ceilings.when[:4] == "1999" for ceilings in history_of_ceilings(ours)] == [True, True, False]
     assert ceilings_of(ours, here, CPU, None).device == "second"  # type: ignore[union-attr]
     assert ceilings_of(ours, there, CPU, None) is not None
     assert {path: path.read_bytes() for path in (theirs / "ceilings").iterdir()} == before

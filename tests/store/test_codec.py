@@ -154,7 +154,6 @@ anything = st.recursive(
 
 
 def places(plain: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all values inside."""
     inside = enumerate(plain) if isinstance(plain, list) else plain.items() if isinstance(plain, dict) else ()
     return [place for key, value in inside for place in [(*path, key), *places(value, (*path, key))]]
 

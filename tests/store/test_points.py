@@ -91,11 +91,11 @@ def run(records: list[Record] = RECORDS, **request: Any) -> Run:
     return run_of(records, devices=(CPU,), request=Request("gemm", **request))
 
 
-def samples(found: Run, precision: str) -> dict[str, tuple[float, ...]]:
+def samples(content: Run, precision: str) -> dict[str, tuple[float, ...]]:
     """By metric, for one precision of gemm's first cell."""
     return {
         point.series.removeprefix("gemm.Gemm.track_"): point.samples
-        for point in followed(found).points
+        for point in followed(content).points
         if point.cell == (precision, "512")
     }
 
@@ -126,29 +126,29 @@ TOLD: dict[str, dict[str, tuple[float, ...]]] = {
 def test_every_metric_that_is_declared_has_a_point_and_every_number_is_right(precision: str) -> None:
     grid = workloads.get("gemm").history
     assert grid is not None
-    found = samples(run(), precision)
-    assert list(found) == [metric.name for metric in tracked_by(grid)]
-    told = {name: values for name, values in found.items() if values}
+    content = samples(run(), precision)
+    assert list(content) == [metric.name for metric in tracked_by(grid)]
+    told = {name: values for name, values in content.items() if values}
     assert told == {name: pytest.approx(values, rel=1e-12) for name, values in TOLD[precision].items()}
 
 
 def test_points_come_under_their_series_with_the_version_of_their_case() -> None:
-    found = followed(run())
-    assert (found.others, found.why) == (0, "")
-    assert {point.series for point in found.points} == {series.name for series in found.series}
-    assert len(found.points) == len(found.series) * 3
-    assert {point.cell for point in found.points} == {("fp32", "512"), ("bf16", "512"), ("fp8", "512")}
-    assert {point.version for point in found.points} == {one.version for one in found.series} == {f"{METHOD}.1"}
+    content = followed(run())
+    assert (content.others, content.why) == (0, "")
+    assert {point.series for point in content.points} == {series.name for series in content.series}
+    assert len(content.points) == len(content.series) * 3
+    assert {point.cell for point in content.points} == {("fp32", "512"), ("bf16", "512"), ("fp8", "512")}
+    assert {point.version for point in content.points} == {point.version for point in content.series} == {f"{METHOD}.1"}
     old = [replace(record, case=replace(record.case, version="0")) for record in RECORDS]
     assert {point.version for point in followed(run(old)).points} == {f"{METHOD}.0"}
 
 
 @for_each("status", [Status.SKIPPED, Status.FAILED])
 def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> None:
-    found = followed(run([FP32, replace(BF16, status=status, reason="why")]))
-    lost = [point for point in found.points if point.cell[0] == "bf16"]
-    assert len(lost) == len(found.series)
-    assert all((one.status, one.reason, one.samples) == (status, "why", ()) for one in lost)
+    content = followed(run([FP32, replace(BF16, status=status, reason="why")]))
+    lost = [point for point in content.points if point.cell[0] == "bf16"]
+    assert len(lost) == len(content.series)
+    assert all((point.status, point.reason, point.samples) == (status, "why", ()) for point in lost)
 
 
 @for_each(
@@ -164,8 +164,8 @@ def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> No
 )
 def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list[Record]) -> None:
     """Over another one it would be another figure under the same name."""
-    found = samples(run([*lead, BF16]), "bf16")
-    assert found["relative_time"] == () and found["time"]
+    content = samples(run([*lead, BF16]), "bf16")
+    assert content["relative_time"] == () and content["time"]
 
 
 @for_each(
@@ -194,8 +194,8 @@ OUTSIDE = {
 
 @for_each("name", OUTSIDE)
 def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
-    found = followed(run([FP32, replace(BF16, case=OUTSIDE[name])]))
-    assert (found.others, found.why) == (1, "") and {one.cell for one in found.points} == {("fp32", "512")}
+    content = followed(run([FP32, replace(BF16, case=OUTSIDE[name])]))
+    assert (content.others, content.why) == (1, "") and {point.cell for point in content.points} == {("fp32", "512")}
     alone = followed(run([replace(BF16, case=OUTSIDE[name])]))
     assert alone == points.RunPoints(others=1)
 
@@ -203,8 +203,8 @@ def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
 def test_the_machines_main_device_is_its_first_gpu() -> None:
     shape = (("m", 4096), ("n", 4096), ("k", 4096), *PARAMS[3:])
     both = replace(run([FP32, replace(BF16, case=case("bf16", shape, device="cuda:0"))]), devices=(CPU, H200))
-    found = followed(both)
-    assert found.others == 1 and {one.cell for one in found.points} == {("bf16", "4096")}
+    content = followed(both)
+    assert content.others == 1 and {point.cell for point in content.points} == {("bf16", "4096")}
     second = replace(H200, index=1)
     other = run([replace(BF16, case=case("bf16", shape, device="cuda:1"))])
     assert followed(replace(other, devices=(CPU, H200, second))) == points.RunPoints(others=1)
@@ -212,7 +212,6 @@ def test_the_machines_main_device_is_its_first_gpu() -> None:
 
 
 def transformer(data: str) -> Record:
-    """The transformer's cell on a processor, over that text."""
     params: dict[str, Scalar] = {
         "size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2, "checkpointing": "no", "compile": "no",
         "attention": "auto", "weights": "cached", "data": data,
@@ -222,13 +221,13 @@ def transformer(data: str) -> Record:
 
 
 def test_the_text_is_part_of_the_version_and_a_users_own_is_in_no_series() -> None:
-    found = followed(run([transformer(TEXT)]))
+    content = followed(run([transformer(TEXT)]))
     wanted = f"{METHOD}.{workloads.get('transformer').version} {TEXT}"
-    assert {one.version for one in found.points} == {one.version for one in found.series} == {wanted}
-    times = {one.series.rpartition("_")[2]: one.samples for one in found.points}
+    assert {point.version for point in content.points} == {point.version for point in content.series} == {wanted}
+    times = {point.series.rpartition("_")[2]: point.samples for point in content.points}
     assert times["mtok"] == pytest.approx((3.0, 1.0))
-    found = followed(run([transformer("mine:1a2b3c4d"), BF16], data="mine.txt"))
-    assert found.others == 1 and {one.cell for one in found.points} == {("bf16", "512")}
+    content = followed(run([transformer("mine:1a2b3c4d"), BF16], data="mine.txt"))
+    assert content.others == 1 and {point.cell for point in content.points} == {("bf16", "512")}
 
 
 def test_suites_without_a_grid_are_counted_with_a_reason() -> None:
@@ -238,8 +237,8 @@ def test_suites_without_a_grid_are_counted_with_a_reason() -> None:
         others=1, why="the suite nosuch is not known here; --import its module"
     )
     assert followed(run([hidden])) == points.RunPoints(others=1, why="the suite _planted declares no grid")
-    found = followed(run([unknown, BF16, hidden]))
-    assert found.others == 2 and found.why and len(found.points) == len(found.series)
+    content = followed(run([unknown, BF16, hidden]))
+    assert content.others == 2 and content.why and len(content.points) == len(content.series)
 
 
 class Own(Workload):
@@ -263,7 +262,6 @@ class Own(Workload):
 
 
 def own(monkeypatch: pytest.MonkeyPatch, kind: type[Workload]) -> Run:
-    """A run of both its cells."""
     monkeypatch.setattr(workloads, "_leaves", {**workloads._leaves, "own": kind})
     return run([replace(BF16, case=case("bf16", (("data", number),), "own")) for number in (1, 2)])
 
@@ -271,23 +269,23 @@ def own(monkeypatch: pytest.MonkeyPatch, kind: type[Workload]) -> Run:
 def test_an_axis_that_is_called_data_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its values are cells of one series, and not versions of which the newest counts."""
     workloads.names()
-    found = followed(own(monkeypatch, Own))
-    assert found.others == 0
-    assert {(one.version, one.cell) for one in found.points} == {
+    content = followed(own(monkeypatch, Own))
+    assert content.others == 0
+    assert {(point.version, point.cell) for point in content.points} == {
         (f"{METHOD}.1", ("bf16", 1)),
         (f"{METHOD}.1", ("bf16", 2)),
     }
     # Time per token is told where there are tokens only.
-    assert {one.samples for one in found.points if one.series.endswith("per_mtok")} == {()}
+    assert {point.samples for point in content.points if point.series.endswith("per_mtok")} == {()}
 
 
 def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     workloads.names()
     faulty = type("Faulty", (Own,), {"history": replace(Own.history, dtypes=())})
     mixed = own(monkeypatch, faulty)
-    found = followed(replace(mixed, records=(*mixed.records, BF16)))
-    assert found.others == 2 and {one.cell for one in found.points} == {("bf16", "512")}
-    assert found.why.startswith("the grid that suite 'own' declares cannot be tracked: its dtypes are none")
+    content = followed(replace(mixed, records=(*mixed.records, BF16)))
+    assert content.others == 2 and {point.cell for point in content.points} == {("bf16", "512")}
+    assert content.why.startswith("the grid that suite 'own' declares cannot be tracked: its dtypes are none")
 
 
 @for_each(
@@ -299,7 +297,7 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     ids=str,
 )  # fmt: skip
 def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
-    by_metric = {one.series.rpartition("track_")[2]: one.hasty for one in followed(run(**words)).points}
+    by_metric = {point.series.rpartition("track_")[2]: point.hasty for point in followed(run(**words)).points}
     assert by_metric.pop("product_error") is by_metric.pop("kernel_error") is by_metric.pop("peak_memory") is False
     assert not any(by_metric.pop(name) for name in (*COUNTS, "device_peak_memory"))
     assert set(by_metric.values()) == {hasty}
@@ -318,8 +316,8 @@ def test_a_budget_that_ended_early_is_hasty() -> None:
 
 def under(changed: Run) -> Any:
     """The conditions of its first point; all points of a run have the same, but those of counts."""
-    (found,) = {one.under for one in followed(changed).points if metric_of(one) not in COUNTS}
-    return found
+    (content,) = {point.under for point in followed(changed).points if metric_of(point) not in COUNTS}
+    return content
 
 
 @for_each(
@@ -337,8 +335,8 @@ def under(changed: Run) -> Any:
 def test_software_and_settings_are_conditions(facts: dict[str, Any], counts: bool) -> None:
     """Load passes, a kernel makes no new machine, and what is imported beside a suite of fp8bench's own is not it."""
     before = Environment({"torch": "2.13.0", "cpu_governor": "performance"})
-    one, other = run(), replace(run(), environment=Environment({**before.facts, **facts}))
-    assert (under(replace(one, environment=before)) != under(other)) is counts
+    point, other = run(), replace(run(), environment=Environment({**before.facts, **facts}))
+    assert (under(replace(point, environment=before)) != under(other)) is counts
 
 
 def test_the_device_and_the_code_of_a_users_suite_are_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,8 +398,8 @@ def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
             continue
         assert (point.under == plain) is not energy
         assert not energy or point.under[-1][0] == "energy_source"
-    (one,) = [point for (name, _), point in merged(points).items() if name.endswith("track_energy")]
-    assert one.samples == (1.0, 1.1)
+    (point,) = [point for (name, _), point in merged(points).items() if name.endswith("track_energy")]
+    assert point.samples == (1.0, 1.1)
     windows = (EnergyWindow(100, 1.0, 190.0, 12, 0.004), EnergyWindow(50, 0.5, 96.0, 11, 0.004))  # a sample each
     told = run([replace(record, energy=EnergyUse("counter", windows)) for record in (BF16, FP8)])
     assert samples(told, "bf16")["energy"] == samples(told, "fp8")["energy"] == pytest.approx((1.9, 1.92))
@@ -443,8 +441,8 @@ MERGED: dict[str, tuple[list[Point], Point]] = {
 
 @for_each(("given_points", "expected"), MERGED.values(), ids=list(MERGED))
 def test_what_the_points_of_one_cell_come_to(given_points: list[Point], expected: Point) -> None:
-    ((_, found),) = merged(given_points).items()
-    assert found == expected
+    ((_, content),) = merged(given_points).items()
+    assert content == expected
 
 
 some_points = st.builds(
@@ -457,30 +455,33 @@ some_points = st.builds(
 
 @given(st.lists(some_points, max_size=12))
 def test_merging_loses_no_whole_sample(given_points: list[Point]) -> None:
-    found = merged(given_points)
-    newest = {one.series: one.version for one in given_points}
-    assert found.keys() == {(one.series, one.cell) for one in given_points if one.version == newest[one.series]}
-    for (name, cell), one in found.items():
+    content = merged(given_points)
+    newest = {point.series: point.version for point in given_points}
+    assert content.keys() == {
+        (point.series, point.cell) for point in given_points if point.version == newest[point.series]
+    }
+    for (name, cell), point in content.items():
         alike = [p for p in given_points if (p.series, p.cell, p.version) == (name, cell, newest[name])]
         whole = [value for p in alike if not p.hasty for value in p.samples]
-        assert list(one.samples) == (whole or [value for p in alike for value in p.samples])
-        assert (one.series, one.cell, one.version) == (name, cell, newest[name])
-    assert merged(list(found.values())) == found
+        assert list(point.samples) == (whole or [value for p in alike for value in p.samples])
+        assert (point.series, point.cell, point.version) == (name, cell, newest[name])
+    assert merged(list(content.values())) == content
 
 
 @given(st.lists(some_points, max_size=12).flatmap(lambda some: st.tuples(st.just(some), st.permutations(some))))
 def test_the_order_of_runs_changes_no_samples(orders: tuple[list[Point], list[Point]]) -> None:
     series = [Series(name, "x", "time", "seconds", (), (), "1.1") for name in ("x.X.track_time", "y.Y.track_time")]
-    current = {one.series for one in orders[0] if one.version == "1.1"}
-    first, second = ({key: one for key, one in merged(some, series).items() if key[0] in current} for some in orders)
-    assert {key: sorted(one.samples) for key, one in first.items()} == {
-        key: sorted(one.samples) for key, one in second.items()
+    current = {point.series for point in orders[0] if point.version == "1.1"}
+    first, second = (
+        {key: point for key, point in merged(some, series).items() if key[0] in current} for some in orders
+    )
+    assert {key: sorted(point.samples) for key, point in first.items()} == {
+        key: sorted(point.samples) for key, point in second.items()
     }
-    assert all(one.version == "1.1" for one in first.values())
+    assert all(point.version == "1.1" for point in first.values())
 
 
 def of_ranks(ranks: int, **facts: Scalar) -> Run:
-    """A run of the collective's grid by so many ranks."""
     device = replace(CPU, ranks=ranks)
     grid = cells_of(workloads.get("collective"), replace(CPU, ranks=2), None)
     params = next(params for params, cell in grid.items() if cell[0] == "all_reduce")
@@ -491,14 +492,14 @@ def of_ranks(ranks: int, **facts: Scalar) -> Run:
 
 
 def test_ranks_are_part_of_a_cell_and_other_numbers_are_said() -> None:
-    found = followed(of_ranks(2))
-    assert {point.cell for point in found.points} == {("bf16", "all_reduce", "2 gloo")}
-    values = {metric_of(point): point.samples for point in found.points}
+    content = followed(of_ranks(2))
+    assert {point.cell for point in content.points} == {("bf16", "all_reduce", "2 gloo")}
+    values = {metric_of(point): point.samples for point in content.points}
     assert values["wire_bytes"] == (3e6,) and values["time"] == pytest.approx((1e-3,))
     assert not {"energy", *COUNTS} & values.keys()
     for ranks, words in ((4, "4 ranks"), (1, "1 rank")):
-        found = followed(of_ranks(ranks))
-        assert not found.points and found.others == 1
-        assert found.why == f"it was measured by {words}, and the history of collective is of 2, 8"
+        content = followed(of_ranks(ranks))
+        assert not content.points and content.others == 1
+        assert content.why == f"it was measured by {words}, and the history of collective is of 2, 8"
     alone = followed(run_of([record for record in RECORDS if record.timing], devices=(replace(CPU, ranks=2),)))
     assert alone.why == "it was measured by 2 ranks, and the history of gemm is of 1"

@@ -32,7 +32,9 @@ def group(time: int = 5 * MS, late: bool = False, rounds: int = 24, control: int
 
 
 def known(store: Path, records: tuple[Record, ...] | None = None, run: Run = RUN) -> list[int]:
-    return [one.reruns.runs if one.reruns is not None else 0 for one in with_reruns(records or group(), run, store)]
+    return [
+        marked.reruns.runs if marked.reruns is not None else 0 for marked in with_reruns(records or group(), run, store)
+    ]
 
 
 def test_the_fifth_run_knows_the_four_before_it(tmp_path: Path) -> None:
@@ -49,8 +51,8 @@ def test_how_far_identical_code_lies_apart_is_learned_too(tmp_path: Path) -> Non
     lead, case = with_reruns(group(), RUN, tmp_path)
     assert lead.reruns is not None and lead.reruns.spread == pytest.approx(0.011, rel=0.05)
     assert case.reruns is not None and case.reruns.spread < 0.006  # half of a control's difference is the reference's
-    told = find([lead, case], {})
-    assert all(one.floor == pytest.approx(math.expm1(reach_of(lead.reruns))) for one in told)
+    findings = find([lead, case], {})
+    assert all(finding.floor == pytest.approx(math.expm1(reach_of(lead.reruns))) for finding in findings)
 
 
 def test_other_code_another_machine_and_a_busy_one_are_known_apart(tmp_path: Path) -> None:
@@ -100,17 +102,17 @@ FIVE = steady(5 * MS, 24)
 
 
 def seen(*logs: float) -> Seen:
-    found = Seen()
+    runs = Seen()
     for log in logs:
-        found = found.also(log)
-    return found
+        runs = runs.also(log)
+    return runs
 
 
 def test_a_few_numbers_say_what_all_runs_say_unless_they_are_too_few() -> None:
     logs = np.random.default_rng(0).normal(0.3, 0.02, 40)
-    found = seen(*logs)
-    assert (found.runs, found.freedom) == (40, 39) and found.mean == pytest.approx(logs.mean())
-    assert found.squares / found.freedom == pytest.approx(np.var(logs, ddof=1))
+    known_runs = seen(*logs)
+    assert (known_runs.runs, known_runs.freedom) == (40, 39) and known_runs.mean == pytest.approx(logs.mean())
+    assert known_runs.squares / known_runs.freedom == pytest.approx(np.var(logs, ddof=1))
     assert learned("a", {}) is None
     assert learned("a", {"a": seen(0.0, 0.01, 0.02), **{name: seen(0.1) for name in "bcdefg"}}) is None
     assert learned("a", {"a": seen(*[0.01] * LEAST_FREEDOM, 0.02)}) is not None
@@ -123,12 +125,11 @@ def test_a_few_numbers_say_what_all_runs_say_unless_they_are_too_few() -> None:
     assert other is not None and other.spread == pytest.approx(own.spread) and (other.freedom, other.runs) == (2, 50)
     assert reach_of(other) > reach_of(own)  # whoever has never run may be worse than the others
     known = {"calm": seen(0, 0.01, 0.02), "usual": seen(0, 0.02, 0.04), "wild": seen(0, 2.0, 4.0)}
-    found = learned("new", known)
-    assert found is not None and found.spread == pytest.approx(0.02)
+    known_runs = learned("new", known)
+    assert known_runs is not None and known_runs.spread == pytest.approx(0.02)
 
 
 def test_the_long_run_is_held() -> None:
-    """Of cases whose runs lie 0.1 to 10% apart, of which rounds say nothing."""
     draw, held = np.random.default_rng(2), []
     for _ in range(300):
         spreads = np.exp(draw.normal(math.log(0.01), 1.0, 8))
@@ -154,35 +155,34 @@ def test_an_interval_is_never_narrower_than_runs_lie_apart() -> None:
 def test_what_no_more_rounds_would_settle_says_so() -> None:
     lead = record(TEN, "fp32", is_reference=True, control=TEN)
     case = replace(record(TEN), reruns=Reruns(0.02, 12, 40))
-    (_, found) = find([lead, case], {})
-    assert found.verdict is Verdict.UNSURE and "by 40 earlier ones: more rounds do not help" in found.why
-    (_, found) = find([lead, replace(case, reruns=None)], {})
-    assert found.verdict is Verdict.SAME
+    (_, finding) = find([lead, case], {})
+    assert finding.verdict is Verdict.UNSURE and "by 40 earlier ones: more rounds do not help" in finding.why
+    (_, finding) = find([lead, replace(case, reruns=None)], {})
+    assert finding.verdict is Verdict.SAME
 
 
-def held_up(one: Timing, quiet: int) -> Timing:
+def held_up(timing: Timing, quiet: int) -> Timing:
     """All but so many of its slots, every third call of which takes twice as long."""
     slots = [
         replace(
             slot, wall_seconds=(1 if place < quiet else 2) * slot.cpu_seconds, calls_ns=(*slot.calls_ns * 2, (20 * MS,))
         )
-        for place, slot in enumerate(one.slots)
+        for place, slot in enumerate(timing.slots)
     ]
-    return replace(one, slots=tuple(slots))
+    return replace(timing, slots=tuple(slots))
 
 
 def test_where_too_few_rounds_were_undisturbed_there_is_a_range_and_no_interval() -> None:
-    """It holds what the mean over all calls says, too; one more quiet round, and it is an interval again."""
     lead = record(TEN, "fp32", is_reference=True, control=TEN)
-    (_, found) = find([lead, record(held_up(FIVE, 5))], {})
-    assert found.ratio is not None and found.typical is not None and found.ratio.level == 0
-    assert found.ratio.point == pytest.approx(0.5) and found.ratio.high >= found.typical.high > 0.9
-    assert found.verdict is Verdict.UNSURE
+    (_, finding) = find([lead, record(held_up(FIVE, 5))], {})
+    assert finding.ratio is not None and finding.typical is not None and finding.ratio.level == 0
+    assert finding.ratio.point == pytest.approx(0.5) and finding.ratio.high >= finding.typical.high > 0.9
+    assert finding.verdict is Verdict.UNSURE
     (_, known) = find([lead, replace(record(held_up(FIVE, 5)), reruns=Reruns(0.01, 12, 40))], {})
-    assert known.ratio is not None and known.ratio.level == 0.99 and known.ratio.high == found.ratio.high
+    assert known.ratio is not None and known.ratio.level == 0.99 and known.ratio.high == finding.ratio.high
     (_, calm) = find([lead, record(held_up(FIVE, 6))], {})
     assert calm.ratio is not None and calm.ratio.level == 0.99 and calm.ratio.high < 0.51
-    group = [replace(one, case=replace(one.case, device="cuda:0")) for one in (lead, record(held_up(FIVE, 5)))]
+    group = [replace(member, case=replace(member.case, device="cuda:0")) for member in (lead, record(held_up(FIVE, 5)))]
     (_, gpu) = find(group, {})
     assert gpu.ratio is not None and gpu.ratio.level == 0.99  # a thread that waits for a device is held up by nobody
 

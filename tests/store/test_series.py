@@ -71,14 +71,13 @@ class Tiny(Workload):
 
 
 def tiny(name: str = "tiny", **grid: Any) -> Workload:
-    """A workload of that name, whose grid has these words instead of GRID's."""
+    """Returns a workload of that name, whose grid has these fields instead of GRID's."""
     words = {"cpu": GRID.cpu, "gpu": GRID.gpu, **grid}
     made: Workload = type("Tiny", (Tiny,), {"name": name, "history": Grid(**words)})()
     return made
 
 
 def why_not(workload: Workload) -> str:
-    """Why its grid cannot be followed."""
     with pytest.raises(UsageError) as caught:
         check_grid(workload)
     start, _, why = str(caught.value).partition(f"suite {workload.name!r} declares cannot be tracked: ")

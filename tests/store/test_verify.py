@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.features.fleet.collect import collect
-from fp8bench.model import DeviceFacts, Environment, Fault, Request, Resumption
+from fp8bench.model import Environment, Fault, Request, Resumption
 from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.compacted.compact import compact
@@ -28,7 +28,6 @@ from fp8bench.store.verify import verify
 from tests.counts import for_each
 from tests.histories import FIRST, commit, history, keep, records, run_at, start, tree
 from tests.older import as_older
-from tests.runs import CPU
 
 NOW = FIRST + timedelta(days=30)
 Spoil = Callable[[Path], Path]
@@ -36,34 +35,32 @@ Spoil = Callable[[Path], Path]
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two runs of two commits, and their view."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    found = tmp_path / "store"
-    history(found, 1.0, 1.1)
-    rebuild(found)
-    return found
+    folder = tmp_path / "store"
+    history(folder, 1.0, 1.1)
+    rebuild(folder)
+    return folder
 
 
 def faults_of(store: Path, now: datetime = NOW) -> list[Fault]:
-    """What verify finds; it changes nothing."""
     before = tree(store)
-    found = verify(store, store, now).faults
+    faults = verify(store, store, now).faults
     assert tree(store) == before
-    return list(found)
+    return list(faults)
 
 
 def only(store: Path, path: Path, broken: bool, *words: str) -> Fault:
-    """The one fault there is: where it is, of which kind, and words of it."""
-    found = faults_of(store)
-    assert [(fault.path, fault.broken) for fault in found] == [(str(path), broken)], found
-    text = f"{found[0].what}. {found[0].remedy}."
+    """Returns the only fault, which is at this path, of this kind, and has these words."""
+    faults = faults_of(store)
+    assert [(fault.path, fault.broken) for fault in faults] == [(str(path), broken)], faults
+    text = f"{faults[0].what}. {faults[0].remedy}."
     assert all(word in text for word in words), text
-    return found[0]
+    return faults[0]
 
 
 def tear(path: Path, text: str) -> None:
-    """Put something broken into a file, long ago: what was changed lately may be in the middle of being written."""
+    """Breaks a file and dates it back: a file that was changed lately may be in the middle of being written."""
     path.write_text(text)
     os.utime(path, (1, 1))
 
@@ -94,7 +91,7 @@ def test_a_view_that_was_deleted_is_one_sentence(store: Path) -> None:
         keep(store, run_at(number))
     words = "4 files of it lack what the runs of their commits say: box/00000002-existing-py_venv_bin_python3.json, "
     fault = only(store, results_of(store), False, words, " and 1 more. `fp8bench history rebuild`")
-    spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0))(store)
+    spoiled(lambda content: content["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0))(store)
     assert [fault.broken for fault in faults_of(store)] == [True, False] and fault in faults_of(store)
 
 
@@ -111,10 +108,10 @@ def test_broken_lines_of_a_run_that_is_not_whole_and_of_one_that_is(store: Path)
     path = a_run(store)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], lines[1], lines[2][:99], "{", "[]", '{"what":1}']) + "\n")
-    found = [fault for fault in faults_of(store) if fault.path == str(path)]
-    assert len(found) == 1 and found[0].broken
-    assert "line 3 is broken" in found[0].what and "line 4" in found[0].what and "and 1 more" in found[0].what
-    assert "--resume 00000064" in found[0].remedy
+    faults = [fault for fault in faults_of(store) if fault.path == str(path)]
+    assert len(faults) == 1 and faults[0].broken
+    assert "line 3 is broken" in faults[0].what and "line 4" in faults[0].what and "and 1 more" in faults[0].what
+    assert "--resume 00000064" in faults[0].remedy
 
 
 def test_a_run_that_is_being_written_is_not_broken(store: Path) -> None:
@@ -144,9 +141,9 @@ def test_files_that_are_no_runs(store: Path, content: Callable[[str], str], word
     path = a_run(store)
     whole = path.read_text()
     path.write_text(content(whole))
-    found = [fault for fault in faults_of(store) if fault.path == str(path)]
+    faults = [fault for fault in faults_of(store) if fault.path == str(path)]
     path.write_text(whole)
-    assert len(found) == 1 and found[0].broken and words in found[0].what, found
+    assert len(faults) == 1 and faults[0].broken and words in faults[0].what, faults
 
 
 @pytest.mark.parametrize(
@@ -172,8 +169,8 @@ def test_a_run_that_is_there_twice_or_under_a_wrong_name(store: Path) -> None:
     copy = store / "runs" / "copied" / path.name
     copy.parent.mkdir()
     shutil.copy(path, copy)
-    found = faults_of(store)
-    assert len(found) == 1 and found[0].broken and "is the same run as" in found[0].what
+    faults = faults_of(store)
+    assert len(faults) == 1 and faults[0].broken and "is the same run as" in faults[0].what
     copy.unlink()
     moved = path.rename(path.with_name(path.name.replace("00000000", "0000000f")))
     only(store, moved, True, f"Rename it to {path.name}")
@@ -191,12 +188,16 @@ def test_clocks_that_were_wrong(store: Path) -> None:
     line = {"resumed": {"started": back.started, "command": "", "environment": {"facts": {}}}}
     append(as_older(resumed), json.dumps(line))
     rebuild(store)
-    found = {fault.path: fault for fault in faults_of(store)}
+    faults = {fault.path: fault for fault in faults_of(store)}
     old = str(store / "runs")  # of the one that was changed here, which has no checksums
-    assert found.pop(str(never)).broken
-    assert set(found) == {str(early), str(late), str(resumed), old} and not any(one.broken for one in found.values())
-    assert "before its commit was written (2026-01-05 17:00 UTC)" in found[str(early)].what
-    assert "which is yet to come" in found[str(late)].what and "before it had been started" in found[str(resumed)].what
+    assert faults.pop(str(never)).broken
+    assert set(faults) == {str(early), str(late), str(resumed), old} and not any(
+        fault.broken for fault in faults.values()
+    )
+    assert "before its commit was written (2026-01-05 17:00 UTC)" in faults[str(early)].what
+    assert (
+        "which is yet to come" in faults[str(late)].what and "before it had been started" in faults[str(resumed)].what
+    )
 
 
 def spoiled(change: Callable[[dict], None]) -> Spoil:  # type: ignore[type-arg]
@@ -212,25 +213,28 @@ def spoiled(change: Callable[[dict], None]) -> Spoil:  # type: ignore[type-arg]
 
 VIEW: dict[str, tuple[Spoil, bool, list[str]]] = {
     "another machine's": (
-        spoiled(lambda one: one["params"].update(machine="else")), True, ["of machine 'else' and lies in box"],
+        spoiled(lambda content: content["params"].update(machine="else")), True, ["of machine 'else' and lies in box"],
     ),
-    "a broken row": (spoiled(lambda one: one["results"].update(x="?")), True, ["the row 'x' was left out"]),
+    "a broken row": (spoiled(lambda content: content["results"].update(x="?")), True, ["the row 'x' was left out"]),
     "no definition": (
-        spoiled(lambda one: one["results"].update({"harness.time_x": [[1.0], [], "1"]})), False,
+        spoiled(lambda content: content["results"].update({"harness.time_x": [[1.0], [], "1"]})), False,
         ["a benchmark with results is not in it", "harness.time_x"],
     ),
     "a row that is gone": (
-        spoiled(lambda one: one["results"].pop("gemm.Gemm.track_time")), False,
+        spoiled(lambda content: content["results"].pop("gemm.Gemm.track_time")), False,
         ["lacks what the runs of commit 00000000 say of gemm.Gemm.track_time.", "rebuild"],
     ),
     "a number that is gone": (
-        spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, math.nan)), False, ["it lacks"],
+        spoiled(lambda content: content["results"]["gemm.Gemm.track_time"][0].__setitem__(0, math.nan)), False,
+        ["it lacks"],
     ),
     "another number": (
-        spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0)), True, ["says otherwise"],
+        spoiled(lambda content: content["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0)), True,
+        ["says otherwise"],
     ),
     "another version": (
-        spoiled(lambda one: one["results"]["gemm.Gemm.track_time"].__setitem__(2, "9")), True, ["says otherwise"],
+        spoiled(lambda content: content["results"]["gemm.Gemm.track_time"].__setitem__(2, "9")), True,
+        ["says otherwise"],
     ),
 }  # fmt: skip
 
@@ -249,7 +253,7 @@ def test_rows_that_a_later_run_did_not_write_are_behind_and_not_wrong(store: Pat
     """`asv run --bench` of one metric, or one that was interrupted: what stands there was right when it was written."""
     keep(store, run_at(0, hours=9.0, records=tuple(records(1.5))))
     only(store, a_file(store), False, "lacks what the runs of commit 00000000 say of gemm.Gemm.track_time,", "rebuild")
-    spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0))(store)
+    spoiled(lambda content: content["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0))(store)
     wrong, behind = faults_of(store)
     assert wrong.broken and wrong.what.endswith(
         "says otherwise than the runs of commit 00000000 of gemm.Gemm.track_time"
@@ -258,8 +262,8 @@ def test_rows_that_a_later_run_did_not_write_are_behind_and_not_wrong(store: Pat
 
 
 def test_what_asv_measured_alone_or_saw_failing_is_no_fault(store: Path) -> None:
-    spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, None))(store)
-    spoiled(lambda one: one["results"].update({"gemm.Gemm.track_other": [[1.0], [], "1"]}))(store)
+    spoiled(lambda content: content["results"]["gemm.Gemm.track_time"][0].__setitem__(0, None))(store)
+    spoiled(lambda content: content["results"].update({"gemm.Gemm.track_other": [[1.0], [], "1"]}))(store)
     benchmarks = results_of(store) / "benchmarks.json"
     content = json.loads(benchmarks.read_text())
     content["gemm.Gemm.track_other"] = {"name": "gemm.Gemm.track_other", "params": [], "unit": "s", "version": "1"}
@@ -309,7 +313,6 @@ def test_what_lies_among_the_results(store: Path) -> None:
 
 @for_each("collected", [False, True])
 def test_a_copy_of_a_machines_runs_under_another_name(tmp_path: Path, collected: bool) -> None:
-    """With ids and starts of its own; the times tell, even in a fleet."""
     store = tmp_path / "store"
     for number, name in enumerate(("node1", "node2", "node3", "copy")):
         times = records(1.0 + (number % 3) / 8)
@@ -319,17 +322,9 @@ def test_a_copy_of_a_machines_runs_under_another_name(tmp_path: Path, collected:
         collect(None, [store], tmp_path / "all")
         store = tmp_path / "all"
         path = next(store.rglob(path.name))
-    found = [fault for fault in faults_of(store) if "under another name" in fault.what]
-    assert [(one.path, one.broken) for one in found] == [(str(path), True)]
-    assert "that of run 00000064 of machine node1" in found[0].what
-
-
-def test_machines_and_suites_that_nobody_can_compare(store: Path) -> None:
-    gpu = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0")
-    keep(store, run_at(2, devices=(CPU, gpu), records=()))
-    assert not faults_of(store)
-    keep(store, run_at(3, devices=(CPU, replace(gpu, name="NVIDIA A100")), records=()))
-    only(store, store / "runs", False, "machine box was 'NVIDIA H200' and 'NVIDIA A100'", "a store of its own")
+    faults = [fault for fault in faults_of(store) if "under another name" in fault.what]
+    assert [(fault.path, fault.broken) for fault in faults] == [(str(path), True)]
+    assert "that of run 00000064 of machine node1" in faults[0].what
 
 
 def test_suites_that_nobody_told_of(store: Path) -> None:
@@ -339,7 +334,7 @@ def test_suites_that_nobody_told_of(store: Path) -> None:
 
 
 def test_runs_that_may_not_be_read_are_not_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's folder, say: whoever reads all folders may read them all, so that the answer is planted."""
+    """The answer is planted, because root may read every folder."""
     monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "box")
     only(store, store / "runs" / "box", True, "it may not be read, and nothing is known", "chmod")
 
@@ -376,7 +371,7 @@ def test_the_first_run_names_the_machine_again(store: Path) -> None:
 
 
 def prepared(store: Path, old: bool) -> None:
-    """asv's view and the index; with `old` the runs are as older versions wrote them."""
+    """Makes asv's view and the index; with `old` the runs are as older versions wrote them."""
     for path in run_files(store) if old else ():
         as_older(path)
     rebuild(store)
@@ -384,7 +379,7 @@ def prepared(store: Path, old: bool) -> None:
 
 
 def with_digit_changed(path: Path) -> Path:
-    """The first digit of the first time in it is another one; nothing else."""
+    """Changes the first digit of the first time."""
     content = path.read_bytes()
     place = re.search(rb'"calls_ns": ?\[\[(\d)|"samples": ?\[(\d)|\[\[(\d)', content)
     assert place is not None

@@ -1,4 +1,4 @@
-"""Two sides, measured at different times, as comparisons: every case and figure that both have."""
+"""Compares two sides that were measured at different times: every case and figure that both have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8bench.units import change, percent
 _VERDICTS = {
     Direction.BETTER: Verdict.FASTER, Direction.WORSE: Verdict.SLOWER, Direction.SAME: Verdict.SAME,
 }  # fmt: skip
-# Of one side more than of the other by so much, others took the CPU in its slots; or of its cores before it began.
+# Others disturbed one side more, if the shares of disturbed slots, or the loads of a core beforehand, differ by this.
 _HELD_UP, _LOAD = 0.2, 1.0
 _LEAST_SHARE = 1e-3
 _BECAME = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
@@ -27,7 +27,7 @@ _BECAME = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "fai
 
 @dataclass(frozen=True)
 class Compared:
-    """What two sides come to: comparisons, ids of cases that one side has alone, facts that differ."""
+    """Comparisons of two sides, ids of cases that only one side has, and facts that differ."""
 
     before: Side
     after: Side
@@ -46,10 +46,7 @@ class Compared:
 
 
 def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
-    """Hold the sides against each other, in the order in which the second has its cases.
-
-    Runs `beside` them say how far runs lie apart, and nothing else.
-    """
+    """Compares the sides in the order of the second one's cases. Runs `beside` them only show how much runs differ."""
     comparisons: list[Comparison] = []
     others = beside.sightings if beside is not None else {}
     differ = differing(before.runs, after.runs)
@@ -66,7 +63,7 @@ def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
 
 
 def _busier(before: Sequence[Sighting], after: Sequence[Sighting]) -> str:
-    """What others took of the machine while one side was measured and not the other; '' where both had it alike."""
+    """Returns how others used the machine more during one side; '' where both had it alike."""
     if not all(sighting.record.case.device.startswith("cpu") for sighting in (*before, *after)):
         return ""
     # The share of slots whose wall clock ran ahead of the processor's time.
@@ -94,9 +91,9 @@ def _busier(before: Sequence[Sighting], after: Sequence[Sighting]) -> str:
 
 
 def _beside_others(said: Comparison, before: Sequence[Sighting], after: Sequence[Sighting], busier: str) -> Comparison:
-    """A time, which others may have made longer on one side; no better and no worse than that explains.
+    """Withholds a difference in time that others may have caused on one side.
 
-    How far many runs lie apart has what steps waited for a core in it.
+    A p-value has the waiting in it already: the spread of many runs includes it.
     """
     longer = max(_longer(before), _longer(after)) if said.p_value is None else 1.0
     said = replace(said, others=max(FAR_AHEAD, longer) if busier else longer)
@@ -113,7 +110,8 @@ def _beside_others(said: Comparison, before: Sequence[Sighting], after: Sequence
 
 
 def _longer(side: Sequence[Sighting]) -> float:
-    """How many times as long steps took because they waited for a core, in the mean; 1 on a device of its own."""
+    """Returns how many times as long steps took, on average, because they waited for a core; 1 on a device of its
+    own."""
     cases = [sighting.record for sighting in side if sighting.record.case.device.startswith("cpu")]
     slots = [slot for record in cases if record.timing is not None for slot in record.timing.slots]
     wall = sum(slot.wall_seconds for slot in slots)
@@ -189,7 +187,7 @@ def _of_tapes(old: Record, new: Record) -> Iterator[Comparison]:
 
 
 def _whole(side: Sequence[Sighting]) -> list[Sighting]:
-    """Those that came to numbers; of a --quick run only where there is nothing better."""
+    """Returns the sightings with numbers; those of --quick runs only where there are no others."""
     good = [sighting for sighting in side if sighting.record.status is Status.OK]
     return [sighting for sighting in good if not sighting.run.request.quick] or good
 

@@ -1,8 +1,9 @@
-"""The ratio of two sides that were measured at different times, with an interval that knows it; and exact values.
+"""The ratio of two sides that were measured at different times, with an interval that includes how much runs differ.
 
-Where the sides have eight runs or more, how far runs lie apart is in the interval: noise within a run says nothing
-about the next run's clocks, memory layout and neighbours. Of fewer, nobody knows that spread: the interval holds what
-any run of one side says over any of the other, there is no p-value, and nothing below 10% is called better or worse.
+Where the sides have eight runs or more, that spread is in the interval: noise within a run says nothing of the next
+run's clocks, memory layout and neighbours. With fewer runs it is unknown: the interval then holds the ratio of any run
+of one side to any of the other, there is no p-value, and nothing below 10% is called better or worse. Exact values are
+compared here, too.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Direction, Interval, Noise
 from fp8bench.model.specs import BAND
 
-# What a few stored numbers may say: their runs were made at different times.
+# The least change that a few stored numbers can show, as their runs were made at different times.
 ALONE = 0.10
-# Of the continued fraction of Student's distribution.
+# Limits of the continued fraction of Student's distribution.
 _TINY = 1e-300
 _CLOSE = 1e-15
 _MOST_TERMS = 1000
-# Degrees of freedom below which a spread of runs is no more than a guess, and a t interval of it absurd.
+# With fewer degrees of freedom a spread of runs is a guess, and a t interval of it absurd.
 LEAST_FREEDOM = 6
-# What no clock and no sensor measures is the same whenever the same code runs, up to so much: the digits that are kept.
+# What neither clock nor sensor measures is the same whenever the same code runs, but for the digits that are kept.
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one run says of a figure: its logarithm, and the standard error of that within the run (0: exact)."""
+    """A run's value of a figure: its logarithm, and the standard error of that within the run (0: exact)."""
 
     log: float
     error: float
@@ -52,10 +53,7 @@ class RunDifference:
 
 
 def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequence[Estimate] = ()) -> RunDifference:
-    """Hold the mean of one side's runs against that of the other's.
-
-    Runs `beside` them are of neither, and say no more than how far runs lie apart.
-    """
+    """Compares the means of two sides' runs. Runs `beside` them only show how much runs differ."""
     point = fmean(estimate.log for estimate in after) - fmean(estimate.log for estimate in before)
     within = math.sqrt(sum(sum(estimate.error**2 for estimate in side) / len(side) ** 2 for side in (before, after)))
     freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
@@ -92,10 +90,7 @@ def direction(difference: RunDifference) -> tuple[Direction, str]:
 
 
 class FigureChange(NamedTuple):
-    """What became of a value. `ratio` is None from or to nothing, `p_value` where the value is exact.
-
-    `before` and `after` are what the ratio is of.
-    """
+    """The change of a value from `before` to `after`. `ratio` is None from or to 0, `p_value` for exact values."""
 
     direction: Direction
     before: float
@@ -107,9 +102,9 @@ class FigureChange(NamedTuple):
 
 
 def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: float = ROUNDING) -> FigureChange:
-    """Hold values against each other that are the same whenever the same code runs, as memory and errors are.
+    """Compares values that are the same whenever the same code runs, such as memory and errors.
 
-    One that differs by more than rounding has changed. Where the values of one side vary all the same, that spread
+    A value that differs by more than rounding has changed. If the values of one side vary all the same, their spread
     counts.
     """
     every, old, new = (*before, *after), median(before), median(after)
@@ -134,18 +129,18 @@ def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: f
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of two values or more, and how far its interval reaches, by Student's t."""
+    """Returns the mean of at least two values, and how far its interval reaches, by Student's t."""
     return fmean(values), quantile(FINAL_LEVEL, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
 def _interval(*logs: float) -> Interval:
-    """Of the logarithms of its point and ends; math.exp refuses what is beyond a float's range."""
+    """Makes an interval of the logarithms of its point and ends; math.exp fails beyond a float's range."""
     point, low, high = (math.exp(min(log, 700.0)) for log in logs)
     return Interval(point, low, high, FINAL_LEVEL)
 
 
 def p_value(statistic: float, freedom: float) -> float:
-    """Of Student's t: the chance of a value at least so far from 0, on either side, with so many degrees of freedom."""
+    """Student's t: the chance of a value at least so far from 0, on either side, with so many degrees of freedom."""
     if math.isinf(statistic):
         return 0.0
     return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + statistic * statistic))
@@ -153,7 +148,7 @@ def p_value(statistic: float, freedom: float) -> float:
 
 @lru_cache(maxsize=2048)
 def quantile(level: float, freedom: float) -> float:
-    """How far from 0 the share `level` of values reaches, on both sides together: 12.7 for 95% and 1 degree."""
+    """Returns how far from 0 the share `level` of values reaches, on both sides together: 12.7 for 95% and 1 degree."""
     low, high = 0.0, 1.0
     while p_value(high, freedom) > 1 - level:
         high *= 2
@@ -174,7 +169,7 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """Lentz's way through the fraction 1 / (1 + d1 / (1 + d2 / ...))."""
+    """Evaluates the fraction 1 / (1 + d1 / (1 + d2 / ...)) by Lentz's method."""
     c, d = 1.0, 1 / _not_zero(1 - (a + b) * x / (a + 1))
     value = d
     for m in range(1, _MOST_TERMS):

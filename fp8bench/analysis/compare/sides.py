@@ -1,11 +1,11 @@
-"""Sides of a comparison, and the figures of a case that two of them have, made alike.
+"""Sides of a comparison, and the figures of a case that both have, made alike.
 
-A side are runs, what each of them saw of every case, and what they were measured under: where that differs between
-sides, something else than the code may be why a number changed.
+A side is several runs with the facts they were measured under: where these differ, something other than the code may
+have changed a number.
 
 The best case of more rounds is lower for that alone, and so is a sum over more stretches. So every run of a case counts
-with as many of its first rounds, and as many calls of each, as the run that has fewest; where the marks of a step
-changed, a step counts as one stretch on both sides.
+with as many of its first rounds, and as many calls of each, as the run that has fewest. If the marks of a step changed,
+a step is one stretch on both sides.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, 
 from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 
-# What changes from minute to minute, is what is being compared, or is said by another fact (asv_python).
+# Facts that change from minute to minute, are what is compared, or repeat another fact (asv_python).
 _PASSING = frozenset({"load_1min", "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET})
-# Of runs from before every switch was recorded. Of what one side alone has recorded nobody can say that it differs.
+# Older runs did not record these; a fact that only one side has recorded may be the same on both.
 _OLDER = frozenset({
     "torch_threads", "torch_interop_threads", "float32_matmul_precision", "deterministic",
     "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction",
 })  # fmt: skip
-# Which machine it is, for the series of a history as well: its entry in ~/.asv-machine.json, else the host's name.
+# The machine's name, also in a history: its entry in ~/.asv-machine.json, else the host's name.
 _MACHINE = "asv_machine"
-# Times on different ones of these are times of different things.
+# Times do not compare where these differ.
 _HARDWARE = frozenset({_MACHINE, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
 _ASKED = ("seed", "quick", "rounds", "budget", "isolation", "data")
 
@@ -43,7 +43,7 @@ Seen = tuple[Run, Mapping[str, Finding]]
 
 @dataclass(frozen=True)
 class Sighting:
-    """What one run saw of one case."""
+    """What one run has of one case."""
 
     run: Run
     record: Record
@@ -53,7 +53,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Side:
-    """Runs that count as one, and what they saw by case id; the newest sighting of a case stands last."""
+    """Runs that count as one, and their sightings by case id, the newest last."""
 
     name: str
     runs: tuple[Run, ...]
@@ -82,7 +82,7 @@ def side_of(name: str, seen: Sequence[Seen]) -> Side:
 
 @dataclass(frozen=True)
 class Differing:
-    """A fact that is not the same on both sides, in words. `hardware` says that times do not compare for it."""
+    """A fact that differs between the sides, in words. `hardware` means that times do not compare."""
 
     name: str
     before: str
@@ -106,12 +106,12 @@ Machine = tuple[tuple[str, Scalar | None], ...]
 
 
 def machine_of(run: Run) -> Machine:
-    """What a run was measured on, its name first: runs that differ here are not put together."""
+    """Returns the machine of a run, its name first; runs on different machines are not put together."""
     return tuple(sorted((pair for pair in _facts(run) if _is_hardware(pair[0])), key=lambda pair: pair[0] != _MACHINE))
 
 
 def machine_words(machines: Iterable[Machine]) -> list[str]:
-    """'box' and 'other'; behind a name that several have, what they differ in: 'box (asv_cpu Xeon)'."""
+    """Returns 'box' and 'other'; after a name that several have, what differs: 'box (asv_cpu Xeon)'."""
     known = list(dict.fromkeys(machines))
     words = []
     for machine in known:
@@ -153,19 +153,18 @@ def _shown(values: Sequence[Scalar | None]) -> str:
     return " and ".join("none" if value is None else " ".join(str(value).split()) for value in values) or "none"
 
 
-# An emulated case gets so many; of fewer, the fastest three are any three.
+# Emulated cases have so many rounds; of fewer, the fastest three are not representative.
 LEAST_ROUNDS = 8
-# The standard error of a median over that of a mean, of Gaussian samples.
+# The standard error of a median over that of a mean, for Gaussian samples.
 _MEDIANS = math.sqrt(math.pi / 2)
 _RATIO, _TYPICAL = attrgetter("ratio"), attrgetter("typical")
 
 
 @dataclass(frozen=True)
 class MatchedFigures:
-    """One figure of a case on both sides, an estimate a run. `few`: too few rounds for an interval within a run.
+    """One figure of a case on both sides, an estimate for each run. `few`: too few rounds for an interval within a run.
 
-    `beside` are runs of neither side, which say how far runs lie apart. `typical` is the same of all three by the mean
-    over all calls.
+    `beside` are other runs, which show how much runs differ. `typical` has all three by the mean over all calls.
     """
 
     metric: str
@@ -213,7 +212,7 @@ def timed(
 def sensed(
     before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()
 ) -> Iterator[MatchedFigures]:
-    """Energy and its like: an estimate a run, whose error is that of the median of its samples."""
+    """Yields energy and its like, with the error of the median of each run's samples."""
     sides = [list(map(_costs, side)) for side in (before, after, beside)]
     for metric in _names(sides[1]):
         if metric.noisy:
@@ -223,7 +222,7 @@ def sensed(
 
 
 def counted(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[tuple[Metric, list[float], list[float]]]:
-    """Memory and errors, which no clock measures: a value a run of what both sides have, in the order of the second."""
+    """Yields memory and errors, which no clock measures: a value for each run of what both sides have."""
     sides = [list(map(_costs, side)) for side in (before, after)]
     for metric in _names(sides[1]):
         if not metric.noisy:

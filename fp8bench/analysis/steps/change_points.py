@@ -1,10 +1,10 @@
-"""Steps in a series of values, one a commit: where the level changed, by how much, and how sure that is.
+"""Steps in a series of values, one a commit: where the level changed, by how much, and how surely.
 
-A series is looked at in logarithms, so that a step is a ratio, and many series at once. Noise is told from the series
-themselves. Bad nights give way to what is around them; then the series is cut into pieces of one level each, at a price
-a cut that flat series rarely pay. The price is in units of the series' own noise: from differences of neighbours at
-first, then from what is left around the pieces, with a longer memory counted as more noise. `suites/change_points.py`
-measures how often that is right.
+Series are searched in logarithms, so that a step is a ratio, and many at once. Bad nights (single outliers) are
+replaced by their surroundings. Then each series is cut into pieces of one level, at a price for each cut that flat
+series rarely pay. The price is in units of the series' own noise: of differences of neighbours at first, then of what
+is left around the pieces, where a longer memory counts as more noise. `suites/change_points.py` measures how often that
+is right.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from fp8bench.analysis.stats import Floats
 from fp8bench.model import Interval
 
-# A level is told from a bad night or two by so many values; the first one must be known before it can be left.
+# So many values tell a level from a bad night or two; the first level needs more before it can be left.
 LEAST = 3
 LEAST_FIRST = 8
-# A level that was left again before so many values costs as much as another cut: chance is in no hurry in the middle.
+# A level that was left before so many values costs as much as another cut.
 SETTLED = 8
 
 Counts = NDArray[np.intp]
@@ -32,7 +32,7 @@ Counts = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Batch:
-    """Series as the rows of a table, each as long as `lengths` says; what is beyond its end does not count."""
+    """Series as rows of a table, each of the length in `lengths`; what is beyond its end does not count."""
 
     values: Floats
     lengths: Counts
@@ -44,12 +44,12 @@ class Batch:
 
 
 def partition(batch: Batch, by_length: float) -> list[list[int]]:
-    """Where each series is cut: the first index of every piece but the first one.
+    """Returns where each series is cut: the first index of every piece but the first one.
 
-    Of all ways to cut it the one with the least sum of squares around the pieces' means plus 1 a cut and, for each
-    piece, `by_length` times the logarithm of its length, found by dynamic programming: the best way to cut the first t
-    values contains a best way to cut fewer. By length, because a long series has many places in its middle where chance
-    may cut it, and few at its end, where news are. Levels that soon were left again cost 1 more.
+    Dynamic programming finds the cuts with the least sum of squares around the pieces' means, plus 1 a cut and, for
+    each piece, `by_length` times the logarithm of its length: the best way to cut the first t values contains a best
+    way to cut fewer. The price by length is there because chance may cut a long series at many places in its middle,
+    and at few near its end, where news are. Levels that were soon left again cost 1 more.
     """
     series, most = batch.values.shape
     everyone = np.arange(series)
@@ -89,24 +89,25 @@ def _back(last: Counts, cut: int) -> list[int]:
     return cuts[::-1]
 
 
-# The median of |x| of Gaussian values of spread 1.
+# The median of |x| for Gaussian values of spread 1.
 _MEDIAN = 0.6745
-# Differences count up to so many spreads of theirs, so that steps and bad nights do not pass for noise.
+# Differences are clipped at so many spreads, so that steps and bad nights do not count as noise.
 _MOST = 3.0
-# Where more than half of the values equal their neighbours the median says 0; then all but the largest have a say.
+# If more than half of the values equal their neighbours, the median is 0; then this share of the smallest counts.
 _KEPT = 0.9
-# In log units: series keep six digits, and nothing that matters is smaller.
+# In log units: series have six digits, and nothing that matters is smaller.
 LEAST_SPREAD = 1e-5
 _AROUND = 2
-# A value so many spreads from the median of its five neighbours, itself among them, is a bad night.
+# A value so many spreads from the median of its five neighbours, itself included, is a bad night.
 _BAD = 4.0
-# In units of 1/sqrt(n): without memory one series in twenty shares more.
+# In units of 1/sqrt(n): without memory one series in twenty has a larger correlation.
 _CHANCE = 1.3
 _MOST_SHARED = 0.7
 
 
 def spreads(batch: Batch) -> Floats:
-    """The spread of each series in its own units, from the differences of neighbours: levels and trends cancel."""
+    """Returns the spread of each series in its own units, from the differences of neighbours, where levels and
+    trends cancel."""
     counts = batch.lengths - 1
     steps = np.where(batch.inside[:, 1:], np.abs(np.diff(batch.values, axis=1)), np.inf)
     steps.sort(axis=1)
@@ -122,9 +123,9 @@ def spreads(batch: Batch) -> Floats:
 
 
 def without_bad_nights(batch: Batch, spread: Floats) -> Batch:
-    """Values that lie far from all around them give way to the median of these.
+    """Replaces values that lie far from all around them by the median of these.
 
-    At either end it is the median of the five outermost, so that of a new level three values are enough to stay.
+    At either end that is the median of the five outermost, so that three values of a new level are enough to stay.
     """
     centre = np.clip(np.arange(batch.values.shape[1]), _AROUND, batch.lengths[:, None] - 1 - _AROUND)
     around = [np.take_along_axis(batch.values, centre + by, axis=1) for by in range(-_AROUND, _AROUND + 1)]
@@ -134,10 +135,10 @@ def without_bad_nights(batch: Batch, spread: Floats) -> Batch:
 
 
 def memory(residuals: Floats, pieces: int) -> float:
-    """How much more means of many values differ than without memory: 1, or (1 + r) / (1 - r).
+    """Returns by how much means of many values differ more than without memory: 1, or (1 + r) / (1 - r).
 
-    r is what a value shares with the next one, where that is more than chance would give. Every piece's mean follows
-    its values, which hides some of it; that is added back.
+    r is the correlation of neighbours, where it is more than chance would give. The mean of a piece follows its values,
+    which hides some of it; that is added back.
     """
     total = float(residuals @ residuals)
     if total == 0:
@@ -152,28 +153,28 @@ def memory(residuals: Floats, pieces: int) -> float:
 # Values above 0 in the order of their commits, without gaps.
 Values = Sequence[float] | Floats
 
-# A series shorter than this has room for no step.
+# A shorter series has no room for a step.
 LEAST_VALUES = LEAST_FIRST + LEAST
-# How many deviations of one value a cut is worth, at the last look and at the first, and what the logarithm of a
-# piece's length costs, in squares of them. `python -m suites.change_points --calibrate` shows what they bring.
+# The price of a cut in deviations of one value, at the last look and at the first, and that of the logarithm of a
+# piece's length, in squares of deviations. `python -m suites.change_points --calibrate` shows their effects.
 DEVIATIONS = 3.35
-# What share of flat series has a step for chance alone, with noise that is Gaussian.
+# The share of flat series that have a step by chance, with Gaussian noise.
 BY_CHANCE = 0.005
 _FIRST_DEVIATIONS = 3.0
 _BY_LENGTH = 2.0
-# So many errors of theirs the values of the last level lie from the one before on average, the furthest of them aside.
+# The values of the last level must on average be so many standard errors from the one before, without the furthest.
 _FIRM = 2.1
-# By so many deviations the mean of the last values is lower without the furthest of three, on average.
+# Without the furthest of three, the mean of the last values is on average lower by so many deviations.
 _FURTHEST = 0.42
-# The chance that a flat series is cut somewhere goes down with the evidence as if deviations were so much smaller: its
-# noise is told from itself, and the place was chosen. Counted from 15 values to 300.
+# The chance that a flat series is cut somewhere falls with the evidence as if deviations were smaller by this factor,
+# since the noise is estimated from the series and the place was chosen. It was counted for 15 to 300 values.
 _WORTH = 0.8
 # The step lies before its range with this chance, and after it with the same.
 _TAIL = 0.03
 # Gaussian deviations to either side for this level.
 _LEVEL = 0.99
 _REACH = 2.576
-# Series a batch: their tables stay in a processor's cache.
+# The series of a batch: their tables fit into a processor's cache.
 _AT_ONCE = 256
 
 
@@ -182,9 +183,9 @@ class Step:
     """A change of level.
 
     Values have the new level from index `at` on, most likely. `low` is the last value that surely has the old one and
-    `high` the first that surely has the new one: the step lies between them. `p_value` is the chance that a flat
-    series of that length shows such a step or a clearer one anywhere. `error` is the standard error of the ratio's
-    logarithm, bad nights left out.
+    `high` the first that surely has the new one: the step lies between them. `p_value` is the chance that a flat series
+    of that length shows such a step or a clearer one anywhere. `error` is the standard error of the ratio's logarithm,
+    without bad nights.
     """
 
     at: int
@@ -204,9 +205,9 @@ class Step:
 
 
 def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> list[tuple[Step, ...]]:
-    """The steps of each series, in order; much faster than one by one.
+    """Returns the steps of each series, in order; much faster than one by one.
 
-    `deviations` are what a cut is worth: with fewer of them more is found, and more that is none.
+    `deviations` are the price of a cut: with fewer of them more steps are found, and more false ones.
     """
     found_steps: list[tuple[Step, ...]] = [()] * len(series)
     arrays = [np.asarray(values, dtype=np.float64) for values in series]
@@ -223,19 +224,19 @@ def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> l
 
 
 class PieceLevel(NamedTuple):
-    """The newest level of a series: how far a value lies from it, by so many degrees of freedom, and its length."""
+    """The newest level of a series: the noise of a value around it, with its degrees of freedom, and its length."""
 
     noise: float
     freedom: int
     length: int
 
     def longer(self, values: int) -> PieceLevel:
-        """The same with so many more values that belong to it."""
+        """Adds so many values to the level."""
         return self._replace(freedom=self.freedom + values, length=self.length + values)
 
 
 def newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
-    """What is known of the newest level of each series; None for one that is too short for a step."""
+    """Returns None for a series that is too short for a step."""
     return [
         _newest_level(np.asarray(values, dtype=np.float64), steps) if len(values) >= LEAST_VALUES else None
         for values, steps in zip(series, steps_of_many(series), strict=True)
@@ -250,9 +251,9 @@ def _newest_level(values: Floats, steps: Sequence[Step]) -> PieceLevel:
 
 
 def least_step(level: PieceLevel, chance: float) -> tuple[float, float]:
-    """The least step that is found by the last values of a level, if these belong to another, and its standard error.
+    """Returns the smallest step that would be found if the last values of a level had another, and its standard error.
 
-    Its p-value is no more than `chance`. It is a logarithm, as cuts, firm steps and p-values have it.
+    Its p-value is at most `chance`. It is a logarithm, by the rules of cuts, firm steps and p-values.
     """
     after, before = LEAST, level.length - LEAST
     if before < LEAST:
@@ -276,7 +277,7 @@ def _table(series: Sequence[Floats]) -> Batch:
 
 
 def _look(batch: Batch, deviations: float) -> list[tuple[Step, ...]]:
-    """First by the spread of differences and then, where that finds anything, by what is left around the pieces."""
+    """Searches by the spread of differences, then, where that finds steps, by what is left around the pieces."""
     spread = spreads(batch)
     clean = without_bad_nights(batch, spread)
     units = _FIRST_DEVIATIONS * spread
@@ -295,13 +296,13 @@ def _look(batch: Batch, deviations: float) -> list[tuple[Step, ...]]:
 
 
 def _unit(row: Floats, cuts: Sequence[int], deviations: float) -> float:
-    """How far one value stands out that is worth a cut: the noise, times a quantile like Student's."""
+    """Returns how far a value must be off to be worth a cut: the noise, times a quantile like Student's."""
     noise, freedom = _noise(row, cuts)
     return noise * _t_of(deviations, freedom)
 
 
 def _noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
-    """The spread around the pieces, more where it has a memory, and its degrees of freedom."""
+    """Returns the spread around the pieces, more where it has a memory, and its degrees of freedom."""
     pieces = np.split(row, cuts)
     rest = np.concatenate([piece - piece.mean() for piece in pieces])
     freedom = max(len(row) - len(pieces), 1)
@@ -309,7 +310,7 @@ def _noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
 
 
 def _firm(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
-    """The cuts without the last one, if its step hardly shows without its furthest value: that may be a bad night."""
+    """Drops the last cut if its step hardly shows without its furthest value, which may be a bad night."""
     if not cuts:
         return cuts
     noise, _ = _noise(row, cuts)
@@ -338,14 +339,14 @@ def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
 
 
 def _shares(gains: Floats) -> Floats:
-    """How likely the step lies at each place or before it, if it was as likely everywhere before one looked."""
+    """Returns how likely the step is at each place or before it, if all places were equally likely beforehand."""
     weights = np.exp((gains - gains.max()) / 2).cumsum()
     shares: Floats = weights / weights[-1]
     return shares
 
 
 def _gains(values: Floats) -> Floats:
-    """By how much each cut of a piece lessens the sum of squares; the first is before the second value."""
+    """Returns by how much each cut of a piece reduces the sum of squares; the first is before the second value."""
     count = len(values)
     first = np.arange(1, count)
     sums = values.cumsum()
@@ -355,7 +356,7 @@ def _gains(values: Floats) -> Floats:
 
 
 def _t_of(deviations: float, freedom: int) -> float:
-    """Student's t that is as rare as so many Gaussian deviations (Wallace's approximation)."""
+    """Returns Student's t that is as rare as so many Gaussian deviations (Wallace's approximation)."""
     shrunk = deviations * (8 * freedom + 3) / (8 * freedom + 1)
     return math.sqrt(freedom * math.expm1(shrunk**2 / freedom))
 

@@ -1,8 +1,8 @@
-"""Changes in the trends of a history: where figures stepped up or down from one commit to another, and stayed there.
+"""Changes in the trends of a history: where figures stepped up or down between commits, and stayed there.
 
-Steps are looked for among figures of one version that were measured under the same conditions, and of whole
-measurements. Commits in between that have no such figure lie in a step's range like any other. What is counted is
-held against the last count: each other one is a step, and no chance.
+Steps are searched among figures of whole measurements, of one version and under the same conditions. Other commits in
+between count in a step's range. Exact counts are compared with the last count: each difference is a step, without
+chance.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME, sp
 TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
 TOO_FEW_COUNTS = "fewer than 2 commits counted under the same conditions, which is too few for a step to show"
 BELOW_ZERO = "values below 0, between which no ratio says anything"
-# Among other values 0 counts as so much of the least one.
+# Zero counts as this share of the least other value.
 _NOTHING = 0.5
 
 
-# What the fastest calls say, by what all of them do.
+# The metric by the fastest calls, for each one by all calls.
 _OF_ALL_CALLS: Mapping[str, str] = {MEAN: TIME, RELATIVE_MEAN: RELATIVE}
 Look = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
 
 class ChangeState(StrEnum):
-    """What became of a change since. Only an OPEN one alarms, if it is worse, or one of what is counted."""
+    """What became of a change. Only OPEN ones alarm, if they are worse, or of exact counts."""
 
     OPEN = "open"
     ACKNOWLEDGED = "acknowledged"
@@ -56,9 +56,9 @@ class Change:
     """A step of a trend as a comparison of the level after it with the one before it.
 
     It lies after the commit `comparison.since` and not after `comparison.until`; `first` is the commit that most likely
-    has the new level first. `commits` counts those of the trend in that range, and `unmeasured` those of them that
-    have no figure to compare. `error` is the standard error of the ratio's logarithm. `current` says that the newest
-    figure was measured under the same conditions. `ack` is set for ACKNOWLEDGED.
+    has the new level first. `commits` counts the trend's commits in that range, `unmeasured` those of them without a
+    comparable figure. `error` is the standard error of the ratio's logarithm. `current` is True where the newest figure
+    was measured under the same conditions. `ack` is set for ACKNOWLEDGED.
     """
 
     trend: Trend
@@ -78,7 +78,7 @@ class Change:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is of what is counted: the step that is measured is another one than before, more or less."""
+        """Whether it is of an exact count: then the step itself is another one, whether it has more or less."""
         return self.trend.series.metric in COUNTS
 
     @property
@@ -87,14 +87,16 @@ class Change:
 
     @property
     def size(self) -> float:
-        """The absolute logarithm of its ratio; infinite for one from or to nothing."""
+        """The absolute logarithm of its ratio; infinite for a change from or to 0."""
         return math.inf if self.comparison.ratio is None else abs(math.log(self.comparison.ratio.point))
 
 
 @dataclass(frozen=True)
 class Found:
-    """All changes, the worst first; how many trends were looked at, and how many were not, and why. `counted` are
-    those of what is counted, beside them: chance has no part in these."""
+    """All changes, the worst first; how many trends were searched, and how many were not, by reason.
+
+    `counted` trends of exact counts are beside these, because chance has no part in them.
+    """
 
     changes: tuple[Change, ...]
     looked_at: int
@@ -104,8 +106,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Figures of a trend that compare: their places in it, and their values. `read` gives the trend; `counted` says
-    that they are exact."""
+    """Figures of a trend that compare: their places in it, and their values. `read` returns the trend; `counted`
+    marks exact ones."""
 
     read: Callable[[], Trend]
     places: Counts
@@ -114,12 +116,12 @@ class Stretch:
 
 
 def find_changes(trends: Iterable[Trend]) -> Found:
-    """Look at each trend, all at once. Nothing is acknowledged yet."""
+    """Searches all trends together. Nothing is acknowledged yet."""
     return changes_of((_stretches(trend) for trend in trends), steps_of_many)
 
 
 def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
-    """The changes of trends by their stretches. `look` finds steps; only trends that have some are read."""
+    """Returns the changes of trends by their stretches. `look` finds steps; only trends with steps are read."""
     left: Counter[str] = Counter()
     chosen: list[Stretch] = []
     looked_at = [0, 0]
@@ -139,7 +141,7 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
     changes = [
         change for stretch, some in zip((*timed, *exact), steps, strict=True) for change in _changes(stretch, some)
     ]
-    return Found(tuple(sorted(_held_against_means(changes), key=worst_first)), looked_at[0], left, looked_at[1])
+    return Found(tuple(sorted(_checked_against_means(changes), key=worst_first)), looked_at[0], left, looked_at[1])
 
 
 def _exact_steps(values: Floats) -> tuple[Step, ...]:
@@ -149,10 +151,11 @@ def _exact_steps(values: Floats) -> tuple[Step, ...]:
     )
 
 
-def _held_against_means(changes: Sequence[Change]) -> Iterator[Change]:
-    """The same, with what the mean over all calls says where it says something else than the fastest calls.
+def _checked_against_means(changes: Sequence[Change]) -> Iterator[Change]:
+    """Yields the changes, with what the mean over all calls says where it contradicts the fastest calls.
 
-    Where it says the same it is no news of its own. The mean sees every call: its step stands, the other one does not.
+    Where both agree, the mean's change is dropped. Where they do not, the mean's step stands, because it sees every
+    call.
     """
     restated = set[int]()
     beside: dict[int, Change] = {}
@@ -170,7 +173,7 @@ def _held_against_means(changes: Sequence[Change]) -> Iterator[Change]:
 
 
 def _of_one_step(mean: Change, fast: Change) -> bool:
-    """Whether the two are of one case, and lie between the same commits, as far as anybody can tell."""
+    """Whether the two are of one case, and may lie between the same commits."""
     if fast.trend.series.metric != _OF_ALL_CALLS[mean.trend.series.metric]:
         return False
     if fast.state is not mean.state or _place(mean) != _place(fast):
@@ -213,7 +216,7 @@ def _counted(figure: Figure) -> float | None:
 
 
 def _above_zero(values: Floats) -> Floats:
-    """Values that have logarithms, as steps are looked for in these."""
+    """Replaces zeros, because steps are searched in logarithms."""
     above = values[values > 0]
     if len(above) == len(values):
         return values
@@ -233,7 +236,7 @@ def _changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
 
 
 def _levels(values: Floats, steps: Sequence[Step]) -> list[float]:
-    """That before the first step, and that after each."""
+    """Returns the level before the first step, and that after each."""
     if values.min() > 0:
         return [steps[0].before, *(step.after for step in steps)]
     pieces = np.split(values, [step.at for step in steps])
@@ -265,15 +268,15 @@ def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change
 
 
 def case_of(trend: Trend) -> str:
-    """A cell as cases are called: 'gemm[shape=512]@box/bf16', with the machine in the device's place."""
+    """Writes a cell as cases are written: 'gemm[shape=512]@box/bf16', with the machine in the device's place."""
     precision, *values = trend.cell
     inside = ",".join(f"{name}={value}" for name, value in zip(trend.series.param_names[1:], values, strict=True))
     return f"{trend.series.workload}[{inside}]@{trend.machine['machine']}/{precision}"
 
 
 def _state(change: Change, earlier: Sequence[float], later: Sequence[float]) -> ChangeState:
-    """Whether a change still holds: it does not where a later level lies nearer to the one before it. What went up,
-    and is counted as before again, holds neither."""
+    """Whether a change still holds: not where a later level lies nearer to the one before it, nor where an exact
+    count is back at an earlier level."""
     if change.version != change.trend.series.version:
         return ChangeState.OLD_VERSION
     before, after = change.comparison.before, change.comparison.after
@@ -285,16 +288,16 @@ def _state(change: Change, earlier: Sequence[float], later: Sequence[float]) -> 
 
 
 def worst_first(change: Change) -> tuple[object, ...]:
-    """What alarms first, then improvements, the largest first; those of about one size in the order of their series."""
+    """Sorts alarms first, then by size; changes of about one size stay in the order of their series."""
     states = list(ChangeState)
     size = change.size if math.isinf(change.size) else round(change.size, 2)
     return states.index(change.state), not change.is_worse, -size
 
 
-# A level may turn out to be so much further off than it looked when it was acknowledged, or so many standard errors.
+# A level may be off by this much more than when it was acknowledged, or by so many standard errors.
 _FURTHER = 0.02
 _ERRORS = 3.0
-# Nothing at all is less than any figure.
+# Stands for zero, which has no logarithm.
 _LEAST = 1e-300
 
 
@@ -321,7 +324,7 @@ def ack_of(change: Change, when: str, because: str) -> Ack:
 
 
 def covers(ack: Ack, change: Change) -> bool:
-    """Whether an ack is of that change: the same trend, ranges that overlap, and a level that is not further off."""
+    """Whether an ack is of this change: the same trend, ranges that overlap, and a level that is not further off."""
     trend, comparison = change.trend, change.comparison
     assert comparison.before is not None and comparison.after is not None
     here = (

@@ -28,7 +28,7 @@ from fp8bench.report.terminal.history import (
     trends_page,
 )
 from fp8bench.store.ceilings import history_of_ceilings
-from fp8bench.store.commit_runs import UNREADABLE, gone
+from fp8bench.store.commit_runs import UNREADABLE, missing_commits
 from fp8bench.store.runs.listing import closed_folders, index_of, listing, newest_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import tracked_by
@@ -168,7 +168,7 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
     wanted = series_meant(arguments.series, found, store)
     trends = found.trends(lambda name: name == wanted)
     commits = {figure.commit for trend in trends for figure in trend.figures}
-    lost = gone(commits, Path())
+    lost = missing_commits(commits, Path())
     if lost == commits:
         complain("none of these commits is in the repository of this directory")
         lost = frozenset()

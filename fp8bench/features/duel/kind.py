@@ -18,7 +18,7 @@ from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.files import LineWriter, stamp
 from fp8bench.jobs.kinds import Kind, View
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
-from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, take_lines
+from fp8bench.store.kept_lines import Content, UnknownKind, fitting, lines_of, read_header, take_lines
 from fp8bench.store.runs.run_file import unsound
 
 # Words of older files.
@@ -86,7 +86,7 @@ class DuelKind(Kind[Duel]):
 
     def load(self, path: Path) -> Duel:
         sheet = lines_of(path, "the duel's file")
-        duel: Duel = headed(sheet, path, "duel", lambda plain: decode(Duel, _renamed(plain)))
+        duel: Duel = read_header(sheet, path, "duel", lambda plain: decode(Duel, _renamed(plain)))
         results: dict[str, CaseResult] = {}
         notes, ends = [], []
 

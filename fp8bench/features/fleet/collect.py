@@ -17,7 +17,7 @@ from fp8bench.files import PARTIAL, is_locked, keeping, locked, make_store
 from fp8bench.model import Run
 from fp8bench.model.run import FleetPlan
 from fp8bench.store.fleet_plans import keep_plan, number_of
-from fp8bench.store.merge_stores import Came, find_store, take, take_each
+from fp8bench.store.merge_stores import CopyOutcome, find_store, take, take_each
 from fp8bench.store.runs.listing import collected_folder, id_of, listing
 from fp8bench.store.runs.run_file import folder_name, load_run, missing_groups
 
@@ -94,10 +94,10 @@ def _take(plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Colle
     target = known.get(run.id) or out / "runs" / collected_folder(run) / path.name
     came = take(path, content, target)
     known[run.id] = target
-    if came is Came.NEW:
+    if came is CopyOutcome.NEW:
         made.taken[folder_name(run)] += 1
-    made.longer += came is Came.LONGER
-    made.same += came is Came.SAME
+    made.longer += came is CopyOutcome.LONGER
+    made.same += came is CopyOutcome.SAME
     made.doubts += _doubts(run, path)
 
 

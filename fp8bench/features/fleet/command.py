@@ -21,7 +21,7 @@ from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.page.html import render
-from fp8bench.store.fleet_plans import check_cell, read_plan, states_of, wanted
+from fp8bench.store.fleet_plans import check_cell, read_plan, should_run, states_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +162,7 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
             complain(f"cell {state.number} {state.status}: {state.why}")
         for sentence in state.damage:
             complain(f"cell {state.number} is damaged: {sentence}")
-        if state.number in left and wanted(state, arguments.retry):
+        if state.number in left and should_run(state, arguments.retry):
             complain(left[state.number])
     complain(f"plan {plan.id}: {len(done)} of {len(states)} cells measured here; {view.counts_of(states)}")
     return _code(states if only is None else states[only : only + 1])

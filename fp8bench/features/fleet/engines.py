@@ -20,7 +20,7 @@ from typing import IO, Any
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import keeping
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
-from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, states_of, wanted
+from fp8bench.store.fleet_plans import OUTPUT, add_attempt, folder_of, should_run, states_of
 from fp8bench.store.runs.run_file import check_store
 
 # Asks the kernel for SIGTERM when the parent dies, and becomes the program. preexec_fn would not do: Ray has threads.
@@ -101,7 +101,7 @@ def _next(
     """`whole` are cells that were seen to be done, which stay so: reading all their runs for each cell takes long."""
     states = states_of(plan, store, whole)
     whole.update(state.number for state in states if state.status is CellStatus.DONE)
-    waiting = (state for state in states if wanted(state, retry) and state.number not in tried)
+    waiting = (state for state in states if should_run(state, retry) and state.number not in tried)
     return next((state for state in waiting if only is None or state.number == only), None)
 
 
@@ -116,7 +116,9 @@ def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     unfolded = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     with keeping(folder / OUTPUT, "Move it away."), (folder / OUTPUT).open("ab") as output:
         code = ended(tied(words, output, unfolded))
-    note(plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - begin, code))
+    add_attempt(
+        plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - begin, code)
+    )
     return code
 
 
@@ -306,7 +308,7 @@ def _ray(order: Order) -> StartedWorkers:
     if other := sorted(set(order.options) - {_ADDRESS}):
         raise UsageError(f"--on ray takes the option {_ADDRESS} alone, not {', '.join(other)}.")
     plan = order.plan
-    cells = [state.number for state in states_of(plan, order.store) if wanted(state, order.retry)]
+    cells = [state.number for state in states_of(plan, order.store) if should_run(state, order.retry)]
     kinds = sorted({plan.cells[number].kind for number in cells})
     if "" in kinds:
         raise UsageError(f"the plan {plan.id} does not say what devices it is for: write it again with this version.")

@@ -41,7 +41,7 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.pipeline import measure_again
 from fp8bench.plan.resumable import refuse_code_of_others
 from fp8bench.report.comparisons import side_words
-from fp8bench.store.commit_runs import commit_named, runs_meant
+from fp8bench.store.commit_runs import commit_named, find_runs
 from fp8bench.store.runs.listing import store_of
 from fp8bench.user_code import import_user_modules
 
@@ -170,7 +170,7 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Gat
     sides = []
     for word in (before, after):
         try:
-            sides.append(read_runs(runs_meant(word, store), observer))
+            sides.append(read_runs(find_runs(word, store), observer))
         except StoreError as error:
             missing.append(error)
             sides.append([])

@@ -49,7 +49,7 @@ from fp8bench.files import (
 )
 from fp8bench.jobs.kinds import Exports, KeptTable, Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
-from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, sheet_of, take_lines
+from fp8bench.store.kept_lines import Content, UnknownKind, fitting, lines_of, read_header, sheet_of, take_lines
 
 STREAM = "steps.jsonl"
 _PLACES = "places.json"
@@ -242,7 +242,7 @@ def load_head(path: Path) -> Training:
     try:
         with path.open("rb") as file:
             first = sheet_of(file.readline())
-        return headed(first, path, "training", partial(decode, Training))
+        return read_header(first, path, "training", partial(decode, Training))
     except OSError as error:
         raise RunNotFound(f"the training's file {path} cannot be read ({error.strerror}).") from None
 
@@ -250,7 +250,7 @@ def load_head(path: Path) -> Training:
 def load_training(path: Path) -> KeptTraining:
     """Read a training. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
     sheet = lines_of(path, "the training's file")
-    training = headed(sheet, path, "training", partial(decode, Training))
+    training = read_header(sheet, path, "training", partial(decode, Training))
     lines: list[StreamLine] = []
     ends = []
 

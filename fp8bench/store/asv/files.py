@@ -1,10 +1,8 @@
-"""JSON files that fp8bench and asv both write, read with suspicion and never lost: two lists, and results files.
+"""The JSON files that fp8bench and asv both write: benchmarks.json, machine.json, and results files (format 2).
 
-asv writes its files in place, without a lock. So a reader may meet half a file that is whole a moment later
-(`settled_read`), and a file that stays broken is somebody's all the same: it is renamed, not overwritten (`set_aside`).
-store.files.locked keeps fp8bench's own processes apart; asv knows nothing of it. asv writes benchmarks.json and
-machine.json anew whenever it runs, from its own discovery; fp8bench merges, and never drops what it does not know. A
-results file (format 2) has one commit's results under one environment of one machine.
+asv writes in place and without a lock, so half a file may be whole a moment later (`settled_read`). A file that stays
+broken may still be of use to somebody, so it is renamed and not overwritten (`set_aside`). Locks keep only fp8bench's
+processes apart. asv writes both lists anew from its own discovery; fp8bench merges, and keeps what it does not know.
 """
 
 from __future__ import annotations
@@ -28,18 +26,18 @@ from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.rows import COLUMNS, AsvRow, are_params, read_row, write_row
 
 _PAUSE_SECONDS = 0.02
-# A file that was changed so long ago is no longer being written.
+# A file that was not changed for so long is no longer being written.
 _LATELY_SECONDS = 10.0
 
 T = TypeVar("T")
 
 
 class _Twice(ValueError):
-    """A key stands twice in one object, so that one of its values would be lost unseen."""
+    """A key stands twice in one object."""
 
 
 def read_object(path: Path, version: int) -> dict[str, Any]:
-    """The object in a JSON file of that version, which is taken out of it.
+    """Returns the object in a JSON file, without its version, which must be the one given.
 
     NaN and Infinity are asv's own words. A byte order mark, which asv refuses, is gone when the file is next written.
     """
@@ -84,24 +82,22 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _check_version(path: Path, found: object, version: int) -> None:
-    if found is None:
+def _check_version(path: Path, written: object, version: int) -> None:
+    if written is None:
         raise AsvFileBroken(f"{path} is broken: it has no 'version' (fp8bench reads version {version}).")
-    if type(found) is not int:
-        raise AsvFileBroken(f"{path} is broken: its 'version' is {shown(found)}, expected {version}.")
-    if found != version:
-        age, remedy = ("an older", "Run 'asv update' first") if found < version else ("a newer", "Upgrade fp8bench")
+    if type(written) is not int:
+        raise AsvFileBroken(f"{path} is broken: its 'version' is {shown(written)}, expected {version}.")
+    if written != version:
+        age, remedy = ("an older", "Run 'asv update' first") if written < version else ("a newer", "Upgrade fp8bench")
         raise AsvFileOfOtherVersion(
-            f"{path} was written by {age} asv: it is of version {found!s:.20}, "
+            f"{path} was written by {age} asv: it is of version {written!s:.20}, "
             f"fp8bench reads version {version}. {remedy}."
         )
 
 
 def write_object(path: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
-    """Put a JSON file in the place of the one before, in one step: a reader sees the old one or the new one, whole.
-
-    With an indent keys are sorted, without one the file is compact: asv's two ways.
-    """
+    """Replaces a JSON file in one step. With an indent the keys are sorted, without one the file is compact, as asv
+    does."""
     try:
         text = json.dumps(content, indent=indent, sort_keys=indent is not None)
     except (TypeError, ValueError, RecursionError) as error:
@@ -112,30 +108,24 @@ def write_object(path: Path, content: Mapping[str, Any], indent: int | None = No
 
 
 def settled_read(load: Callable[[Path], T], path: Path, seconds: float = 2.0) -> T:
-    """What `load` makes of a file; one that is torn and was changed lately is looked at again for so many seconds."""
-    end = time.monotonic() + seconds
+    """Returns what `load` makes of a file. A torn file that was changed lately is read again for so many seconds."""
+    deadline = time.monotonic() + seconds
     while True:
         try:
             return load(path)
         except AsvFileTorn:
-            if time.monotonic() >= end or not _changed_lately(path):
-                raise
+            with contextlib.suppress(OSError):  # it has just vanished, of which the next attempt tells
+                if time.monotonic() >= deadline or abs(time.time() - path.stat().st_mtime) >= _LATELY_SECONDS:
+                    raise
         time.sleep(_PAUSE_SECONDS)
 
 
-def _changed_lately(path: Path) -> bool:
-    try:
-        return abs(time.time() - path.stat().st_mtime) < _LATELY_SECONDS
-    except OSError:
-        return True  # it has just vanished, which the next look says in a sentence
-
-
 def set_aside(path: Path) -> Path:
-    """Rename a broken file to `<name>.broken-<n>`, and give its new path. Earlier ones stay."""
+    """Renames a broken file to `<name>.broken-<n>` with a new n, and returns its path."""
     for number in itertools.count(1):
         target = path.with_name(f"{path.name}.broken-{number}")
         try:
-            target.open("x").close()  # taken, also against another process that sets something aside
+            target.open("x").close()  # takes the name before another process does
         except FileExistsError:
             continue
         except OSError as error:
@@ -152,12 +142,13 @@ def set_aside(path: Path) -> Path:
 BENCHMARKS_VERSION = 2
 MACHINE_VERSION = 1
 _INDENT = 4
-# What a reader of results goes by; the rest is for asv's runner.
+# The fields that readers of results use; the others are for asv's runner.
 _TELLING = ("params", "version", "unit", "param_names")
 
 
 def existing(load: Callable[[Path], T], path: Path, aside: list[Path] | None = None) -> T | None:
-    """What stands in a file of asv's; None where there is none. With `aside`, a broken one is set aside."""
+    """Loads a file of asv's; None where there is none. A broken one is set aside and its new path added to `aside`, if
+    that is given."""
     try:
         return settled_read(load, path)
     except AsvFileAbsent:
@@ -178,7 +169,7 @@ def definition_of(series: Series) -> dict[str, Any]:
 
 
 def load_benchmarks(path: Path) -> dict[str, Any]:
-    """The definitions in benchmarks.json by name, as they are. One that asv would fail on breaks the file for asv."""
+    """Returns the definitions in benchmarks.json by name. One that asv would fail on breaks the file."""
     content = read_object(path, BENCHMARKS_VERSION)
     for name, definition in content.items():
         if (
@@ -191,7 +182,7 @@ def load_benchmarks(path: Path) -> dict[str, Any]:
 
 
 def merge_benchmarks(old: Mapping[str, Any], series: Iterable[Series]) -> dict[str, Any]:
-    """The old definitions with those of the series. One that says the same to a reader stays as it is."""
+    """Adds the definitions of the series; one that is the same to a reader of results stays as it is."""
     new = {metric.name: definition_of(metric) for metric in series}
     same = {name for name in new if name in old and all(old[name].get(key) == new[name][key] for key in _TELLING)}
     return {**old, **{name: definition for name, definition in new.items() if name not in same}}
@@ -209,7 +200,7 @@ def load_machine(path: Path) -> dict[str, Any]:
 
 
 def merge_machine(old: Mapping[str, Any], new: Mapping[str, Scalar | None]) -> dict[str, Any]:
-    """What was known of a machine, and what is new; None is not given. Another machine has a folder of its own."""
+    """Adds what is new about a machine, without None. Raises AsvFileError where it is another machine."""
     if old and old.get("machine") != new.get("machine"):
         raise AsvFileError(
             f"the results of machine {old.get('machine')!r:.80} cannot become those of {new.get('machine')!r:.80}: "
@@ -236,8 +227,8 @@ _OPTIONAL = ("env_vars", "durations")
 class ResultsFile:
     """A results file. `date` is the commit's, in ms since 1970; `params` and `env_vars` tell asv's series apart.
 
-    `others` are keys that fp8bench does not know. `broken` are rows that could not be read, named in `troubles`: nobody
-    knows what they mean, so they are kept as they are. A row in `rows` replaces a broken one of its name.
+    `others` are keys that fp8bench does not know. `broken` are rows that could not be read, which `troubles` name; they
+    are written back as they are, unless `rows` has one of the same name.
     """
 
     commit_hash: str
@@ -256,10 +247,7 @@ class ResultsFile:
 
 
 def load_results(path: Path) -> ResultsFile:
-    """Read a results file. Rows that are broken are left out, named in `troubles`, and kept as they are in `broken`.
-
-    Raises AsvFileError in one of its kinds for a file that asv would not read, or that would make it fail.
-    """
+    """Raises AsvFileError in one of its kinds for a file that asv would not read, or that would make it fail."""
     content = read_object(path, RESULTS_VERSION)
     try:
         return _file(content, path)
@@ -268,12 +256,12 @@ def load_results(path: Path) -> ResultsFile:
 
 
 def results_files(folder: Path, pattern: str = "*.json") -> list[Path]:
-    """The results files in the folder of a machine; with '*/*.json' those in all folders of results."""
+    """Returns the results files in a machine's folder, or with '*/*.json' in all folders of results."""
     return sorted(path for path in folder.glob(pattern) if path.name not in ("benchmarks.json", "machine.json"))
 
 
 def save_results(path: Path, file: ResultsFile) -> None:
-    """Write a results file as asv would, in one step. Statistics and durations keep 5 digits, as in asv."""
+    """Writes a results file as asv would, in one step: statistics and durations have 5 digits."""
     rows = {name: write_row(row, file.columns) for name, row in file.rows.items()}
     content: dict[str, Any] = {
         "commit_hash": file.commit_hash, "env_name": file.env_name, "date": file.date, "params": dict(file.params),
@@ -315,7 +303,7 @@ def _file(content: Mapping[str, Any], path: Path) -> ResultsFile:
 
 
 def _check_head(content: Mapping[str, Any], path: Path) -> None:
-    """What asv needs to file the results: a wrong type of any of these hides the file or makes asv fail."""
+    """Raises Malformed where a field lacks or has a wrong type that hides the file from asv or makes it fail."""
     for key, kind in _KINDS.items():
         if key not in content:
             raise Malformed(f"it has no {key!r}")
@@ -335,7 +323,7 @@ def _check_head(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_columns(content: Mapping[str, Any]) -> None:
-    """Cells under a name that nobody knows make asv leave the whole file out."""
+    """Raises Malformed for cells under unknown names, because of which asv leaves the whole file out."""
     columns = content["result_columns"]
     if not all(isinstance(column, str) for column in columns) or len(set(columns)) < len(columns):
         raise Malformed(f"'result_columns' is {shown(columns)}, expected different texts")

@@ -1,7 +1,7 @@
-"""Who asv would say this is: machine and interpreter under which `asv run -E existing` files its results here.
+"""The machine and interpreter under whose names `asv run -E existing` files its results here.
 
-asv draws one series for each set of parameters, so a result that fp8bench files lands in the series of the user's own
-asv runs only if every value is the same. asv itself is not imported: that costs a fifth of a second and runs plugins.
+asv draws one line for each set of parameters, so a result of fp8bench is on the line of the user's own asv runs only if
+every value is the same. asv is not imported: that takes a fifth of a second and runs plugins.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ from fp8bench.model import Scalar
 
 Entry = Mapping[str, Scalar | None]
 
-_FORMAT = 1  # of asv's machine files
-_PREFIX = "asv_"  # of the facts
-_INTERPRETER = "interpreter"  # the fact
+_FORMAT = 1  # the version of asv's machine files
+_PREFIX = "asv_"  # before the names of asv's parameters among a run's facts
+_INTERPRETER = "interpreter"  # the name of that fact
 _REPLACED = str.maketrans(dict.fromkeys([*'<>:"/^|?*', *map(chr, range(32)), os.sep], "_"))
-_LONGEST_NAME = 127  # characters of an environment's name that asv still puts into the name of a file
-_LAUNCHER_BYTES = 8192  # of a script, which are enough for its interpreter's path
-# How uv's launchers that may be moved write the folder they lie in: "$(dirname -- "$(realpath -- "$0")")"/
+_LONGEST_NAME = 127  # asv hashes the name of an environment that has more characters
+_LAUNCHER_BYTES = 8192  # so much of a script is read; it has the interpreter's path
+# uv's relocatable launchers write their own folder as "$(dirname -- "$(realpath -- "$0")")"/
 _OWN_FOLDER = re.compile(r'"\$\(.*"\$0".*\)"(?=/)')
 
 
 class Home(NamedTuple):
-    """A machine and an interpreter, by the name it was called, and what all its names have in common."""
+    """A machine and an interpreter: the path that it was called by, and `interpreter`, which is the same for all its
+    paths."""
 
     machine: str
     python: str
     interpreter: str
 
     def is_same(self, other: Home) -> bool:
-        """Whether both are one, by whatever name the interpreter was called: bin/python and bin/python3 are."""
+        """Whether both are one: bin/python and bin/python3 are."""
         alike = self.python == other.python or self.interpreter == other.interpreter
         return self.machine == other.machine and alike
 
 
 @dataclass(frozen=True)
 class Identity:
-    """asv's parameters of a machine (and what else its entry says, a GPU say), and its name for the interpreter.
+    """asv's parameters of a machine, with other facts of its entry (a GPU, say), and asv's name for the interpreter.
 
-    `interpreter` is the same by whatever name the interpreter was called.
+    `interpreter` is the same for all paths of the interpreter.
     """
 
     machine: Entry
@@ -64,12 +65,12 @@ class Identity:
 
     @property
     def env_name(self) -> str:
-        """The name of the environment; asv replaces what some file system refuses."""
+        """The name of asv's environment, without characters that some file system refuses."""
         return f"existing-py{self.python}".translate(_REPLACED)
 
     @property
     def params(self) -> dict[str, Scalar | None]:
-        """What asv stores with each result, and tells series apart by."""
+        """The facts that asv stores with each result, and tells series apart by."""
         return {**self.machine, "python": self.python}
 
     def file_name(self, commit: str) -> str:
@@ -83,23 +84,24 @@ class Identity:
 
 
 def identify(known: Entry | None = None) -> Identity:
-    """This machine and interpreter: the user's entry for asv, else `known`, else what `asv machine --yes` would find.
+    """Returns this machine and interpreter: the user's entry for asv, else `known`, else what `asv machine --yes`
+    finds.
 
-    `known` is the machine.json of a store, which keeps a series whole when the system is updated. An entry that asv
-    could not use is ignored.
+    `known` is a store's machine.json, which keeps a series whole when the system is updated. An entry that asv could
+    not use is ignored.
     """
     stored = {name: value for name, value in (known or {}).items() if name != "version"}  # which is the file's
-    machine = _usable(_entry_of_user(platform.node())) or _usable(stored) or _found()
+    machine = _usable(_entry_of_user(platform.node())) or _usable(stored) or _discovered()
     python = named_by_asv(sys.executable or "python")
     return Identity(machine, python, resolved(python))
 
 
 def resolved(python: str) -> str:
-    """What all names of an interpreter have in common: its file, and the folder from which it is called.
+    """Returns what all paths of an interpreter have in common: its file, and the folder from which it is called.
 
-    The folder counts because a virtual environment is known by it: those of two environments often are the same file.
-    A path that leads to no file here stands for itself. Runs say what it was where they were made; this is for older
-    ones, and for what asv's files, acknowledgements and people name.
+    The folder counts because it tells virtual environments apart, whose interpreters often are the same file. A path
+    that leads to no file here is returned. Runs name the interpreter themselves; this serves older runs, and paths in
+    asv's files, in acknowledgements and in what people type.
     """
     try:
         if os.path.isfile(python):  # noqa: PTH113 - is_file raises where it may not look
@@ -114,7 +116,7 @@ def as_facts(identity: Identity) -> dict[str, Scalar | None]:
 
 
 def from_facts(facts: Entry) -> Identity | None:
-    """The identity a run was measured under; None where its facts name no machine or no interpreter."""
+    """Returns the identity that a run was measured under; None where its facts name no machine or interpreter."""
     values = {name.removeprefix(_PREFIX): value for name, value in facts.items() if name.startswith(_PREFIX)}
     machine, python = _usable(values), values.get("python")
     if machine is None or not isinstance(python, str) or not python:
@@ -123,9 +125,9 @@ def from_facts(facts: Entry) -> Identity | None:
 
 
 def _usable(entry: object) -> dict[str, Scalar | None] | None:
-    """What can be a parameter of a series: `asv publish` fails on lists. None without a machine's name.
+    """Returns the facts that can be parameters of a series (asv fails on lists); None without a machine's name.
 
-    The name becomes a folder, and facts come from files that others wrote: it leads nowhere else.
+    The name becomes a folder and may come from somebody else's file, so it must not lead elsewhere.
     """
     if not isinstance(entry, Mapping):
         return None
@@ -138,7 +140,7 @@ def _usable(entry: object) -> dict[str, Scalar | None] | None:
 
 
 def _entry_of_user(host: str) -> object:
-    """What ~/.asv-machine.json says of this host; where it knows one machine only, that one is meant."""
+    """Returns the entry of this host in ~/.asv-machine.json; a single entry is taken whatever its name."""
     try:
         known = json.loads(Path("~/.asv-machine.json").expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError, RuntimeError):  # no such file, no JSON, no home or JSON without a bottom
@@ -148,8 +150,8 @@ def _entry_of_user(host: str) -> object:
     return known.get(host, next(iter(known.values())) if len(known) == 1 else None)
 
 
-def _found() -> dict[str, Scalar | None]:
-    """What asv finds out by itself; '' for what the system does not say."""
+def _discovered() -> dict[str, Scalar | None]:
+    """Returns what asv finds out by itself; '' for what the system does not say."""
     mac = platform.system() == "Darwin"
     return {
         "machine": platform.node(),
@@ -162,7 +164,7 @@ def _found() -> dict[str, Scalar | None]:
 
 
 def _line(path: str, name: str) -> str:
-    """The first value of that name in a file of 'name : value' lines."""
+    """Returns the first value of a name in a file of 'name : value' lines."""
     try:
         text = Path(path).read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -172,7 +174,7 @@ def _line(path: str, name: str) -> str:
 
 
 def _bytes(size: str) -> str:
-    """'24 kB' as bytes; what is no number stays as it is."""
+    """Returns '24 kB' as bytes, and what is no number unchanged."""
     number, _, unit = size.partition(" ")
     return str(int(number) * 1024) if number.isdecimal() and unit == "kB" else number
 
@@ -186,10 +188,10 @@ def _sysctl(name: str) -> str:
 
 
 def named_by_asv(path: str) -> str:
-    """An interpreter as its command `asv` names it.
+    """Returns the path of this interpreter that its command `asv` uses.
 
-    asv goes by the path it was started with, which the first lines of its script say (bin/python3, say), while
-    `python -m fp8bench` goes by bin/python: one interpreter, but two series to asv.
+    asv goes by the path in the first lines of its script (bin/python3, say), `python -m fp8bench` by bin/python: one
+    interpreter, but two series to asv.
     """
     ours = _absolute(path)
     for folder in dict.fromkeys((Path(ours).parent, Path(sysconfig.get_path("scripts")))):
@@ -205,10 +207,10 @@ def _absolute(path: str) -> str:
 
 
 def _started_by(script: Path) -> str | None:
-    """The interpreter that a script names, as `#!path`, `#!/usr/bin/env name`, or in the launcher below.
+    """Returns the interpreter that a script names: in `#!path`, `#!/usr/bin/env name`, or the launcher below.
 
-    A path that is too long for a first line, or has spaces, is written by pip and uv as a line of shell that Python
-    reads as text: #!/bin/sh, then '''exec' "/the path/python" "$0" "$@".
+    Where a path is too long for a first line or has spaces, pip and uv write a line of shell that Python reads as text:
+    #!/bin/sh, then '''exec' "/the path/python" "$0" "$@".
     """
     try:
         with script.open("rb") as file:

@@ -1,7 +1,7 @@
-"""A benchmark's row in one of asv's results files: what it came to under each combination of its parameters.
+"""A benchmark's row in asv's results files: its value under each combination of its parameters.
 
-The combinations are in the order of itertools.product. asv shortens rows: a column of nothing but nulls is null, and
-nulls at the end are cut. Here every combination has its place.
+Combinations are in the order of itertools.product. asv shortens rows (a column of nulls becomes null, nulls at the end
+are cut); here every combination has its place.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ COLUMNS = (
 )  # fmt: skip
 # As in asv's compute_stats.
 _COVERAGE = 0.99
-# More combinations than anybody measures: lists of a broken file multiply to more than fits into memory.
+# The lists of a broken file may multiply to more combinations than fit into memory; nobody measures so many.
 MOST_COMBINATIONS = 100_000
 
 
 @dataclass(frozen=True)
 class Stats:
-    """asv's statistics of the samples of one combination: 99% interval of the median, quartiles, how many."""
+    """asv's statistics of one combination: the 99% interval of the median, quartiles, and how many samples."""
 
     ci_99_a: float
     ci_99_b: float
@@ -43,11 +43,10 @@ class Stats:
 
 @dataclass(frozen=True)
 class AsvRow:
-    """One benchmark's results. `values`, `stats` and `samples` have one entry for each combination of `params`.
+    """A benchmark's results. `values`, `stats` and `samples` have one entry for each combination of `params`.
 
     `params` are texts as asv has them (repr of each value: "'fp8'", "256"). A value is None where the benchmark failed
-    and NaN where it was not measured or does not apply. `started_at` is in ms since 1970, `duration` in seconds. asv
-    shows a row under any version of its benchmark if it has none itself.
+    and NaN where it was not measured. `started_at` is in ms since 1970, `duration` in seconds.
     """
 
     params: tuple[tuple[str, ...], ...]
@@ -74,7 +73,7 @@ NOT_MEASURED: Figures = (math.nan, None, None)
 
 
 def by_combination(row: AsvRow) -> dict[tuple[str, ...], Figures]:
-    """What a row says of each combination, by its texts: what a grid was may have changed since."""
+    """Returns the figures of a row by the texts of their combinations; grids may have changed since."""
     figures = zip(row.values, row.stats, row.samples, strict=True)
     return dict(zip(itertools.product(*row.params), figures, strict=True))
 
@@ -92,7 +91,7 @@ def row_of(
 
 
 def is_measured(figures: Figures) -> bool:
-    """Whether there was a measurement. A failure counts: it is an answer."""
+    """Whether there was a measurement; a failure is one."""
     return figures[0] is None or not math.isnan(figures[0])
 
 
@@ -101,19 +100,18 @@ def numbers(row: AsvRow) -> dict[tuple[str, ...], float]:
 
 
 def combinations(params: Iterable[Sequence[str]]) -> int:
-    """How many combinations there are of a row's parameters: one if it has none."""
     return math.prod(len(values) for values in params)
 
 
 def are_params(plain: object) -> bool:
-    """Whether this is a list of lists of texts, which is what parameters are in all of asv's files."""
+    """Whether this is a list of lists of texts, as parameters are in all of asv's files."""
     return isinstance(plain, list) and all(
         isinstance(values, list) and all(isinstance(text, str) for text in values) for values in plain
     )
 
 
 def asv_statistics() -> ModuleType:
-    """asv's own statistics. Asked for where they are needed: what lacks them can still be measured, and kept."""
+    """Imports asv's own statistics. It is called late, so that runs are measured and kept without them."""
     try:
         from asv_runner import statistics
     except ImportError as error:
@@ -124,10 +122,9 @@ def asv_statistics() -> ModuleType:
 
 
 def cell(samples: Sequence[float]) -> tuple[float | None, Stats | None]:
-    """The value and the statistics that asv makes of one combination's samples; (None, None) without any.
+    """Returns the value and the statistics that asv makes of samples; (None, None) without any.
 
-    asv's interval divides by zero on some samples beyond what floats are good for (all of them 1e-313, say): those
-    have no interval here.
+    asv's interval divides by zero on some samples (all of them 1e-313, say); those have no interval here.
     """
     if not samples:
         return None, None
@@ -152,16 +149,15 @@ def cell(samples: Sequence[float]) -> tuple[float | None, Stats | None]:
 
 @lru_cache(maxsize=1024)
 def _quartiles(count: int) -> list[tuple[int, float]]:
-    """Where the middle and the quartiles of so many sorted samples lie, as asv has it: a place, and how far behind."""
     parts = (divmod((count - 1) * share, 1) for share in (0.5, 0.25, 0.75))
     return [(int(place), rest) for place, rest in parts]
 
 
 @lru_cache(maxsize=1024)
 def _ranks(count: int) -> tuple[float, float]:
-    """The places of the ends of asv's interval among so many sorted samples; infinite where they are too few for it.
+    """Returns the places of the ends of asv's interval in sorted samples; infinite where they are too few.
 
-    asv counts them anew for every list of samples, which takes longer than all the rest.
+    asv computes them anew for every list of samples, which takes longer than everything else.
     """
     if not count:
         return -math.inf, math.inf
@@ -169,7 +165,7 @@ def _ranks(count: int) -> tuple[float, float]:
 
 
 def read_row(columns: Sequence[str], cells: object) -> AsvRow:
-    """A row from its cells; raises Malformed for what no benchmark gives."""
+    """Raises Malformed for what no benchmark gives."""
     if not isinstance(cells, list):
         raise Malformed(f"expected a list, found {shown(cells)}")
     named = dict(zip(columns, cells, strict=False))
@@ -203,7 +199,7 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
 
 
 def _column(plain: object, key: str, count: int, sound: Callable[[object], bool]) -> tuple[Any, ...]:
-    """A value for each combination, None where asv has shortened the column."""
+    """Returns a value for each combination, with None where asv has shortened the column."""
     cells = [] if plain is None else plain
     if not isinstance(cells, list):
         raise Malformed(f"{key!r} is {shown(plain)}, expected a list")
@@ -227,17 +223,17 @@ def _is_number(plain: object) -> bool:
 
 
 def _is_count(plain: object) -> bool:
-    """A whole number that is one also for asv's readers, who have 64 bits."""
+    """Whether it is a whole number of 64 bits, which asv's readers expect."""
     return type(plain) is int and abs(plain) < 1 << 63
 
 
 def write_row(row: AsvRow, columns: Sequence[str]) -> list[Any]:
-    """A row as asv writes it: shortened, statistics and duration to 5 digits."""
+    """Returns a row as asv writes it: shortened, and with 5 digits of statistics and duration."""
     nothing = (None,) * len(fields(Stats))
     by_name = zip(*(astuple(stat) if stat else nothing for stat in row.stats), strict=True)
     named: dict[str, Any] = {
-        f"stats_{field.name}": [_shortened(value) for value in column]
-        for field, column in zip(fields(Stats), by_name, strict=False)
+        f"stats_{field.name}": [_shortened(value) for value in cells_of_column]
+        for field, cells_of_column in zip(fields(Stats), by_name, strict=False)
     }
     named |= {
         "result": list(row.values), "samples": [None if sample is None else list(sample) for sample in row.samples],
@@ -245,11 +241,11 @@ def write_row(row: AsvRow, columns: Sequence[str]) -> list[Any]:
         "profile": row.profile,
     }  # fmt: skip
     named = {
-        key: None if isinstance(one, list) and all(value is None for value in one) else one
-        for key, one in named.items()
+        key: None if isinstance(column, list) and all(value is None for value in column) else column
+        for key, column in named.items()
     }
     named["params"] = [list(values) for values in row.params]
-    cells = [named.get(column) for column in columns]
+    cells = [named.get(cells_of_column) for cells_of_column in columns]
     while cells and cells[-1] is None:
         cells.pop()
     return cells

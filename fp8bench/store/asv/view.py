@@ -1,9 +1,8 @@
-"""asv's view of the truth: what every commit has come to, in asv's own files beside the runs.
+"""asv's view: the figures of every commit, in asv's own files beside the runs.
 
-What a commit has come to is a function of its runs alone, whichever door they came in by, so that a suite run and an
-asv run of one commit end in one line of one graph, and the view can be made again at any time. What the runs know
-nothing of (asv's own measurements, those of lost runs) is left as it stands. Of another store's files what is missing
-here is taken.
+They are a function of the commit's runs, whether these came from `suite` or from asv, so both are one line of one
+graph, and the view can be made again at any time. Rows that no run explains (asv's own measurements, those of lost
+runs) stay. Of another store's files only what is missing here is taken.
 """
 
 from __future__ import annotations
@@ -44,21 +43,28 @@ from fp8bench.store.asv.rows import (
     is_measured,
     row_of,
 )
-from fp8bench.store.commit_runs import TrackedRun, commit_points, remembered, runs_of_commit, series_of_runs, why_not
+from fp8bench.store.commit_runs import (
+    TrackedRun,
+    commit_points,
+    remembered,
+    runs_of_commit,
+    series_of_runs,
+    why_untracked,
+)
 
 
 def results_of(store: Path) -> Path:
-    """Where asv looks for results; asv.conf.json says the same."""
+    """asv.conf.json names the same folder."""
     return store / "asv" / "results"
 
 
 def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
-    """Bring the view of a run's commit up to date; one sentence on what happened to it.
+    """Updates the view of a run's commit, and returns a sentence on what happened.
 
-    Another writer of the view is waited for as many seconds as `timeout` says. Never raises for what is wrong with the
-    store: the run itself is kept, and the view can be made again.
+    It waits so many seconds for another writer. It never raises for a fault of the store, because the run is kept and
+    the view can be made again.
     """
-    why = why_not(run)
+    why = why_untracked(run)
     tracked = remembered(run) if not why else None
     if tracked is None or not tracked.content.points:
         nameless = "it does not say on which machine, or by a name that is no folder's"
@@ -85,12 +91,12 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
 
 
 def write_commit(store: Path, own: TrackedRun, timeout: float = LOCK_SECONDS) -> list[Path]:
-    """Write the file of a run's commit, machine and interpreter, and the lists beside it; returns what was set aside.
+    """Writes the file of a run's commit, machine and interpreter, and the lists beside it; returns files set aside.
 
     Raises StoreError where the run would not be in it.
     """
     with locked(store / "asv", timeout):
-        # Under the lock, too: a writer that knew fewer runs must not come after one that knew more.
+        # The runs are read under the lock, too, so that no writer that read fewer runs writes after this one.
         home = own.identity.home
         alike = [run for run in runs_of_commit(store, own.commit) if run.identity.home.is_same(home)]
         tracked = [run for run in alike if run.content.points]
@@ -102,22 +108,22 @@ def write_commit(store: Path, own: TrackedRun, timeout: float = LOCK_SECONDS) ->
 
 
 def write_place(results: Path, tracked: Sequence[TrackedRun], aside: list[Path]) -> Path:
-    """Write the file that runs of one place make, oldest first, and the lists beside it. For holders of the lock.
+    """Writes the file of runs of one place, oldest first, and the lists beside it. The caller holds the lock.
 
     The oldest run names machine and interpreter where there is no file yet, so that a view made again is the same.
-    Files that were broken come into `aside`, under their new names.
+    Broken files are added to `aside` under their new names.
     """
     asv_statistics()  # before anything is written: without them the view stays as it is
     commit = tracked[0].commit
     identity = _settled(results, tracked[0].identity, aside)
     path = results / str(identity.machine["machine"]) / identity.file_name(commit)
-    # Before the rows: what asv does not know of it does not show, and a kill may come in between.
+    # Before the rows: asv hides rows without a definition, and a kill may come in between.
     define(results, series_of_runs(tracked), aside)
     file = existing(load_results, path, aside) or nothing_of(commit, identity)
     if not commit.startswith(file.commit_hash):
         raise AsvFileError(f"{path} holds the results of another commit, {file.commit_hash}. Move it away.")
     dates = [run.run.environment.get("commit_date") for run in reversed(tracked)]
-    date = file.date or next((number for number in dates if type(number) is int), 0)  # the author's, in ms since 1970
+    date = file.date or next((number for number in dates if type(number) is int), 0)
     save_results(path, filled(replace(file, params=identity.params, date=date), tracked))
     for folder in (results, path.parent):
         sweep(folder)
@@ -125,10 +131,10 @@ def write_place(results: Path, tracked: Sequence[TrackedRun], aside: list[Path])
 
 
 def _settled(results: Path, identity: Identity, aside: list[Path]) -> Identity:
-    """The identity under which the machine's results lie here already; its machine.json is brought up to date.
+    """Updates machine.json, and returns the identity under which the machine's results are here already.
 
-    bin/python and bin/python3 are one interpreter, and a new kernel makes no new machine: asv would draw a second
-    line. What the user tracked asv about this machine counts most.
+    bin/python and bin/python3 are one interpreter, and a new kernel makes no new machine, but asv would draw a second
+    line. The user's entry for asv counts most.
     """
     folder = results / str(identity.machine["machine"])
     known = existing(load_machine, folder / "machine.json", aside) or {}
@@ -143,16 +149,16 @@ def _settled(results: Path, identity: Identity, aside: list[Path]) -> Identity:
     brought_up = merge_machine(known, machine)
     if brought_up != known:
         save_machine(folder / "machine.json", brought_up)
-    # In one order, so that a view made again is the same; what else somebody wrote down is no parameter of a series.
+    # Sorted, so that a view made again is the same. Lists that somebody wrote down cannot be parameters of a series.
     sorted_facts = sorted((machine if is_here else brought_up).items())
     plain = {key: value for key, value in sorted_facts if value is None or isinstance(value, int | float | str)}
     return Identity(plain, _settled_python(folder, identity), identity.interpreter)
 
 
 def _settled_python(folder: Path, identity: Identity) -> str:
-    """The name of an interpreter that the latest of the machine's results go by."""
+    """Returns the name of the interpreter that the newest of the machine's results use."""
     latest = sorted(folder.glob("*-existing-py*.json"), key=_changed, reverse=True)
-    # All files of one environment say the same, and there is one for every commit.
+    # One file of each environment is enough: those of its other commits have the same name in them.
     for path in {path.name.partition("-")[2]: path for path in reversed(latest)}.values():
         with contextlib.suppress(StoreError):
             named = load_results(path).python
@@ -181,7 +187,7 @@ def nothing_of(commit: str, identity: Identity) -> ResultsFile:
 
 
 def filled(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
-    """The file with a row for every series; other rows stay."""
+    """Returns the file with a row for every series; other rows stay."""
     points = commit_points(tracked)
     rows = dict(file.rows)
     for series in series_of_runs(tracked):
@@ -192,9 +198,9 @@ def filled(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
 
 
 def _row(series: Series, points: Mapping[Cell, Point], started: int, before: AsvRow | None) -> AsvRow:
-    """One row: a point where there is one, what stood there before where there is none, else not measured.
+    """Returns a row with a point where there is one, else with what was there before, else not measured.
 
-    Samples stand in the file only where asv was asked to record them: the runs have them all.
+    Samples are in the file only where asv was told to record them; the runs have them all.
     """
     version = next(iter(points.values())).version
     if before is not None and before.version != version:
@@ -214,13 +220,14 @@ def _figures(point: Point, recorded: bool) -> Figures:
 
 
 Load = Callable[[Path], dict[str, Any]]
-# What makes a machine another one under the same name.
+# Machines of one name that differ in these are different machines.
 _HARDWARE = ("arch", "cpu", "num_cpu", "gpu")
 
 
 @dataclass
 class Taken:
-    """What was taken from other results: files that are new or have more, what was not taken, what a person checks."""
+    """What was taken of other results: changed `files`, sentences on what was not taken, and on what a person should
+    check."""
 
     files: list[Path] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -228,12 +235,12 @@ class Taken:
 
 
 def merge_folders(ours: Path, theirs: Path, taken: Taken) -> Taken:
-    """Take what is missing here out of another folder of results, which is only read. For holders of the lock."""
+    """Takes what is missing here out of another folder of results. The caller holds the lock."""
     for folder in sorted({path.parent for path in theirs.glob("*/*.json")}):
         machine = _take_machine(ours / folder.name, folder, taken)
         for path in results_files(folder):
             _take_file(ours, path, machine, taken)
-    with _told(taken):
+    with _collecting_errors(taken):
         _take_list(load_benchmarks, save_benchmarks, ours / "benchmarks.json", theirs / "benchmarks.json")
     return taken
 
@@ -247,7 +254,7 @@ def merge_files(ours: ResultsFile, theirs: ResultsFile) -> ResultsFile:
 
 
 def merge_rows(ours: AsvRow, theirs: AsvRow) -> AsvRow:
-    """Our row with the combinations that it lacks. Rows of different versions do not mix: ours stays as it is."""
+    """Returns our row with the combinations that it lacks; ours alone where the versions differ."""
     if ours.version != theirs.version or len(ours.params) != len(theirs.params):
         return ours
     params = tuple(
@@ -265,8 +272,8 @@ def merge_rows(ours: AsvRow, theirs: AsvRow) -> AsvRow:
 
 
 @contextlib.contextmanager
-def _told(taken: Taken) -> Iterator[None]:
-    """What a file cannot be taken for is a sentence among others."""
+def _collecting_errors(taken: Taken) -> Iterator[None]:
+    """Adds an AsvFileError to the sentences on what was not taken."""
     try:
         yield
     except AsvFileError as error:
@@ -274,9 +281,9 @@ def _told(taken: Taken) -> Iterator[None]:
 
 
 def _take_file(ours: Path, path: Path, machine: Mapping[str, Any], taken: Taken) -> None:
-    """One file of theirs; `machine` is what we call its machine, so that one machine has one line."""
+    """Takes one file of theirs; `machine` is what we say of its machine, so that it has one line."""
     target = ours / path.parent.name / path.name
-    with _told(taken):
+    with _collecting_errors(taken):
         theirs = settled_read(load_results, path)
         if theirs.params["machine"] != path.parent.name:
             raise AsvFileError(f"{path} lies in the folder of another machine than it names.")
@@ -290,8 +297,8 @@ def _take_file(ours: Path, path: Path, machine: Mapping[str, Any], taken: Taken)
 
 
 def _take_machine(ours: Path, theirs: Path, taken: Taken) -> Mapping[str, Any]:
-    """The machine.json of one machine; returns what stands in ours then."""
-    with _told(taken):
+    """Takes the machine.json of one machine; returns what ours then is."""
+    with _collecting_errors(taken):
         name = (existing(load_machine, theirs / "machine.json") or {}).get("machine", theirs.name)
         if name != theirs.name:
             raise AsvFileError(f"{theirs / 'machine.json'} is of another machine than its folder, {theirs.name}.")
@@ -307,7 +314,7 @@ def _take_machine(ours: Path, theirs: Path, taken: Taken) -> Mapping[str, Any]:
 
 
 def _take_list(load: Load, save: Callable[[Path, Any], None], ours: Path, theirs: Path) -> tuple[Any, Any]:
-    """What is missing in a list; returns what stands in theirs, and what stood in ours."""
+    """Adds what is missing in a list; returns theirs, and ours before."""
     other, here = existing(load, theirs) or {}, existing(load, ours) or {}
     if {**other, **here} != here:
         save(ours, {**other, **here})

@@ -1,8 +1,8 @@
-"""A store's own files, packed: for each machine and month a tar.gz of its runs, and one more of what lies beside runs.
+"""A store's own files in tar.gz: the runs of each machine and month, and one archive of what lies beside runs.
 
-What reads figures (reading.py) never touches them; `restore` puts files back, each with the bytes and the date that it
-had, and a file that is here stays. The index names the files of each archive with their digests and
-dates, so that the bytes of an archive depend on the names and the contents of its files alone.
+Commands that read figures never open them. `restore` writes files back with their bytes and dates, and leaves those
+that are here. Digests and dates are in the index, so the bytes of an archive depend on the names and contents of its
+files alone.
 """
 
 from __future__ import annotations
@@ -38,16 +38,15 @@ from fp8bench.store.kept_lines import BESIDE_RUNS
 from fp8bench.store.runs.listing import all_files, index_of, machine_folder
 from fp8bench.store.runs.run_file import safe_folder
 
-# What commands ask of a store beside its runs. Left out is what is made again (figures, reports, prepared texts), what
-# is of use on its machine alone (checkpoints of trainings, locks), and what nobody knows.
+# What commands read of a store beside its runs; not what can be made again (figures, reports, prepared texts), nor what
+# is of use on this machine alone (checkpoints of trainings, locks).
 _BESIDE = (*BESIDE_RUNS, "acks.jsonl", "asv/results/*.json", "asv/results/*/*.json", "cells/*/output.txt")
 _RUNS = ("runs/*/*.jsonl", "runs/machine=*/month=*/*.jsonl")
 _MONTH = re.compile(r"(\d{4})(\d{2})\d{2}T")
 
 
 def stated(store: Path) -> dict[str, list[ArchivedFile]]:
-    """The files that a store is made of, without digests, by the archives that they belong into, in the order of their
-    names."""
+    """Returns the files of a store, without digests, sorted by name, by the archives that they go into."""
     by_archive: dict[str, list[ArchivedFile]] = {}
     beside = (path for pattern in _BESIDE for path in store.glob(pattern))
     for path in sorted({*all_files(store), *beside}):
@@ -70,7 +69,7 @@ def _archive(name: str) -> str:
 
 
 def belongs(name: str) -> bool:
-    """Whether a name, which may be somebody else's, is that of a file of a store."""
+    """Whether a name, which may come from elsewhere, is that of a file of a store."""
     path = PurePosixPath(name)
     fits = (len(path.parts) == pattern.count("/") + 1 and path.match(pattern) for pattern in (*_RUNS, *_BESIDE))
     return ".." not in path.parts and "\0" not in name and any(fits)
@@ -83,8 +82,8 @@ def is_whole(path: Path, written: Partition | Archive) -> bool:
 
 @dataclass
 class Archived:
-    """What was done: files that are kept, in archives that were written and left as they were; files that were `left`
-    because they changed meanwhile or cannot be read; archives that had not been what was written."""
+    """What was done: how many files are in archives, which archives were written, left as they were (`kept`) or had
+    been damaged (`mended`), and which files were `left` out because they changed meanwhile or cannot be read."""
 
     files: int = 0
     written: list[str] = field(default_factory=list)
@@ -94,7 +93,7 @@ class Archived:
 
 
 def archive(store: Path, manifest: Manifest, result: Archived, save: Callable[[], None]) -> None:
-    """Write the archives whose files have changed, and save the index after each, from when on it counts."""
+    """Writes the archives whose files have changed, and saves the index after each one."""
     there = stated(store)
     for name in manifest.archives.keys() - there.keys():
         del manifest.archives[name]
@@ -113,9 +112,9 @@ def archive(store: Path, manifest: Manifest, result: Archived, save: Callable[[]
 
 
 def write_archive(path: Path, store: Path, files: Sequence[ArchivedFile]) -> tuple[Archive, list[str]]:
-    """Make an archive of files, which takes the place of the one before once all of them were read back from it.
+    """Replaces an archive once all its files were read back from it.
 
-    Returns it, and the files that changed meanwhile or cannot be read, which are not in it. Raises StoreError.
+    Returns it, and the files that are not in it because they changed meanwhile or cannot be read. Raises StoreError.
     """
     packed: list[ArchivedFile] = []
     with keeping(path, MAKE_ROOM), replacing(path) as partial:
@@ -151,13 +150,14 @@ def _unchanged(path: Path, file: ArchivedFile) -> bytes | None:
 def contents(
     path: Path, archive: Archive, wanted: Collection[str] | None = None
 ) -> Iterator[tuple[ArchivedFile, bytes]]:
-    """The wanted files of an archive, or all, each with its bytes, which are what was written. Raises StoreError."""
+    """Yields the wanted files of an archive with their bytes, which were compared with their digests. Raises
+    StoreError."""
     try:
         with tarfile.open(path, "r:gz", encoding="utf-8") as tar:
             for archived_file in archive.files:
                 member = tar.next()
-                said = member is not None and (member.name, member.size) == (archived_file.path, archived_file.size)
-                file = tar.extractfile(member) if said and member is not None else None
+                as_named = member is not None and (member.name, member.size) == (archived_file.path, archived_file.size)
+                file = tar.extractfile(member) if as_named and member is not None else None
                 content = file.read() if file is not None else b""
                 if (
                     file is None
@@ -175,20 +175,20 @@ def contents(
 
 
 def sha256_of(path: Path) -> str:
-    """The digest that the index has of a file. Raises OSError."""
+    """Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.sha256).hexdigest()
 
 
 _LOCK_SECONDS = 5.0
-# JSON of a store shrinks to a tenth; a few kilobytes of zeros may stand for gigabytes.
+# The JSON of a store shrinks to a tenth. An archive that would unpack to much more may be a bomb.
 _ROOM, _MOST_RATIO = 64 << 20, 200
 
 
 @dataclass
 class Restored:
-    """How many files were written, and were here already; `own` are files here that differ, which stay, `damaged`
-    sentences on archives that did not serve."""
+    """How many files were written or were here already; `own` are files here that differ and stay, `damaged` sentences
+    on archives that could not be used."""
 
     written: int = 0
     there: int = 0
@@ -197,7 +197,7 @@ class Restored:
 
 
 def restore(store: Path) -> Restored:
-    """Write the files that were compacted and are not here any more. Raises StoreError where nothing was compacted."""
+    """Writes the compacted files that are not here. Raises StoreError where nothing was compacted."""
     try:
         manifest = load_manifest(store)
     except FileNotFoundError:
@@ -222,10 +222,10 @@ def restore(store: Path) -> Restored:
 
 
 def _put_back(store: Path, path: Path, archive: Archive, result: Restored) -> None:
-    """Write what is not here of an archive; nothing of a damaged one. Raises StoreError for that, and OSError."""
+    """Writes what is missing here of one archive, nothing of a damaged one. Raises StoreError for that, and OSError."""
     if not is_whole(path, archive):
         raise StoreError(f"{path} is not the file that was written, and none of its files is taken")
-    # An index from elsewhere must not say where else on this machine to write.
+    # An index from elsewhere could name any path on this machine.
     foreign = [file.path for file in archive.files if not belongs(file.path)]
     if foreign:
         raise StoreError(f"{path} has a file {foreign[0]!r:.80}, which is none of a store. Get it once more.")
@@ -261,14 +261,14 @@ def _is_wanted(store: Path, file: ArchivedFile, result: Restored) -> bool:
 
 
 def _date(path: Path, file: ArchivedFile) -> None:
-    """What was compacted knows a run file by its size and date; a copy of other dates is read, and slower."""
+    """Sets a file's date: compacted figures know a run file by size and date, and read one of another date again."""
     with contextlib.suppress(OSError):
         if path.stat().st_mtime_ns != file.changed_ns:
             os.utime(path, ns=(file.changed_ns, file.changed_ns))
 
 
 def archived_files(store: Path) -> dict[str, ArchivedFile]:
-    """The files in archives that are what was written, by their names in the store."""
+    """Returns the files in undamaged archives by their names in the store."""
     try:
         archives = load_manifest(store).archives
         whole = [packed for name, packed in archives.items() if is_whole(archive_of(store, name), packed)]

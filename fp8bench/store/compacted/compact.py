@@ -1,7 +1,7 @@
-"""Compacting: what the runs of each commit come to, written into a Parquet file for each machine and month.
+"""Compacting: the figures of each commit's runs, written into a Parquet file for each machine and month.
 
-The runs stay as they are, and stay the truth. Commits are read month by month; what a month comes to counts as soon as
-its files were written and read back. A kill leaves the months before it.
+The runs stay the truth. Commits are read month by month, and a month counts as soon as its files were written and read
+back, so that a kill loses no earlier month.
 """
 
 from __future__ import annotations
@@ -43,18 +43,16 @@ from fp8bench.store.index.tables import FigureTable, read_layout, table_of
 from fp8bench.store.runs.listing import all_files, index_of, stamps_of
 from fp8bench.store.runs.run_file import safe_folder
 
-# So many commits are read before their rows go to the disk.
-_AT_ONCE = 40
-# So many layouts' lines are remembered.
-_MOST_LAYOUTS = 100
+_AT_ONCE = 40  # commits that are read before their rows go to the disk
+_MOST_LAYOUTS = 100  # whose lines are remembered
 _LOCK_SECONDS = 5.0
 _AGAIN = "`fp8bench store compact` makes it again; until then the runs are read"
 
 
 @dataclass
 class Compaction:
-    """What was done: runs and rows that are compacted, Parquet files written and left as they were, commits that were
-    read; `busy` commits had runs that changed meanwhile, `mended` are files that had not been what was written."""
+    """What was done: runs and rows compacted, files written and left as they were, commits read; `busy` commits had
+    runs that changed meanwhile, `mended` files were not as they had been written."""
 
     runs: int = 0
     rows: int = 0
@@ -66,18 +64,17 @@ class Compaction:
     archived: Archived = field(default_factory=Archived)
 
 
-# A place with the samples of its rows and the ids of its runs.
+# The table of a place, the samples of each of its rows, and the ids of its runs.
 Sampled = tuple[FigureTable, list[list[float]], list[str]]
-# Of the runs of one commit; None where one changes meanwhile.
+# Reads the runs of one commit, as read_commit does.
 Reader = Callable[[Path, Fingerprints, Sequence[Path]], CommitFigures[Sampled] | None]
 
 
 def compact(store: Path, observe: Callable[[int, int], None], reader: Reader | None = None) -> Compaction:
-    """Bring what was compacted up to date with the runs; `observe` is told how many commits of how many were read.
+    """Updates what was compacted from the runs; `observe` is told how many commits of how many were read.
 
-    A benchmark gives a `reader` of its own, so that a long history need not be measured.
-
-    Raises StoreError where another compaction is at work, or there is no room, and UsageError without DuckDB.
+    A benchmark may give a `reader`, to do without runs. Raises StoreError where another compaction is at work or there
+    is no room, and UsageError without DuckDB.
     """
     need_duckdb()
     with locked(store / ARCHIVE, _LOCK_SECONDS):
@@ -85,8 +82,6 @@ def compact(store: Path, observe: Callable[[int, int], None], reader: Reader | N
 
 
 class _Compacting:
-    """One compaction, under the lock."""
-
     def __init__(self, store: Path, observe: Callable[[int, int], None], reader: Reader) -> None:
         self.store, self.observe, self.reader = store, observe, reader
         self.known = Fingerprints()
@@ -112,7 +107,7 @@ class _Compacting:
         touched = self.manifest.drop(gone)
         restamped = {commit: self._still_counts(commit) for commit in self.files}
         changed = [commit for commit, sources in restamped.items() if sources is None]
-        # All at once: the index may tell of other places of a changed commit already.
+        # All at once, because the index may have other places of a changed commit already.
         touched = (touched | self.manifest.drop(set(changed))) - bad
         for name in bad:
             del self.manifest.partitions[name]
@@ -121,7 +116,7 @@ class _Compacting:
             for commit, sources in restamped.items() if sources
         ])  # fmt: skip
         with Spool.opened(self.store) as spool:
-            # By the months in which their first runs began, as names of files say it.
+            # By the months in which their first runs began, by the names of the files.
             for _, some in groupby(changed, key=lambda commit: self.files[commit][0].rpartition("/")[2][:6]):
                 touched |= self._take(spool, list(some), len(changed))
                 self._write(spool, touched)
@@ -133,7 +128,6 @@ class _Compacting:
         return self.result
 
     def _bad(self) -> set[str]:
-        """Partitions that are not what was written, whatever their size says."""
         bad = set()
         for name, partition in self.manifest.partitions.items():
             path = parquet_of(self.store, name)
@@ -143,7 +137,7 @@ class _Compacting:
         return bad
 
     def _still_counts(self, commit: str) -> list[Stamp] | None:
-        """None of a commit that must be read; where only dates have changed, the stamps."""
+        """Returns None for a commit that must be read, else its stamps, which are new where only dates have changed."""
         digest, _ = self.manifest.units.get(commit, ("", 0))
         if digest != digest_of_sources(self.index.sources(commit)):
             return None
@@ -156,7 +150,7 @@ class _Compacting:
             raise StoreError(f"{points_file(self.store)} cannot be written ({why}). {MAKE_ROOM}")
 
     def _take(self, spool: Spool, commits: Sequence[str], count: int) -> set[str]:
-        """Read commits and spool their rows; returns the partitions that these belong into."""
+        """Reads commits and spools their rows; returns the partitions of these."""
         touched = set()
         for begin in range(0, len(commits), _AT_ONCE):
             some = commits[begin : begin + _AT_ONCE]
@@ -182,7 +176,7 @@ class _Compacting:
         return touched
 
     def _lines(self, layout: bytes) -> list[int]:
-        """The lines of a layout's rows. Neighbouring commits have the same layouts."""
+        """Returns the lines of a layout's rows. Neighbouring commits have the same layouts."""
         if layout not in self.lines:
             series, cells = read_layout(layout)
             plain = [(metric.name, metric.workload, metric.metric, metric.unit) for metric in series]
@@ -192,7 +186,7 @@ class _Compacting:
         return self.lines[layout]
 
     def _write(self, spool: Spool, touched: set[str]) -> None:
-        """Write partitions anew: what is spooled of them, and what still counts of the files before."""
+        """Writes partitions anew, from what is spooled and what still counts of the old files."""
         members: dict[str, list[int]] = {name: [] for name in touched}
         for number, place in self.manifest.places.items():
             if place.partition in members:
@@ -228,13 +222,13 @@ class _Compacting:
 
 
 def _begun(store: Path) -> Manifest:
-    """What was compacted before; nothing where that does not serve. Raises StoreError for a newer fp8bench's."""
+    """Returns what was compacted before; nothing if that cannot be used. Raises StoreError for a newer fp8bench's."""
     try:
         return load_manifest(store)
     except (OSError, UnreadableIndex) as error:
         if isinstance(error, UnreadableIndex) and error.newer:
-            said = f"{index_of(store)} does not serve: {error}. Upgrade fp8bench, or delete {points_of(store)}."
-            raise StoreError(said) from None
+            words = f"{index_of(store)} does not serve: {error}. Upgrade fp8bench, or delete {points_of(store)}."
+            raise StoreError(words) from None
         if isinstance(error, UnreadableIndex) and not all_files(store):
             raise without_runs(store, error) from None
         return Manifest()
@@ -245,7 +239,7 @@ def keys_of(series: Sequence[Sequence[str]], cells: Sequence[tuple[int, object]]
 
 
 def read_commit(store: Path, known: Fingerprints, paths: Sequence[Path]) -> CommitFigures[Sampled] | None:
-    """What the runs of a commit come to; None where one changes meanwhile."""
+    """Returns the figures of a commit's runs; None where a run changes meanwhile."""
     read, sources = read_stamped(store, paths)
     return None if sources is None else figures_of_runs(read, sources, known, _sampled)
 
@@ -256,7 +250,7 @@ def _sampled(members: Sequence[TrackedRun]) -> Sampled:
 
 
 def _partition(table: FigureTable) -> str:
-    """The folder of a place: its machine, and the month in which the oldest of its runs began (UTC)."""
+    """Returns the folder of a place: its machine, and the month in which its oldest run began (UTC)."""
     try:
         month = f"{datetime.fromtimestamp(table.said['began'] / 1000, UTC):%Y-%m}"
     except (ValueError, OverflowError, OSError):  # the first or the last day that there is, of another zone
@@ -272,7 +266,7 @@ def is_compacting(store: Path) -> bool:
 
 
 def check_compacted(store: Path) -> tuple[list[Fault], int]:
-    """What is wrong with it, and how many files it has. Nothing is lost by any of it: the runs have all."""
+    """Returns what is wrong with what was compacted, and how many files it has. The runs have everything."""
     try:
         written = load_manifest(store).written(store)
     except FileNotFoundError:
@@ -283,7 +277,7 @@ def check_compacted(store: Path) -> tuple[list[Fault], int]:
         return [Fault(str(index_of(store)), f"it does not serve ({why})", remedy)], 0
     faults = []
     for path, partition in written.items():
-        why = _why_not(path, partition)
+        why = _fault_of(path, partition)
         faults += [Fault(str(path), why, _AGAIN)] if why else []
     left = [] if is_compacting(store) else leftovers(store)
     packed = (path for path in (store / ARCHIVE).rglob("*") if path.is_file() and path.name != LOCK)
@@ -295,8 +289,8 @@ def check_compacted(store: Path) -> tuple[list[Fault], int]:
     return faults, len(written)
 
 
-def _why_not(path: Path, file: Partition | Archive) -> str:
-    """What is wrong with a compacted file, which was read back when it was written: its digest stands for all of it."""
+def _fault_of(path: Path, file: Partition | Archive) -> str:
+    """Returns what is wrong with a compacted file, by its digest: its content was read back when it was written."""
     try:
         if not path.exists():
             return "it is not there"

@@ -1,9 +1,8 @@
 """What was compacted, and from what: `<store>/points/index.json`.
 
-It names the commits whose rows are in Parquet files, with a digest of what they were made of and the numbers of their
-places, and says which writing of each file counts: of the Parquet files, and of the archives with files of the store
-(archive.py). What the commits came to is in the index beside it (index/points_file.py). It is replaced after the files
-that it names: a kill in between leaves files that it does not name, and whose commits are compacted again.
+It names the commits whose rows are in Parquet files, with a digest of their run files and the numbers of their places,
+and which writing of each Parquet file and archive (archive.py) counts. It is written after the files that it names: a
+kill in between leaves files that it does not name, whose commits are compacted again.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ArchivedFile(NamedTuple):
 
 
 class Archive(NamedTuple):
-    """A tar.gz that has files of the store in it: its size, a digest, and the files in their order."""
+    """A tar.gz of files of the store: its size, a digest, and the files in their order."""
 
     size: int
     digest: str
@@ -67,7 +66,7 @@ class CompactedPlace(NamedTuple):
 
 
 class LineKey(NamedTuple):
-    """What the number of a line stands for: one cell of a series, whatever the machine."""
+    """The cell of a series that a line's number stands for, whatever the machine."""
 
     series: str
     cell: str
@@ -78,9 +77,11 @@ class LineKey(NamedTuple):
 
 @dataclass
 class Manifest:
-    """All of it. `units` are commits, each with a digest of what it was made of and how many runs tell something.
-    `files` are all run files by their names in the store, with size and date, newest first; empty until every commit
-    was looked at."""
+    """`units` are commits, each with a digest of its run files and how many of its runs are tracked.
+
+    `files` are all run files by their names in the store, with size and date, newest first; it is empty until every
+    commit was read.
+    """
 
     units: dict[str, tuple[str, int]] = field(default_factory=dict)
     places: dict[int, CompactedPlace] = field(default_factory=dict)
@@ -94,7 +95,7 @@ class Manifest:
         return {**parquet, **{archive_of(store, name): archive for name, archive in self.archives.items()}}
 
     def drop(self, commits: Collection[str]) -> set[str]:
-        """Forget commits and their places; returns the partitions that their rows are in."""
+        """Forgets commits and their places; returns the partitions that have their rows."""
         gone = [number for number, place in self.places.items() if place.commit in commits]
         for commit in commits:
             self.units.pop(commit, None)
@@ -114,7 +115,7 @@ def archive_of(store: Path, name: str) -> Path:
 
 
 class UnreadableIndex(ValueError):
-    """Why an index does not serve; `newer` where a newer fp8bench wrote it."""
+    """An index that cannot be used; `newer` where a newer fp8bench wrote it."""
 
     def __init__(self, why: str, newer: bool = False) -> None:
         super().__init__(why)
@@ -122,7 +123,7 @@ class UnreadableIndex(ValueError):
 
 
 def without_runs(store: Path, why: UnreadableIndex) -> StoreError:
-    """An index that does not serve, where there are no runs to make it again from."""
+    """The error of an index that cannot be used, where there are no runs to make it again from."""
     return StoreError(
         f"{index_of(store)} does not serve: {why}. Nothing writes the runs of {store} back from it but the fp8bench "
         "that compacted them (`fp8bench store restore`, and then `store compact` with this one), or a copy of them."
@@ -130,12 +131,11 @@ def without_runs(store: Path, why: UnreadableIndex) -> StoreError:
 
 
 def load_manifest(store: Path) -> Manifest:
-    """What the index says. Raises FileNotFoundError, OSError, or UnreadableIndex with the reason."""
+    """Raises FileNotFoundError, OSError, or UnreadableIndex with the reason."""
     return read_manifest(index_of(store).read_bytes())
 
 
 def read_manifest(content: bytes) -> Manifest:
-    """What the bytes of an index say. Raises UnreadableIndex with the reason."""
     first, _, body = content.partition(b"\n")
     words = first.removeprefix(_MAGIC).split()
     try:
@@ -153,9 +153,9 @@ def read_manifest(content: bytes) -> Manifest:
         raise UnreadableIndex("it is not what was written") from None
 
 
-def _check(what: str, found: int, meant: int) -> None:
-    if found != meant:
-        raise UnreadableIndex(f"it is of {what} {found}, and this fp8bench reads {meant}", found > meant)
+def _check(what: str, written: int, expected: int) -> None:
+    if written != expected:
+        raise UnreadableIndex(f"it is of {what} {written}, and this fp8bench reads {expected}", written > expected)
 
 
 def _manifest(plain: dict[str, Any]) -> Manifest:
@@ -172,7 +172,7 @@ def _manifest(plain: dict[str, Any]) -> Manifest:
 
 
 def save_manifest(store: Path, manifest: Manifest) -> None:
-    """Write it in one step. Raises OSError."""
+    """Raises OSError."""
     plain = {
         "schema": SCHEMA, "units": manifest.units, "places": manifest.places, "partitions": manifest.partitions,
         "archives": manifest.archives, "lines": manifest.lines.values,
@@ -183,13 +183,13 @@ def save_manifest(store: Path, manifest: Manifest) -> None:
 
 
 def digest_of_sources(sources: Iterable[Stamp]) -> str:
-    """What stands for the run files that a commit's figures were made of, whatever their dates."""
+    """Returns a digest of the run files of a commit that does not depend on their dates."""
     words = sorted((source.name, source.digest) for source in sources)
     return hashlib.blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
 
 
 def stands_alone(store: Path, index: Index) -> bool:
-    """Whether what was compacted of a store without runs is all that is known. Raises StoreError if it is not whole."""
+    """Whether compacted figures are all that is known of a store without runs. Raises StoreError if some lack."""
     try:
         manifest = load_manifest(store)
     except OSError as error:
@@ -206,7 +206,7 @@ def stands_alone(store: Path, index: Index) -> bool:
 
 
 def lacking_files(store: Path, files: Mapping[str, tuple[int, int]]) -> int:
-    """How many run files that were compacted are not there any more."""
+    """Counts the run files that were compacted and are not there any more."""
     try:
         return len(load_manifest(store).files.keys() - files.keys())
     except (OSError, UnreadableIndex):

@@ -1,7 +1,7 @@
-"""Parquet files of one machine and month each, read by DuckDB column by column, and checked bit by bit.
+"""Parquet files of one machine and month each, written and read by DuckDB, and checked bit by bit.
 
-Their columns are named here and never guessed from the files. A footer has an id, so that one writing of a file can be
-told from another. Rows come into one through a database of their own on the disk, so that memory stays bounded.
+Column names are stated here, never taken from the files. An id in the footer tells writings of a file apart. Rows pass
+through a database on the disk, so that memory stays bounded.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from fp8bench.store.index.figure_files import digest_of
 from fp8bench.store.index.tables import ROW, Rows
 
 Columns = Mapping[str, NDArray[Any]]
-# The numbers of a row, by the names that columns have, with DuckDB's types; the row's own fields keep their names but
-# for these.
+# The columns of numbers with DuckDB's types; these fields of a row have other names as columns.
 _RENAMED = {"samples": "sample_count", "version": "version_code", "under": "conditions_code", "reason": "reason_code"}
 _TYPES = {"<f8": "DOUBLE", "<u4": "UINTEGER", "<u2": "USMALLINT", "|u1": "UTINYINT"}
 _OF_ROW = {_RENAMED.get(name, name): name for name in ROW.names or ()}
@@ -43,7 +42,7 @@ _HALF = np.uint64(32)
 
 
 class RowBatch(NamedTuple):
-    """Rows with the samples behind each of them, end to end, and how many each has."""
+    """Rows with their samples, end to end, and how many samples each has."""
 
     columns: dict[str, NDArray[Any]]
     samples: NDArray[np.float64]
@@ -69,7 +68,7 @@ def crcs(samples: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.
 
 
 def checks(columns: Columns) -> NDArray[np.uint32]:
-    """A check of all numbers of each row, bit by bit, the line and the place among them."""
+    """Returns a checksum of all numbers of each row, its line and place among them."""
     sums = np.zeros(len(columns["line"]), np.uint64)
     for name, kind in NUMBERS.items():
         column = np.ascontiguousarray(columns[name])
@@ -83,15 +82,14 @@ ID = "fp8bench_id"
 _FOOTER_END = 8
 _MEMORY = "192MB"
 _FROM = "read_parquet(?, hive_partitioning = false, union_by_name = false)"
-# What stands as NULL for other readers.
+# Values that are missing are NULL for other readers, and 0 here.
 READ = ", ".join(f"coalesce({name}, 0) AS {name}" if kind == "DOUBLE" else name for name, kind in NUMBERS.items())
-# So many rows are read at a time, with their samples.
-CHUNK_ROWS = 200_000
+CHUNK_ROWS = 200_000  # that are read at a time, with their samples
 _AGAIN = "`fp8bench store compact` makes it again; until then delete it"
 
 
 def need_duckdb() -> Any:
-    """DuckDB. Raises UsageError where it is not installed."""
+    """Imports DuckDB. Raises UsageError where it is not installed."""
     try:
         import duckdb
     except ImportError:
@@ -100,10 +98,7 @@ def need_duckdb() -> Any:
 
 
 def connected(database: str = ":memory:", spill: str = "") -> Any:
-    """A connection that asks for no network, takes no more memory than it needs, and reads the footers of files once.
-
-    Raises duckdb.Error.
-    """
+    """Opens a connection without network access, in limited memory, that reads footers once. Raises duckdb.Error."""
     settings = {
         "autoinstall_known_extensions": False, "autoload_known_extensions": False, "memory_limit": _MEMORY,
         "temp_directory": spill, "threads": 1,  # with more, what does not fit into memory loses its order
@@ -116,7 +111,7 @@ def connected(database: str = ":memory:", spill: str = "") -> Any:
 
 @contextlib.contextmanager
 def _reading(path: Path, connection: Any) -> Iterator[Any]:
-    """How to ask for columns of a file. DuckDB's errors become StoreErrors."""
+    """Yields a function that asks for columns of a file. DuckDB's errors become StoreErrors."""
     duckdb = need_duckdb()
     try:
         yield lambda what, where="": connection.execute(f"SELECT {what} FROM {_FROM} {where}", [[str(path)]])
@@ -129,7 +124,7 @@ def first_line(error: Exception) -> str:
 
 
 def check_file(path: Path, connection: Any) -> tuple[int, int]:
-    """How many rows a file has, and the sum of their checks, once every number and sample was read and is sound.
+    """Reads and checks every number and sample; returns how many rows there are, and the sum of their checks.
 
     Raises StoreError.
     """
@@ -154,7 +149,7 @@ def check_file(path: Path, connection: Any) -> tuple[int, int]:
 
 
 def _ranges(counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ranges of lines with not many more rows than are read at a time."""
+    """Yields ranges of lines with not many more rows than are read at a time."""
     first, rows = None, 0
     for line, count in counts:
         first = line if first is None else first
@@ -167,7 +162,7 @@ def _ranges(counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def counts_as(path: Path, partition: Partition) -> bool:
-    """Whether a file is the writing that is meant, by its size and its footer."""
+    """Whether a file is this writing of a partition, by its size and its footer."""
     try:
         with path.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != partition.size:
@@ -182,15 +177,14 @@ def counts_as(path: Path, partition: Partition) -> bool:
         return False
 
 
-# The number of a place, what is said of it, and the ids of its runs.
-Said = tuple[int, dict[str, Any], list[str]]
+# The number of a place, its texts, and the ids of its runs.
+PlaceTexts = tuple[int, dict[str, Any], list[str]]
 _NAME = ".spool-"
 _GROUP_ROWS = 16384
-# A moment that a calendar has, in ms since 1970.
-_LATEST = 253_402_300_799_000
+_LATEST = 253_402_300_799_000  # the last ms of the year 9999
 _OF_FLAGS = {"value": 1, "low": 2, "high": 2}
 _STATUSES = ", ".join(f"'{status.value}'" for status in Status)
-# What else stands in a file, for other readers of it.
+# Columns of texts, which are for other readers of the file.
 _TEXTS = {
     "series": "l.series", "cell": "l.cell", "workload": "l.workload", "metric": "l.metric", "unit": "l.unit",
     "machine_name": "p.machine", "interpreter": "p.python", "commit": "p.commit",
@@ -208,7 +202,7 @@ _WRITTEN = ", ".join(
     f"CASE WHEN (r.flags & {_OF_FLAGS[name]}) > 0 THEN r.{name} END AS {name}" if name in _OF_FLAGS else f"r.{name}"
     for name in NUMBERS
 )
-# Before any text is joined, which would be sorted with the numbers.
+# Numbers are sorted before the texts are joined to them.
 _SORT = """
 CREATE OR REPLACE TABLE sorted AS SELECT * FROM rows SEMI JOIN places USING (place) ORDER BY line, place
 """
@@ -225,7 +219,7 @@ COPY (
 
 @dataclass
 class Spool:
-    """An open one. What goes wrong with its disk is a StoreError."""
+    """An open database of rows. Faults of its disk become StoreErrors."""
 
     store: Path
     _connection: Any
@@ -234,7 +228,7 @@ class Spool:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, store: Path) -> Iterator[Spool]:
-        """One that goes when it is closed; what killed ones have left goes, too."""
+        """Opens a new one, which is deleted at the end, and deletes what killed ones have left."""
         duckdb = need_duckdb()
         _sweep(store)
         folder = points_of(store) / f"{_NAME}{secrets.token_hex(4)}"
@@ -272,12 +266,12 @@ class Spool:
             "SEMI JOIN kept USING (place)", [str(path)],
         )  # fmt: skip
 
-    def write(self, path: Path, lines: Sequence[LineKey], said: Sequence[Said]) -> Partition:
-        """Make a file of the rows of some places, which takes the place of the one before once it reads as meant."""
+    def write(self, path: Path, lines: Sequence[LineKey], said: Sequence[PlaceTexts]) -> Partition:
+        """Replaces a file by the rows of some places, once it was read back and checked."""
         name = secrets.token_hex(8)
         try:
             with replacing(path) as partial:
-                self._say(lines, said)
+                self._write_texts(lines, said)
                 self._run(_SORT)
                 self._run(_COPY.format(path=str(partial).replace("'", "''"), id=name))
                 sums = f"SELECT count(*), coalesce(sum({CHECK}), 0)::BIGINT FROM sorted"
@@ -295,8 +289,8 @@ class Spool:
         self._run("TRUNCATE rows")
         self._run("DROP TABLE IF EXISTS sorted")
 
-    def _say(self, lines: Sequence[LineKey], said: Sequence[Said]) -> None:
-        """The texts of some places, for other readers of their rows."""
+    def _write_texts(self, lines: Sequence[LineKey], said: Sequence[PlaceTexts]) -> None:
+        """Fills the tables of texts, which are for other readers of the file."""
         self._texts("places", [
             (number, str(words["machine"]["machine"]), words["python"], words["commit"], _moment(words["date"]),
              _moment(words["began"]), words["newest"], runs) for number, words, runs in said
@@ -312,7 +306,7 @@ class Spool:
         self._run(f"CREATE OR REPLACE TABLE {table}({_TABLES[table]})")
         names = [column.split()[0] for column in _TABLES[table].split(", ")]
         if rows:
-            columns = map(_objects, zip(*rows, strict=True))
+            columns = map(_encodable, zip(*rows, strict=True))
             self._insert(table, dict(zip(names, columns, strict=True)))
 
     def _insert(self, table: str, columns: Mapping[str, Any]) -> None:
@@ -335,7 +329,7 @@ class Spool:
 
 
 def leftovers(store: Path) -> list[Path]:
-    """What compactions that were killed have left half done, or one that is at work is making."""
+    """Returns the unfinished files of compactions that were killed, or of one that is at work."""
     folders = points_of(store), store / ARCHIVE
     left = {*folders[0].glob(f"{_NAME}*"), *(path for folder in folders for path in folder.rglob(f".*{PARTIAL}"))}
     return sorted(path for path in left if not path.parent.name.startswith(_NAME))
@@ -356,8 +350,8 @@ def _full(store: Path, error: Exception) -> StoreError:
     return StoreError(f"{folder} cannot be written ({why}). {MAKE_ROOM}")
 
 
-def _objects(values: Sequence[Any]) -> Any:
-    """With what UTF-8 has of texts."""
+def _encodable(values: Sequence[Any]) -> Any:
+    """Replaces what UTF-8 cannot encode."""
     column = np.empty(len(values), object)
     column[:] = [value.encode("utf-8", "replace").decode() if isinstance(value, str) else value for value in values]
     return column

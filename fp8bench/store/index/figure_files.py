@@ -1,8 +1,8 @@
-"""What figures are made of: run files with their stamps, suites with their grids; and steps that were found in them.
+"""What figures were made of (run files with their stamps, suites with their grids), and a memory of found steps.
 
-What was found out about series of values is remembered in `<store>/figures/steps.json`: steps, under a digest. It is a
-cache: a file that is broken is begun anew, one that may not be written, or is a newer fp8bench's, is done without. A
-digest names the values and the code that looks at them, so that nothing in it can be out of date.
+Steps that were found in series of values are kept in `<store>/figures/steps.json`, under a digest of the values and of
+the code that finds them, so that no entry can be out of date. The file is a cache: if broken it is made anew, and it is
+not written over where it is a newer fp8bench's.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from fp8bench.store.series import fingerprint
 
 P = TypeVar("P")
 _DIGITS = 32  # of a digest
-# In the place of the digest of a suite that is not known here.
-UNKNOWN = ""
+UNKNOWN = ""  # instead of the digest of a suite that is not imported
 AGAIN = "Delete it: the next command makes it again from the runs"
 
 
@@ -45,7 +44,7 @@ class Stamp(NamedTuple):
 
 
 class Fingerprints(dict[str, str]):
-    """What decides what is followed of each suite, as a digest; found out once for all commits."""
+    """For each suite a digest of what decides which cases are tracked; computed once."""
 
     def __missing__(self, name: str) -> str:
         words = fingerprint(name)
@@ -54,13 +53,13 @@ class Fingerprints(dict[str, str]):
 
 
 def are_known(suites: Mapping[str, str], known: Fingerprints, richer: bool = False) -> bool:
-    """Whether suites are those that are known here; with `richer` they may also not be known here at all."""
+    """Whether suites are the same here; with `richer` they may also be unknown here."""
     return all(known[name] in (before, *([UNKNOWN] if richer else [])) for name, before in suites.items())
 
 
 class CommitFigures(NamedTuple, Generic[P]):
-    """What the runs of one commit come to: the files they were read from, the suites they were asked about, how many
-    tell something, why others do not, and for each place a table, or where one is kept."""
+    """The figures of the runs of one commit: run files, the suites of their cases, how many runs are tracked, why
+    others are not, and a table for each place, or where it is kept."""
 
     sources: tuple[Stamp, ...]
     suites: dict[str, str]
@@ -72,13 +71,13 @@ class CommitFigures(NamedTuple, Generic[P]):
 def figures_of_runs(
     read: CommitRuns, sources: Iterable[Stamp], known: Fingerprints, made: Callable[[Sequence[TrackedRun]], P]
 ) -> CommitFigures[P]:
-    """With what is `made` of the runs of each place."""
+    """`made` makes the table of a place from its runs."""
     suites = {name: known[name] for name in sorted(read.suites)}
     return CommitFigures(tuple(sources), suites, len(read.runs), read.left, tuple(map(made, by_place(read.runs))))
 
 
 def read_stamped(store: Path, paths: Sequence[Path]) -> tuple[CommitRuns, list[Stamp] | None]:
-    """Read the runs of a commit, and say which files those were; None where one changed meanwhile."""
+    """Returns the runs of a commit and the stamps of their files, or None for these if one changed meanwhile."""
     before: list[Stamp] = []
 
     def content_of(path: Path) -> bytes:
@@ -94,7 +93,7 @@ def read_stamped(store: Path, paths: Sequence[Path]) -> tuple[CommitRuns, list[S
 
 
 def stamped(store: Path, path: Path) -> tuple[Stamp, bytes]:
-    """A run file as it is, and its content. Raises OSError."""
+    """Returns the stamp of a run file, and its content. Raises OSError."""
     with path.open("rb", buffering=0) as file:
         status, content = os.fstat(file.fileno()), file.readall()
     (name,), digest = names_of(store, [path]), hashlib.blake2b(content).hexdigest()[:_DIGITS]
@@ -102,7 +101,7 @@ def stamped(store: Path, path: Path) -> tuple[Stamp, bytes]:
 
 
 def digest_of(path: Path) -> str:
-    """A digest of a file. Raises OSError."""
+    """Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.blake2b).hexdigest()[:_DIGITS]
 
@@ -113,9 +112,9 @@ def names_of(store: Path, paths: Iterable[Path]) -> list[str]:
 
 
 def as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> list[Stamp] | None:
-    """The stamps with the dates of today, if the runs are the same; None if they are not.
+    """Returns the stamps with today's dates if the files are the same, else None.
 
-    A copy, or what git checked out again, has the content and another date.
+    A copy, or a file that git checked out again, has the same content and another date.
     """
     if sorted(stamp.name for stamp in before) != sorted(names_of(store, runs)):
         return None
@@ -130,15 +129,15 @@ def as_they_are(store: Path, runs: Sequence[Path], before: Sequence[Stamp]) -> l
 
 
 STEPS_VERSION = 1
-# What nobody has asked for goes when it is more than this beside what is asked for.
+# All entries beside those of the present series are dropped when they are more than this.
 _MOST_OTHERS = 5000
-# So many series take long enough to be sorry that what was found could not be kept.
+# From so many series on it takes long to search them again, so that a failure to keep their steps is reported.
 _WORTH_KEEPING = 100
 
 
 @dataclass
 class StepMemory:
-    """The steps of series that were looked at before. `troubles` are sentences on what did not serve."""
+    """The steps of series that were searched before. `troubles` are sentences on a file that could not be used."""
 
     store: Path
     troubles: list[str] = field(default_factory=list)
@@ -148,7 +147,7 @@ class StepMemory:
         return self.store / "figures" / "steps.json"
 
     def steps_of_many(self, series: Sequence[Values]) -> list[tuple[Step, ...]]:
-        """The steps of each series, of which only those are looked at that were not before."""
+        """Returns the steps of each series; only new series are searched."""
         code = _digest_of_code()
         values = [np.ascontiguousarray(own, dtype="<f8") for own in series]
         digests = [hashlib.blake2b(code + value.tobytes(), digest_size=16).hexdigest() for value in values]
@@ -163,7 +162,7 @@ class StepMemory:
         return [known[digest] for digest in digests]
 
     def _recall(self) -> dict[str, tuple[Step, ...]]:
-        """What is remembered; nothing where that cannot be had, and why is a trouble."""
+        """Returns what is remembered; nothing, and a trouble, where the file cannot be used."""
         try:
             content = json.loads(self.path.read_bytes())
             if content["version"] > STEPS_VERSION:
@@ -182,16 +181,16 @@ class StepMemory:
         return {}
 
     def _learn(self, known: Mapping[str, Sequence[Step]], count: int) -> None:
-        """Write down all of it, of which so many are new."""
+        """Writes all of it; `count` are new."""
         if self.troubles and self.path.exists():
-            return  # it was said already, and what lies there is somebody's
+            return  # a trouble was reported, and the file is not ours
         content = {
             "version": STEPS_VERSION,
             "steps": {key: [astuple(step) for step in steps] for key, steps in known.items()},
         }
         try:
             plain = json.loads(json.dumps(content, default=lambda number: number.item()))
-            # Lost power loses nothing that cannot be found again.
+            # Not synced: after a loss of power it is made again.
             write_whole(self.path, compact(sealed(plain)), sync=False)
         except OSError as error:
             if count > _WORTH_KEEPING:
@@ -203,7 +202,6 @@ class StepMemory:
 
 @cache
 def _digest_of_code() -> bytes:
-    """What would have to be the same for the same steps to be found."""
     return hashlib.blake2b(np.__version__.encode() + Path(str(change_points.__file__)).read_bytes()).digest()
 
 

@@ -1,4 +1,4 @@
-"""The history of a store, opened: figures of all commits from its index, and from the runs where they are not in it."""
+"""Opens the history of a store: figures of all commits from the index, and from runs that are not in it."""
 
 from __future__ import annotations
 
@@ -48,48 +48,45 @@ from fp8bench.store.runs.listing import Listing, each_once, index_of, stamps_of
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-# More would wait for one disk.
-_MOST = 16
-# Less is done sooner than other processes are there.
-_LEAST_JOBS = 20
-# A process is handed so many jobs at once.
-_MOST_AT_ONCE = 25
+_MOST = 16  # processes: more would wait for one disk
+_LEAST_JOBS = 20  # for a process: fewer are done before it has started
+_MOST_AT_ONCE = 25  # jobs that a process is given at a time
 
 
 def spread(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[Result]:
-    """What `work` makes of each job, in order; in this process where the jobs are few, or others cannot be had.
+    """Yields what `work` makes of each job, in order, in forked processes if there are many jobs.
 
-    The others are forks, which know the suites that were imported here. A process that has loaded torch is not forked:
-    its threads may hold locks.
+    Forks know the suites that were imported here. A process that has loaded torch is not forked, because its threads
+    may hold locks; then, or if a fork fails, the work is done here.
     """
     processes, done = min(_processors(), _MOST, 2 * len(jobs) // _LEAST_JOBS), 0
     if processes > 1 and "torch" not in sys.modules and "fork" in get_all_start_methods():
         try:
             with warnings.catch_warnings():
-                # Of threads in a process that is forked: those of numpy's linear algebra, which is not called for this.
+                # It warns of the threads of numpy's linear algebra, which the forks do not use.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                pool = ProcessPoolExecutor(processes, get_context("fork"), _begin_beside, (os.getpid(),))
+                pool = ProcessPoolExecutor(processes, get_context("fork"), _start_fork, (os.getpid(),))
                 try:
                     for result in pool.map(work, jobs, chunksize=min(_MOST_AT_ONCE, len(jobs) // _LEAST_JOBS)):
                         done += 1
                         yield result
                 finally:
                     pool.shutdown(cancel_futures=True)
-        except (BrokenProcessPool, OSError):  # no memory for so many, say
+        except (BrokenProcessPool, OSError):  # not enough memory, for example
             pass
     yield from map(work, jobs[done:])
 
 
-def _begin_beside(parent: int) -> None:
-    """Ctrl-C goes to all processes of a terminal, and this one's parent ends it; so does the system, where that is
-    killed: each fork holds the pipe open on which the others would wait for ever."""
+def _start_fork(parent: int) -> None:
+    """Ignores Ctrl-C, since the parent ends its forks, and has the system kill this fork with the parent: each fork
+    holds the pipe open on which the others would wait for ever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         import ctypes
 
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before it was asked
+    if os.getppid() != parent:  # it ended before prctl
         os._exit(1)
 
 
@@ -99,18 +96,17 @@ def _processors() -> int:
 
 Figures = CommitFigures[FigureTable]
 _RESTORES = "`fp8bench store restore` writes"
-# So many rows are held at a time by whoever can do without the others.
-_MOST_ROWS = 1_000_000
-# So many runs take long enough to be sorry that what they come to could not be kept.
+_MOST_ROWS = 1_000_000  # that are in memory at a time where not all are needed together
+# From so many runs on it takes long to read them again, so that a failure to keep their figures is reported.
 _WORTH_KEEPING = 20
 
 
 @dataclass(frozen=True)
 class History:
-    """What a store holds, of how many runs and commits; how many runs were left out, and why.
+    """The figures of a store, how many runs and commits they are of, and how many runs were left out, by reason.
 
-    `troubles` are sentences on run files that were refused, and on files that did not serve. `read` is how many runs
-    had to be read.
+    `troubles` are sentences on run files that were refused, and on files that could not be used. `read` counts the runs
+    that had to be read.
     """
 
     places: MeasuredPlaces
@@ -122,7 +118,7 @@ class History:
 
     @cached_property
     def names(self) -> list[str]:
-        """What the trends are called, sorted; one name may be that of several places."""
+        """The names of the trends, sorted; several places may have trends of one name."""
         names: set[str] = set()
         for some in self._portions(lambda _: True):
             names |= names_in(self.places, some)
@@ -133,17 +129,17 @@ class History:
         return lines_of(self.places, lambda _: True)
 
     def trends(self, wanted: Callable[[str], bool]) -> tuple[Trend, ...]:
-        """The trends whose name is wanted, as they are when every run is read."""
+        """Returns the trends whose name is wanted."""
         lines = lines_of(self.places, wanted)
         return tuple(map(lines.trend, lines.lines))
 
     def is_of(self, trend: Trend, identity: Identity) -> bool:
-        """Whether a trend goes on where an identity is of, by whatever name its interpreter was called."""
+        """Whether a trend is of this machine and interpreter, whatever path the interpreter was called by."""
         home = home_of(identity.home, list(self.places.homes))
         return (home.machine, home.python) == (trend.machine.get("machine"), trend.python)
 
     def endings(self, wanted: Callable[[str], bool]) -> list[Ending]:
-        """How the trends end whose name is wanted; they have no figures."""
+        """Returns how the trends end whose name is wanted, without their figures."""
         endings: list[tuple[Line, Ending]] = []
         for some in self._portions(wanted):
             lines = lines_of(self.places, some)
@@ -151,7 +147,7 @@ class History:
         return [ending for _, ending in sorted(endings, key=lambda pair: pair[0].order)]
 
     def _portions(self, wanted: Callable[[str], bool]) -> Iterator[Callable[[str], bool]]:
-        """What is wanted in portions whose rows fit into memory together, where they would not otherwise."""
+        """Divides what is wanted into portions whose rows fit into memory together."""
         portions = -(-self.places.count // _MOST_ROWS)
         if portions < 2:
             yield wanted
@@ -164,7 +160,7 @@ def _is_in_portion(wanted: Callable[[str], bool], portion: int, portions: int, n
 
 
 def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
-    """Open it. `observe` is told how many of how many runs that must be read were read, before the first one, too."""
+    """`observe` is told how many of the runs that must be read were read, and first that none was."""
     index, files, known = Index.opened(store), stamps_of(store), Fingerprints()
     troubles, there, read = [], Listing(()), 0
     compacted = index_of(store).exists()
@@ -179,15 +175,18 @@ def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
             troubles.append(f"{are} not in {store}: {_RESTORES} what lacks, `fp8bench store compact` forgets it")
         there, names = by_commit(index, files)
         commits, torn = list(names), index.torn
-        read, unkept = _brought_up_to_date(index, names, files, known, observe)
+        read, unkept = _update_index(index, names, files, known, observe)
         troubles += [*there.notes(there.refused), *_troubles(index, torn, read, unkept)]
     runs, told, left = index.told(commits)
     return History(index.places(commits), runs, told, left + there.left, read, tuple(troubles))
 
 
 def by_commit(index: Index, files: Mapping[str, tuple[int, int]]) -> tuple[Listing, dict[str, list[str]]]:
-    """Which run files count, and the names of those of each commit, oldest first; the commits in the order of their
-    first runs. Only files that came since or have changed are opened."""
+    """Returns the listing of run files, and their names by commit, oldest first, in the order of the commits' first
+    runs.
+
+    Only files that the index does not know as they are now are opened.
+    """
     known, names = index.known(files), {index.store / name: name for name in files}
     there = each_once(names, {path: known[name][0] for path, name in names.items() if name in known})
     commits: dict[str, list[str]] = {}
@@ -198,7 +197,7 @@ def by_commit(index: Index, files: Mapping[str, tuple[int, int]]) -> tuple[Listi
 
 
 class Fit(Enum):
-    """Whether what the index says of a commit is what its runs come to."""
+    """Whether the index has what the runs of a commit come to."""
 
     CURRENT = "it is"
     STALE = "the runs or the suites are others, or it is not there"
@@ -208,7 +207,7 @@ class Fit(Enum):
 def fit(
     index: Index, commit: str, names: Sequence[str], files: Mapping[str, tuple[int, int]], known: Fingerprints
 ) -> tuple[Fit, list[Stamp]]:
-    """And where only dates have changed, the stamps with those of today."""
+    """Returns the fit of a commit, and its stamps with today's dates where only dates have changed."""
     sources = index.sources(commit)
     current = {source.name: (source.size, source.changed_ns) for source in sources}
     restamped: list[Stamp] = []
@@ -223,15 +222,14 @@ def fit(
     return Fit.RICHER if are_known(index.suites(commit), known, richer=True) else Fit.STALE, []
 
 
-def _brought_up_to_date(
+def _update_index(
     index: Index,
     names_by_commit: Mapping[str, Sequence[str]],
     files: Mapping[str, tuple[int, int]],
     known: Fingerprints,
     observe: Callable[[int, int], None],
 ) -> tuple[int, tuple[int, str]]:
-    """Have the index say what the runs say. Returns how many were read, and of how many it could not be written down,
-    and why."""
+    """Updates the index. Returns how many runs were read, and of how many the index could not be written, and why."""
     fits = {commit: fit(index, commit, names, files, known) for commit, names in names_by_commit.items()}
     restamped = [
         (commit, index.figures(commit)._replace(sources=tuple(sources)))
@@ -243,31 +241,30 @@ def _brought_up_to_date(
     runs, read, unkept, why = sum(len(names) for _, names in jobs), 0, 0, ""
     if jobs:
         observe(0, runs)
-    beside: list[Kept] = []
+    aside: list[Kept] = []
     waiting: list[Kept] = []
     for number, (commit, figures, stable) in enumerate(spread(partial(_read, index.store, known), jobs), 1):
-        (waiting if stable and fits[commit][0] is Fit.STALE else beside).append((commit, figures))
+        (waiting if stable and fits[commit][0] is Fit.STALE else aside).append((commit, figures))
         read += len(names_by_commit[commit])
         if len(waiting) >= AT_ONCE or number == len(jobs):
             if waiting and (reason := index.keep(waiting)):
                 unkept, why = unkept + sum(len(names_by_commit[commit]) for commit, _ in waiting), reason
             waiting = []
             observe(read, runs)
-    if beside:
-        index.keep(beside, beside=True)
+    if aside:
+        index.keep(aside, beside=True)
     return runs, (unkept, why)
 
 
 def _read(store: Path, known: Fingerprints, job: tuple[str, Sequence[str]]) -> tuple[str, Figures, bool]:
-    """What the runs of a commit come to, and whether they stayed as they were, for another process: what they tell
-    stays in the one that reads them."""
+    """Returns the commit, its figures, and whether its runs stayed unchanged; it may run in another process."""
     commit, names = job
     read, sources = read_stamped(store, [store / name for name in names])
     return commit, figures_of_runs(read, sources or (), known, table_of), sources is not None
 
 
 def keep_figures(store: Path, run: Path) -> None:
-    """Write down what the commit of a run comes to, so that its runs need not be read later. Never raises for that."""
+    """Updates the index for the commit of a run, so that later commands need not read its runs. Never raises."""
     with contextlib.suppress(OSError, StoreError):
         commit, known = commit_of(run), Fingerprints()
         index, files = Index.opened(store), stamps_of(store)
@@ -277,7 +274,7 @@ def keep_figures(store: Path, run: Path) -> None:
 
 
 def read_and_keep(index: Index, commit: str, paths: Sequence[Path], known: Fingerprints) -> CommitRuns:
-    """Read the runs of a commit, and write down what they come to, whatever was written down before."""
+    """Reads the runs of a commit, and writes its figures into the index, whatever is there."""
     read, sources = read_stamped(index.store, paths)
     if sources:
         index.keep([(commit, figures_of_runs(read, sources, known, table_of))])

@@ -1,13 +1,13 @@
-"""The index: what the commits of a store have come to, in one file, `<store>/points/points.figures`.
+"""The index: the figures of a store's commits, in one file, `<store>/points/points.figures`.
 
-The runs hold every sample, and reading them all takes minutes where there are thousands. The index says which run files
-each commit's figures were made of, and these count only while the files are the same. It can be deleted at any time,
-and is made again from the runs; where these were compacted and taken away it is what is told.
+Reading all runs takes minutes where there are thousands. The index names the run files that each commit's figures were
+made of, and its figures count only while these are the same. It may be deleted at any time, and is made again from the
+runs; where these were compacted and taken away, it is what is left.
 
-It is added to in frames. A frame has a checksum, a head in JSON, and figures as rows of numbers, which lie in the file
-at multiples of a row's size, so that all of them are one array. Of a commit that stands in several the last one counts.
-A head has a column for each field of commits, of their run files, and of the places where they were measured; what many
-of them share (layouts, machines, conditions) is a value that has a number, and is said in the frame that first has it.
+Frames are appended. A frame has a checksum, a head in JSON, and figures as rows of numbers, which begin at multiples of
+a row's size, so that the file is one array of rows. The last frame with a commit counts. A head has a column for each
+field of commits, of their run files, and of the places where they were measured. Values that many of them share
+(layouts, machines, conditions) have numbers, and are in the first frame that needs them.
 """
 
 from __future__ import annotations
@@ -38,27 +38,23 @@ from fp8bench.store.index.figure_files import AGAIN, CommitFigures, Fingerprints
 from fp8bench.store.index.tables import ROW, FigureTable, MeasuredPlaces, PlaceShape, Rows, table_of
 from fp8bench.store.runs.listing import POINTS, index_of
 
-# Raised when the same runs would come to other figures, or be written down in another way.
+# Raised when the same runs would give other figures, or another file.
 VERSION = 11
 _MAGIC = b"fp8bench figures"
 _SIZE = ROW.itemsize
 _BEGINS = re.compile(rb"fp8bench figures (\d{1,9}) (\d{1,9}) *\n")
-# Checksum of what follows, bytes of the head with this line, rows.
+# The line that begins a frame: a checksum of all that follows, bytes of this line and the head, rows.
 _FRAME = re.compile(rb"([0-9a-f]{8}) (\d{10}) (\d{10})\n")
 _FRAME_SIZE, _CHECKED = 31, 8
-# Where a shape has how many rows there are.
-_ROWS = -1
-# So many commits are written at once.
-AT_ONCE = 200
-# So many frames take as long to look through as a few commits to read.
-_MOST_FRAMES = 250
+_ROWS = -1  # the field of a shape with the number of rows
+AT_ONCE = 200  # commits that are written together
+_MOST_FRAMES = 250  # more take longer to read than a few commits
 _LOCK_SECONDS = 5.0
 Kept = tuple[str, CommitFigures[FigureTable]]
 
 
 class _Commits(NamedTuple):
-    """A column for each field of commits: suites and reasons of runs that are left out are numbers of values, `sources`
-    and `places` count those that are theirs."""
+    """Columns of commits: suites and reasons are numbers of values, `sources` and `places` count a commit's own."""
 
     names: list[str]
     suites: list[int]
@@ -85,7 +81,7 @@ class _PlaceColumns(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """What a frame says, or all of them."""
+    """The head of a frame, or of all frames together."""
 
     values: list[Any]
     commits: _Commits
@@ -121,14 +117,17 @@ def points_file(store: Path) -> Path:
 
 @dataclass
 class Index:
-    """What the file says. It is `torn` where it is not what was written, and `newer` where a newer fp8bench wrote it,
-    who will want it. What cannot be written is taken all the same, and is known as long as this is."""
+    """The file's content. It is `torn` where it is not what was written, `newer` where a newer fp8bench wrote it.
+
+    What cannot be written is known as long as this object is.
+    """
 
     store: Path
     torn: bool = False
     newer: bool = False
     head: _Head = field(default_factory=_empty)
-    # The number of each commit's newest unit; the first source, place and row of each unit or place.
+    # A unit is a commit in a frame. The number of each commit's newest unit; the first source and place of each unit,
+    # and the first row of each place.
     units: dict[str, int] = field(default_factory=dict)
     _sources: list[int] = field(default_factory=lambda: [0])
     _places: list[int] = field(default_factory=lambda: [0])
@@ -147,7 +146,7 @@ class Index:
         return index
 
     def _read(self, file: BinaryIO) -> None:
-        """Take what is in the file that was not taken yet. Raises OSError."""
+        """Takes the frames that were not taken yet. Raises OSError."""
         status = os.fstat(file.fileno())
         self._inode = status.st_ino
         if not status.st_size:
@@ -166,7 +165,7 @@ class Index:
             self.torn = not self._take(content[self._end :])
 
     def _take(self, content: memoryview) -> bool:
-        """Take a frame, which is the next one; False where it is none."""
+        """Takes the next frame; False where there is none."""
         line = _FRAME.fullmatch(bytes(content[:_FRAME_SIZE]))
         if line is None:
             return False
@@ -190,7 +189,7 @@ class Index:
         return True
 
     def stamps(self) -> dict[str, tuple[int, int]]:
-        """The run files that the commits are of, with size and date."""
+        """Returns the run files of the commits, with size and date."""
         own = self.head.sources
         if len(self.units) == len(self.head.commits.names):
             return dict(zip(own.names, zip(own.sizes, own.dates, strict=True), strict=True))
@@ -198,23 +197,23 @@ class Index:
         return {own.names[number]: (own.sizes[number], own.dates[number]) for number in live}
 
     def sources(self, commit: str) -> list[Stamp]:
-        """The run files that the figures of a commit were made of, as they were; none where nobody knows."""
+        """Returns the run files that a commit's figures were made of, as they were; none for an unknown commit."""
         if commit not in self.units:
             return []
         whose = self._range(self._sources, self.units[commit])
         return list(map(Stamp, *(column[whose.start : whose.stop] for column in self.head.sources)))
 
     def known(self, files: Mapping[str, tuple[int, int]]) -> dict[str, tuple[str, str]]:
-        """Of the files that are as they were the ids of their runs, and the commits."""
-        own, found = self.head.sources, {}
+        """Returns the run's id and the commit of each of these files that is as the index knows it."""
+        own, known = self.head.sources, {}
         for commit, unit in self.units.items():
             for number in self._range(self._sources, unit):
                 if files.get(own.names[number]) == (own.sizes[number], own.dates[number]):
-                    found[own.names[number]] = own.ids[number], commit
-        return found
+                    known[own.names[number]] = own.ids[number], commit
+        return known
 
     def in_order(self) -> list[str]:
-        """The commits in the order of their first runs, as names of files say it."""
+        """Returns the commits in the order of their first runs, by the names of files."""
         firsts = ((self.head.sources.names[self._sources[unit]], commit) for commit, unit in self.units.items())
         return [commit for _, commit in sorted((name.rpartition("/")[2], commit) for name, commit in firsts)]
 
@@ -274,7 +273,7 @@ class Index:
         return FigureTable(said, shape.layout, rows[self._first[place] : self._first[place] + count])
 
     def _rows(self) -> Rows:
-        """The whole file as rows, and what could not be written after them."""
+        """Returns the whole file as rows, then what could not be written."""
         if not self._end:
             return np.zeros(0, ROW)
         content: Any = self._content
@@ -283,9 +282,9 @@ class Index:
         return np.frombuffer(content, dtype=ROW, count=self._end // _SIZE)
 
     def keep(self, figures: Sequence[Kept], beside: bool = False) -> str:
-        """Write down what commits come to, and take it; returns why it could not be written down, '' if it was.
+        """Writes the figures of commits, and takes them; returns why they could not be written, '' if they were.
 
-        Neither what is to be known `beside` the file, nor anything after that, is written.
+        With `beside` they are not written, nor is anything after them.
         """
         why = ""
         if not (beside or self._beside or self.newer):
@@ -304,7 +303,7 @@ class Index:
         return why
 
     def _write(self, figures: Sequence[Kept]) -> None:
-        """Add to the file, or write it anew where much of it does not count. Raises OSError."""
+        """Appends to the file, or writes it anew where much of it no longer counts. Raises OSError."""
         path = points_file(self.store)
         files.sweep(path.parent)
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
@@ -326,7 +325,7 @@ class Index:
         self._write_anew(figures)
 
     def _write_anew(self, figures: Sequence[Kept]) -> None:
-        """What counts: of commits whose files are there, or were compacted."""
+        """Writes the commits whose files are there, or were compacted."""
         new, known = Index(self.store), dict(figures)
         compacted = index_of(self.store).exists()
         rest = [
@@ -346,7 +345,7 @@ class Index:
         return frame
 
     def _frame(self, figures: Sequence[Kept]) -> bytes:
-        """What commits come to as a frame that goes on behind what was taken."""
+        """Returns a frame of commits' figures that follows the frames that were taken."""
         head, known = _empty(), len(self.head.values)
         numbered = Numbered(list(self.head.values))
         number = numbered.number
@@ -389,7 +388,7 @@ def check_index(index: Index) -> Iterator[Fault]:
 
 
 def check_figures(index: Index, commit: str, paths: Sequence[Path], runs: Sequence[TrackedRun]) -> Iterator[Fault]:
-    """The figures of a commit: they are what its runs come to, or are made again before they are used."""
+    """Yields a fault where the index differs from what the runs of a commit come to."""
     sources = index.sources(commit)
     if sources and are_known(index.suites(commit), Fingerprints()) and as_they_are(index.store, paths, sources):
         made = map(table_of, by_place(sorted(runs, key=lambda run: run.order)))

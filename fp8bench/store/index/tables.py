@@ -1,7 +1,7 @@
-"""What a commit has come to in one place as a table: a row of numbers a figure, texts once, the cells apart.
+"""The figures of a commit in one place as a table: a row of numbers for each figure, and the texts and cells apart.
 
-Commits that measured the same cells have the same layout, which is read once for all of them. The tables of all commits
-put together are lines: the rows of each trend in order, of which trends are made when they are asked for.
+Commits that measured the same cells share a layout, which is read once. The tables of all commits together are lines:
+the rows of each trend in order. Trends are made of lines when they are asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8bench.store.commit_runs import TrackedRun, commit_points, series_of_runs
 
 
 def home_of(own: Home, homes: list[Home]) -> Home:
-    """Where a run belongs, among those that are known, which it joins: bin/python and bin/python3 are one."""
+    """Returns the known home that a run's is the same as; adds it where there is none."""
     for home in homes:
         if own.is_same(home):
             return home
@@ -40,7 +40,7 @@ def figure_of(tracked: TrackedRun, point: Point) -> Figure:
 
 
 def _value_of(point: Point) -> tuple[float | None, float | None, float | None]:
-    """The middle of its samples, and the ends of its interval."""
+    """Returns the median of a point's samples, and the ends of its interval."""
     value, stats = cell(point.samples)
     if stats is None or stats.repeat < 2 or not (math.isfinite(stats.ci_99_a) and math.isfinite(stats.ci_99_b)):
         return value, None, None
@@ -58,7 +58,7 @@ def _places(values: tuple[Scalar, ...]) -> dict[Scalar, int]:
 
 
 def order(trend: Trend, rank: int) -> tuple[object, ...]:
-    """Machine and interpreter, suite, metric as its suite declares them, cell as the grid does."""
+    """Sorts by machine and interpreter, suite, metric as its suite declares them, cell as the grid does."""
     place = [_places(values)[value] for values, value in zip(trend.series.params, trend.cell, strict=True)]
     return trend.machine["machine"], trend.python, trend.series.workload, rank, place
 
@@ -74,8 +74,7 @@ _STATUSES = tuple(Status)
 _STATUS_FACTOR = 8
 _FAILED = _STATUSES.index(Status.FAILED)
 
-# So many layouts are remembered: those of neighbouring commits mostly are the same.
-_MOST_LAYOUTS = 50
+_MOST_LAYOUTS = 50  # that are remembered: neighbouring commits mostly share theirs
 Rows = NDArray[np.void]
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.uint8]
@@ -83,8 +82,8 @@ Flags = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class PlaceShape:
-    """What many places share: a layout as text, the machine, the interpreter, the texts that numbers in rows stand for,
-    and how many rows there are."""
+    """What many places share: a layout, the machine, the interpreter, the texts that numbers in rows stand for, and
+    the number of rows."""
 
     layout: bytes
     home: Home
@@ -97,8 +96,11 @@ class PlaceShape:
 
 @dataclass(frozen=True)
 class MeasuredPlaces:
-    """Where commits were measured, in the order of the commits' first runs: a value each of shape, first row, commit,
-    its date, and the starts of the oldest run (in ms since 1970) and of the newest. `shapes` are by their numbers."""
+    """Where commits were measured, in the order of the commits' first runs.
+
+    For each place there is the number of its shape, its first row, commit, the commit's date, and the starts of its
+    oldest run (in ms since 1970) and of its newest.
+    """
 
     rows: Rows
     shapes: Sequence[PlaceShape]
@@ -124,14 +126,14 @@ class MeasuredPlaces:
 
 @dataclass(frozen=True)
 class FigureTable:
-    """A place's figures: what is said of it, its layout as text, and a row for each cell of the layout."""
+    """The figures of a place: its texts (`said`), its layout, and a row for each cell of the layout."""
 
     said: dict[str, Any]
     layout: bytes
     rows: Rows
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _table, (self.said, self.layout, self.rows.tobytes())  # its type takes longer than its rows
+        return _table, (self.said, self.layout, self.rows.tobytes())  # pickling the dtype would take longer than that
 
 
 def _table(said: dict[str, Any], layout: bytes, rows: bytes) -> FigureTable:
@@ -139,16 +141,16 @@ def _table(said: dict[str, Any], layout: bytes, rows: bytes) -> FigureTable:
 
 
 def table_of(members: Sequence[TrackedRun]) -> FigureTable:
-    """What the runs of one commit, machine and interpreter come to, oldest first: a row for each of `commit_points`.
+    """Returns the table of the runs of one place, oldest first: a row for each of `commit_points`.
 
-    `began` is when the oldest run was started, in ms since 1970, and `newest` when the newest was, as that says it. The
-    interpreter goes by the oldest run's name.
+    In its texts `began` is the start of the oldest run in ms since 1970, `newest` that of the newest as written there.
+    The interpreter has the oldest run's name for it.
     """
     oldest, newest = members[0], members[-1]
     points = commit_points(members)
     versions: dict[str, int] = {}
     unders: dict[Conditions, int] = {}
-    under_of: dict[int, int] = {}  # by the id of conditions, which are many words, and the same of many points
+    under_of: dict[int, int] = {}  # by id(), since many points share the same long conditions
     reasons: dict[str, int] = {}
     rows = []
     for point in points.values():
@@ -170,7 +172,7 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
     return FigureTable(said, _layout(tuple(series_of_runs(members)), tuple(points)), np.array(rows, dtype=ROW))
 
 
-@lru_cache(maxsize=_MOST_LAYOUTS)  # cells are texts and whole numbers: what is equal is written alike
+@lru_cache(maxsize=_MOST_LAYOUTS)  # cells have texts and whole numbers alone, of which equal ones are written alike
 def _layout(series: tuple[Series, ...], points: tuple[tuple[str, Cell], ...]) -> bytes:
     ranks = {metric.name: rank for rank, metric in enumerate(series)}
     plain = [
@@ -182,7 +184,7 @@ def _layout(series: tuple[Series, ...], points: tuple[tuple[str, Cell], ...]) ->
 
 @lru_cache(maxsize=_MOST_LAYOUTS)
 def read_layout(text: bytes) -> tuple[tuple[Series, ...], tuple[tuple[int, Cell], ...]]:
-    """Series, and the cell that each row is of with the place of its series among them."""
+    """Returns the series, and for each row the index of its series and its cell."""
     series, cells = json.loads(text)
     return (
         tuple(
@@ -222,9 +224,9 @@ Layout = tuple[tuple[Series, ...], tuple[tuple[int, Cell], ...]]
 
 @dataclass(frozen=True)
 class Line:
-    """A trend as rows: those from `first` to before `end` of all, in the order of commits. It has no figures yet.
+    """A trend as rows from `first` to before `end`, in the order of commits, still without figures.
 
-    `rank` is its series' place among those of its suite.
+    `rank` is the place of its series among those of its suite.
     """
 
     trend: Trend
@@ -246,7 +248,8 @@ class Comparable(NamedTuple):
 
 @dataclass(frozen=True)
 class TrendLines:
-    """All lines, sorted as trends are. They have `rows` of what `places` came to, and of each the place it is of."""
+    """All lines, sorted as trends are. `rows` are numbers of rows in `places`, `owners` the place that each row is
+    of."""
 
     places: MeasuredPlaces
     lines: tuple[Line, ...] = ()
@@ -263,7 +266,7 @@ class TrendLines:
         return Ending(line.trend, last, earlier[0] if earlier else None, len(numbered))
 
     def comparable(self, line: Line) -> list[Comparable]:
-        """Its figures by version and conditions, as far as they are numbers of whole measurements."""
+        """Returns its figures of whole measurements, by version and conditions."""
         places = np.flatnonzero(self._whole[line.first : line.end])
         values = self._values[line.first : line.end][places]
         alike = self._alike[line.first : line.end][places]
@@ -288,21 +291,21 @@ class TrendLines:
 
     @cached_property
     def _alike(self) -> Numbers:
-        """For each row a number that it shares with all rows of its version that were measured under its conditions."""
+        """For each row a number that all rows of its version and conditions share."""
         versions = self._numbered("version", [shape.versions for shape in self.places.shapes])
         unders = self._numbered("under", [shape.unders for shape in self.places.shapes])
         numbers: Numbers = versions * (1 + unders.max(initial=0)) + unders
         return numbers
 
     def _numbered(self, column: str, words: Sequence[Sequence[Hashable]]) -> Numbers:
-        """A number for each word that rows name by its place among those of their shape."""
+        """Returns a number for each row's text, which the row names by its index among those of its shape."""
         numbers: dict[Hashable, int] = {}
         known = np.array([numbers.setdefault(word, len(numbers)) for own in words for word in own], np.int64)
         if len(numbers) == 1:
             return np.zeros(len(self.rows), np.int64)
         begins = np.cumsum([0, *map(len, words)])[self.places.shape]
-        found: Numbers = known[begins[self.owners] + self.places.rows[column][self.rows]]
-        return found
+        numbered: Numbers = known[begins[self.owners] + self.places.rows[column][self.rows]]
+        return numbered
 
     def _figures(self, which: Numbers) -> tuple[Figure, ...]:
         places = self.places
@@ -315,7 +318,7 @@ class TrendLines:
 
 
 class _LayoutRows(NamedTuple):
-    """The wanted rows of a layout in one home, by their positions in it, in the order of the lines that they are of."""
+    """The positions of a layout's wanted rows in one home, and their lines' numbers, sorted by these."""
 
     layout: Layout
     positions: Numbers
@@ -323,8 +326,8 @@ class _LayoutRows(NamedTuple):
 
 
 @dataclass
-class _Reading:
-    """Places that are being put together: lines by home, series and cell, as far as their names are wanted."""
+class _JoinedPlaces:
+    """Places that are being joined: lines by home, series and cell, as far as their names are wanted."""
 
     wanted: Callable[[str], bool]
     homes: list[Home]
@@ -347,10 +350,10 @@ class _Reading:
 
 
 class _Gathered(NamedTuple):
-    """Rows of wanted lines by their numbers, and the place of each; where the rows of each line begin and the last one
-    ends, and which lines tell something. `parts` are by shapes."""
+    """Rows of wanted lines, sorted by line, and the place of each; where each line begins and the last ends, and
+    which lines have a number or a failure. `parts` are by shapes."""
 
-    reading: _Reading
+    joined: _JoinedPlaces
     parts: dict[int, _LayoutRows]
     rows: Numbers
     owners: Numbers
@@ -359,21 +362,23 @@ class _Gathered(NamedTuple):
 
 
 def _gathered(places: MeasuredPlaces, wanted: Callable[[str], bool]) -> _Gathered | None:
-    reading = _Reading(wanted, places.homes)
-    by_shape = {number: reading.part(places.shapes[number]) for number in dict.fromkeys(places.shape.tolist())}
+    joined = _JoinedPlaces(wanted, places.homes)
+    by_shape = {number: joined.part(places.shapes[number]) for number in dict.fromkeys(places.shape.tolist())}
     parts = list({id(part): part for part in by_shape.values() if len(part.lines)}.values())
     if not parts:
         return None
     count = len(places.commits)
     dates = [began if date is None else date for date, began in zip(places.dates, places.began, strict=True)]
-    by_date = np.array(sorted(range(count), key=dates.__getitem__))  # of one moment the earlier commit first
+    by_date = np.array(
+        sorted(range(count), key=dates.__getitem__)
+    )  # a stable sort: commits of one date keep their order
     rows, keys = [], []
-    lengths = np.zeros(len(reading.keys), np.int64)
+    lengths = np.zeros(len(joined.keys), np.int64)
     for part in parts:
         own = np.array([number for number, known in by_shape.items() if known is part])
         ranks = np.flatnonzero(np.isin(places.shape[by_date], own))
         rows.append((part.positions[:, None] + places.first[by_date[ranks]]).ravel())
-        keys.append((part.lines[:, None] * count + ranks).ravel())  # which are in order
+        keys.append((part.lines[:, None] * count + ranks).ravel())  # they are sorted
         lengths[part.lines] += len(ranks)
     row, key = np.concatenate(rows), np.concatenate(keys)
     if len(parts) > 1:
@@ -381,14 +386,14 @@ def _gathered(places: MeasuredPlaces, wanted: Callable[[str], bool]) -> _Gathere
         row, key = row[order], key[order]
     bounds = np.concatenate(([0], np.cumsum(lengths)))
     telling = np.logical_or.reduceat(tells(places.rows["flags"][row]), bounds[:-1])
-    return _Gathered(reading, by_shape, row, by_date[key % count], bounds, telling)
+    return _Gathered(joined, by_shape, row, by_date[key % count], bounds, telling)
 
 
 def names_in(places: MeasuredPlaces, wanted: Callable[[str], bool]) -> set[str]:
     gathered = _gathered(places, wanted)
     if gathered is None:
         return set()
-    keys = zip(gathered.reading.keys, gathered.telling.tolist(), strict=True)
+    keys = zip(gathered.joined.keys, gathered.telling.tolist(), strict=True)
     return {trend_name(series, cell) for (_, series, cell), tell in keys if tell}
 
 
@@ -401,8 +406,8 @@ def lines_of(places: MeasuredPlaces, wanted: Callable[[str], bool]) -> TrendLine
 
 
 def _lines(places: MeasuredPlaces, gathered: _Gathered) -> Iterator[Line]:
-    """The lines that tell something, each as its newest run has it."""
-    reading, by_shape = gathered.reading, gathered.parts
+    """Yields the lines with a number or a failure; each has the definition of its newest run."""
+    joined, by_shape = gathered.joined, gathered.parts
     bounds, telling = gathered.bounds.tolist(), gathered.telling.tolist()
     newest: dict[int, int] = {}  # the place, by the part
     shapes = places.shape.tolist()
@@ -410,12 +415,12 @@ def _lines(places: MeasuredPlaces, gathered: _Gathered) -> Iterator[Line]:
         part = id(by_shape[shape])
         if part not in newest or began > places.newest[newest[part]]:
             newest[part] = place
-    latest = np.zeros((len(reading.keys), 2), np.int64)
+    latest = np.zeros((len(joined.keys), 2), np.int64)
     for place in sorted(newest.values(), key=lambda place: (places.newest[place], -place)):
         own = by_shape[shapes[place]]
         latest[own.lines] = np.stack([np.full_like(own.positions, place), own.positions], axis=1)
     for (home, _, _), (place, position), first, end, tell in zip(
-        reading.keys, latest.tolist(), bounds, bounds[1:], telling, strict=False
+        joined.keys, latest.tolist(), bounds, bounds[1:], telling, strict=False
     ):
         if tell:
             series, cells = by_shape[shapes[place]].layout

@@ -1,8 +1,7 @@
-"""Which runs a store holds, each once, and finding one of them.
+"""Which runs a store has, each once, and finding one of them.
 
-A run is the same by its id and its content. A copy counts once, whatever it is called, wherever it lies and however its
-lines end; so does the beginning of a run, of which the longest file counts. Where files of one id differ in what they
-say, nobody knows which of them is the run, and none counts.
+A run is known by its id and its content. A copy counts once, whatever its name, folder and line endings; so does a
+beginning of the run, and the longest file counts. Where files of one id say different things, none counts.
 """
 
 from __future__ import annotations
@@ -32,17 +31,16 @@ from fp8bench.store.runs.run_file import file_name, folder_name, load_head, load
 
 COPIED = "they are copies of runs, or the beginnings of runs, that count"
 REFUSED = "their ids are those of other files, so that none counts; `fp8bench history verify` names them"
-# A header as it is written; it begins with the id.
+# The first bytes of a header; the id is its first field.
 _BEGINS = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("[^"\\]+")')
 _PEEKED = 256
 _MONTHS = "machine=*/month=*"
 _COLLECTED = f"{_MONTHS}/*.jsonl"
 _MONTH = re.compile(r"\d{4}-\d{2}")
-# A run of many thousand cases has some 100 MB; a file may say that it has more than any memory, and take no disk.
+# A run of many thousand cases has some 100 MB; a sparse file may claim more than any memory holds.
 LARGEST_RUN = 2 << 30
-# The folder of what was compacted.
-POINTS = "points"
-# Of so many files, and as long ago, others that are being measured are looked for.
+POINTS = "points"  # the folder of what was compacted
+# Runs that are being measured are among so many newest files, and were written to so recently.
 _LOOKED_AT = 100
 _RECENT_SECONDS = 7 * 86400.0
 REMEDY = "Keep the file that is right, and move the others away"
@@ -52,7 +50,7 @@ REMEDY = "Keep the file that is right, and move the others away"
 class Listing:
     """Run files, newest first. `copies` leads from a file that does not count to the one that does.
 
-    `refused` leads from a file to all that have its id and are not the same run.
+    `refused` leads from a file to all files of its id, which are not the same run.
     """
 
     files: tuple[Path, ...]
@@ -65,16 +63,15 @@ class Listing:
 
     @property
     def everything(self) -> list[Path]:
-        """All files, newest first."""
         return sorted((*self.files, *self.copies, *self.refused), key=lambda path: path.name, reverse=True)
 
     @property
     def newest(self) -> Path | None:
-        """The file that is named for the latest start, whatever copies are called; refused ones are among them."""
+        """The file with the latest start in its name, or a refused one; not a copy."""
         return next((path for path in self.everything if path not in self.copies), None)
 
     def notes(self, wanted: Iterable[Path]) -> list[str]:
-        """Sentences on what does not count among some files."""
+        """Returns sentences on those of some files that do not count."""
         among = set(wanted)
         copies = [f"{path} is a copy of {own}, or its beginning, and the run counts once"
                   for path, own in self.copies.items() if path in among]  # fmt: skip
@@ -85,13 +82,13 @@ class Listing:
         return path not in self.copies and path not in self.refused
 
     def none_refused(self) -> Listing:
-        """This, where every file is known to be a run. Raises StoreError where one is refused."""
+        """Returns this listing. Raises StoreError where a file is refused."""
         for path in self.refused:
             self.that_counts(path)
         return self
 
     def that_counts(self, path: Path) -> Path:
-        """The file that counts for one of these. Raises StoreError for one that is refused."""
+        """Returns the file that counts for this one. Raises StoreError for a refused one."""
         if path in self.refused:
             raise StoreError(f"{refusal(self.refused[path])}. {REMEDY}.")
         return self.copies.get(path, path)
@@ -103,7 +100,7 @@ def refusal(group: Sequence[Path]) -> str:
 
 
 def each_once(paths: Iterable[Path], ids: Mapping[Path, str] = MappingProxyType({})) -> Listing:
-    """Sort out which files are the same runs, by ids that are known; what cannot be read is left to who reads it."""
+    """Sorts out which files are the same runs, by ids that are known or read. Unreadable files are kept."""
     files = list(dict.fromkeys(paths))
     by_id: dict[str, list[Path]] = {}
     for path in files:
@@ -125,12 +122,13 @@ def each_once(paths: Iterable[Path], ids: Mapping[Path, str] = MappingProxyType(
 
 
 def _whole(group: Sequence[Path]) -> Path | None:
-    """The file that counts of those with one id: a whole one, where and as its run would be named; None for none."""
+    """Returns the file that counts among those of one id: a whole one, with its run's name and folder if one has;
+    None where they differ."""
     longest = max(group, key=_length)
     if not all(is_beginning(path.read_bytes(), longest.read_bytes()) for path in group):
         return None
     named = folder = ""
-    with contextlib.suppress(StoreError):  # of a newer version, say
+    with contextlib.suppress(StoreError):  # a newer version's, for example
         head = load_head(longest)
         named, folder = file_name(head), folder_name(head)
     whole = [path for path in group if is_beginning(longest.read_bytes(), path.read_bytes())]
@@ -138,7 +136,7 @@ def _whole(group: Sequence[Path]) -> Path | None:
 
 
 def id_of(path: Path) -> str:
-    """The id of the run in a file; of one without a header a digest, and of one that cannot be read its path."""
+    """Returns the id of the run in a file; a digest where it has no header, its path where it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             if known := id_in(file.read(_PEEKED)):
@@ -153,7 +151,7 @@ def id_of(path: Path) -> str:
 
 
 def id_in(content: bytes) -> str:
-    """The same by a header as it is written, at the beginning of a file; '' where it is none."""
+    """Returns the id in the first bytes of a file, if they are a header as it is written; else ''."""
     begins = _BEGINS.match(content)
     return "" if begins is None else str(json.loads(begins[1]))
 
@@ -164,7 +162,7 @@ def _length(path: Path) -> tuple[int, int]:
 
 
 def is_beginning(part: bytes, whole: bytes) -> bool:
-    """Whether a run file has the first lines of another, or all of them; the last one may be cut short."""
+    """Whether a run file has the first lines of another, or all; its last line may be cut short."""
     first, lines = _lines(part), _lines(whole)
     return len(first) <= len(lines) and all(
         content == other or _alike(content, other) or (number == len(first) and other.startswith(content))
@@ -184,7 +182,7 @@ def _alike(content: bytes, other: bytes) -> bool:
 
 
 def collected_folder(run: Run) -> str:
-    """Where below `runs` a run lies in a store that was collected: 'machine=NAME/month=YYYY-MM'."""
+    """Returns the folder below `runs` in a collected store: 'machine=NAME/month=YYYY-MM'."""
     month = run.started[:7]
     return f"machine={folder_name(run)}/month={month if _MONTH.fullmatch(month) else 'unknown'}"
 
@@ -194,16 +192,15 @@ def machine_folder(path: Path) -> str:
 
 
 def all_files(store: Path) -> list[Path]:
-    """All run files of a store, newest first, copies among them. A folder that is called like one is none, nor is what
-    no memory holds.
+    """Returns all run files of a store, newest first, with copies; files that no memory holds are left out.
 
-    They lie in a folder of their machine, or in those of `collected_folder`.
+    They are in a folder of their machine, or in those of `collected_folder`.
     """
     return list(newest_files(store))
 
 
 def newest_files(store: Path) -> Iterator[Path]:
-    """The same one by one: of 50,000 files asking for each takes as long as all the rest of a command."""
+    """Like all_files, one by one: checking 50,000 files takes as long as all the rest of a command."""
     runs = store / "runs"
     paths = sorted((*runs.glob("*/*.jsonl"), *runs.glob(_COLLECTED)), key=lambda path: path.name, reverse=True)
     return filter(_may_be_run, paths)
@@ -218,7 +215,7 @@ def _may_be_run(path: Path) -> bool:
 
 
 def stamps_of(store: Path) -> dict[str, tuple[int, int]]:
-    """The same by their names in the store, each with size and date; a folder that cannot be read has none."""
+    """Returns the run files by their names in the store, newest first, each with size and date."""
     runs = store / "runs"
     folders = [path.relative_to(store).as_posix() for pattern in ("*", _MONTHS) for path in runs.glob(pattern)]
     stamps = []
@@ -226,7 +223,7 @@ def stamps_of(store: Path) -> dict[str, tuple[int, int]]:
         with contextlib.suppress(OSError), ExitStack() as closed:
             opened = os.open(store / folder, os.O_RDONLY | os.O_DIRECTORY)
             closed.callback(os.close, opened)
-            for name in os.listdir(opened):  # noqa: PTH208 - by the open folder, in two thirds of the time
+            for name in os.listdir(opened):  # noqa: PTH208 - listing the open folder takes two thirds of the time
                 if not name.endswith(".jsonl"):
                     continue
                 try:
@@ -244,27 +241,27 @@ def listing(store: Path) -> Listing:
 
 
 def run_files(store: Path) -> Iterator[Path]:
-    """A file for each run of a store, newest first."""
+    """Yields a file for each run of a store, newest first."""
     yield from listing(store).files
 
 
 def closed_folders(store: Path) -> list[Path]:
-    """Folders of runs that may not be looked into, so that their runs seem not to be there."""
+    """Returns folders of runs that may not be read, so that their runs seem to be missing."""
     runs = store / "runs"
     folders = [runs, *sorted(runs.glob("*")), *sorted(runs.glob(_COLLECTED.rpartition("/")[0]))]
-    # Path.is_dir raises where it may not look.
+    # Path.is_dir raises where a folder above may not be read.
     return [folder for folder in folders if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK)]  # noqa: PTH112
 
 
 def store_of(path: Path) -> Path | None:
-    """The store that a run file lies in; None if it lies alone."""
+    """Returns the store that a run file is in; None if it is in none."""
     whole = path.resolve()
     folder = whole.parent.parent.parent if whole.match(_COLLECTED) else whole.parent.parent
     return folder.parent if folder.name == "runs" else None
 
 
 def find_run(word: str, store: Path) -> Path:
-    """A run by path, file stem or id; the beginning of either will do if it is the only one. 'last' is the newest."""
+    """Returns a run's file by path, file stem or id, or a unique beginning of these; 'last' is the newest."""
     direct = Path(word)
     try:
         if direct.is_file():
@@ -288,7 +285,7 @@ def find_run(word: str, store: Path) -> Path:
 
 
 def running_beside(own: Path) -> list[str]:
-    """The stems of the other runs that are being measured into the same store right now."""
+    """Returns the stems of other runs that are being measured into the same store."""
     own = own.resolve()
     store = store_of(own)
     if store is None:
@@ -303,38 +300,31 @@ def running_beside(own: Path) -> list[str]:
 
 
 def dated_later(own: Path) -> str:
-    """The stem of a run in the same store that is dated later than this one, which has only begun; '' for none."""
+    """Returns the stem of a run in the same store with a later date than this one, which has just begun; '' for
+    none."""
     store = store_of(own.resolve())
     newest = next(newest_files(store), own) if store is not None else own
     return newest.stem if newest.name > own.name and not is_locked(newest) else ""
 
 
 def index_of(store: Path) -> Path:
-    """The file that says what was compacted of a store, where something was."""
+    """The file that says what was compacted of a store."""
     return store / POINTS / "index.json"
 
 
 def without_runs(store: Path) -> str:
-    """Why a store has no run file, in words that follow its name."""
+    """Returns why a store has no run file, as words after its name."""
     if index_of(store).exists():
         return f"has its runs in compacted files alone: `fp8bench store restore --store {store}` writes them back"
     return "has no runs yet"
 
 
 def load_named(word: str, store: Path) -> Run:
-    """Find a run and read it. Where the newest cannot be read, the error names the one before it."""
-    path = find_run(word, store)
-    try:
-        return load_run(path)
-    except StoreError as error:
-        older = [other.stem for other in run_files(store) if other.name < path.name]
-        if word != "last" or not older:
-            raise
-        raise StoreError(f"{error} The run before it is {older[0]}.") from None
+    return load_run(find_run(word, store))
 
 
 def scales_of(run: Run) -> KnownScales:
-    """The largest magnitudes of all its cases; of cases in one precision the largest of each layer and role."""
+    """Returns the largest magnitude of each layer and role, over all cases of one precision."""
     return largest_scales(
         (record.case.precision, scale.layer, scale.role, scale.amax)
         for record in run.records

@@ -1,12 +1,11 @@
-"""The truth: `<store>/runs/<machine>/<utc>-<commit8>-<id>.jsonl`, one append-only file a run.
+"""Run files: `<store>/runs/<machine>/<utc>-<commit8>-<id>.jsonl`, append-only, one for each run.
 
-The first line is the header, then a record a line, notes, resumptions, and an end line. Broken lines anywhere, and
-those of no known kind, are left out and named. docs/run-format.md describes the lines.
+The first line is the header; records, notes, resumptions and an end follow. Broken lines, and those of unknown kinds,
+are left out and named. docs/run-format.md describes the lines.
 
-Every group is through to the disk before the next one starts. The file is locked while it is written, so that two
-processes never write the same run, and so that a run can tell whether another one is measuring beside it. A kill at any
-moment leaves a file that can be read: the header appears with the file's name, and a line that was cut short is skipped
-by readers.
+A group is through to the disk before the next one starts. The file is locked while it is written, so that no two
+processes write one run, and a run can tell whether another one is measuring. A kill at any moment leaves a file that
+can be read: it appears with its header, and readers skip a line that was cut short.
 """
 
 from __future__ import annotations
@@ -40,12 +39,11 @@ from fp8bench.model import (
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.store.kept_lines import Content, FileLines, UnknownKind, check_schema, lines_of, refuse_newer, take_lines
 
-# Of nanoseconds, bytes and other counts.
-_MOST = 1 << 62
+_MOST = 1 << 62  # for nanoseconds, bytes and other counts
 
 
 def unsound(record: Record) -> str:
-    """Why a record's samples cannot be what a clock gave; '' if they can."""
+    """Returns why a record's samples cannot be a clock's; '' if they can."""
     numbers = (record.work.flops, record.work.bytes, record.work.least_memory)
     if not all(map(_is_time, numbers)) or not 0 <= record.work.tokens < _MOST:
         return "its work is no count"
@@ -116,15 +114,15 @@ class _RunReading:
 
 
 def load_run(path: Path) -> Run:
-    """Read a run file. Broken lines are left out and named in `troubles`; without a header the records stand alone.
+    """Reads a run file. Broken lines are named in `troubles`; without a header the records stand alone.
 
-    Raises StoreError for a file of a newer version, and for one that holds neither a header nor a record.
+    Raises StoreError for a file of a newer version, and for one without a header or a record.
     """
     return load_sheet(path)[0]
 
 
 def load_sheet(path: Path, content: bytes | None = None) -> tuple[Run, FileLines]:
-    """The same, and the lines of the file, whose content may have been read already."""
+    """Like load_run, with the lines of the file, whose content may have been read already."""
     sheet = lines_of(path, "the run file", content)
     if not (sheet.lines or sheet.broken):
         raise StoreError(f"{path} is no run file: it is empty.")
@@ -141,7 +139,7 @@ def load_sheet(path: Path, content: bytes | None = None) -> tuple[Run, FileLines
 
 
 def load_head(path: Path) -> Run:
-    """A run without its records, by its first line alone where that is the header; raises StoreError as load_run."""
+    """Reads a run without its records, from the first line if that is the header. Raises StoreError as load_run."""
     try:
         with path.open("rb") as file:
             content, _ = unsealed_line(file.readline().removeprefix(b"\xef\xbb\xbf"))
@@ -155,9 +153,9 @@ def load_head(path: Path) -> Run:
 
 
 def _find_header(sheet: FileLines, path: Path) -> tuple[int, Run | None, str]:
-    """The number of the first line that is a header, wherever it stands, and the run that it begins.
+    """Returns the number of the first line that is a header, wherever it is, and the run that it begins.
 
-    Without one: the number of the line that would have been it (0 if none looks like it), None, and what is wrong.
+    Without one: the number of the line that probably was it (0 for none), None, and what is wrong with it.
     """
     suspects: list[tuple[int, None, str]] = [(broken.number, None, broken.why) for broken in sheet.broken]
     for number, content in sheet.lines:
@@ -166,22 +164,22 @@ def _find_header(sheet: FileLines, path: Path) -> tuple[int, Run | None, str]:
                 return number, _header(content, path), ""
             except ValueError as error:
                 suspects.append((number, None, str(error)[:200]))
-    # Of broken lines, the one that still says so has been the header; else the first of all.
+    # A broken line that still has the word "schema" was the header; else the first line was.
     begins = {broken.number: broken.begins for broken in sheet.broken}
     first = min([*begins, *(number for number, _ in sheet.lines)], default=0)
-    said = [suspect for suspect in sorted(suspects) if '"schema"' in begins.get(suspect[0], '"schema"')]
-    return next(iter([*said, *(suspect for suspect in suspects if suspect[0] == first)]), (0, None, ""))
+    marked = [suspect for suspect in sorted(suspects) if '"schema"' in begins.get(suspect[0], '"schema"')]
+    return next(iter([*marked, *(suspect for suspect in suspects if suspect[0] == first)]), (0, None, ""))
 
 
 def _take(reading: _RunReading, content: Content) -> None:
     if "record" in content:
         record = decode(Record, content["record"])
-        if why := unsound(record):  # which its types alone do not say
+        if why := unsound(record):
             raise Malformed(f"Record: {why}")
         reading.records.append(record)
     elif "resumed" in content:
         resumption = decode(Resumption, content["resumed"])
-        # What was cut off in the middle of a group is measured again, and records of two sittings must not mix.
+        # Groups without all records are measured again, and a group must not have records of two sittings.
         if reading.run is not None:
             cut = missing_groups(replace(reading.run, records=tuple(reading.records)))
             again = {planned.case.id for group in cut for planned in group.cases}
@@ -226,13 +224,13 @@ def _header(content: Content, path: Path) -> Run:
 
 
 def missing_groups(run: Run) -> tuple[Group, ...]:
-    """The groups of the plan that are not all there."""
+    """Returns the groups of the plan that lack records."""
     known = {record.case.id for record in run.records}
     return tuple(group for group in run.plan if not all(planned.case.id in known for planned in group.cases))
 
 
 def plan_of(records: Sequence[Record]) -> Plan:
-    """The plan that records alone tell of: groups by their settings."""
+    """Returns the plan that records alone show: groups by their settings."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record.case.setting, []).append(record)
@@ -248,7 +246,7 @@ def plan_of(records: Sequence[Record]) -> Plan:
 
 
 def file_name(run: Run) -> str:
-    """What a run's file is called: when it was started, its commit, its id. Readers find a commit's runs by it."""
+    """Returns the name of a run's file: start, commit, id. A commit's runs are found by it."""
     commit = str(run.environment.get("commit") or "nocommit")[:8]
     return f"{stamp(run.started)}-{commit}-{run.id}.jsonl"
 
@@ -262,8 +260,7 @@ def safe_folder(machine: str) -> str:
 
 
 _HEADER_LEFT_OUT = {"records", "path", "finished", "troubles", "notes", "resumptions"}
-# Less than a short run needs; said before anything is measured.
-LEAST_FREE_BYTES = 4 << 20
+LEAST_FREE_BYTES = 4 << 20  # a short run needs more
 _LOCK_SECONDS = 0.3
 
 
@@ -278,7 +275,7 @@ class RunWriter(LineWriter):
 
 
 def check_store(store: Path) -> None:
-    """Raise if runs cannot be written there, or there is hardly any room; asked before anything is measured."""
+    """Raises StoreError if runs cannot be written there, or there is hardly any room."""
     folder = store / "runs"
     with keeping(f"the store {store}", "Choose another --store DIR."):
         make_store(store)
@@ -289,7 +286,7 @@ def check_store(store: Path) -> None:
 
 
 def start_run(run: Run, store: Path) -> RunWriter:
-    """Create the run's file with its header, in one step: nobody ever sees it without."""
+    """Creates the run's file with its header in one step."""
     path = store / "runs" / folder_name(run) / file_name(run)
     header = {
         field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name not in _HEADER_LEFT_OUT
@@ -298,7 +295,7 @@ def start_run(run: Run, store: Path) -> RunWriter:
 
 
 def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
-    """Open a run's file to go on with it; a last line that was cut short stays alone on its line."""
+    """Opens a run's file to go on with it; a last line that was cut short stays alone on its line."""
     try:
         file = path.open("a+b")
         lock_run(file, path)
@@ -311,8 +308,8 @@ def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
 
 
 def lock_run(file: IO[Any], path: Path) -> None:
-    """Take the file's lock; raises where another process has it. Where a file system has no locks, do without."""
-    if not lock(file, _LOCK_SECONDS):  # another run may be looking whether this one is alive
+    """Locks the file, where the file system has locks. Raises StoreError where another process has it."""
+    if not lock(file, _LOCK_SECONDS):  # another run may hold the lock for a moment, to see whether this one is alive
         file.close()
         raise StoreError(
             f"another process is writing the run {path.stem}. Wait for its end, or start a run of your own."

@@ -111,8 +111,6 @@ def test_one_run_each(factor: float, expected: str) -> None:
 
 @for_each(("runs", "faster"), [(1, 0.8), (5, 0.97), (5, 1.0)])
 def test_runs_slower_on_some_calls_are_not_faster(runs: int, faster: float) -> None:
-    """Every second call takes twice as long, whatever the other one takes; one run or several a side."""
-
     def uneven(number: int) -> Timing:
         one = timing(faster * 1e-3, number)
         slots = [

@@ -20,7 +20,6 @@ def side(*values: float, error: float = 1e-4) -> list[Estimate]:
 
 
 def test_one_run_each_has_no_p_value_and_says_nothing_below_ten_percent() -> None:
-    """However sure each run is of itself."""
     difference = across(side(1.0), side(1.09))
     assert difference.alone and difference.p_value is None
     assert difference.ratio.point == pytest.approx(1.09) and difference.ratio.low > 1.08
@@ -95,7 +94,6 @@ def test_quantile(level: float, freedom: float) -> None:
 
 
 def test_values_that_vary_are_shown_as_their_ratio_has_them() -> None:
-    """Medians may have moved the other way."""
     said = exact_change((1.0, 1.0, 4.0), (1.1, 1.1, 1.1))
     assert said.ratio is not None and said.ratio.point < 1
     assert said.after / said.before == pytest.approx(said.ratio.point)

@@ -16,13 +16,11 @@ from tests.counts import for_each
 
 
 def noisy(seed: int, series: int, count: int = 60) -> Floats:
-    """Flat series with Gaussian noise of 2%."""
     found: Floats = np.exp(0.02 * np.random.default_rng(seed).normal(size=(series, count)))
     return found
 
 
 def steps_of(values: Values) -> tuple[Step, ...]:
-    """The steps of one series."""
     return steps_of_many([values])[0]
 
 
@@ -39,7 +37,6 @@ def test_a_step_of_5_percent_is_found_soon() -> None:
 
 
 def many(series: Floats) -> list[tuple[Step, ...]]:
-    """All rows at once."""
     return steps_of_many(list(series))
 
 

@@ -35,12 +35,10 @@ NEW: Conditions = (("torch", "2.13.0"),)
 
 
 def figure(number: int, value: float | None, version: str = "1.1", **changes: object) -> Figure:
-    """What a commit came to."""
     return replace(Figure(commit(number), number, version, 1, 24, value, under=NEW), **changes)  # type: ignore[arg-type]
 
 
 def trend(*figures: Figure, series: Series = SERIES, machine: str = "box") -> Trend:
-    """On one machine."""
     return Trend(series, ("bf16", "512"), {"machine": machine}, "/bin/python3", figures)
 
 
@@ -56,7 +54,7 @@ def wobble(number: int) -> float:
 
 
 def only(found: Found) -> Change:
-    """The one change that there is."""
+    """Returns the only change."""
     (change,) = found.changes
     return change
 
@@ -168,7 +166,6 @@ def test_figures_of_other_conditions_hide_no_step() -> None:
 
 
 def test_what_was_taken_back_is_open_no_more() -> None:
-    """Its fix is an improvement over what it had made of it, and stays one."""
     worse, better = sorted(find_changes([levels((20, 1.0), (20, 1.1), (20, 1.0))]).changes, key=lambda one: one.first)
     assert (worse.is_worse, worse.state) == (True, ChangeState.REVERTED)
     assert (better.is_worse, better.state) == (False, ChangeState.OPEN)
@@ -193,12 +190,11 @@ def test_the_worst_comes_first_and_what_cannot_be_looked_at_is_counted() -> None
 
 
 def states(found: Found) -> list[ChangeState]:
-    """In the order of commits."""
     return [one.state for one in sorted(found.changes, key=lambda one: one.first)]
 
 
 def accepted(seen: Trend, now: Sequence[Trend]) -> list[ChangeState]:
-    """What becomes of changes after the one that was seen has been acknowledged."""
+    """Returns the changes after this one has been acknowledged."""
     ack = ack_of(only(find_changes([seen])), "2026-01-05T12:00:00+00:00", "")
     return states(acknowledged(find_changes(now), [ack]))
 
@@ -254,7 +250,7 @@ LAUNCHES = replace(SERIES, name="gemm.Gemm.track_launches", metric="launches", u
 
 
 def counts(*values: float) -> Found:
-    """The changes of launches, one count a commit."""
+    """Returns the changes of launches, one count a commit."""
     return find_changes([trend(*(figure(number, value) for number, value in enumerate(values)), series=LAUNCHES)])
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import RunNotFound
-from fp8bench.store.commit_runs import runs_meant
+from fp8bench.store.commit_runs import find_runs
 from tests.cli.commands.conftest import Anew
 from tests.commands import Say, git, session, unfolding
 from tests.histories import commit, history, keep, records, run_at, tree
@@ -97,7 +97,7 @@ def test_compare(fp8bench: Say, anew: Anew) -> Told:
 def test_a_commit_whose_runs_all_had_other_files_has_none(store: Path) -> None:
     keep(store, run_at(3, facts={"dirty": True}))
     with pytest.raises(RunNotFound, match="differed from it"):
-        runs_meant(commit(3), store)
+        find_runs(commit(3), store)
 
 
 def test_what_git_calls_a_commit(store: Path, say: Say) -> None:

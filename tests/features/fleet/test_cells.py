@@ -18,7 +18,7 @@ from fp8bench.model import Request, Run
 from fp8bench.model.codec import encode
 from fp8bench.model.run import Attempt, CellStatus, FleetPlan
 from fp8bench.protocols import SilentObserver
-from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, read_plan, states_of, write_plan
+from fp8bench.store.fleet_plans import OUTPUT, add_attempt, folder_of, read_plan, states_of, write_plan
 from fp8bench.store.kept_lines import FileLines
 from fp8bench.store.runs.run_file import load_run, load_sheet
 from tests.counts import for_each
@@ -40,7 +40,7 @@ def measure(plan: FleetPlan, number: int, store: Path) -> tuple[bool, Run]:
 
 
 def attempt(plan: FleetPlan, number: int, store: Path, code: int) -> int:
-    note(plan, number, store, Attempt("host", 1, "2026-01-05T12:00:00+00:00", 3.0, code))
+    add_attempt(plan, number, store, Attempt("host", 1, "2026-01-05T12:00:00+00:00", 3.0, code))
     return code
 
 

@@ -39,7 +39,6 @@ NOBODY = 65534
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A file that is there already."""
     path = tmp_path / "x.json"
     path.write_text(OLD)
     return path
@@ -63,7 +62,7 @@ def test_what_is_no_json_is_a_sentence(old: Path, content: dict[Any, Any]) -> No
 
 @pytest.fixture
 def read_only() -> Iterator[Path]:
-    """A file in a folder where one may look and not write; root, who may everywhere, is somebody else for a while."""
+    """A file in a folder that may be read only; root gives up its rights meanwhile."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = folder / "x.json"
@@ -92,7 +91,7 @@ def test_in_a_read_only_folder_each_step_is_a_sentence(read_only: Path) -> None:
 
 
 def test_what_cannot_be_read_is_a_sentence_and_not_broken(old: Path) -> None:
-    """It must not be set aside: a folder, a pipe (which would be waited for), a folder that is a file."""
+    """A folder, a pipe (reading it would block) and a path below a file must not be set aside."""
     pipe = old.with_name("pipe.json")
     os.mkfifo(pipe)
     for path, why in ((old.parent, "it is not a file"), (pipe, "it is not a file"), (old / "x", "Not a directory")):

@@ -83,7 +83,6 @@ BROKEN: dict[str, object] = {
 
 
 def write_home(folder: Path, content: object) -> Path:
-    """A home folder whose ~/.asv-machine.json is that."""
     folder.mkdir()
     if content is not None:
         raw = content if isinstance(content, str | bytes) else json.dumps(content)
@@ -92,7 +91,8 @@ def write_home(folder: Path, content: object) -> Path:
 
 
 def last_line(command: list[str], home: Path, **more: str) -> Any:
-    """What a program says at last, as JSON. It runs in the home folder, and finds fp8bench and asv from any Python."""
+    """Returns the last line of a program's output, as JSON. It runs in the home folder, and can import fp8bench and
+    asv."""
     packages = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
     environment = {**os.environ, "HOME": str(home), "PYTHONPATH": packages, **more}
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -102,7 +102,7 @@ def last_line(command: list[str], home: Path, **more: str) -> Any:
 
 @pytest.fixture(scope="module")
 def asv_machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What asv makes of each of HOMES. It writes into them."""
+    """Returns what asv makes of each of HOMES. It writes into them."""
     folder = tmp_path_factory.mktemp("asv")
     homes = [write_home(folder / str(number), content) for number, content in enumerate(HOMES.values())]
     said = last_line([sys.executable, "-c", ASV, *map(str, homes)], homes[0])[0]
@@ -155,7 +155,7 @@ def test_a_mac_is_asked_by_sysctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    found = identity._found()
+    found = identity._discovered()
     assert (found["cpu"], found["ram"]) == ("said machdep.cpu.brand_string", "said hw.memsize")
 
 
@@ -163,7 +163,6 @@ def test_a_mac_is_asked_by_sysctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def shell(word: str) -> str:
-    """A launcher in shell, which Python reads as text."""
     return f"#!/bin/sh\n'''exec' {word} \"$0\" \"$@\"\n' '''\n"
 
 
@@ -184,7 +183,6 @@ LAUNCHERS: dict[str, tuple[str, Callable[[Path], str]]] = {
 
 
 def make_venv(folder: Path) -> Path:
-    """A virtual environment; its bin folder."""
     venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
     return folder / "bin"
 

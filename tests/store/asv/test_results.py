@@ -50,7 +50,6 @@ def by_asv(folder: Path, *benchmarks: tuple[str, list[list[str]], list[Any]], ke
 
 
 def by_us(path: Path, *benchmarks: tuple[str, list[list[str]], list[Any]], keep: bool = False) -> Path:
-    """The same file, made here."""
     rows = {}
     for name, params, samples in benchmarks:
         cells = [cell(sample) if isinstance(sample, list) else (sample, None) for sample in samples]
@@ -64,7 +63,6 @@ def by_us(path: Path, *benchmarks: tuple[str, list[list[str]], list[Any]], keep:
 
 
 def plain(path: Path) -> dict[str, Any]:
-    """What a file holds."""
     content = json.loads(path.read_text())
     assert isinstance(content, dict)
     return content

@@ -49,7 +49,6 @@ def opened(store: Path) -> History:
 
 
 def told(found: History) -> Any:
-    """All that commands ask of a history."""
     lines = found.lines
     same = [
         (
@@ -64,17 +63,16 @@ def told(found: History) -> Any:
 
 
 def words(value: Any) -> str:
-    """A value as text, in which NaN is like NaN, and a word that an enum has like the word."""
+    """Returns a value as text, in which NaN equals NaN, and a member of an enum its word."""
     return re.sub(r"<\w+\.\w+: ('[^']*')>", r"\1", repr(value))
 
 
 def no_figures(store: Path) -> None:
-    """Nothing but the runs and what was compacted is read from now on."""
+    """Lets nothing but the runs and what was compacted be read."""
     shutil.rmtree(store / "figures", ignore_errors=True)
 
 
 def same(store: Path) -> Compaction:
-    """What the runs say, and what is told of what was compacted, which is done twice."""
     slow = words(told(opened(store)))
     done = compacted(store)
     no_figures(store)
@@ -148,7 +146,7 @@ RUNS = st.lists(
 
 
 def any_runs(store: Path, runs: list[tuple[int, float, Status, bool, str, str, int, int, str]]) -> None:
-    """Whatever was run, in whatever order, compacted before and after the last ones and damages came."""
+    """Any runs in any order, compacted before and after the last ones and damages came."""
     paths = []
     for hour, (number, factor, status, quick, machine, torch, rounds, stride, _) in enumerate(runs):
         facts = {"asv_machine": machine, "torch": torch, "commit_date": number // 2 if number else None}

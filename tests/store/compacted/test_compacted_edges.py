@@ -41,7 +41,7 @@ RESTORES = "`fp8bench store restore` writes the runs"
 
 
 def begun(store: Path, most: int = 1 << 40) -> subprocess.Popen[str]:
-    """A compaction in a process of its own, whose files come to so many bytes at most."""
+    """Starts a compaction in a process of its own, whose files may have so many bytes."""
     line = [sys.executable, "-c", PROCESS, str(store), str(most)]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "begins\n"
@@ -49,7 +49,7 @@ def begun(store: Path, most: int = 1 << 40) -> subprocess.Popen[str]:
 
 
 def left_behind(store: Path) -> list[str]:
-    """Whatever is neither the index, nor the lock, nor a Parquet file that the index names."""
+    """Returns all files but the index, the lock, and the Parquet files in the index."""
     known = (
         {f"{name}/points.parquet" for name in load_manifest(store).partitions} if index_of(store).exists() else set()
     )
@@ -63,7 +63,7 @@ def runs_of(store: Path) -> dict[str, bytes]:
 
 
 def restored(store: Path, copy: Path) -> ItemsView[str, bytes]:
-    """The runs that can be written from what was compacted, whatever a kill has left of it."""
+    """Returns the runs that can be restored, whatever a kill has left."""
     for name in ("points", "archive"):
         if (store / name).exists():
             shutil.copytree(store / name, copy / name)
@@ -73,7 +73,6 @@ def restored(store: Path, copy: Path) -> ItemsView[str, bytes]:
 
 
 def six_months(store: Path) -> str:
-    """A run in each, and what is told of them."""
     for number in range(6):
         keep(store, run_at(number, 700 * number))
     return words(told(opened(store)))
@@ -144,7 +143,7 @@ def test_a_store_that_is_for_reading_alone(tmp_path: Path, monkeypatch: pytest.M
     "count", [pytest.param(5, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.nightly)]
 )
 def test_killed_at_any_moment(tmp_path: Path, count: int) -> None:
-    """What is there is right, and the next compaction does the rest, whatever the killed one had come to."""
+    """Everything readable is right, and the next compaction completes it."""
     slow = six_months(tmp_path)
     process, start = begun(tmp_path), time.monotonic()
     assert process.communicate()[1] == ""

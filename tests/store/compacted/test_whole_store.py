@@ -24,7 +24,7 @@ from fp8bench.jobs.cells import measured as measure
 from fp8bench.model import Ceilings, Environment, Request
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.ceilings import new_ceilings
-from fp8bench.store.commit_runs import runs_meant
+from fp8bench.store.commit_runs import find_runs
 from fp8bench.store.compacted import manifest as manifests
 from fp8bench.store.compacted.archive import Restored, contents, restore, stated, write_archive
 from fp8bench.store.compacted.compact import check_compacted
@@ -134,7 +134,6 @@ def test_every_command_says_the_same(tmp_path: Path, fp8bench: Say) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Three months, compacted, with a word on interpreters."""
     found = tmp_path / "box"
     for number in range(3):
         keep(found, run_at(number, 700 * number))
@@ -159,7 +158,7 @@ def test_runs_that_were_taken_away_are_written_again(store: Path) -> None:
         with pytest.raises(RunNotFound, match="in compacted files alone: `fp8bench store restore"):
             find_run(word, store)
     with pytest.raises(RunNotFound, match="store restore"):
-        runs_meant(str(store), store)
+        find_runs(str(store), store)
     assert restore(store) == Restored(written=3, there=1)
     assert restore(store) == Restored(there=4)
     assert files(store) == before and not compacted(store).read

@@ -22,7 +22,6 @@ from tests.histories import history, keep, read_trends, records, run_at
 
 
 def made(count: int = 8, length: int = 40, seed: int = 0) -> list[Floats]:
-    """Series with 1% noise, every other with a step of 10%."""
     random = np.random.default_rng(seed)
     series = random.normal(1.0, 0.01, (count, length))
     series[::2, length // 2 :] *= 1.1
@@ -31,7 +30,6 @@ def made(count: int = 8, length: int = 40, seed: int = 0) -> list[Floats]:
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many series were looked at, each time."""
     counts: list[int] = []
 
     def counting(series: list[Floats]) -> list[tuple[Step, ...]]:

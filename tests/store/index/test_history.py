@@ -50,7 +50,7 @@ def opened(store: Path) -> History:
 
 
 def same(store: Path) -> Trends:
-    """What both ways say, which must be the same: with an index of all commits, of some, and with none."""
+    """Compares both ways of reading: with an index of all commits, of some, and without one."""
     slow = read_trends(store, every)
     for _ in range(2):
         assert trends_of(opened(store), every) == slow
@@ -216,7 +216,6 @@ def test_a_suite_that_is_not_imported_leaves_what_was_known(tmp_path: Path, monk
 
 
 def test_two_names_of_one_interpreter(tmp_path: Path) -> None:
-    """They are one line, as the runs say; of older runs, as the file system said when they were read."""
     binaries = tmp_path / "bin"
     binaries.mkdir()
     (binaries / "python3").write_text("")
@@ -347,7 +346,6 @@ def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
 
 
 def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:
-    """When it is old; a young one may be somebody's who is writing."""
     history(tmp_path, 1.0)
     folder = tmp_path / "points"
     folder.mkdir()

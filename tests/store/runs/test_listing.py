@@ -13,7 +13,7 @@ import pytest
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.report_files import Pages, report_of
 from fp8bench.model import LayerScale, Request
-from fp8bench.store.commit_runs import runs_meant
+from fp8bench.store.commit_runs import find_runs
 from fp8bench.store.index.history import open_history
 from fp8bench.store.merge_stores import merge_runs, rebuild
 from fp8bench.store.runs import listing as reading
@@ -75,14 +75,13 @@ def links(path: Path) -> Path:
 
 def numbers(store: Path) -> tuple[object, int, dict[str, int]]:
     """All that a history has, from the files of figures, which must be what the runs say."""
-    found = open_history(store, lambda done, runs: None)
-    trends = found.trends(lambda _: True)
+    opened = open_history(store, lambda done, runs: None)
+    trends = opened.trends(lambda _: True)
     assert trends == read_trends(store, lambda _: True).trends
-    return trends, found.runs, dict(found.left)
+    return trends, opened.runs, dict(opened.left)
 
 
 def test_a_copy_counts_once(store: Path, fp8bench: Say) -> None:
-    """In the history, whether its figures were kept before the copy or after it, and when the copy is gone again."""
     path = history(store, 1.0, 1.5)[1]
     own = load_run(path).id
     trends, runs, left = numbers(store)
@@ -101,7 +100,6 @@ def test_a_copy_counts_once(store: Path, fp8bench: Say) -> None:
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_two_contents_of_one_id_are_both_refused(store: Path, lie: Callable[[Path], Path], fp8bench: Say) -> None:
-    """By every command, which names both files; what is moved away refuses nothing any more."""
     path = history(store, 1.0, 1.5)[1]
     whole = numbers(store)
     other, own = lie(path), load_run(path).id
@@ -135,9 +133,9 @@ def test_what_is_named_twice_counts_once(store: Path, tmp_path: Path) -> None:
         f"{commit(1)},{tmp_path}/other",
         f"{tmp_path}/link,{second}",
     ):
-        meant = runs_meant(words, store)
+        meant = find_runs(words, store)
         assert len(meant.files) == 1, words
-    assert "counts once" in " ".join(runs_meant(f"{second},{copy}", store).notes)
+    assert "counts once" in " ".join(find_runs(f"{second},{copy}", store).notes)
     with pytest.raises(UsageError, match="was named twice"):
         report_of([str(second), str(copy)], store, Pages())
     edit = edited(b"187500,", b"150000,")(second)
@@ -149,7 +147,7 @@ def test_a_copy_with_a_later_name_is_not_the_last_run(store: Path, fp8bench: Say
     old, new = history(store, 1.0, 1.5)
     COPIES["another name"](old)
     assert find_run("last", store) == new
-    assert runs_meant(str(store), store).files == runs_meant("last", store).files == (new,)
+    assert find_runs(str(store), store).files == find_runs("last", store).files == (new,)
     out = fp8bench("gate", "--history", "--no-rerun")[1]
     assert load_run(new).id in out
 
@@ -201,8 +199,8 @@ def test_copies_of_what_nobody_can_read_or_that_go_stop_nothing(store: Path) -> 
 def test_a_file_that_goes_meanwhile_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = history(store, 1.0, 1.5)[1]
     copy = COPIES["another name"](path)
-    known = {one: id_of(one) for one in (path, copy)}
-    monkeypatch.setattr(reading, "id_of", lambda one: known.get(one, str(one)))
+    known = {file: id_of(file) for file in (path, copy)}
+    monkeypatch.setattr(reading, "id_of", lambda file: known.get(file, str(file)))
     copy.unlink()
     assert set(reading.each_once([path, copy]).files) == {path, copy}
 

@@ -38,7 +38,6 @@ def theirs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def copies(ours: Path, theirs: Path) -> tuple[Path, Path]:
-    """The file of a run there, and its copy here."""
     path = history(theirs, 1.0)[0]
     return path, merge_runs(ours, theirs).copied[0]
 
@@ -178,7 +177,6 @@ def test_rows_that_do_not_fit_are_left_out(ours: AsvRow, theirs: AsvRow) -> None
 
 
 def results(folder: Path, rows: dict[str, AsvRow], python: str = PYTHON, number: int = 1, **params: object) -> Path:
-    """A file of asv's for one commit."""
     name = f"existing-py{python}".replace("/", "_")
     path = folder / "box" / f"{commit(number)[:8]}-{name}.json"
     save_machine(folder / "box" / "machine.json", {**MACHINE, **params})

@@ -43,7 +43,7 @@ from fp8bench.model import (
 from fp8bench.model.codec import SCHEMA
 from fp8bench.store.kept_lines import sheet_of
 from fp8bench.store.runs import run_file
-from fp8bench.store.runs.listing import find_run, load_named, run_files
+from fp8bench.store.runs.listing import find_run, run_files
 from fp8bench.store.runs.run_file import check_store, load_run, reopen_run, start_run, unsound
 from tests.counts import for_each
 from tests.older import as_older
@@ -57,7 +57,6 @@ FACTS = DeviceFacts("cpu", 0, "a processor", 1 << 30, "2.13.0")
 
 
 def run_called(name: str, started: str = "2026-01-02T03:04:05+00:00", **facts: str) -> Run:
-    """A run without records."""
     environment = Environment({"machine": "box", "commit": "0123456789abcdef", **facts})
     return Run(name, started, "fp8bench suite gemm", Request("gemm"), PLAN, environment, (FACTS,))
 
@@ -311,17 +310,7 @@ def test_a_store_that_cannot_be_written_is_refused_before_anything_runs(
             start_run(run_called("x"), store)
 
 
-def test_a_newest_run_that_cannot_be_read_names_the_one_before_it(store: Path) -> None:
-    assert load_named("last", store).id == "cccc3333"
-    find_run("last", store).write_bytes(b"broken")
-    with pytest.raises(StoreError, match=r"is no run file: .*The run before it is 20260103T000000Z-01234567-bbbb4444"):
-        load_named("last", store)
-    with pytest.raises(StoreError) as caught:
-        load_named("cccc3333", store)
-    assert "before it" not in str(caught.value)
-
-
-def test_the_newest_run_is_by_its_milliseconds_or_the_one_before_it_is_named(tmp_path: Path) -> None:
+def test_the_newest_run_is_by_its_milliseconds(tmp_path: Path) -> None:
     for name, started in (("ffff", "2026-01-01T00:00:00.001+00:00"), ("aaaa", "2026-01-01T00:00:00.002+00:00")):
         start_run(run_called(name, started), tmp_path).finish("finished")
     assert find_run("last", tmp_path).name == "20260101T000000.002Z-01234567-aaaa.jsonl"
