@@ -86,14 +86,13 @@ for number in range(25):
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A file that is there already."""
     path = tmp_path / "x.json"
     path.write_text(OLD)
     return path
 
 
 def test_a_file_is_replaced_in_one_step(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old one stands until the new one is whole and on the disk; what is beside it does not end in .json."""
+    """The old file stands until the new one is whole and synced; no temporary name ends in .json."""
     seen: list[list[str]] = []
 
     def fsync(descriptor: int) -> None:
@@ -164,8 +163,6 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_where_a_file_system_has_no_locks_it_goes_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some network file systems have none."""
-
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -186,7 +183,7 @@ def test_four_processes_merge_into_one_file_and_lose_nothing(tmp_path: Path) -> 
 
 
 def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
-    """And half a file beside it, which goes when it is an hour old and not before: it may be another writer's."""
+    """Half a file beside it is removed after an hour: earlier it may be another writer's."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(old)], timeout=120, check=False)
     (half,) = (path for path in old.parent.iterdir() if path != old)
     assert done.returncode == -signal.SIGKILL and old.read_text() == OLD and half.name.endswith(".partial")
@@ -287,7 +284,6 @@ def test_any_words_are_one_part_of_a_path(workload: str, name: str, value: str, 
 @given(WORDS, WORDS)
 @settings(max_examples=200, deadline=None)
 def test_different_words_have_different_names(one: str, other: str) -> None:
-    """Also where a file system does not tell A from a."""
     assert (safe(one).lower() == safe(other).lower()) == (one == other)
 
 
@@ -302,7 +298,7 @@ def test_a_folder_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -
 
 @for_each("seconds", [-86400.0, -600.0, 600.0])
 def test_a_clock_that_is_not_that_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """The kernel stamps files by the right clock, and this process has another; what asking takes is no difference."""
+    """The kernel stamps files by the right clock, and this process has another."""
     assert abs(files.clock_ahead(tmp_path) or 0.0) < 1.0
     right = files.time.time
     monkeypatch.setattr(files.time, "time", lambda: right() + seconds)

@@ -1,7 +1,6 @@
-"""What follows a measured run, whoever asked for it: history, report, and what other programs read of it, and of
-other things that are kept.
+"""What follows a measured run: history, report, and exports; exports of other kept things, too.
 
-The run is kept by then, so that a step that cannot be done is told and fails nothing.
+The run is kept by then, so a step that fails is noted and fails nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from fp8bench.store.runs.listing import store_of
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is made of a run beside its history. `pages` is None for no report; `wandb` is a project."""
+    """What is made of a run beside its history. Without `pages` there is no report; `wandb` is a project."""
 
     pages: Pages | None = None
     tensorboard: Path | None = None
@@ -43,7 +42,7 @@ class Wanted:
 
 
 def after_run(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """All of it, told step by step; False where that was interrupted. A run that was cut off gets its history only."""
+    """Does all steps and notes each; False if interrupted. A run that was cut off only gets its history."""
     store = store_of(Path(run.path)) or store
     try:
         note(into_history(run, store))
@@ -66,14 +65,14 @@ def after_run(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]
 
 
 def into_history(run: Run, store: Path, view: bool = True) -> str:
-    """Keep the run's figures, and bring asv's view up to date; returns what became of the view."""
+    """Adds the run's figures to the history and updates asv's view; returns what became of the view."""
     told = update_view(run, store) if view else ""
     keep_figures(store, Path(run.path))
     return told
 
 
 def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """What other programs get of a run, told one by one; False where that was interrupted."""
+    """Exports a run to TensorBoard and wandb, with notes; False if interrupted."""
     if wanted.tensorboard is None and wanted.wandb is None:
         return True
     found, folder = findings(run), folder_of([run], store_of(Path(run.path)) or store)
@@ -93,7 +92,7 @@ def kept_exported(kind: Kind[K], kept: K, path: Path, store: Path, wanted: Wante
 
 
 def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
-    """Write the page of what a command has just kept, if it is of a kind that has one, as every run gets its own."""
+    """Writes the page of what a command has just kept, if its kind has one."""
     path = Path(getattr(kept, "path", ""))
     for kind in kinds():
         if isinstance(kept, kind.holds) and path.is_file():

@@ -1,10 +1,11 @@
-"""What this machine can do: natively, emulated, or not at all and why; and what the harness itself costs here.
+"""What this machine can do natively, emulated or not at all, and why; and what the harness itself costs here.
 
-Gathers and words its findings; the command line prints them.
+Yields lines; the command line prints them.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
@@ -13,7 +14,10 @@ from importlib import metadata
 from pathlib import Path
 
 from fp8bench import __version__
+from fp8bench.analysis.findings import findings
 from fp8bench.errors import WorkerError
+from fp8bench.files import make_store
+from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import quantisers_for
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
@@ -23,6 +27,8 @@ from fp8bench.measure.sensors.meter import meter_for
 from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import CEILINGS, SWITCHES_SET
+from fp8bench.model.stopping import LEAST_ROUNDS
+from fp8bench.pipeline import execute
 from fp8bench.plan.asked_suites import known_suites, suites_of
 from fp8bench.plan.checked_workload import sound_axes
 from fp8bench.plan.corpus import prepare_corpus
@@ -31,6 +37,7 @@ from fp8bench.plan.precision_map import layers_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.report.words.naming import shortened
+from fp8bench.store.reruns import add_reruns
 from fp8bench.units import percent, seconds, size
 
 _LOOP_STEPS = 4
@@ -98,7 +105,7 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
 
 
 def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
-    """Every backend: its version and what it multiplies on a device, or why it is of no use there."""
+    """A line for each backend: its version and what it multiplies on the device, or why it cannot."""
     for name in backends.names():
         backend = backends.get(name)
         version = facts.version_of(backend.package)
@@ -118,7 +125,7 @@ def by_rank() -> list[str]:
 
 
 def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
-    """Whether quantisers compile on every device, in words; what does not compile runs eagerly, and slowly."""
+    """Whether quantisers compile on each device; those that do not compile run eagerly, and slowly."""
     quantisers = quantisers_for(False, os.environ)
     if quantisers.why_eager:
         return f"not tried: {quantisers.why_eager}"
@@ -132,7 +139,7 @@ def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
 
 
 def boards() -> str:
-    """Which programs that --trace, --tensorboard and --wandb write for are installed, and what they need."""
+    """Which of the programs that --trace, --tensorboard and --wandb write for are installed."""
     known = {name: _version(name) for name in ("tensorboard", "torch-tb-profiler", "wandb")}
     words = ", ".join(f"{name} {version or 'not installed'}" for name, version in known.items())
     if not known["torch-tb-profiler"]:
@@ -141,7 +148,7 @@ def boards() -> str:
 
 
 def _version(package: str) -> str:
-    """The version of an installed package, '' if it is not there. Nothing is imported."""
+    """The version of an installed package, '' if there is none. Imports nothing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -159,7 +166,7 @@ def _overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
 
 
 def _harness(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    """The nano transformer's step inside the harness against the same step in a bare loop, as paired CPU time."""
+    """CPU time of the nano transformer's step inside the harness over that in a bare loop, in pairs."""
     cpu = next(fact for fact in facts if fact.kind == "cpu")
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
@@ -177,7 +184,7 @@ def _harness(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
 
 
 def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
-    """The lines of `list WHAT`; support and axes are those of this machine."""
+    """The lines of `list WHAT`, with the support and axes of this machine."""
     if what == "suites":
         yield from (f"{name:<14} {_summary(name)}" for name in known_suites())
         return
@@ -229,12 +236,12 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
         yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
 
 
-# What is longer than this leaves a summary no room in a line.
+# After a longer line there is no room for a summary.
 _ROOM = 58
 
 
 def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    """A line for each, short enough for any terminal: what every device makes of it."""
+    """A line for each dtype with its level on each device, short enough for any terminal."""
     for name in by_rank():
         precision = precisions.get(name)
         levels = ", ".join(f"{precision.support(fact).level} on {fact.key}" for fact in facts)
@@ -264,3 +271,41 @@ def _dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str
 
 def _aliases(name: str) -> list[str]:
     return [alias for alias, known in precisions.aliases().items() if known == name]
+
+
+# More than the comparisons that give a spread, and few enough to wait for.
+_STANDARD_RUNS = 6
+_STANDARD_AXES = (("shape", ("512x512x512",)), ("product", ("forward",)))
+
+
+def standard_runs(store: Path, observer: JobObserver) -> Iterator[str]:
+    """Measures a standard case in fresh processes on each device, and how far these runs lie apart.
+
+    What they differ by is kept in the store, for the intervals of later runs.
+    """
+    make_store(store)
+    with ProcessWorker(Settings()) as worker:
+        keys = [device_facts.key for device_facts in worker.probe() if not device_facts.unusable]
+    for device in keys:
+        request = Request(
+            "gemm", ("fp32", "bf16"), (device,), axes=_STANDARD_AXES, rounds=LEAST_ROUNDS, energy=False, tape=False
+        )
+        logs: list[float] = []
+        with tempfile.TemporaryDirectory() as folder, observer.measuring() as watching:
+            for number in range(_STANDARD_RUNS):
+                note = f"a standard case, run {number + 1} of {_STANDARD_RUNS}"
+                run = execute(request, Path(folder), watching, "fp8bench doctor --calibrate", note=note)
+                if not run.finished:
+                    break
+                add_reruns(run.records, run, store)
+                ratios = (finding.ratio for finding in findings(run).values())
+                logs += [math.log(ratio.point) for ratio in ratios if ratio is not None]
+        yield f"how far runs lie apart on {device}"
+        if len(logs) < 2:
+            yield "  not known: the standard case, a product of 512 in fp32 and bf16, gave no two ratios"
+            continue
+        apart, spread = math.exp(max(logs) - min(logs)) - 1, math.expm1(statistics.stdev(logs))
+        yield (
+            f"  a product of 512, bf16 over fp32, in {len(logs)} fresh processes: {percent(apart, 2)} at most, a "
+            f"standard deviation of {percent(spread, 2)}; kept for the intervals of later runs, and each run adds to it"
+        )

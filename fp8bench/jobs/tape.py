@@ -1,4 +1,4 @@
-"""The tapes of a suite's cases, now, and those that a stored run has of the same settings."""
+"""The tapes of a suite's cases, recorded now, and those in a stored run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8bench.plan.make import check_names, make_plan
 
 
 def tapes_now(request: Request, store: Path, observer: JobObserver) -> list[Taped]:
-    """Of every case of a request: nothing is timed, and nothing kept."""
+    """Records a tape of every case of a request; times nothing, keeps nothing."""
     check_names(request)
     corpus = prepare_corpus(request.data, store / "data", True) if reads_corpus(request) else None
     found: list[Taped] = []
@@ -62,7 +62,7 @@ def tapes_of(run: Run, name: str = "") -> list[Taped]:
 
 
 def beside(now: Sequence[Taped], before: Sequence[Taped]) -> list[Taped]:
-    """Each tape with that of the same case of another run after it; those that only one of both has are left out."""
+    """Each tape followed by that of the same case in the other run; cases without a partner are left out."""
     known = {(taped.setting, taped.mode): taped for taped in before}
     both = [(taped, known[taped.setting, taped.mode]) for taped in now if (taped.setting, taped.mode) in known]
     if not both:

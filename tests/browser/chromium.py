@@ -43,7 +43,7 @@ def executable() -> str | None:
 
 
 def _beyond_four(descriptor: int) -> int:
-    """The same file under a number that is not 3 or 4, which the browser's own ends get."""
+    """Duplicates the file under a descriptor other than 3 and 4, which are the browser's own pipes."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(descriptor)
     return moved
@@ -120,7 +120,7 @@ class Browser:
 
 @dataclass
 class Tab:
-    """One page in a context of its own, with everything that was heard from it."""
+    """One page in a context of its own, and all messages from it."""
 
     browser: Browser
     context: str
@@ -204,7 +204,7 @@ class Tab:
         self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
     def _middle(self, selector: str) -> tuple[float, float]:
-        """Where an element is once the window has come to rest: two frames later its scroll events are through."""
+        """An element's middle once the window has come to rest, after two frames."""
         x, y = self.run(
             f"""(async () => {{
                 const found = document.querySelector({json.dumps(selector)});

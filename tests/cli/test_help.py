@@ -35,7 +35,6 @@ def helped(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_every_command_stands_under_one_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    """In one plain clause, which a line of 80 columns holds."""
     sections = re.split(r"^(\w+):\n", helped("--help", capsys=capsys), flags=re.MULTILINE)
     listed = dict(zip(sections[1::2], sections[2::2], strict=True))
     assert list(listed) == [*VERBS, "options"]
@@ -74,7 +73,7 @@ def test_examples_are_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_option_says_what_it_does_and_examples_stand_where_they_are_many() -> None:
-    """`--help` is the first page of the manual; tests/golden holds what it says, so that options are frozen."""
+    """The wording of `--help` is in tests/golden."""
     for name, parser in every_parser(build_parser()).items():
         others = (one for one in parser._actions if not isinstance(one, argparse._SubParsersAction))
         assert all(action.help for action in others), name

@@ -26,7 +26,6 @@ from tests.counts import for_each
 
 
 def test_a_precision_map_is_words_or_a_file_of_them(tmp_path: Path) -> None:
-    """A line each, or several with commas; remarks and empty lines say nothing."""
     file = tmp_path / "map.txt"
     file.write_text("# what stays high\nhead=bf16\n\nblocks.0=bf16, blocks.1.mlp=fp8-delayed:history=16  # the last\n")
     said = (("head", "bf16"), ("blocks.0", "bf16"), ("blocks.1.mlp", "fp8-delayed:history=16"))
@@ -45,7 +44,6 @@ def test_a_file_that_is_no_map_is_refused(content: bytes, words: str, tmp_path: 
 
 @for_each("text", ["s3://bucket/store", "gs://bucket", "file:///tmp/x"])
 def test_an_address_is_no_path(text: str) -> None:
-    """It would be a folder that is called `s3:`."""
     with pytest.raises(argparse.ArgumentTypeError, match="is an address"):
         path(text)
 
@@ -57,7 +55,7 @@ def test_what_only_looks_like_one_is_a_path(text: str) -> None:
 
 @dataclass(frozen=True)
 class More(Request):
-    """A request with one field more: nothing else of the product is touched."""
+    """A request with one more field, and nothing else changed."""
 
     cool_down: int | None = option(None, whole_number(1, 600), "seconds to wait between two groups", "SECONDS")
 

@@ -293,7 +293,7 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
 
 
 class Pretended:
-    """A worker that knows two devices, and no more."""
+    """A worker that knows two devices, and nothing else."""
 
     def __init__(self, *words: object, **more: object) -> None:
         pass
@@ -377,13 +377,13 @@ def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
 
 
 def _shorter(one: Taped) -> Taped:
-    """Without the first operators, as if a change had taken them away."""
+    """Without the first operators, as if a change had removed them."""
     return one if one.tape is None else replace(one, tape=replace(one.tape, operators=one.tape.operators[3:]))
 
 
 @contextlib.contextmanager
 def a_place(folder: Path, document: Document) -> Iterator[None]:
-    """A working directory in no repository, with a store of its own, of a person without a home."""
+    """A working directory outside any repository, with a copy of a store and no home."""
     if document.store != "none":
         shutil.copytree(STORES / document.store, folder / ".fp8bench")
     if document.store == "stored":
@@ -437,7 +437,7 @@ def made(words: Sequence[str]) -> str:
 
 
 def document_of(name: str) -> str:
-    """The document as it is now, in the form that is kept."""
+    """The document as it is rendered now, in the form that is kept."""
     document = DOCUMENTS[name]
     with tempfile.TemporaryDirectory() as made_for_it, a_place(Path(made_for_it).resolve(), document):
         said = "".join(made(shlex.split(words)) for words in document.words.split("&&"))
@@ -461,14 +461,13 @@ def test_it_is_told_as_before(name: str) -> None:
 @for_each("width", [60, 80, 120])
 @for_each("name", [name for name in STORED if name.endswith(".txt")])
 def test_no_line_is_wider_than_the_terminal(name: str, width: int) -> None:
-    """As COLUMNS has it, where output is piped."""
     with tempfile.TemporaryDirectory() as folder, a_place(Path(folder).resolve(), replace(STORED[name], width=width)):
         text = told(shlex.split(STORED[name].words)).partition("on stderr:")[0]
     assert all(len(line) <= width for line in text.splitlines())
 
 
 def test_nothing_is_left_out() -> None:
-    """What is rendered and has no file would never be compared, nor a file that nothing renders."""
+    """Each rendered document has a file, and each file a document."""
     assert set(DOCUMENTS) == {path.name for path in EXPECTED.iterdir()}
 
 

@@ -43,7 +43,7 @@ def loss(output: dict[str, Tensor]) -> Tensor:
 
 
 def everything(model: nn.Module) -> list[Any]:
-    """All that could have been changed about it, identities where these matter."""
+    """Everything about the model that could be changed, with identities where they matter."""
     found: list[Any] = [torch.get_rng_state().tolist(), torch.is_grad_enabled(), torch.get_num_threads()]
     for name, module in model.named_modules():
         own = {key: id(value) for key, value in vars(module).items()}
@@ -61,7 +61,7 @@ def model() -> Tied:
 
 
 class Interrupting(SilentObserver):
-    """Ctrl-C as soon as something is done."""
+    """Raises KeyboardInterrupt as soon as something is done."""
 
     def __init__(self, doing: str) -> None:
         self.doing = doing
@@ -74,7 +74,7 @@ class Interrupting(SilentObserver):
 def test_one_that_cannot_be_sent_is_measured_here_and_left_as_it_was(
     model: Tied, store: Path, short_slots: None
 ) -> None:
-    """Its hook is a lambda, which no pickle takes. The run says so, and every case is labelled."""
+    """Its hook is a lambda, which cannot be pickled."""
     batch = {"x": torch.randn(4, 16), "scale": 2.0}
     before = everything(model)
     run = fp8bench.profile(model, batch, loss=loss, **HOW)
@@ -108,7 +108,6 @@ def test_an_exception_leaves_it_as_it_was(model: Tied, store: Path) -> None:
 
 @pytest.mark.slow
 def test_one_that_can_be_sent_goes_to_a_process_of_its_own(store: Path, short_slots: None) -> None:
-    """And nothing says that it did not."""
     run = fp8bench.profile(nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16), **HOW)
     assert run.ok and run.request.isolation and not run.notes and not LIVE
     assert dict(run.records[0].case.params)["make"] == "Sequential"
@@ -136,7 +135,6 @@ def test_options_that_no_profile_has_are_named(store: Path) -> None:
 
 
 def test_a_target_without_a_function_names_what_could_be_called(tmp_path: Path) -> None:
-    """What a file has is found without running it."""
     file = tmp_path / "mine.py"
     file.write_text("raise SystemExit\nclass Encoder: ...\ndef make(): ...\ndef _own(): ...\n")
     assert function_named(f"{file}:make") == f"{file}:make"

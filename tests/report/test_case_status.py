@@ -60,7 +60,6 @@ def test_a_label_makes_a_fact_doubtful(verdict: Verdict, label: Label) -> None:
 
 
 def test_speed_up_is_the_inverse_with_its_ends_turned() -> None:
-    """An interval without an end stays open."""
     assert speed_up(result()) == Interval(2.0, pytest.approx(1.6), 2.5, 0.99)
     found = speed_up(result(ratio=Interval(0.5, 0.0, math.inf, 0.99)))
     assert found is not None and (found.low, found.high) == (0.0, math.inf)

@@ -99,10 +99,9 @@ def described(chart: AnyChart) -> str:
 
 @KINDS
 def test_drawings(kind: str) -> None:
-    """As before, to the byte: after a wanted change write tests/golden/charts anew, and look at it in a browser.
+    """After a wanted change write tests/golden/charts anew, and look at it in a browser.
 
-    One sheet is for a window, one for a telephone. Each names itself, and has nothing that a page without network does
-    not allow, nor a class that charts.css does not name, nor a mark that the keyboard does not reach.
+    Both sheets name themselves, load nothing, use only classes of charts.css, and have marks that the keyboard reaches.
     """
     chart, drawn = CHARTS[kind], draw(CHARTS[kind])
     assert drawn + "\n" == (GOLDEN / f"{kind}.svg").read_text()
@@ -137,7 +136,6 @@ print("".join(draw(chart) for chart in CHARTS.values()))
 
 @pytest.mark.slow
 def test_the_same_bytes_in_any_process() -> None:
-    """Whatever the hash seed and the locale."""
     environment = {**os.environ, "PYTHONHASHSEED": "77", "LC_ALL": "C", "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, capture_output=True, check=True)
     assert done.stdout.decode().strip() == "".join(draw(chart) for chart in CHARTS.values())
@@ -205,7 +203,7 @@ ANY = {
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
-    """Wild texts and numbers: sound XML, every number in it a number, every text as it came."""
+    """Wild texts and numbers give sound XML, numbers that are numbers, and texts as they came."""
     drawn = draw(data.draw(ANY[kind]))
     sheets = parsed(drawn)
     assert sheets
@@ -219,7 +217,6 @@ def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
 
 @for_each("text", ["<b>&amp;</b>", "a \" b ' c", "🚀 שלום", "$x^2$ \\frac{1}{2}"])
 def test_texts_show_as_they_are(text: str) -> None:
-    """Escaped once: what the reader sees is what the user wrote."""
     sheet = parsed(draw(Bars("n", text, text, ChartAxis(text, "x"), ((text, (mark(text, 1.2),)),), 1.0)))[0]
     assert sheet.findtext("title") == text and sheet.findtext("desc") == text
     assert texts_of(sheet).count(text) == 3
@@ -229,7 +226,7 @@ def test_texts_show_as_they_are(text: str) -> None:
 
 @for_each("bold", [False, True])
 def test_widths_are_those_of_a_wide_font(bold: bool) -> None:
-    """No letter of DejaVu Sans, which is wider than what most pages are read in, is wider than it is taken for."""
+    """No letter of DejaVu Sans, which is wider than most fonts, is wider than assumed."""
     font = get_font(get_data_path() + f"/fonts/ttf/DejaVuSans{'-Bold' if bold else ''}.ttf")
     font.set_size(100, 72)
     real = {chr(code): font.load_char(code).linearHoriAdvance / 65536 / 100 for code in range(32, 127)}
@@ -238,7 +235,6 @@ def test_widths_are_those_of_a_wide_font(bold: bool) -> None:
 
 
 def test_a_long_name_is_cut_in_its_middle() -> None:
-    """Both ends tell cases apart; all of it is in the hint."""
     name = "first " + "x" * 290 + " last"
     sheet = parsed(draw(bars(mark(name, 1.2))))[0]
     label = next(text for text in texts_of(sheet) if "\u2026" in text)
@@ -248,7 +244,6 @@ def test_a_long_name_is_cut_in_its_middle() -> None:
 
 
 def test_what_is_not_drawn_is_counted() -> None:
-    """In the description: numbers that are none, and bars that find no room."""
     marks = [Mark("inf", math.inf), Mark("nan", math.nan), Mark("ok", 1.2, -math.inf, 2.0), *([mark("x", 1.1)] * 30)]
     chart = bars(*marks)
     assert described(chart) == (
@@ -259,7 +254,7 @@ def test_what_is_not_drawn_is_counted() -> None:
 
 
 def drawing(chart: AnyChart) -> list[str]:
-    """What the first sheet says, and what it draws: texts, classes with hints, and corners without fractions."""
+    """The first sheet's description, and what it draws: texts, classes with hints, and rounded corners."""
     sheet = parsed(draw(chart))[0]
     shapes = [one for one in sheet.iter() if one.tag in ("path", "use", "text") and one.get("class")]
     return [f"role {sheet.get('role')}: {described(chart)}".strip()] + [
@@ -315,7 +310,7 @@ def test_charts() -> Told:
 
 
 def spans(drawn: str, style: str) -> list[tuple[float, float]]:
-    """Left and right ends of the shapes of a class, in the first sheet."""
+    """Left and right ends of a class's shapes in the first sheet."""
     found = []
     for one in parsed(drawn)[0].iter("path"):
         if one.get("class") == style:
@@ -326,7 +321,6 @@ def spans(drawn: str, style: str) -> list[tuple[float, float]]:
 
 
 def test_twice_as_fast_and_half_as_fast_are_equally_far() -> None:
-    """Ratios stand on a logarithmic axis, whether it was asked for or not."""
     drawn = draw(bars(Mark("fast", 2.0), Mark("slow", 0.5)))
     (start, fast), (slow, start_too) = spans(drawn, "bar plain")
     assert fast - start == pytest.approx(start_too - slow, abs=0.02)
@@ -334,7 +328,6 @@ def test_twice_as_fast_and_half_as_fast_are_equally_far() -> None:
 
 
 def test_a_value_stands_past_the_end_of_its_bar() -> None:
-    """And past its interval, away from the start."""
     sheet = parsed(draw(bars(mark("fast", 1.5), mark("slow", 0.6))))[0]
     values = {one.text: one for one in sheet.iter("text") if (one.text or "").endswith("00x")}
     whiskers = spans(draw(bars(mark("fast", 1.5), mark("slow", 0.6))), "whisker")
@@ -346,7 +339,6 @@ def test_a_value_stands_past_the_end_of_its_bar() -> None:
 
 
 def test_errors_are_dots() -> None:
-    """A logarithmic axis has no place where a bar could begin: 0 is not on it."""
     drawn = draw(bars(Mark("a", 2.3e-7), Mark("b", 1e-3), axis=ChartAxis("error", "", log=True), start=0.0))
     sheet = parsed(drawn)[0]
     dots = [float(one.get("x", "0")) for one in sheet.iter("use") if one.get("class") == "dot plain"]
@@ -356,7 +348,6 @@ def test_errors_are_dots() -> None:
 @settings(max_examples=30, deadline=None)
 @given(values=st.lists(st.floats(0.01, 100), min_size=1, max_size=12), narrow=st.booleans())
 def test_nothing_runs_over_the_sheet(values: list[float], narrow: bool) -> None:
-    """Texts are estimated in a wide font, and stay inside the sheet."""
     sheet = parsed(draw(bars(*(mark(f"case {value:.3g}", value) for value in values))))[narrow]
     wide = float(sheet.get("viewBox", "").split()[2])
     for one in sheet.iter("text"):
@@ -381,7 +372,7 @@ def test_at_most_twelve_points_are_named_and_no_names_overlap() -> None:
 
 
 def test_a_large_map_is_cut_and_scrolls() -> None:
-    """At most 40 by 40 cells, one sheet for all windows, cells that can be pointed at and not tabbed to."""
+    """At most 40 by 40 cells, one sheet for all windows; cells are pointed at, not tabbed to."""
     names = tuple(str(n) for n in range(45))
     cells = tuple(tuple(0.5 + 0.01 * (row + column) for column in range(45)) for row in range(45))
     chart = Heat("h", "", "", names, names, cells, SPEED, (("",) * 45,) * 45)
@@ -392,7 +383,7 @@ def test_a_large_map_is_cut_and_scrolls() -> None:
 
 
 def test_series_look_alike_in_all_charts_of_a_page() -> None:
-    """By the page's order; others come behind it, and where two would look alike the chart's own order decides."""
+    """By the page's order, unless two of a chart's series would then look alike."""
     assert looks_of(["b", "c"], ()) == looks_of(["b", "c"], ("x",)) == {"b": ("o", "s1"), "c": ("s", "s2")}
     assert looks_of(["c", "a"], ("a", "b")) == {"c": ("^", "s3"), "a": ("o", "s1")}
     order = tuple(map(str, range(9)))
@@ -403,7 +394,6 @@ def test_series_look_alike_in_all_charts_of_a_page() -> None:
 
 
 def test_long_histories_keep_their_end() -> None:
-    """The newest places are drawn, a few of them named, some marks pointed at, those meant somehow among them."""
     places = tuple(f"commit {n}" for n in range(250))
     marks = tuple(mark("", 1.0 + n / 1000, tone=Tone.BAD if n == 123 else Tone.PLAIN) for n in range(250))
     chart = Lines("l", "", "", places, SPEED, (("one", marks),))
@@ -418,7 +408,6 @@ def test_long_histories_keep_their_end() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400))
 def test_dots_are_chosen_evenly_over_the_sorted_samples(samples: list[float]) -> None:
-    """Both ends stay, and so does the share of samples on either side of any value."""
     kept = chosen(samples)
     assert len(kept) == min(len(samples), limits.DOTS)
     assert (kept[0], kept[-1]) == (min(samples), max(samples))
@@ -428,7 +417,7 @@ def test_dots_are_chosen_evenly_over_the_sorted_samples(samples: list[float]) ->
 
 
 def test_two_humps_stay_two_humps() -> None:
-    """One path a row; a quarter of the samples lie far off, and a quarter of the dots."""
+    """A quarter of the samples lie far off, and so does a quarter of the dots."""
     samples = tuple(1.0 + n / 1e5 for n in range(300)) + tuple(2.0 + n / 1e5 for n in range(100))
     drawn = draw(Strips("s", "", "", TIME, (("a", samples, Tone.PLAIN),)))
     (dots,) = [one for one in parsed(drawn)[0].iter("path") if one.get("class") == "dots plain"]

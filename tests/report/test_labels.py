@@ -26,7 +26,7 @@ CAPPED = (Verdict.FASTER, 0.5, Label.POWER_CAPPED)
 def labelled(
     verdict: Verdict, *labels: Label, reasons: tuple[tuple[Label, str], ...], **changes: object
 ) -> tuple[Run, dict[str, Finding]]:
-    """One group: bf16 is twice as fast as fp32, with these labels."""
+    """One group, where bf16 has these labels and is twice as fast as fp32."""
     run, findings = judged((verdict, 0.5, *labels))
     case = run.records[1].case.id
     findings[case] = replace(findings[case], label_reasons=reasons, **changes)  # type: ignore[arg-type]
@@ -84,7 +84,6 @@ def test_legends_say_what_labels_mean() -> None:
 
 @for_each("label", sorted(REMARKS))
 def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
-    """In the table's row and in the legend, not among the doubts."""
     run, findings = judged((Verdict.FASTER, 0.5, label))
     text = render_whole(run, findings, width=300)
     assert f"labels: {label}" in text and LABELS[label].meaning in text
@@ -102,7 +101,6 @@ def eager() -> Made:
 
 
 def test_other_programs_get_labels_with_their_reasons() -> None:
-    """In CSV in the row of the step, in JSON with the stored fact."""
     why = "--quick compiles nothing"
     found = [row for row in rows(*eager()) if row["mode"] == "fp8"]
     (step,) = [row for row in found if (row["phase"], row["metric"]) == (STEP, "time")]

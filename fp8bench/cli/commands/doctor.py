@@ -11,7 +11,7 @@ from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from fp8bench.jobs import doctor
-from fp8bench.jobs.quoted_peaks import quote_of, told, wrong
+from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.plain import json_line
 
@@ -48,16 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     if arguments.peak:
         quotes = [quote_of(text) for text in arguments.peak]
-        say_folded(told(quotes))
-        return EXIT_REGRESSION if any(map(wrong, quotes)) else EXIT_OK
+        say_folded(quote_lines(quotes))
+        return EXIT_REGRESSION if any(map(is_wrong, quotes)) else EXIT_OK
     if arguments.json:
         return _ceilings_as_json(arguments)
     if arguments.calibrate or not arguments.ceilings:
         say_folded(doctor.examine(arguments.calibrate))
     if arguments.calibrate:
-        from fp8bench.jobs.sessions import standard_runs
-
-        say_folded(standard_runs(arguments.store, TERMINAL))
+        say_folded(doctor.standard_runs(arguments.store, TERMINAL))
     if arguments.ceilings:
         from fp8bench.jobs.ceilings import ceiling_lines
 

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan, facts = plan_only(request, arguments.store)
         tell(arguments, partial(page_of_plan, plan, facts, expected_time(plan, request)))
         if arguments.write_plan is not None:
-            from fp8bench.jobs.cells import cut
+            from fp8bench.jobs.several_runs import cut
 
             cells, file = cut(request, plan, facts, command_line()), arguments.write_plan
             try:
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.sessions == 1 and not arguments.apart:
         return measure_and_tell(request, arguments, execute)
-    from fp8bench.jobs.sessions import check_sessions, execute_sessions
+    from fp8bench.jobs.several_runs import check_sessions, execute_sessions
 
     check_sessions(arguments.sessions, arguments.apart)
     several = partial(execute_sessions, sessions=arguments.sessions, apart=arguments.apart)
@@ -214,7 +214,7 @@ def _phases_expected(groups: Sequence[Group], rule: WindowRule) -> str:
 
 def _cell(arguments: argparse.Namespace) -> int:
     """One cell of a plan; what was asked stands in the plan, so that nothing may be asked anew."""
-    from fp8bench.jobs.cells import measured
+    from fp8bench.jobs.several_runs import measured
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan and --cell go together: the plan's file, and the number of one of its cells.")

@@ -79,7 +79,7 @@ def work(
     It ends where none waits that it has not tried. Failed ones are tried again where `retry` says so. `began` is told
     of each as it begins. `only` that cell is taken. Raises StoreError where nothing can be kept in the store.
     """
-    from fp8bench.jobs.cells import alone  # heavy
+    from fp8bench.jobs.several_runs import alone  # heavy
 
     check_store(store)
     done: dict[int, int] = {}

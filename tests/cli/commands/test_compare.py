@@ -28,7 +28,6 @@ def say(store: Path, fp8bench: Say) -> Say:
 
 
 def test_two_runs(store: Path, say: Say) -> None:
-    """By id, stem, path and 'last'; nothing is written."""
     first, second = history(store, 1.0, 1.5)
     before = tree(store)
     texts = [say(word, "last") for word in (first.stem.rpartition("-")[2], first.stem, str(first))]
@@ -101,7 +100,6 @@ def test_a_commit_whose_runs_all_had_other_files_has_none(store: Path) -> None:
 
 
 def test_what_git_calls_a_commit(store: Path, say: Say) -> None:
-    """HEAD, HEAD~1, a tag."""
     git(Path(), "init", "-q")
     found = []
     for number in range(2):
@@ -116,7 +114,6 @@ def test_what_git_calls_a_commit(store: Path, say: Say) -> None:
 
 
 def test_json_csv_and_markdown(store: Path, say: Say) -> None:
-    """On stdout or in files, the same comparisons."""
     history(store, 1.0, 1.5)
     document = json.loads(say(A, B, "--json")[1])
     rows = list(csv.DictReader(say(A, B, "--csv", "-")[1].splitlines()))

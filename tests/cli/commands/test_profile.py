@@ -100,7 +100,6 @@ def makers(store: Path) -> str:
 
 @pytest.mark.slow
 def test_a_model_as_it_came_beside_its_copies(makers: str, fp8bench: Say, short_slots: None) -> None:
-    """One real run: the model as it came is the reference, copies have errors, all of them memory."""
     code, out, _ = fp8bench(
         "profile", f"{makers}:make", "--dtypes", "bf16,mxfp4", "--rounds", "2", "--no-report", "--json"
     )
@@ -124,7 +123,7 @@ def test_a_model_as_it_came_beside_its_copies(makers: str, fp8bench: Say, short_
 
 
 def test_steps_that_are_not_alike_are_said_to_be(makers: str, fp8bench: Say, short_slots: None) -> None:
-    """Another branch every second call; and its loss error is of one draw."""
+    """Every second call takes another branch; the loss error is of one draw."""
     words = ("--dtypes", "bf16", "--rounds", "2", "--no-report", "--no-isolation", "--no-energy")
     code, out, _ = fp8bench("profile", f"{makers}:alternating", *words)
     assert code == 0 and "varying-steps (bf16)" in unfolded(out), out
@@ -179,7 +178,6 @@ def test_a_maker_that_ends_its_process(makers: str, store: Path, fp8bench: Say) 
 
 
 def test_untouched_is_of_a_profile_alone(store: Path, fp8bench: Say) -> None:
-    """No suite has a model that came from somewhere."""
     code, out, _ = fp8bench("suite", "gemm", "--dtypes", "untouched,bf16", "--dry-run")
     assert code == 0 and "only `fp8bench profile` has one" in " ".join(out.split())
     code, _, error = fp8bench("suite", "model")

@@ -110,7 +110,6 @@ def test_looking_writes_nothing_but_what_can_be_made_again(store: Path, say: Say
 
 
 def test_as_markdown(store: Path, say: Say) -> None:
-    """A file beside what is printed: the same page, as tables. Where it cannot be is said before anything is read."""
     history(store, *times((12, 1.0), (4, 1.1)))
     for words in (["regressions"], ["list"], ["list", "--runs"], ["show", SERIES]):
         shown = say(*words, "--md", "page.md")
@@ -122,7 +121,6 @@ def test_as_markdown(store: Path, say: Say) -> None:
 
 
 def test_as_json(store: Path, say: Say) -> None:
-    """All of it, the acknowledged with what was said, on one line of strict JSON."""
     history(store, *times((12, 1.0), (4, 1.1)))
     say("ack", SERIES, "--because", "wanted")
     code, out, err = say("regressions", "--json")
@@ -136,7 +134,6 @@ def test_as_json(store: Path, say: Say) -> None:
 
 
 def test_a_torn_ack_is_said_and_counts_for_nothing(store: Path, say: Say) -> None:
-    """Verify names it too; those around it hold."""
     history(store, *times((12, 1.0), (4, 1.1)))
     say("ack", ALL)
     content = acks_of(store).read_bytes()
@@ -150,7 +147,6 @@ def test_a_torn_ack_is_said_and_counts_for_nothing(store: Path, say: Say) -> Non
 
 
 def test_acks_are_merged_with_the_runs(store: Path, say: Say, tmp_path: Path) -> None:
-    """What was acknowledged on another machine need not be again."""
     other = tmp_path / "other" / ".fp8bench"
     history(other, *times((12, 1.0), (4, 1.1)))
     say("ack", "*", "--store", str(other))
@@ -161,7 +157,6 @@ def test_acks_are_merged_with_the_runs(store: Path, say: Say, tmp_path: Path) ->
 
 
 def test_a_store_that_may_not_be_written(store: Path, say: Say) -> None:
-    """Regressions are read from it; an ack says why it is none."""
     history(store, *times((12, 1.0), (4, 1.1)))
     acks_of(store).mkdir()
     code, _, err = say("regressions")

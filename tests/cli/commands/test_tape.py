@@ -43,7 +43,6 @@ def test_rows_and_documents(store: Path, fp8bench: Say) -> None:
 
 
 def test_against_a_stored_run_what_fell_apart_is_named(store: Path, fp8bench: Say) -> None:
-    """Of the cases that both have; what is alike in both is left out."""
     same = kept(store, PRODUCT)
     code, out, _ = fp8bench(*NOW, "--against", same)
     assert code == 0 and "every operator is called as often" in out and "bf16" not in out

@@ -13,7 +13,7 @@ from fp8bench import pipeline
 from fp8bench.errors import UsageError
 from fp8bench.features.fleet.engines import work
 from fp8bench.files import locked
-from fp8bench.jobs.cells import cut, measured
+from fp8bench.jobs.several_runs import cut, measured
 from fp8bench.model import Request, Run
 from fp8bench.model.codec import encode
 from fp8bench.model.run import Attempt, CellStatus, FleetPlan

@@ -20,8 +20,8 @@ import pytest
 
 import fp8bench as fp8bench_api
 from fp8bench import pipeline
-from fp8bench.jobs.cells import cut
-from fp8bench.jobs.cells import measured as measure
+from fp8bench.jobs.several_runs import cut
+from fp8bench.jobs.several_runs import measured as measure
 from fp8bench.model import Request
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.fleet_plans import write_plan

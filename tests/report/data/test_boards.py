@@ -37,7 +37,6 @@ def kind_of(tag: str) -> str:
 
 
 def test_what_an_emulation_costs_shares_no_chart_with_a_speed() -> None:
-    """Its errors do: they are right."""
     told = named(*transformer())
     kinds = {kind_of(tag) for mode, tag in told if mode == "fp8"}
     assert {"emulation_best_seconds", "emulation_phase_cast_seconds", "gradient_error"} <= kinds
@@ -74,7 +73,7 @@ def test_what_is_no_number_and_what_was_not_measured_is_left_out() -> None:
     ],
 )
 def test_a_run_stands_at_its_commit(facts: dict[str, Scalar | None], at: int) -> None:
-    """Unless its files were not the commit's, or nobody knows of one: then where it began, as far as it says so."""
+    """Unless its files differed, or no commit is known: then at its start."""
     run = replace(transformer()[0], environment=Environment(facts))
     assert moment(run) == at
     assert moment(replace(run, started="then")) == (at if at == 1700000000 else 0)
@@ -92,7 +91,6 @@ def read(board: Any, folder: Path) -> Any:
 
 
 def test_every_figure_is_read_back(board: Any, tmp_path: Path) -> None:
-    """A folder a precision, at the run's place on the curve."""
     run, findings = gemm()
     files = write_tensorboard(run, findings, tmp_path)
     assert [file.parent.name for file in files] == ["fp32", "bf16", "fp8", "nvfp4"][: len(files)]
@@ -108,7 +106,7 @@ def test_every_figure_is_read_back(board: Any, tmp_path: Path) -> None:
 
 
 def test_runs_form_a_curve_in_whatever_order_they_are_written(board: Any, tmp_path: Path) -> None:
-    """By their names the files lie in its order; one that is written again replaces itself."""
+    """File names sort in the order of the curve; a rewritten file replaces itself."""
     run, findings = transformer()
     for begun, id_ in (("2026-01-07T12:00:00Z", "b"), ("2026-01-05T12:00:00Z", "a"), ("2026-01-07T12:00:00Z", "b")):
         write_tensorboard(replace(run, started=begun, id=id_), findings, tmp_path)
@@ -157,7 +155,7 @@ def test_torch_is_not_needed_for_it(board: Any, tmp_path: Path) -> None:
 
 
 class Board:
-    """Stands in for the package, and keeps what it is called with."""
+    """Stands in for wandb, and records its calls."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.told: list[tuple[str, Any]] = []
@@ -183,7 +181,6 @@ class Board:
 
 
 def test_figures_and_files_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the run's own name, with what tells it from others; whether over a network is not ours to say."""
     board = Board()
     monkeypatch.setitem(sys.modules, "wandb", board)
     run, findings = transformer()

@@ -42,7 +42,7 @@ def only(case: str, table: list[TidyRow] = TABLE, **wanted: object) -> TidyRow:
 
 
 def strict(text: str) -> Any:
-    """The document; Python's own words for what JSON has no word for are refused."""
+    """Parses strict JSON: NaN and infinities are refused."""
 
     def refuse(word: str) -> None:
         raise AssertionError(word)
@@ -51,7 +51,6 @@ def strict(text: str) -> Any:
 
 
 def test_csv_is_the_tidy_rows_under_their_columns() -> None:
-    """Numbers come back to the last digit; what is missing is empty; a case has a cell for every parameter of any."""
     read = list(csv.reader(io.StringIO(csv_text(*run_rows([(RUN, FINDINGS)])), newline=""), strict=True))
     columns = columns_of(RUN)
     assert tuple(read[0]) == columns and all(tuple(row) == columns for row in TABLE)
@@ -63,7 +62,6 @@ def test_csv_is_the_tidy_rows_under_their_columns() -> None:
 
 
 def test_lines_end_as_everywhere_else_and_one_line_is_one_row() -> None:
-    """Also where a reason has quotes, commas and line ends of its own."""
     records = tuple(replace(one, reason='a "b",\r\nc\x00\x1b[31m' if one.reason else "") for one in RUN.records)
     text = csv_text(*run_rows([(replace(RUN, records=records), FINDINGS)]))
     assert "\r" not in text and "\x00" not in text and text.endswith("\n") and not text.endswith("\n\n")
@@ -72,7 +70,6 @@ def test_lines_end_as_everywhere_else_and_one_line_is_one_row() -> None:
 
 
 def test_columns_do_not_depend_on_what_became_of_a_run() -> None:
-    """So that files of many runs stand below each other."""
     first, _ = run_rows([(RUN, FINDINGS)])
     assert run_rows([(RUN, {})])[0] == first
     nothing = replace(RUN, records=())
@@ -81,7 +78,7 @@ def test_columns_do_not_depend_on_what_became_of_a_run() -> None:
 
 
 def test_wide_rows_name_units_once_and_have_what_there_is_of_a_case() -> None:
-    """'sqnr_db' is a column, and 'peak_memory_B'; data stand with the reference; of a skipped case only the reason."""
+    """'sqnr_db' but 'peak_memory_B'; data stand with the reference; skipped cases have their reason."""
     units = (("sqnr_db", "dB"), ("underflow_percent", "%"), ("slope", "ratio"), ("peak_memory", "B"), ("heat", "%"))
     record = replace(RUN.records[0], measurements=tuple(Measurement(name, unit, (1.0,)) for name, unit in units))
     columns, _ = widened(rows(replace(RUN, records=(record, *RUN.records[1:])), FINDINGS))
@@ -93,7 +90,6 @@ def test_wide_rows_name_units_once_and_have_what_there_is_of_a_case() -> None:
 
 
 def test_runs_stand_below_each_other() -> None:
-    """Tidy or wide, with the columns of both; cases of the same name in two runs are two."""
     pairs = [gemm(), transformer()]
     read = list(csv.DictReader(io.StringIO(csv_text(*run_rows(pairs, wide=True)))))
     assert len(read) == sum(len(run.records) for run, _ in pairs)
@@ -105,8 +101,6 @@ def test_runs_stand_below_each_other() -> None:
 
 @for_each("make", [measured, gemm, transformer])
 def test_json_holds_the_whole_run(make: Any) -> None:
-    """Header, records as in its file, with every raw sample, and beside each its finding if it has one: they come back
-    as they were."""
     run, findings = make()
     text = json_line(run_value(run, findings))
     document = strict(text)
@@ -131,13 +125,11 @@ def test_what_json_has_no_word_for_is_text() -> None:
 
 
 def test_only_the_step_s_time_has_a_verdict() -> None:
-    """A phase may be slower in a step that is faster."""
     said = ("verdict", "why", "ratio_to_reference", "ratio_low", "ratio_of_medians", "noise_floor")
     assert all(row[name] is None for row in TABLE for name in said if (row["phase"], row["metric"]) != (STEP, "time"))
 
 
 def test_phases_sum_to_the_step_in_the_best_case() -> None:
-    """In seconds, and in shares to 1; phases that a step does not have are not there."""
     for step in chosen(phase=STEP, metric="time"):
         times, shares = (
             [row for row in chosen(str(step["case"]), metric=metric) if row["phase"] != STEP]
@@ -152,7 +144,7 @@ def test_phases_sum_to_the_step_in_the_best_case() -> None:
 
 
 def test_a_phase_s_medians_are_those_of_its_calls() -> None:
-    """The cells of a phase are added up in each call before the median is taken."""
+    """A phase's cells are added up in each call before the median is taken."""
     timing = RUN.records[1].timing
     assert timing is not None and timing.segments.phases == ("cast", "gemm", "cast", "unattributed")
     calls = [call for slot in timing.slots for call in slot.calls_ns]
@@ -173,7 +165,6 @@ def test_a_phase_too_short_to_tell_is_labelled_and_errors_are_rows() -> None:
 
 
 def test_an_emulated_case_has_no_speed() -> None:
-    """Not even where a finding carries a ratio and a verdict."""
     (emulated,) = [one for one in RUN.records if one.support.level is Level.EMULATED]
     found = replace(
         FINDINGS[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), median_ratio=0.3, verdict=Verdict.FASTER
@@ -188,7 +179,7 @@ def test_an_emulated_case_has_no_speed() -> None:
 @settings(max_examples=20)
 @given(wild_runs())
 def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
-    """One line a text, and never an empty one, which a reader of the CSV could not tell from a missing one."""
+    """Texts are one line and never empty, which a reader of the CSV could not tell from missing."""
     run, findings = wild
     found = rows(run, findings)
     texts = [cell for row in found for cell in row.values() if isinstance(cell, str)]

@@ -44,7 +44,7 @@ def poor(colours: dict[str, str], pairs: Iterable[tuple[str, str, float]]) -> di
 
 @for_each("mode", [0, 1])
 def test_contrast(mode: int) -> None:
-    """AA: text 4.5 on every ground it stands on, what is drawn 3; series bear texts in the colour of the sheet."""
+    """WCAG AA: 4.5 for text on every ground it stands on, 3 for what is drawn."""
     assert contrast("#000000", "#ffffff") == pytest.approx(21)  # by definition; a grey of WCAG's own just misses AA
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
     page, own = variables(PAGE)[mode], variables(CHARTS)[mode]

@@ -27,7 +27,7 @@ PAGES = {
 
 
 class Strict(HTMLParser):
-    """Raises where a tag is not closed, is closed twice, or an attribute or an id stands twice; keeps what it read."""
+    """Raises if a tag is not closed or closed twice, or an attribute or id repeats; keeps what it read."""
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -71,10 +71,7 @@ class Strict(HTMLParser):
 
 @for_each("name", PAGES)
 def test_a_page_is_sound_alone_and_the_same_again(name: str) -> None:
-    """Every tag is closed in its turn, every id is one, and whatever refers to an id finds it.
-
-    Whatever a name is made of, there is one script, whose hash the policy names, no handler, no style and no address.
-    """
+    """Tags nest, ids are unique and references resolve; the policy names the hash of the only script."""
     page = render(PAGES[name])
     read, kinds = Strict(page), [tag for tag, _ in Strict(page).tags]
     assert page == render(PAGES[name]) and page.startswith("<!doctype html>\n<html lang=")
@@ -100,7 +97,6 @@ def test_a_page_is_sound_alone_and_the_same_again(name: str) -> None:
 
 
 def test_names_are_whole() -> None:
-    """They come out as they went in, in texts and in hints, and nothing is cut."""
     read = Strict(render(hostile_page()))
     fields = [text for where, text in read.texts if where in ("td", "th")]
     for name in NUISANCES:
@@ -109,7 +105,7 @@ def test_names_are_whole() -> None:
 
 
 def test_what_no_file_can_hold_is_replaced() -> None:
-    """Half a surrogate pair or a control character in a name does not stop a report from being written."""
+    """Half a surrogate pair or a control character in a name does not stop a report."""
     broken = render(Page("a\ud800b\x00c\x1b[31m", "", (Part("p", "P", (Text("x\uffffy"),)),)))
     assert "a\ufffdb\ufffdc\ufffd[31m" in broken and "x\ufffdy" in broken
     broken.encode()
@@ -127,7 +123,6 @@ def _table(*rows: tuple[Field, ...], main: bool = True) -> str:
 
 
 def test_fields() -> None:
-    """A number has the value it sorts by where its text is not it; tones are classes, hints titles."""
     shown = _table(
         (Field("a"), Field("1.2 ms", 0.0012), Field("faster", tone=Tone.GOOD, hint='"so"')),
         (Field("b"), Field("inf", float("inf")), Field("unsure", tone=Tone.DOUBT)),
@@ -145,7 +140,6 @@ def test_fields() -> None:
 
 
 def test_choices() -> None:
-    """A column of few different texts can be chosen from, in the order they are met; one of names cannot."""
     rows = [(Field(f"case {index}"), Field("1"), Field(word)) for index, word in enumerate("bbaab-")]
     read = Strict(_table(*rows))
     assert [found["data-column"] for tag, found in read.tags if tag == "select"] == ["2"]
@@ -154,7 +148,6 @@ def test_choices() -> None:
 
 
 def test_ids_are_words_of_their_own() -> None:
-    """Two tables of one name have two anchors; so have their drawings."""
     two = Part("Speed of <all>", "S", (*charts()[:1], *charts()[:1], Code("x"), Facts((("a", "b"),))))
     read = Strict(render(Page("t", "", (two, two))))
     expected = {"speed-of-all", "speed-of-all-2", *(f"speed-up{end}" for end in ("", "-2", "-3", "-4"))}
@@ -162,7 +155,7 @@ def test_ids_are_words_of_their_own() -> None:
 
 
 def test_pages_are_light() -> None:
-    """2,000 rows of 14 columns stay under 2.5 MB, 60 under 0.3 MB; style and script are paid by every report."""
+    """Style and script are paid by every report."""
     assert len(render(whole_page(2000)).encode()) < 2_500_000
     assert len(render(whole_page(60)).encode()) < 300_000
     sizes = {name: len((FOLDER / "page" / name).read_bytes()) for name in ("style.css", "script.js")}

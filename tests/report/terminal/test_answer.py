@@ -47,7 +47,7 @@ def test_answers() -> Told:
 
 
 def test_how_many_times_the_noise_floor_an_effect_is() -> None:
-    """ln 2 is 7.3 times ln 1.1: half as fast and twice as fast are as far."""
+    """ln 2 is 7.3 times ln 1.1: half as fast and twice as fast are equally far."""
     run, findings = judged((Verdict.FASTER, 0.5))
     floors = {key: replace(found, floor=0.1) for key, found in findings.items()}
     assert "bf16's difference is 7.3 times it" in " ".join(words(run, floors, 200).split())

@@ -29,7 +29,7 @@ DATE = 1767614400000  # 2026-01-05 12:00 UTC
 
 
 def figure(number: int, milliseconds: float | None, **changes: object) -> Figure:
-    """What commit `number` came to, a day after the one before, with an interval of 1%."""
+    """Commit `number`'s figure, a day after the one before, with an interval of 1%."""
     seconds = None if milliseconds is None else milliseconds / 1e3
     low, high = (None, None) if seconds is None else (seconds * 0.995, seconds * 1.005)
     one = Figure(commit(number), DATE + number * DAY, "1.1", 1, 24, seconds, low, high)
@@ -109,7 +109,6 @@ WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, 
 @example("x" * 130, "y z" * 50, [1.0], 0)
 @given(WORDS, WORDS, st.lists(st.floats(1e-12, 1e6), min_size=1, max_size=4), st.integers(-(10**18), 10**18))
 def test_no_line_is_too_long(name: str, reason: str, numbers: list[float], date: int) -> None:
-    """Whatever suites of one's own, machines and reasons are called. A command to copy stays whole."""
     figures = [figure(1, number, date=date) for number in numbers]
     figures.append(figure(2, None, status=Status.FAILED, reason=reason, version=name[:60]))
     one = trend(*figures, cell=(name, reason), machine={"machine": name, "cpu": reason}, python=name)

@@ -53,7 +53,7 @@ def line_of(text: str, beginning: str) -> str:
 
 
 def changed(**changes: object) -> tuple[Run, dict[str, Finding]]:
-    """The transformer with another finding of fp16, which is neither the reference nor emulated."""
+    """The transformer run with another finding for fp16, which is neither the reference nor emulated."""
     run, findings = transformer()
     case = run.records[1].case.id
     return run, findings | {case: replace(findings[case], **changes)}  # type: ignore[arg-type]
@@ -66,8 +66,7 @@ def with_records(**changes: object) -> tuple[Run, dict[str, Finding]]:
 
 @for_each("make", [transformer, gemm])
 def test_golden(make: Make) -> None:
-    """The whole text of a run, and of its plan, which --dry-run prints. After a wanted change write the new text to
-    tests/golden and read its diff."""
+    """After a wanted change write the new text to tests/golden and read its diff."""
     run, findings = make()
     text = render_whole(run, findings)
     assert text == (GOLDEN / f"run_{make.__name__}.txt").read_text() == render_whole(run, findings) and text.isascii()
@@ -84,7 +83,6 @@ def test_colour_changes_nothing_but_colour(make: Make, width: int) -> None:
 
 
 def test_emulated_cases_show_no_speed() -> None:
-    """Not even where a finding carries a ratio and a verdict."""
     run, findings = transformer()
     emulated = run.records[2].case.id
     findings[emulated] = replace(
@@ -112,7 +110,6 @@ def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
 
 
 def test_replays_have_a_column_where_there_are_any() -> None:
-    """And a note where a step could not be replayed; the page and the tables of other programs have the figure too."""
     run, findings = transformer()
     timing = Timing(
         Segments(("unattributed",), (0,)), tuple(SlotSample(n, ((7_000_000,),), 1.0, 1.0) for n in range(9))
@@ -148,7 +145,7 @@ LAST = {"cold": None, "rotating": Rotation(13, 5 << 20), "in part": Rotation(256
 
 
 def cached(rotation: Rotation | None) -> Made:
-    """The transformer with a cache, on a CPU that tells the size of its last one."""
+    """The transformer run with a cache, on a CPU whose last cache is known."""
     cache = "cold" if rotation is None else "rotating"
     run, findings = recased(transformer(), lambda case: replace(case, params=(*case.params, ("cache", cache))))
     records = tuple(replace(one, rotation=rotation) for one in run.records)
@@ -248,7 +245,6 @@ def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width
 
 @for_each("width", [40, 72, 100])
 def test_long_names_get_lines_of_their_own(width: int) -> None:
-    """All of a name stays readable, and so do its row and all its labels."""
     run, findings = transformer()
     named = replace(run.records[1].case, precision_map=tuple((f"layer{i}", "bf16") for i in range(12)))
     records = (run.records[0], replace(run.records[1], case=named))
@@ -260,7 +256,6 @@ def test_long_names_get_lines_of_their_own(width: int) -> None:
 
 
 def test_every_figure_of_a_case_is_of_the_one_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does not tell no table makes up."""
     (panel, *_) = panels_of(*transformer())
 
     def told() -> dict[str, set[str]]:

@@ -13,7 +13,7 @@ FASTER = (Verdict.FASTER, 0.5)
 
 
 def elsewhere(made: Made, name: str = "NVIDIA H200", slower: float = 1.0) -> Made:
-    """The same run on another device, every time so many times as long."""
+    """The same run on another device, with every time multiplied."""
     run, findings = recased(made, lambda case: replace(case, device="cuda:0"))
     moved = {
         key: replace(one, best_seconds=one.best_seconds and one.best_seconds * slower) for key, one in findings.items()

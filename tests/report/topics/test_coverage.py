@@ -24,7 +24,7 @@ COVERAGE = Coverage((HELD, HEAD), OTHERS, 10_000, "the loss that forward gives",
 
 
 def profiled(coverage: Coverage | None = COVERAGE) -> Run:
-    """The first case is the reference, which converts nothing; the others are alike."""
+    """Case 1 is the reference and converts nothing; the others share a coverage."""
     run, _ = gemm()
     first, *others = run.records
     return replace(run, records=(first, *(replace(one, coverage=coverage) for one in others)))

@@ -113,7 +113,6 @@ def test_phases_are_estimates_that_sum_to_the_step_and_an_emulation_has_a_cost_a
 
 
 def test_what_is_missing_has_a_row_with_the_reason() -> None:
-    """Empty, and never 0."""
     (row,) = rows_of("fp16")
     assert row["median_in_unit"] is None and row["why"] == TOO_FEW and row["n_samples"] is None
     run, findings = energetic()

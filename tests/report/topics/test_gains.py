@@ -15,7 +15,7 @@ AFTER = (("data_load", 2e-6), ("cast", 1e-3), ("gemm", 2e-3), ("attention", 1.5e
 
 
 def step(reference: Level = Level.NATIVE, low: Level = Level.NATIVE, **changes: object) -> Made:
-    """10 ms in fp32 and 5 ms in bf16: gemm is four times as fast, attention is slower, casts come on top."""
+    """10 ms in fp32 and 5 ms in bf16: gemm is four times as fast, attention slower, and casts come on top."""
     fp32, bf16 = (case("model", name, {"size": 1}) for name in ("fp32", "bf16"))
     records = [
         Record(fp32, NATIVE if reference is Level.NATIVE else EMULATED, Status.OK, is_reference=True),

@@ -36,14 +36,14 @@ GIB = 1 << 30
 
 
 def use(roles: Mapping[str, int], phases: Sequence[tuple[str, int]] = (), **more: object) -> MemoryUse:
-    """Of these roles, the highest point in the first of these phases."""
+    """Memory by these roles, with the highest point in the first of these phases."""
     peak = sum(roles.values())
     known = tuple(PhaseMemory(phase, peak if not n else size) for n, (phase, size) in enumerate(phases))
     return replace(MemoryUse(peak, tuple(roles.items()), known), **more)  # type: ignore[arg-type]
 
 
 def with_uses(*uses: MemoryUse | None, made: Made | None = None) -> Made:
-    """The run of a transformer: bf16 the reference, fp16, and fp8 that is emulated, with these."""
+    """A transformer run with these memory uses: bf16 the reference, fp16, and emulated fp8."""
     run, findings = made or transformer()
     records = []
     for record, one in zip(run.records, uses, strict=True):
@@ -61,7 +61,7 @@ def usual() -> Made:
 
 
 def on_a_device(size: int | None, why: str = "") -> Made:
-    """The usual run, whose fp8 would hold so much on a device."""
+    """The transformer run, where fp8 would take this much on a device."""
     run, findings = usual()
     *others, last = run.records
     assert last.memory is not None
@@ -111,7 +111,6 @@ def test_memory() -> Told:
 
 @for_each("uses", [(None, None, None), (use({"weights": 5}), use({"weights": 3}), None)])
 def test_one_role_or_none_has_no_table(uses: tuple[MemoryUse | None, ...]) -> None:
-    """It would say what the peak says already."""
     made = with_uses(*uses)
     assert not table_of(made) and "by what they are for" not in render_whole(*made)
     assert ("peak_memory" in render_whole(*made)) == (uses[0] is not None)
@@ -125,7 +124,6 @@ def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
 
 
 def test_rows_by_role_and_by_phase() -> None:
-    """Roles are derived, highest points measured; what could not be had has its reason."""
     run, findings = with_uses(
         use(FP32, [("gemm", 0), ("cast", 7)], reserved=999, process=5, why="no resident memory: nobody may"), None, None
     )
@@ -153,7 +151,7 @@ def test_a_case_that_failed_says_nothing_of_its_memory() -> None:
 
 
 def with_memory(*peaks: int) -> Made:
-    """Three groups of fp32, bf16 and so on with these peaks."""
+    """Groups of fp32, bf16 and so on with these peaks."""
     run, findings = gemm()
     records = tuple(
         replace(one, measurements=(memory(peak),)) for one, peak in zip(run.records, 3 * peaks, strict=True)
@@ -220,7 +218,6 @@ def test_two_runs_have_tables_of_different_names() -> None:
 
 
 def test_rows_of_batches() -> None:
-    """What is unknown is empty; what a device would hold is derived."""
     found = [row for row in rows(*made(("fp32", fits(None, "it crashed", None)))) if "max_batch" in str(row["metric"])]
     assert [(row["metric"], row["median_in_unit"], row["why"]) for row in found] == [("max_batch", None, "it crashed")]
     derived = made(("fp32", fits(376)), ("fp8", replace(fits(288), on_device=1203)))
@@ -231,6 +228,5 @@ def test_rows_of_batches() -> None:
 
 
 def test_every_role_has_a_title_and_words() -> None:
-    """So that nobody meets an underscore."""
     assert set(MEMORY_TITLES) == set(MEMORY_WORDS) == set(MemoryRole)
     assert len(set(MEMORY_TITLES.values())) == len(MemoryRole)

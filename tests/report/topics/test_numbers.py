@@ -31,7 +31,6 @@ def with_last(made: Made, mode: str) -> Made:
 
 @as_before
 def test_numbers() -> Told:
-    """A run may come from elsewhere: another version's options, a module that was not imported."""
     for mode in ("fp8:scale=pow2:accumulator=short", "mxfp8", "somebody's", "fp8:bits=9", "fp8-delayed:history=0"):
         (table,) = of_kind(part("numbers", with_last(transformer(), mode)), Table)
         yield f"{mode} is told with its options, or not at all", table.rows[-1][0]
@@ -47,7 +46,7 @@ def test_numbers() -> Told:
 
 
 def block(made: Made, width: int = 100) -> list[str]:
-    """The lines of the first panel's table of data with its title; none if there is none."""
+    """The lines of the first panel's data table with its title, or none."""
     lines = render_whole(*made, width).splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith(TITLE)]
     return lines[starts[0] : lines.index("", starts[0])] if starts else []
@@ -80,7 +79,6 @@ def test_data() -> Told:
 
 @for_each("width", [40, 60, 80])
 def test_narrow_tables_lose_no_figure(width: int) -> None:
-    """Columns without room follow their row."""
     text = block(gemm(), width)
     assert max(len(line) for line in text) <= width
     assert sum("<0.01% / 19.7%" in line for line in text) == 2 and sum("- / 0.08%" in line for line in text) == 2
@@ -103,7 +101,7 @@ ERRORS = {"free": (1e-2, 3e-2), "single": (1e-2, 2e-2), "free_floor": (1e-3, 2e-
 
 
 def sampled(*milliseconds: int, calls: int = 3, accumulate: int = ACCUMULATE) -> Timing:
-    """A sampler whose steps take so long, after a moment that is nobody's; calls differ by one that is slow."""
+    """A sampler whose steps take this long, after some time outside of steps; one call is slow."""
     codes, intervals = [NOBODY, ELEMENTWISE], [1000, 1000]
     for length in milliseconds:
         codes += [GEMM, ELEMENTWISE, accumulate, ELEMENTWISE]
@@ -120,7 +118,7 @@ def sampled(*milliseconds: int, calls: int = 3, accumulate: int = ACCUMULATE) ->
 
 @for_each("lengths", [(45, 107, 128), (100, 10, 10, 10), (10, 10, 10, 100), (5,) * 50])
 def test_each_step_has_its_own_time(lengths: tuple[int, ...]) -> None:
-    """Exactly, but for what comes before the first and after the last; one slow call does not move the middle."""
+    """One slow call does not move the median."""
     found = step_seconds(sampled(*lengths))
     assert len(found) == len(lengths)
     for seconds, length in zip(found, lengths, strict=True):
@@ -137,7 +135,7 @@ def test_steps_that_marks_do_not_tell_apart_have_no_times() -> None:
 
 
 def sampling() -> Made:
-    """The run of a transformer as if it were a sampler's: its first two cases timed by step, fp8 emulated."""
+    """A transformer run posing as a sampler's: its first two cases timed by step, fp8 emulated."""
     run, findings = transformer()
     scales = {"bf16": 1.0, "fp16": 1.0, "fp8": 5.0}
     records = []

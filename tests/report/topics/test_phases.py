@@ -41,7 +41,6 @@ def test_phase_clauses() -> Told:
 
 
 def test_a_step_is_mixed_where_two_phases_matter() -> None:
-    """What is unattributed is no phase."""
     assert is_mixed(step(gemm=5, elementwise=5))
     assert not any(map(is_mixed, (step(gemm=5, unattributed=5), step(gemm=98, cast=2), Finding(CASE, Verdict.NONE))))
     assert set(PHASE_WORDS) == set(CELL_PHASES)

@@ -53,7 +53,6 @@ def made() -> Run:
 
 
 def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
-    """Alike ones stand beside each other."""
     assert frontier([(1.0, 28.0), (1.0, 26.0), (2.0, 27.0), (3.0, 50.0), (1.0, 28.0)]) == (0, 3, 4)
     assert frontier([]) == ()
 
@@ -97,7 +96,7 @@ def lost_swept_and_failed() -> list[Record]:
 
 
 def load_of(first: float, second: float) -> Record:
-    """Rank 0 is longer in its collective; so many rows are multiplied by the experts of each."""
+    """Rank 0 is longer in its collective; each rank's experts multiply this many rows."""
     own = record("fp32", "", 1.0, 1.0)
     case = replace(own.case, workload="parallel", params=(("way", "ep"), ("load", "zipf:1")))
     rows = (error("rank0_rows", first), error("rank1_rows", second))
@@ -105,7 +104,7 @@ def load_of(first: float, second: float) -> Record:
 
 
 def sized(precision: str, elements: int, slowest_ms: tuple[int, ...], fp8: str = "fp8_ring") -> Record:
-    """An all-reduce of so many numbers, whose rank 1 takes so long in each round, and rank 0 half of it."""
+    """An all-reduce of `elements` numbers whose rank 1 takes this long in each round, and rank 0 half of it."""
     known = record(precision, fp8, 3000.0, 50.0)
     took = [(RankCalls(0, (ms * MS // 2,), (1,)), RankCalls(1, (ms * MS,), (1,))) for ms in slowest_ms]
     slots = tuple(
@@ -119,8 +118,7 @@ def sized(precision: str, elements: int, slowest_ms: tuple[int, ...], fp8: str =
 
 
 def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> None:
-    """By hand: 1.5 x 2 B x elements / 4 ms, between the rounds of 8 ms and of 2 ms; what a precision without codes took
-    beside several ways stands once; of one size nothing is drawn."""
+    """By hand: 1.5 x 2 B x elements / 4 ms, between the rounds of 8 ms and of 2 ms."""
     rounds = (2, 4, 4, 4, 4, 8)
     ways = [(precision, fp8) for fp8 in ("fp8_ring", "fp8_gather") for precision in ("fp32", "bf16", "fp8")]
     found = [sized(precision, elements, rounds, fp8) for elements in (1000, 4000) for precision, fp8 in ways]
@@ -141,7 +139,6 @@ def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> Non
 
 
 def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
-    """In table and page alike, and in rows; or a word, whose reason stands below."""
     apart = RankScaling((10.0,) * 6, (5.0,) * 6, (3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
     known = RankScaling((10.0,) * 6, (5.0,) * 6, (5.0, 5.5, 6.0, 6.0, 6.5, 7.0))
     run = run_of(
@@ -163,7 +160,6 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
 
 
 def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
-    """In a terminal: the rest would bury the answer, and is in the report."""
     run = made()
     text = render_whole(run, findings(run), width=80)
     assert len(text.splitlines()) < 60 and text.index("all_reduce of 3.91 KiB, 2 ranks") < 300
@@ -175,7 +171,6 @@ def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
 
 
 def test_rows_of_ranks_and_of_a_failed_one() -> None:
-    """Each rank's times and memory in rows of their own, whose wide columns have its number; who failed, in columns."""
     lost = Record(
         Case("collective", (("collective", "broadcast"),), "bf16", "cpu", ranks=2), NATIVE, Status.FAILED,
         reason="rank 1 of 2 failed", failed_rank=FailedRank(1, 2, "slot", "gemm", 21, 0.5),

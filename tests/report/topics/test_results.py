@@ -70,7 +70,7 @@ def test_what_is_no_number_sorts_by_nothing() -> None:
     ],
 )
 def test_no_rate_is_told_of_work_that_nobody_saw(labels: tuple[Label, ...], tape: Tape | None, told: bool) -> None:
-    """Of a quick look that counted nothing, and of work that is known to be other work than was declared."""
+    """A quick look that counted nothing, or other work than was declared."""
     run, findings = gemm()
     place = next(place for place, one in enumerate(run.records) if one.case.mode == "bf16")
     record = replace(run.records[place], tape=tape)

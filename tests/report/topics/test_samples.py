@@ -14,7 +14,7 @@ from tests.told_before import Told, as_before
 
 
 def timing(*microseconds: int) -> Timing:
-    """A round for each, with a first call that is slower."""
+    """A round for each number, with a slower first call."""
     slots = tuple(
         SlotSample(number, ((9 * 1000 * one,), (1000 * one,)), 1e-3, 1e-3) for number, one in enumerate(microseconds)
     )
@@ -32,7 +32,7 @@ def made(*rounds: tuple[str, tuple[int, ...], tuple[Label, ...]]) -> Made:
 
 
 def test_each_round_is_a_distance_from_the_median() -> None:
-    """The fastest call of a round counts: 90, 100 and 130 us are -10, 0 and 30 percent; 1 ms would be too far out."""
+    """The fastest call of a round counts: 90, 100 and 130 us are -10, 0 and 30 percent."""
     for microseconds, distances in (((100, 90, 130), (0, -10, 30)), ((100, 100, 100, 1000), (0, 0, 0))):
         (strips,) = of_kind(part("samples", made(("fp32", microseconds, ()))), Strips)
         ((_, values, _),) = strips.rows

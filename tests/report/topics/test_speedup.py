@@ -66,7 +66,7 @@ def test_trade_off() -> Told:
 
 
 def test_a_suite_is_not_parted() -> None:
-    """Its chart draws the first bars, and the rest stands in the table of its numbers."""
+    """Its chart draws the first bars; the rest is in the table of its numbers."""
     (chart,) = charts(judged(*[FASTER] * 60))
     assert len(chart.groups[0][1]) == 60
     more = charts(judged(*[FASTER] * (BARS - 1)), judged(*[FASTER] * 2))

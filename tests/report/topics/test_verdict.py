@@ -49,7 +49,6 @@ def test_verdict() -> Told:
     ],
 )  # fmt: skip
 def test_an_error_has_one_name_on_the_page_and_in_a_terminal(errors: tuple[float, ...], word: str) -> None:
-    """That of the largest, by the sizes that the terminal's legend names."""
     run, findings = judged(*[(Verdict.FASTER, 0.5)] * len(errors))
     measured = iter(errors)
     records = tuple(

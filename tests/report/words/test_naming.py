@@ -68,7 +68,6 @@ def test_what_a_run_does_not_know_is_empty() -> None:
 
 
 def test_a_quick_look_says_what_nobody_checked() -> None:
-    """Declared work that no tape has counted, and how much of it the machine can do; of some cases how many."""
     run, _ = shapes({"m": 1, "n": 1, "k": 1})
     timed = tuple(replace(one, timing=samples(("gemm",), (10,))) for one in run.records)
     run = replace(run, records=timed, request=replace(run.request, quick=True))

@@ -94,7 +94,7 @@ def values(*wanted: dict[str, Scalar]) -> list[str]:
 def loaded(
     verdicts: dict[str, tuple[Verdict, float, tuple[Label, ...]]], **more: Scalar
 ) -> tuple[Run, dict[str, Finding]]:
-    """bf16 takes so many times as long as fp32 under each load."""
+    """bf16 takes this many times as long as fp32 under each load."""
     run, findings = shapes(*({**SIDES, **more, "load": load} for load in verdicts))
     for record in run.records:
         if record.case.precision == "bf16":

@@ -19,8 +19,8 @@ from fp8bench.features.duel.kind import start_duel
 from fp8bench.features.train.kind import start_training
 from fp8bench.features.train.values import Training
 from fp8bench.files import write_whole
-from fp8bench.jobs.cells import cut
-from fp8bench.jobs.cells import measured as measure
+from fp8bench.jobs.several_runs import cut
+from fp8bench.jobs.several_runs import measured as measure
 from fp8bench.model import Ceilings, Environment, Request
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.ceilings import new_ceilings

@@ -10,7 +10,7 @@ import pytest
 
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import UsageError
-from fp8bench.jobs import sessions
+from fp8bench.jobs import several_runs
 from fp8bench.model import Interval, Reruns, Run
 from fp8bench.protocols.phases import SilentObserver
 from tests.counts import for_each
@@ -36,16 +36,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         found.append(options)
         return run_like(4 + len(found))
 
-    monkeypatch.setattr(sessions, "execute", execute)
+    monkeypatch.setattr(several_runs, "execute", execute)
     return found
 
 
 def measured(number: int, apart: float = 0.0) -> Run:
-    return sessions.execute_sessions(run_like(1).request, Path(), SilentObserver(), "", number, apart)
+    return several_runs.execute_sessions(run_like(1).request, Path(), SilentObserver(), "", number, apart)
 
 
 def test_the_last_run_knows_what_all_before_it_said(asked: Asked) -> None:
-    """By their rounds alone: what is learned of reruns is not in it twice."""
     run = measured(3)
     assert [one["note"] for one in asked] == [f"session {number} of 3" for number in (1, 2, 3)]
     case = run.records[1].case.id
@@ -55,7 +54,6 @@ def test_the_last_run_knows_what_all_before_it_said(asked: Asked) -> None:
 
 
 def test_an_interval_is_the_hull_of_all_sessions() -> None:
-    """About the mean of their points; the verdict is by it."""
     run = run_like(9.9)
     lead, case = run.records
     others = tuple(Interval(point, 0.99 * point, 1.01 * point, 0.99) for point in (0.98, 1.05))
@@ -67,18 +65,18 @@ def test_an_interval_is_the_hull_of_all_sessions() -> None:
 
 
 def test_who_interrupts_has_the_sessions_that_there_are(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While waiting, and within one."""
-
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sessions.time, "sleep", interrupted)
+    monkeypatch.setattr(several_runs.time, "sleep", interrupted)
     assert measured(3, apart=60).finished and len(asked) == 1
-    monkeypatch.setattr(sessions, "execute", lambda *_, **options: asked.append(options) or run_like(5, finished=False))
+    monkeypatch.setattr(
+        several_runs, "execute", lambda *_, **options: asked.append(options) or run_like(5, finished=False)
+    )
     assert not measured(3).finished and len(asked) == 2
 
 
 @for_each(("number", "apart"), [(0, 0), (True, 0), ("3", 0), (3, -1), (3, float("nan")), (1, 60)])
 def test_what_are_no_sessions_is_refused(number: Any, apart: float) -> None:
     with pytest.raises(UsageError, match=r"expected|one session"):
-        sessions.check_sessions(number, apart)
+        several_runs.check_sessions(number, apart)

@@ -1,0 +1,110 @@
+"""One request measured as several runs: sessions one after the other, or cells that other processes measure, too."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from fp8bench import __version__
+from fp8bench.analysis.findings import findings
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.files import LOCK, locked
+from fp8bench.model import DeviceFacts, Interval, Plan, Request, Run
+from fp8bench.model.run import FleetPlan
+from fp8bench.pipeline import execute, now, resume
+from fp8bench.plan.cells import cells_of
+from fp8bench.protocols import Observer
+from fp8bench.store.fleet_plans import check_cell, folder_of, runs_of
+from fp8bench.store.runs.run_file import load_run, missing_groups
+from fp8bench.units import clock
+
+ORIGIN = "fleet"
+_WAIT_SHOWN_EVERY = 1.0
+
+
+def check_sessions(sessions: object, apart: object) -> None:
+    """Raises UsageError for what is no number of sessions, and for a pause where there is only one."""
+    if isinstance(sessions, bool) or not isinstance(sessions, int) or sessions < 1:
+        raise UsageError(f"sessions: expected a whole number from 1 on, got {sessions!r}.")
+    if not isinstance(apart, int | float) or not 0 <= apart < math.inf:
+        raise UsageError(f"apart: expected seconds from 0 on, got {apart!r}.")
+    if apart and sessions == 1:
+        raise UsageError("there is one session, and apart is the time between them. Ask for more sessions, 3 say.")
+
+
+def execute_sessions(
+    request: Request, store: Path, observer: Observer, command: str, sessions: int, apart: float
+) -> Run:
+    """Measures the request in several runs, each kept; returns the last, whose intervals are the hull of all.
+
+    `apart` is the pause between runs in seconds. After an interrupt, the last run is the one that was interrupted.
+    """
+    known: dict[str, tuple[Interval, ...]] = {}
+    for number in range(sessions):
+        note = f"session {number + 1} of {sessions}"
+        run = execute(request, store, observer, command, note=note, sessions=known)
+        if not run.finished or number + 1 == sessions or not _waited(run, apart, observer, number + 2, sessions):
+            break
+        alone = replace(run, records=tuple(replace(record, sessions=(), reruns=None) for record in run.records))
+        ratios = ((case, found.ratio) for case, found in findings(alone).items())
+        known = known | {
+            case: (*known.get(case, ()), ratio) for case, ratio in ratios if ratio is not None and ratio.level
+        }
+    return run
+
+
+def _waited(run: Run, apart: float, observer: Observer, number: int, sessions: int) -> bool:
+    until, case = time.monotonic() + apart, run.plan.groups[0].cases[0].case
+    try:
+        while (left := until - time.monotonic()) > 0:
+            observer.working(case, f"session {number} of {sessions} begins in {clock(left)}", 1 - left / apart)
+            time.sleep(min(_WAIT_SHOWN_EVERY, left))
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def cut(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
+    cells = cells_of(plan, facts)
+    if not cells:
+        raise UsageError("nothing of this would be measured here, so that there is no cell. See --dry-run.")
+    return FleetPlan(secrets.token_hex(4), now(), command, request, cells, __version__)
+
+
+def measured(plan: FleetPlan, number: int, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
+    """The run of a cell, and whether it was measured now: one that is done is not measured again.
+
+    A run that was cut off is resumed on the same machine and software, and else measured anew.
+    """
+    check_cell(plan, number)
+    name = plan.name_of(number)
+    with alone(folder_of(plan, number, store), f"cell {name} into {store}"):
+        begun = [head for place, head in runs_of(plan, store) if place == number]
+        whole = next((run for head in begun if (run := load_run(Path(head.path))).finished), None)
+        if whole is not None and not missing_groups(whole):
+            return False, whole
+        for head in begun:
+            try:
+                return resume(Path(head.path), store, observer, command)
+            except UsageError:
+                continue  # it was begun elsewhere, or with other software
+        return True, execute(plan.request, store, observer, command, ORIGIN, cell=(name, plan.cells[number]))
+
+
+@contextmanager
+def alone(folder: Path, what: str) -> Iterator[None]:
+    """Holds the folder's lock; raises UsageError if another process has it."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(folder, 0))
+        except StoreError:
+            if not os.access(folder / LOCK, os.W_OK):
+                raise
+            raise UsageError(f"another process is measuring {what}, which is left to it") from None
+        yield
