@@ -5,7 +5,6 @@ Yields lines; the command line prints them.
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import tempfile
@@ -14,10 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.analysis.findings import findings
 from fp8bench.errors import WorkerError
-from fp8bench.files import make_store
-from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import quantisers_for
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
@@ -27,8 +23,6 @@ from fp8bench.measure.sensors.meter import meter_for
 from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import CEILINGS, SWITCHES_SET
-from fp8bench.model.stopping import LEAST_ROUNDS
-from fp8bench.pipeline import execute
 from fp8bench.plan.asked_suites import known_suites, suites_of
 from fp8bench.plan.checked_workload import sound_axes
 from fp8bench.plan.corpus import prepare_corpus
@@ -37,7 +31,6 @@ from fp8bench.plan.precision_map import layers_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.report.words.naming import shortened
-from fp8bench.store.reruns import add_reruns
 from fp8bench.units import percent, seconds, size
 
 _LOOP_STEPS = 4
@@ -271,41 +264,3 @@ def _dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str
 
 def _aliases(name: str) -> list[str]:
     return [alias for alias, known in precisions.aliases().items() if known == name]
-
-
-# More than the comparisons that give a spread, and few enough to wait for.
-_STANDARD_RUNS = 6
-_STANDARD_AXES = (("shape", ("512x512x512",)), ("product", ("forward",)))
-
-
-def standard_runs(store: Path, observer: JobObserver) -> Iterator[str]:
-    """Measures a standard case in fresh processes on each device, and how far these runs lie apart.
-
-    What they differ by is kept in the store, for the intervals of later runs.
-    """
-    make_store(store)
-    with ProcessWorker(Settings()) as worker:
-        keys = [device_facts.key for device_facts in worker.probe() if not device_facts.unusable]
-    for device in keys:
-        request = Request(
-            "gemm", ("fp32", "bf16"), (device,), axes=_STANDARD_AXES, rounds=LEAST_ROUNDS, energy=False, tape=False
-        )
-        logs: list[float] = []
-        with tempfile.TemporaryDirectory() as folder, observer.measuring() as watching:
-            for number in range(_STANDARD_RUNS):
-                note = f"a standard case, run {number + 1} of {_STANDARD_RUNS}"
-                run = execute(request, Path(folder), watching, "fp8bench doctor --calibrate", note=note)
-                if not run.finished:
-                    break
-                add_reruns(run.records, run, store)
-                ratios = (finding.ratio for finding in findings(run).values())
-                logs += [math.log(ratio.point) for ratio in ratios if ratio is not None]
-        yield f"how far runs lie apart on {device}"
-        if len(logs) < 2:
-            yield "  not known: the standard case, a product of 512 in fp32 and bf16, gave no two ratios"
-            continue
-        apart, spread = math.exp(max(logs) - min(logs)) - 1, math.expm1(statistics.stdev(logs))
-        yield (
-            f"  a product of 512, bf16 over fp32, in {len(logs)} fresh processes: {percent(apart, 2)} at most, a "
-            f"standard deviation of {percent(spread, 2)}; kept for the intervals of later runs, and each run adds to it"
-        )

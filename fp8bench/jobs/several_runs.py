@@ -1,10 +1,12 @@
-"""One request measured as several runs: sessions one after the other, or cells that other processes measure, too."""
+"""What is measured as several runs: sessions, the standard case of a machine, and the cells of a plan."""
 
 from __future__ import annotations
 
 import math
 import os
 import secrets
+import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,17 +16,21 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import LOCK, locked
+from fp8bench.files import LOCK, locked, make_store
+from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import DeviceFacts, Interval, Plan, Request, Run
+from fp8bench.model.raw import Settings
 from fp8bench.model.run import FleetPlan
+from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.pipeline import execute, now, resume
 from fp8bench.plan.cells import cells_of
 from fp8bench.protocols import Observer
 from fp8bench.store.fleet_plans import check_cell, folder_of, runs_of
+from fp8bench.store.reruns import add_reruns
 from fp8bench.store.runs.run_file import load_run, missing_groups
-from fp8bench.units import clock
+from fp8bench.units import clock, percent
 
-ORIGIN = "fleet"
 _WAIT_SHOWN_EVERY = 1.0
 
 
@@ -68,6 +74,47 @@ def _waited(run: Run, apart: float, observer: Observer, number: int, sessions: i
     except KeyboardInterrupt:
         return False
     return True
+
+
+# More than the comparisons that give a spread, and few enough to wait for.
+_STANDARD_RUNS = 6
+_STANDARD_AXES = (("shape", ("512x512x512",)), ("product", ("forward",)))
+
+
+def standard_runs(store: Path, observer: JobObserver) -> Iterator[str]:
+    """Measures a standard case in fresh processes on each device, and how far these runs lie apart.
+
+    What they differ by is kept in the store, for the intervals of later runs.
+    """
+    make_store(store)
+    with ProcessWorker(Settings()) as worker:
+        keys = [device_facts.key for device_facts in worker.probe() if not device_facts.unusable]
+    for device in keys:
+        request = Request(
+            "gemm", ("fp32", "bf16"), (device,), axes=_STANDARD_AXES, rounds=LEAST_ROUNDS, energy=False, tape=False
+        )
+        logs: list[float] = []
+        with tempfile.TemporaryDirectory() as folder, observer.measuring() as watching:
+            for number in range(_STANDARD_RUNS):
+                note = f"a standard case, run {number + 1} of {_STANDARD_RUNS}"
+                run = execute(request, Path(folder), watching, "fp8bench doctor --calibrate", note=note)
+                if not run.finished:
+                    break
+                add_reruns(run.records, run, store)
+                ratios = (finding.ratio for finding in findings(run).values())
+                logs += [math.log(ratio.point) for ratio in ratios if ratio is not None]
+        yield f"how far runs lie apart on {device}"
+        if len(logs) < 2:
+            yield "  not known: the standard case, a product of 512 in fp32 and bf16, gave no two ratios"
+            continue
+        apart, spread = math.exp(max(logs) - min(logs)) - 1, math.expm1(statistics.stdev(logs))
+        yield (
+            f"  a product of 512, bf16 over fp32, in {len(logs)} fresh processes: {percent(apart, 2)} at most, a "
+            f"standard deviation of {percent(spread, 2)}; kept for the intervals of later runs, and each run adds to it"
+        )
+
+
+ORIGIN = "fleet"
 
 
 def cut(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:

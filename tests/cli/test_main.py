@@ -23,7 +23,7 @@ from fp8bench.cli.main import build_parser, commands_of, main
 from fp8bench.cli.streams import complain
 from fp8bench.errors import WorkerLost
 from fp8bench.features.selftest import checks, power
-from fp8bench.jobs import doctor
+from fp8bench.jobs import doctor, several_runs
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run, Status
 from fp8bench.plan.make import check_names, make_plan
@@ -415,7 +415,7 @@ def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest
         patch.setattr(pipeline, "execute", _fake_execute)
         patch.setattr(pipeline, "plan_only", lambda request, store: (make_plan(request, (CPU,), "text:0"), (CPU,)))
         patch.setattr(doctor, "examine", lambda calibrate: iter(["fine"]))
-        patch.setattr(doctor, "standard_runs", lambda store, observer: iter(["alike"]))
+        patch.setattr(several_runs, "standard_runs", lambda store, observer: iter(["alike"]))
         patch.setattr(doctor, "listing", lambda what, imports, name: iter([what]))
         patch.setattr(checks, "checks", lambda device: iter(()))
         patch.setattr(power, "measure_power", lambda *_: power.Arms("nothing", loads=[1.0]))

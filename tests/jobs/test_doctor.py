@@ -11,7 +11,7 @@ import torch
 
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import BackendMissing, WorkerLost
-from fp8bench.jobs import doctor
+from fp8bench.jobs import doctor, several_runs
 from fp8bench.jobs.doctor import by_rank, examine, listing
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Level, Request
@@ -102,7 +102,7 @@ def test_calibrating_adds_the_harness_own_costs(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_calibrating_measures_a_standard_case_and_later_runs_know_it(tmp_path: Path) -> None:
     """The store keeps how far apart the runs lie, not the runs."""
-    text = "\n".join(doctor.standard_runs(tmp_path, TERMINAL))
+    text = "\n".join(several_runs.standard_runs(tmp_path, TERMINAL))
     assert "how far runs lie apart on cpu" in text and "in 6 fresh processes: " in text
     assert [path.name for path in tmp_path.iterdir()] == ["reruns"] and not list(run_files(tmp_path))
     request = Request("gemm", ("fp32", "bf16"), ("cpu",), axes=(("shape", ("128x128x128",)),), rounds=24)

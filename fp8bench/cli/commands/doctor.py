@@ -11,7 +11,6 @@ from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from fp8bench.jobs import doctor
-from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.plain import json_line
 
@@ -47,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         say_folded(topology_lines(arguments.topology, arguments.store))
         return EXIT_OK
     if arguments.peak:
+        from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
+
         quotes = [quote_of(text) for text in arguments.peak]
         say_folded(quote_lines(quotes))
         return EXIT_REGRESSION if any(map(is_wrong, quotes)) else EXIT_OK
@@ -55,7 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.calibrate or not arguments.ceilings:
         say_folded(doctor.examine(arguments.calibrate))
     if arguments.calibrate:
-        say_folded(doctor.standard_runs(arguments.store, TERMINAL))
+        from fp8bench.jobs.several_runs import standard_runs
+
+        say_folded(standard_runs(arguments.store, TERMINAL))
     if arguments.ceilings:
         from fp8bench.jobs.ceilings import ceiling_lines
 
