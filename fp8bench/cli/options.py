@@ -1,4 +1,4 @@
-"""The options that several commands have, and what a command makes of its own."""
+"""The options that several commands share, and what commands make of their options."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 
 def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What argparse is told of the fields of a request, by the words of the command line, with the group of each."""
+    """Arguments for argparse from a request's fields, by option, each with its group."""
     found = {}
     for field in fields(kind):
         said = options_of(kind).get(field.name)
@@ -99,7 +99,7 @@ _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 
 
 def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> None:
-    """Options that several commands have. `other` is what a command says differently: its help, say."""
+    """Adds options that several commands have; `other` replaces arguments, such as the help."""
     asked = arguments_of()
     for option in options:
         known = asked[option][1] if option in asked else _SHARED[option]
@@ -107,7 +107,7 @@ def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> No
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
-    """What adds a command of a command: its name, what it is for, and its exit codes."""
+    """Returns a function that adds a subcommand: its name, what it is for, and its exit codes."""
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
 
     def add(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:

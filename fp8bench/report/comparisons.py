@@ -1,4 +1,4 @@
-"""A comparison of two sides: its words, as a page, and for programs."""
+"""A comparison of two sides: as a page, and for programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from fp8bench.report.words.naming import many
 TONES = {Direction.BETTER: Tone.GOOD, Direction.WORSE: Tone.BAD, Direction.UNSURE: Tone.DOUBT}
 TIMES = frozenset({"time", "relative_time"})
 _MOST_CASES = 20
-# Of these the operators are named.
 _HOW_CHANGE = (
     "change: from A to B, of the figure itself; less is better everywhere; [low, high]: "
     f"{units.percent(FINAL_LEVEL, 0)} interval, with the spread between runs in it"
@@ -50,7 +49,7 @@ def value(comparison: Comparison, number: float | None) -> str:
 
 
 def signed(interval: Interval | None) -> str:
-    """'+4.3% [+2.1%, +6.6%]', of the figure itself; without the interval where it is a point."""
+    """'+4.3% [+2.1%, +6.6%]', the change of the figure; without the interval if that is a point."""
     if interval is None:
         return units.NONE
     if interval.low == interval.high:
@@ -68,7 +67,7 @@ def direction(comparison: Comparison) -> str:
 
 
 def setting_of(case: str) -> tuple[str, str]:
-    """What a case shares with its neighbours, and its own part: 'gemm[m=512]@cpu' and 'bf16'."""
+    """What a case shares with its neighbours, and its mode: 'gemm[m=512]@cpu' and 'bf16'."""
     setting, _, mode = case.rpartition("/")
     return setting, mode
 
@@ -142,7 +141,7 @@ def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
 
 
 def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
-    """A row a figure; the labels that all times have are said once, and what has no numbers says why below."""
+    """A row for each figure; labels that all times have are said once."""
     labels = [comparison.labels for comparison in shown if comparison.metric in TIMES and comparison.ratio is not None]
     shared = tuple(label for label in (labels[0] if labels else ()) if all(label in own for own in labels))
     if shared:

@@ -1,6 +1,4 @@
-"""What reports say of energy, wherever they say it: figures of results, names of sources, sentences, and why there
-is none.
-"""
+"""What reports say of energy: figures of results, names of sources, sentences, and why there is none."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from fp8bench.report.elements import Text, Tone
 from fp8bench.report.panels import Panel, Result, ResultGroup, together
 from fp8bench.report.words.naming import common_tone, many
 
-# What each source is; docs/energy.md has the rest.
+# docs/energy.md explains the sources.
 SOURCES = {
     "counter": "the driver's energy counter",
     "rapl": "the CPU's energy counters (RAPL)",
@@ -46,19 +44,19 @@ def phases_of(result: Result) -> PhaseEnergies | None:
 
 
 def validity_of(result: Result) -> str:
-    """'certified', or the reason why its energy is not; '-' where it has none."""
+    """'certified', or why its energy is not; '-' without energy."""
     found = energy_validity(result.record)
     return units.NONE if found is None else found.value
 
 
 def power_limits_of(result: Result) -> str:
-    """'650 W'; several where it was changed within the run, '' where nobody tells."""
+    """'650 W'; several if it was changed within the run, '' if unknown."""
     limits = result.record.energy.power_limits if result.record.energy else ()
     return ", ".join(units.count(watts, "W") for watts in limits)
 
 
 def ratio_against(result: Result, reference: Result | None) -> EnergyRatio | None:
-    """Its energy over that of its reference; in doubt where a label of either says so."""
+    """Its energy over that of its reference, in doubt under a label of either; None for the reference."""
     if reference is None or reference is result:
         return None
     return energy_ratio(result.record, reference.record, (*result.labels, *reference.labels))
@@ -73,15 +71,15 @@ def named_source(source: str) -> str:
 
 
 def show_ratio(ratio: EnergyRatio) -> str:
-    """'0.613x [0.607, 0.619]', three digits as of a time."""
+    """'0.613x [0.607, 0.619]', three digits like times."""
     low, high = (units.ratio(value).removesuffix("x") for value in (ratio.low, ratio.high))
     return f"{units.ratio(ratio.point)} [{low}, {high}]"
 
 
 def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
-    """What is missing of the energy of a group's cases, and why: modes, and words that are true of all of them.
+    """What is missing of a group's energies, and why: modes, and the words that hold for all of them.
 
-    Also that steps took another time in the windows than in slots: no energy of those slots is known then.
+    Also if steps took another time in the energy windows than in slots, whose energy is then unknown.
     """
     return _by_doubt(
         (result, words)
@@ -105,7 +103,7 @@ def _by_doubt(found: Iterable[tuple[Result, str]]) -> list[tuple[str, str]]:
 
 
 def _missing(result: Result) -> Iterator[str]:
-    """What the label has to say says it all, where it was given; that a device can tell none is said of the run."""
+    """Nothing if the device cannot measure energy at all: that is said of the run."""
     found, unresolved = figures_of(result), result.reason(Label.ENERGY_UNRESOLVED)
     use = result.record.energy if result.record.status is Status.OK else None
     if unresolved:
@@ -125,7 +123,7 @@ def _missing(result: Result) -> Iterator[str]:
 
 def _at_another_pace(result: Result) -> Iterator[str]:
     found, finding = figures_of(result), result.finding
-    if found is None or finding is None or emulated(result) or result.record.sustained:  # a table has it then
+    if found is None or finding is None or emulated(result) or result.record.sustained:  # which has a table
         return
     if (pace := other_pace(found, finding)) is not None:
         took, slots = units.seconds(found.seconds.middle), units.seconds(found.seconds.middle / pace)
@@ -151,7 +149,7 @@ def _of_phases(result: Result) -> Iterator[str]:
 
 
 def absences(run: Run) -> list[str]:
-    """'energy: not measured on cpu: <why>' for every device of which nobody can tell it; none where nobody asked."""
+    """'energy: not measured on cpu: <why>' for each device that has no source of energy."""
     found = together(
         (record.case.device, (record.energy.source, why_no_energy(record))) for record in run.records if record.energy
     )
@@ -163,7 +161,7 @@ def absences(run: Run) -> list[str]:
 
 
 def energy_clause(pairs: Sequence[tuple[Result, Result | None]]) -> str:
-    """'; it takes 0.613x of the energy', for the end of a sentence on speed; '' where no case is clear.
+    """'; it takes 0.613x of the energy', for the end of a sentence on speed; '' if no case is clear.
 
     Each pair is a case and its reference.
     """
@@ -196,7 +194,7 @@ def _of_mode(panel: Panel, mode: str) -> Iterator[Text]:
     elif found:
         group, one, ratio = found[0]
         yield Text(_single(panel, group, one, ratio), DEMANDS[ratio.demand])
-    else:  # compared with nothing: an emulation; or the reference, where it is alone
+    else:  # an emulation, or the reference alone
         known = [(result, figures) for result in panel.results if (figures := figures_of(result)) is not None]
         shown = units.span((figures.gross.middle for result, figures in known if result.mode == mode), units.joules)
         if any(emulated(result) for result, _ in known if result.mode == mode):

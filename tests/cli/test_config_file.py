@@ -137,7 +137,6 @@ def test_keys_without_effect(asked: Asked, capsys: pytest.CaptureFixture[str]) -
         ("a switch that is off", "suite: gemm\nuse_fp8: False\nfp8_margin: 1", ()),
         ("no switch", "suite: gemm\nfp8_interval: 2\nfp8_format: e4m3", ()),
         ("the command line", f"{on}fp8_margin: 1", ("--dtypes", "bf16,mxfp8")),
-        ("nobody looks at a history", f"{on}fp8_amax_compute_algo: most_recent\nfp8_amax_history_len: 16", ()),
     ):
         request, _ = asked(text, *words)
         said = [line for line in unfolded(capsys.readouterr().err).splitlines() if "has no effect" in line]

@@ -1,4 +1,4 @@
-"""`fp8bench config`: a file of options for `suite --config`, with those that are given here."""
+"""`fp8bench config`: writes a file of options for `suite --config`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """What could not be measured is refused here already."""
+    """Refuses what could not be measured."""
     from fp8bench.cli.config_file import written
 
     check_files({"--write": arguments.write})

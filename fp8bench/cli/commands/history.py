@@ -1,4 +1,4 @@
-"""`fp8bench history`: what is kept, one series over time, what changed, whether it is sound, and how to mend it."""
+"""`fp8bench history`: what is kept, one series over time, what changed, whether all is sound, and how to mend it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _formats_asked(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Those of --plots, once each, where pictures can be drawn and written."""
+    """The formats of --plots, once each. Raises UsageError if pictures cannot be drawn or written."""
     wanted = tuple(dict.fromkeys(arguments.plots_format or PICTURE_FORMATS[:1]))
     for unknown in [form for form in wanted if form not in PICTURE_FORMATS]:
         raise UsageError(f"--plots-format {unknown!r:.80} is none of {', '.join(PICTURE_FORMATS)}. Give one of these.")

@@ -21,7 +21,7 @@ from fp8bench.store.runs.listing import find_run, load_named
 
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
 FIRST_OPTIONS = "--all --memory --data --numbers --energy --notes --tape --shares --explain --json --csv --store"
-# Of a run, beside the answer.
+# Details of a run beside the answer.
 _DETAILS = {
     "memory": "memory at the highest point of a step, by role",
     "data": "its data before scaling, and how much lies outside each format's range",

@@ -1,4 +1,4 @@
-"""`fp8bench store`: what is made of a store as a whole."""
+"""`fp8bench store`: packs, unpacks and cleans a whole store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _restore(arguments: argparse.Namespace) -> int:
-    """Say what was written, and whatever was not. Raises StoreError where some of it could not be had."""
+    """Says what was written, and what was not. Raises StoreError if something was damaged."""
     from fp8bench.jobs.history import existing_store
     from fp8bench.store.compacted.archive import restore
 

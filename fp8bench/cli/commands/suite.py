@@ -178,7 +178,7 @@ def expected_time(plan: Plan, request: Request) -> str:
 
 
 def _warming_expected(plan: Plan, request: Request) -> str:
-    """Of a GPU, which tells its clock where its driver is."""
+    """Only for GPUs, whose drivers tell their clocks."""
     most = warm_up_limit(request.quick, request.budget, os.environ)
     running = [group for group in plan if any(planned.runs for planned in group.cases)]
     groups = sum(not group.cases[0].case.device.startswith("cpu") for group in running)
@@ -188,7 +188,7 @@ def _warming_expected(plan: Plan, request: Request) -> str:
 
 
 def _energy_expected(plan: Plan, request: Request) -> str:
-    """Of a GPU, which has a counter where its driver is: those of other devices show only when they are opened."""
+    """Only for GPUs, whose drivers have counters: those of other devices show only once they are opened."""
     rule = window_rule_for(request)
     if rule is None:
         return ""
@@ -213,7 +213,7 @@ def _phases_expected(groups: Sequence[Group], rule: WindowRule) -> str:
 
 
 def _cell(arguments: argparse.Namespace) -> int:
-    """One cell of a plan; what was asked stands in the plan, so that nothing may be asked anew."""
+    """Measures one cell of a plan; the plan says what to measure."""
     from fp8bench.jobs.several_runs import measured
 
     if arguments.plan is None or arguments.cell is None:
@@ -230,7 +230,7 @@ def _cell(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    """Go on with a run; what was asked stands in its file, so that nothing may be asked anew."""
+    """Goes on with a run; its file says what to measure."""
     from fp8bench.jobs.after_run import exported
     from fp8bench.pipeline import resume
 
@@ -250,7 +250,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
-    """What the store did not take is printed at least."""
+    """Prints a run that the store could not keep."""
     try:
         yield
     except NotKept as error:
@@ -259,7 +259,7 @@ def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _tell_how_to_go_on(run: Run) -> None:
-    """Said before the table, which may be cut off by another interrupt."""
+    """Said before the table, which another interrupt may cut off."""
     if not run.finished:
         resume = f"fp8bench suite --resume {run.id}{in_store(run)}"
         complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume}")
@@ -273,6 +273,6 @@ def _ended(run: Run, arguments: argparse.Namespace) -> int:
         print_run(run, arguments)
     except KeyboardInterrupt:  # it cuts the table short, and nothing else
         code = EXIT_INTERRUPTED
-    finally:  # nor is a stdout that takes nothing a reason for a hole in the history
+    finally:  # even if stdout cannot be written, the run belongs into the history
         whole = after_run(run, arguments.store, wanted_of(arguments), complain)
     return code if whole else EXIT_INTERRUPTED

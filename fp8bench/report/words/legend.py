@@ -1,4 +1,4 @@
-"""What the words of a report mean: one sentence each."""
+"""What the words of a report mean: one sentence for each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from fp8bench.model import UNATTRIBUTED, MemoryRole, Phase
 from fp8bench.model.specs import REPLAY
 from fp8bench.model.stopping import LEAST_ROUNDS
 
-# The parts of a step: short names for the columns of the phases table, what a sentence calls them, and whether that is
-# a plural.
+# Phases: short titles of columns, what a sentence calls them, and whether that is a plural.
 _PHASES: dict[str, tuple[str, str, bool]] = {
     Phase.DATA_LOAD: ("data", "data loading", False),
     Phase.DECODE: ("decode", "decoding", False),
@@ -29,14 +28,14 @@ _PHASES: dict[str, tuple[str, str, bool]] = {
 PHASE_TITLES = {phase: title for phase, (title, *_) in _PHASES.items()}
 PHASE_WORDS = {phase: (words, is_plural) for phase, (_, words, is_plural) in _PHASES.items()}
 
-# What a relative error is called up to a size; beyond the last it is large.
+# What relative errors up to a size are called.
 _ERROR_SIZES = ((1e-5, "negligible"), (1e-2, "small"), (1e-1, "moderate"), (math.inf, "large"))
 ERRORS = "error: relative; negligible up to 1e-05, small up to 1%, moderate up to 10%, else large"
 NOT_FINITE = "not finite"
 
 
 def error_word(errors: Sequence[float]) -> str:
-    """By the largest of them; NOT_FINITE if any is no number."""
+    """The word for the largest error; NOT_FINITE if any is no number."""
     if not all(map(math.isfinite, errors)):
         return NOT_FINITE
     return next(word for size, word in _ERROR_SIZES if max(map(abs, errors)) <= size)
@@ -77,7 +76,7 @@ DATA = (
     "largest / the share that is not zero and would become zero; -: none"
 )
 
-# What memory is for: short names for the columns of the memory table, and what a sentence calls them.
+# Uses of memory: short titles of columns, and what a sentence calls them.
 _ROLES: dict[str, tuple[str, str]] = {
     MemoryRole.WEIGHTS: ("weights", "weights"),
     MemoryRole.LOW_WEIGHTS: ("low w", "low-precision copies of weights"),
@@ -113,7 +112,7 @@ def energy_versus(reference: str) -> str:
 
 
 def speed_up(reference: str, levels: Collection[float]) -> str:
-    """What the column of speed-ups says, with intervals of these levels; 0 is none."""
+    """What the column of speed-ups says, with intervals of these levels (0 for none)."""
     known = "/".join(units.percent(level).replace(".0%", "%") for level in sorted({*levels} - {0.0}))
     words = [f"[low, high]: {known} interval of these rounds, at least as wide as runs lie apart"] if known else []
     words += [RANGE] if 0.0 in levels else []
