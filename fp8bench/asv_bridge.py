@@ -104,8 +104,8 @@ def root_of(file: Path) -> Path:
 
 def store_of_project(root: Path) -> Path:
     """The store that asv's results_dir (<store>/asv/results) belongs to; else the default one."""
-    found = next((match for match in map(_results_dir, (root / name for name in CONFIGURATIONS)) if match), "")
-    path = root / found
+    results_dir = next((match for match in map(_results_dir, (root / name for name in CONFIGURATIONS)) if match), "")
+    path = root / results_dir
     return path.parent.parent if path.parts[-2:] == ("asv", "results") else root / DEFAULT_STORE
 
 
@@ -114,7 +114,7 @@ def _results_dir(configuration: Path) -> str:
         text = configuration.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""
-    match = _RESULTS_DIR.search(_TEXT_OR_COMMENT.sub(lambda found: found[1] or " ", text))
+    match = _RESULTS_DIR.search(_TEXT_OR_COMMENT.sub(lambda text_or_comment: text_or_comment[1] or " ", text))
     return match[2] if match else ""
 
 
@@ -132,9 +132,9 @@ def options_of(words: Sequence[str]) -> tuple[bool, bool, str]:
     """Whether asv was given --quick and --append-samples, and the commit under which it saves results ('' for none)."""
     quick, append = (any(map(option.fullmatch, words)) for option in (_QUICK, _APPEND))
     for place, word in enumerate(words):
-        found = _COMMIT.fullmatch(word)
-        if found is not None:
-            return quick, append, found[1] if found[1] is not None else "".join(words[place + 1 : place + 2])
+        match = _COMMIT.fullmatch(word)
+        if match is not None:
+            return quick, append, match[1] if match[1] is not None else "".join(words[place + 1 : place + 2])
     return quick, append, ""
 
 

@@ -172,8 +172,8 @@ def _options(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return {name: command for action in found for name, command in action.choices.items()}
+    subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return {name: command for action in subparsers for name, command in action.choices.items()}
 
 
 def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:

@@ -57,7 +57,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
     """Arguments for argparse from a request's fields, by option, each with its group."""
-    found = {}
+    arguments = {}
     for field in fields(kind):
         said = options_of(kind).get(field.name)
         if said is None or not said.group:
@@ -72,8 +72,8 @@ def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
             known |= {"action": "store_false" if field.default else "store_true"}
         else:
             known |= {"default": field.default, "metavar": said.metavar, **_parser_of(str(field.type), said)}
-        found[f"--{word}"] = (said.group, known)
-    return found
+        arguments[f"--{word}"] = (said.group, known)
+    return arguments
 
 
 def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
@@ -100,9 +100,9 @@ _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 
 def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> None:
     """Adds options that several commands have; `other` replaces arguments, such as the help."""
-    asked = arguments_of()
+    from_request = arguments_of()
     for option in options:
-        known = asked[option][1] if option in asked else _SHARED[option]
+        known = from_request[option][1] if option in from_request else _SHARED[option]
         group.add_argument(option, *_OTHER_NAMES.get(option, ()), **{**known, **other})
 
 

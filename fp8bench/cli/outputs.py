@@ -183,13 +183,13 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
     from fp8bench.report.data.run import run_rows, run_value
     from fp8bench.report.terminal.run import page_of
 
-    found = findings(run)
-    page = partial(page_of, run, found, stdout_look()[0], place_of_report(run), in_store(run))
-    rows = partial(run_rows, [(run, found)], getattr(arguments, "csv_wide", False))
+    verdicts = findings(run)
+    page = partial(page_of, run, verdicts, stdout_look()[0], place_of_report(run), in_store(run))
+    rows = partial(run_rows, [(run, verdicts)], getattr(arguments, "csv_wide", False))
     again = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
     without_md = argparse.Namespace(**{**vars(arguments), "md": None})  # --md is the report's
     try:
-        tell(without_md, page, partial(run_value, run, found), rows, again=again)
+        tell(without_md, page, partial(run_value, run, verdicts), rows, again=again)
     except NotPrinted as error:
         raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
 

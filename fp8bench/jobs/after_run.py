@@ -75,10 +75,10 @@ def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None])
     """Exports a run to TensorBoard and wandb, with notes; False if interrupted."""
     if wanted.tensorboard is None and wanted.wandb is None:
         return True
-    found, folder = findings(run), folder_of([run], store_of(Path(run.path)) or store)
+    verdicts, folder = findings(run), folder_of([run], store_of(Path(run.path)) or store)
     exports = Exports(
-        lambda board: write_tensorboard(run, found, board),
-        lambda project, files: send_to_wandb(run, found, project, files),
+        lambda board: write_tensorboard(run, verdicts, board),
+        lambda project, files: send_to_wandb(run, verdicts, project, files),
     )
     return _sent("run", run.id, exports, (Path(run.path), folder / PAGE, folder / ROWS), wanted, note)
 

@@ -71,17 +71,17 @@ def ceilings_here(store: Path, observer: JobObserver, threads: int = 1) -> Itera
 
 
 def ceiling_lines(store: Path, observer: JobObserver, threads: int = 1) -> Iterator[str]:
-    for device, found in ceilings_here(store, observer, threads):
+    for device, ceilings in ceilings_here(store, observer, threads):
         threaded = "" if device.accelerated else f", threads {threads}"
         yield f"{device.key}: what {device.name} does at most{threaded}, in {RUNS} runs"
-        lines = [found] if isinstance(found, str) else lines_of(found, history_of_ceilings(store))
+        lines = [ceilings] if isinstance(ceilings, str) else lines_of(ceilings, history_of_ceilings(store))
         yield from (f"  {line}" for line in lines)
 
 
 def ceilings_run(request: Request, store: Path, observer: JobObserver, command: str) -> Run:
     """Measures the suite `ceilings` on the request's devices and keeps it as a run. Other options are refused."""
-    asked = Request(CEILINGS, devices=request.devices, threads=request.threads)
-    if request != asked:
+    allowed = Request(CEILINGS, devices=request.devices, threads=request.threads)
+    if request != allowed:
         raise UsageError(
             "the suite ceilings measures what a device does at most, and takes --devices, --threads and options that "
             "say where to write. Leave the others out."
@@ -93,12 +93,12 @@ def ceilings_run(request: Request, store: Path, observer: JobObserver, command: 
         environment = gather(worker.software(), __version__, request.threads)
         groups: list[tuple[Record, ...]] = []
         for device in devices_asked(request, facts):
-            state, found = _measured(worker, device, store, request.threads, observer)
+            state, ceilings = _measured(worker, device, store, request.threads, observer)
             environment = environment.also(state)
-            earlier = alike(found, history_of_ceilings(store))
+            earlier = alike(ceilings, history_of_ceilings(store))
             groups += [
                 tuple(_record(rate, device, since(rate, earlier)) for rate in some)
-                for _, some in groupby(found.rates, lambda rate: rate.limit)
+                for _, some in groupby(ceilings.rates, lambda rate: rate.limit)
             ]
     planned = (tuple(PlannedCase(record.case, record.support, record.work) for record in group) for group in groups)
     plan = Plan(tuple(Group(cases, 0) for cases in planned))

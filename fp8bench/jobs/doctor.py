@@ -122,13 +122,13 @@ def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
     quantisers = quantisers_for(False, os.environ)
     if quantisers.why_eager:
         return f"not tried: {quantisers.why_eager}"
-    found = []
+    states = []
     for fact in (fact for fact in facts if not fact.unusable):
         try:
-            found.append(f"{fact.key}: {worker.within(COMPILE_SECONDS).compiler(fact)}")
+            states.append(f"{fact.key}: {worker.within(COMPILE_SECONDS).compiler(fact)}")
         except WorkerError as error:
-            found.append(f"{fact.key}: compiling ended the worker: {error}")
-    return "; ".join(found)
+            states.append(f"{fact.key}: compiling ended the worker: {error}")
+    return "; ".join(states)
 
 
 def boards() -> str:

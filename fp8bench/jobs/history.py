@@ -97,7 +97,7 @@ def pruned(store: Path, remove: bool) -> list[tuple[str, int]]:
     parts = [part for kind in kinds() for part in kind.spare(store)]
     left = [path for path in leftovers(store) if not is_compacting(store)]
     parts += [SparePart(left, "what a compaction left that was killed")] if left else []
-    found = []
+    removable = []
     for part in parts:
         with ExitStack() as locked_meanwhile:
             if part.lock is not None:
@@ -106,11 +106,11 @@ def pruned(store: Path, remove: bool) -> list[tuple[str, int]]:
                     if not lock(file, 0):
                         continue
             inside = (file for path in part.paths for file in (path.rglob("*") if path.is_dir() else [path]))
-            found.append((part.what, sum(file.lstat().st_size for file in inside if file.is_file())))
+            removable.append((part.what, sum(file.lstat().st_size for file in inside if file.is_file())))
             for path in part.paths if remove else ():
                 with keeping(path, "It may be removed by hand."):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    return found
+    return removable
 
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
@@ -133,15 +133,15 @@ def stretches(history: History) -> Iterator[list[Stretch]]:
 
 def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
     """The store's acknowledgements, with interpreters named as they are in `changes`."""
-    found = load_acks(store)
-    for trouble in found.troubles:
+    loaded = load_acks(store)
+    for trouble in loaded.troubles:
         observer.note(f"{acks_of(store)}: {trouble}")
     named = {resolved(change.trend.python): change.trend.python for change in reversed(changes.changes)}
 
     def name_of(python: str) -> str:
         return python if python in named.values() else named.get(resolved(python), python)
 
-    return [replace(ack, python=name_of(ack.python)) for ack in found.acks]
+    return [replace(ack, python=name_of(ack.python)) for ack in loaded.acks]
 
 
 def series_meant(word: str, history: History, store: Path) -> str:
@@ -214,9 +214,9 @@ def _undone(word: str, until: str | None, trends: Sequence[Trend], acks: Sequenc
     return [(ack, names[ack.series, ack.cell]) for ack in wanted]
 
 
-def _chosen(word: str, until: str | None, found: Found) -> list[Change]:
+def _chosen(word: str, until: str | None, search: Found) -> list[Change]:
     """The open changes that are meant: those up to a commit, or else the only ones."""
-    still = [change for change in found.changes if change.state is ChangeState.OPEN]
+    still = [change for change in search.changes if change.state is ChangeState.OPEN]
     if until is not None:
         chosen = [change for change in still if change.comparison.until.startswith(until)]
         if not chosen:
@@ -225,8 +225,8 @@ def _chosen(word: str, until: str | None, found: Found) -> list[Change]:
     elif still:
         chosen = [change for change in still if change.is_worse] or still
     else:
-        known = [change for change in found.changes if change.state is ChangeState.ACKNOWLEDGED]
-        left = f" Not looked at: {'; '.join(found.left)}." if found.left and not found.looked_at else ""
+        known = [change for change in search.changes if change.state is ChangeState.ACKNOWLEDGED]
+        left = f" Not looked at: {'; '.join(search.left)}." if search.left and not search.looked_at else ""
         why = " What it has is acknowledged already." if known else left
         raise UsageError(f"{word!r:.80} has no open changes.{why}")
     if len({change.comparison.until for change in chosen}) > 1:
@@ -249,7 +249,7 @@ def _trends(history: History, word: str, store: Path) -> Sequence[Trend]:
 _Tapes = list[tuple[Identity, dict[tuple[str, str, Cell], Tape]]]
 
 
-def with_operators(found: Found, store: Path, history: History) -> Found:
+def with_operators(search: Found, store: Path, history: History) -> Found:
     """Adds to open changes of counts which operators changed.
 
     Figures only say how many; which ones is read from the runs of the two commits.
@@ -274,12 +274,12 @@ def with_operators(found: Found, store: Path, history: History) -> Found:
             return change
         return replace(change, comparison=replace(comparison, why=what_changed(before, after)))
 
-    return replace(found, changes=tuple(map(named, found.changes)))
+    return replace(search, changes=tuple(map(named, search.changes)))
 
 
 def _tapes_of_commit(store: Path, commit: str) -> _Tapes:
     """The tapes of a commit's runs, oldest run first, by suite, version and cell, with each run's place."""
-    found: _Tapes = []
+    tapes_of_runs: _Tapes = []
     for path in files_by_commit(store).get(commit[:8], ()):
         try:
             run = load_run(path)
@@ -294,5 +294,5 @@ def _tapes_of_commit(store: Path, commit: str) -> _Tapes:
             cell, name = cell_of(record.case, run), record.case.workload
             if record.tape is not None and cell is not None and (name, cell) in versions:
                 tapes[name, versions[name, cell], cell] = record.tape
-        found.append((tracked.identity, tapes))
-    return found
+        tapes_of_runs.append((tracked.identity, tapes))
+    return tapes_of_runs

@@ -98,11 +98,11 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
 
     Returns the page in the store. Raises StoreError if a file cannot be written. The same runs give the same bytes.
     """
-    found = [findings(run) for run in runs]
+    verdicts = [findings(run) for run in runs]
     past = past_of(runs, store)
     runs = [replace(run, path=_within(run.path, store)) for run in runs]
-    page = page_of(material_of(runs, found, past, store))
-    rows = run_rows(list(zip(runs, found, strict=True)), pages.wide)
+    page = page_of(material_of(runs, verdicts, past, store))
+    rows = run_rows(list(zip(runs, verdicts, strict=True)), pages.wide)
     return _written(page, rows, folder_of(runs, store), pages)
 
 
@@ -138,12 +138,12 @@ def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
 
 def _index_of(reports: Path) -> Page:
     dated = sorted(((began(path.parent.name), path) for path in reports.glob(f"*/{PAGE}")), reverse=True)
-    found = []
+    listed = []
     for when, path in dated[:MOST_REPORTS]:
         with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
             if (card := read_card(file.read(CARD_BYTES))) is not None:
-                found.append(ListedReport(card, path.parent.name, when))
-    return index_page(found, len(dated) - len(found))
+                listed.append(ListedReport(card, path.parent.name, when))
+    return index_page(listed, len(dated) - len(listed))
 
 
 def why_not_shown(page: Path) -> str:

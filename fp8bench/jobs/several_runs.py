@@ -58,7 +58,7 @@ def execute_sessions(
         if not run.finished or number + 1 == sessions or not _waited(run, apart, observer, number + 2, sessions):
             break
         alone = replace(run, records=tuple(replace(record, sessions=(), reruns=None) for record in run.records))
-        ratios = ((case, found.ratio) for case, found in findings(alone).items())
+        ratios = ((case, finding.ratio) for case, finding in findings(alone).items())
         known = known | {
             case: (*known.get(case, ()), ratio) for case, ratio in ratios if ratio is not None and ratio.level
         }
@@ -147,9 +147,9 @@ def measured(plan: FleetPlan, number: int, store: Path, observer: Observer, comm
 @contextmanager
 def alone(folder: Path, what: str) -> Iterator[None]:
     """Holds the folder's lock; raises UsageError if another process has it."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            held.enter_context(locked(folder, 0))
+            stack.enter_context(locked(folder, 0))
         except StoreError:
             if not os.access(folder / LOCK, os.W_OK):
                 raise

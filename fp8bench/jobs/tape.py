@@ -20,24 +20,24 @@ def tapes_now(request: Request, store: Path, observer: JobObserver) -> list[Tape
     """Records a tape of every case of a request; times nothing, keeps nothing."""
     check_names(request)
     corpus = prepare_corpus(request.data, store / "data", True) if reads_corpus(request) else None
-    found: list[Taped] = []
+    taped: list[Taped] = []
     with worker_for(request, corpus) as worker, observer.counting() as tell:
         facts = worker.probe()
         known = {fact.key: fact for fact in facts}
         plan = make_plan(request, facts, corpus.identity if corpus else None)
         planned = [case for group in plan for case in group.cases]
         for case in planned:
-            tell(len(found), len(planned), "cases", case.case.id)
+            tell(len(taped), len(planned), "cases", case.case.id)
             if case.runs:
                 try:
                     limit = Limits(request.case_timeout).numbers(case.work)
-                    found.append(_taped(case, worker.within(limit).tape(case.case, known[case.case.device])))
+                    taped.append(_taped(case, worker.within(limit).tape(case.case, known[case.case.device])))
                 except WorkerError as error:
-                    found.append(_taped(case, None, str(error)))
+                    taped.append(_taped(case, None, str(error)))
                     worker.restart()
             else:
-                found.append(_taped(case, None, case.skip))
-    return found
+                taped.append(_taped(case, None, case.skip))
+    return taped
 
 
 def _taped(planned: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
@@ -45,7 +45,7 @@ def _taped(planned: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
 
 
 def tapes_of(run: Run, name: str = "") -> list[Taped]:
-    found = [
+    tapes = [
         Taped(
             record.case.setting, record.case.mode, record.tape,
             "" if record.tape is not None else record.reason or record.detail or "none was recorded",
@@ -53,12 +53,12 @@ def tapes_of(run: Run, name: str = "") -> list[Taped]:
         )
         for record in run.records
     ]  # fmt: skip
-    if not any(taped.tape for taped in found):
+    if not any(taped.tape for taped in tapes):
         raise UsageError(
             f"the run {run.id} has no tape: it was measured before there were any, or with "
             "FP8BENCH_TAPE=off. Measure it again, with --tape."
         )
-    return found
+    return tapes
 
 
 def beside(now: Sequence[Taped], before: Sequence[Taped]) -> list[Taped]:

@@ -104,8 +104,8 @@ def _rate(precision: str, name: str, store: Path) -> TopologyLine:
     known = [
         ceilings.bound(Limit.PRODUCT, precision) for ceilings in history_of_ceilings(store) if ceilings.device == name
     ]
-    if found := next((value for value in reversed(known) if value), None):
-        return TopologyLine(precision, found / 1e12, "TFLOP/s", "measured ceiling")
+    if rate := next((value for value in reversed(known) if value), None):
+        return TopologyLine(precision, rate / 1e12, "TFLOP/s", "measured ceiling")
     sheet = datasheet_of(name)
     peak = sheet.peak(precision) if sheet is not None else None
     if sheet is None or peak is None:
@@ -130,13 +130,13 @@ def _asked(*words: str) -> list[str]:
 
 def links_between(matrix: list[str]) -> dict[str, int]:
     """How often each kind of link joins two GPUs ('NV18', 'PIX', 'SYS'), from nvidia-smi's matrix."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix]
     of_gpus = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
     for number, row in enumerate(of_gpus):
         for kind in row[1 : len(of_gpus) + 1][number + 1 :]:
-            found[kind] = found.get(kind, 0) + 1
-    return found
+            counts[kind] = counts.get(kind, 0) + 1
+    return counts
 
 
 def signalled(status: list[str]) -> float:
@@ -159,7 +159,7 @@ def _pcie(generation: str, width: str) -> float | None:
 
 def adapters(folder: Path) -> list[tuple[str, float, dict[str, int]]]:
     """Active ports: name, Gb/s, and nonzero error counters."""
-    found = []
+    ports = []
     for port in sorted(folder.glob("*/ports/*")):
         try:
             rate = re.match(r"([\d.]+) Gb/sec", (port / "rate").read_text())
@@ -169,8 +169,8 @@ def adapters(folder: Path) -> list[tuple[str, float, dict[str, int]]]:
         if rate and active:
             counted = {name: _count(port / "counters" / name) for name in _WRONG}
             wrong = {name: count for name, count in counted.items() if count}
-            found.append((f"{port.parts[-3]} port {port.name}", float(rate[1]), wrong))
-    return found
+            ports.append((f"{port.parts[-3]} port {port.name}", float(rate[1]), wrong))
+    return ports
 
 
 def _count(file: Path) -> int:
@@ -189,9 +189,9 @@ def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
             run = load_run(file)
         except StoreError:  # of another version, or no run
             continue
-        found = [rate for record in run.records if (rate := _bus(record, gpus))]
-        if found:
-            return max(found), run.id
+        rates = [rate for record in run.records if (rate := _bus(record, gpus))]
+        if rates:
+            return max(rates), run.id
     return None
 
 

@@ -118,14 +118,14 @@ def _range(numbers: Sequence[int]) -> str:
 
 def status_words(result: Result) -> str:
     """What became of a case: 'perhaps faster', 'FAILED', 'emulated'; '-' without a verdict."""
-    found = standing(result)
-    if found is Standing.FAILED:
+    status = standing(result)
+    if status is Standing.FAILED:
         return "FAILED"
-    if found is Standing.SKIPPED:
+    if status is Standing.SKIPPED:
         refused = result.record.support.level is Level.REFUSED
-        return Level.REFUSED.value if refused else found.value
-    if found is Standing.EMULATED:
-        return f"{Verdict.REFERENCE}, emulated" if result.record.is_reference else found.value
+        return Level.REFUSED.value if refused else status.value
+    if status is Standing.EMULATED:
+        return f"{Verdict.REFERENCE}, emulated" if result.record.is_reference else status.value
     if result.finding is None or result.finding.verdict is Verdict.NONE:
         return units.NONE
     return result.finding.verdict_words

@@ -88,18 +88,18 @@ def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def page_of(compared: Compared, everything: bool = False) -> Page:
-    found = compared.comparisons
+    comparisons = compared.comparisons
     shown = [
         comparison
-        for comparison in found
+        for comparison in comparisons
         if everything or comparison.metric in TIMES or comparison.direction is not Direction.SAME
     ]
-    hidden = len(found) - len(shown)
+    hidden = len(comparisons) - len(shown)
     left_out = f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
-    counts = Text(counted(found) + left_out * bool(hidden), Tone.STRONG)
+    counts = Text(counted(comparisons) + left_out * bool(hidden), Tone.STRONG)
     cases: list[Element] = [counts, *(_table(shown) if shown else ())]
     unsure = Counter(
-        comparison.why for comparison in found if comparison.direction is Direction.UNSURE and comparison.why
+        comparison.why for comparison in comparisons if comparison.direction is Direction.UNSURE and comparison.why
     )
     whys = tuple(f"{why} ({count})" for why, count in unsure.items())
     parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(cases))]
@@ -107,8 +107,10 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
     for title, words in lists.items():
         more = [f"and {len(words) - _MOST_CASES} more"] if len(words) > _MOST_CASES else []
         parts += list_of(title.replace(" ", "-"), title, [*words[:_MOST_CASES], *more])
-    timed = any(comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in found)
-    legend = [*((_HOW_CHANGE, _HOW_TIME, _HOW_VERDICT) if timed else ()), *label_legend(found)]
+    timed = any(
+        comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in comparisons
+    )
+    legend = [*((_HOW_CHANGE, _HOW_TIME, _HOW_VERDICT) if timed else ()), *label_legend(comparisons)]
     facts = (("A", side_words(compared.before)), ("B", side_words(compared.after)))
     return Page("B against A", "", tuple(parts), legend, facts)
 

@@ -32,6 +32,8 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True)
 class Text:
+    """A paragraph."""
+
     text: str
     tone: Tone = Tone.PLAIN
 

@@ -164,8 +164,8 @@ class Findings(Mapping[str, Finding]):
         return len(self._ids)
 
 
-def strip_page(run: Run, found: Mapping[str, Finding]) -> Page:
-    parts = [part for part in page_of(material_of([run], [found])).parts if part.name == "verdict"]
+def strip_page(run: Run, findings: Mapping[str, Finding]) -> Page:
+    parts = [part for part in page_of(material_of([run], [findings])).parts if part.name == "verdict"]
     state = "" if run.finished else ", unfinished"
     title = f"{run.request.suite}, run {run.id}: {many(len(run.records), 'case')}{state}"
     return Page(title, "", tuple(replace(part, title="") for part in parts))
@@ -213,8 +213,8 @@ def speed_chart(run: Run, findings: Findings) -> Figure:
     check_package("matplotlib", "'fp8bench[plots]'", ".pyplot", wanted_by="plot()")
     import matplotlib.pyplot as plt
 
-    held = ((name, found.ratio) for name, found in findings.items() if found.verdict in _HELD)
-    speeds = [(name, speed) for name, ratio in held if (speed := inverse(ratio)) is not None]
+    ratios = ((name, finding.ratio) for name, finding in findings.items() if finding.verdict in _HELD)
+    speeds = [(name, speed) for name, ratio in ratios if (speed := inverse(ratio)) is not None]
     figure, axes = plt.subplots(figsize=(7, 1.2 + 0.32 * len(speeds)), layout="constrained")
     plt.close(figure)  # the caller shows it
     for place, (_, speed) in enumerate(reversed(speeds)):

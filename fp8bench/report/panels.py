@@ -11,17 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from fp8bench import units
 from fp8bench.analysis.metric import Metric, Reference
-from fp8bench.model import (
-    UNATTRIBUTED,
-    Case,
-    DeviceFacts,
-    Finding,
-    Label,
-    Measurement,
-    Params,
-    Record,
-    Run,
-)
+from fp8bench.model import UNATTRIBUTED, Case, DeviceFacts, Finding, Label, Measurement, Params, Record, Run
 from fp8bench.model.specs import ENERGY, LOSS_ERROR, STEP, Better, spec_of
 from fp8bench.protocols.axes import QUIET
 
@@ -36,10 +26,10 @@ _ERROR_SUFFIX = "_error"
 
 def together(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Values by key, in the order in which keys are first met."""
-    found: dict[K, list[V]] = {}
+    by_key: dict[K, list[V]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        by_key.setdefault(key, []).append(value)
+    return by_key
 
 
 @dataclass(frozen=True)

@@ -185,11 +185,7 @@ def test_on_this_machine_within_a_minute(tmp_path: Path, monkeypatch: pytest.Mon
 @for_each(
     ("text", "right", "words"),
     [
-        (
-            "H200 tf32 312",
-            False,
-            ("WRONG: 312 TFLOP/s is not tf32 of", "494.5 TFLOP/s, dense", "sparse tf32 of A100"),
-        ),
+        ("H200 tf32 312", False, ("WRONG: 312 TFLOP/s is not tf32 of", "494.5 TFLOP/s, dense", "sparse tf32 of A100")),
         ("H200 fp8 3958", False, ("operands with 2:4 structure", "1979 TFLOP/s, dense")),
         ("H200 tf32 989.5", False, ("that is bf16 and fp16 of H200 SXM",)),
         ("H100 SXM bandwidth 4800", False, ("that is bandwidth of H200 SXM", "3350 GB/s")),

@@ -71,7 +71,7 @@ def _ceilings_as_json(arguments: argparse.Namespace) -> int:
         raise UsageError("--json is of what devices do at most. Give it with --ceilings, and without --calibrate.")
     from fp8bench.jobs.ceilings import ceilings_here
 
-    found = ceilings_here(arguments.store, TERMINAL, arguments.threads)
-    devices = [{"facts": encode(facts), "ceilings": encode(ceilings)} for facts, ceilings in found]
+    pairs = ceilings_here(arguments.store, TERMINAL, arguments.threads)
+    devices = [{"facts": encode(facts), "ceilings": encode(ceilings)} for facts, ceilings in pairs]
     say(json_line({"schema": SCHEMA, "devices": devices}))
     return EXIT_OK

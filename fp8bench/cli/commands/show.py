@@ -104,9 +104,9 @@ def _tape(run: Run, value: str, store: Path) -> View:
     from fp8bench.jobs.tape import tapes_of
     from fp8bench.report.topics import tape
 
-    found = tapes_of(run)
-    page = partial(tape.page_of, f"the operators of a step of run {run.id}", found)
-    return View(page, lambda: {"tapes": encode(found)}, partial(tape.tape_rows, found))
+    tapes = tapes_of(run)
+    page = partial(tape.page_of, f"the operators of a step of run {run.id}", tapes)
+    return View(page, lambda: {"tapes": encode(tapes)}, partial(tape.tape_rows, tapes))
 
 
 def _shares(run: Run, value: str, store: Path) -> View:
@@ -114,8 +114,8 @@ def _shares(run: Run, value: str, store: Path) -> View:
     from fp8bench.report.topics import shares
 
     refuse_none(run)
-    found = parts_of(run, findings(run))
-    return View(partial(shares.page_of, run, found), partial(shares.value_of, found), partial(shares.rows_of, found))
+    parts = parts_of(run, findings(run))
+    return View(partial(shares.page_of, run, parts), partial(shares.value_of, parts), partial(shares.rows_of, parts))
 
 
 def _detail(name: str, run: Run, value: str, store: Path) -> View:
@@ -124,9 +124,9 @@ def _detail(name: str, run: Run, value: str, store: Path) -> View:
     from fp8bench.report.data.run import run_rows, run_value
     from fp8bench.report.terminal.run import detail_of
 
-    found = findings(run)
-    page = partial(detail_of, name, run, found, stdout_look()[0], place_of_report(run))
-    return View(page, partial(run_value, run, found), partial(run_rows, [(run, found)], False))
+    results = findings(run)
+    page = partial(detail_of, name, run, results, stdout_look()[0], place_of_report(run))
+    return View(page, partial(run_value, run, results), partial(run_rows, [(run, results)], False))
 
 
 _OF_RUNS = (

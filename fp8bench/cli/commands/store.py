@@ -51,11 +51,11 @@ def _prune(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.history import existing_store, pruned
 
     store = existing_store(arguments.store, TERMINAL)
-    found = pruned(store, remove=arguments.yes)
-    total, verb = units.size(sum(size for _, size in found)), "removed" if arguments.yes else "may go"
-    lines = [f"{store}: {total} {verb}" if found else f"{store}: there is nothing that nobody needs"]
-    lines += [f"  {units.size(size)}: {what}" for what, size in found]
-    lines += ["  remove it with --yes"] if found and not arguments.yes else []
+    parts = pruned(store, remove=arguments.yes)
+    total, verb = units.size(sum(size for _, size in parts)), "removed" if arguments.yes else "may go"
+    lines = [f"{store}: {total} {verb}" if parts else f"{store}: there is nothing that nobody needs"]
+    lines += [f"  {units.size(size)}: {what}" for what, size in parts]
+    lines += ["  remove it with --yes"] if parts and not arguments.yes else []
     say_folded(lines)
     return EXIT_OK
 

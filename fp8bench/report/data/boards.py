@@ -115,8 +115,8 @@ def check_package(name: str, install: str, *modules: str, wanted_by: str = "") -
 def write_tensorboard(run: Run, findings: Mapping[str, Finding], folder: Path) -> tuple[Path, ...]:
     """Writes a file for each precision. Raises StoreError if one cannot be written."""
     at, files = moment(run), []
-    for mode, found in together((figure.mode, figure) for figure in figures(run, findings)).items():
-        values = {figure.tag: figure.value for figure in found}
+    for mode, scalars in together((figure.mode, figure) for figure in figures(run, findings)).items():
+        values = {figure.tag: figure.value for figure in scalars}
         files.append(write_scalars(folder / safe(mode), run.id, at, [(at, values)]))
     return tuple(files)
 

@@ -39,8 +39,8 @@ def frame(rows: Callable[[Any], Rows]) -> cached_property[pd.DataFrame]:
     def made(owner: Any) -> pd.DataFrame:
         import pandas as pd
 
-        columns, found = rows(owner)
-        return pd.DataFrame(list(found), columns=list(columns))
+        columns, content = rows(owner)
+        return pd.DataFrame(list(content), columns=list(columns))
 
     made.__doc__ = rows.__doc__
     return cached_property(made)

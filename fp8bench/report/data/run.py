@@ -59,19 +59,19 @@ def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
     empty: TidyRow = dict.fromkeys(columns_of(run))
     names = {facts.key: facts.name for facts in run.devices}
     heads: TidyRow = {"run": Path(run.path).stem or run.id, "started_utc": run.started}
-    found = []
+    tidy = []
     for panel in panels_of(run, findings):
         for group, result in panel.members:
             named = {"device_name": names.get(result.record.case.device)}
             about = empty | heads | _about(result.record, panel.reference) | named
             # The row of the step's time comes first, and says what became of the case.
             first, *others = (metric for metric in metrics_within(group, result) if metric.rank is not Rank.RESTATED)
-            found += [about | _row(first) | _of_the_case(result), *(about | _row(metric) for metric in others)]
+            tidy += [about | _row(first) | _of_the_case(result), *(about | _row(metric) for metric in others)]
     for row in break_even_rows(run, findings):
-        found.append(empty | heads | {"device_name": names.get(row.device)} | _crossing(row))
+        tidy.append(empty | heads | {"device_name": names.get(row.device)} | _crossing(row))
     # Texts are one line, and None if empty: the CSV has the same.
     return [
-        {name: _line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()} for row in found
+        {name: _line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()} for row in tidy
     ]
 
 
@@ -199,11 +199,11 @@ def run_value(run: Run, findings: Mapping[str, Finding]) -> dict[str, Any]:
     said = {}
     for group, result in (member for panel in panels_of(run, findings) for member in panel.members):
         told = result.finding and {**encode(result.finding), "verdict_words": result.finding.verdict_words}
-        found = told and {name: value for name, value in told.items() if name != "case"}
+        finding = told and {name: value for name, value in told.items() if name != "case"}
         figures = {
             name: encode(Figure.value) for name, Figure in Figures(group, result).items() if Figure.value is not None
         }
-        said[result.record.case.id] = {"finding": found, "metrics": figures}
+        said[result.record.case.id] = {"finding": finding, "metrics": figures}
     records = [{**encode(record), **said[record.case.id]} for record in run.records]
     sweeps = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
     return {"schema": SCHEMA, **header, "records": records, "break_even": sweeps}

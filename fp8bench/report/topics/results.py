@@ -1,6 +1,4 @@
-"""Every case in one table, short for a terminal, and on the page the truth that the charts are drawn from; and every
-sample that medians and intervals were made of.
-"""
+"""All cases in one table, short for a terminal and whole on the page; and every sample behind medians and intervals."""
 
 from __future__ import annotations
 
@@ -36,14 +34,14 @@ from fp8bench.report.words.naming import attention_of, cache_of, many, replays_o
 from fp8bench.report.words.speed import over_values, would_have_seen
 
 _COST = "the cost of emulation, not of the precision"
-# What names a case stands in every table.
+# Columns that every table has.
 _NAMES = {"precision", "verdict"}
 
 
 _Case = tuple[ResultGroup, Result, Figures]
 
 
-# What a terminal shows first of every case.
+# The first columns of a terminal's tables.
 CASE: tuple[Col[_Case], ...] = (
     Col("case", lambda row: row[1].mode),
     Col("verdict", lambda row: case_status.status_words(row[1]), tone=lambda row: case_status.tone_of(row[1])),
@@ -79,7 +77,7 @@ def _doubts(row: _Case) -> Iterator[str]:
 
 
 def noise_floor(group: ResultGroup) -> str:
-    """'+-0.6%', or the range where cases that sat apart have floors of their own; and why measuring ended."""
+    """'+-0.6%', or a range if cases measured apart have their own; and why measuring ended."""
     reasons = dict.fromkeys(result.record.stopped for result in group.results if result.record.stopped)
     return "; ".join(filter(None, (floor_of(group.results) or "not measured", " / ".join(reasons))))
 
@@ -115,7 +113,7 @@ def results_section(material: Material) -> Iterator[Element]:
     cases = [case for case in _cases(material) if not about_tensors(case[1])]
     if cases:
         by_suite = together((panel.case.workload, group.case.params) for _, panel, group, _ in cases)
-        # What all cases of a suite have in common, on whatever device and in whatever run.
+        # Parameters that all cases of a suite share, on any device and in any run.
         shared = {suite: shared_params([*dict.fromkeys(every)]) for suite, every in by_suite.items()}
         rows = [
             _ShownCase(entry, panel, result, own or units.NONE, Figures(group, result))
@@ -150,8 +148,8 @@ def _table(rows: Sequence[_ShownCase], alone: bool) -> Table:
 
 
 def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
-    found = (row.figures[row.figures.rate] for row in rows)
-    rates = {rate.unit for rate in found if rate.value is not None}
+    metrics = (row.figures[row.figures.rate] for row in rows)
+    rates = {rate.unit for rate in metrics if rate.value is not None}
     errors = together((metric, row.panel.case.workload) for row in rows if (metric := main_error(row.panel)))
     yield Col("precision", lambda row: row.result.mode)
     yield Col("run", lambda row: row.entry.label)
@@ -231,13 +229,13 @@ def _why(result: Result) -> str:
     return "; ".join(part for part in (*case_status.doubts(result), result.record.detail) if part)
 
 
-# What a look at the samples themselves can confirm or clear.
+# Labels that a look at the samples can confirm or clear.
 _UNSTEADY = (Label.BIMODAL, Label.DRIFT, Label.NOISY)
 _MOST_ROWS = 250
-# Labels that the order of rounds explains; of fewer rounds it says nothing.
+# Labels that the order of rounds explains, from this many rounds on; and the most cases in that chart.
 _IN_ORDER = (Label.DRIFT, Label.BIMODAL, Label.CONTENDED)
 _LEAST_IN_ORDER, _MOST_IN_ORDER = 12, 4
-# Percent above the median: further out an axis would hide what the other points have to say.
+# Percent above the median; points further out would squeeze all others together.
 _FAR = 100.0
 
 
@@ -294,7 +292,7 @@ def samples_section(material: Material) -> Iterator[Element]:
 
 
 def _in_order(moved: Sequence[_Strip]) -> Iterator[Lines]:
-    """Whether it drifted, changed once, or was held up now and then shows in the order of the rounds alone."""
+    """The order of the rounds shows whether a case drifted, changed once, or was held up now and then."""
     shown = moved[:_MOST_IN_ORDER]
     longest = max((len(row.percent) for row in shown), default=0)
     if longest:

@@ -119,9 +119,9 @@ def _unchecked(run: Run) -> str:
         ],
     }
     told = [
-        what if len(found) == len(timed) else f"{what} of {len(found)} of {many(len(timed), 'case')}"
-        for what, found in left_out.items()
-        if found
+        what if len(records) == len(timed) else f"{what} of {len(records)} of {many(len(timed), 'case')}"
+        for what, records in left_out.items()
+        if records
     ]
     return f"not checked, because of --quick: {', '.join(told)}" if run.request.quick and told else ""
 
@@ -172,7 +172,7 @@ MOSTLY = 0.75
 
 def common_tone(tones: Iterable[Tone]) -> Tone:
     """The tone of most, unless some mean the opposite."""
-    found = Counter(tones)
-    if found[Tone.GOOD] and found[Tone.BAD]:
+    counts = Counter(tones)
+    if counts[Tone.GOOD] and counts[Tone.BAD]:
         return Tone.PLAIN
-    return next((tone for tone, number in found.items() if number >= MOSTLY * found.total()), Tone.PLAIN)
+    return next((tone for tone, number in counts.items() if number >= MOSTLY * counts.total()), Tone.PLAIN)

@@ -54,16 +54,16 @@ class ComparedAs:
 
 
 def kind_of(result: Result) -> ComparedAs:
-    found, timed = standing(result), result.finding
-    return ComparedAs(found, Verdict.NONE if found is Standing.UNTIMED or timed is None else timed.verdict)
+    status, timed = standing(result), result.finding
+    return ComparedAs(status, Verdict.NONE if status is Standing.UNTIMED or timed is None else timed.verdict)
 
 
 def said_once(panels: Iterable[Panel]) -> frozenset[Label]:
     """Labels that every compared case has: one sentence says so for all."""
-    found = [
+    doubts = [
         frozenset(_doubts(result)) for panel in panels for result in panel.results if standing(result) in _COMPARED
     ]
-    return frozenset.intersection(*found) if len(found) > 1 else frozenset()
+    return frozenset.intersection(*doubts) if len(doubts) > 1 else frozenset()
 
 
 def doubt_of_all(labels: frozenset[Label]) -> str:
@@ -80,18 +80,18 @@ def comparisons(panel: Panel, device: str = "", said: frozenset[Label] = frozens
 
 
 def _comparison(panel: Panel, mode: str, where: str, said: frozenset[Label]) -> Text:
-    found = [
+    members = [
         (setting_of(group), result, group.lead)
         for group, result in panel.members
         if result.mode == mode and standing(result) in _COMPARED
     ]
     reference, suite = panel.reference or "its reference", panel.case.workload
-    if len(found) == 1:
-        place, result, against = found[0]
+    if len(members) == 1:
+        place, result, against = members[0]
         energy = energy_clause([(result, against)])
         return Text(_single(result, against, reference, suite, place, where, said) + energy, tone_of(result))
-    places = [(place, result) for place, result, _ in found]
-    energy = energy_clause([(result, against) for _, result, against in found])
+    places = [(place, result) for place, result, _ in members]
+    energy = energy_clause([(result, against) for _, result, against in members])
     words = _several(places, reference, f"{suite}{where}", said) + energy
     return Text(words, common_tone(tone_of(result) for _, result in places))
 
@@ -124,10 +124,10 @@ def _claim(kind: ComparedAs, result: Result, reference: str, subject: str) -> st
 
 def _several(results: Sequence[tuple[str, Result]], reference: str, suite: str, said: frozenset[Label]) -> str:
     """'bf16 is faster than fp32 in 4 of 5 cases of gemm, 1.21x to 2.10x (median 1.84x); slower in 1 (m=1: 0.940x)'."""
-    found = together((kind_of(pair[1]), pair) for pair in results)
+    by_kind = together((kind_of(pair[1]), pair) for pair in results)
     parts: list[str] = []
-    for kind in sorted(found, key=lambda kind: (_COMPARED.index(kind.standing), [*Verdict].index(kind.verdict))):
-        members, head = found[kind], f"{kind.words} in {len(found[kind])}"
+    for kind in sorted(by_kind, key=lambda kind: (_COMPARED.index(kind.standing), [*Verdict].index(kind.verdict))):
+        members, head = by_kind[kind], f"{kind.words} in {len(by_kind[kind])}"
         if not parts:
             some = f"{len(members)} of {len(results)}"
             number = some if len(members) < len(results) else "both" if len(results) == 2 else f"all {len(results)}"

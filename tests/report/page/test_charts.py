@@ -5,16 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fp8bench.report.elements import (
-    AnyChart,
-    ChartAxis,
-    Heat,
-    Mark,
-    Stacks,
-    Strips,
-    Tone,
-    Waterfall,
-)
+from fp8bench.report.elements import AnyChart, ChartAxis, Heat, Mark, Stacks, Strips, Tone, Waterfall
 from fp8bench.report.page.charts import numbers_table, stacked, worth_drawing
 from tests.counts import for_each
 from tests.pages import bars, charts

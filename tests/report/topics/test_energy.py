@@ -47,10 +47,7 @@ def test_energy() -> Told:
     yield "and in how many cases it is", part("verdict", squares(0.5, 0.6, 1.0))
     joules = {"cast": 0.12, "gemm": 0.9, "attention": 0.2, "optimizer_step": 0.2, "elementwise": 0.4}
     whole = replace(use((1.9, 1.9, 1.9), 0.0062), phases=phased(joules), power_limits=(650.0,))
-    yield (
-        "phases by themselves have a chart and a table",
-        part("energy", alone(whole)),
-    )
+    yield ("phases by themselves have a chart and a table", part("energy", alone(whole)))
     slow = with_energy(bf16=use((1.9, 1.9, 1.9), 0.0075), nvfp4=use((31.0,), 0.5))
     yield "windows whose steps take another time say so; of an emulation no time is a speed", part("energy", slow)
 
@@ -84,10 +81,7 @@ def test_energy_in_a_terminal() -> Told:
         "phases that were asked for have a table; measured ones half their range, estimates brackets",
         told([element for panel in panels_of(*both) for element in energy_of_phases(panel)], 120),
     )
-    yield (
-        "what phases leave over, and a limit that was changed, are notes",
-        on_terminal(both, "energy", width=250),
-    )
+    yield ("what phases leave over, and a limit that was changed, are notes", on_terminal(both, "energy", width=250))
 
 
 def test_who_did_not_ask_sees_nothing() -> None:

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fp8bench.model import (
-    Capacity,
-    Measurement,
-    MemoryRole,
-    MemoryUse,
-    PhaseMemory,
-    Provenance,
-    Record,
-    Status,
-)
+from fp8bench.model import Capacity, Measurement, MemoryRole, MemoryUse, PhaseMemory, Provenance, Record, Status
 from fp8bench.report.data.run import rows, widened
 from fp8bench.report.elements import Bars, Stacks, Table
 from fp8bench.report.panels import panels_of
