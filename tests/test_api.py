@@ -249,7 +249,7 @@ def test_the_signature_is_the_command_lines_options() -> None:
     of_the_line |= {"html", "md", "csv_wide", "open", "explain"}
     called = {"axes": "set"}
     of_the_line |= {"help", "help_all"}
-    options = {called.get(one.dest, one.dest) for one in suite._actions} - of_the_line
+    options = {called.get(action.dest, action.dest) for action in suite._actions} - of_the_line
     parameters = inspect.signature(fp8bench.run).parameters
     assert set(parameters) - {"observer", "progress"} == options
     assert inspect.signature(fp8bench.suite) == inspect.signature(fp8bench.run)

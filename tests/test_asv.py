@@ -155,7 +155,7 @@ class Place:
     def snapshot(self, commit: str) -> Snapshot:
         (path,) = self.files(commit)
         loaded, content = asv_results.Results.load(str(path)), json.loads(path.read_text())
-        runs = [load_run(one) for one in run_files(self.root / ".fp8bench")]
+        runs = [load_run(path) for path in run_files(self.root / ".fp8bench")]
         own = sorted((run for run in runs if run.environment.get("commit") == commit), key=lambda run: run.started)
         return Snapshot(loaded, load_benchmarks(self.results / "benchmarks.json"), content, own)
 
@@ -523,13 +523,15 @@ def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, An
     assert {key: {word: one[word] for word in words} for key, one in theirs.items()} == {
         key: {word: one[word] for word in words} for key, one in ours.items()
     }
-    keys = {one["setup_cache_key"] for one in theirs.values()}
+    keys = {finding["setup_cache_key"] for finding in theirs.values()}
     assert len(keys) == 1 and next(iter(keys)).startswith(f"{name}:")
-    assert all(one["setup_cache_timeout"] >= 600 for one in theirs.values())
+    assert all(finding["setup_cache_timeout"] >= 600 for finding in theirs.values())
 
 
 @pytest.mark.slow
 def test_asv_discovers_nothing_twice(discovered: dict[str, Any]) -> None:
     modules = {name.partition(".")[0] for name in discovered}
     assert modules == {*FOLLOWED, "harness"}
-    assert len({one["setup_cache_key"] for one in discovered.values() if "setup_cache_key" in one}) == len(FOLLOWED)
+    assert len({finding["setup_cache_key"] for finding in discovered.values() if "setup_cache_key" in finding}) == len(
+        FOLLOWED
+    )

@@ -113,7 +113,7 @@ def test_a_class_without_a_cache_is_given_one_of_its_file(project: Path) -> None
     bare = GEMM[: GEMM.index("    def")]
     made = suite(project, bare).Gemm, suite(project, bare.replace("Gemm", "Mlp").replace("gemm", "mlp"), "mlp").Mlp
     caches = [vars(one)["setup_cache"] for one in made]
-    assert [(one.__module__, one.__qualname__, one.timeout) for one in caches] == [
+    assert [(cache.__module__, cache.__qualname__, cache.timeout) for cache in caches] == [
         ("sheds.gemm", "Gemm.setup_cache", 3600), ("sheds.mlp", "Mlp.setup_cache", 3600),
     ]  # fmt: skip
 

@@ -198,7 +198,10 @@ def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
 @pytest.mark.parametrize("write", [write_whole, lambda path, content: write_whole(path, content.encode(), sync=False)])
 def test_two_writers_leave_the_file_of_one(old: Path, write: Callable[[Path, str], None]) -> None:
     contents, seen = ["a" * 100_000, "b" * 100_000], set()
-    writers = [threading.Thread(target=lambda one=one: [write(old, one) for _ in range(40)]) for one in contents]
+    writers = [
+        threading.Thread(target=lambda content=content: [write(old, content) for _ in range(40)])
+        for content in contents
+    ]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):

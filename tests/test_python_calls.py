@@ -90,7 +90,7 @@ def test_a_function_is_named_by_where_another_process_finds_it(monkeypatch: pyte
 def test_a_call_has_every_option_that_does_not_say_how_to_print(name: str) -> None:
     call, parser = getattr(fp8bench, name), commands_of(build_parser([name]))[name]
     printed = ("help", "help_all", "json", "csv", "md", "all", "explain")
-    actions = {keyword_of(one): one for one in parser._actions if one.dest not in printed}
+    actions = {keyword_of(action): action for action in parser._actions if action.dest not in printed}
     places = {word for word, one in actions.items() if not one.option_strings and one.choices}
     parameters = inspect.signature(call).parameters
     assert set(parameters) == {*actions} - places | {"progress"}

@@ -63,7 +63,7 @@ def test_a_level_of_ms_amp_is_no_precision_and_says_where_it_is_an_arm(word: str
     level = word.lower().partition(":")[0]
     with pytest.raises(UsageError, match=rf"^{level} is .* fp8bench train --dtypes bf16,{level}, without opt"):
         precisions.canonical(word)
-    assert tuple(LEVELS) == MSAMP_LEVELS and {one.precision for one in LEVELS.values()} == {"fp8:scale=pow2"}
+    assert tuple(LEVELS) == MSAMP_LEVELS and {finding.precision for finding in LEVELS.values()} == {"fp8:scale=pow2"}
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class Browser:
         def fits(one: Message) -> bool:
             return one.get("method") == method and wanted(one["params"])
 
-        found = next((one for one in self.events if fits(one)), None) or self.listen(fits, method)
+        found = next((event for event in self.events if fits(event)), None) or self.listen(fits, method)
         params: Message = found["params"]
         return params
 
@@ -147,9 +147,9 @@ class Tab:
 
     def heard(self, method: str) -> list[Message]:
         return [
-            one["params"]
-            for one in self.browser.events
-            if one["method"] == method and one.get("sessionId") == self.session
+            event["params"]
+            for event in self.browser.events
+            if event["method"] == method and event.get("sessionId") == self.session
         ]
 
     def go(self, url: str) -> None:

@@ -209,9 +209,9 @@ def saved(tab: Tab) -> list[list[str]]:
 
 
 def _begun(tab: Tab) -> list[dict[str, Any]]:
-    frames = {one["frame"]["id"] for one in tab.heard("Page.frameNavigated")}
-    events = [one["params"] for one in tab.browser.events if one["method"] == "Browser.downloadWillBegin"]
-    return [one for one in events if one["frameId"] in frames]
+    frames = {event["frame"]["id"] for event in tab.heard("Page.frameNavigated")}
+    events = [event["params"] for event in tab.browser.events if event["method"] == "Browser.downloadWillBegin"]
+    return [event for event in events if event["frameId"] in frames]
 
 
 def _guids(tab: Tab) -> set[str]:
@@ -354,7 +354,7 @@ def test_a_page_stands_alone_and_fits(
         assert content > box
     tab.run("document.querySelector('figure.main [data-do=save]').click()")
     saved(tab)
-    asked = [one["request"]["url"].partition("#")[0] for one in tab.heard("Network.requestWillBeSent")]
+    asked = [event["request"]["url"].partition("#")[0] for event in tab.heard("Network.requestWillBeSent")]
     page = tab.run("location.href.split('#')[0]")
     assert [one for one in asked if not one.startswith(("data:", "blob:"))] == [page]
     for event in (

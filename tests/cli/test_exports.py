@@ -45,7 +45,7 @@ def test_refused_exports(store: Path, monkeypatch: pytest.MonkeyPatch, fp8bench:
         "traces of a run that is resumed": "--resume last --trace t",
     }.items():
         yield f"{claim} is refused before anything is measured", session(fp8bench, f"{shlex.join(GEMM)} {options}")
-        assert {one.name for one in Path().iterdir()} <= {"file", ".fp8bench"} and not list(run_files(store))
+        assert {path.name for path in Path().iterdir()} <= {"file", ".fp8bench"} and not list(run_files(store))
 
 
 def test_traces_of_every_case(store: Path) -> None:
@@ -54,7 +54,7 @@ def test_traces_of_every_case(store: Path) -> None:
     assert run.request.trace == "traces/new"
     for record in run.records:
         assert Path("traces/new", record.trace).is_file() and record.trace.endswith(".pt.trace.json.gz")
-        assert any(one.name == "aten::mm" and one.phase == "gemm" for one in record.operators)
+        assert any(operator.name == "aten::mm" and operator.phase == "gemm" for operator in record.operators)
     assert len(list(Path("traces/new").iterdir())) == 2
 
 

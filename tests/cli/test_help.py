@@ -75,7 +75,7 @@ def test_examples_are_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_every_option_says_what_it_does_and_examples_stand_where_they_are_many() -> None:
     """The wording of `--help` is in tests/golden."""
     for name, parser in every_parser(build_parser()).items():
-        others = (one for one in parser._actions if not isinstance(one, argparse._SubParsersAction))
+        others = (action for action in parser._actions if not isinstance(action, argparse._SubParsersAction))
         assert all(action.help for action in others), name
         assert isinstance(parser, Parser) and (parser.examples or not parser.first), name
 

@@ -53,7 +53,7 @@ def of_json(text: str) -> str:
         first, _, rest = text.partition("\n")
         documents = [json.loads(first)] if first.startswith("{") else []
         rest = rest if documents else text
-    return "".join("\n".join(_laid_out(_short(one), "")) + "\n" for one in documents) + rest
+    return "".join("\n".join(_laid_out(_short(document), "")) + "\n" for document in documents) + rest
 
 
 def _short(value: Any) -> Any:

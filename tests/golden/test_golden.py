@@ -358,7 +358,7 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
         audit = decode(Audit, plain["audit"])
         yield "fp8bench.features.audit.command.audit", lambda *words: (facts, audit)
     else:
-        modes = [decode(ModeConformity, one) for one in plain["modes"]]
+        modes = [decode(ModeConformity, mode) for mode in plain["modes"]]
         yield "fp8bench.features.conform.command.conformity", lambda *words: (facts, modes)
 
 

@@ -66,7 +66,7 @@ def measured_by_hand(
         value = () if not rate.shape else (times * RUNS[rate.limit][len(rate.runs)],)
         return replace(whole, runs=(*rate.runs, *value))
 
-    bare = tuple(Rate(one.limit, one.precision) for one in FOUND.rates)
+    bare = tuple(Rate(rate.limit, rate.precision) for rate in FOUND.rates)
     monkeypatch.setattr(Bench, "ceiling_rates", lambda self, facts: bare)
     monkeypatch.setattr(Bench, "ceiling", one_more)
     return asked
@@ -126,14 +126,14 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
     measured_by_hand(monkeypatch)
     run = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path, TERMINAL, "a test")
     assert run.finished and run.ok and run == load_run(Path(run.path))
-    found = [(one.case.param("limit"), one.case.precision, one.status.value) for one in run.records]
+    found = [(record.case.param("limit"), record.case.precision, record.status.value) for record in run.records]
     assert found == [
         ("product", "bf16", "ok"), ("product", "nvfp4", "skipped"), ("copy", "fp32", "ok"), ("launch", "fp32", "ok"),
     ]  # fmt: skip
     bf16, nvfp4, copied, _ = run.records
     assert bf16.measurements[0].samples == RUNS[Limit.PRODUCT] and nvfp4.reason == "RuntimeError: no kernel"
     assert copied.detail == "arrays of 64.0 MiB, the best of 2 searched; spread 22.2% over 5 runs: no bound"
-    (metric,) = [one for one in metrics_of(bf16, None) if one.name == specs.CEILING_RATE]
+    (metric,) = [metric for metric in metrics_of(bf16, None) if metric.name == specs.CEILING_RATE]
     assert (metric.unit, metric.value, metric.better) == ("FLOP/s", 4.25e11, "higher")
     assert "throughput" in render_whole(run, findings(run)) and "425 GFLOP/s" in render_whole(run, findings(run))
 
@@ -177,7 +177,7 @@ def test_on_this_machine_within_a_minute(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(job, "WHOLE_SECONDS", 2.0)
     lines = list(job.ceiling_lines(tmp_path / "store", TERMINAL))
     for limit in set(Limit) - {Limit.LOAD}:
-        (line, *_) = [one for one in lines if one.startswith(f"  {limit.value} ")]
+        (line, *_) = [line for line in lines if line.startswith(f"  {limit.value} ")]
         assert "over 5 runs" in line
     assert job.WHOLE_SECONDS <= 35 and Rate(Limit.LOAD).value is None
 

@@ -45,7 +45,7 @@ PARTS = tuple(replace(WHOLE, operator=name) for name in ("aten::abs", "aten::ama
 def tape_of(*operators: OperatorCount) -> Tape:
     phases = []
     for phase in ("cast", "gemm"):
-        found = [one for one in operators if one.phase == phase]
+        found = [operator for operator in operators if operator.phase == phase]
         flops, size = (sum(one.calls * (getattr(one, name) or 0) for one in found) for name in ("flops", "bytes"))
         phases.append(PhaseCount(phase, flops, size, sum(one.calls * one.launches for one in found)))
     return Tape(operators, tuple(phases))
@@ -56,7 +56,7 @@ FUSED, APART = tape_of(WHOLE, PRODUCT), tape_of(*PARTS, PRODUCT)
 
 def taped(tape: Tape) -> tuple[Record, ...]:
     """A run's records, where bf16 has that tape."""
-    return tuple(one if one.is_reference else replace(one, tape=tape) for one in records())
+    return tuple(record if record.is_reference else replace(record, tape=tape) for record in records())
 
 
 def counted(store: Path, *tapes: Tape) -> None:

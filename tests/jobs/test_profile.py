@@ -80,7 +80,7 @@ def test_one_that_cannot_be_sent_is_measured_here_and_left_as_it_was(
     run = fp8bench.profile(model, batch, loss=loss, **HOW)
     assert everything(model) == before
     assert run.ok and not run.request.isolation and "cannot be sent to another one" in run.notes[0]
-    assert all(Label.IN_PROCESS in one.labels for one in fp8bench.findings(run).values())
+    assert all(Label.IN_PROCESS in finding.labels for finding in fp8bench.findings(run).values())
     assert not LIVE and not MADE
 
 
@@ -111,7 +111,7 @@ def test_one_that_can_be_sent_goes_to_a_process_of_its_own(store: Path, short_sl
     run = fp8bench.profile(nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16), **HOW)
     assert run.ok and run.request.isolation and not run.notes and not LIVE
     assert dict(run.records[0].case.params)["make"] == "Sequential"
-    assert not any(Label.IN_PROCESS in one.labels for one in fp8bench.findings(run).values())
+    assert not any(Label.IN_PROCESS in finding.labels for finding in fp8bench.findings(run).values())
 
 
 @pytest.mark.parametrize(

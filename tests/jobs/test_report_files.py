@@ -48,7 +48,7 @@ def test_a_run_has_page_and_table_in_the_store(store: Path) -> None:
     assert not re.search(r"(?:src|href)=[\"']?https?:", text)
     assert (page.parent / "results.csv").read_text().count("\n") > 50
     assert write_report([run], store).read_text() == text
-    assert sorted(one.name for one in page.parent.iterdir()) == ["report.html", "results.csv"]
+    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "results.csv"]
 
 
 def test_it_goes_wherever_else_it_is_wanted(store: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_suite_ends_with_its_report(store: Path, capsys: pytest.CaptureFixture
 
 
 def series(runs: list[Run], store: Path, metric: str = "time", precision: str = "bf16") -> PastSeries:
-    (found,) = [one for one in past_of(runs, store) if (one.metric, one.precision) == (metric, precision)]
+    (found,) = [series for series in past_of(runs, store) if (series.metric, series.precision) == (metric, precision)]
     return found
 
 
@@ -148,17 +148,17 @@ def test_the_series_of_the_cases_at_hand(tmp_path: Path) -> None:
     found = series([last], tmp_path)
     assert (found.suite, found.precision, found.place, found.machine) == ("gemm", "bf16", "shape=512", "box")
     assert found.unit == "s" and not found.emulated and found.incomparable == 0
-    assert [one.commit for one in found.figures] == [commit(0), commit(1)]
-    assert [one.when for one in found.figures] == ["2026-01-05 12:00", "2026-01-05 13:00"]
+    assert [figure.commit for figure in found.figures] == [commit(0), commit(1)]
+    assert [figure.when for figure in found.figures] == ["2026-01-05 12:00", "2026-01-05 13:00"]
     # A round takes an eighth more for its cast, 100 ns besides, and 2 us in the middle.
-    assert [one.value for one in found.figures] == pytest.approx([2.2521e-3, 1.1271e-3], rel=1e-9)
-    assert all(one.low is not None and one.low <= one.value <= (one.high or 0) for one in found.figures)
-    assert [one.samples for one in found.figures] == [24, 24]
+    assert [figure.value for figure in found.figures] == pytest.approx([2.2521e-3, 1.1271e-3], rel=1e-9)
+    assert all(figure.low is not None and figure.low <= figure.value <= (figure.high or 0) for figure in found.figures)
+    assert [figure.samples for figure in found.figures] == [24, 24]
 
 
 def test_units_are_those_of_an_axis(tmp_path: Path) -> None:
     last = load_run(history(tmp_path, 1.0)[-1])
-    units = {one.metric: one.unit for one in past_of([last], tmp_path)}
+    units = {series.metric: series.unit for series in past_of([last], tmp_path)}
     assert units["time"] == "s" and units["relative_time"] == "x"
 
 
@@ -179,7 +179,7 @@ def test_a_run_with_changes_stands_at_the_end_of_its_series(tmp_path: Path) -> N
     history(tmp_path, 1.0)
     dirty = load_run(keep(tmp_path, run_at(0, hours=5, records=tuple(records(3.0)), facts={"dirty": True})))
     found = series([dirty], tmp_path)
-    assert [(one.commit, one.unkept) for one in found.figures] == [(commit(0), False), (commit(0), True)]
+    assert [(figure.commit, figure.unkept) for figure in found.figures] == [(commit(0), False), (commit(0), True)]
     assert found.figures[1].value == pytest.approx(3.3771e-3, rel=1e-9)
     assert found.figures[1].when == "2026-01-05 17:00, with uncommitted changes"
     assert found.figures[0].order < found.figures[1].order
@@ -187,18 +187,18 @@ def test_a_run_with_changes_stands_at_the_end_of_its_series(tmp_path: Path) -> N
 
 def test_a_quick_run_is_hasty(tmp_path: Path) -> None:
     (path,) = history(tmp_path, 1.0, request=Request("gemm", quick=True))
-    assert [one.hasty for one in series([load_run(path)], tmp_path).figures] == [True]
+    assert [figure.hasty for figure in series([load_run(path)], tmp_path).figures] == [True]
 
 
 def test_emulations_are_named(tmp_path: Path) -> None:
-    made = [replace(one, support=EMULATED) if not one.is_reference else one for one in records(1.0)]
+    made = [replace(record, support=EMULATED) if not record.is_reference else record for record in records(1.0)]
     last = load_run(keep(tmp_path, run_at(0, records=tuple(made))))
     assert series([last], tmp_path).emulated and not series([last], tmp_path, precision="fp32").emulated
 
 
 def test_older_versions_are_counted(tmp_path: Path) -> None:
     history(tmp_path, 1.0)
-    newer = tuple(replace(one, case=replace(one.case, version="99")) for one in records(1.0))
+    newer = tuple(replace(record, case=replace(record.case, version="99")) for record in records(1.0))
     last = load_run(keep(tmp_path, run_at(1, records=newer)))
     found = past_of([last], tmp_path)
     assert {(len(one.figures), one.incomparable) for one in found} == {(1, 1)}
@@ -207,13 +207,13 @@ def test_older_versions_are_counted(tmp_path: Path) -> None:
 def test_joules_of_another_source_are_left_out_and_counted(tmp_path: Path) -> None:
     """The newest figure's source counts, also that of a run with uncommitted changes."""
     for number, source in enumerate(("counter", "instant", "instant")):
-        made = tuple(replace(one, energy=use((1.0 + number,) * 3, source=source)) for one in records(1.0))
+        made = tuple(replace(record, energy=use((1.0 + number,) * 3, source=source)) for record in records(1.0))
         last = load_run(keep(tmp_path, run_at(number, records=made)))
     found = series([last], tmp_path, metric="energy")
-    assert found.unit == "J" and ([one.value for one in found.figures], found.incomparable) == ([2.0, 3.0], 1)
+    assert found.unit == "J" and ([figure.value for figure in found.figures], found.incomparable) == ([2.0, 3.0], 1)
     assert len(series([last], tmp_path).figures) == 3
     for source, count in (("counter", 2), ("instant", 3)):
-        made = tuple(replace(one, energy=use((9.0,) * 3, source=source)) for one in records(1.0))
+        made = tuple(replace(record, energy=use((9.0,) * 3, source=source)) for record in records(1.0))
         dirty = run_at(2, hours=5, records=made, facts={"dirty": True})
         assert len(series([dirty], tmp_path, metric="energy").figures) == count
 
@@ -232,5 +232,5 @@ def test_a_store_that_is_not_there_knows_nothing(tmp_path: Path) -> None:
 def test_a_series_has_its_newest_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_files, "MOST_COMMITS", 2)
     paths = history(tmp_path, 1.0, 2.0, 3.0)
-    series = next(one for one in past_of([load_run(paths[-1])], tmp_path) if one.unit == "s")
+    series = next(series for series in past_of([load_run(paths[-1])], tmp_path) if series.unit == "s")
     assert [figure.commit for figure in series.figures] == [commit(1), commit(2)]

@@ -86,11 +86,11 @@ def parsed(drawn: str) -> list[ElementTree.Element]:
 
 
 def marks_of(sheet: ElementTree.Element) -> list[ElementTree.Element]:
-    return [one for one in sheet.iter() if "mark" in one.get("class", "").split()]
+    return [element for element in sheet.iter() if "mark" in element.get("class", "").split()]
 
 
 def texts_of(sheet: ElementTree.Element) -> list[str]:
-    return [one.text or "" for one in sheet.iter("text")]
+    return [element.text or "" for element in sheet.iter("text")]
 
 
 def described(chart: AnyChart) -> str:
@@ -109,7 +109,7 @@ def test_drawings(kind: str) -> None:
         assert word not in drawn
     sheets = parsed(drawn)
     assert [sheet.get("class") for sheet in sheets] == [f"of-{kind} wide", f"of-{kind} narrow"]
-    used = {word for sheet in sheets for one in sheet.iter() for word in one.get("class", "").split()}
+    used = {word for sheet in sheets for element in sheet.iter() for word in element.get("class", "").split()}
     assert not {word for word in used - {f"of-{kind}", "label", "value", "plain"} if f".{word}" not in STYLE}
     for sheet in sheets:
         title, description = sheet.find("title"), sheet.find("desc")
@@ -117,7 +117,7 @@ def test_drawings(kind: str) -> None:
         assert title.text == chart.title and title.get("id") == sheet.get("aria-labelledby")
         assert description.get("id") == sheet.get("aria-describedby")
         assert (description.text or "").startswith(chart.description)
-        ids = {one.get("id") for one in sheet.iter()}
+        ids = {element.get("id") for element in sheet.iter()}
         for one in sheet.iter():
             assert re.fullmatch(r"(min-width:\d+px)?", one.get("style", ""))
             assert one.get("href", "#")[0] == "#" and one.get("href", "#" + (sheet.get("id") or ""))[1:] in ids
@@ -256,9 +256,10 @@ def test_what_is_not_drawn_is_counted() -> None:
 def drawing(chart: AnyChart) -> list[str]:
     """The first sheet's description, and what it draws: texts, classes with hints, and rounded corners."""
     sheet = parsed(draw(chart))[0]
-    shapes = [one for one in sheet.iter() if one.tag in ("path", "use", "text") and one.get("class")]
+    shapes = [element for element in sheet.iter() if element.tag in ("path", "use", "text") and element.get("class")]
     return [f"role {sheet.get('role')}: {described(chart)}".strip()] + [
-        " ".join(filter(None, (one.get("class"), one.text or one.get("data-hint"), places_of(one)))) for one in shapes
+        " ".join(filter(None, (shape.get("class"), shape.text or shape.get("data-hint"), places_of(shape))))
+        for shape in shapes
     ]
 
 
@@ -329,7 +330,7 @@ def test_twice_as_fast_and_half_as_fast_are_equally_far() -> None:
 
 def test_a_value_stands_past_the_end_of_its_bar() -> None:
     sheet = parsed(draw(bars(mark("fast", 1.5), mark("slow", 0.6))))[0]
-    values = {one.text: one for one in sheet.iter("text") if (one.text or "").endswith("00x")}
+    values = {element.text: element for element in sheet.iter("text") if (element.text or "").endswith("00x")}
     whiskers = spans(draw(bars(mark("fast", 1.5), mark("slow", 0.6))), "whisker")
     assert values["1.500x"].get("text-anchor") is None and float(values["1.500x"].get("x", "")) > whiskers[0][1]
     assert values["0.600x"].get("text-anchor") == "end" and float(values["0.600x"].get("x", "")) < whiskers[1][0]
@@ -341,7 +342,7 @@ def test_a_value_stands_past_the_end_of_its_bar() -> None:
 def test_errors_are_dots() -> None:
     drawn = draw(bars(Mark("a", 2.3e-7), Mark("b", 1e-3), axis=ChartAxis("error", "", log=True), start=0.0))
     sheet = parsed(drawn)[0]
-    dots = [float(one.get("x", "0")) for one in sheet.iter("use") if one.get("class") == "dot plain"]
+    dots = [float(element.get("x", "0")) for element in sheet.iter("use") if element.get("class") == "dot plain"]
     assert len(dots) == 2 and dots[0] < dots[1] and not spans(drawn, "bar plain") and len(marks_of(sheet)) == 2
 
 
@@ -379,7 +380,7 @@ def test_a_large_map_is_cut_and_scrolls() -> None:
     (sheet,) = parsed(draw(chart))
     assert len(marks_of(sheet)) == 1600 and described(chart) == "425 more are in the table only."
     assert sheet.get("class") == "of-heat only" and (sheet.get("style") or "").startswith("min-width:")
-    assert all(one.get("tabindex") is None and one.get("data-hint") for one in marks_of(sheet))
+    assert all(mark.get("tabindex") is None and mark.get("data-hint") for mark in marks_of(sheet))
 
 
 def test_series_look_alike_in_all_charts_of_a_page() -> None:
@@ -398,7 +399,7 @@ def test_long_histories_keep_their_end() -> None:
     marks = tuple(mark("", 1.0 + n / 1000, tone=Tone.BAD if n == 123 else Tone.PLAIN) for n in range(250))
     chart = Lines("l", "", "", places, SPEED, (("one", marks),))
     sheet = parsed(draw(chart))[0]
-    hints = [one.get("data-hint") or "" for one in marks_of(sheet)]
+    hints = [mark.get("data-hint") or "" for mark in marks_of(sheet)]
     assert described(chart) == "50 more are in the table only."
     assert limits.POINTED[False] <= len(hints) <= limits.POINTED[False] + 1
     assert hints[0].startswith("one, commit 50:") and hints[-1].startswith("one, commit 249:")
@@ -412,7 +413,7 @@ def test_dots_are_chosen_evenly_over_the_sorted_samples(samples: list[float]) ->
     assert len(kept) == min(len(samples), limits.DOTS)
     assert (kept[0], kept[-1]) == (min(samples), max(samples))
     for edge in samples[:5]:
-        below = sum(one <= edge for one in samples) / len(samples)
+        below = sum(sample <= edge for sample in samples) / len(samples)
         assert sum(one <= edge for one in kept) / len(kept) == pytest.approx(below, abs=2 / len(kept))
 
 
@@ -420,7 +421,7 @@ def test_two_humps_stay_two_humps() -> None:
     """A quarter of the samples lie far off, and so does a quarter of the dots."""
     samples = tuple(1.0 + n / 1e5 for n in range(300)) + tuple(2.0 + n / 1e5 for n in range(100))
     drawn = draw(Strips("s", "", "", TIME, (("a", samples, Tone.PLAIN),)))
-    (dots,) = [one for one in parsed(drawn)[0].iter("path") if one.get("class") == "dots plain"]
+    (dots,) = [element for element in parsed(drawn)[0].iter("path") if element.get("class") == "dots plain"]
     xs = [float(x) for x in re.findall(r"M([\d.]+) ", dots.get("d", ""))]
     assert len(xs) == limits.DOTS
     assert sum(x > (min(xs) + max(xs)) / 2 for x in xs) == limits.DOTS / 4

@@ -44,13 +44,15 @@ def case(mode: str, suite: str = "gemm", device: str = "cpu", **params: int) -> 
     ids=["the mode", "a parameter", "the suite", "the device"],
 )
 def test_names_hold_what_differs_within_the_run(cases: list[Case], names: list[str]) -> None:
-    assert short_names(cases) == dict(zip(names, (one.id for one in cases), strict=True))
+    assert short_names(cases) == dict(zip(names, (case.id for case in cases), strict=True))
 
 
 def test_findings_are_read_by_short_names_ids_and_words(run: api.Run) -> None:
     """A word that fits no case, or several, raises with the names there are."""
     findings = fp8bench.findings(run)
-    assert len(findings) == len(run.records) and set(findings) == set(short_names([one.case for one in run.records]))
+    assert len(findings) == len(run.records) and set(findings) == set(
+        short_names([record.case for record in run.records])
+    )
     for name, finding in findings.items():
         assert findings[finding.case.id] is finding and findings[f"{name} {finding.case.workload}"] is finding
         assert finding.case.id in findings

@@ -33,7 +33,7 @@ GREEN = "#146c3c"
 
 
 def texts_in(svg: bytes) -> list[str]:
-    return [one.text or "" for one in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
 @pytest.mark.parametrize(("kind", "form"), paired([*CHARTS], [*PICTURE_FORMATS]))

@@ -117,7 +117,7 @@ def test_json_csv_and_markdown(store: Path, say: Say) -> None:
     history(store, 1.0, 1.5)
     document = json.loads(say(A, B, "--json")[1])
     rows = list(csv.DictReader(say(A, B, "--csv", "-")[1].splitlines()))
-    assert [row["metric"] for row in rows] == [one["metric"] for one in document["comparisons"]] != []
+    assert [row["metric"] for row in rows] == [comparison["metric"] for comparison in document["comparisons"]] != []
     code, out, _ = say(A, B, "--csv", "rows.csv", "--md", "page.md")
     assert code == 0 and "worse" in out and "worse" in Path("page.md").read_text()
     assert list(csv.DictReader(Path("rows.csv").read_text().splitlines())) == rows

@@ -29,7 +29,7 @@ def say(store: Path, fp8bench: Say) -> Say:
 
 
 def of_suite(name: str) -> tuple[Record, ...]:
-    return tuple(replace(one, case=replace(one.case, workload=name)) for one in records())
+    return tuple(replace(record, case=replace(record.case, workload=name)) for record in records())
 
 
 @as_before

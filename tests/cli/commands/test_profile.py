@@ -104,11 +104,12 @@ def test_a_model_as_it_came_beside_its_copies(makers: str, fp8bench: Say, short_
         "profile", f"{makers}:make", "--dtypes", "bf16,mxfp4", "--rounds", "2", "--no-report", "--json"
     )
     run = json.loads(out)
-    records = {one["case"]["precision"]: one for one in run["records"]}
+    records = {record["case"]["precision"]: record for record in run["records"]}
     assert code == 0 and list(records) == ["untouched", "bf16", "mxfp4"]
-    assert [one["is_reference"] for one in records.values()] == [True, False, False]
+    assert [record["is_reference"] for record in records.values()] == [True, False, False]
     errors = {
-        name: {one["metric"]: one["samples"][0] for one in record["measurements"]} for name, record in records.items()
+        name: {measurement["metric"]: measurement["samples"][0] for measurement in record["measurements"]}
+        for name, record in records.items()
     }
     assert errors["untouched"]["output_error"] == errors["untouched"]["gradient_error"] == 0.0
     for metric in ("output_error", "gradient_error"):

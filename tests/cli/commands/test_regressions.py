@@ -126,8 +126,8 @@ def test_as_json(store: Path, say: Say) -> None:
     code, out, err = say("regressions", "--json")
     found = json.loads(out)
     assert (code, err, out.count("\n")) == (1, "", 1) and found["looked_at"] == 12 and found["left"] == {}
-    assert [one["state"] for one in found["changes"]].count("open") == 7
-    (one,) = [one for one in found["changes"] if one["series"] == SERIES]
+    assert [change["state"] for change in found["changes"]].count("open") == 7
+    (one,) = [change for change in found["changes"] if change["series"] == SERIES]
     assert one["ack"]["because"] == "wanted" and one["evidence"] == "history" and one["direction"] == "worse"
     assert (one["since"], one["until"], one["first"]) == (commit(11), commit(12), commit(12))
     assert one["ratio"]["low"] < 1.1 < one["ratio"]["high"] and 0 <= one["p_value"] < 1e-6

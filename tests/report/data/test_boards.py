@@ -29,7 +29,7 @@ PLACE = "layers=4,width=256,heads=4,context=256,batch=4@cpu"
 
 
 def named(run: Run, findings: object) -> dict[tuple[str, str], float]:
-    return {(one.mode, one.tag): one.value for one in figures(run, findings)}  # type: ignore[arg-type]
+    return {(figure.mode, figure.tag): figure.value for figure in figures(run, findings)}  # type: ignore[arg-type]
 
 
 def kind_of(tag: str) -> str:
@@ -94,7 +94,7 @@ def test_every_figure_is_read_back(board: Any, tmp_path: Path) -> None:
     run, findings = gemm()
     files = write_tensorboard(run, findings, tmp_path)
     assert [file.parent.name for file in files] == ["fp32", "bf16", "fp8", "nvfp4"][: len(files)]
-    expected = {(one.mode, one.tag): one.value for one in figures(run, findings)}
+    expected = {(figure.mode, figure.tag): figure.value for figure in figures(run, findings)}
     found = {}
     for file in files:
         reader = read(board, file.parent)
@@ -112,7 +112,7 @@ def test_runs_form_a_curve_in_whatever_order_they_are_written(board: Any, tmp_pa
         write_tensorboard(replace(run, started=begun, id=id_), findings, tmp_path)
     assert len(list((tmp_path / "bf16").iterdir())) == 2
     points = read(board, tmp_path / "bf16").Scalars(f"transformer/best_seconds {PLACE}")
-    assert [one.step for one in points] == [1767614400, 1767787200]
+    assert [point.step for point in points] == [1767614400, 1767787200]
 
 
 def test_a_mode_of_whatever_letters_is_one_folder(board: Any, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_figures_and_files_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert options["project"] == "mine" and options["name"] == "x 20260105-120000"
     assert options["config"]["command"] == run.command and options["config"]["moment"] == 1767614400
     assert set(options) == {"project", "name", "config"}
-    assert values == {f"{one.mode}/{one.tag}": one.value for one in figures(run, findings)} and values
+    assert values == {f"{figure.mode}/{figure.tag}": figure.value for figure in figures(run, findings)} and values
     assert files == [("file", ("a/run.jsonl", "run.jsonl")), ("file", ("b/report.html", "report.html"))]
     assert artifact[0] == "artifact" and finish == ("finish", 0)
 

@@ -62,7 +62,9 @@ def test_csv_is_the_tidy_rows_under_their_columns() -> None:
 
 
 def test_lines_end_as_everywhere_else_and_one_line_is_one_row() -> None:
-    records = tuple(replace(one, reason='a "b",\r\nc\x00\x1b[31m' if one.reason else "") for one in RUN.records)
+    records = tuple(
+        replace(record, reason='a "b",\r\nc\x00\x1b[31m' if record.reason else "") for record in RUN.records
+    )
     text = csv_text(*run_rows([(replace(RUN, records=records), FINDINGS)]))
     assert "\r" not in text and "\x00" not in text and text.endswith("\n") and not text.endswith("\n\n")
     assert text.count("\n") == len(TABLE) + 1
@@ -165,7 +167,7 @@ def test_a_phase_too_short_to_tell_is_labelled_and_errors_are_rows() -> None:
 
 
 def test_an_emulated_case_has_no_speed() -> None:
-    (emulated,) = [one for one in RUN.records if one.support.level is Level.EMULATED]
+    (emulated,) = [record for record in RUN.records if record.support.level is Level.EMULATED]
     found = replace(
         FINDINGS[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), median_ratio=0.3, verdict=Verdict.FASTER
     )

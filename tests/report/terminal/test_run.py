@@ -61,7 +61,7 @@ def changed(**changes: object) -> tuple[Run, dict[str, Finding]]:
 
 def with_records(**changes: object) -> tuple[Run, dict[str, Finding]]:
     run, findings = transformer()
-    return replace(run, records=tuple(replace(one, **changes) for one in run.records)), findings  # type: ignore[arg-type]
+    return replace(run, records=tuple(replace(record, **changes) for record in run.records)), findings  # type: ignore[arg-type]
 
 
 @for_each("make", [transformer, gemm])
@@ -118,7 +118,7 @@ def test_replays_have_a_column_where_there_are_any() -> None:
         "bf16": Replays(timing, loaded="its batches"),
         "fp16": Replays(None, "its step waits for a value of the device"),
     }
-    records = tuple(replace(one, replays=given.get(one.case.mode)) for one in run.records)
+    records = tuple(replace(record, replays=given.get(record.case.mode)) for record in run.records)
     made = replace(run, records=records), findings
     text = render_whole(*made, width=250)
     assert text.count("7.00 ms") == 1 and "replayed: the best case of the device alone" in text
@@ -127,8 +127,10 @@ def test_replays_have_a_column_where_there_are_any() -> None:
     (table,) = of_kind(part("results", made), Table)
     (column,) = [number for number, one in enumerate(table.columns) if one.title == "replayed"]
     assert [row[column].text for row in table.rows if row[column].text != "-"] == ["7.00 ms"]
-    figures = [one for one in metrics_of(records[0], None) if one.name == "replay_time"]
-    assert [(one.value, one.best, one.rounds, one.count) for one in figures] == [(7e-3, pytest.approx(7e-3), 9, 9)]
+    figures = [record for record in metrics_of(records[0], None) if record.name == "replay_time"]
+    assert [(figure.value, figure.best, figure.rounds, figure.count) for figure in figures] == [
+        (7e-3, pytest.approx(7e-3), 9, 9)
+    ]
     assert "replayed" not in render_whole(run, findings, width=250)
 
 
@@ -148,7 +150,7 @@ def cached(rotation: Rotation | None) -> Made:
     """The transformer run with a cache, on a CPU whose last cache is known."""
     cache = "cold" if rotation is None else "rotating"
     run, findings = recased(transformer(), lambda case: replace(case, params=(*case.params, ("cache", cache))))
-    records = tuple(replace(one, rotation=rotation) for one in run.records)
+    records = tuple(replace(record, rotation=rotation) for record in run.records)
     cpu = replace(run.devices[0], cache_bytes=32 << 20, cache_shared=2)
     return replace(run, records=records, devices=(cpu,)), findings
 
@@ -156,7 +158,7 @@ def cached(rotation: Rotation | None) -> Made:
 @as_before
 def test_terminal() -> Told:
     run, findings = transformer()
-    records = tuple(replace(one, is_reference=one.case.precision == "fp8") for one in run.records)
+    records = tuple(replace(record, is_reference=record.case.precision == "fp8") for record in run.records)
     yield "an emulated reference is called so", on_terminal((replace(run, records=records), findings), "verdict")
     for claim, work in {
         "tokens": Work(flops=1e9, tokens=1024, bytes=1e6), "FLOP where there are no tokens": Work(flops=1e9, bytes=1e6),
@@ -195,8 +197,8 @@ def test_terminal() -> Told:
     several, found = gemm()
     last = several.records[-1].case.setting
     records = tuple(
-        replace(one, is_reference=one.case.precision == "bf16") if one.case.setting == last else one
-        for one in several.records
+        replace(record, is_reference=record.case.precision == "bf16") if record.case.setting == last else record
+        for record in several.records
     )
     yield (
         "groups against different references get tables of their own",
@@ -211,15 +213,17 @@ def test_terminal() -> Told:
     for whole in (False, True):
         yield f"a run without records says so, whole {whole}", render(nothing, {}, whole=whole)
     detail = "no numerical error: ValueError: no reference for this one"
-    records = tuple(replace(one, detail=detail) if one.status is Status.OK else one for one in several.records)
+    records = tuple(
+        replace(record, detail=detail) if record.status is Status.OK else record for record in several.records
+    )
     yield (
         "a case that was timed but has no error says why",
         on_terminal((replace(several, records=records), found), "notes"),
     )
     first, *others = several.plan.groups
     misfit = Support(Level.REFUSED, "native fp8 needs K a multiple of 16")
-    (fp8,) = [one for one in first.cases if one.case.mode == "fp8"]
-    cases = tuple(replace(one, support=misfit, skip=misfit.reason) if one is fp8 else one for one in first.cases)
+    (fp8,) = [case for case in first.cases if case.case.mode == "fp8"]
+    cases = tuple(replace(case, support=misfit, skip=misfit.reason) if case is fp8 else case for case in first.cases)
     plan = replace(several.plan, groups=(replace(first, cases=cases), *others))
     yield (
         "a precision refused at some shapes only is one row of the plan",

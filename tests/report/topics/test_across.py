@@ -29,7 +29,7 @@ def test_across() -> Told:
     yield "no chart claims a verdict, and doubt is grey", part("across", two, noisy)
     run, findings = gemm()
     native = Support(Level.NATIVE, "")
-    records = (replace(one, support=native) if one.case.precision == "fp8" else one for one in run.records)
+    records = (replace(record, support=native) if record.case.precision == "fp8" else record for record in run.records)
     hardware = elsewhere((replace(run, records=tuple(records)), findings))
     yield "an emulation has a cost and no ratio", part("across", (run, findings), hardware)
     run, findings = recased(faster, lambda case: replace(case, version="2"))

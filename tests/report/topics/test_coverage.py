@@ -41,5 +41,7 @@ def test_coverage() -> Told:
 
 
 def test_rows_have_the_share() -> None:
-    (metric,) = (one for one in metrics_of(profiled().records[1], None) if one.name == "share_of_flops_converted")
+    (metric,) = (
+        record for record in metrics_of(profiled().records[1], None) if record.name == "share_of_flops_converted"
+    )
     assert (metric.value, metric.unit) == (0.6, "ratio")

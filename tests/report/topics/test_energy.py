@@ -37,7 +37,9 @@ def lines(made: Made) -> list[str]:
 def test_energy() -> Told:
     average = with_energy(bf16=use((1.9,) * 3, source="average"))
     yield "sources that do not compare are named", part("energy", average).lead
-    plain = EnergyUse("rapl", tuple(replace(one, sm_clock=None, temperature=None) for one in use((1.0,) * 3).windows))
+    plain = EnergyUse(
+        "rapl", tuple(replace(window, sm_clock=None, temperature=None) for window in use((1.0,) * 3).windows)
+    )
     yield "what no window knows has no column", part("energy", with_energy(**dict.fromkeys(MODES, plain)))
     yield "many shapes have one sentence, and shares", part("energy", squares(0.5, 0.6, 1.0))
     lone = with_energy(bf16=None, fp8=None, nvfp4=None, fp16=None)
@@ -61,7 +63,7 @@ def test_energy_in_a_terminal() -> Told:
     run, findings = with_energy(fp16=None, bf16=EnergyUse("counter", why="the GPU is lost"))
     label = Label.ENERGY_UNRESOLVED
     for mode, reason in (("bf16", "the GPU is lost"), ("fp8", "its windows are 9% apart"), ("fp32", "so they are")):
-        (case,) = (one for one in findings if one.endswith(f"/{mode}"))
+        (case,) = (finding for finding in findings if finding.endswith(f"/{mode}"))
         findings[case] = replace(findings[case], labels=(label,), label_reasons=((label, reason),))
     yield "what the label says is said once for all cases", on_terminal((run, findings), "energy")
     slow = with_energy(bf16=use((1.9, 1.9, 1.9), 0.0075), nvfp4=use((31.0,), 0.5))
@@ -110,7 +112,10 @@ def test_what_is_missing_has_a_row_with_the_reason() -> None:
     (row,) = rows_of("fp16")
     assert row["median_in_unit"] is None and row["why"] == TOO_FEW and row["n_samples"] is None
     run, findings = energetic()
-    records = [replace(one, energy=replace(one.energy or EnergyUse("counter"), idle_after=None)) for one in run.records]
+    records = [
+        replace(record, energy=replace(record.energy or EnergyUse("counter"), idle_after=None))
+        for record in run.records
+    ]
     nets = [row for row in rows(replace(run, records=tuple(records)), findings) if row["metric"] == "energy_net"]
     assert len(nets) == 4 and {row["median_in_unit"] for row in nets} == {None}
     assert {row["why"] for row in nets} == {"the idle power after its windows was not measured"}

@@ -38,7 +38,7 @@ def with_uses(*uses: MemoryUse | None, made: Made | None = None) -> Made:
     run, findings = made or transformer()
     records = []
     for record, one in zip(run.records, uses, strict=True):
-        others = tuple(found for found in record.measurements if found.metric != "peak_memory")
+        others = tuple(measurement for measurement in record.measurements if measurement.metric != "peak_memory")
         records.append(replace(record, memory=one, measurements=others if one is None else (*others, memory(one.peak))))
     return replace(run, records=tuple(records)), findings
 
@@ -137,7 +137,7 @@ def test_rows_by_role_and_by_phase() -> None:
 
 def test_a_case_that_failed_says_nothing_of_its_memory() -> None:
     run, findings = usual()
-    failed = replace(run, records=tuple(replace(one, status=Status.FAILED) for one in run.records))
+    failed = replace(run, records=tuple(replace(record, status=Status.FAILED) for record in run.records))
     assert not any("memory_" in str(row["metric"]) for row in rows(failed, findings))
 
 

@@ -87,7 +87,9 @@ def test_narrow_tables_lose_no_figure(width: int) -> None:
 def test_a_table_of_scales_has_an_end() -> None:
     run, findings = many(160)
     scales = (LayerScale("mlp.up", "input", 3.5, 128.0), LayerScale("mlp.up", "gradient", 7e-5, 8e8, 12))
-    found = part("scales", (replace(run, records=tuple(replace(one, scales=scales) for one in run.records)), findings))
+    found = part(
+        "scales", (replace(run, records=tuple(replace(record, scales=scales) for record in run.records)), findings)
+    )
     (table,) = of_kind(found, Table)
     assert MOST_ROWS - 2 < len(table.rows) <= MOST_ROWS
     assert any("for want of room: m=" in text.text for text in of_kind(found, Text))

@@ -23,7 +23,7 @@ KERNELS = (OperatorTime("gemm", "hopper_gemm", 54.0, 0.002, True), OperatorTime(
 
 def traced(*operators: OperatorTime, made: Made | None = None) -> Made:
     run, findings = made or transformer()
-    records = tuple(replace(one, trace="a/b.pt.trace.json.gz", operators=operators) for one in run.records)
+    records = tuple(replace(record, trace="a/b.pt.trace.json.gz", operators=operators) for record in run.records)
     return replace(run, records=records, request=Request("x", trace="traces")), findings
 
 

@@ -124,18 +124,18 @@ def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> Non
     found = [sized(precision, elements, rounds, fp8) for elements in (1000, 4000) for precision, fp8 in ways]
     run = run_of(found)
     charts = of_kind(part("ranks", (run, findings(run))), Scatter)
-    (chart,) = [one for one in charts if one.name.startswith("busbw")]
+    (chart,) = [chart for chart in charts if chart.name.startswith("busbw")]
     assert chart.joined == ("fp32", "bf16", "fp8 fp8_ring", "fp8 fp8_gather") and chart.x.log and chart.y.log
     assert len(chart.points) == 8
-    points = {(one.series, one.x): one for one in chart.points}
+    points = {(point.series, point.x): point for point in chart.points}
     for elements in (1000, 4000):
         one = points["bf16", 4.0 * elements]
         assert (one.low, one.y, one.high) == pytest.approx([3.0 * elements / (ms / 1000) for ms in (8, 4, 2)])
-    assert {one.series for one in chart.points if one.tone is Tone.DOUBT} == {"fp8 fp8_ring", "fp8 fp8_gather"}
+    assert {point.series for point in chart.points if point.tone is Tone.DOUBT} == {"fp8 fp8_ring", "fp8 fp8_gather"}
     assert set(wire_costs(*panels_of(run, findings(run)))) == {"all_reduce of 15.6 KiB"}
     alone = run_of(found[:6])
     charts = of_kind(part("ranks", (alone, findings(alone))), Scatter)
-    assert not any(one.name.startswith("busbw") for one in charts)
+    assert not any(chart.name.startswith("busbw") for chart in charts)
 
 
 def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
@@ -147,12 +147,14 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
     (panel,) = panels_of(run, findings(run))
     on_page = list(ranks_section(material_of([run], [findings(run)])))
     for elements in (list(ranks(panel)), on_page):
-        (table,) = (one for one in elements if isinstance(one, Table) and one.name.startswith("scaling"))
+        (table,) = (
+            element for element in elements if isinstance(element, Table) and element.name.startswith("scaling")
+        )
         assert [[field.text for field in row[-2:]] for row in table.rows] == [
             ["83.3% (71.4% to 100.0%)"] * 2,
             ["wide", "wide"],
         ]
-        said = [one.text for one in elements if isinstance(one, Text)]
+        said = [element.text for element in elements if isinstance(element, Text)]
         assert any("No efficiency is told where it says wide: " in one for one in said), said
     found = [row for row in rows(run, findings(run)) if row["metric"] == "strong_scaling"]
     bounds = [(row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in found]
@@ -165,7 +167,7 @@ def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
     assert len(text.splitlines()) < 60 and text.index("all_reduce of 3.91 KiB, 2 ranks") < 300
     assert "phases, as shares" not in text and "The report has the rest of every case" in text
     assert max(map(len, text.splitlines())) <= 80
-    one = run_of([one for one in run.records if dict(one.case.params)["fp8"] == "fp8_ring"])
+    one = run_of([record for record in run.records if dict(record.case.params)["fp8"] == "fp8_ring"])
     alone = render_whole(one, findings(one), width=80)
     assert "all_reduce of 3.91 KiB, 2 ranks" in alone and "phases, as shares" in alone
 

@@ -50,7 +50,7 @@ def test_results() -> Told:
 def test_a_number_of_a_suite_is_not_taken_for_the_steps_own() -> None:
     run, findings = gemm()
     own = tuple(Measurement(name, "J", (7.0,)) for name in ("time", "energy", "flops_per_second", "tokens_per_second"))
-    records = tuple(replace(one, measurements=(*one.measurements, *own)) for one in run.records)
+    records = tuple(replace(record, measurements=(*record.measurements, *own)) for record in run.records)
     assert table((replace(run, records=records), findings)) == table(gemm())
 
 

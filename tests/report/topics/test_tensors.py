@@ -39,8 +39,9 @@ def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
     """One figure of the same name in another suite is not enough."""
     assert about_tensors(panel(tensors("gaussian"))) and not about_tensors(panel(products()))
     run, findings = gemm()
-    one = replace(run.records[0], measurements=(*run.records[0].measurements, Measurement("sqnr_db", "dB", (30.0,))))
-    assert not any(about_tensors(one) for one in panels_of(replace(run, records=(one, *run.records[1:])), findings))
+    first, *others = run.records
+    first = replace(first, measurements=(*first.measurements, Measurement("sqnr_db", "dB", (30.0,))))
+    assert not any(map(about_tensors, panels_of(replace(run, records=(first, *others)), findings)))
 
 
 @for_each(
@@ -75,7 +76,7 @@ def test_a_tensor_has_its_name_and_what_tells_it_from_others_of_that_name() -> N
     assert [tensor_name(found, group) for group in found.groups] == ["gaussian", "outliers"]
     params = [{"tensor": "gaussian", "rows": rows} for rows in (64, 128)]
     records = [
-        Record(case("numerics", "bf16", one), EMULATED, Status.OK) for one in [*params, {"tensor": "t", "rows": 8}]
+        Record(case("numerics", "bf16", row), EMULATED, Status.OK) for row in [*params, {"tensor": "t", "rows": 8}]
     ]
     found = panel((run_of(records), {}))
     assert [tensor_name(found, group) for group in found.groups] == ["gaussian rows=64", "gaussian rows=128", "t"]

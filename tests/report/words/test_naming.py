@@ -69,7 +69,7 @@ def test_what_a_run_does_not_know_is_empty() -> None:
 
 def test_a_quick_look_says_what_nobody_checked() -> None:
     run, _ = shapes({"m": 1, "n": 1, "k": 1})
-    timed = tuple(replace(one, timing=samples(("gemm",), (10,))) for one in run.records)
+    timed = tuple(replace(record, timing=samples(("gemm",), (10,))) for record in run.records)
     run = replace(run, records=timed, request=replace(run.request, quick=True))
     note = notes_of(run)[-1]
     assert "--quick" in note and "--tape" in note and "--ceilings" in note and "cases" not in note

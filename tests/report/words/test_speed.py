@@ -144,5 +144,5 @@ def test_a_sign_that_does_not_turn_and_an_emulation_decide_nothing() -> None:
     assert over(loaded({"uniform": (*FASTER, ())})) == []
     assert over(shapes(SIDES, {**SIDES, "m": 512})) == []
     run, findings = loaded({"uniform": (*FASTER, ()), "zipf:1": (*SLOWER, ())})
-    emulated = tuple(replace(one, support=EMULATED) for one in run.records)
+    emulated = tuple(replace(record, support=EMULATED) for record in run.records)
     assert over((replace(run, records=emulated), findings)) == []
