@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fp8bench import model
 from fp8bench.analysis.findings import findings as findings_of
-from fp8bench.cli.calls import asked, asks
+from fp8bench.cli.calls import request_fields, takes_options_of
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
 from fp8bench.cli.outputs import CommandResult, in_store
@@ -60,7 +60,7 @@ class Run(model.Run):
         return speed_chart(self, findings(self))
 
 
-@asks(Request, without=("known_scales",))
+@takes_options_of(Request, without=("known_scales",))
 def run(
     suite: str,
     *,
@@ -81,7 +81,7 @@ def run(
     seconds. Progress goes to stderr unless `progress` is False, or to your `observer`. Raises Fp8benchError with a
     sentence for what cannot be done; failed cases are records.
     """
-    request = Request(suite, **asked(Request, options))
+    request = Request(suite, **request_fields(Request, options))
     request = replace(request, imports=(*request.imports, *files_of(suite)))
     check_sessions(sessions, apart)
     several = partial(execute_sessions, request, sessions=sessions, apart=apart)
@@ -125,7 +125,7 @@ _NOT_OF_A_PROFILE = {
 }  # fmt: skip
 
 
-@asks(Request, without=_NOT_OF_A_PROFILE)
+@takes_options_of(Request, without=_NOT_OF_A_PROFILE)
 def profile(
     model: str | torch.nn.Module,
     batch: object = None,
@@ -158,7 +158,7 @@ def profile(
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
     target = type(model).__name__ if live else function_named(str(model))
     request = Request(
-        **profile_dtypes(names(dtypes), reference), **asked(Request, how),
+        **profile_dtypes(names(dtypes), reference), **request_fields(Request, how),
         axes=profile_axes(target, forward, optimizer, compile, names(skip)), precision_map=pairs(precision_map),
         isolation=isolation,
     )  # fmt: skip

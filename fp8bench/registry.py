@@ -176,7 +176,7 @@ class PrecisionRegistry(Registry[Precision]):
             raise UsageError(f"the dtype {word!r} gives backend twice. Keep one of the two.")
         if not leaf.takes_backend:
             raise UsageError(
-                f"{leaf.name} is torch's own: nobody else multiplies in it. Leave {_BACKEND}{chosen[0]} out."
+                f"{leaf.name} is torch's own, and no other backend multiplies in it. Leave {_BACKEND}{chosen[0]} out."
             )
         return precision.by(backends.get(chosen[0]))
 

@@ -129,7 +129,7 @@ _GIVEN = {
 }  # fmt: skip
 
 
-def asks(*kinds: type, without: Iterable[str] = ()) -> Callable[[F], F]:
+def takes_options_of(*kinds: type, without: Iterable[str] = ()) -> Callable[[F], F]:
     """Adds the fields of requests to a call's keywords and signature; others are refused with the nearest one."""
 
     def named(function: F) -> F:
@@ -165,7 +165,7 @@ def keywords_of(kind: type) -> dict[str, Field[Any]]:
     return {words[field.name]: field for field in fields(kind)}
 
 
-def asked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def request_fields(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     known, made = keywords_of(kind), {}
     for word, value in given.items():
         name, parse = known[word].name, options_of(kind)[known[word].name].parse

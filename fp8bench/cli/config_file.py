@@ -238,7 +238,7 @@ def with_config(
     return arguments
 
 
-def written(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
+def config_text(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
     """The text of a file with the options that differ from their defaults, and all others as comments."""
     lines = ["# Options of `fp8bench suite`, read by --config FILE; the command line wins."]
     names = {action: key for key, action in reversed(_keys(command).items())}  # the first of those that it has

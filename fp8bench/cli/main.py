@@ -35,14 +35,14 @@ _CORE = {
     "profile": "measure: run a model of your own, as it came and in low precision",
     "show": "understand: print a stored run, duel or training again",
     "report": "understand: write the report of stored runs, side by side if several",
-    "compare": "understand: hold two runs, commits or stores against each other",
+    "compare": "understand: compare two runs, commits or stores",
     "history": "understand: follow figures over commits, and find where they changed",
     "tape": "understand: count a step's operators, FLOPs and bytes, by precision",
     "doctor": "machine: say what this one can do, what not, and why",
     "list": "machine: name suites, precisions, backends and devices",
     "config": "machine: write a file of options for suite --config",
     "store": "machine: pack a store into a few files, or unpack it",
-    "completion": "machine: print what completes commands in bash, zsh or fish",
+    "completion": "machine: print the script that completes commands in bash, zsh or fish",
     "help": "machine: explain a command, as COMMAND --help does",
 }
 # Packages whose module has another name.
@@ -258,7 +258,7 @@ def _run(words: list[str]) -> int:
         from fp8bench.user_code import own_words
 
         raise UsageError(
-            f"code of your own ended the command: {own_words(error)}. Let it raise what is wrong."
+            f"code of your own ended the command: {own_words(error)}. Let it raise an error instead."
         ) from None
     say("")
     return code

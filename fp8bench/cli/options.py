@@ -117,7 +117,7 @@ def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.Argum
     return add
 
 
-def asked_in(group: argparse._ArgumentGroup, kind: type = Request) -> None:
+def add_options_of(group: argparse._ArgumentGroup, kind: type = Request) -> None:
     for option, (title, known) in arguments_of(kind).items():
         if title == group.title:
             group.add_argument(option, *_OTHER_NAMES.get(option, ()), **known)

@@ -20,7 +20,7 @@ from fp8bench.jobs.report_files import (
     folder_of,
     folder_of_kept,
     report_of_kept,
-    typed_from_here,
+    short_path,
     why_not_shown,
     write_report,
 )
@@ -102,7 +102,7 @@ def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
                 note(f"report: {error} The {kind.name} is kept; `fp8bench report {kind.names(path)[0]}` writes it")
                 continue
             if page is not None:
-                note(f"report: {typed_from_here(page)}")
+                note(f"report: {short_path(page)}")
 
 
 def _sent(
@@ -131,7 +131,7 @@ def _report(run: Run, store: Path, pages: Pages) -> Iterator[str]:
     except StoreError as error:
         yield f"{error} The run is kept; `fp8bench report {run.id}` writes it again"
         return
-    yield typed_from_here(page)
+    yield short_path(page)
     problem = why_not_shown(page) if pages.browser else ""
     if problem:
         yield problem

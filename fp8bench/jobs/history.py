@@ -64,7 +64,7 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
     return path
 
 
-def opened(store: Path, observer: JobObserver) -> History:
+def read_history(store: Path, observer: JobObserver) -> History:
     """The history of a store; notes progress where reading takes a while, and what was wrong with its files."""
 
     history = open_history(store, _progress(observer, "run"))
@@ -73,7 +73,7 @@ def opened(store: Path, observer: JobObserver) -> History:
     return history
 
 
-def compacted(store: Path, observer: JobObserver) -> Compaction:
+def compact_store(store: Path, observer: JobObserver) -> Compaction:
     """Brings a store's compacted files up to date with its runs."""
 
     return compact(store, _progress(observer, "commit"))
@@ -92,7 +92,7 @@ def _progress(observer: JobObserver, what: str) -> Callable[[int, int], None]:
     return reads
 
 
-def pruned(store: Path, remove: bool) -> list[tuple[str, int]]:
+def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
     """What nobody needs and nobody is using, with its bytes; removed with `remove`. Raises StoreError."""
     parts = [part for kind in kinds() for part in kind.spare(store)]
     left = [path for path in leftovers(store) if not is_compacting(store)]
@@ -187,8 +187,8 @@ def acknowledge(
     Returns each trend's name and the commits around the change.
     """
     if undo and because is not None:
-        raise UsageError("--because says why a change is acknowledged, and --undo was given too. Leave one out.")
-    trends = _trends(opened(store, observer), series, store)
+        raise UsageError("--because says why a change stays, and --undo takes that back. Leave one out.")
+    trends = _trends(read_history(store, observer), series, store)
     changes = find_changes(trends)
     acks = kept_acks(store, changes, observer)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -210,7 +210,7 @@ def _undone(word: str, until: str | None, trends: Sequence[Trend], acks: Sequenc
     ]  # fmt: skip
     if not wanted:
         at = f" up to {until}" if until is not None else ""
-        raise UsageError(f"nothing{at} is acknowledged of {word!r:.80}.")
+        raise UsageError(f"{word!r:.80} has no acknowledged changes{at}.")
     return [(ack, names[ack.series, ack.cell]) for ack in wanted]
 
 
@@ -221,7 +221,7 @@ def _chosen(word: str, until: str | None, search: Found) -> list[Change]:
         chosen = [change for change in still if change.comparison.until.startswith(until)]
         if not chosen:
             there = f" Open are:{to_choose_from(still)}" if still else " It has no open changes."
-            raise UsageError(f"no open change of {word!r:.80} is up to the commit {until!r:.80}.{there}")
+            raise UsageError(f"{word!r:.80} has no open change up to the commit {until!r:.80}.{there}")
     elif still:
         chosen = [change for change in still if change.is_worse] or still
     else:

@@ -156,7 +156,7 @@ def why_not_shown(page: Path) -> str:
     return "" if shown else f"no browser could be opened. The report is at {address}"
 
 
-def typed_from_here(page: Path) -> str:
+def short_path(page: Path) -> str:
     try:
         return str(page.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -166,7 +166,7 @@ def typed_from_here(page: Path) -> str:
 def place_of_report(run: Run) -> str:
     store = store_of(Path(run.path)) if run.path else None
     page = folder_of([run], store) / PAGE if store is not None else None
-    return typed_from_here(page) if page is not None and page.is_file() else ""
+    return short_path(page) if page is not None and page.is_file() else ""
 
 
 def folder_of(runs: Sequence[Run], store: Path) -> Path:

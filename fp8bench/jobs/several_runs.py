@@ -49,7 +49,7 @@ def execute_sessions(
 ) -> Run:
     """Measures the request in several runs, each kept; returns the last, whose intervals are the hull of all.
 
-    `apart` is the pause between runs in seconds. After an interrupt, the last run is the one that was interrupted.
+    `apart` is the pause between runs in seconds. An interrupt ends it with the last run that there is.
     """
     known: dict[str, tuple[Interval, ...]] = {}
     for number in range(sessions):
@@ -117,21 +117,21 @@ def standard_runs(store: Path, observer: JobObserver) -> Iterator[str]:
 ORIGIN = "fleet"
 
 
-def cut(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
+def cut_into_cells(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
     cells = cells_of(plan, facts)
     if not cells:
         raise UsageError("nothing of this would be measured here, so that there is no cell. See --dry-run.")
     return FleetPlan(secrets.token_hex(4), now(), command, request, cells, __version__)
 
 
-def measured(plan: FleetPlan, number: int, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
+def measure_cell(plan: FleetPlan, number: int, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
     """The run of a cell, and whether it was measured now: one that is done is not measured again.
 
     A run that was cut off is resumed on the same machine and software, and else measured anew.
     """
     check_cell(plan, number)
     name = plan.name_of(number)
-    with alone(folder_of(plan, number, store), f"cell {name} into {store}"):
+    with exclusively(folder_of(plan, number, store), f"cell {name} into {store}"):
         begun = [head for place, head in runs_of(plan, store) if place == number]
         whole = next((run for head in begun if (run := load_run(Path(head.path))).finished), None)
         if whole is not None and not missing_groups(whole):
@@ -145,7 +145,7 @@ def measured(plan: FleetPlan, number: int, store: Path, observer: Observer, comm
 
 
 @contextmanager
-def alone(folder: Path, what: str) -> Iterator[None]:
+def exclusively(folder: Path, what: str) -> Iterator[None]:
     """Holds the folder's lock; raises UsageError if another process has it."""
     with ExitStack() as stack:
         try:

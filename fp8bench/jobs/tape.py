@@ -55,13 +55,12 @@ def tapes_of(run: Run, name: str = "") -> list[Taped]:
     ]  # fmt: skip
     if not any(taped.tape for taped in tapes):
         raise UsageError(
-            f"the run {run.id} has no tape: it was measured before there were any, or with "
-            "FP8BENCH_TAPE=off. Measure it again, with --tape."
+            f"the run {run.id} has no tape, as with --quick or FP8BENCH_TAPE=off. Measure it again, with --tape."
         )
     return tapes
 
 
-def beside(now: Sequence[Taped], before: Sequence[Taped]) -> list[Taped]:
+def paired_tapes(now: Sequence[Taped], before: Sequence[Taped]) -> list[Taped]:
     """Each tape followed by that of the same case in the other run; cases without a partner are left out."""
     known = {(taped.setting, taped.mode): taped for taped in before}
     both = [(taped, known[taped.setting, taped.mode]) for taped in now if (taped.setting, taped.mode) in known]

@@ -57,9 +57,9 @@ def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
     told = _asked(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
     gpus = [[field.strip() for field in line.split(",")] for line in told]
     if not gpus or any(len(fields) != len(_QUERY.split(",")) for fields in gpus):
-        raise UsageError(f"--topology: nvidia-smi tells of no GPUs: {' '.join(told)[:200]!r}")
+        raise UsageError(f"--topology: nvidia-smi lists no GPUs: {' '.join(told)[:200]!r}")
     if len(names := sorted({fields[0] for fields in gpus})) > 1:
-        raise UsageError(f"--topology: a plan is of one kind of GPU, and here are {', '.join(names)}.")
+        raise UsageError(f"--topology: a plan takes one kind of GPU, and this machine has {', '.join(names)}.")
     kinds = links_between(_asked("topo", "-m"))
     yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
     yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'nothing to join'}"

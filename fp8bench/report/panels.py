@@ -143,7 +143,7 @@ class Figures(dict[str, Metric]):
 
     def __init__(self, group: ResultGroup, result: Result) -> None:
         super().__init__()
-        # Rates are sound unless nobody but the suite has seen its work, or has seen other work.
+        # Rates are unsound if only the suite has seen its work, or if other work was seen.
         unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
         self._sound = not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
         for metric in metrics_within(group, result):

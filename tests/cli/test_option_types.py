@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from fp8bench.cli.calls import asked, asks
+from fp8bench.cli.calls import request_fields, takes_options_of
 from fp8bench.cli.config_file import read_config
 from fp8bench.cli.main import Parser
 from fp8bench.cli.option_types import path, precision_map
-from fp8bench.cli.options import asked_in
+from fp8bench.cli.options import add_options_of
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
 from fp8bench.model.request import HOW, check_fields, option, options_of, whole_number
@@ -66,7 +66,7 @@ class More(Request):
 @pytest.fixture
 def parser() -> Parser:
     parser = Parser(prog="fp8bench suite")
-    asked_in(parser.add_argument_group(HOW), More)
+    add_options_of(parser.add_argument_group(HOW), More)
     return parser
 
 
@@ -84,9 +84,9 @@ def test_it_is_a_key_of_a_file_of_options(parser: Parser, tmp_path: Path) -> Non
 
 
 def test_it_is_a_keyword_of_a_call() -> None:
-    @asks(More)
+    @takes_options_of(More)
     def run(suite: str, **options: Any) -> More:
-        return More(suite, **asked(More, options))
+        return More(suite, **request_fields(More, options))
 
     assert run("gemm", cool_down=9).cool_down == 9 and run("gemm").cool_down is None
     assert inspect.signature(run).parameters["cool_down"].default is None

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        raise UsageError("completion takes the package shtab: `pip install shtab`, and say it again.") from None
+        raise UsageError("completion needs the package shtab: `pip install shtab`, then try again.") from None
     names = {
         "dtypes": precisions.names(), "devices": devices.names(), "backend": backends.names(),
         "suite": [*known_suites(), "all"],

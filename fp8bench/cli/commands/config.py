@@ -29,14 +29,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Refuses what could not be measured."""
-    from fp8bench.cli.config_file import written
+    from fp8bench.cli.config_file import config_text
 
     check_files({"--write": arguments.write})
     if arguments.suite is not None:
         check_names(request_of(arguments))
     command = argparse.ArgumentParser()
     suite.add(command)
-    text = written(command, arguments)
+    text = config_text(command, arguments)
     with write_outputs({"--write": (arguments.write, text)}):
         if arguments.write is None:
             say(text)

@@ -22,15 +22,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--ceilings", action="store_true",
-        help="measure what each device does at most, in five runs (45 s), keep it in the store, and say nothing else",
+        help="measure what each device does at most, in five runs (45 s), keep it in the store, and print nothing else",
     )  # fmt: skip
     parser.add_argument(
         "--peak", action="append", metavar="'DEVICE FIGURE [NUMBER]'",
-        help="hold a quoted figure against the vendor's, and say nothing else: 'H200 tf32 312'; again for more",
+        help="compare a quoted figure with the vendor's, and print nothing else: 'H200 tf32 312'; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--topology", type=types.path, metavar="FILE",
-        help="write what joins this machine's GPUs to this file, as plan-parallel takes it, and say nothing else",
+        help="write how this machine's GPUs are linked to this file, as plan-parallel takes it, and print nothing else",
     )  # fmt: skip
     shared(parser, "--threads", help="of a processor, for --ceilings; default 1")
     shared(parser, "--store", help="where ceilings and spreads are kept, as in suite")
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _ceilings_as_json(arguments: argparse.Namespace) -> int:
     if arguments.calibrate or not arguments.ceilings:
-        raise UsageError("--json is of what devices do at most. Give it with --ceilings, and without --calibrate.")
+        raise UsageError("--json prints what devices do at most. Give it with --ceilings, and without --calibrate.")
     from fp8bench.jobs.ceilings import ceilings_here
 
     pairs = ceilings_here(arguments.store, TERMINAL, arguments.threads)

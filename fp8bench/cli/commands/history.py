@@ -65,7 +65,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "the last commit that it may be, as regressions shows it; needed where several are open"
     ack.add_argument("--until", type=types.commit, metavar="COMMIT", help=words)
     ack.add_argument("--because", metavar="TEXT", help="why it stays")
-    ack.add_argument("--undo", action="store_true", help="it does alarm again")
+    ack.add_argument("--undo", action="store_true", help="let it alarm again")
     codes = "Exit codes: 0 nothing is broken, 2 there is no such store, 3 something is."
     command("verify", "read every file of the store and say what is broken, and where; changes nothing", codes)
     codes = "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be made."
@@ -105,9 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace, store: Path) -> int:
-    from fp8bench.jobs.history import opened
+    from fp8bench.jobs.history import read_history
 
-    history = opened(store, TERMINAL) if not arguments.runs else None
+    history = read_history(store, TERMINAL) if not arguments.runs else None
     if history is not None:
         told_of = bool(history.runs or history.left or index_of(store).exists())
     else:
@@ -162,9 +162,9 @@ def _kept_lines(store: Path, left: Counter[str]) -> dict[str, list[str]]:
 
 
 def _show(arguments: argparse.Namespace, store: Path) -> int:
-    from fp8bench.jobs.history import opened, series_meant
+    from fp8bench.jobs.history import read_history, series_meant
 
-    history = opened(store, TERMINAL)
+    history = read_history(store, TERMINAL)
     wanted = series_meant(arguments.series, history, store)
     trends = history.trends(lambda name: name == wanted)
     commits = {figure.commit for trend in trends for figure in trend.figures}
@@ -182,10 +182,10 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
 
 
 def _regressions(arguments: argparse.Namespace, store: Path) -> int:
-    from fp8bench.jobs.history import all_changes, opened
+    from fp8bench.jobs.history import all_changes, read_history
     from fp8bench.report.terminal.changes import page_of, value_of
 
-    search = all_changes(opened(store, TERMINAL), store, TERMINAL)
+    search = all_changes(read_history(store, TERMINAL), store, TERMINAL)
     page = partial(page_of, search, str(store), arguments.all, options_of(arguments))
     tell(arguments, page, partial(value_of, search))
     return EXIT_REGRESSION if any(change.alarms for change in search.changes) else EXIT_OK

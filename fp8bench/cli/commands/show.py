@@ -33,7 +33,7 @@ _DETAILS = {
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    words = "an id, a file's stem, a path, or 'last', a run's or a training's; a duel's too, but for 'last'"
+    words = "a run, training or duel: its id, its file's stem or its path; 'last' is the newest run or training"
     parser.add_argument("run", metavar="RUN", help=words)
     shared(parser, "--store", help="as in suite")
     for table in _tables():
@@ -84,7 +84,7 @@ def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Iterab
     for option in options:
         if getattr(arguments, option) not in (None, False):
             raise UsageError(
-                f"{name!r:.80} is a {what}, which --{option} does not go with. Leave it out, or use --json."
+                f"{name!r:.80} is a {what}, and --{option} does not go with it. Leave it out, or use --json."
             )
 
 

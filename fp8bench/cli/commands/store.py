@@ -48,10 +48,10 @@ def _restore(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import existing_store, pruned
+    from fp8bench.jobs.history import existing_store, prune_store
 
     store = existing_store(arguments.store, TERMINAL)
-    parts = pruned(store, remove=arguments.yes)
+    parts = prune_store(store, remove=arguments.yes)
     total, verb = units.size(sum(size for _, size in parts)), "removed" if arguments.yes else "may go"
     lines = [f"{store}: {total} {verb}" if parts else f"{store}: there is nothing that nobody needs"]
     lines += [f"  {units.size(size)}: {what}" for what, size in parts]
@@ -61,10 +61,10 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _compact(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import compacted, existing_store
+    from fp8bench.jobs.history import compact_store, existing_store
 
     store = existing_store(arguments.store, TERMINAL)
-    done = compacted(store, TERMINAL)
+    done = compact_store(store, TERMINAL)
     archived = done.archived
     written = len(done.written) + len(archived.written)
     files = count_of(written + done.kept + archived.kept, "compacted file")

@@ -94,14 +94,14 @@ def against(reference: str, marks: Sequence[tuple[str, Mark]]) -> tuple[tuple[st
     return ((f"{modes.pop()} over {reference}", tuple(replace(mark, label=heading) for heading, mark in marks)),)
 
 
-def lasting(result: Result) -> bool:
+def has_time(result: Result) -> bool:
     return result.best is not None and 0 < result.best < math.inf
 
 
 def phase_parts(results: Iterable[Result]) -> dict[str, str]:
     """The phases of these results in order, with words: the same everywhere, so that each has one colour."""
     names = {
-        name for result in results if lasting(result) for name, seconds in phases_of(result) if 0 < seconds < math.inf
+        name for result in results if has_time(result) for name, seconds in phases_of(result) if 0 < seconds < math.inf
     }
     return {name: phase_words(name) for name in sorted(names | {UNATTRIBUTED}, key=phase_order)}
 

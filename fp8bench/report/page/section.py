@@ -95,7 +95,7 @@ def sections() -> dict[str, Section]:
 
 def case_field(case: NamedCase) -> Field:
     """'fp8 (emulated), m=256 n=256': names a row's case, the precision first."""
-    words, tone = told(case.result, case.result.mode)
+    words, tone = marked_emulated(case.result, case.result.mode)
     return Field(", ".join(filter(None, (words, case.place))), tone=tone)
 
 
@@ -103,7 +103,7 @@ def case_field(case: NamedCase) -> Field:
 PRECISION: Col[Any] = Col("precision", lambda row: case_field(row[0]), hint="and what tells its case from the others")
 
 
-def told(result: Result, words: str) -> tuple[str, Tone]:
+def marked_emulated(result: Result, words: str) -> tuple[str, Tone]:
     """The words, marked and grey if the result is emulated."""
     return f"{words} (emulated)" if emulated(result) else words, cost_tone(result)
 

@@ -49,7 +49,7 @@ from fp8bench.report.topics.results import CASE, noise_floor
 from fp8bench.report.topics.shares import coverage_sentence, coverages
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
-from fp8bench.report.topics.verdict import few, losses, outcomes, skips
+from fp8bench.report.topics.verdict import at_most, losses, outcomes, skips
 from fp8bench.report.words.legend import PHASE_TITLES, error_word
 from fp8bench.report.words.naming import common_tone, listed
 from fp8bench.report.words.speed import over_loads, over_values, span
@@ -94,14 +94,14 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
         told.append(
             f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs{beside}"
         )
-    told += [*few(skips(cases)), *(f"note: {words}" for words in entry.run.notes)]
+    told += [*at_most(skips(cases)), *(f"note: {words}" for words in entry.run.notes)]
     told += [f"trouble: {words}" for words in entry.run.troubles]
     if told:
         yield Part("beside", "", tuple(Text(words, Tone.DOUBT) for words in told))
-    yield Part("next", "next", (Items(tuple(_next(entry, options))), Text(stored(entry.run.path, report))))
+    yield Part("next", "next", (Items(tuple(_next(entry, options))), Text(where_stored(entry.run.path, report))))
 
 
-def stored(path: str, report: str) -> str:
+def where_stored(path: str, report: str) -> str:
     return f"report: {report}" if report else f"stored in {path}" if path else "this run was not stored"
 
 

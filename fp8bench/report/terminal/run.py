@@ -26,12 +26,12 @@ from fp8bench.report.panels import (
     together,
 )
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.answer import answer, stored
+from fp8bench.report.terminal.answer import answer, where_stored
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
 from fp8bench.report.topics.energy import energy, energy_of_phases
-from fp8bench.report.topics.memory import capacity, counted, memory, tells_memory
+from fp8bench.report.topics.memory import capacity, counters_of, memory, tells_memory
 from fp8bench.report.topics.numbers import by_step, data, is_of_step
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import ranks
@@ -75,7 +75,7 @@ def detail_of(name: str, run: Run, findings: Mapping[str, Finding], width: int, 
     if not panels:
         parts.insert(0, Part("nothing", "", (Text("Nothing was measured."),)))
     parts += [] if parts else [Part("nothing", "", (Text(f"This run has no {name}."),))]
-    parts += [Part("stored", "", (Text(stored(run.path, report)),))] if name == "all" else []
+    parts += [Part("stored", "", (Text(where_stored(run.path, report)),))] if name == "all" else []
     return Page("", "", tuple(parts), _legend(panels, whole=True) if name == "all" else ())
 
 
@@ -223,7 +223,9 @@ def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
     if whole:
         lines += [*_number_legends(timed), *_energy_legends(timed)]
         in_memory = [panel for panel in timed if tells_memory(panel)]
-        known = dict.fromkeys(f"{spec.heading}: {spec.description}" for panel in in_memory for spec in counted(panel))
+        known = dict.fromkeys(
+            f"{spec.heading}: {spec.description}" for panel in in_memory for spec in counters_of(panel)
+        )
         lines += [legend.MEMORY, *filter(None, ["; ".join(known)])] if in_memory else []
     seen = {label for result in results for label in result.labels if whole or label.casts_doubt}
     return [*lines, *of_tensors, *of_data, *(explained(label) for label in Label if label in seen)]

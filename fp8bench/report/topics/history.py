@@ -13,7 +13,7 @@ from fp8bench.model.specs import spec_of
 from fp8bench.report.case_status import cost_tone, doubts, emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
-from fp8bench.report.page.charts import lasting
+from fp8bench.report.page.charts import has_time
 from fp8bench.report.page.html import MOST_DRAWN
 from fp8bench.report.page.section import Material, PastFigure, PastSeries, section
 from fp8bench.report.panels import Result, shared_params, show_params, together
@@ -31,8 +31,8 @@ NONE_YET = "No earlier runs of these cases are kept: the next one on another com
 
 @section("history", "History", 110)
 def history_section(material: Material) -> Iterator[Element]:
-    """The same cases on the same machine, commit by commit: the median over all rounds of a commit's runs. Intervals do
-    not hold what differs from run to run, so that changes have no verdict.
+    """The same cases on the same machine, commit by commit: the median over all rounds of a commit's runs. Intervals
+    leave out how much runs differ from each other, so changes have no verdict.
     """
     if not any(entry.run.environment.get("commit") for entry in material.entries):
         return
@@ -213,7 +213,7 @@ def _collect(material: Material) -> tuple[list[str], _Found]:
                 case = result.record.case
                 same = frozenset((name, repr(value)) for name, value in case.params)
                 key = _Key(case.workload, case.version, same, case.mode, case.params)
-                if lasting(result):
+                if has_time(result):
                     by_key.setdefault(key, {})[first + devices.index(case.device)] = result
     return titles, by_key
 

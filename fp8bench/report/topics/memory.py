@@ -23,7 +23,7 @@ from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, case_cols, figure_col, table, with_figures
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Stacks, Table, Text
 from fp8bench.report.page.charts import grouped, stacked
-from fp8bench.report.page.section import PRECISION, Material, number, section, titled_panels, told
+from fp8bench.report.page.section import PRECISION, Material, marked_emulated, number, section, titled_panels
 from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, show_params, together, value_of
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES
@@ -115,9 +115,9 @@ def sentences(panel: Panel, cases: Iterable[NamedCase]) -> Iterator[str]:
 def _why(case: NamedCase, share: float, several: bool) -> str:
     before, after = (roles_of(result) if result else {} for result in (case.group.lead, case.result))
     parts = (_staying(before, after), *_changes(before, after)) if before and after else ()
-    told = ", ".join(filter(None, parts))
+    words = ", ".join(filter(None, parts))
     place = f"at {case.place} " if several and case.place else ""
-    text = f"{place}{told}" if told else ""
+    text = f"{place}{words}" if words else ""
     if share <= 1 - _LEAST_SAVING:
         return f": {text}" if text else ""
     reason = case.result.record.support.reason
@@ -171,7 +171,7 @@ def _plural(role: MemoryRole) -> bool:
     return role not in (MemoryRole.OPTIMIZER, MemoryRole.DATA, MemoryRole.WORKSPACE, MemoryRole.OTHER)
 
 
-def searched(panel: Panel) -> list[tuple[ResultGroup, Result, Capacity]]:
+def searched_cases(panel: Panel) -> list[tuple[ResultGroup, Result, Capacity]]:
     """The cases whose largest batch was searched."""
     return panel.known(lambda result: result.record.capacity)
 
@@ -179,10 +179,10 @@ def searched(panel: Panel) -> list[tuple[ResultGroup, Result, Capacity]]:
 def batch_title(search: Capacity) -> str:
     """'largest batch that fits into 2.00 GiB', with the axis if it has another name."""
     axis = "" if search.axis == "batch" else f" ({search.axis})"
-    return f"largest batch{axis} that fits into {room(search)}"
+    return f"largest batch{axis} that fits into {limit_words(search)}"
 
 
-def room(search: Capacity) -> str:
+def limit_words(search: Capacity) -> str:
     return "the device's memory" if search.limit is None else units.size(search.limit)
 
 
@@ -213,19 +213,19 @@ def device_batch(group: ResultGroup, result: Result) -> str:
 
 def batch_sentences(panel: Panel) -> Iterator[str]:
     """'bf16 fits 1.61x of fp32's batch into 1.00 GiB.'; and why emulated cases say nothing."""
-    several = len({group.case.setting for group, _, _ in searched(panel)}) > 1
-    for group, result, search in searched(panel):
+    several = len({group.case.setting for group, _, _ in searched_cases(panel)}) > 1
+    for group, result, search in searched_cases(panel):
         share = share_within(group, result)
         if share is not None:
             place = place_of(panel, group, search) if several else ""
             where = f" at {place}" if place else ""
             word = "batch" if search.axis == "batch" else search.axis
             fits = f"{result.mode} fits {units.speed_up(share)} of {group.reference}'s {word}"
-            yield f"{fits} into {room(search)}{where}."
-    wide = dict.fromkeys(result.mode for _, result, _ in searched(panel) if emulated(result))
+            yield f"{fits} into {limit_words(search)}{where}."
+    wide = dict.fromkeys(result.mode for _, result, _ in searched_cases(panel) if emulated(result))
     if wide:
         verb = "is" if len(wide) == 1 else "are"
-        derived = any(search.on_device for _, _, search in searched(panel))
+        derived = any(search.on_device for _, _, search in searched_cases(panel))
         yield (
             f"{listed(list(wide))} {verb} emulated, with values of a small format kept in wider ones: what fits here "
             "says nothing about a device that has the format."
@@ -238,7 +238,7 @@ def tells_memory(panel: Panel) -> bool:
     return any(len(roles_of(result)) > 1 for result in panel.results)
 
 
-def counted(panel: Panel) -> list[MetricSpec]:
+def counters_of(panel: Panel) -> list[MetricSpec]:
     known = [Figures(group, result) for group, result in panel.members if use_of(result.record) is not None]
     return [spec for spec in MEMORY_COUNTERS if any(figures[spec].value is not None for figures in known)]
 
@@ -246,7 +246,7 @@ def counted(panel: Panel) -> list[MetricSpec]:
 def memory(panel: Panel) -> Iterator[Element]:
     if not tells_memory(panel):
         return
-    present, others = {role for result in panel.results for role in roles_of(result)}, counted(panel)
+    present, others = {role for result in panel.results for role in roles_of(result)}, counters_of(panel)
     roles = [role for role in MemoryRole if role in present]
     known = panel.known(lambda result: use_of(result.record))
     scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
@@ -276,7 +276,7 @@ def _figure(row: tuple[ResultGroup, Result, MemoryUse, Figures], name: str) -> f
 
 
 def capacity(panel: Panel) -> Iterator[Element]:
-    searches = searched(panel)
+    searches = searched_cases(panel)
     if not searches:
         return
 
@@ -359,13 +359,13 @@ def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], des
     if not _known(cases):
         marks = []
         for case in cases:
-            label, tone = told(case.result, case.result.mode)
+            label, tone = marked_emulated(case.result, case.result.mode)
             peak, share = peak_of(case.result), share_of(case.group, case.result)
             beside = "" if share is None else f", {units.ratio(share)} of {case.group.reference}'s"
             marks.append((case.place, Mark(label, peak or 0.0, tone=tone, hint=f"{units.size(peak)}{beside}")))
         groups = grouped(marks)
         return Bars(name, f"{title}: peak memory", description, ChartAxis("peak memory", "B"), groups)
-    rows = [(told(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
+    rows = [(marked_emulated(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
     axis = ChartAxis("memory at the highest point of a step", "B")
     return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", parts, rows)
 
@@ -382,7 +382,7 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
         value = row[2][spec].value
         return Field(units.NONE, hint=row[1].why) if value is None else number(value, spec.shown)
 
-    counted = [spec for spec in MEMORY_COUNTERS if any(figure[spec].value is not None for figure in figures)]
+    counters = [spec for spec in MEMORY_COUNTERS if any(figure[spec].value is not None for figure in figures)]
     cols: list[Col[_Row]] = [
         PRECISION,
         Col("peak", lambda row: row[1].peak, number=True, unit="B"),
@@ -393,7 +393,7 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
             hint="the phase of the highest point"),
         *(Col(phase_words(phase), partial(in_phase, phase), number=True, unit="B",
               hint="the most that was held at once in this phase") for phase in phases),
-        *(figure_col(spec, partial(of_spec, spec)) for spec in counted),
+        *(figure_col(spec, partial(of_spec, spec)) for spec in counters),
     ]  # fmt: skip
     rows = [(case, use, own) for (case, use), own in zip(uses, figures, strict=True)]
     name = f"memory-phases-{cases[0].result.record.case.workload}"

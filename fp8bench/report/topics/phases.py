@@ -15,7 +15,7 @@ from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Level
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
 from fp8bench.report.columns import Col, case_cols, table
 from fp8bench.report.elements import ChartAxis, Element, Field, Mark, Stacks, Table, Text, Tone, Waterfall
-from fp8bench.report.page.charts import lasting, phase_parts, stacked
+from fp8bench.report.page.charts import has_time, phase_parts, stacked
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, phases_of, together
 from fp8bench.report.topics.tensors import timed_panels
@@ -131,7 +131,7 @@ def _plural(names: Sequence[str]) -> bool:
 def phases_section(material: Material) -> Iterator[Element]:
     """Each bar is the best case of one step, cut into its phases. Unattributed is what lies under none of them."""
     panels = [
-        (title, [case for case in panel.members if lasting(case.result)]) for title, panel in timed_panels(material)
+        (title, [case for case in panel.members if has_time(case.result)]) for title, panel in timed_panels(material)
     ]
     parts = phase_parts(case.result for _, cases in panels for case in cases)
     for title, cases in panels:
@@ -260,7 +260,7 @@ def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
 
 
 def _timed(result: Result) -> Finding | None:
-    finding = result.finding if lasting(result) else None
+    finding = result.finding if has_time(result) else None
     return finding if finding and all(math.isfinite(seconds) for _, seconds in finding.phases) else None
 
 

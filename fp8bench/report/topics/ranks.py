@@ -49,7 +49,7 @@ _ALL_BUT_EXACT_DB = 100.0
 _LEAST_SIZES = 2
 
 
-def within(
+def _interval(
     figure: Middle | Untold, show: Callable[[float | None], str], times: float = 1.0, tone: Tone = Tone.PLAIN
 ) -> Field:
     """'50.0% (45.0% to 55.0%)', or the word for why it is unknown."""
@@ -101,9 +101,9 @@ def _efficiencies(panel: Panel) -> Table:
             hint="a step of one rank's share of the batch by one rank"),
         Col("together", lambda row: _middle(row[2].together), number=True, unit="s",
             hint="a step of the whole batch by all ranks"),
-        Col("strong", lambda row: within(row[3].strong, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
-            hint="one rank over ranks times together; between: what rounds leave"),
-        Col("weak", lambda row: within(row[3].weak, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
+        Col("strong", lambda row: _interval(row[3].strong, units.percent, 100, cost_tone(row[1])), number=True,
+            unit="%", hint="one rank over ranks times together; between: what rounds leave"),
+        Col("weak", lambda row: _interval(row[3].weak, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
             hint="its share over together; between: what rounds leave"),
     ]  # fmt: skip
     known = panel.known(lambda result: result.record.scaling)
@@ -249,8 +249,8 @@ def _overlaps(panel: Panel) -> Table:
         Col("check sum", lambda row: row[3].check_sum, number=True, show="{:.3f}".format,
             tone=lambda row: Tone.DOUBT if row[3].exposed is OFF else Tone.PLAIN,
             hint="both in turn over the sum of both alone"),
-        figure_col(specs.EXPOSED, lambda row: within(row[3].exposed, units.seconds)),
-        figure_col(specs.HIDDEN_COMMUNICATION, lambda row: within(row[3].hidden, units.percent, times=100)),
+        figure_col(specs.EXPOSED, lambda row: _interval(row[3].exposed, units.seconds)),
+        figure_col(specs.HIDDEN_COMMUNICATION, lambda row: _interval(row[3].hidden, units.percent, times=100)),
     ]  # fmt: skip
     known = panel.known(lambda result: result.record.overlap)
     rows = [(*case, figures) for case in known if (figures := overlap_of(case[1].record)) is not None]

@@ -133,7 +133,7 @@ def tape_rows(taped: Sequence[Taped]) -> Rows:
 
 @section("tape", "What a step does", 77)
 def tape_section(material: Material) -> Iterator[Element]:
-    """Counted operator by operator in an untimed step; nothing is declared by the suite but what says so. `fp8bench
+    """Counted operator by operator in an untimed step; only the column 'declared' comes from the suite. `fp8bench
     show RUN --tape` has the operators.
     """
     cols: list[Col[Any]] = [

@@ -28,7 +28,7 @@ from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import MOSTLY, counts, listed, many, missing_of, setting_of, shortened
-from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, said_once
+from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, shared_labels
 
 LONGEST_REASON = 300
 _MOST_SUITES = 2
@@ -229,7 +229,7 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
     name_devices = len(devices) > 1
     cases = outcomes(entry.panels)
     timed = [panel for panel in entry.panels if not about_tensors(panel)]
-    said = said_once(timed)
+    said = shared_labels(timed)
     if said:
         yield Text(doubt_of_all(said), Tone.DOUBT)
     sentences = [Text(f"{text}.", Tone.STRONG) for panel in timed for text in over_loads(panel)]
@@ -237,8 +237,8 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
         text for panel in timed for text in comparisons(panel, panel.case.device if name_devices else "", said)
     ]
     sentences += [Text(text) for panel in entry.panels if about_tensors(panel) for text in best_by_width(panel)]
-    sentences += [Text(text, Tone.DOUBT) for text in few(emulations(cases, name_devices))]
-    sentences += [Text(text, Tone.DOUBT) for text in few(skips(cases))]
+    sentences += [Text(text, Tone.DOUBT) for text in at_most(emulations(cases, name_devices))]
+    sentences += [Text(text, Tone.DOUBT) for text in at_most(skips(cases))]
     if sentences:
         yield Items(tuple(sentences))
 
@@ -248,7 +248,7 @@ def losses(entry: Entry) -> Iterator[Element]:
     if failed:
         number = sum(record.status is Status.FAILED for record in entry.run.records)
         yield Text(f"{number} of {len(entry.run.records)} cases failed.", Tone.BAD)
-        yield Items(tuple(Text(text, Tone.BAD) for text in few(failed)))
+        yield Items(tuple(Text(text, Tone.BAD) for text in at_most(failed)))
     missing = missing_of(entry.run)
     if missing:
         yield Text(f"{missing[0].upper()}{missing[1:]}.", Tone.BAD)
@@ -256,7 +256,7 @@ def losses(entry: Entry) -> Iterator[Element]:
         yield Text(f"Nothing was measured (cases: {counts(entry.run)}).", Tone.STRONG)
 
 
-def few(sentences: list[str]) -> list[str]:
+def at_most(sentences: list[str]) -> list[str]:
     if len(sentences) <= _MOST:
         return sentences
     return [*sentences[: _MOST - 1], f"and {len(sentences) - _MOST + 1} more like these: the table has every case"]

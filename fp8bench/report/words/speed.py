@@ -58,7 +58,7 @@ def kind_of(result: Result) -> ComparedAs:
     return ComparedAs(status, Verdict.NONE if status is Standing.UNTIMED or timed is None else timed.verdict)
 
 
-def said_once(panels: Iterable[Panel]) -> frozenset[Label]:
+def shared_labels(panels: Iterable[Panel]) -> frozenset[Label]:
     """Labels that every compared case has: one sentence says so for all."""
     doubts = [
         frozenset(_doubts(result)) for panel in panels for result in panel.results if standing(result) in _COMPARED

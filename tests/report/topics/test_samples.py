@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Finding, Label, Record, Segments, SlotSample, Status, Timing, Verdict
-from fp8bench.report.elements import Lines, Strips, Text
+from fp8bench.report.elements import Strips, Text
 from tests.materials import Made, built, many, of_kind, part
 from tests.runs import EMULATED, NATIVE, case, measured, run_of
 from tests.told_before import Told, as_before
@@ -51,11 +51,6 @@ def test_samples() -> Told:
     yield "a clock that saw nothing has no median", built("samples", made(("fp32", (0, 0), ())))
     run, _ = measured()
     yield "a case that lost its finding is shown", part("samples", (replace(run, records=run.records[:1]), {}))
-    rounds = (100,) * 6 + (120,) * 7
-    drifts = made(("fp32", rounds, (Label.DRIFT,)), ("bf16", rounds, (Label.NOISY,)))
-    yield "rounds are drawn in their order where that explains a label", of_kind(part("samples", drifts), Lines)
-    short = made(("fp32", rounds[3:10], (Label.DRIFT,)))
-    yield "and where they are many", of_kind(part("samples", short), Lines)
 
 
 def test_of_very_many_cases_the_rest_is_counted() -> None:
