@@ -118,13 +118,13 @@ def test_drawings(kind: str) -> None:
         assert description.get("id") == sheet.get("aria-describedby")
         assert (description.text or "").startswith(chart.description)
         ids = {element.get("id") for element in sheet.iter()}
-        for one in sheet.iter():
-            assert re.fullmatch(r"(min-width:\d+px)?", one.get("style", ""))
-            assert one.get("href", "#")[0] == "#" and one.get("href", "#" + (sheet.get("id") or ""))[1:] in ids
+        for element in sheet.iter():
+            assert re.fullmatch(r"(min-width:\d+px)?", element.get("style", ""))
+            assert element.get("href", "#")[0] == "#" and element.get("href", "#" + (sheet.get("id") or ""))[1:] in ids
         assert len(marks_of(sheet)) == MARKS_OF[kind]
-        for one in marks_of(sheet):
-            assert one.get("tabindex") == "0" and one.get("role") == "img"
-            assert one.get("aria-label") and (one.get("data-hint") or "").startswith(one.get("aria-label") or "?")
+        for mark in marks_of(sheet):
+            assert mark.get("tabindex") == "0" and mark.get("role") == "img"
+            assert mark.get("aria-label") and (mark.get("data-hint") or "").startswith(mark.get("aria-label") or "?")
 
 
 MARKS_OF = {"bars": 4, "scatter": 4, "stacks": 6, "heat": 6, "lines": 9, "strips": 2, "waterfall": 5, "sparks": 2}
@@ -208,9 +208,9 @@ def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
     sheets = parsed(drawn)
     assert sheets
     for sheet in sheets:
-        for one in sheet.iter():
-            assert one.tag in ("svg", "title", "desc", "defs", "path", "use", "text")
-            geometry = " ".join(one.get(name, "") for name in ("d", "x", "y", "viewBox"))
+        for element in sheet.iter():
+            assert element.tag in ("svg", "title", "desc", "defs", "path", "use", "text")
+            geometry = " ".join(element.get(name, "") for name in ("d", "x", "y", "viewBox"))
             assert not re.search(r"nan|inf|e[+-]?\d|\d\.\d{3}", geometry, re.IGNORECASE)
     assert "<script" not in drawn
 
@@ -313,9 +313,9 @@ def test_charts() -> Told:
 def spans(drawn: str, style: str) -> list[tuple[float, float]]:
     """Left and right ends of a class's shapes in the first sheet."""
     found = []
-    for one in parsed(drawn)[0].iter("path"):
-        if one.get("class") == style:
-            data = re.findall(r"[MLHV][-\d. ]+", one.get("d", ""))
+    for element in parsed(drawn)[0].iter("path"):
+        if element.get("class") == style:
+            data = re.findall(r"[MLHV][-\d. ]+", element.get("d", ""))
             xs = [float(part[1:].split()[0]) for part in data if part[0] != "V"]
             found.append((min(xs), max(xs)))
     return found
@@ -351,9 +351,9 @@ def test_errors_are_dots() -> None:
 def test_nothing_runs_over_the_sheet(values: list[float], narrow: bool) -> None:
     sheet = parsed(draw(bars(*(mark(f"case {value:.3g}", value) for value in values))))[narrow]
     wide = float(sheet.get("viewBox", "").split()[2])
-    for one in sheet.iter("text"):
-        long, x = width(one.text or "", 12 if narrow else 13), float(one.get("x", ""))
-        left = x - {"end": long, "middle": long / 2}.get(one.get("text-anchor", ""), 0.0)
+    for element in sheet.iter("text"):
+        long, x = width(element.text or "", 12 if narrow else 13), float(element.get("x", ""))
+        left = x - {"end": long, "middle": long / 2}.get(element.get("text-anchor", ""), 0.0)
         assert left >= -0.5 and left + long <= wide + 0.5
 
 
@@ -361,10 +361,10 @@ def test_at_most_twelve_points_are_named_and_no_names_overlap() -> None:
     points = tuple(ChartPoint("a", f"point {n}", 1 + n % 7 + n / 50, 1 + n % 5 + n / 40) for n in range(60))
     sheet = parsed(draw(Scatter("s", "", "", ChartAxis("x"), ChartAxis("y"), points)))[0]
     boxes = []
-    for one in sheet.iter("text"):
-        if one.get("class") == "label":
-            long, x, y = width(one.text or "", 13), float(one.get("x", "")), float(one.get("y", ""))
-            left = x - {"end": long, "middle": long / 2}.get(one.get("text-anchor", ""), 0.0)
+    for element in sheet.iter("text"):
+        if element.get("class") == "label":
+            long, x, y = width(element.text or "", 13), float(element.get("x", "")), float(element.get("y", ""))
+            left = x - {"end": long, "middle": long / 2}.get(element.get("text-anchor", ""), 0.0)
             boxes.append((left, y - 10, left + long, y + 3))
     assert 1 < len(boxes) <= limits.LABELS
     for number, a in enumerate(boxes):
