@@ -69,9 +69,9 @@ def test_findings_are_by_short_names_and_by_case_id(kept: tuple[Run, Path]) -> N
     sizes = ("m=32 n=32", "m=16 n=8")
     assert set(findings) == {f"{mode} {size}" for mode in ("fp32", "bf16", "fp8") for size in sizes}
     for record in run.records:
-        found = findings[record.case.id]
-        assert (found.verdict is Verdict.EMULATED) == (record.case.mode == "fp8")
-        assert found.best_seconds is not None and found.best_seconds > 0
+        finding = findings[record.case.id]
+        assert (finding.verdict is Verdict.EMULATED) == (record.case.mode == "fp8")
+        assert finding.best_seconds is not None and finding.best_seconds > 0
 
 
 def test_table_is_what_the_command_line_prints(kept: tuple[Run, Path]) -> None:
@@ -235,20 +235,12 @@ def test_without_isolation_the_process_is_left_as_it_was(tmp_path: Path) -> None
 def test_the_signature_is_the_command_lines_options() -> None:
     suite = commands_of(build_parser())["suite"]
     plain = vars(build_parser().parse_args(["suite"]))
+    # A call has other words for these, or no need of them.
     of_the_line = {
-        "dry_run",
-        "config",
-        "resume",
-        "plan",
-        "cell",
-        "write_plan",
-        "json",
-        "csv",
-        "wandb",
-    }  # what a call has other words for, or needs not
-    of_the_line |= {"html", "md", "csv_wide", "open", "explain"}
+        "dry_run", "config", "resume", "plan", "cell", "write_plan", "json", "csv", "wandb", "html", "md", "csv_wide",
+        "open", "explain", "help", "help_all",
+    }  # fmt: skip
     called = {"axes": "set"}
-    of_the_line |= {"help", "help_all"}
     options = {called.get(action.dest, action.dest) for action in suite._actions} - of_the_line
     parameters = inspect.signature(fp8bench.run).parameters
     assert set(parameters) - {"observer", "progress"} == options
@@ -284,9 +276,9 @@ def test_a_run_that_was_not_stored_cannot_be_resumed(kept: tuple[Run, Path], tmp
 
 
 def test_a_case_timeout_goes_into_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Request] = []
-    monkeypatch.setattr(api, "execute", lambda request, *_: asked.append(request))
+    requests: list[Request] = []
+    monkeypatch.setattr(api, "execute", lambda request, *_: requests.append(request))
     monkeypatch.setattr(api, "_followed", lambda *_: None)
     monkeypatch.setattr(api, "_shown", lambda run: run)
     fp8bench.run("gemm", case_timeout=7, store=tmp_path)
-    assert asked[0].case_timeout == 7.0 and asked[0].isolation
+    assert requests[0].case_timeout == 7.0 and requests[0].isolation

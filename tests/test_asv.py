@@ -508,7 +508,7 @@ def discovered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place = Place(folder, folder / "home")
     done = discover(ROOT / "suites", place)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {one["name"]: one for one in json.loads((place.home / "result.json").read_text())}
+    return {benchmark["name"]: benchmark for benchmark in json.loads((place.home / "result.json").read_text())}
 
 
 @pytest.mark.slow
@@ -518,10 +518,10 @@ def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, An
     workload = workloads.get(name)
     define(tmp_path, series_of(workload, default_identity() if workload.uses_corpus else None), [])
     ours = load_benchmarks(tmp_path / "benchmarks.json")
-    theirs = {key: one for key, one in discovered.items() if key.partition(".")[0] == name}
+    theirs = {key: benchmark for key, benchmark in discovered.items() if key.partition(".")[0] == name}
     words = ("name", "type", "unit", "params", "param_names", "version")
-    assert {key: {word: one[word] for word in words} for key, one in theirs.items()} == {
-        key: {word: one[word] for word in words} for key, one in ours.items()
+    assert {key: {word: benchmark[word] for word in words} for key, benchmark in theirs.items()} == {
+        key: {word: benchmark[word] for word in words} for key, benchmark in ours.items()
     }
     keys = {finding["setup_cache_key"] for finding in theirs.values()}
     assert len(keys) == 1 and next(iter(keys)).startswith(f"{name}:")

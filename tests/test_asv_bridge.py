@@ -80,11 +80,11 @@ def test_a_suite_class_is_what_asv_looks_for(project: Path) -> None:
     assert made.params == [list(values) for values in series[0].params]
     assert made.param_names == ["dtype", "shape"] and made.version == series[0].version
     tracks = {name: value for name, value in vars(made).items() if name.startswith("track_")}
-    assert set(tracks) == {f"track_{one.metric}" for one in series}
-    for one in series:
-        track = tracks[f"track_{one.metric}"]
-        assert (track.unit, track.__module__) == (one.unit, "sheds.gemm")
-        assert (track.__name__, track.__qualname__) == (f"track_{one.metric}", f"Gemm.track_{one.metric}")
+    assert set(tracks) == {f"track_{tracked.metric}" for tracked in series}
+    for tracked in series:
+        track = tracks[f"track_{tracked.metric}"]
+        assert (track.unit, track.__module__) == (tracked.unit, "sheds.gemm")
+        assert (track.__name__, track.__qualname__) == (f"track_{tracked.metric}", f"Gemm.track_{tracked.metric}")
 
 
 SHARED = "import sheds.shared\n" + GEMM.replace(
@@ -165,12 +165,12 @@ MEASURED = {
 
 def test_readers_give_samples_or_nothing_or_fail(project: Path) -> None:
     """asv makes statistics of samples, shows NaN as not applicable, and an exception as failed."""
-    one = suite(project, GEMM).Gemm()
-    assert one.track_time(MEASURED, *CELL) == {"samples": [1.0, 2.0], "number": 1}
-    assert math.isnan(one.track_relative_time(MEASURED, *CELL))
-    assert math.isnan(one.track_time(MEASURED, "bf16", "4096"))
+    gemm = suite(project, GEMM).Gemm()
+    assert gemm.track_time(MEASURED, *CELL) == {"samples": [1.0, 2.0], "number": 1}
+    assert math.isnan(gemm.track_relative_time(MEASURED, *CELL))
+    assert math.isnan(gemm.track_time(MEASURED, "bf16", "4096"))
     with pytest.raises(CaseFailed, match="out of memory"):
-        one.track_time(MEASURED, "fp32", "512")
+        gemm.track_time(MEASURED, "fp32", "512")
 
 
 def test_each_class_reads_and_measures_its_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

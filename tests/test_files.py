@@ -279,15 +279,15 @@ def test_what_is_lost_is_made_up_for() -> None:
 @given(WORDS, WORDS, WORDS, WORDS)
 @settings(max_examples=200, deadline=None)
 def test_any_words_are_one_part_of_a_path(workload: str, name: str, value: str, precision: str) -> None:
-    for found in (name_of(Case(workload, ((name, value),), precision, "cpu")), safe(value) or "_"):
-        assert Path(found).name == found and found not in (".", "..") and found[0] not in ".-" and len(found) < 200
-        assert found.isascii() and found.isprintable() and not set(found) & set('/\\:*?"<>| ')
+    for part in (name_of(Case(workload, ((name, value),), precision, "cpu")), safe(value) or "_"):
+        assert Path(part).name == part and part not in (".", "..") and part[0] not in ".-" and len(part) < 200
+        assert part.isascii() and part.isprintable() and not set(part) & set('/\\:*?"<>| ')
 
 
 @given(WORDS, WORDS)
 @settings(max_examples=200, deadline=None)
-def test_different_words_have_different_names(one: str, other: str) -> None:
-    assert (safe(one).lower() == safe(other).lower()) == (one == other)
+def test_different_words_have_different_names(first: str, other: str) -> None:
+    assert (safe(first).lower() == safe(other).lower()) == (first == other)
 
 
 @for_each("name", ["file", "file/below", "zero\0byte", "x" * 300])

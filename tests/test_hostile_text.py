@@ -84,11 +84,11 @@ def test_a_real_suite_that_says_it_everywhere(store: Path, fp8bench: Say) -> Non
 
 
 def comparison(**changes: object) -> Comparison:
-    one = Comparison(
+    made = Comparison(
         f"{NASTY}[m=1]@cpu/bf16", NASTY, NASTY, "s", Direction.WORSE, Evidence.PAIRED, 1.0, 2.0, None, why=NASTY,
         labels=(NASTY,), failed=True,
     )  # fmt: skip
-    return replace(one, **changes)  # type: ignore[arg-type]
+    return replace(made, **changes)  # type: ignore[arg-type]
 
 
 def test_no_renderer_passes_it_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def test_a_call_has_every_option_that_does_not_say_how_to_print(name: str) -> No
     call, parser = getattr(fp8bench, name), commands_of(build_parser([name]))[name]
     printed = ("help", "help_all", "json", "csv", "md", "all", "explain")
     actions = {keyword_of(action): action for action in parser._actions if action.dest not in printed}
-    places = {word for word, one in actions.items() if not one.option_strings and one.choices}
+    places = {word for word, known in actions.items() if not known.option_strings and known.choices}
     parameters = inspect.signature(call).parameters
     assert set(parameters) == {*actions} - places | {"progress"}
     for word, action in actions.items():

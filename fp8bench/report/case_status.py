@@ -13,7 +13,7 @@ from fp8bench import units
 from fp8bench.model import Interval, Label, Level, Status, Verdict
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import Result
-from fp8bench.report.words.labels import LABELS
+from fp8bench.report.words.legend import LABELS
 
 
 class Standing(StrEnum):

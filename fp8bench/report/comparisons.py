@@ -19,7 +19,7 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Items, Page, Part, Text, Tone
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.labels import explained
+from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import many
 
 TONES = {Direction.BETTER: Tone.GOOD, Direction.WORSE: Tone.BAD, Direction.UNSURE: Tone.DOUBT}

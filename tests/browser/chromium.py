@@ -39,7 +39,7 @@ class BrowserError(Exception):
 
 
 def executable() -> str | None:
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def _beyond_four(descriptor: int) -> int:
@@ -73,7 +73,7 @@ class Browser:
         if session:
             message["sessionId"] = session
         os.write(self._input, json.dumps(message).encode() + b"\0")
-        answer = self.listen(lambda one: one.get("id") == number, f"an answer to {method}")
+        answer = self.listen(lambda reply: reply.get("id") == number, f"an answer to {method}")
         if "error" in answer:
             raise BrowserError(f"{method}: {answer['error']['message']}")
         result: Message = answer["result"]
@@ -81,11 +81,11 @@ class Browser:
 
     def wait(self, method: str, wanted: Callable[[Message], bool] = lambda params: True) -> Message:
 
-        def fits(one: Message) -> bool:
-            return one.get("method") == method and wanted(one["params"])
+        def fits(message: Message) -> bool:
+            return message.get("method") == method and wanted(message["params"])
 
-        found = next((event for event in self.events if fits(event)), None) or self.listen(fits, method)
-        params: Message = found["params"]
+        event_found = next((event for event in self.events if fits(event)), None) or self.listen(fits, method)
+        params: Message = event_found["params"]
         return params
 
     def listen(self, fits: Callable[[Message], bool], what: str) -> Message:
@@ -158,7 +158,9 @@ class Tab:
         before = len(self.heard(loaded))
         self.send("Page.navigate", url=url)
         if len(self.heard(loaded)) == before:
-            self.browser.listen(lambda one: (one.get("method"), one.get("sessionId")) == (loaded, self.session), loaded)
+            self.browser.listen(
+                lambda message: (message.get("method"), message.get("sessionId")) == (loaded, self.session), loaded
+            )
 
     def run(self, expression: str) -> Any:
         answer = self.send(

@@ -17,8 +17,8 @@ ROWS = "[...document.querySelectorAll('#table tbody tr')].filter((row) => !row.h
 
 def column(tab: Tab, title: str, what: str = "textContent.trim()") -> list[Any]:
     """The fields of a column of the main table, as they are shown, from the top."""
-    found = f"[...document.querySelectorAll('#table thead th')].findIndex((one) => one.textContent === '{title}')"
-    return list(tab.run(f"{ROWS}.map((row) => row.cells[{found}].{what})"))
+    place = f"[...document.querySelectorAll('#table thead th')].findIndex((one) => one.textContent === '{title}')"
+    return list(tab.run(f"{ROWS}.map((row) => row.cells[{place}].{what})"))
 
 
 def head(tab: Tab, title: str) -> str:
@@ -215,7 +215,7 @@ def _begun(tab: Tab) -> list[dict[str, Any]]:
 
 
 def _guids(tab: Tab) -> set[str]:
-    return {one["guid"] for one in _begun(tab)}
+    return {download["guid"] for download in _begun(tab)}
 
 
 def test_tables_as_csv(show: Open) -> None:
@@ -354,9 +354,9 @@ def test_a_page_stands_alone_and_fits(
         assert content > box
     tab.run("document.querySelector('figure.main [data-do=save]').click()")
     saved(tab)
-    asked = [event["request"]["url"].partition("#")[0] for event in tab.heard("Network.requestWillBeSent")]
+    requests = [event["request"]["url"].partition("#")[0] for event in tab.heard("Network.requestWillBeSent")]
     page = tab.run("location.href.split('#')[0]")
-    assert [one for one in asked if not one.startswith(("data:", "blob:"))] == [page]
+    assert [address for address in requests if not address.startswith(("data:", "blob:"))] == [page]
     for event in (
         "Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Page.javascriptDialogOpening",
     ):  # fmt: skip

@@ -131,7 +131,7 @@ def test_what_is_sent_has_the_run_and_its_report(
 ) -> None:
     sent: list[Any] = []
     monkeypatch.setattr(outputs, "check_wandb", lambda: None)
-    monkeypatch.setattr(after_run, "send_to_wandb", lambda run, found, project, files: sent.append((project, files)))
+    monkeypatch.setattr(after_run, "send_to_wandb", lambda run, findings, project, files: sent.append((project, files)))
     assert main([*GEMM, "--wandb", "mine"]) == 0
     assert main(["report", "last"]) == 0
     assert main(["show", "last", "--wandb"]) == 0

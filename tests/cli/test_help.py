@@ -18,10 +18,10 @@ FEW = 16
 
 
 def every_parser(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
-    found = {name: parser}
+    parsers = {name: parser}
     for word, command in commands_of(parser).items():
-        found |= every_parser(command, f"{name} {word}".strip())
-    return found
+        parsers |= every_parser(command, f"{name} {word}".strip())
+    return parsers
 
 
 def helped(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -98,5 +98,5 @@ def test_precisions_is_another_name_of_dtypes() -> None:
             if "--dtypes" in action.option_strings:
                 assert "--precisions" in action.option_strings, name
     for words in ["train"], ["suite", "gemm"], ["lint-shapes", "gpt2"]:
-        asked = [vars(whole.parse_args([*words, option, "fp8,bf16"])) for option in ("--dtypes", "--precisions")]
-        assert asked[0] == asked[1] and asked[0]["dtypes"] == ("fp8", "bf16")
+        parsed = [vars(whole.parse_args([*words, option, "fp8,bf16"])) for option in ("--dtypes", "--precisions")]
+        assert parsed[0] == parsed[1] and parsed[0]["dtypes"] == ("fp8", "bf16")

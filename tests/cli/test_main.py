@@ -240,7 +240,7 @@ def test_a_dry_run_prints_the_plan_and_writes_no_run(
 )
 def test_a_dry_run_says_what_and_how_long(words: list[str], told: list[str], store: Path, fp8bench: Say) -> None:
     out = fp8bench(*DRY, "--set", "shape=64", *words)[1]
-    assert all(one in out for one in told)
+    assert all(words_told in out for words_told in told)
 
 
 def test_more_threads_than_cores_are_said(store: Path, fp8bench: Say) -> None:
@@ -293,7 +293,7 @@ def test_a_failed_case_is_code_3_and_a_row(dtypes: str, store: Path, failing: st
     assert code == 3 and "planted failure" in out and dtypes[:4] in out and "Traceback" not in err
     (path,) = run_files(store)
     statuses = {"fp32": Status.OK, "bf16": Status.FAILED}
-    assert [record.status for record in load_run(path).records] == [statuses[one] for one in dtypes.split(",")]
+    assert [record.status for record in load_run(path).records] == [statuses[dtype] for dtype in dtypes.split(",")]
 
 
 EMPTY = Run(

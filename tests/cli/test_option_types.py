@@ -60,7 +60,7 @@ class More(Request):
     cool_down: int | None = option(None, whole_number(1, 600), "seconds to wait between two groups", "SECONDS")
 
     def __post_init__(self) -> None:
-        check_fields(self, {name: one.rule for name, one in options_of(More).items()})
+        check_fields(self, {name: option.rule for name, option in options_of(More).items()})
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from docs import reference
 from fp8bench.cli.main import COMMANDS
 from fp8bench.model import Label
-from fp8bench.report.words.labels import LABELS
+from fp8bench.report.words.legend import LABELS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -58,12 +58,12 @@ def of_json(text: str) -> str:
 
 def _short(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _short(one) for key, one in value.items()}
+        return {key: _short(part) for key, part in value.items()}
     if isinstance(value, list):
         plain = json.dumps(value)
         if len(plain) > _LINE and not re.search(r"[^\d\s\[\],.e+-]", plain):
             return f"{len(value)} of numbers: {digest(plain)}"
-        return _thinned([_short(one) for one in value])
+        return _thinned([_short(part) for part in value])
     if isinstance(value, str) and len(value) > _LONG:
         return f"{value[:_LONG]}... {digest(value)}"
     return value
@@ -85,10 +85,10 @@ def _laid_out(value: Any, before: str) -> Iterator[str]:
         yield before + plain
         return
     indent = " " * (len(before) - len(before.lstrip()) + 1)
-    pairs = value.items() if isinstance(value, dict) else (("-", one) for one in value)
+    pairs = value.items() if isinstance(value, dict) else (("-", part) for part in value)
     yield before + ("{" if isinstance(value, dict) else "[")
-    for key, one in pairs:
-        yield from _laid_out(one, f"{indent}{key}: " if isinstance(value, dict) else indent)
+    for key, part in pairs:
+        yield from _laid_out(part, f"{indent}{key}: " if isinstance(value, dict) else indent)
 
 
 def of_csv(text: str) -> str:
@@ -137,9 +137,9 @@ def of_frame(frame: Any) -> str:
 
 def of_files(folder: Path) -> str:
     """The texts in files of bytes, such as TensorBoard's."""
-    found = [[str(path.relative_to(folder)), *words] for path in sorted(folder.rglob("*")) for words in _words(path)]
+    rows = [[str(path.relative_to(folder)), *words] for path in sorted(folder.rglob("*")) for words in _words(path)]
     lines = io.StringIO()
-    csv.writer(lines).writerows(found)
+    csv.writer(lines).writerows(rows)
     return of_csv(lines.getvalue())
 
 

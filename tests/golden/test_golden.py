@@ -108,8 +108,8 @@ def _of_helps() -> Iterator[tuple[str, Document]]:
     yield "help.txt", Document("--help")
     for name, command in commands_of(build_parser()).items():
         yield f"help-{name}.txt", Document(f"{name} --help{'-all' if command.first else ''}")
-        for one in commands_of(command):
-            yield f"help-{name}-{one}.txt", Document(f"{name} {one} --help")
+        for command_name in commands_of(command):
+            yield f"help-{name}-{command_name}.txt", Document(f"{name} {command_name} --help")
 
 
 def _of_audits() -> Iterator[tuple[str, Document]]:
@@ -343,7 +343,7 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
         return
     if kind == "tape":
         known = tapes_of(load_run(next(Path(".fp8bench").rglob("*-4ab2f1d9.jsonl"))))
-        yield "fp8bench.jobs.tape.tapes_now", lambda *words: [_shorter(one) for one in known]
+        yield "fp8bench.jobs.tape.tapes_now", lambda *words: [_shorter(taped) for taped in known]
         return
     if not kind:
         return
@@ -376,9 +376,9 @@ def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
     yield "fp8bench.jobs.doctor.boards", lambda: "tensorboard 2.21.0"
 
 
-def _shorter(one: Taped) -> Taped:
+def _shorter(taped: Taped) -> Taped:
     """Without the first operators, as if a change had removed them."""
-    return one if one.tape is None else replace(one, tape=replace(one.tape, operators=one.tape.operators[3:]))
+    return taped if taped.tape is None else replace(taped, tape=replace(taped.tape, operators=taped.tape.operators[3:]))
 
 
 @contextlib.contextmanager
@@ -425,7 +425,7 @@ def made(words: Sequence[str]) -> str:
         case ["notebook", run]:
             found: Any = fp8bench.load(run).run
             bars = [text.get_text() for text in found.plot().axes[0].get_yticklabels()]
-            names = [f"{name}: {one.verdict}" for name, one in fp8bench.findings(found).items()]
+            names = [f"{name}: {finding.verdict}" for name, finding in fp8bench.findings(found).items()]
             return "\n".join([found._repr_html_().replace("><", ">\n<"), *names, *bars, fp8bench.table(found)])
         case ["files", folder]:
             return of_files(Path(folder))

@@ -54,30 +54,30 @@ def measured_by_hand(
     monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None, interrupted: int = 0, times: float = 1.0
 ) -> list[Rate]:
     """Has the rates come to FOUND's in five runs, `times` as fast; returns the pieces that were asked for."""
-    asked: list[Rate] = []
+    pieces: list[Rate] = []
 
     def one_more(self: Bench, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-        asked.append(rate)
+        pieces.append(rate)
         if rate.limit is fails and rate.runs:
             raise WorkerLost("it crashed")
-        if len(asked) == interrupted:
+        if len(pieces) == interrupted:
             raise KeyboardInterrupt
-        whole = next(one for one in FOUND.rates if (one.limit, one.precision) == (rate.limit, rate.precision))
+        whole = next(known for known in FOUND.rates if (known.limit, known.precision) == (rate.limit, rate.precision))
         value = () if not rate.shape else (times * RUNS[rate.limit][len(rate.runs)],)
         return replace(whole, runs=(*rate.runs, *value))
 
     bare = tuple(Rate(rate.limit, rate.precision) for rate in FOUND.rates)
     monkeypatch.setattr(Bench, "ceiling_rates", lambda self, facts: bare)
     monkeypatch.setattr(Bench, "ceiling", one_more)
-    return asked
+    return pieces
 
 
 def test_they_are_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept ceilings bound the next run's cases."""
-    asked = measured_by_hand(monkeypatch)
+    pieces = measured_by_hand(monkeypatch)
     lines = list(job.ceiling_lines(tmp_path / "store", TERMINAL, 2))
     assert (
-        [len(one.runs) for one in asked if one.limit is Limit.COPY] == [0, *range(5)]
+        [len(piece.runs) for piece in pieces if piece.limit is Limit.COPY] == [0, *range(5)]
         and lines[0].startswith("cpu: what ")
         and lines[0].endswith("threads 2, in 5 runs")
     )
@@ -104,8 +104,8 @@ def test_what_takes_longer_than_it_should_shortens_what_follows(monkeypatch: pyt
     monkeypatch.setattr("fp8bench.measure.ceilings.time.monotonic", lambda: now[0])
     for slow in (1.0, 3.0):
         now[0], shares[:] = 0.0, []
-        found = whole_ceilings(Busy(), CPU, 30.0, None, lambda found: None)  # type: ignore[arg-type]
-        assert all(len(rate.runs) == 5 for rate in found.rates) and len(shares) == 6 * 4
+        ceilings = whole_ceilings(Busy(), CPU, 30.0, None, lambda ceilings: None)  # type: ignore[arg-type]
+        assert all(len(rate.runs) == 5 for rate in ceilings.rates) and len(shares) == 6 * 4
         assert now[0] <= 33 and (slow > 1 or shares == pytest.approx([3.0] * 4 + [0.9] * 20))
 
 
@@ -126,8 +126,8 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
     measured_by_hand(monkeypatch)
     run = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path, TERMINAL, "a test")
     assert run.finished and run.ok and run == load_run(Path(run.path))
-    found = [(record.case.param("limit"), record.case.precision, record.status.value) for record in run.records]
-    assert found == [
+    cases = [(record.case.param("limit"), record.case.precision, record.status.value) for record in run.records]
+    assert cases == [
         ("product", "bf16", "ok"), ("product", "nvfp4", "skipped"), ("copy", "fp32", "ok"), ("launch", "fp32", "ok"),
     ]  # fmt: skip
     bf16, nvfp4, copied, _ = run.records
@@ -154,16 +154,16 @@ def test_an_interrupted_search_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Measured pieces are not measured again; the second measurement compares with the first."""
-    asked = measured_by_hand(monkeypatch, interrupted=14)
+    pieces = measured_by_hand(monkeypatch, interrupted=14)
     with pytest.raises(KeyboardInterrupt):
         list(job.ceiling_lines(tmp_path, TERMINAL))
-    assert len(asked) == 14 and "what was measured is kept, and the same command goes on" in unfolded(
+    assert len(pieces) == 14 and "what was measured is kept, and the same command goes on" in unfolded(
         capsys.readouterr().err
     )
-    asked = measured_by_hand(monkeypatch)
+    pieces = measured_by_hand(monkeypatch)
     list(job.ceiling_lines(tmp_path, TERMINAL))
     # nvfp4 is refused at its search.
-    assert len(asked) == 3 * 6 + 1 - 13 and "goes on with 12 of 18 pieces" in unfolded(capsys.readouterr().err)
+    assert len(pieces) == 3 * 6 + 1 - 13 and "goes on with 12 of 18 pieces" in unfolded(capsys.readouterr().err)
     measured_by_hand(monkeypatch, times=0.8)
     lines = list(job.ceiling_lines(tmp_path, TERMINAL))
     assert lines[2].endswith("; slower than before: -20.0% against 425 GFLOP/s")

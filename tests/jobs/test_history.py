@@ -45,9 +45,16 @@ PARTS = tuple(replace(WHOLE, operator=name) for name in ("aten::abs", "aten::ama
 def tape_of(*operators: OperatorCount) -> Tape:
     phases = []
     for phase in ("cast", "gemm"):
-        found = [operator for operator in operators if operator.phase == phase]
-        flops, size = (sum(one.calls * (getattr(one, name) or 0) for one in found) for name in ("flops", "bytes"))
-        phases.append(PhaseCount(phase, flops, size, sum(one.calls * one.launches for one in found)))
+        of_phase = [operator for operator in operators if operator.phase == phase]
+        flops, size = (
+            sum(operator_count.calls * (getattr(operator_count, name) or 0) for operator_count in of_phase)
+            for name in ("flops", "bytes")
+        )
+        phases.append(
+            PhaseCount(
+                phase, flops, size, sum(operator_count.calls * operator_count.launches for operator_count in of_phase)
+            )
+        )
     return Tape(operators, tuple(phases))
 
 

@@ -44,15 +44,15 @@ def loss(output: dict[str, Tensor]) -> Tensor:
 
 def everything(model: nn.Module) -> list[Any]:
     """Everything about the model that could be changed, with identities where they matter."""
-    found: list[Any] = [torch.get_rng_state().tolist(), torch.is_grad_enabled(), torch.get_num_threads()]
+    state: list[Any] = [torch.get_rng_state().tolist(), torch.is_grad_enabled(), torch.get_num_threads()]
     for name, module in model.named_modules():
         own = {key: id(value) for key, value in vars(module).items()}
         hooks = {key: list(value.items()) for key, value in vars(module).items() if key.endswith("_hooks")}
-        found.append((name, type(module), module.training, own, hooks))
+        state.append((name, type(module), module.training, own, hooks))
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         grad = None if tensor.grad is None else tensor.grad.tolist()
-        found.append((name, id(tensor), tensor.requires_grad, tensor._version, grad, tensor.tolist()))
-    return [copy.deepcopy(one) if isinstance(one, list) else one for one in found]
+        state.append((name, id(tensor), tensor.requires_grad, tensor._version, grad, tensor.tolist()))
+    return [copy.deepcopy(part) if isinstance(part, list) else part for part in state]
 
 
 @pytest.fixture

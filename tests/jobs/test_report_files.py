@@ -71,14 +71,14 @@ def test_a_run_shown_again_says_where_its_report_is(store: Path, capsys: pytest.
 def test_a_page_is_shown_in_the_browser(
     there: bool, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda address: asked.append(address) or there)
+    addresses: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: addresses.append(address) or there)
     monkeypatch.setenv("COLUMNS", "300")
     run = kept(store)
     assert main(["report", run.id, "--open"]) == 0
     out, err = capsys.readouterr()
-    assert asked == [Path(out.strip()).resolve().as_uri()]
-    assert err == ("" if there else f"fp8bench: no browser could be opened. The report is at {asked[0]}\n")
+    assert addresses == [Path(out.strip()).resolve().as_uri()]
+    assert err == ("" if there else f"fp8bench: no browser could be opened. The report is at {addresses[0]}\n")
 
 
 def test_a_folder_that_takes_nothing_is_a_sentence(store: Path) -> None:
@@ -139,21 +139,23 @@ def test_a_suite_ends_with_its_report(store: Path, capsys: pytest.CaptureFixture
 
 
 def series(runs: list[Run], store: Path, metric: str = "time", precision: str = "bf16") -> PastSeries:
-    (found,) = [series for series in past_of(runs, store) if (series.metric, series.precision) == (metric, precision)]
-    return found
+    (only_series,) = [
+        series for series in past_of(runs, store) if (series.metric, series.precision) == (metric, precision)
+    ]
+    return only_series
 
 
 def test_the_series_of_the_cases_at_hand(tmp_path: Path) -> None:
     last = load_run(history(tmp_path, 2.0, 1.0)[-1])
-    found = series([last], tmp_path)
-    assert (found.suite, found.precision, found.place, found.machine) == ("gemm", "bf16", "shape=512", "box")
-    assert found.unit == "s" and not found.emulated and found.incomparable == 0
-    assert [figure.commit for figure in found.figures] == [commit(0), commit(1)]
-    assert [figure.when for figure in found.figures] == ["2026-01-05 12:00", "2026-01-05 13:00"]
+    past = series([last], tmp_path)
+    assert (past.suite, past.precision, past.place, past.machine) == ("gemm", "bf16", "shape=512", "box")
+    assert past.unit == "s" and not past.emulated and past.incomparable == 0
+    assert [figure.commit for figure in past.figures] == [commit(0), commit(1)]
+    assert [figure.when for figure in past.figures] == ["2026-01-05 12:00", "2026-01-05 13:00"]
     # A round takes an eighth more for its cast, 100 ns besides, and 2 us in the middle.
-    assert [figure.value for figure in found.figures] == pytest.approx([2.2521e-3, 1.1271e-3], rel=1e-9)
-    assert all(figure.low is not None and figure.low <= figure.value <= (figure.high or 0) for figure in found.figures)
-    assert [figure.samples for figure in found.figures] == [24, 24]
+    assert [figure.value for figure in past.figures] == pytest.approx([2.2521e-3, 1.1271e-3], rel=1e-9)
+    assert all(figure.low is not None and figure.low <= figure.value <= (figure.high or 0) for figure in past.figures)
+    assert [figure.samples for figure in past.figures] == [24, 24]
 
 
 def test_units_are_those_of_an_axis(tmp_path: Path) -> None:
@@ -169,8 +171,8 @@ def test_other_machines_interpreters_and_cases_are_left_out(tmp_path: Path) -> N
     other = {"asv_python": "/other/bin/python"}
     keep(tmp_path, run_at(2, records=tuple(records(9.0)), facts=other))
     last = load_run(keep(tmp_path, run_at(3, records=tuple(records(1.0))[:1])))
-    found = past_of([last], tmp_path)
-    assert {one.precision for one in found} == {"fp32"}
+    past = past_of([last], tmp_path)
+    assert {own.precision for own in past} == {"fp32"}
     assert [figure.commit for figure in series([last], tmp_path, precision="fp32").figures] == [commit(0), commit(3)]
 
 
@@ -178,11 +180,11 @@ def test_a_run_with_changes_stands_at_the_end_of_its_series(tmp_path: Path) -> N
     """Its numbers are no commit's, but they are what one wants to know."""
     history(tmp_path, 1.0)
     dirty = load_run(keep(tmp_path, run_at(0, hours=5, records=tuple(records(3.0)), facts={"dirty": True})))
-    found = series([dirty], tmp_path)
-    assert [(figure.commit, figure.unkept) for figure in found.figures] == [(commit(0), False), (commit(0), True)]
-    assert found.figures[1].value == pytest.approx(3.3771e-3, rel=1e-9)
-    assert found.figures[1].when == "2026-01-05 17:00, with uncommitted changes"
-    assert found.figures[0].order < found.figures[1].order
+    past = series([dirty], tmp_path)
+    assert [(figure.commit, figure.unkept) for figure in past.figures] == [(commit(0), False), (commit(0), True)]
+    assert past.figures[1].value == pytest.approx(3.3771e-3, rel=1e-9)
+    assert past.figures[1].when == "2026-01-05 17:00, with uncommitted changes"
+    assert past.figures[0].order < past.figures[1].order
 
 
 def test_a_quick_run_is_hasty(tmp_path: Path) -> None:
@@ -200,8 +202,8 @@ def test_older_versions_are_counted(tmp_path: Path) -> None:
     history(tmp_path, 1.0)
     newer = tuple(replace(record, case=replace(record.case, version="99")) for record in records(1.0))
     last = load_run(keep(tmp_path, run_at(1, records=newer)))
-    found = past_of([last], tmp_path)
-    assert {(len(one.figures), one.incomparable) for one in found} == {(1, 1)}
+    past = past_of([last], tmp_path)
+    assert {(len(own.figures), own.incomparable) for own in past} == {(1, 1)}
 
 
 def test_joules_of_another_source_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -209,8 +211,8 @@ def test_joules_of_another_source_are_left_out_and_counted(tmp_path: Path) -> No
     for number, source in enumerate(("counter", "instant", "instant")):
         made = tuple(replace(record, energy=use((1.0 + number,) * 3, source=source)) for record in records(1.0))
         last = load_run(keep(tmp_path, run_at(number, records=made)))
-    found = series([last], tmp_path, metric="energy")
-    assert found.unit == "J" and ([figure.value for figure in found.figures], found.incomparable) == ([2.0, 3.0], 1)
+    past = series([last], tmp_path, metric="energy")
+    assert past.unit == "J" and ([figure.value for figure in past.figures], past.incomparable) == ([2.0, 3.0], 1)
     assert len(series([last], tmp_path).figures) == 3
     for source, count in (("counter", 2), ("instant", 3)):
         made = tuple(replace(record, energy=use((9.0,) * 3, source=source)) for record in records(1.0))

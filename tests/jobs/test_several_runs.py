@@ -30,14 +30,14 @@ def run_like(milliseconds: float, finished: bool = True) -> Run:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """What is asked of the pipeline; the n-th run takes 5, 6, 7 ms."""
-    found: Asked = []
+    calls: Asked = []
 
     def execute(*_: object, **options: Any) -> Run:
-        found.append(options)
-        return run_like(4 + len(found))
+        calls.append(options)
+        return run_like(4 + len(calls))
 
     monkeypatch.setattr(several_runs, "execute", execute)
-    return found
+    return calls
 
 
 def measured(number: int, apart: float = 0.0) -> Run:
@@ -46,11 +46,11 @@ def measured(number: int, apart: float = 0.0) -> Run:
 
 def test_the_last_run_knows_what_all_before_it_said(asked: Asked) -> None:
     run = measured(3)
-    assert [one["note"] for one in asked] == [f"session {number} of 3" for number in (1, 2, 3)]
+    assert [call["note"] for call in asked] == [f"session {number} of 3" for number in (1, 2, 3)]
     case = run.records[1].case.id
     known = asked[2]["sessions"][case]
-    assert asked[0]["sessions"] == {} and [round(one.point, 3) for one in known] == [0.5, 0.6]
-    assert all(one.half_width < 0.05 for one in known)
+    assert asked[0]["sessions"] == {} and [round(call.point, 3) for call in known] == [0.5, 0.6]
+    assert all(call.half_width < 0.05 for call in known)
 
 
 def test_an_interval_is_the_hull_of_all_sessions() -> None:
@@ -58,10 +58,10 @@ def test_an_interval_is_the_hull_of_all_sessions() -> None:
     lead, case = run.records
     others = tuple(Interval(point, 0.99 * point, 1.01 * point, 0.99) for point in (0.98, 1.05))
     run = replace(run, records=(lead, replace(case, reruns=None, sessions=others)))
-    found = findings(run)[case.case.id]
-    assert found.ratio is not None and found.ratio.point == pytest.approx((0.99 * 0.98 * 1.05) ** (1 / 3))
-    assert (found.ratio.low, found.ratio.high) == (pytest.approx(0.98 * 0.99), pytest.approx(1.05 * 1.01))
-    assert found.verdict == "unsure"
+    finding = findings(run)[case.case.id]
+    assert finding.ratio is not None and finding.ratio.point == pytest.approx((0.99 * 0.98 * 1.05) ** (1 / 3))
+    assert (finding.ratio.low, finding.ratio.high) == (pytest.approx(0.98 * 0.99), pytest.approx(1.05 * 1.01))
+    assert finding.verdict == "unsure"
 
 
 def test_who_interrupts_has_the_sessions_that_there_are(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,10 +66,10 @@ def test_a_file_that_a_plan_takes(driver: Path, ports: Path, tmp_path: Path) -> 
     """18 links of 26.562 GB/s of signals are the 450 GB/s of an H200's datasheet."""
     file = tmp_path / "node.yaml"
     said = "\n".join(topology_lines(file, tmp_path / "store", ports))
-    found = read_topology(file)
-    assert (found.node, found.memory) == (3, 143771 << 20)
-    assert found.inside == pytest.approx(450e9, rel=1e-4) and found.between == pytest.approx(2 * 400e9 / 8 / 3)
-    assert (found.bf16, found.fp8) == (989.5e12, 1979e12)
+    node = read_topology(file)
+    assert (node.node, node.memory) == (3, 143771 << 20)
+    assert node.inside == pytest.approx(450e9, rel=1e-4) and node.between == pytest.approx(2 * 400e9 / 8 / 3)
+    assert (node.bf16, node.fp8) == (989.5e12, 1979e12)
     assert "between GPUs: 3 x NV18" in said and "mlx5_1 port 1: 400 Gb/s; counted link_downed 3" in said
     assert "mlx5_2" not in said and "no product reaches" in said
 
@@ -105,11 +105,17 @@ def test_a_measured_bandwidth_comes_first(
     """The newest all-reduce of all GPUs; not of fewer, of a processor, or another collective."""
     others = [collective(9e9, gpus=2), collective(8e9, device="cpu"), collective(7e9, way="all_gather")]
     stored(*others, collective(361e9), collective(1e9))
-    found = measured_bandwidth(tmp_path, 3)
-    assert found is not None and found[0] == pytest.approx(361e9, rel=0.02) and found[1].startswith("run-3.61e+11-3")
+    bandwidth = measured_bandwidth(tmp_path, 3)
+    assert (
+        bandwidth is not None
+        and bandwidth[0] == pytest.approx(361e9, rel=0.02)
+        and bandwidth[1].startswith("run-3.61e+11-3")
+    )
     file = tmp_path / "node.yaml"
     said = "\n".join(topology_lines(file, tmp_path / "store", ports))
-    assert read_topology(file).inside == pytest.approx(found[0], rel=1e-4) and "measured in run run-3.61e+11" in said
+    assert (
+        read_topology(file).inside == pytest.approx(bandwidth[0], rel=1e-4) and "measured in run run-3.61e+11" in said
+    )
     stored(*others)
     assert measured_bandwidth(tmp_path, 3) is None
 

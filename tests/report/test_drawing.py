@@ -230,8 +230,8 @@ def test_widths_are_those_of_a_wide_font(bold: bool) -> None:
     font = get_font(get_data_path() + f"/fonts/ttf/DejaVuSans{'-Bold' if bold else ''}.ttf")
     font.set_size(100, 72)
     real = {chr(code): font.load_char(code).linearHoriAdvance / 65536 / 100 for code in range(32, 127)}
-    assert {letter: one for letter, one in real.items() if one > width(letter, 1, bold) + 0.005} == {}
-    assert {letter: one for letter, one in real.items() if width(letter, 1, bold) > 1.5 * one} == {}
+    assert {letter: wide for letter, wide in real.items() if wide > width(letter, 1, bold) + 0.005} == {}
+    assert {letter: wide for letter, wide in real.items() if width(letter, 1, bold) > 1.5 * wide} == {}
 
 
 def test_a_long_name_is_cut_in_its_middle() -> None:
@@ -312,13 +312,13 @@ def test_charts() -> Told:
 
 def spans(drawn: str, style: str) -> list[tuple[float, float]]:
     """Left and right ends of a class's shapes in the first sheet."""
-    found = []
+    ends = []
     for element in parsed(drawn)[0].iter("path"):
         if element.get("class") == style:
             data = re.findall(r"[MLHV][-\d. ]+", element.get("d", ""))
             xs = [float(part[1:].split()[0]) for part in data if part[0] != "V"]
-            found.append((min(xs), max(xs)))
-    return found
+            ends.append((min(xs), max(xs)))
+    return ends
 
 
 def test_twice_as_fast_and_half_as_fast_are_equally_far() -> None:
@@ -414,7 +414,7 @@ def test_dots_are_chosen_evenly_over_the_sorted_samples(samples: list[float]) ->
     assert (kept[0], kept[-1]) == (min(samples), max(samples))
     for edge in samples[:5]:
         below = sum(sample <= edge for sample in samples) / len(samples)
-        assert sum(one <= edge for one in kept) / len(kept) == pytest.approx(below, abs=2 / len(kept))
+        assert sum(value <= edge for value in kept) / len(kept) == pytest.approx(below, abs=2 / len(kept))
 
 
 def test_two_humps_stay_two_humps() -> None:
@@ -454,8 +454,8 @@ def test_ticks() -> Told:
 )
 def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bool, unit: str) -> None:
     scale = fitted(values, 10, 90, log, unit)
-    found = scale.ticks(6)
-    assert 1 <= len(found) <= 20
-    assert [scale.at(value) for value, _ in found] == sorted(scale.at(value) for value, _ in found)
-    assert len({text for _, text in found}) == len(found)
+    ticks = scale.ticks(6)
+    assert 1 <= len(ticks) <= 20
+    assert [scale.at(value) for value, _ in ticks] == sorted(scale.at(value) for value, _ in ticks)
+    assert len({text for _, text in ticks}) == len(ticks)
     assert all(9.99 <= scale.at(value) <= 90.01 for value in values)

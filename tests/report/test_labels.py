@@ -12,7 +12,7 @@ from fp8bench.report.data.run import rows, run_value
 from fp8bench.report.elements import Items
 from fp8bench.report.panels import panels_of
 from fp8bench.report.words import legend
-from fp8bench.report.words.labels import LABELS, explained
+from fp8bench.report.words.legend import LABELS, explained
 from fp8bench.report.words.speed import comparisons, shared_labels
 from tests.counts import for_each
 from tests.fakes import MS, steady
@@ -102,10 +102,10 @@ def eager() -> Made:
 
 def test_other_programs_get_labels_with_their_reasons() -> None:
     why = "--quick compiles nothing"
-    found = [row for row in rows(*eager()) if row["mode"] == "fp8"]
-    (step,) = [row for row in found if (row["phase"], row["metric"]) == (STEP, "time")]
+    of_fp8 = [row for row in rows(*eager()) if row["mode"] == "fp8"]
+    (step,) = [row for row in of_fp8 if (row["phase"], row["metric"]) == (STEP, "time")]
     assert (step["labels"], step["label_reasons"], step["why"]) == ("eager-quantiser", f"eager-quantiser: {why}", why)
-    assert all(row["why"] is None for row in found if row["phase"] not in (STEP, None))
+    assert all(row["why"] is None for row in of_fp8 if row["phase"] not in (STEP, None))
     record = run_value(*eager())["records"][-1]
     assert record["finding"]["labels"] == ["eager-quantiser"]
     assert record["timing"]["eager"] == why and record["timing"]["fused"] is False

@@ -70,9 +70,9 @@ def test_a_run_is_shown_on_a_line_as_a_table_and_as_a_chart(run: api.Run) -> Non
     assert all(f"<td>{mode}</td>" in page and f"  {mode}" in str(run) for mode in modes)
     (axes,) = run.plot().axes
     told = ("faster", "slower", "same", "unsure")
-    found = fp8bench.findings(run).items()
-    held = [name for name, one in found if one.verdict in told and one.ratio is not None]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [*reversed(held)]
+    findings = fp8bench.findings(run).items()
+    compared = [name for name, finding in findings if finding.verdict in told and finding.ratio is not None]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*reversed(compared)]
 
 
 def test_a_run_of_a_call_is_the_stored_value(run: api.Run) -> None:

@@ -45,10 +45,10 @@ def test_each_chart_in_each_format_is_the_same_bytes_again(kind: str, form: str)
 @KINDS
 def test_every_text_of_the_page_is_in_the_picture(kind: str) -> None:
     chart = CHARTS[kind]
-    found = texts_in(picture(chart, "page", "svg"))
+    texts = texts_in(picture(chart, "page", "svg"))
     for text in texts_of(parsed(draw(chart))[0]):
-        found.remove(" ".join(text.split()))
-    assert found[0] == chart.title and " ".join(found[1:]).startswith(chart.description)
+        texts.remove(" ".join(text.split()))
+    assert texts[0] == chart.title and " ".join(texts[1:]).startswith(chart.description)
 
 
 @KINDS

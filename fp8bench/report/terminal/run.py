@@ -40,7 +40,7 @@ from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
 from fp8bench.report.words import legend, speed
-from fp8bench.report.words.labels import explained
+from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import attention_of, cache_of, listed, missing_of, notes_of, replays_of
 from fp8bench.report.words.speed import over_loads, over_values
 

@@ -17,7 +17,7 @@ from fp8bench.report.elements import Code, Element, Facts, Items, Text, Tone
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import floor_of, together
 from fp8bench.report.words import legend
-from fp8bench.report.words.labels import explained
+from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, missing_of, notes_of, when
 
 _MOST = 20

@@ -20,7 +20,7 @@ from fp8bench.report.elements import Text
 from fp8bench.report.energies import energy_clause
 from fp8bench.report.panels import Panel, Result, show_params, together, value_of
 from fp8bench.report.topics.phases import is_mixed, phase_clauses
-from fp8bench.report.words.labels import LABELS
+from fp8bench.report.words.legend import LABELS
 from fp8bench.report.words.naming import common_tone, listed, many, setting_of
 
 _COMPARED = (

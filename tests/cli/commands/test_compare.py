@@ -101,14 +101,14 @@ def test_a_commit_whose_runs_all_had_other_files_has_none(store: Path) -> None:
 
 def test_what_git_calls_a_commit(store: Path, say: Say) -> None:
     git(Path(), "init", "-q")
-    found = []
+    titles = []
     for number in range(2):
         git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
-        found.append(git(Path(), "rev-parse", "HEAD"))
-        keep(store, run_at(number, facts={"commit": found[-1]}, records=tuple(records(1 + number))))
+        titles.append(git(Path(), "rev-parse", "HEAD"))
+        keep(store, run_at(number, facts={"commit": titles[-1]}, records=tuple(records(1 + number))))
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
     code, out, _ = say("HEAD~2", "HEAD~1")
-    assert code == 0 and f"commit {found[0][:8]}" in out.splitlines()[1] and "+100.0%" in out
+    assert code == 0 and f"commit {titles[0][:8]}" in out.splitlines()[1] and "+100.0%" in out
     code, out, err = say("HEAD~2", "HEAD")
     assert code == 2 and not out and "has no run" in err
 

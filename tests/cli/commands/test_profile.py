@@ -161,8 +161,8 @@ ALWAYS = 3
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        pytest.param(*one, marks=[pytest.mark.nightly] * (place >= ALWAYS), id=" ".join(one[0]))
-        for place, one in enumerate(WRONG)
+        pytest.param(*row, marks=[pytest.mark.nightly] * (place >= ALWAYS), id=" ".join(row[0]))
+        for place, row in enumerate(WRONG)
     ],
 )
 def test_what_cannot_be_is_a_sentence(words: list[str], sentence: str, makers: str, store: Path, fp8bench: Say) -> None:

@@ -124,10 +124,10 @@ def test_as_json(store: Path, say: Say) -> None:
     history(store, *times((12, 1.0), (4, 1.1)))
     say("ack", SERIES, "--because", "wanted")
     code, out, err = say("regressions", "--json")
-    found = json.loads(out)
-    assert (code, err, out.count("\n")) == (1, "", 1) and found["looked_at"] == 12 and found["left"] == {}
-    assert [change["state"] for change in found["changes"]].count("open") == 7
-    (one,) = [change for change in found["changes"] if change["series"] == SERIES]
+    document = json.loads(out)
+    assert (code, err, out.count("\n")) == (1, "", 1) and document["looked_at"] == 12 and document["left"] == {}
+    assert [change["state"] for change in document["changes"]].count("open") == 7
+    (one,) = [change for change in document["changes"] if change["series"] == SERIES]
     assert one["ack"]["because"] == "wanted" and one["evidence"] == "history" and one["direction"] == "worse"
     assert (one["since"], one["until"], one["first"]) == (commit(11), commit(12), commit(12))
     assert one["ratio"]["low"] < 1.1 < one["ratio"]["high"] and 0 <= one["p_value"] < 1e-6

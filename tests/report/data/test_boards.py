@@ -55,8 +55,8 @@ def test_what_is_no_number_and_what_was_not_measured_is_left_out() -> None:
     odd = (Measurement("loss_error", "ratio", (math.nan,)), Measurement("none", "ratio", ()), memory(1))
     failed = replace(run.records[2], status=Status.FAILED)
     run = replace(run, records=(replace(run.records[0], measurements=odd), failed))
-    found = replace(findings[run.records[0].case.id], ratio=Interval(1.0, 0.9, math.inf, 0.99), best_seconds=math.inf)
-    kinds = {kind_of(tag) for _, tag in named(run, {found.case.id: found})}
+    finding = replace(findings[run.records[0].case.id], ratio=Interval(1.0, 0.9, math.inf, 0.99), best_seconds=math.inf)
+    kinds = {kind_of(tag) for _, tag in named(run, {finding.case.id: finding})}
     assert "ratio_low" in kinds and "peak_memory_bytes" in kinds
     assert not kinds & {"best_seconds", "ratio_high", "loss_error", "none"}
     assert {mode for mode, _ in named(run, {})} == {"bf16"}
@@ -95,14 +95,14 @@ def test_every_figure_is_read_back(board: Any, tmp_path: Path) -> None:
     files = write_tensorboard(run, findings, tmp_path)
     assert [file.parent.name for file in files] == ["fp32", "bf16", "fp8", "nvfp4"][: len(files)]
     expected = {(figure.mode, figure.tag): figure.value for figure in figures(run, findings)}
-    found = {}
+    values = {}
     for file in files:
         reader = read(board, file.parent)
         for tag in reader.Tags()["scalars"]:
             (point,) = reader.Scalars(tag)
             assert (point.step, point.wall_time) == (1767614400, 1767614400.0)
-            found[file.parent.name, tag] = point.value
-    assert found == pytest.approx(expected, rel=1e-6) and expected
+            values[file.parent.name, tag] = point.value
+    assert values == pytest.approx(expected, rel=1e-6) and expected
 
 
 def test_runs_form_a_curve_in_whatever_order_they_are_written(board: Any, tmp_path: Path) -> None:

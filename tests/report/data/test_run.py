@@ -96,7 +96,7 @@ def test_runs_stand_below_each_other() -> None:
     read = list(csv.DictReader(io.StringIO(csv_text(*run_rows(pairs, wide=True)))))
     assert len(read) == sum(len(run.records) for run, _ in pairs)
     tidy = list(csv.DictReader(io.StringIO(csv_text(*run_rows(pairs)))))
-    assert [row["case"] for row in tidy] == [row["case"] for run, found in pairs for row in rows(run, found)]
+    assert [row["case"] for row in tidy] == [row["case"] for run, findings in pairs for row in rows(run, findings)]
     assert {"param_m", "param_layers"} <= set(tidy[0])
     assert csv_text(*run_rows([])) == "\n"
 
@@ -111,11 +111,11 @@ def test_json_holds_the_whole_run(make: Any) -> None:
     assert set(document) == {field.name for field in fields(Run)}
     assert decode(Run, document) == run
     for record, plain in zip(run.records, document["records"], strict=True):
-        found, said, metrics = findings.get(record.case.id), plain.pop("finding"), plain.pop("metrics")
-        assert metrics.get("time") == (found and found.best_seconds and found.median_seconds)
-        assert plain == encode(record) and (said is None) == (found is None)
-        if found is not None:
-            assert "case" not in said and decode(Finding, {**said, "case": plain["case"]}) == found
+        finding, said, metrics = findings.get(record.case.id), plain.pop("finding"), plain.pop("metrics")
+        assert metrics.get("time") == (finding and finding.best_seconds and finding.median_seconds)
+        assert plain == encode(record) and (said is None) == (finding is None)
+        if finding is not None:
+            assert "case" not in said and decode(Finding, {**said, "case": plain["case"]}) == finding
     assert {plain["finding"] for plain in run_value(run, {})["records"]} == {None}
 
 
@@ -168,10 +168,10 @@ def test_a_phase_too_short_to_tell_is_labelled_and_errors_are_rows() -> None:
 
 def test_an_emulated_case_has_no_speed() -> None:
     (emulated,) = [record for record in RUN.records if record.support.level is Level.EMULATED]
-    found = replace(
+    finding = replace(
         FINDINGS[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), median_ratio=0.3, verdict=Verdict.FASTER
     )
-    table = rows(RUN, {**FINDINGS, emulated.case.id: found})
+    table = rows(RUN, {**FINDINGS, emulated.case.id: finding})
     step = only("cpu/fp8", table, phase=STEP, metric="time")
     assert (step["verdict"], step["level"]) == ("emulated", "emulated") and step["best_in_unit"]
     assert step["ratio_to_reference"] is None and step["ratio_of_medians"] is None
@@ -183,8 +183,8 @@ def test_an_emulated_case_has_no_speed() -> None:
 def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
     """Texts are one line and never empty, which a reader of the CSV could not tell from missing."""
     run, findings = wild
-    found = rows(run, findings)
-    texts = [cell for row in found for cell in row.values() if isinstance(cell, str)]
+    tidy = rows(run, findings)
+    texts = [cell for row in tidy for cell in row.values() if isinstance(cell, str)]
     assert all(text and text.isprintable() for text in texts)
-    assert {row["case"] for row in found} == {record.case.id for record in run.records}
+    assert {row["case"] for row in tidy} == {record.case.id for record in run.records}
     assert len(strict(json_line(run_value(run, findings)))["records"]) == len(run.records)

@@ -27,8 +27,8 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, other: str) -> float:
-    darker, lighter = sorted((luminance(one), luminance(other)))
+def contrast(first: str, other: str) -> float:
+    darker, lighter = sorted((luminance(first), luminance(other)))
     return (lighter + 0.05) / (darker + 0.05)
 
 
@@ -38,8 +38,8 @@ def mixed(colour: str, under: str, share: float) -> str:
 
 
 def poor(colours: dict[str, str], pairs: Iterable[tuple[str, str, float]]) -> dict[tuple[str, str], float]:
-    found = {(name, ground): (contrast(colours[name], colours[ground]), least) for name, ground, least in pairs}
-    return {pair: ratio for pair, (ratio, least) in found.items() if ratio < least}
+    contrasts = {(name, ground): (contrast(colours[name], colours[ground]), least) for name, ground, least in pairs}
+    return {pair: ratio for pair, (ratio, least) in contrasts.items() if ratio < least}
 
 
 @for_each("mode", [0, 1])

@@ -42,11 +42,11 @@ class Strict(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         names = [name for name, _ in attrs]
         assert len(set(names)) == len(names), f"{tag} at {self.getpos()} has an attribute twice: {names}"
-        found = {name: value or "" for name, value in attrs}
-        if own := found.get("id"):
+        attributes = {name: value or "" for name, value in attrs}
+        if own := attributes.get("id"):
             assert own not in self.ids, f"two elements are {own}"
             self.ids.add(own)
-        self.tags.append((tag, found))
+        self.tags.append((tag, attributes))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -66,7 +66,7 @@ class Strict(HTMLParser):
         return "".join(text for where, text in self.texts if where == tag)
 
     def values(self, name: str) -> list[str]:
-        return [found[name] for _, found in self.tags if name in found]
+        return [attributes[name] for _, attributes in self.tags if name in attributes]
 
 
 @for_each("name", PAGES)
@@ -79,16 +79,24 @@ def test_a_page_is_sound_alone_and_the_same_again(name: str) -> None:
     named = " ".join(read.values("aria-labelledby") + read.values("aria-describedby")).split()
     assert set(targets) | set(named) <= read.ids and kinds.count("h1") == kinds.count("script") == 1
     assert "alert(1)</script>" not in page
-    assert not [name for _, found in read.tags for name in found if name.startswith("on")]
+    assert not [name for _, attributes in read.tags for name in attributes if name.startswith("on")]
     body = page.partition("</style>")[2].partition("<script>")[0]
     assert not re.search(r"<[^>]*=(?!\"\")", re.sub(r'"[^"<>]*"', '""', body)), "an attribute without quotes"
-    assert not [found for tag, found in read.tags if "src" in found or tag in ("iframe", "object", "embed", "base")]
+    assert not [
+        attributes
+        for tag, attributes in read.tags
+        if "src" in attributes or tag in ("iframe", "object", "embed", "base")
+    ]
     assert {link for link in read.values("href") if not link.startswith("#")} == {"data:,"}
     script = read.text_of("script")
     assert not re.search(r"url\(|@import|@font-face", read.text_of("style")) and "\r" not in script
     assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon|https?://", script)
     assert not re.search(r"https?://", page.replace("http://www.w3.org/", ""))
-    policy = next(found["content"] for tag, found in read.tags if found.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attributes["content"]
+        for tag, attributes in read.tags
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy == (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
@@ -142,7 +150,7 @@ def test_fields() -> None:
 def test_choices() -> None:
     rows = [(Field(f"case {index}"), Field("1"), Field(word)) for index, word in enumerate("bbaab-")]
     read = Strict(_table(*rows))
-    assert [found["data-column"] for tag, found in read.tags if tag == "select"] == ["2"]
+    assert [attributes["data-column"] for tag, attributes in read.tags if tag == "select"] == ["2"]
     assert read.text_of("option") == "allba"
     assert "select" not in [tag for tag, _ in Strict(_table(*rows, main=False)).tags]
 
@@ -239,9 +247,9 @@ def strip(interval: tuple[float, float] | None) -> str:
 
 
 def test_a_ratio_alone_is_drawn_with_its_interval_beside_1() -> None:
-    found = re.search(r"M([\d.]+) 0V.*?M([\d.]+) 7H([\d.]+)M", strip((0.48, 0.52)))
-    assert found is not None
-    one, low, high = map(float, found.groups())
-    assert low < high < one
+    match = re.search(r"M([\d.]+) 0V.*?M([\d.]+) 7H([\d.]+)M", strip((0.48, 0.52)))
+    assert match is not None
+    line_at_1, low, high = map(float, match.groups())
+    assert low < high < line_at_1
     for odd in (None, (0.0, 0.5), (0.6, 0.5), (0.5, float("inf"))):
         assert "<path" not in strip(odd)

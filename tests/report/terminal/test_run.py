@@ -100,7 +100,7 @@ def test_emulated_cases_show_no_speed() -> None:
 )
 def test_only_clear_verdicts_are_green_or_red(verdict: Verdict, color: str) -> None:
     text = render_whole(*changed(verdict=verdict, labels=(), why=""), color=True)
-    assert {one for one in (GREEN, RED) if one in text} == ({color} if color else set())
+    assert {code for code in (GREEN, RED) if code in text} == ({color} if color else set())
 
 
 @for_each("label", sorted(set(Label) - REMARKS))
@@ -125,7 +125,7 @@ def test_replays_have_a_column_where_there_are_any() -> None:
     assert "- fp16: not replayed: its step waits for a value of the device\n" in text
     assert "- bf16: replayed without loading its batches, which lie on the device when a replay begins\n" in text
     (table,) = of_kind(part("results", made), Table)
-    (column,) = [number for number, one in enumerate(table.columns) if one.title == "replayed"]
+    (column,) = [number for number, titled in enumerate(table.columns) if titled.title == "replayed"]
     assert [row[column].text for row in table.rows if row[column].text != "-"] == ["7.00 ms"]
     figures = [record for record in metrics_of(records[0], None) if record.name == "replay_time"]
     assert [(figure.value, figure.best, figure.rounds, figure.count) for figure in figures] == [
@@ -137,8 +137,8 @@ def test_replays_have_a_column_where_there_are_any() -> None:
 def test_unattributed_is_worked_out_where_it_is_missing() -> None:
     run, findings = transformer()
     findings = {
-        key: replace(one, phases=tuple(pair for pair in one.phases if pair[0] != "unattributed"))
-        for key, one in findings.items()
+        key: replace(finding, phases=tuple(pair for pair in finding.phases if pair[0] != "unattributed"))
+        for key, finding in findings.items()
     }
     assert render_whole(run, findings) == render_whole(*transformer())
 
@@ -252,8 +252,8 @@ def test_long_names_get_lines_of_their_own(width: int) -> None:
     run, findings = transformer()
     named = replace(run.records[1].case, precision_map=tuple((f"layer{i}", "bf16") for i in range(12)))
     records = (run.records[0], replace(run.records[1], case=named))
-    found = replace(findings[run.records[1].case.id], case=named, labels=tuple(Label))
-    text = render_whole(replace(run, records=records), {**findings, named.id: found}, width)
+    finding = replace(findings[run.records[1].case.id], case=named, labels=tuple(Label))
+    text = render_whole(replace(run, records=records), {**findings, named.id: finding}, width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert named.mode in text.replace("\n", "").replace(" ", "")
     assert all(label in text for label in Label)

@@ -16,7 +16,8 @@ def elsewhere(made: Made, name: str = "NVIDIA H200", slower: float = 1.0) -> Mad
     """The same run on another device, with every time multiplied."""
     run, findings = recased(made, lambda case: replace(case, device="cuda:0"))
     moved = {
-        key: replace(one, best_seconds=one.best_seconds and one.best_seconds * slower) for key, one in findings.items()
+        key: replace(finding, best_seconds=finding.best_seconds and finding.best_seconds * slower)
+        for key, finding in findings.items()
     }
     gpu = DeviceFacts("cuda", 0, name, 139 << 30, "2.13.0")
     return run_of([*run.records], id="other", devices=(gpu,)), moved

@@ -26,9 +26,9 @@ def swept_shapes(*speeds: float, labels: tuple[Label, ...] = ()) -> Made:
 
 def words(*speeds: float) -> str:
     intervals = (Interval(1 / speed, 0.99 / speed, 1.01 / speed, 0.99) for speed in speeds)
-    found = break_even([SizedRatio(16 << place, one) for place, one in enumerate(intervals)])
-    assert found is not None
-    return pays("m", found)
+    curve = break_even([SizedRatio(16 << place, interval) for place, interval in enumerate(intervals)])
+    assert curve is not None
+    return pays("m", curve)
 
 
 @as_before

@@ -27,7 +27,7 @@ def profiled(coverage: Coverage | None = COVERAGE) -> Run:
     """Case 1 is the reference and converts nothing; the others share a coverage."""
     run, _ = gemm()
     first, *others = run.records
-    return replace(run, records=(first, *(replace(one, coverage=coverage) for one in others)))
+    return replace(run, records=(first, *(replace(other, coverage=coverage) for other in others)))
 
 
 @as_before

@@ -89,21 +89,21 @@ def test_energy_in_a_terminal() -> Told:
 def test_who_did_not_ask_sees_nothing() -> None:
     assert "energy" not in render_whole(*without_energy())
     assert not [element for panel in panels_of(*energetic()) for element in energy_of_phases(panel)]
-    found = rows(*without_energy())
-    assert not [row for row in found if "energy" in str(row["metric"]) or "power" in str(row["metric"])]
-    columns, _ = widened(found)
+    tidy = rows(*without_energy())
+    assert not [row for row in tidy if "energy" in str(row["metric"]) or "power" in str(row["metric"])]
+    columns, _ = widened(tidy)
     assert not [name for name in columns if "energy" in name]
 
 
 def rows_of(mode: str, **wanted: object) -> list[TidyRow]:
-    found = [row for row in rows(*energetic()) if row["mode"] == mode and row["metric"] == "energy"]
-    return [row for row in found if all(row[name] == value for name, value in wanted.items())]
+    chosen = [row for row in rows(*energetic()) if row["mode"] == mode and row["metric"] == "energy"]
+    return [row for row in chosen if all(row[name] == value for name, value in wanted.items())]
 
 
 def test_phases_are_estimates_that_sum_to_the_step_and_an_emulation_has_a_cost_and_no_ratio() -> None:
-    found = [row for row in rows_of("bf16") if row["phase"] != STEP]
-    assert {row["provenance"] for row in found} == {"estimated"}
-    assert sum(float(str(row["median_in_unit"])) for row in found) == pytest.approx(1.9)
+    phases = [row for row in rows_of("bf16") if row["phase"] != STEP]
+    assert {row["provenance"] for row in phases} == {"estimated"}
+    assert sum(float(str(row["median_in_unit"])) for row in phases) == pytest.approx(1.9)
     (row,) = rows_of("nvfp4", phase=STEP)
     assert row["level"] == "emulated" and row["median_in_unit"] and row["ratio_to_reference"] is row["verdict"] is None
 

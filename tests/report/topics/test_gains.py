@@ -36,6 +36,9 @@ def test_gains() -> Told:
     yield "a doubted case is grey with its labels; its plain ratio names the paired one", part("gains", transformer())
     yield "an emulation has no speed", built("gains", step(Level.EMULATED))
     yield "neither has what is held against one", built("gains", step(low=Level.EMULATED))
-    found = part("gains", many(20))
-    yield "of many cases some are drawn", [chart.title for chart in of_kind(found, Waterfall)]
-    yield "some have tables, and the others are counted", [*of_kind(found, Table)[-1:], *of_kind(found, Text)[-1:]]
+    elements = part("gains", many(20))
+    yield "of many cases some are drawn", [chart.title for chart in of_kind(elements, Waterfall)]
+    yield (
+        "some have tables, and the others are counted",
+        [*of_kind(elements, Table)[-1:], *of_kind(elements, Text)[-1:]],
+    )

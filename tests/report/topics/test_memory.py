@@ -37,9 +37,11 @@ def with_uses(*uses: MemoryUse | None, made: Made | None = None) -> Made:
     """A transformer run with these memory uses: bf16 the reference, fp16, and emulated fp8."""
     run, findings = made or transformer()
     records = []
-    for record, one in zip(run.records, uses, strict=True):
+    for record, own_use in zip(run.records, uses, strict=True):
         others = tuple(measurement for measurement in record.measurements if measurement.metric != "peak_memory")
-        records.append(replace(record, memory=one, measurements=others if one is None else (*others, memory(one.peak))))
+        records.append(
+            replace(record, memory=own_use, measurements=others if own_use is None else (*others, memory(own_use.peak)))
+        )
     return replace(run, records=tuple(records)), findings
 
 
@@ -118,8 +120,8 @@ def test_rows_by_role_and_by_phase() -> None:
     run, findings = with_uses(
         use(FP32, [("gemm", 0), ("cast", 7)], reserved=999, process=5, why="no resident memory: nobody may"), None, None
     )
-    found = [row for row in rows(run, findings) if row["mode"] == "bf16" and "memory" in str(row["metric"])]
-    shown = [(row["phase"], row["metric"], row["unit"], row["median_in_unit"], row["provenance"]) for row in found]
+    of_memory = [row for row in rows(run, findings) if row["mode"] == "bf16" and "memory" in str(row["metric"])]
+    shown = [(row["phase"], row["metric"], row["unit"], row["median_in_unit"], row["provenance"]) for row in of_memory]
     assert shown == [
         ("step", "peak_memory", "B", 300.0 * MIB, "measured"),
         *(("step", f"memory_{role}", "B", float(size), "derived") for role, size in FP32.items()),
@@ -129,7 +131,7 @@ def test_rows_by_role_and_by_phase() -> None:
         ("step", "process_memory", "B", 5.0, "measured"),
         ("step", "resident_memory", "B", None, None),
     ]
-    assert found[-1]["why"] == "no resident memory: nobody may"
+    assert of_memory[-1]["why"] == "no resident memory: nobody may"
     wide = widened(rows(run, findings))[1][0]
     assert (wide["memory_optimizer_B"], wide["cast_peak_memory_B"], wide["reserved_memory_B"]) == (80 * MIB, 7, 999)
     assert "memory_optimizer" in {row["metric"] for row in rows(run, findings)}
@@ -145,7 +147,7 @@ def with_memory(*peaks: int) -> Made:
     """Groups of fp32, bf16 and so on with these peaks."""
     run, findings = gemm()
     records = tuple(
-        replace(one, measurements=(memory(peak),)) for one, peak in zip(run.records, 3 * peaks, strict=True)
+        replace(record, measurements=(memory(peak),)) for record, peak in zip(run.records, 3 * peaks, strict=True)
     )
     return replace(run, records=records), findings
 
@@ -162,14 +164,14 @@ def fits(
     return Capacity(axis, limit, batch, 1, 192 * (batch or 0), GIB - 7 if batch else None, beyond, why, 5)
 
 
-def made(*found: tuple[str, Capacity | None], **sizes: int) -> Made:
+def made(*capacities: tuple[str, Capacity | None], **sizes: int) -> Made:
     """One group: the first is the reference; fp8 is emulated."""
     records = [
         Record(
             case("transformer", mode, {"size": "nano", "batch": 2, **sizes}), EMULATED if mode == "fp8" else NATIVE,
-            Status.OK, is_reference=number == 0, capacity=one,
+            Status.OK, is_reference=number == 0, capacity=own_capacity,
         )
-        for number, (mode, one) in enumerate(found)
+        for number, (mode, own_capacity) in enumerate(capacities)
     ]  # fmt: skip
     return run_of(records), {}
 
@@ -177,8 +179,8 @@ def made(*found: tuple[str, Capacity | None], **sizes: int) -> Made:
 USUAL = made(("fp32", fits(376)), ("bf16", fits(606, "tensors need 963 KiB more")), ("fp8", fits(288)))
 
 
-def lines(one: Made, width: int = 120) -> list[str]:
-    return told([element for panel in panels_of(*one) for element in capacity(panel)], width)
+def lines(case: Made, width: int = 120) -> list[str]:
+    return told([element for panel in panels_of(*case) for element in capacity(panel)], width)
 
 
 @as_before
@@ -209,8 +211,12 @@ def test_two_runs_have_tables_of_different_names() -> None:
 
 
 def test_rows_of_batches() -> None:
-    found = [row for row in rows(*made(("fp32", fits(None, "it crashed", None)))) if "max_batch" in str(row["metric"])]
-    assert [(row["metric"], row["median_in_unit"], row["why"]) for row in found] == [("max_batch", None, "it crashed")]
+    of_batches = [
+        row for row in rows(*made(("fp32", fits(None, "it crashed", None)))) if "max_batch" in str(row["metric"])
+    ]
+    assert [(row["metric"], row["median_in_unit"], row["why"]) for row in of_batches] == [
+        ("max_batch", None, "it crashed")
+    ]
     derived = made(("fp32", fits(376)), ("fp8", replace(fits(288), on_device=1203)))
     (row,) = (row for row in rows(*derived) if row["metric"] == "device_max_batch" and row["precision"] == "fp8")
     assert (row["median_in_unit"], row["provenance"]) == (1203.0, "derived")

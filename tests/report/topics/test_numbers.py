@@ -87,12 +87,12 @@ def test_narrow_tables_lose_no_figure(width: int) -> None:
 def test_a_table_of_scales_has_an_end() -> None:
     run, findings = many(160)
     scales = (LayerScale("mlp.up", "input", 3.5, 128.0), LayerScale("mlp.up", "gradient", 7e-5, 8e8, 12))
-    found = part(
+    elements = part(
         "scales", (replace(run, records=tuple(replace(record, scales=scales) for record in run.records)), findings)
     )
-    (table,) = of_kind(found, Table)
+    (table,) = of_kind(elements, Table)
     assert MOST_ROWS - 2 < len(table.rows) <= MOST_ROWS
-    assert any("for want of room: m=" in text.text for text in of_kind(found, Text))
+    assert any("for want of room: m=" in text.text for text in of_kind(elements, Text))
 
 
 NOBODY, ELEMENTWISE, GEMM, ACCUMULATE = (
@@ -121,11 +121,11 @@ def sampled(*milliseconds: int, calls: int = 3, accumulate: int = ACCUMULATE) ->
 @for_each("lengths", [(45, 107, 128), (100, 10, 10, 10), (10, 10, 10, 100), (5,) * 50])
 def test_each_step_has_its_own_time(lengths: tuple[int, ...]) -> None:
     """One slow call does not move the median."""
-    found = step_seconds(sampled(*lengths))
-    assert len(found) == len(lengths)
-    for seconds, length in zip(found, lengths, strict=True):
+    measured = step_seconds(sampled(*lengths))
+    assert len(measured) == len(lengths)
+    for seconds, length in zip(measured, lengths, strict=True):
         assert seconds == pytest.approx(length / 1000, abs=4e-6)
-    assert sum(found) == pytest.approx(sum(lengths) / 1000, rel=1e-3)
+    assert sum(measured) == pytest.approx(sum(lengths) / 1000, rel=1e-3)
 
 
 def test_steps_that_marks_do_not_tell_apart_have_no_times() -> None:

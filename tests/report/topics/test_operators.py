@@ -41,7 +41,7 @@ def test_operators() -> Told:
 
 
 def test_a_table_has_an_end() -> None:
-    found = part("operators", traced(*HOST, made=many(60)))
-    (table,) = of_kind(found, Table)
+    elements = part("operators", traced(*HOST, made=many(60)))
+    (table,) = of_kind(elements, Table)
     assert MOST_ROWS - 4 < len(table.rows) <= MOST_ROWS
-    assert any("for want of room: m=" in text.text for text in of_kind(found, Text))
+    assert any("for want of room: m=" in text.text for text in of_kind(elements, Text))

@@ -40,16 +40,16 @@ def record(precision: str, way: str, wire: float, sqnr: float, **more: object) -
 
 
 def made() -> Run:
-    found = []
+    records = []
     for way, (wire, sqnr) in WAYS.items():
         refused = (
             Overlap(why=RING)
             if way == "fp8_ring"
             else Overlap((4.0,) * 6, (2.0,) * 6, (5.0, 4.9, 5.1, 5.0, 5.0, 5.0), (6.0,) * 6)
         )
-        found += [record("fp32", way, 6000.0, 151.0), record("bf16", way, 3000.0, 50.0)]
-        found.append(record("fp8", way, wire, sqnr, overlap=refused))
-    return run_of(found)
+        records += [record("fp32", way, 6000.0, 151.0), record("bf16", way, 3000.0, 50.0)]
+        records.append(record("fp8", way, wire, sqnr, overlap=refused))
+    return run_of(records)
 
 
 def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
@@ -121,19 +121,21 @@ def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> Non
     """By hand: 1.5 x 2 B x elements / 4 ms, between the rounds of 8 ms and of 2 ms."""
     rounds = (2, 4, 4, 4, 4, 8)
     ways = [(precision, fp8) for fp8 in ("fp8_ring", "fp8_gather") for precision in ("fp32", "bf16", "fp8")]
-    found = [sized(precision, elements, rounds, fp8) for elements in (1000, 4000) for precision, fp8 in ways]
-    run = run_of(found)
+    records = [sized(precision, elements, rounds, fp8) for elements in (1000, 4000) for precision, fp8 in ways]
+    run = run_of(records)
     charts = of_kind(part("ranks", (run, findings(run))), Scatter)
     (chart,) = [chart for chart in charts if chart.name.startswith("busbw")]
     assert chart.joined == ("fp32", "bf16", "fp8 fp8_ring", "fp8 fp8_gather") and chart.x.log and chart.y.log
     assert len(chart.points) == 8
     points = {(point.series, point.x): point for point in chart.points}
     for elements in (1000, 4000):
-        one = points["bf16", 4.0 * elements]
-        assert (one.low, one.y, one.high) == pytest.approx([3.0 * elements / (ms / 1000) for ms in (8, 4, 2)])
+        of_bf16 = points["bf16", 4.0 * elements]
+        assert (of_bf16.low, of_bf16.y, of_bf16.high) == pytest.approx(
+            [3.0 * elements / (ms / 1000) for ms in (8, 4, 2)]
+        )
     assert {point.series for point in chart.points if point.tone is Tone.DOUBT} == {"fp8 fp8_ring", "fp8 fp8_gather"}
     assert set(wire_costs(*panels_of(run, findings(run)))) == {"all_reduce of 15.6 KiB"}
-    alone = run_of(found[:6])
+    alone = run_of(records[:6])
     charts = of_kind(part("ranks", (alone, findings(alone))), Scatter)
     assert not any(chart.name.startswith("busbw") for chart in charts)
 
@@ -155,9 +157,11 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
             ["wide", "wide"],
         ]
         said = [element.text for element in elements if isinstance(element, Text)]
-        assert any("No efficiency is told where it says wide: " in one for one in said), said
-    found = [row for row in rows(run, findings(run)) if row["metric"] == "strong_scaling"]
-    bounds = [(row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in found]
+        assert any("No efficiency is told where it says wide: " in sentence for sentence in said), said
+    efficiencies = [row for row in rows(run, findings(run)) if row["metric"] == "strong_scaling"]
+    bounds = [
+        (row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in efficiencies
+    ]
     assert bounds == [(pytest.approx(250 / 3), pytest.approx(500 / 7), 100.0, False), (None, None, None, True)]
 
 
@@ -167,8 +171,8 @@ def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
     assert len(text.splitlines()) < 60 and text.index("all_reduce of 3.91 KiB, 2 ranks") < 300
     assert "phases, as shares" not in text and "The report has the rest of every case" in text
     assert max(map(len, text.splitlines())) <= 80
-    one = run_of([record for record in run.records if dict(record.case.params)["fp8"] == "fp8_ring"])
-    alone = render_whole(one, findings(one), width=80)
+    single = run_of([record for record in run.records if dict(record.case.params)["fp8"] == "fp8_ring"])
+    alone = render_whole(single, findings(single), width=80)
     assert "all_reduce of 3.91 KiB, 2 ranks" in alone and "phases, as shares" in alone
 
 
@@ -187,4 +191,4 @@ def test_rows_of_ranks_and_of_a_failed_one() -> None:
     assert failed and {(row["failed_rank"], row["failed_phase"]) for row in failed} == {(1, "gemm")}
     columns, wide = widened(tidy)
     assert {"rank_time_0_s", "rank_time_1_s", "rank_memory_1_B", "failed_rank"} <= set(columns)
-    assert "rank" not in columns and [one["failed_phase"] for one in wide] == [None, "gemm"]
+    assert "rank" not in columns and [wide_row["failed_phase"] for wide_row in wide] == [None, "gemm"]

@@ -16,8 +16,8 @@ from tests.told_before import Told, as_before
 MEMORY = (Limit.COPY, Limit.TRIAD)
 
 
-def advice(one: Made) -> str:
-    run, findings = one
+def advice(material: Made) -> str:
+    run, findings = material
     return how_to_know((result for panel in panels_of(run, findings) for result in panel.results), run)
 
 

@@ -16,7 +16,8 @@ from tests.told_before import Told, as_before
 def timing(*microseconds: int) -> Timing:
     """A round for each number, with a slower first call."""
     slots = tuple(
-        SlotSample(number, ((9 * 1000 * one,), (1000 * one,)), 1e-3, 1e-3) for number, one in enumerate(microseconds)
+        SlotSample(number, ((9 * 1000 * length,), (1000 * length,)), 1e-3, 1e-3)
+        for number, length in enumerate(microseconds)
     )
     return Timing(Segments(("gemm",), (0,)), slots)
 
@@ -54,6 +55,6 @@ def test_samples() -> Told:
 
 
 def test_of_very_many_cases_the_rest_is_counted() -> None:
-    found = part("samples", many(100))
-    assert sum(len(strips.rows) for strips in of_kind(found, Strips)) == 250
-    assert of_kind(found, Text)[0].text.startswith("50 more")
+    elements = part("samples", many(100))
+    assert sum(len(strips.rows) for strips in of_kind(elements, Strips)) == 250
+    assert of_kind(elements, Text)[0].text.startswith("50 more")

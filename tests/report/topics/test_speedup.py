@@ -67,4 +67,4 @@ def test_a_suite_is_not_parted() -> None:
     (chart,) = charts(judged(*[FASTER] * 60))
     assert len(chart.groups[0][1]) == 60
     more = charts(judged(*[FASTER] * (BARS - 1)), judged(*[FASTER] * 2))
-    assert [sum(len(found) for _, found in chart.groups) for chart in more] == [BARS - 1, 2]
+    assert [sum(len(marks) for _, marks in chart.groups) for chart in more] == [BARS - 1, 2]

@@ -27,8 +27,8 @@ from tests.told_before import Told, as_before, on_terminal
 
 
 def panel(made: Made) -> Panel:
-    (found,) = panels_of(*made)
-    return found
+    (only_panel,) = panels_of(*made)
+    return only_panel
 
 
 def result(precision: str, *figures: Measurement, **params: int) -> Result:
@@ -66,27 +66,29 @@ def test_a_precision_stands_in_the_table_of_formats_and_scalings(
     """By its options; recipes and unknown precisions stand apart."""
     cell = cell_of(result(precision))
     assert (cell.fmt, cell.scaling, cell.words) == (fmt, scaling, words)
-    one = result("custom")
-    mapped = replace(one, record=replace(one.record, case=replace(one.record.case, precision_map=(("a", "bf16"),))))
+    custom = result("custom")
+    mapped = replace(
+        custom, record=replace(custom.record, case=replace(custom.record.case, precision_map=(("a", "bf16"),)))
+    )
     assert cell_of(mapped).words == "custom{a=bf16}"
 
 
 def test_a_tensor_has_its_name_and_what_tells_it_from_others_of_that_name() -> None:
-    found = panel(tensors("gaussian", "outliers"))
-    assert [tensor_name(found, group) for group in found.groups] == ["gaussian", "outliers"]
+    two = panel(tensors("gaussian", "outliers"))
+    assert [tensor_name(two, group) for group in two.groups] == ["gaussian", "outliers"]
     params = [{"tensor": "gaussian", "rows": rows} for rows in (64, 128)]
     records = [
         Record(case("numerics", "bf16", row), EMULATED, Status.OK) for row in [*params, {"tensor": "t", "rows": 8}]
     ]
-    found = panel((run_of(records), {}))
-    assert [tensor_name(found, group) for group in found.groups] == ["gaussian rows=64", "gaussian rows=128", "t"]
+    two = panel((run_of(records), {}))
+    assert [tensor_name(two, group) for group in two.groups] == ["gaussian rows=64", "gaussian rows=128", "t"]
 
 
 def test_a_panel_without_tensors_by_name_has_places() -> None:
     records = [Record(case("mine", "bf16", {"n": n}), EMULATED, Status.OK, measurements=left(30.0)) for n in (1, 2)]
-    found = panel((run_of(records), {}))
-    assert about_tensors(found)
-    assert [tensor_name(found, group) for group in found.groups] == ["n=1", "n=2"]
+    nameless = panel((run_of(records), {}))
+    assert about_tensors(nameless)
+    assert [tensor_name(nameless, group) for group in nameless.groups] == ["n=1", "n=2"]
     alone = panel((run_of(records[:1]), {}))
     assert tensor_name(alone, alone.groups[0]) == "mine"
 
@@ -132,7 +134,7 @@ def test_times_errors_and_memory_of_tensors_are_in_no_other_section() -> None:
         name for name in ("results", "speedup", "phases", "memory", "samples", "numbers") if built(name, made)
     ] == []
     both = material(made, products())
-    assert [found.case.workload for _, found in timed_panels(both)] == ["gemm"]
+    assert [timed.case.workload for _, timed in timed_panels(both)] == ["gemm"]
 
 
 def with_record(made: Made, place: int, **changes: object) -> Made:
