@@ -25,7 +25,7 @@ from fp8bench.model.codec import SCHEMA
 from fp8bench.model.specs import METRICS, Better, MetricSpec, Rank
 from fp8bench.model.words import REMARKS
 from fp8bench.report.panels import together
-from fp8bench.report.words.labels import LABELS
+from fp8bench.report.words.legend import LABELS
 from fp8bench.store.runs.run_file import _HEADER_LEFT_OUT
 from fp8bench.store.series import UNITS
 
@@ -193,8 +193,7 @@ def health_page() -> str:
     ]  # fmt: skip
     return (
         "# Health rules\n\nWhat a training alarms about ([watching](../watching.md)): the constants are those that the "
-        "rules judge by.\n\n"
-        + table(("rule", "looks at", "alarms at", "why there", "what may help"), rows)
+        "rules judge by.\n\n" + table(("rule", "looks at", "alarms at", "why there", "what may help"), rows)
     )
 
 

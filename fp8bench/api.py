@@ -1,4 +1,4 @@
-"""The same as the command line, from Python and notebooks."""
+"""fp8bench's commands as Python calls, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fp8bench import model
 from fp8bench.analysis.findings import findings as findings_of
-from fp8bench.cli.calls import asked, asks
+from fp8bench.cli.calls import request_fields, takes_options_of
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
 from fp8bench.cli.outputs import CommandResult, in_store
@@ -22,7 +22,7 @@ from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.profile import function_named, profile_axes, profile_dtypes, profile_live
 from fp8bench.jobs.profile import profile as profile_maker
 from fp8bench.jobs.report_files import Pages, place_of_report
-from fp8bench.jobs.sessions import check_sessions, execute_sessions
+from fp8bench.jobs.several_runs import check_sessions, execute_sessions
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
 from fp8bench.pipeline import execute
@@ -46,10 +46,7 @@ _WIDTH = 100
 
 
 class Run(model.Run):
-    """A run as calls return it: the value that is stored, with what notebooks show of it.
-
-    These methods read reports, which the value itself may not import.
-    """
+    """A run as calls return it: the stored value, and how notebooks show it."""
 
     def __str__(self) -> str:
         page = page_of(self, findings(self), _WIDTH, place_of_report(self), in_store(self))
@@ -59,11 +56,11 @@ class Run(model.Run):
         return as_html(strip_page(self, findings(self)), place_of_report(self))
 
     def plot(self) -> Figure:
-        """The speed-ups of its cases, with their intervals, as a figure of matplotlib."""
+        """The speed-ups of its cases with their intervals, as a figure of matplotlib."""
         return speed_chart(self, findings(self))
 
 
-@asks(Request, without=("known_scales",))
+@takes_options_of(Request, without=("known_scales",))
 def run(
     suite: str,
     *,
@@ -76,16 +73,15 @@ def run(
     observer: Observer | None = None,
     **options: Any,
 ) -> Run:
-    """Plan, measure and keep a suite; returns the Run.
+    """Plans, measures and keeps a suite; returns the Run.
 
-    Arguments are the command line's options, with its defaults (`help(fp8bench.run)` names them, `fp8bench suite
-    --help` explains them). `set` maps an axis to a value or a list of values. With `isolation=False` everything runs in
-    this process, so that workloads defined in a notebook can be measured; then a crash cannot be survived. `apart` are
-    the seconds between `sessions`. How it goes along is told on stderr unless `progress` is False, or to an `observer`
-    of your own. Raises Fp8benchError with a sentence for what cannot be done; failed cases are
-    records.
+    Arguments are the command line's options with its defaults (`fp8bench suite --help` explains them). `set` maps an
+    axis to a value or a list of values. With `isolation=False` everything runs in this process, so that workloads
+    defined in a notebook can be measured; a crash then ends this process. `apart` is the pause between `sessions` in
+    seconds. Progress goes to stderr unless `progress` is False, or to your `observer`. Raises Fp8benchError with a
+    sentence for what cannot be done; failed cases are records.
     """
-    request = Request(suite, **asked(Request, options))
+    request = Request(suite, **request_fields(Request, options))
     request = replace(request, imports=(*request.imports, *files_of(suite)))
     check_sessions(sessions, apart)
     several = partial(execute_sessions, request, sessions=sessions, apart=apart)
@@ -117,19 +113,19 @@ def _told(observer: Observer | None, progress: bool) -> AbstractContextManager[O
 
 
 def _followed(done: model.Run, store: Path, told: bool, report: bool, board: Path | None = None) -> None:
-    """What follows a run on the command line, too. One that was not kept has no report."""
+    """Does what follows a run on the command line, too. A run that was not kept has no report."""
     wanted = Wanted(Pages() if report and done.path else None, board)
     after_run(done, store, wanted, TERMINAL.note if told else SILENT.note)
 
 
-# Fields of a request that a profile has words of its own for, or none.
+# Fields of a request that profile does not take, or under another name.
 _NOT_OF_A_PROFILE = {
     "suite", "dtypes", "reference", "set", "precision_map", "data", "isolation", "grid", "static_scales",
     "scales_from", "known_scales", "refresh_scales", "saturation_bound", "max_batch", "memory_limit",
 }  # fmt: skip
 
 
-@asks(Request, without=_NOT_OF_A_PROFILE)
+@takes_options_of(Request, without=_NOT_OF_A_PROFILE)
 def profile(
     model: str | torch.nn.Module,
     batch: object = None,
@@ -150,19 +146,19 @@ def profile(
     observer: Observer | None = None,
     **how: Any,
 ) -> Run:
-    """Measure a model as it came beside copies whose products are in other precisions; returns the Run.
+    """Measures a model as it came beside copies whose products are in other precisions; returns the Run.
 
-    `model` is 'module:function' for what `fp8bench profile` takes, or a live one, with a `batch` as its forward takes
-    it and, where it gives no loss itself, what makes one of its output. It is not changed: arms are copies, in
-    processes of their own where it can be sent to one. `how` are options of `run`: devices, quick, budget, rounds,
-    seed, threads, imports, case_timeout, backend, trace, energy, energy_of, sustained, tape.
+    `model` is 'module:function' as for `fp8bench profile`, or a live model with a `batch` that its forward takes and,
+    unless the forward returns a loss, a `loss` function of its output. The model is not changed: copies are measured,
+    in other processes if it can be sent there. `how` are options of `run`: devices, quick, budget, rounds, seed,
+    threads, imports, case_timeout, backend, trace, energy, energy_of, sustained, tape.
     """
     live = not isinstance(model, str)
     if live == (batch is None) or (loss is not None and not live):
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
     target = type(model).__name__ if live else function_named(str(model))
     request = Request(
-        **profile_dtypes(names(dtypes), reference), **asked(Request, how),
+        **profile_dtypes(names(dtypes), reference), **request_fields(Request, how),
         axes=profile_axes(target, forward, optimizer, compile, names(skip)), precision_map=pairs(precision_map),
         isolation=isolation,
     )  # fmt: skip
@@ -175,10 +171,10 @@ def resume(
     run: str | Path | model.Run, *, report: bool = True, store: str | Path = DEFAULT_STORE, progress: bool = True,
     observer: Observer | None = None,
 ) -> Run:  # fmt: skip
-    """Go on with a run that was cut off: only what it lacks is measured; a run that lacks nothing is returned.
+    """Goes on with a run that was cut off; a complete run is returned as it is.
 
-    What to measure, and how, is taken from the run. Raises Fp8benchError where its second half would not be measured
-    as its first one was.
+    What to measure, and how, is taken from the run. Raises Fp8benchError if its second half would not be measured like
+    its first.
     """
     if isinstance(run, model.Run) and not run.path:
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
@@ -196,7 +192,7 @@ def _shown(run: model.Run) -> Run:
 
 
 def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> RunFrames:
-    """A run and its tables as pandas frames: a Run at hand, or a stored one by id, file stem, path, or 'last'.
+    """A run and its tables as pandas frames, from a Run or a stored run's id, file stem or path, or 'last'.
 
     `.run` is the Run; `.results`, `.samples` and `.statistics` are made when they are first asked for.
     """
@@ -204,15 +200,15 @@ def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> RunF
 
 
 def findings(run: model.Run) -> Findings:
-    """Verdicts, ratios, best-case times and labels, from the run's raw samples.
+    """Verdicts, ratios, best-case times and labels, computed from the run's raw samples.
 
-    By short names, which tell the cases of the run apart ('bf16 shape=64'); a case's id will do as well.
+    Keys are short names that tell its cases apart ('bf16 shape=64'); a case's id works as well.
     """
     return Findings(findings_of(run))
 
 
 def table(run: model.Run | KeptTraining | CommandResult, width: int = 100) -> str:
-    """The run, or what else was kept or found, as the table the command line prints."""
+    """A run, or another kept thing or result, as the table that the command line prints."""
     if isinstance(run, CommandResult):
         return layout.render(run.page(), width)
     for kind in kinds():

@@ -1,8 +1,8 @@
-"""asv's door: a thin class a workload in a suite file, measured once a file and read metric by metric.
+"""The base class of asv's suite files: a grid is measured once, and asv reads it metric by metric.
 
-asv starts a process for every metric of every combination. So that a case is not measured as often, `setup_cache`
-measures the declared grid of a workload once, as `fp8bench suite` would, and what follows only reads. Nothing here
-imports torch or numpy until something is measured.
+asv starts a process for every metric of every combination. So that cases are not measured as often, `setup_cache`
+measures a workload's declared grid once, as `fp8bench suite` would; the methods only read. Nothing here imports torch
+or numpy until something is measured.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fp8bench.store.series import class_name, series_of
 from fp8bench.user_code import import_user_modules
 
 CONFIGURATIONS = ("asv.conf.json", "asv.conf.jsonc")
-# Options of `asv run` as its parser takes them: shortened, and short ones in one word.
+# Options of `asv run` in every spelling that its parser takes: shortened, and short ones in one word.
 _QUICK = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
 _APPEND = re.compile(r"--ap[a-z-]*")
 _COMMIT = re.compile(r"--set[a-z-]*(?:=(.*))?", re.DOTALL)
 _ANCESTORS = 4
 _WORDS_BEFORE_ASV = 8  # python -X dev -W error -m asv
-# asv reads JSON5: what is text, and what is a comment; and the one value of it that matters here.
+# asv's configuration is JSON5: texts and comments in it, and the one value that matters here.
 _TEXT_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 _RESULTS_DIR = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\s*(["'])(.*?)\1""")
 
@@ -46,12 +46,11 @@ class CaseFailed(Fp8benchError):
 
 
 class Suite:
-    """Base of the classes in suite files. asv finds its metrics as methods `track_...`.
+    """Base class of suite files' classes. asv finds its metrics as methods `track_...`.
 
-    A suite file imports this module and not the class: a class in a suite's namespace would be taken for a benchmark.
-    Each class has a `setup_cache` of its own file's, which it is given if it writes none, because asv tells caches
-    apart by module and line: of classes that share one, all but the first would silently be given the first one's
-    numbers.
+    A suite file imports this module and not the class, which asv would take for a benchmark. Each class needs a
+    `setup_cache` defined in its own file (it gets one if it has none): asv tells caches apart by module and line, and
+    of classes that share one, all but the first would silently be given the first one's numbers.
     """
 
     workload: ClassVar[str]
@@ -63,7 +62,12 @@ class Suite:
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if not hasattr(cls, "setup_cache"):
-            cls.setup_cache = _cache(cls)  # type: ignore[attr-defined]
+
+            def setup_cache(self: Suite) -> Measured:
+                return self.measure()
+
+            vars(setup_cache).update(timeout=3600)
+            cls.setup_cache = _belonging(setup_cache, cls, "setup_cache")  # type: ignore[attr-defined]
         _check_class(cls)
         import_user_modules(_from_root(cls))
         leaf = workloads.get(cls.workload)
@@ -75,8 +79,8 @@ class Suite:
             setattr(cls, followed.name.rpartition(".")[2], _reader(cls, followed))
 
     def measure(self) -> Measured:
-        """Measure the grid, keep the run, and give what this commit has come to, this run included."""
-        # pandas, numpy and all that measures: not for the many processes that only read.
+        """Measures the grid, keeps the run, and returns what this commit has come to so far."""
+        # Heavy, and not needed by the many processes that only read.
         from fp8bench.jobs.asv import measured_by_asv
 
         root, words = root_of(_file(type(self))), words_of_asv()
@@ -89,7 +93,7 @@ class Suite:
 
 
 def root_of(file: Path) -> Path:
-    """The project of a suite file: where its asv.conf.json lies. asv runs benchmarks in a temporary directory.
+    """The project of a suite file: the folder of its asv.conf.json. asv runs benchmarks in a temporary directory.
 
     A file that is a link belongs to the project that it is linked into.
     """
@@ -99,24 +103,23 @@ def root_of(file: Path) -> Path:
 
 
 def store_of_project(root: Path) -> Path:
-    """The store whose view asv's configuration names: results_dir is <store>/asv/results; else the default one."""
-    found = next((match for match in map(_results_dir, (root / name for name in CONFIGURATIONS)) if match), "")
-    path = root / found
+    """The store that asv's results_dir (<store>/asv/results) belongs to; else the default one."""
+    results_dir = next((match for match in map(_results_dir, (root / name for name in CONFIGURATIONS)) if match), "")
+    path = root / results_dir
     return path.parent.parent if path.parts[-2:] == ("asv", "results") else root / DEFAULT_STORE
 
 
 def _results_dir(configuration: Path) -> str:
-    """Where a configuration says that results lie; '' if it does not."""
     try:
         text = configuration.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return ""
-    match = _RESULTS_DIR.search(_TEXT_OR_COMMENT.sub(lambda found: found[1] or " ", text))
+    match = _RESULTS_DIR.search(_TEXT_OR_COMMENT.sub(lambda text_or_comment: text_or_comment[1] or " ", text))
     return match[2] if match else ""
 
 
 def words_of_asv() -> tuple[str, ...]:
-    """The command line of the asv that started this process: it tells benchmarks its options, but not caches."""
+    """The command line of the asv that started this process: asv does not pass its options to caches."""
     pid = os.getppid()
     for _ in range(_ANCESTORS):
         words, pid = _process(pid)
@@ -126,20 +129,17 @@ def words_of_asv() -> tuple[str, ...]:
 
 
 def options_of(words: Sequence[str]) -> tuple[bool, bool, str]:
-    """Whether asv was given --quick and --append-samples, and the commit that it was told to save results under.
-
-    When it appends, it puts the samples it has before those it gets. The commit is in the user's word, '' for none.
-    """
+    """Whether asv was given --quick and --append-samples, and the commit under which it saves results ('' for none)."""
     quick, append = (any(map(option.fullmatch, words)) for option in (_QUICK, _APPEND))
     for place, word in enumerate(words):
-        found = _COMMIT.fullmatch(word)
-        if found is not None:
-            return quick, append, found[1] if found[1] is not None else "".join(words[place + 1 : place + 2])
+        match = _COMMIT.fullmatch(word)
+        if match is not None:
+            return quick, append, match[1] if match[1] is not None else "".join(words[place + 1 : place + 2])
     return quick, append, ""
 
 
 def _process(pid: int) -> tuple[list[str], int]:
-    """The command line of a process and its parent; nothing where the system does not tell."""
+    """A process's command line and its parent's id; ([], 0) if the system does not tell."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
         parent = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
@@ -149,7 +149,7 @@ def _process(pid: int) -> tuple[list[str], int]:
 
 
 def _check_class(cls: type[Suite]) -> None:
-    # asv leaves out its folder's name, and that alone.
+    # asv leaves out the first folder's name.
     module, name = cls.__module__.partition(".")[2] or cls.__module__, cls.__name__
     workload = getattr(cls, "workload", None)
     if not isinstance(workload, str):
@@ -167,7 +167,7 @@ def _check_class(cls: type[Suite]) -> None:
 
 
 def _from_root(cls: type[Suite]) -> tuple[str, ...]:
-    """Files to import, which a suite names from the project's root; modules stay as they are."""
+    """The suite's `imports`; files are named from the project's root."""
     root = root_of(_file(cls))
     return tuple(str(root / name) if name.endswith(".py") else name for name in cls.imports)
 
@@ -176,24 +176,14 @@ def _file(cls: type) -> Path:
     return Path(str(sys.modules[cls.__module__].__file__))
 
 
-def _cache(cls: type) -> Callable[[Suite], Measured]:
-    """What asv calls once a file. It measures a whole grid."""
-
-    def setup_cache(self: Suite) -> Measured:
-        return self.measure()
-
-    vars(setup_cache).update(timeout=3600)
-    return _belonging(setup_cache, cls, "setup_cache")
-
-
 def _belonging(method: Callable[..., _T], cls: type, name: str) -> Callable[..., _T]:
-    """As if it were written in a class, which is how asv finds and names it."""
+    """Names the function as a method of the class, which is how asv finds it."""
     method.__name__, method.__qualname__, method.__module__ = name, f"{cls.__qualname__}.{name}", cls.__module__
     return method
 
 
 def _reader(cls: type, series: Series) -> Callable[..., Any]:
-    """A method for asv that reads one metric out of what was measured."""
+    """A method that reads one metric from what was measured."""
 
     def track(self: Suite, measured: Mapping[str, Mapping[Cell, Outcome]], *cell: Any) -> Any:
         kind, content = measured[series.name].get(cell, ("none", "not on this machine"))

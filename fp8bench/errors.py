@@ -1,29 +1,7 @@
-"""Everything fp8bench raises for a person to read, and the exit code each one ends with.
+"""The errors whose text is meant for the user; each has the exit code that it ends the command with.
 
-    Fp8benchError                 2
-    |-- UsageError                2   the command line or a call asks for something that cannot be
-    |   |-- UnknownName           2   a name nobody registered; carries the nearest known one
-    |   |-- RecipeRefused         2   a low-precision recipe that cannot be
-    |   |-- ImportFailed          2   a module given to --import does not import
-    |   `-- NotSent               2   a model of the user's own cannot be sent to another process
-    |-- BackendMissing            2   a backend that is installed, and does not import all the same
-    |-- NotPrinted                2   stdout takes nothing
-    |-- RanksDisagree             2   ranks that should have answered the same did not
-    |-- StoreError                2   the store cannot be read or written
-    |   |-- NotKept               2   the store failed while measuring (carries the run)
-    |   |-- RunNotFound           2   no run by that id, stem or path
-    |   `-- AsvFileError          2   a file of asv's cannot be read or written
-    |       |-- AsvFileAbsent     2   it is not there
-    |       |-- AsvFileOfOtherVersion   2   it is to be left alone
-    |       `-- AsvFileBroken     2   it does not hold what it should, and may be set aside
-    |           `-- AsvFileTorn   2   it is no JSON, and may be in the middle of being written
-    `-- WorkerError               3   the measuring process cannot be used at all
-        |-- WorkerLost            3   it crashed or was killed
-        |-- WorkerHung            3   it did not answer in time
-        `-- WorkerFault           3   it answered with an exception (kept as type, text, traceback)
-
-A message says what was given, what was expected and what to do. 1 (a regression) and 4 (no baseline) are verdicts of a
-gate, which no exception ends with.
+A message says what was given, what was expected and what to do. Exit codes 1 (a regression) and 4 (no baseline) are
+verdicts of a gate, not errors.
 """
 
 from __future__ import annotations
@@ -50,7 +28,7 @@ class UsageError(Fp8benchError):
 
 
 class UnknownName(UsageError):
-    """A name nobody registered. `shown` is what the sentence lists, where all that are known would be too many."""
+    """A name that nobody registered. `shown` replaces the list of known names where that would be too long."""
 
     def __init__(self, kind: str, given: str, known: Iterable[str], shown: str = "") -> None:
         names = sorted(known)
@@ -67,7 +45,7 @@ class RecipeRefused(UsageError):
 
 
 class BackendMissing(Fp8benchError):
-    """A backend that is installed, and does not import all the same."""
+    """A backend that is installed but does not import."""
 
     def __init__(self, backend: str, cause: BaseException) -> None:
         words = " ".join(str(cause).split())[:300]
@@ -79,7 +57,7 @@ class ImportFailed(UsageError):
 
 
 class NotPrinted(Fp8benchError):
-    """stdout takes nothing."""
+    """stdout cannot be written."""
 
 
 class StoreError(Fp8benchError):
@@ -87,7 +65,7 @@ class StoreError(Fp8benchError):
 
 
 class NotKept(StoreError):
-    """The store failed while measuring; `run` holds all that was measured, what is not in the store included."""
+    """The store failed while measuring; `run` holds everything that was measured."""
 
     def __init__(self, message: str, run: object) -> None:
         super().__init__(message)
@@ -107,21 +85,21 @@ class AsvFileAbsent(AsvFileError):
 
 
 class AsvFileOfOtherVersion(AsvFileError):
-    """Sound perhaps, but in a format of another version: it is to be left alone."""
+    """A file in the format of another version, perhaps sound: it is left alone."""
 
 
 class AsvFileBroken(AsvFileError):
-    """It does not hold what such a file holds: it may be set aside."""
+    """A file that does not hold what it should: it may be set aside."""
 
 
 class AsvFileTorn(AsvFileBroken):
-    """It is no JSON at all, and may be in the middle of being written."""
+    """A file that is no JSON; somebody may be writing it."""
 
 
 class WorkerError(Fp8benchError):
     """The measuring process cannot be used.
 
-    Of several, `rank` is the one that failed (fp8bench.model.FailedRank), None where it is `undecided` which did.
+    With several ranks, `rank` is the one that failed (fp8bench.model.FailedRank); `undecided` if nobody knows which.
     """
 
     exit_code = EXIT_FAILED
@@ -144,7 +122,7 @@ class WorkerHung(WorkerError):
 class WorkerFault(WorkerError):
     """The measuring process answered with an exception.
 
-    `out_of_memory` is what the device said of it; `trace` is the traceback's text.
+    `out_of_memory` is the device's own verdict on it; `trace` is the traceback's text.
     """
 
     def __init__(self, kind: str, text: str, trace: str = "", out_of_memory: bool = False) -> None:
@@ -163,7 +141,7 @@ class NotSent(UsageError):
 
 
 def as_usage(fault: WorkerFault) -> Fp8benchError:
-    """What a worker refused, as here: any other fault stays one."""
+    """A worker's refusal as the UsageError or NotSent that it was there; any other fault unchanged."""
     words = str(fault).removeprefix(f"{fault.kind}: ")
     if fault.kind == NotSent.__name__:
         return NotSent(words)

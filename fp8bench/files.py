@@ -1,5 +1,6 @@
-"""Files that several processes read and write: replaced in one step, appended to and synced, locked, safely named,
-and with checksums, so that a digit that changes on a disk is seen.
+"""Files that several processes read and write: replaced in one step, appended to and synced, locked, and safely named.
+
+Lines and objects can carry checksums, so that a digit that changes on a disk is noticed.
 """
 
 from __future__ import annotations
@@ -25,40 +26,40 @@ LOCK = ".lock"
 LOCK_SECONDS = 60.0
 PARTIAL = ".partial"
 _PAUSE_SECONDS = 0.02
-# Nobody writes a file for so long: whoever began it was killed.
+# Nobody takes so long to write a file: its writer was killed.
 _LEFT_SECONDS = 3600.0
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _UNSAFE = re.compile(r"[^A-Za-z0-9=,._+-]")
 _LONGEST = {"workload": 40, "params": 72, "device": 16, "mode": 40}
 _DIGITS = 8
 _SUM = "sum"
-# How a line ends that was written with a checksum, and one that is one of several.
+# The end of a line with a checksum, and of one that is numbered, too.
 _SEAL = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
 _SEALED_WITH = 40  # bytes, more than a seal has
 _NUMBERED = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)
 
 
 class Damaged(ValueError):
-    """What is read is not what was written."""
+    """What was read differs from what was written."""
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
-    """A JSON object with a checksum of what it says, however that is written down."""
+    """The object with a checksum of its content, whatever its formatting."""
     return {**content, _SUM: _checksum(compact(content).encode())}
 
 
 def sealed_line(content: dict[str, Any]) -> str:
-    """The same as a line of JSON."""
+    """Like sealed, as a line of JSON."""
     return with_checksum(compact(content))
 
 
 def with_checksum(plain: str) -> str:
-    """A JSON object as text, as short as it can be, with its checksum."""
+    """Adds the checksum to a JSON object that is text in its shortest form."""
     return f'{plain[:-1]},"{_SUM}":"{_checksum(plain.encode())}"}}'
 
 
 def unsealed(content: dict[str, Any]) -> dict[str, Any]:
-    """The object without its checksum, if it has one. Raises Damaged where it says something else than was written."""
+    """The object without its checksum, if it has one. Raises Damaged if the two do not agree."""
     if _SUM not in content:
         return content
     plain = {name: value for name, value in content.items() if name != _SUM}
@@ -68,7 +69,7 @@ def unsealed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def unsealed_line(line: bytes) -> tuple[dict[str, Any], str]:
-    """The same of a line of JSON, and the checksum, '' without. Raises ValueError for what is no JSON object, too."""
+    """Like unsealed for a line of JSON, with the checksum ('' if there is none). Raises ValueError for other text."""
     seal = _SEAL.search(line, max(0, len(line) - _SEALED_WITH))
     if seal is not None and _checksum(plain := line[: seal.start()] + b"}") == seal[1].decode():
         return json.loads(plain), seal[1].decode()  # as it was written, which is soon seen
@@ -79,17 +80,16 @@ def unsealed_line(line: bytes) -> tuple[dict[str, Any], str]:
 
 
 def compact(content: object) -> str:
-    """JSON in one line, as short as it can be."""
     return json.dumps(content, separators=(",", ":"), allow_nan=False)
 
 
 def sums_of(text: bytes) -> list[str]:
-    """The checksums of the numbered lines of a file, as they stand there."""
+    """The checksums of a file's numbered lines, in order."""
     return [seal[2].decode() for seal in _NUMBERED.finditer(text)]
 
 
 def digest_of(sums: Iterable[str]) -> str:
-    """What stands for all lines of a file, by their checksums in the order in which they were written."""
+    """One digest for all lines of a file, made of their checksums in order."""
     from hashlib import blake2b
 
     return blake2b("".join(sums).encode(), digest_size=16).hexdigest()
@@ -103,7 +103,7 @@ def _checksum(text: bytes) -> str:
 
 @contextlib.contextmanager
 def keeping(what: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
-    """What the disk does not take is an error in a sentence."""
+    """Turns an OSError into the error `kind`, with the sentence that `what` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -111,21 +111,21 @@ def keeping(what: object, remedy: str = "", kind: type[StoreError] = StoreError)
 
 
 def make_store(store: Path) -> None:
-    """Make a store's folder if it is not there; git leaves a new one alone. Raises OSError."""
+    """Makes a store's folder if there is none; a new one is ignored by git. Raises OSError."""
     if not store.exists():
         store.mkdir(parents=True, exist_ok=True)
         write_whole(store / ".gitignore", "*\n")
 
 
 def is_address(text: str) -> bool:
-    """Whether this names a place that is no file of this machine, like s3://bucket, and would make a folder `s3:`."""
+    """Whether the text names no local file, like s3://bucket, and would make a folder called `s3:`."""
     return _ADDRESS.match(text) is not None
 
 
 def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
-    """Put a file in the place of the one before, in one step: a reader sees the old one or the new one, whole.
+    """Replaces a file in one step: readers see the old content or the new, whole.
 
-    Its folder is made. Raises OSError, after which the old one stands. Without `sync` a power failure may take it.
+    Makes its folder. Raises OSError, after which the old file stands. Without `sync` a power failure may lose it.
     """
     target = Path(os.path.realpath(path))  # a link stays one
     with replacing(target) as partial:
@@ -137,7 +137,7 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where to write what takes a file's place in the end; nothing is left of it where that fails."""
+    """Yields a path to write to, which replaces `path` at the end; on failure nothing is left of it."""
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what writers that were killed have left half done."""
+    """Removes what killed writers left half done."""
     for path in folder.glob(f".*{PARTIAL}"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
@@ -158,7 +158,7 @@ def sweep(folder: Path) -> None:
 
 
 def append(file: IO[bytes], content: str | bytes, sync: bool = True) -> None:
-    """Write something through to the disk. Raises OSError."""
+    """Writes through to the disk. Raises OSError."""
     file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     file.flush()
     if sync:
@@ -166,15 +166,14 @@ def append(file: IO[bytes], content: str | bytes, sync: bool = True) -> None:
 
 
 def end_line(file: IO[bytes]) -> None:
-    """Have what is appended stand on a line of its own, after one that was cut short too."""
+    """Makes sure that what is appended next begins a line, even after one that was cut short."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
     if file.read(1) not in (b"", b"\n"):
         file.write(b"\n")
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Write lines through to the disk behind whatever stands in a file, a line that was cut off included, under its
-    lock. Raises OSError."""
+    """Appends lines under the file's lock, through to the disk, also after a line that was cut off. Raises OSError."""
     with path.open("a+b") as file:
         lock(file, LOCK_SECONDS)
         end_line(file)
@@ -183,12 +182,12 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 
 @dataclass
 class LineWriter:
-    """An open file of JSON lines, each through to the disk before the next is made; `called` is what errors call it."""
+    """An open file of JSON lines, each synced before the next is made; `called` is its name in errors."""
 
     path: Path
     _file: IO[bytes]
     called: str = "the file"
-    # Of the lines that are in the file, and the number of the last: one that is damaged keeps its own.
+    # The checksums of the lines in the file, and the last line's number; a damaged line keeps its number.
     _sums: list[str] = field(default_factory=list)
     _last: int = 0
 
@@ -197,7 +196,7 @@ class LineWriter:
 
     @classmethod
     def started(cls, path: Path, head: dict[str, Any]) -> Self:
-        """Make a file with its first line, in one step, and lock it: nobody ever sees it without."""
+        """Makes a file together with its first line, and locks it: nobody ever sees it empty."""
         partial = path.with_suffix(PARTIAL)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +219,7 @@ class LineWriter:
         self._lines([{"note": text}])
 
     def finish(self, how: str) -> None:
-        """Write the end line, 'finished' or 'interrupted', and close."""
+        """Writes the end line, 'finished' or 'interrupted', and closes."""
         try:
             if not self._file.closed:
                 self._lines([{"end": how, "digest": digest_of(self._sums)}])
@@ -228,12 +227,12 @@ class LineWriter:
             self.close()
 
     def close(self) -> None:
-        """Give the file and its lock back. May be called twice."""
+        """Releases the file and its lock. May be called twice."""
         with contextlib.suppress(OSError):
             self._file.close()
 
     def _recount(self) -> None:
-        """Look again which lines are in the file: the next is numbered after them."""
+        """Reads from the file how many lines it has, so that the next is numbered after them."""
         place = self._file.tell()
         self._file.seek(0)
         content = self._file.read()
@@ -250,7 +249,7 @@ class LineWriter:
             self._sums += sums_of(text.encode())
             self._last += len(values)
         except OSError as error:
-            with contextlib.suppress(OSError):  # some of it may be in the file
+            with contextlib.suppress(OSError):  # part of it may be in the file
                 self._recount()
             there = os.path.isfile(self.path) and self._last > 1  # noqa: PTH113 - is_file raises where it may not look
             before = "What was finished before is in it; make room" if there else "Make room"
@@ -261,9 +260,9 @@ class LineWriter:
 
 
 def lock(file: IO[Any], seconds: float) -> bool:
-    """Take a file's lock, for which it waits so many seconds; False where another process keeps it.
+    """Waits up to `seconds` for a file's lock; False if another process keeps it.
 
-    Where a file system has no locks, it goes on without. The lock is given back when the file is closed.
+    On a file system without locks it returns True. Closing the file releases the lock.
     """
     end = time.monotonic() + seconds
     while True:
@@ -279,7 +278,7 @@ def lock(file: IO[Any], seconds: float) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process has a file's lock, or is just looking whether another one does. Raises OSError."""
+    """Whether a process has the file's lock, or is just testing whether another has it. Raises OSError."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -292,9 +291,9 @@ def is_locked(path: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Hold a folder's lock, for which it waits so many seconds.
+    """Holds a folder's lock, for which it waits up to `seconds`. Not reentrant.
 
-    Reading, merging and writing belong under one lock. It is not for use inside itself.
+    Reading, merging and writing belong under one lock.
     """
     path = folder / LOCK
     try:
@@ -313,20 +312,19 @@ def locked(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
 
 
 def try_writing(folder: Path) -> None:
-    """Make a folder if it is not there, and write something into it that goes again. Raises OSError."""
+    """Makes the folder if there is none, and writes and removes a file in it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".probe-{secrets.token_hex(4)}"  # containers that share a folder share process ids
     try:
         probe.write_text("probe")
-    finally:  # a full disk has room for a name
+    finally:  # even a full disk has room for the name
         probe.unlink(missing_ok=True)
 
 
 def clock_ahead(folder: Path) -> float | None:
-    """How many seconds this process's clock is ahead of the one that stamps files in a folder; None where that fails.
+    """Seconds by which this process's clock is ahead of the file system's; None if that cannot be measured.
 
-    On a disk of this machine it is the same clock. On a shared file system it is the server's. What asking took is
-    taken off, so that a slow one is no wrong one.
+    They differ only on a shared file system. The time that the measurement took is subtracted.
     """
     probe = folder / f".probe-{secrets.token_hex(4)}"
     try:
@@ -346,15 +344,12 @@ def clock_ahead(folder: Path) -> float | None:
 
 
 def stamp(moment: str) -> str:
-    """When something began, as names of files say it: '20260105T120000.000Z'."""
+    """A start time as it stands in file names: '20260105T120000.000Z'."""
     return re.sub(r"[-:]", "", moment).partition("+")[0] + "Z"
 
 
 def safe(text: str) -> str:
-    """The text as a part of a path: other letters become _, and what is lost is made up for by a digest.
-
-    Different texts stay different also where a file system does not tell A from a.
-    """
+    """The text as part of a path: unsafe letters become _, and a digest tells such names apart, whatever their case."""
     short = _cut(text, 80)
     return short if short == text.lower() else f"{short}-{_digest(text)}"
 
@@ -369,7 +364,7 @@ def name_of(case: Case) -> str:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Make the folder if it is not there; raises UsageError where nothing can be written into it."""
+    """Makes the folder if there is none; raises UsageError if it cannot be written."""
     try:
         try_writing(folder)
     except (OSError, ValueError) as error:
@@ -380,7 +375,7 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def _cut(text: str, longest: int) -> str:
-    """Never empty for a text that is not, and never a name that starts with a dot or a dash."""
+    """Not empty unless the text is; never begins with a dot or a dash."""
     plain = _UNSAFE.sub("_", text)[:longest]
     return f"_{plain[1:]}" if plain[:1] in (".", "-") else plain
 

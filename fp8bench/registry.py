@@ -1,7 +1,7 @@
-"""Names to leaves. A leaf registers itself with a decorator; a registry finds leaves by walking a package.
+"""Names of workloads, precisions, backends and devices ("leaves"), and the registries that import them.
 
-This is the one place that imports leaves. Names starting with an underscore are left out of lists, and so are leaves
-that say so themselves (`listed`).
+A leaf registers itself with a decorator; a registry finds leaves by importing every module of its package. Names that
+start with an underscore, and leaves with `listed = False`, are left out of lists.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fp8bench.protocols import Backend, Device, Precision, Workload
 
 T = TypeVar("T")
 
-# Words that every leaf of a kind has, and what they must be.
+# Attributes of leaves, and their types.
 _KINDS = {"name": str, "summary": str, "version": str, "rank": int, "kind": str}
 
 
 class Registry(Generic[T]):
-    """The leaves of one kind, in the order they were found.
+    """The leaves of one kind, in the order of their modules.
 
-    `base` is the class they derive from, `words` the attributes each must have; the first is its name.
+    `base` is the class they derive from, `words` the attributes that each must have; the first of these is its name.
     """
 
     def __init__(self, kind: str, package: str, base: type = object, words: tuple[str, ...] = ()) -> None:
@@ -40,7 +40,7 @@ class Registry(Generic[T]):
         self._walking = threading.RLock()
 
     def register(self, name: str, *aliases: str) -> Callable[[type[T]], type[T]]:
-        """Class decorator. A name that is taken raises: two leaves of one name would hide each other.
+        """Class decorator. Raises if the name is taken by another class.
 
         The same class defined again replaces the old one: a notebook's cell may be run twice.
         """
@@ -62,12 +62,16 @@ class Registry(Generic[T]):
         return decorate
 
     def names(self, hidden: bool = False) -> list[str]:
-        """Names without aliases."""
+        """Names without aliases, and by default without hidden ones."""
         self._walk()
-        return [name for name, leaf in self._leaves.items() if hidden or _is_listed(name, leaf)]
+        return [
+            name
+            for name, leaf in self._leaves.items()
+            if hidden or (not name.startswith("_") and getattr(leaf, "listed", True))
+        ]
 
     def names_in(self, module: str) -> list[str]:
-        """The names that one module registered, hidden ones left out."""
+        """The names that one module registered, without hidden ones."""
         return [name for name in self.names() if self._leaves[name].__module__ == module]
 
     def aliases(self) -> dict[str, str]:
@@ -87,7 +91,7 @@ class Registry(Generic[T]):
         return self._leaves[self.canonical(word)]()
 
     def _check_name(self, name: object, leaf: type[T]) -> None:
-        """Lists of names have commas, paths have slashes, and 'all' is every suite: no name may be mistaken for one."""
+        """Lists have commas, paths have slashes, and 'all' means every suite: a name may not be mistaken for these."""
         wrong = not isinstance(name, str) or not name or name == "all" or name.endswith(".py")
         if wrong or any(letter in ",/" or letter.isspace() or not letter.isprintable() for letter in str(name)):
             raise Fp8benchError(
@@ -96,7 +100,7 @@ class Registry(Generic[T]):
             )
 
     def _check(self, name: str, leaf: type[T]) -> None:
-        """What is missing or of the wrong kind is said when a leaf registers, not in the middle of a run."""
+        """Raises at registration for what a leaf lacks or has of the wrong type, rather than in the middle of a run."""
         if not issubclass(leaf, self._base):
             raise Fp8benchError(
                 f"the {self.kind} {name!r} is no {self._base.__name__}: derive {_address(leaf)} from it."
@@ -120,34 +124,33 @@ class Registry(Generic[T]):
 
     def _walk(self) -> None:
         with self._walking:  # another thread waits until all names are there
-            if not self._walked:
-                self._walked = True
-                self._find()
+            if self._walked:
+                return
+            self._walked = True
+            package = importlib.import_module(self.package)
+            modules = [f"{self.package}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
+            for name in modules:
+                importlib.import_module(name)
+            # Some were imported before, in any order; lists and `suite all` always have the same one.
+            place = {name: index for index, name in enumerate(modules)}
+            leaves = sorted(self._leaves.items(), key=lambda pair: place.get(pair[1].__module__, len(modules)))
+            self._leaves = dict(leaves)
 
-    def _find(self) -> None:
-        package = importlib.import_module(self.package)
-        modules = [f"{self.package}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
-        for module in modules:
-            importlib.import_module(module)
-        # Some may have been imported before, in any order; that of lists and of `suite all` is always the same.
-        place = {module: index for index, module in enumerate(modules)}
-        self._leaves = dict(sorted(self._leaves.items(), key=lambda pair: place.get(pair[1].__module__, len(modules))))
 
-
-# The backend that stands for whoever can.
+# The backend that lets fp8bench choose.
 AUTO = "auto"
 _BACKEND = "backend="
 
 
 class PrecisionRegistry(Registry[Precision]):
-    """Precisions by name, with their options behind it: `fp8-delayed:history=16:margin=1`."""
+    """Precisions by name, with options behind it: `fp8-delayed:history=16:margin=1`."""
 
     def canonical(self, word: str) -> str:
-        """The one word for a mode: its own name, options in their own order, none that says what is so anyway."""
+        """The one spelling of a mode: its own name, options in their own order, without defaults."""
         return self.get(word).mode if ":" in word else self._name(word)
 
     def unit_scaled(self, word: str) -> bool:
-        """Whether a mode casts in a unit-scaled model; no mode that this version does not know, as runs outlive it."""
+        """Whether a mode casts in a unit-scaled model; False for modes that this version does not know."""
         try:
             return self.get(word).unit_scaled
         except UsageError:
@@ -162,7 +165,7 @@ class PrecisionRegistry(Registry[Precision]):
         return super().canonical(word)
 
     def get(self, word: str) -> Precision:
-        """A precision with the options of the word; raises UsageError for those it cannot have."""
+        """A precision with the options of the word; raises UsageError for options it does not take."""
         name, *pairs = word.split(":")
         leaf = self._leaves[self._name(name)]
         chosen = [pair.removeprefix(_BACKEND) for pair in pairs if pair.startswith(_BACKEND)]
@@ -173,7 +176,7 @@ class PrecisionRegistry(Registry[Precision]):
             raise UsageError(f"the dtype {word!r} gives backend twice. Keep one of the two.")
         if not leaf.takes_backend:
             raise UsageError(
-                f"{leaf.name} is torch's own: nobody else multiplies in it. Leave {_BACKEND}{chosen[0]} out."
+                f"{leaf.name} is torch's own, and no other backend multiplies in it. Leave {_BACKEND}{chosen[0]} out."
             )
         return precision.by(backends.get(chosen[0]))
 
@@ -198,10 +201,6 @@ class PrecisionRegistry(Registry[Precision]):
 def _options(leaf: type[Precision]) -> str:
     words = ", ".join(option.name for option in leaf.options)
     return f"{leaf.name} takes {words}." if words else f"{leaf.name} takes no options."
-
-
-def _is_listed(name: str, leaf: type) -> bool:
-    return not name.startswith("_") and getattr(leaf, "listed", True)
 
 
 def _address(leaf: type) -> str:

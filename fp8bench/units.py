@@ -26,7 +26,7 @@ EXACT_DB = 200.0
 
 
 def number_of(text: str) -> float:
-    """A number as people write it, '2^10' too; NaN where it is none."""
+    """Parses a number as people write it, '2^10' too; returns NaN for anything else."""
     base, power, exponent = text.partition("^")
     try:
         return float(base) ** float(exponent) if power else float(text)
@@ -35,12 +35,12 @@ def number_of(text: str) -> float:
 
 
 def symbol(unit: str) -> str:
-    """A unit as it is shown, however it is kept: 'joules' -> 'J'."""
+    """The unit as it is shown: 'joules' -> 'J'. Other units stay as they are."""
     return _SYMBOLS.get(unit, unit)
 
 
 def written() -> dict[str, tuple[float, str]]:
-    """Every unit that a person may write a number in, with what it is of the one that figures are in."""
+    """Every unit that a person may type, with its factor and the unit in which figures are stored."""
     named = [
         (name, scale, base)
         for base, scales in {**_PREFIXED, "B": (*_BINARY, (1, "B"))}.items()
@@ -50,7 +50,7 @@ def written() -> dict[str, tuple[float, str]]:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits; exponent form only from a million up and below a millionth."""
+    """The number with `digits` significant digits; exponent form only from a million up and below a millionth."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -88,7 +88,7 @@ def joules(value: float | None, digits: int = 3) -> str:
 
 
 def clock(value: float) -> str:
-    """A stretch of time as a person waits for it, in whole seconds: 192.4 -> '3 min 12 s'."""
+    """A waiting time in whole seconds: 192.4 -> '3 min 12 s'."""
     whole = max(0, round(value))
     minutes, rest = divmod(whole, 60)
     if minutes >= 60:
@@ -97,7 +97,7 @@ def clock(value: float) -> str:
 
 
 def moment(milliseconds: float | None) -> str:
-    """A date since 1970: '2026-01-05 12:00'; 'unknown' for none, and for one that no calendar has."""
+    """Milliseconds since 1970 as '2026-01-05 12:00'; 'unknown' for None and for what no calendar has."""
     if milliseconds is None:
         return "unknown"
     try:
@@ -115,7 +115,7 @@ def count(value: float | None, unit: str = "", digits: int = 3) -> str:
 
 
 def whole(value: int) -> str:
-    """How many: every digit of a few, then an SI prefix: 4096 -> '4096', 131072 -> '131 k'."""
+    """A count: all digits up to four, then an SI prefix: 4096 -> '4096', 131072 -> '131 k'."""
     return str(value) if abs(value) < 10_000 else count(value)
 
 
@@ -130,18 +130,18 @@ def size(value: float | None) -> str:
 
 
 def binary_unit(value: float) -> tuple[float, str]:
-    """What sizes of which that is the largest are told in, and its name: 1610612736 -> (1073741824, 'GiB')."""
+    """The unit in which a column of sizes is shown, from the largest of them: 1610612736 -> (1073741824, 'GiB')."""
     return _scale_of(value, 3, _BINARY) if abs(value) >= 1 << 10 else (1.0, "B")
 
 
 def bytes_of(text: str) -> int:
     """'2GiB' -> 2147483648, '512MB' -> 512000000; K, M, G and T alone are binary. ValueError for anything else."""
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"(\d{1,15}(?:\.\d{1,9})?|\.\d{1,9}) ?(?:([kmgt])(i?b)?|b)?", text.strip(), re.ASCII | re.IGNORECASE
     )
-    if found is None:
+    if match is None:
         raise ValueError("expected a size like 2GiB, 512MB or 1.5G")
-    number, prefix, rest = found.groups()
+    number, prefix, rest = match.groups()
     base = 1000 if rest is not None and rest.lower() == "b" else 1024
     return int(Decimal(number) * base ** (" kmgt".index(prefix.lower()) if prefix else 0))
 
@@ -154,7 +154,7 @@ def percent(share: float | None, decimals: int = 1) -> str:
 
 
 def share(value: float) -> str:
-    """A share that may be tiny, where none at all is another matter: '-', '<0.01%', '0.25%', '12.3%'."""
+    """A share that may be tiny, so that none differs from hardly any: '-', '<0.01%', '0.25%', '12.3%'."""
     if value == 0:
         return NONE
     if value < 1e-4:
@@ -186,12 +186,12 @@ def change(ratio: float | None) -> str:
 
 
 def speed_up(value: float | None) -> str:
-    """How many times as fast: 1.6197 -> '1.62x'; as many digits as one reads in a sentence."""
+    """How many times as fast, with three digits: 1.6197 -> '1.62x'."""
     return NONE if value is None else f"{significant(value)}x"
 
 
 def percentage(value: float | None) -> str:
-    """What is counted in percent already: 0.64 -> '0.64%', 0 -> '0%', a trace of it '<0.01%'."""
+    """A number that is in percent already: 0.64 -> '0.64%', 0 -> '0%', a trace of it '<0.01%'."""
     if value is None:
         return NONE
     return f"{'-' * (value < 0)}{share(abs(value) / 100)}" if value else "0%"
@@ -224,9 +224,9 @@ def shown(value: float | None, unit: str, digits: int = 3) -> str:
 
 
 def span(values: Iterable[float], show: Callable[[float], str]) -> str:
-    """'1.21x to 2.10x'; one of them where the ends look alike, '' where there are no values."""
-    found = list(values)
-    return " to ".join(dict.fromkeys((show(min(found)), show(max(found))))) if found else ""
+    """'1.21x to 2.10x'; one text where both ends read alike, '' without values."""
+    known = list(values)
+    return " to ".join(dict.fromkeys((show(min(known)), show(max(known))))) if known else ""
 
 
 def relative_error(value: float | None) -> str:

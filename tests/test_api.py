@@ -25,7 +25,6 @@ from tests.counts import for_each
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
-    """A small run and its store."""
     store = tmp_path_factory.mktemp("api") / "store"
     run = fp8bench.run(
         "gemm", dtypes=["fp8", "bf16"], set={"shape": [32, "16x8x32"], "operands": "cast"}, rounds=3,
@@ -35,7 +34,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
 
 
 def test_run_returns_the_run_with_its_records(kept: tuple[Run, Path]) -> None:
-    """Values of axes may be numbers, texts, or lists of them."""
     run, _ = kept
     assert isinstance(run, Run) and run.finished and run.ok
     assert run.request.axes == (("shape", ("32", "16x8x32")), ("operands", ("cast",)))
@@ -45,7 +43,6 @@ def test_run_returns_the_run_with_its_records(kept: tuple[Run, Path]) -> None:
 
 
 def test_load_reads_it_back_by_any_name(kept: tuple[Run, Path]) -> None:
-    """The stored run is the returned one; a run at hand needs no reading."""
     run, store = kept
     for word in ("last", run.id, Path(run.path), Path(run.path).stem):
         assert fp8bench.load(word, store).run == run
@@ -55,7 +52,7 @@ def test_load_reads_it_back_by_any_name(kept: tuple[Run, Path]) -> None:
 
 
 def test_a_loaded_run_has_frames(kept: tuple[Run, Path]) -> None:
-    """From real samples: the step's row for each case, whose median follows from the samples."""
+    """The step's median follows from the samples."""
     loaded = fp8bench.load(*kept)
     steps = loaded.results.query("metric == 'time' and phase == 'step'")
     assert list(steps["mode"]) == ["fp32", "bf16", "fp8"] * 2 and set(steps.param_k) == {32}
@@ -67,19 +64,17 @@ def test_a_loaded_run_has_frames(kept: tuple[Run, Path]) -> None:
 
 
 def test_findings_are_by_short_names_and_by_case_id(kept: tuple[Run, Path]) -> None:
-    """One for each record."""
     run, _ = kept
     findings = fp8bench.findings(run)
     sizes = ("m=32 n=32", "m=16 n=8")
     assert set(findings) == {f"{mode} {size}" for mode in ("fp32", "bf16", "fp8") for size in sizes}
     for record in run.records:
-        found = findings[record.case.id]
-        assert (found.verdict is Verdict.EMULATED) == (record.case.mode == "fp8")
-        assert found.best_seconds is not None and found.best_seconds > 0
+        finding = findings[record.case.id]
+        assert (finding.verdict is Verdict.EMULATED) == (record.case.mode == "fp8")
+        assert finding.best_seconds is not None and finding.best_seconds > 0
 
 
 def test_table_is_what_the_command_line_prints(kept: tuple[Run, Path]) -> None:
-    """As wide as asked for, without colour."""
     run, _ = kept
     text = fp8bench.table(run)
     assert "bf16" in text and run.id in "".join(text.split()) and "\x1b" not in text
@@ -91,13 +86,11 @@ def test_table_is_what_the_command_line_prints(kept: tuple[Run, Path]) -> None:
     [(64, ("64",)), ("64", ("64",)), ([64, 128], ("64", "128")), (("1x2x3",), ("1x2x3",)), (range(1, 3), ("1", "2"))],
 )
 def test_axis_values_are_texts_of_what_is_given(value: object, texts: tuple[str, ...], tmp_path: Path) -> None:
-    """A text is one value, not its letters."""
     run = fp8bench.run("gemm", dtypes=["fp32"], set={"shape": value}, rounds=1, isolation=False, store=tmp_path)
     assert run.request.axes == (("shape", texts),) and len(run.records) == len(texts)
 
 
 def test_names_may_be_one_text(tmp_path: Path) -> None:
-    """As on the command line, with commas; not a list of letters."""
     run = fp8bench.run(
         "gemm", dtypes="fp8,bf16", devices="cpu", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path
     )
@@ -156,14 +149,12 @@ def test_names_may_be_one_text(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_as_at_the_door(wrong: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    """With the same kind of error, and before a run is begun."""
     with pytest.raises(UsageError, match=sentence):
         fp8bench.run(**{"suite": "gemm", "isolation": False, "store": tmp_path, **wrong})
     assert not list(run_files(tmp_path))
 
 
 def test_an_unknown_suite_names_the_nearest() -> None:
-    """The error is a public name, too."""
     with pytest.raises(UnknownName) as caught:
         fp8bench.run("gem")
     assert isinstance(caught.value, fp8bench.Fp8benchError) and caught.value.nearest == "gemm"
@@ -213,7 +204,6 @@ class Listener:
 
 @pytest.mark.slow
 def test_a_workload_of_the_callers_own_runs_without_isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registered in this process only; the observer hears how it goes along."""
     workloads.names()
     monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
     workloads.register("notebook")(Notebook)
@@ -231,7 +221,6 @@ def test_a_workload_of_the_callers_own_runs_without_isolation(tmp_path: Path, mo
 
 
 def test_without_isolation_the_process_is_left_as_it_was(tmp_path: Path) -> None:
-    """A notebook's threads and random numbers are its own."""
     torch.set_num_threads(2)
     torch.manual_seed(123)
     expected = torch.random.get_rng_state()
@@ -244,24 +233,15 @@ def test_without_isolation_the_process_is_left_as_it_was(tmp_path: Path) -> None
 
 
 def test_the_signature_is_the_command_lines_options() -> None:
-    """What one door has, the other has too, under the same name and with the same default."""
     suite = commands_of(build_parser())["suite"]
     plain = vars(build_parser().parse_args(["suite"]))
+    # A call has other words for these, or no need of them.
     of_the_line = {
-        "dry_run",
-        "config",
-        "resume",
-        "plan",
-        "cell",
-        "write_plan",
-        "json",
-        "csv",
-        "wandb",
-    }  # what a call has other words for, or needs not
-    of_the_line |= {"html", "md", "csv_wide", "open", "explain"}
+        "dry_run", "config", "resume", "plan", "cell", "write_plan", "json", "csv", "wandb", "html", "md", "csv_wide",
+        "open", "explain", "help", "help_all",
+    }  # fmt: skip
     called = {"axes": "set"}
-    of_the_line |= {"help", "help_all"}
-    options = {called.get(one.dest, one.dest) for one in suite._actions} - of_the_line
+    options = {called.get(action.dest, action.dest) for action in suite._actions} - of_the_line
     parameters = inspect.signature(fp8bench.run).parameters
     assert set(parameters) - {"observer", "progress"} == options
     assert inspect.signature(fp8bench.suite) == inspect.signature(fp8bench.run)
@@ -271,7 +251,6 @@ def test_the_signature_is_the_command_lines_options() -> None:
 
 
 def test_a_run_that_was_cut_off_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its Run, its id or 'last'; a whole one comes back as it is."""
     monkeypatch.chdir(tmp_path)  # in no repository: a commit made meanwhile would forbid it
 
     class Stopping(Listener):
@@ -290,7 +269,6 @@ def test_a_run_that_was_cut_off_is_resumed(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_run_that_was_not_stored_cannot_be_resumed(kept: tuple[Run, Path], tmp_path: Path) -> None:
-    """Nor one that is nowhere."""
     with pytest.raises(UsageError, match="was not stored"):
         fp8bench.resume(replace(kept[0], path=""))
     with pytest.raises(RunNotFound):
@@ -298,10 +276,9 @@ def test_a_run_that_was_not_stored_cannot_be_resumed(kept: tuple[Run, Path], tmp
 
 
 def test_a_case_timeout_goes_into_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As seconds."""
-    asked: list[Request] = []
-    monkeypatch.setattr(api, "execute", lambda request, *_: asked.append(request))
+    requests: list[Request] = []
+    monkeypatch.setattr(api, "execute", lambda request, *_: requests.append(request))
     monkeypatch.setattr(api, "_followed", lambda *_: None)
     monkeypatch.setattr(api, "_shown", lambda run: run)
     fp8bench.run("gemm", case_timeout=7, store=tmp_path)
-    assert asked[0].case_timeout == 7.0 and asked[0].isolation
+    assert requests[0].case_timeout == 7.0 and requests[0].isolation

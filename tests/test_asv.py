@@ -141,7 +141,7 @@ class Place:
         return self.run(*ASV, *words, expected=expected)
 
     def fp8bench(self, *words: str) -> str:
-        """By another name of the interpreter than asv has."""
+        """Runs fp8bench by another name of the interpreter than asv uses."""
         return self.run(str(other_python()), "-m", "fp8bench", *words)
 
     @property
@@ -153,17 +153,16 @@ class Place:
         return sorted(self.results.glob(f"*/{commit[:8]}-*.json"))
 
     def snapshot(self, commit: str) -> Snapshot:
-        """What there is of a commit now."""
         (path,) = self.files(commit)
         loaded, content = asv_results.Results.load(str(path)), json.loads(path.read_text())
-        runs = [load_run(one) for one in run_files(self.root / ".fp8bench")]
+        runs = [load_run(path) for path in run_files(self.root / ".fp8bench")]
         own = sorted((run for run in runs if run.environment.get("commit") == commit), key=lambda run: run.started)
         return Snapshot(loaded, load_benchmarks(self.results / "benchmarks.json"), content, own)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A commit's results as asv loads them, the benchmarks known beside them, the file itself, and the runs."""
+    """A commit's results as asv loads them, the benchmarks, the file itself, and the runs."""
 
     loaded: Any
     benchmarks: Mapping[str, Any]
@@ -178,11 +177,11 @@ class Snapshot:
         return self._at(name, cell, self.loaded.get_result_value(name, self.loaded.get_result_params(name)))
 
     def samples(self, name: str, cell: tuple[str, ...] = FP32) -> Any:
-        """Those that asv has recorded."""
+        """The samples that asv has recorded."""
         return self._at(name, cell, self.loaded.get_result_samples(name, self.loaded.get_result_params(name)))
 
     def repeat(self, name: str, cell: tuple[str, ...] = FP32) -> Any:
-        """How many samples a figure is of."""
+        """The number of samples behind a figure."""
         params = self.loaded.get_result_params(name)
         stats = self._at(name, cell, self.loaded.get_result_stats(name, params))
         return None if stats is None else stats["repeat"]
@@ -224,7 +223,7 @@ def make_place(folder: Path) -> Place:
 
 @pytest.fixture(scope="module", params=SLOW)
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """Everything that costs time, once. A command that ends with an error is every test's error."""
+    """Everything that takes long, once, in order."""
     story = Story(make_place(tmp_path_factory.mktemp("asv")))
     place = story.place
     first = place.commit("2026-01-05T12:00:00+00:00")
@@ -265,7 +264,7 @@ def test_check_finds_nothing_wrong(story: Story) -> None:
 
 
 def test_asv_measures_a_suite_once_and_keeps_the_run(story: Story) -> None:
-    """One run a suite file, by asv's door, of the whole grid; quick, because asv was asked to be."""
+    """One run a suite file, of the whole grid; quick, because asv was."""
     step = story.steps["quick asv"]
     assert [(run.origin, run.request.suite) for run in step.runs] == [("asv", "adding"), ("asv", "taking")]
     for run in step.runs:
@@ -275,7 +274,6 @@ def test_asv_measures_a_suite_once_and_keeps_the_run(story: Story) -> None:
 
 
 def test_what_is_not_on_this_machine_is_not_applicable(story: Story) -> None:
-    """A GPU's cells are NaN here, and no failure."""
     step = story.steps["quick asv"]
     assert math.isnan(step.value("adding.Adding.track_time", ("'fp32'", "90000")))
     assert step.value("adding.Adding.track_time", FP32) > 0
@@ -283,7 +281,7 @@ def test_what_is_not_on_this_machine_is_not_applicable(story: Story) -> None:
 
 
 def test_two_suite_files_never_share_a_cache(story: Story) -> None:
-    """They are the same text, line by line: asv tells caches apart by module and line. Each has its own numbers."""
+    """They are the same text, line by line: asv tells caches apart by module and line."""
     step = story.steps["quick asv"]
     adding, taking = "adding.Adding.track_size_error", "taking.Taking.track_size_error"
     keys = [step.benchmarks[name]["setup_cache_key"].split(":") for name in (adding, taking)]
@@ -303,7 +301,7 @@ for name in ("gemm", "mlp"):
 
 
 def test_the_trap_of_shared_caches_is_closed(tmp_path: Path) -> None:
-    """asv would give the second class the first one's numbers, without a word. It does not get to see it."""
+    """asv would silently give the second class the first one's numbers."""
     place = make_place(tmp_path)
     (place.root / "suites" / "gemm.py").write_text(f"from fp8bench import asv_bridge\n{ONE_CACHE}")
     done = discover(place.root / "suites", place)
@@ -311,7 +309,7 @@ def test_the_trap_of_shared_caches_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_suite_run_joins_what_asv_measured(story: Story) -> None:
-    """One file, though the interpreter has another name there; hasty samples give way to whole ones."""
+    """In one file, though the interpreter has another name there; hasty samples give way to whole ones."""
     before, after = story.steps["quick asv"], story.steps["whole suite"]
     assert len(story.place.files(story.commits[0])) == 1
     assert after.repeat("adding.Adding.track_time") == WHOLE != before.repeat("adding.Adding.track_time")
@@ -334,7 +332,7 @@ def test_the_doors_have_two_names_for_the_interpreter() -> None:
 
 @for_each("step", ["quick asv again", "quick suite"])
 def test_a_quick_run_replaces_no_whole_one(step: str, story: Story) -> None:
-    """By neither door, to the last digit: asv itself overwrites what it has."""
+    """By neither door: asv itself overwrites what it has."""
     before, after = story.steps["whole suite"], story.steps[step]
     for cell in (FP32, BF16):
         assert after.repeat("adding.Adding.track_time", cell) == WHOLE
@@ -343,7 +341,6 @@ def test_a_quick_run_replaces_no_whole_one(step: str, story: Story) -> None:
 
 
 def test_whole_runs_put_their_samples_together(story: Story) -> None:
-    """More runs of a commit, more samples, whichever door they came in by."""
     step = story.steps["whole suite again"]
     assert step.repeat("adding.Adding.track_time") == 2 * WHOLE
     assert [run.origin for run in step.runs].count("asv") >= 3
@@ -359,7 +356,7 @@ def test_whole_runs_put_their_samples_together(story: Story) -> None:
 
 
 def test_asv_forgets_what_it_did_not_discover_and_the_view_brings_it_back(story: Story) -> None:
-    """benchmarks.json is asv's: a suite without a file is not in it after `asv run`. Its figures are not lost."""
+    """benchmarks.json is asv's: after `asv run` a suite without a file is missing, not its figures."""
     name = "leaving.Leaving.track_time"
     assert name not in story.steps["quick asv"].benchmarks
     assert name in story.steps["whole suite"].benchmarks
@@ -377,7 +374,6 @@ def test_the_view_leaves_asvs_definitions_as_they_are(story: Story) -> None:
 
 
 def test_a_suite_of_the_projects_own_is_read_by_asv(story: Story) -> None:
-    """gemm's errors: a number for each native and emulated case of this machine."""
     step = story.steps["quick asv again"]
     errors = [step.value("gemm.Gemm.track_product_error", (f"'{name}'", "'512'")) for name in ("fp32", "bf16", "fp8")]
     assert 0 < errors[0] < errors[1] < errors[2] < 0.1
@@ -399,7 +395,7 @@ def test_the_second_commit_has_both_doors_in_one_file(story: Story) -> None:
 
 
 def test_samples_that_asv_records_and_appends_are_there_once(story: Story) -> None:
-    """asv puts what it gets behind what it has: it is given the new ones only."""
+    """asv appends what it gets to what it has, so it is given the new ones only."""
     before, after = story.steps["second asv"], story.steps["appended"]
     name = "taking.Taking.track_time"
     assert before.repeat(name) == len(before.samples(name)) == QUICK_ROUNDS
@@ -410,7 +406,7 @@ def test_samples_that_asv_records_and_appends_are_there_once(story: Story) -> No
 
 @for_each("commit", [0, 1])
 def test_the_runs_alone_give_what_asv_has(commit: int, story: Story, tmp_path: Path) -> None:
-    """To the last digit, though asv's files are gone: of the first commit a suite run wrote all, of the second asv."""
+    """A suite run wrote all of the first commit's file, asv the second's."""
     place, before = story.place, story.place.snapshot(story.commits[commit])
     store = tmp_path / "store"
     shutil.copytree(place.root / ".fp8bench" / "runs", store / "runs")
@@ -431,7 +427,6 @@ def test_the_runs_alone_give_what_asv_has(commit: int, story: Story, tmp_path: P
 
 
 def test_all_results_lie_in_two_files_of_one_machine(story: Story) -> None:
-    """One for each commit."""
     (machine,) = (path.parent for path in story.place.results.glob("*/machine.json"))
     named = {path.name[:8] for path in machine.glob("*.json") if path.name != "machine.json"}
     assert named == {commit[:8] for commit in story.commits}
@@ -439,7 +434,6 @@ def test_all_results_lie_in_two_files_of_one_machine(story: Story) -> None:
 
 
 def test_show_and_compare_print_both(story: Story) -> None:
-    """As asv does for its own; with a number on either side."""
     for commit in (story.commits[0], "HEAD"):
         shown = story.said[f"show {commit}"]
         assert "adding.Adding.track_time" in shown and "adding.Adding.track_size_error" in shown
@@ -456,7 +450,7 @@ def html(story: Story, *parts: str) -> Any:
 
 
 def test_publish_draws_one_line_through_both_commits(story: Story) -> None:
-    """One graph a benchmark; a second one would mean a second machine, or a second Python."""
+    """A second graph would mean a second machine or Python."""
     assert "Couldn't" not in story.said["publish"] and "warning" not in story.said["publish"].lower()
     folder = story.place.root / ".fp8bench" / "asv" / "html" / "graphs"
     drawn = [path for path in folder.rglob("adding.Adding.track_time.json") if "summary" not in path.parts]
@@ -472,7 +466,6 @@ def test_publish_draws_one_line_through_both_commits(story: Story) -> None:
 
 
 def test_preview_serves_what_was_published(story: Story) -> None:
-    """On a port of its own, until it is ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -500,7 +493,7 @@ def fetched(url: str, server: subprocess.Popen[bytes]) -> bytes:
 
 
 def discover(suites: Path, place: Place) -> subprocess.CompletedProcess[str]:
-    """asv's discovery, as asv runs it: in a process of its own, in another folder. The list is in result.json."""
+    """Runs asv's discovery as asv does: in another process and folder. The list is in result.json."""
     place.home.mkdir(exist_ok=True)
     return subprocess.run(
         [sys.executable, asv_runner.BENCHMARK_RUN_SCRIPT, "discover", str(suites), str(place.home / "result.json")],
@@ -515,29 +508,30 @@ def discovered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place = Place(folder, folder / "home")
     done = discover(ROOT / "suites", place)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {one["name"]: one for one in json.loads((place.home / "result.json").read_text())}
+    return {benchmark["name"]: benchmark for benchmark in json.loads((place.home / "result.json").read_text())}
 
 
 @pytest.mark.slow
 @for_each("name", FOLLOWED)
 def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, Any], tmp_path: Path) -> None:
-    """Name, parameters and their names, unit and version: else one `asv run` would hide what a suite run filed."""
+    """Otherwise an `asv run` would hide what a suite run filed."""
     workload = workloads.get(name)
     define(tmp_path, series_of(workload, default_identity() if workload.uses_corpus else None), [])
     ours = load_benchmarks(tmp_path / "benchmarks.json")
-    theirs = {key: one for key, one in discovered.items() if key.partition(".")[0] == name}
+    theirs = {key: benchmark for key, benchmark in discovered.items() if key.partition(".")[0] == name}
     words = ("name", "type", "unit", "params", "param_names", "version")
-    assert {key: {word: one[word] for word in words} for key, one in theirs.items()} == {
-        key: {word: one[word] for word in words} for key, one in ours.items()
+    assert {key: {word: benchmark[word] for word in words} for key, benchmark in theirs.items()} == {
+        key: {word: benchmark[word] for word in words} for key, benchmark in ours.items()
     }
-    keys = {one["setup_cache_key"] for one in theirs.values()}
+    keys = {finding["setup_cache_key"] for finding in theirs.values()}
     assert len(keys) == 1 and next(iter(keys)).startswith(f"{name}:")
-    assert all(one["setup_cache_timeout"] >= 600 for one in theirs.values())
+    assert all(finding["setup_cache_timeout"] >= 600 for finding in theirs.values())
 
 
 @pytest.mark.slow
 def test_asv_discovers_nothing_twice(discovered: dict[str, Any]) -> None:
-    """Each workload once, fp8bench's benchmarks of itself, and no helper that a file imports."""
     modules = {name.partition(".")[0] for name in discovered}
     assert modules == {*FOLLOWED, "harness"}
-    assert len({one["setup_cache_key"] for one in discovered.values() if "setup_cache_key" in one}) == len(FOLLOWED)
+    assert len({finding["setup_cache_key"] for finding in discovered.values() if "setup_cache_key" in finding}) == len(
+        FOLLOWED
+    )

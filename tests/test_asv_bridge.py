@@ -55,7 +55,7 @@ MINE = adding_up("mine", 10, history='Grid(cpu={"n": ("10",)}, gpu={"n": ("20",)
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty project. What its files register, and their modules, are forgotten afterwards."""
+    """An empty project. What its files register is forgotten afterwards."""
     root = tmp_path / "project"
     (root / "sheds").mkdir(parents=True)
     (root / "sheds" / "__init__.py").touch()
@@ -66,7 +66,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def suite(project: Path, content: str, name: str = "gemm") -> ModuleType:
-    """A suite file of that name, imported as asv does it."""
+    """Writes a suite file of that name and imports it as asv does."""
     path = project / "sheds" / Path(*name.split(".")).with_suffix(".py")
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
@@ -75,17 +75,16 @@ def suite(project: Path, content: str, name: str = "gemm") -> ModuleType:
 
 
 def test_a_suite_class_is_what_asv_looks_for(project: Path) -> None:
-    """Parameters, their names, a version, and a function with a unit for every series."""
     made = suite(project, GEMM).Gemm
     series = series_of(workloads.get("gemm"), None)
     assert made.params == [list(values) for values in series[0].params]
     assert made.param_names == ["dtype", "shape"] and made.version == series[0].version
     tracks = {name: value for name, value in vars(made).items() if name.startswith("track_")}
-    assert set(tracks) == {f"track_{one.metric}" for one in series}
-    for one in series:
-        track = tracks[f"track_{one.metric}"]
-        assert (track.unit, track.__module__) == (one.unit, "sheds.gemm")
-        assert (track.__name__, track.__qualname__) == (f"track_{one.metric}", f"Gemm.track_{one.metric}")
+    assert set(tracks) == {f"track_{tracked.metric}" for tracked in series}
+    for tracked in series:
+        track = tracks[f"track_{tracked.metric}"]
+        assert (track.unit, track.__module__) == (tracked.unit, "sheds.gemm")
+        assert (track.__name__, track.__qualname__) == (f"track_{tracked.metric}", f"Gemm.track_{tracked.metric}")
 
 
 SHARED = "import sheds.shared\n" + GEMM.replace(
@@ -111,18 +110,16 @@ REFUSED: dict[str, tuple[str, str, type[Exception], str]] = {
 
 
 def test_a_class_without_a_cache_is_given_one_of_its_file(project: Path) -> None:
-    """asv tells caches apart by module and line."""
     bare = GEMM[: GEMM.index("    def")]
     made = suite(project, bare).Gemm, suite(project, bare.replace("Gemm", "Mlp").replace("gemm", "mlp"), "mlp").Mlp
     caches = [vars(one)["setup_cache"] for one in made]
-    assert [(one.__module__, one.__qualname__, one.timeout) for one in caches] == [
+    assert [(cache.__module__, cache.__qualname__, cache.timeout) for cache in caches] == [
         ("sheds.gemm", "Gemm.setup_cache", 3600), ("sheds.mlp", "Mlp.setup_cache", 3600),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_class_that_asv_would_misread_is_refused(reason: str, project: Path) -> None:
-    """When its file is imported: `asv check` says so, and nothing is measured under a wrong name."""
     name, content, kind, sentence = REFUSED[reason]
     (project / "sheds" / "shared.py").write_text("def setup_cache(self):\n    return self.measure()\n")
     (project / "broken.py").write_text(MINE.replace('("bf16",)', "()"))
@@ -134,7 +131,7 @@ def test_a_class_that_asv_would_misread_is_refused(reason: str, project: Path) -
 
 
 def test_a_class_between_cannot_hide_a_missing_cache(project: Path) -> None:
-    """asv tells caches apart by file and line: of classes that inherit one, all are given the first one's numbers."""
+    """Classes that inherit a cache would all be given the first one's numbers."""
     middle = GEMM + "\n\nclass More(Gemm):\n    workload = 'gemm'\n"
     with pytest.raises(UsageError, match=r"gemm\.More is of workload 'gemm'"):
         suite(project, middle)
@@ -147,7 +144,6 @@ def test_a_class_between_cannot_hide_a_missing_cache(project: Path) -> None:
 def test_a_users_own_workload_is_imported_from_the_projects_root(
     project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever the working directory: asv has it in a temporary folder. Modules are named as they are."""
     (project / "my_work.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     content = GEMM.replace("Gemm", "Mine").replace('"gemm"\n', '"mine"\n    imports = ("my_work.py", "math")\n')
@@ -168,17 +164,16 @@ MEASURED = {
 
 
 def test_readers_give_samples_or_nothing_or_fail(project: Path) -> None:
-    """asv makes statistics of samples, shows NaN as not applicable, and what raises as failed."""
-    one = suite(project, GEMM).Gemm()
-    assert one.track_time(MEASURED, *CELL) == {"samples": [1.0, 2.0], "number": 1}
-    assert math.isnan(one.track_relative_time(MEASURED, *CELL))
-    assert math.isnan(one.track_time(MEASURED, "bf16", "4096"))
+    """asv makes statistics of samples, shows NaN as not applicable, and an exception as failed."""
+    gemm = suite(project, GEMM).Gemm()
+    assert gemm.track_time(MEASURED, *CELL) == {"samples": [1.0, 2.0], "number": 1}
+    assert math.isnan(gemm.track_relative_time(MEASURED, *CELL))
+    assert math.isnan(gemm.track_time(MEASURED, "bf16", "4096"))
     with pytest.raises(CaseFailed, match="out of memory"):
-        one.track_time(MEASURED, "fp32", "512")
+        gemm.track_time(MEASURED, "fp32", "512")
 
 
 def test_each_class_reads_and_measures_its_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From one function of another, all would be one."""
     asked: list[tuple[Any, ...]] = []
 
     def measured(*words: Any) -> dict[str, Any]:
@@ -200,7 +195,6 @@ def test_each_class_reads_and_measures_its_own(project: Path, monkeypatch: pytes
 
 
 def test_the_project_is_where_the_configuration_lies(project: Path, tmp_path: Path) -> None:
-    """Above the file; beside the folder of suites where there is none."""
     file = project / "sheds" / "gemm.py"
     assert root_of(file) == project
     (project / "sheds" / "asv.conf.jsonc").touch()
@@ -209,7 +203,6 @@ def test_the_project_is_where_the_configuration_lies(project: Path, tmp_path: Pa
 
 
 def test_a_link_belongs_to_the_project_it_is_in(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suites may be shared; a project may be reached by a link; a path need not begin at the root."""
     file = project / "sheds" / "gemm.py"
     file.touch()
     other = tmp_path / "other"
@@ -242,7 +235,6 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_store_is_the_one_that_asv_shows(name: str, project: Path) -> None:
-    """As asv reads its configuration; where its results lie nowhere in a store, the store is the default one."""
     path = project / "asv.conf.json"
     path.write_text(CONFIGURATIONS[name])
     results = project / util.load_json(str(path), 1, js_comments=True).get("results_dir", "results")
@@ -253,7 +245,6 @@ def test_the_store_is_the_one_that_asv_shows(name: str, project: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"results_dir": 7}', "\0", None])
 def test_a_configuration_that_is_none_leads_to_the_default_store(content: str | None, project: Path) -> None:
-    """asv itself has said what is wrong with it."""
     path = project / "asv.conf.json"
     path.unlink() if content is None else path.write_text(content)
     assert store_of_project(project) == project / ".fp8bench"
@@ -262,7 +253,6 @@ def test_a_configuration_that_is_none_leads_to_the_default_store(content: str | 
 
 
 def test_a_configuration_with_a_c_is_one(project: Path) -> None:
-    """asv takes asv.conf.jsonc, too."""
     (project / "asv.conf.json").rename(project / "asv.conf.jsonc")
     (project / "asv.conf.jsonc").write_text(CONFIGURATIONS["comments"])
     assert root_of(project / "sheds" / "gemm.py") == project
@@ -283,7 +273,6 @@ def test_a_configuration_with_a_c_is_one(project: Path) -> None:
     ],
 )  # fmt: skip
 def test_asvs_options_as_its_parser_takes_them(words: str, quick: bool, append: bool, commit: str) -> None:
-    """Shortened, and several in one word."""
     given = ["/venv/bin/python3", "/venv/bin/asv", *words.split()]
     assert options_of(given) == (quick, append, commit)
 
@@ -305,7 +294,7 @@ START = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c',
 )  # fmt: skip
 @pytest.mark.parametrize("between", [0, 1])
 def test_the_asv_that_started_a_process_is_asked(command: list[str], quick: str, between: int, tmp_path: Path) -> None:
-    """Through real processes, also with one in between, as its fork server is."""
+    """Real processes, also with one in between, as asv's fork server is."""
     program = ASK
     for _ in range(between):
         program = START.format(program=program)
@@ -344,7 +333,7 @@ def record(milliseconds: int, **changes: Any) -> Record:
 
 
 def a_run(name: str, *records: Record, quick: bool = False, **facts: Any) -> Run:
-    """A run of a commit on a machine, whose id says when it was."""
+    """A run of a commit on a machine; its id says when."""
     environment = Environment({"machine": "box", "commit": COMMIT, "dirty": False, **MACHINE, **facts})
     return run_of(
         list(records), id=name, started=f"2026-01-0{name[-1]}T12:00:00.000+00:00", environment=environment,
@@ -374,7 +363,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 
 
 def lost(name: str, status: Status, reason: str) -> Run:
-    """A run whose case came to nothing."""
+    """A run whose case failed."""
     return a_run(name, record(1, status=status, reason=reason))
 
 
@@ -403,7 +392,7 @@ GIVEN: dict[str, tuple[Run, list[Run], list[float]]] = {
 
 @pytest.mark.parametrize("what", GIVEN)
 def test_a_commit_is_all_its_runs(what: str, asked: Callable[..., Any]) -> None:
-    """Those of its own files, machine, Python and software; a quick one is shown where there is nothing better."""
+    """On the same machine, Python and software; a quick run counts if there is nothing better."""
     own, others, expected = GIVEN[what]
     kind, numbers = asked(own, *others)
     assert kind == "samples" and json.loads(json.dumps(numbers)) == numbers == expected  # asv writes them as JSON
@@ -413,7 +402,7 @@ def test_a_commit_is_all_its_runs(what: str, asked: Callable[..., Any]) -> None:
 def test_where_asv_appends_it_is_not_given_what_it_has(
     recorded: bool | None, asked: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """It would have every sample twice; or, without samples of its own, lose those of the runs."""
+    """It would have every sample twice, or lose those of the runs."""
     first = a_run("run1", record(2))
     if recorded is not None:
         series = series_of(workloads.get("gemm"), None)[0]
@@ -431,7 +420,7 @@ def test_where_asv_appends_it_is_not_given_what_it_has(
 
 
 def test_changed_files_are_not_saved_under_a_commit(asked: Callable[..., Any]) -> None:
-    """asv keeps what the commit has come to; where that is nothing, the sentence says why. The run is kept."""
+    """asv keeps what the commit has come to, or is told why there is nothing."""
     dirty = a_run("run2", record(3), dirty=True)
     kind, why = asked(dirty, saved_as=COMMIT)
     assert (kind, why) == ("failed", "the files differ from commit 01234567, so that these are not its numbers")
@@ -444,7 +433,7 @@ def test_changed_files_are_not_saved_under_a_commit(asked: Callable[..., Any]) -
 def test_what_is_checked_out_is_not_saved_under_another_commit(
     asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit named keeps its own figures; a word for what is checked out is fine."""
+    """The named commit keeps its own figures."""
     other = "f" * 40
     known = {"HEAD": COMMIT, "HEAD~1": other}
     monkeypatch.setattr(asv_measuring, "commit_named", lambda word, folder: known.get(word))
@@ -457,7 +446,6 @@ def test_what_is_checked_out_is_not_saved_under_another_commit(
 
 
 def test_what_has_no_number_says_why(asked: Callable[..., Any]) -> None:
-    """A skipped case; a metric that a case does not have; a case that fails now, whatever was measured before."""
     assert asked(lost("run1", Status.SKIPPED, "no kernel")) == ("none", "no kernel")
     assert asked(a_run("run2", record(1)), series="gemm.Gemm.track_relative_time") == ("none", "")
     failing = lost("run3", Status.FAILED, "out of memory, even alone")
@@ -465,7 +453,6 @@ def test_what_has_no_number_says_why(asked: Callable[..., Any]) -> None:
 
 
 def test_an_interrupt_goes_on_to_asv(asked: Callable[..., Any]) -> None:
-    """Half a grid is no result."""
     unfinished = a_run("run1", record(1))
 
     with pytest.raises(KeyboardInterrupt):
@@ -475,7 +462,6 @@ def test_an_interrupt_goes_on_to_asv(asked: Callable[..., Any]) -> None:
 
 
 def test_a_store_that_fails_does_not_lose_what_was_measured(asked: Callable[..., Any]) -> None:
-    """The figures are asv's, and nothing else is."""
     run = replace(a_run("run1", record(7)), finished=False, troubles=("no room left.",))
     assert asked(NotKept("no room left.", run)) == ("samples", [0.007])
     with pytest.raises(Fp8benchError, match=r"asv gets no figures of the suite gemm: no room left\."):
@@ -483,7 +469,7 @@ def test_a_store_that_fails_does_not_lose_what_was_measured(asked: Callable[...,
 
 
 def test_a_run_of_nothing_that_is_followed_fails(asked: Callable[..., Any]) -> None:
-    """Rather than every metric with a KeyError of its own."""
+    """Otherwise every metric would fail with a KeyError."""
     elsewhere = record(1, case=case("gemm", "bf16", {**SHAPE, "m": 256}))
     with pytest.raises(Fp8benchError, match="none of its cases was begun"):
         asked(a_run("run1", elsewhere))

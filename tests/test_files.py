@@ -86,14 +86,13 @@ for number in range(25):
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A file that is there already."""
     path = tmp_path / "x.json"
     path.write_text(OLD)
     return path
 
 
 def test_a_file_is_replaced_in_one_step(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old one stands until the new one is whole and on the disk; what is beside it does not end in .json."""
+    """The old file stands until the new one is whole and synced; no temporary name ends in .json."""
     seen: list[list[str]] = []
 
     def fsync(descriptor: int) -> None:
@@ -164,8 +163,6 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_where_a_file_system_has_no_locks_it_goes_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As some network file systems have none."""
-
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -186,7 +183,7 @@ def test_four_processes_merge_into_one_file_and_lose_nothing(tmp_path: Path) -> 
 
 
 def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
-    """And half a file beside it, which goes when it is an hour old and not before: it may be another writer's."""
+    """Half a file beside it is removed after an hour: earlier it may be another writer's."""
     done = subprocess.run([sys.executable, "-c", KILLED, str(old)], timeout=120, check=False)
     (half,) = (path for path in old.parent.iterdir() if path != old)
     assert done.returncode == -signal.SIGKILL and old.read_text() == OLD and half.name.endswith(".partial")
@@ -201,7 +198,10 @@ def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
 @pytest.mark.parametrize("write", [write_whole, lambda path, content: write_whole(path, content.encode(), sync=False)])
 def test_two_writers_leave_the_file_of_one(old: Path, write: Callable[[Path, str], None]) -> None:
     contents, seen = ["a" * 100_000, "b" * 100_000], set()
-    writers = [threading.Thread(target=lambda one=one: [write(old, one) for _ in range(40)]) for one in contents]
+    writers = [
+        threading.Thread(target=lambda content=content: [write(old, content) for _ in range(40)])
+        for content in contents
+    ]
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
@@ -279,16 +279,15 @@ def test_what_is_lost_is_made_up_for() -> None:
 @given(WORDS, WORDS, WORDS, WORDS)
 @settings(max_examples=200, deadline=None)
 def test_any_words_are_one_part_of_a_path(workload: str, name: str, value: str, precision: str) -> None:
-    for found in (name_of(Case(workload, ((name, value),), precision, "cpu")), safe(value) or "_"):
-        assert Path(found).name == found and found not in (".", "..") and found[0] not in ".-" and len(found) < 200
-        assert found.isascii() and found.isprintable() and not set(found) & set('/\\:*?"<>| ')
+    for part in (name_of(Case(workload, ((name, value),), precision, "cpu")), safe(value) or "_"):
+        assert Path(part).name == part and part not in (".", "..") and part[0] not in ".-" and len(part) < 200
+        assert part.isascii() and part.isprintable() and not set(part) & set('/\\:*?"<>| ')
 
 
 @given(WORDS, WORDS)
 @settings(max_examples=200, deadline=None)
-def test_different_words_have_different_names(one: str, other: str) -> None:
-    """Also where a file system does not tell A from a."""
-    assert (safe(one).lower() == safe(other).lower()) == (one == other)
+def test_different_words_have_different_names(first: str, other: str) -> None:
+    assert (safe(first).lower() == safe(other).lower()) == (first == other)
 
 
 @for_each("name", ["file", "file/below", "zero\0byte", "x" * 300])
@@ -302,7 +301,7 @@ def test_a_folder_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -
 
 @for_each("seconds", [-86400.0, -600.0, 600.0])
 def test_a_clock_that_is_not_that_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """The kernel stamps files by the right clock, and this process has another; what asking takes is no difference."""
+    """The kernel stamps files by the right clock, and this process has another."""
     assert abs(files.clock_ahead(tmp_path) or 0.0) < 1.0
     right = files.time.time
     monkeypatch.setattr(files.time, "time", lambda: right() + seconds)

@@ -58,12 +58,12 @@ class Hostile(Workload):
 
 
 def obeyed(text: str, *allowed: str) -> set[str]:
-    """What is in a text beside letters, signs and line ends."""
+    """What in the text is no letter, sign or line end."""
     return {letter for letter in text if not letter.isprintable()} - {"\n", *allowed}
 
 
 def test_a_real_suite_that_says_it_everywhere(store: Path, fp8bench: Say) -> None:
-    """Its summary, its axis, an error, a reason and the name of a number: on stdout, on stderr and in every file."""
+    """Its summary, axis, error, reason and metric: on stdout, on stderr and in every file."""
     Path("hostile.py").write_text(SUITE.format(nasty=NASTY))
     words = "suite ./hostile.py --dtypes fp32,bf16,fp16 --rounds 2 --no-energy --no-isolation"
     files = "--explain --md p.md --html p.html --csv rows.csv"
@@ -84,15 +84,14 @@ def test_a_real_suite_that_says_it_everywhere(store: Path, fp8bench: Say) -> Non
 
 
 def comparison(**changes: object) -> Comparison:
-    one = Comparison(
+    made = Comparison(
         f"{NASTY}[m=1]@cpu/bf16", NASTY, NASTY, "s", Direction.WORSE, Evidence.PAIRED, 1.0, 2.0, None, why=NASTY,
         labels=(NASTY,), failed=True,
     )  # fmt: skip
-    return replace(one, **changes)  # type: ignore[arg-type]
+    return replace(made, **changes)  # type: ignore[arg-type]
 
 
 def test_no_renderer_passes_it_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever a run file of somebody else's says: titles, cells, captions, lists, code."""
     columns = (Column(NASTY, shared=True), Column(NASTY), Column(NASTY, number=True), Column(NASTY, below=True))
     table = Table("t", NASTY, columns, (tuple(Field(NASTY, hint=NASTY) for _ in columns),))
     items = Items((Text(NASTY),))
@@ -120,7 +119,6 @@ def test_a_build_server_gets_none_of_it() -> None:
 
 
 def test_the_live_line_draws_letters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside its own way back to the start of the line."""
     written: list[str] = []
     line = LiveLine(None, {})
     monkeypatch.setattr(line, "_write", written.append)

@@ -78,7 +78,7 @@ def test_a_call_is_the_command_line(
 
 
 def test_a_function_is_named_by_where_another_process_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module's by its name; what is in no file, or within another function, is refused before anything starts."""
+    """One that is in no file, or within another function, is refused before anything starts."""
     assert asked("audit", monkeypatch, inspect.signature, kind="cast", precision="fp8")["target"].endswith(
         "inspect.py:signature"
     )
@@ -88,11 +88,10 @@ def test_a_function_is_named_by_where_another_process_finds_it(monkeypatch: pyte
 
 @for_each("name", CALLS)
 def test_a_call_has_every_option_that_does_not_say_how_to_print(name: str) -> None:
-    """Under the word of the command line, with its default and its help."""
     call, parser = getattr(fp8bench, name), commands_of(build_parser([name]))[name]
     printed = ("help", "help_all", "json", "csv", "md", "all", "explain")
-    actions = {keyword_of(one): one for one in parser._actions if one.dest not in printed}
-    places = {word for word, one in actions.items() if not one.option_strings and one.choices}
+    actions = {keyword_of(action): action for action in parser._actions if action.dest not in printed}
+    places = {word for word, known in actions.items() if not known.option_strings and known.choices}
     parameters = inspect.signature(call).parameters
     assert set(parameters) == {*actions} - places | {"progress"}
     for word, action in actions.items():
@@ -134,7 +133,6 @@ def test_an_unknown_name_of_the_package_has_the_nearest_one() -> None:
 
 @for_each("name", ["suite", "train", "profile"])
 def test_a_keyword_that_is_none_has_the_nearest_one(name: str) -> None:
-    """Their own keywords are known, too."""
     with pytest.raises(UnknownName, match=rf"unknown argument of {name.replace('suite', 'run')} 'stor'.*'store'"):
         getattr(fp8bench, name)(stor="x")
 
@@ -171,7 +169,6 @@ def test_a_result_says_what_the_command_prints(
 
 
 def test_files_that_a_call_names_are_written(tmp_path: Path) -> None:
-    """As the options of the command line do; a place that cannot be written is refused before anything is done."""
     run, other = (
         fp8bench.suite(
             "gemm", dtypes=["fp32"], set={"shape": 8}, rounds=1, isolation=False, store=tmp_path, report=False

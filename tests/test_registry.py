@@ -32,7 +32,6 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Regist
 
 
 def test_what_is_registered_is_found_by_name_and_alias(registry: Registry[Thing]) -> None:
-    """Each call gives a new instance, whichever word asks for it."""
     registry.register("one", "uno", "ein")(Thing)
     assert registry.names() == ["one"]
     assert registry.aliases() == {"uno": "one", "ein": "one"}
@@ -42,14 +41,12 @@ def test_what_is_registered_is_found_by_name_and_alias(registry: Registry[Thing]
 
 
 def test_names_with_an_underscore_are_hidden_but_usable(registry: Registry[Thing]) -> None:
-    """The self-test's own leaves are nobody's choice on the command line."""
     registry.register("_secret")(Thing)
     assert registry.names() == [] and registry.names(hidden=True) == ["_secret"]
     assert isinstance(registry.get("_secret"), Thing)
 
 
 def test_unknown_names_list_the_known_ones_and_the_nearest(registry: Registry[Thing]) -> None:
-    """The message is enough to type it right the second time."""
     registry.register("transformer", "trafo")(Thing)
     registry.register("_hidden")(Thing)
     with pytest.raises(UnknownName, match="Did you mean 'transformer'") as caught:
@@ -66,7 +63,7 @@ def test_a_level_of_ms_amp_is_no_precision_and_says_where_it_is_an_arm(word: str
     level = word.lower().partition(":")[0]
     with pytest.raises(UsageError, match=rf"^{level} is .* fp8bench train --dtypes bf16,{level}, without opt"):
         precisions.canonical(word)
-    assert tuple(LEVELS) == MSAMP_LEVELS and {one.precision for one in LEVELS.values()} == {"fp8:scale=pow2"}
+    assert tuple(LEVELS) == MSAMP_LEVELS and {finding.precision for finding in LEVELS.values()} == {"fp8:scale=pow2"}
 
 
 @pytest.mark.parametrize(
@@ -77,8 +74,6 @@ def test_a_level_of_ms_amp_is_no_precision_and_says_where_it_is_an_arm(word: str
 def test_two_leaves_of_one_name_are_refused(
     registry: Registry[Thing], first: tuple[str, ...], second: tuple[str, ...]
 ) -> None:
-    """One would hide the other."""
-
     class Other(Thing):
         pass
 
@@ -96,7 +91,6 @@ def test_the_same_class_defined_again_replaces_the_old_one(registry: Registry[Th
 
 
 def test_leaves_of_a_package_are_found_by_walking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in the package is all it takes."""
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "walked_things"
     package.mkdir()
@@ -109,7 +103,6 @@ def test_leaves_of_a_package_are_found_by_walking_it(tmp_path: Path, monkeypatch
 
 
 def test_the_three_registries_know_what_the_road_needs() -> None:
-    """The names of issue and README."""
     assert {"transformer", "gemm"} <= set(workloads.names())
     assert {"fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"} <= set(precisions.names())
     assert precisions.canonical("fp4") == "nvfp4"
@@ -120,7 +113,6 @@ def test_the_three_registries_know_what_the_road_needs() -> None:
     "name", [3, None, "", "all", "a,b", "a b", "a\n", "a/b", "mine.py", "a\x1b[2J", "a\ud800"], ids=repr
 )
 def test_a_word_that_could_not_be_asked_for_is_no_name(registry: Registry[Thing], name: str) -> None:
-    """Neither as the name nor as an alias."""
     for words in ((name,), ("good", name)):
         with pytest.raises(Fp8benchError, match=r"registers as .*, which is no name for a thing\. Give a word"):
             registry.register(*words)(Thing)
@@ -137,7 +129,6 @@ def test_a_word_that_could_not_be_asked_for_is_no_name(registry: Registry[Thing]
     ids=["a number as summary", "None as summary", "a number as version"],
 )
 def test_words_of_the_wrong_kind_are_refused_when_registered(words: dict[str, object], sentence: str) -> None:
-    """Lists and files hold them as text."""
     methods = dict.fromkeys(("axes", "work", "prepare", "step"), lambda self, *_: None)
     leaf = type("Leaf", (Workload,), {"name": "odd", "summary": "fine", **methods, **words})
     with pytest.raises(Fp8benchError, match=sentence):

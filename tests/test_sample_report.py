@@ -35,7 +35,6 @@ def test_it_equals_a_fresh_rendering(tmp_path: Path) -> None:
 
 
 def test_it_is_small_and_loads_nothing() -> None:
-    """And is not of the machine it was made on alone."""
     text = (SAMPLE / "report.html").read_text()
     assert len(text) < 600_000
     assert not re.search(r"(?:src|href)=[\"']?(?:https?:)?//", text)

@@ -81,7 +81,6 @@ def test_numbers_as_text(function: Callable[[float | None], str], value: float |
 
 @for_each(("value", "digits", "text"), [(0.996e-3, 2, "1.0 ms"), (0.99951e-3, 4, "999.5 us")])
 def test_seconds_round_up_across_units_at_any_precision(value: float, digits: int, text: str) -> None:
-    """The step to the next unit moves with the number of digits."""
     assert units.seconds(value, digits) == text
 
 
@@ -105,7 +104,6 @@ def test_count_without_a_unit_has_no_trailing_blank() -> None:
     ],
 )  # fmt: skip
 def test_a_metric_says_its_unit_at_its_end(metric: str, unit: str) -> None:
-    """And is a plain ratio if it says nothing."""
     assert spec_of(metric).unit == unit
 
 
@@ -133,7 +131,6 @@ def test_a_plain_ratio_is_shown_by_its_metric() -> None:
 
 
 def test_units_that_a_person_writes() -> None:
-    """Each prefix of what figures are in; a number alone is in the figure's own."""
     known = units.written()
     assert (known["mJ"], known["us"], known["MiB"], known["x"], known[""]) == (
         (1e-3, "J"), (1e-6, "s"), (float(1 << 20), "B"), (1.0, "x"), (1.0, ""),
@@ -142,7 +139,6 @@ def test_units_that_a_person_writes() -> None:
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_every_float_becomes_a_short_text(value: float) -> None:
-    """Nothing raises, and nothing runs over a column."""
     for function in (units.significant, units.seconds, units.count, units.size, units.ratio, units.relative_error):
         assert re.fullmatch(r"\S{1,12}( \S{1,3})?", function(value)), function(value)
 
@@ -157,7 +153,6 @@ def test_every_float_becomes_a_short_text(value: float) -> None:
     ],
 )  # fmt: skip
 def test_sizes_are_read(text: str, value: int) -> None:
-    """To the byte, rounded down."""
     assert units.bytes_of(text) == value
 
 

@@ -1,8 +1,8 @@
-"""Commands and requests as calls: `fp8bench.gate(a, b, thresholds=file)` is `fp8bench gate A B --thresholds FILE`.
+"""Commands and requests as Python calls: `fp8bench.gate(a, b, thresholds=f)` is `fp8bench gate A B --thresholds F`.
 
-A call becomes words for the command's own parser, so that both doors have the same options, defaults, limits and
-sentences. Its signature and help are made of the parser, too; tests/house/test_python_signatures.py holds the types
-that editors see (`fp8bench/__init__.pyi`) against them.
+A call becomes words for the command's own parser, so that Python and the command line have the same options, defaults,
+limits and errors. Its signature and help are made from the parser, too; tests/house/test_python_signatures.py compares
+the types for editors (`fp8bench/__init__.pyi`) with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
 from fp8bench.model.request import RequestOption, options_of, words_of
 
-# What says how a result is printed: a call returns it.
+# Options for printing a result: a call returns it.
 _PRINTED = {"help", "help_all", "json", "csv", "md", "all", "explain"}
 _PARAMETERS = inspect.Parameter
 
@@ -120,7 +120,7 @@ def _place_of(function: Callable[..., Any]) -> str:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-# What a parser makes of a word, and what a caller may give for it.
+# The types that parsers return, and those that a caller may give.
 _GIVEN = {
     "Path": "str | Path", "Path | None": "str | Path", "tuple[str, ...]": "str | Iterable[str]",
     "tuple[tuple[str, str], ...]": "Mapping[str, str]", "tuple[tuple[str, float], ...]": "Mapping[str, float]",
@@ -129,9 +129,8 @@ _GIVEN = {
 }  # fmt: skip
 
 
-def asks(*kinds: type, without: Iterable[str] = ()) -> Callable[[F], F]:
-    """A call whose keywords are the fields of requests, too: its signature names them, with types and defaults, and a
-    keyword that is none of them is refused by the nearest one."""
+def takes_options_of(*kinds: type, without: Iterable[str] = ()) -> Callable[[F], F]:
+    """Adds the fields of requests to a call's keywords and signature; others are refused with the nearest one."""
 
     def named(function: F) -> F:
         signature = inspect.signature(function)
@@ -166,7 +165,7 @@ def keywords_of(kind: type) -> dict[str, Field[Any]]:
     return {words[field.name]: field for field in fields(kind)}
 
 
-def asked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def request_fields(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     known, made = keywords_of(kind), {}
     for word, value in given.items():
         name, parse = known[word].name, options_of(kind)[known[word].name].parse
@@ -193,7 +192,7 @@ def _one_of(words: Iterable[object]) -> str:
 
 
 def keyword_of(action: argparse.Action) -> str:
-    """What an option is called in Python: as a field of a request is, else by its word or by what it turns off."""
+    """An option's name in Python: the request's field, or else its word or destination."""
     words = [option[2:].replace("-", "_") for option in action.option_strings if option.startswith("--")]
     own = action.dest if not words or words[0].startswith("no_") else words[0]
     return words_of(Request).get(action.dest, own)
@@ -212,7 +211,7 @@ def python_type(action: argparse.Action) -> str:
 
 
 def _parsed_as(action: argparse.Action) -> str:
-    """What its parser returns; those of a rule are made by a function of the same module."""
+    """The type that an option's parser returns."""
     name = getattr(action.type, "__qualname__", "str").partition(".")[0]
     parser = vars(types).get(name)
     returned = parser.__annotations__["return"] if parser is not None else name
@@ -220,7 +219,7 @@ def _parsed_as(action: argparse.Action) -> str:
 
 
 def help_of(actions: Iterable[argparse.Action]) -> str:
-    """A line an option, as the command line's help has it; of an option that turns something off, what False does."""
+    """A line for each option, as in the command line's help; if it turns something off, what False does."""
     return "\n".join(
         f"{keyword_of(action)}: {'False: ' if action.const is False else ''}{(action.help or '').replace('%%', '%')}"
         for action in actions

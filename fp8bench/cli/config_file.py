@@ -1,12 +1,10 @@
-"""A file of options: YAML whose keys are a command's options, read by the command line's own parsers.
+"""Files of options: YAML whose keys are a command's options, read by the command line's own parsers.
 
-The keys come from the parser, so that a new option is a new key. The shape of a value is what the option's metavar
-shows: A,B may be a list, AXIS=A,B and LAYER=DTYPE a mapping. A value is its text, as a shell would pass it: `1e3` and
-`yes` stay what was written. Aliases, anchors and tags are refused: nobody needs them here, and a few lines of them can
-stand for gigabytes. Beside the options stand the keys of FP8 training configurations: `use_fp8` and what says how.
-
-Other files that a person types (thresholds, a topology) are read by the same functions: mappings, lists and texts, each
-with its line.
+The keys come from the parser, so that a new option is a new key. The metavar gives a value's shape: A,B may be a list,
+AXIS=A,B and LAYER=DTYPE a mapping. Values keep their text, as a shell would pass it: `1e3` and `yes` stay what was
+written. Aliases, anchors and tags are refused: a few lines of them can stand for gigabytes. Beside the options stand
+the keys of FP8 training configurations, `use_fp8` and its like. The same functions read other files that a person types
+(thresholds, a topology) as mappings, lists and texts, each with its line.
 """
 
 from __future__ import annotations
@@ -15,28 +13,27 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from fp8bench.cli.config_aliases import ALIASES, Alias
 from fp8bench.errors import UsageError
 from fp8bench.registry import precisions
 
 LARGEST_FILE = 1 << 20
 MOST_VALUES = 10_000
 LONGEST_VALUE = 4096
-# A mapping of lists in the mapping of options takes four.
+# Options with mappings of lists take four.
 DEEPEST = 8
 SHAPES = {yaml.ScalarNode: "one value", yaml.SequenceNode: "a list", yaml.MappingNode: "a mapping"}
 
 
 @dataclass(frozen=True)
 class FileKind:
-    """What a file is for, in words: the option that names it, what its mapping holds, and the form of its lines."""
+    """What a file is for: the option that names it, what its mapping holds, and the form of its lines."""
 
     option: str
     content: str
@@ -44,11 +41,11 @@ class FileKind:
 
 
 class _NotTakenError(yaml.MarkedYAMLError):
-    """Good YAML that no file of settings needs."""
+    """Valid YAML that files of settings do not need."""
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Composes what settings need, and refuses the rest before it can grow."""
+    """Composes nodes, and refuses what settings do not need before it can grow."""
 
     depth = 0
     count = 0
@@ -74,7 +71,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def read_mapping(file: Path, kind: FileKind) -> yaml.MappingNode:
-    """The mapping that a file is. Raises UsageError with file and line."""
+    """The file's mapping. Raises UsageError with file and line."""
     tree = _tree(file, _text(file, kind), kind)
     if tree is None:
         raise UsageError(f"{file}: the file holds no {kind.content}. {kind.form}")
@@ -86,7 +83,7 @@ def read_mapping(file: Path, kind: FileKind) -> yaml.MappingNode:
 
 
 def items(file: str | Path, mapping: yaml.MappingNode, kind: FileKind) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Keys as text, their nodes and the nodes of their values; a key that stands twice is refused."""
+    """Yields keys as text with their nodes and value nodes; refuses repeated keys."""
     seen: dict[str, int] = {}
     for key, node in mapping.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -116,7 +113,6 @@ def is_none(node: yaml.Node) -> bool:
 
 
 def place(file: str | Path, node: yaml.Node) -> str:
-    """'nightly.yaml:3'."""
     return f"{file}:{node.start_mark.line + 1}"
 
 
@@ -135,7 +131,7 @@ def _text(file: Path, kind: FileKind) -> str:
 
 
 def _tree(file: Path, text: str, kind: FileKind) -> yaml.Node | None:
-    """The file as nodes that keep their text and their line; None where there is nothing but comments."""
+    """The file as nodes, which keep their text and line; None if there are only comments."""
     try:
         tree: yaml.Node | None = yaml.compose(text, Loader=_PlainLoader)
     except yaml.MarkedYAMLError as error:
@@ -148,32 +144,75 @@ def _tree(file: Path, text: str, kind: FileKind) -> yaml.Node | None:
         line = f":{text.count(chr(10), 0, error.position) + 1}"
         problem = f"broken YAML: {text[error.position]!r} is no character of a text"
     except (ValueError, OverflowError):
-        # PyYAML leaves it to chr() to find out that \UFFFFFFFF is none.
+        # PyYAML leaves \UFFFFFFFF to chr().
         line, problem = "", "broken YAML: an escape in double quotes stands for no character"
     else:
         return tree
     raise UsageError(f"{file}{line}: {problem}. {kind.form}") from None
 
 
+class Alias(NamedTuple):
+    """Our option, or axis of --set, behind another name; `values` translates values."""
+
+    option: str
+    values: Mapping[str, str] = {}
+    axis: str = ""
+
+
+_YES = {"true": "yes", "false": "no"}
+_BLOCKS = {"true": "blocks", "false": "no"}
+# A name may stand for an option of `train` and for an axis of `suite`.
+ALIASES: Mapping[str, tuple[Alias, ...]] = {
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping", "clip_grad", "grad_clip"), (Alias("clip"),)),
+    **dict.fromkeys(("learning_rate", "lr"), (Alias("rate"),)),
+    **dict.fromkeys(("warmup_ratio", "warmup_fraction"), (Alias("warmup"),)),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_decay_style"), (Alias("schedule", {
+        "reduce_lr_on_plateau": "plateau", "warmup_stable_decay": "wsd", "inverse_sqrt": "inverse-sqrt",
+        "one_cycle": "one-cycle", "onecycle": "one-cycle", "constant_with_warmup": "constant",
+    }),)),
+    "optim": (Alias("optimizer", {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"}),),
+    **dict.fromkeys(("adam_beta1", "momentum"), (Alias("beta1"),)),
+    "adam_beta2": (Alias("beta2"),),
+    **dict.fromkeys(("adam_epsilon", "adam_eps", "epsilon"), (Alias("eps"),)),
+    **dict.fromkeys(("max_steps", "train_iters", "num_train_steps"), (Alias("steps"),)),
+    **dict.fromkeys(
+        ("max_batch_size", "batch_size", "micro_batch_size", "per_device_train_batch_size"),
+        (Alias("batch"), Alias("set", axis="batch")),
+    ),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps"),
+                    (Alias("micro-batches"), Alias("set", axis="micro_batches"))),
+    **dict.fromkeys(("seq_length", "sequence_length", "max_seq_length", "block_size"),
+                    (Alias("sequence"), Alias("set", axis="sequence"))),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"),
+                    (Alias("checkpointing", _BLOCKS), Alias("set", _BLOCKS, "checkpointing"))),
+    "torch_compile": (Alias("compile", _YES), Alias("set", _YES, "compile")),
+    "use_flash_attention": (Alias("attention", {"true": "auto"}),
+                            Alias("set", {"true": "flash", "false": "math"}, "attention")),
+    **dict.fromkeys(("initial_scale", "init_scale", "initial_loss_scale"), (Alias("scale-first"),)),
+    **dict.fromkeys(("scale_window", "loss_scale_window", "growth_interval"), (Alias("scale-growth"),)),
+    **dict.fromkeys(("growth_factor", "loss_scale_factor"), (Alias("scale-factor"),)),
+    "eval_steps": (Alias("evaluate"),),
+    "save_steps": (Alias("keep"),),
+}  # fmt: skip
+
+
 _KIND = FileKind("--config", "options", "Expected lines of the form OPTION: VALUE.")
-# What is held against a mode of FP8 training where a file names no precisions.
+# Compared with the mode of FP8 training if a file names no dtypes.
 _BESIDE_TRAINING = ("bf16",)
-# The keys of FP8 training configurations: a switch, and other words for options of a mode.
+# The keys of FP8 training configurations: a switch, and other names for options of a mode.
 SWITCH = "use_fp8"
 MODE = "fp8-delayed"
-_HISTORY = "fp8_amax_history_len"
-_ALGORITHM = "fp8_amax_compute_algo"
-KEYS = (SWITCH, "fp8_format", "fp8_margin", "fp8_interval", _HISTORY, _ALGORITHM)
+KEYS = (SWITCH, "fp8_format", "fp8_margin", "fp8_interval", "fp8_amax_history_len", "fp8_amax_compute_algo")
 
 
 def with_config(
     parser: argparse.ArgumentParser, command: argparse.ArgumentParser, words: Sequence[str], file: Path
 ) -> argparse.Namespace:
-    """The words parsed with a file's values as defaults: the command line wins.
+    """Parses the words with a file's values as defaults: the command line wins.
 
-    Options that may be repeated add to the file's values, except that an axis given on the command line replaces the
-    file's values of that axis. `parser` and `command` (its sub-parser) keep the file's values as their defaults.
-    `unused` of what is returned says which keys of the file have no effect, `configured` where options stand in it.
+    Options that may be repeated are added to the file's, but an axis on the command line replaces the file's values of
+    that axis. `parser` and `command` (its sub-parser) keep the file's values as their defaults. In the result, `unused`
+    has a sentence for each key without effect, and `configured` the place of each option in the file.
     """
     values, training = read_config(file, command)
     places = training.options
@@ -184,7 +223,9 @@ def with_config(
         *training.without_effect(arguments.dtypes is not values.get("dtypes")),
         *(
             f"{places[action.dest]} has no effect: {word} on the command line wins"
-            for action, word in _winning(command, words)
+            for action in command._actions
+            for word in dict.fromkeys(word.partition("=")[0] for word in words)
+            if word.startswith("--") and word in action.option_strings and not _repeats(action)
             if action.dest in places
         ),
     )
@@ -197,15 +238,8 @@ def with_config(
     return arguments
 
 
-def _winning(command: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[tuple[argparse.Action, str]]:
-    """The options on the command line that take the place of a file's values, as they were typed."""
-    options = list(dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")))
-    for action in command._actions:
-        yield from ((action, word) for word in options if word in action.option_strings and not _repeats(action))
-
-
-def written(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
-    """A file of options: those that differ from their defaults, and the others as comments."""
+def config_text(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
+    """The text of a file with the options that differ from their defaults, and all others as comments."""
     lines = ["# Options of `fp8bench suite`, read by --config FILE; the command line wins."]
     names = {action: key for key, action in reversed(_keys(command).items())}  # the first of those that it has
     for action, key in reversed(names.items()):
@@ -272,7 +306,7 @@ def _unknown(where: str, key: str, known: Sequence[str]) -> UsageError:
 
 
 def _in_our_words(where: str, key: str, alias: Alias, node: yaml.Node) -> yaml.Node:
-    """The value of a key that has another name here, as its option or axis takes it."""
+    """The value of a key with another name, as its option or axis takes it."""
     if not isinstance(node, yaml.ScalarNode) or not (alias.values or alias.axis) or is_none(node):
         return node
     text = str(node.value)
@@ -287,10 +321,7 @@ def _in_our_words(where: str, key: str, alias: Alias, node: yaml.Node) -> yaml.N
 
 
 def _keys(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Keys and what they stand for: options without their dashes, arguments by their name.
-
-    No file in a file; and a run that is resumed takes what it asks from its own file.
-    """
+    """Keys and their options: options without dashes, arguments by name; not --config and --resume."""
     keys: dict[str, argparse.Action] = {}
     for action in command._actions:
         if action.default is argparse.SUPPRESS or action.dest in ("config", "resume"):
@@ -370,9 +401,9 @@ class _Option:
 
 
 class TrainingKeys:
-    """The keys of FP8 training that a file has, each with its value and the place where it stands ('my.yaml:7').
+    """The keys of FP8 training in a file, with values and places ('my.yaml:7').
 
-    `options` says where each other option stands, by its destination.
+    `options` has the place of each other option, by its destination.
     """
 
     def __init__(self) -> None:
@@ -381,7 +412,7 @@ class TrainingKeys:
         self._values: dict[str, str] = {}
 
     def take(self, key: str, text: str, place: str) -> None:
-        """A key with its value in any case; raises UsageError with the place for a value that cannot be."""
+        """Adds a key with its value in any case; raises UsageError with the place for impossible values."""
         value = text.lower()
         try:
             if key == SWITCH:
@@ -397,21 +428,19 @@ class TrainingKeys:
 
     @property
     def mode(self) -> str:
-        """What the switch adds to a run; '' where it is not on."""
+        """The mode that the switch adds to a run; '' if it is off."""
         if self._values.get(SWITCH) != "true":
             return ""
         words = [f"{key}={value}" for key, value in self._values.items() if key != SWITCH]
         return precisions.canonical(":".join([MODE, *words]))
 
     def without_effect(self, overruled: bool) -> Iterator[str]:
-        """A sentence for each key that changes nothing; `overruled` where the command line chose the precisions."""
+        """A sentence for each key that changes nothing; `overruled` if the command line chose the dtypes."""
         for key, where in self._places.items():
             why = ""
             if not self.mode:
                 why = "" if key == SWITCH else f"{SWITCH} is {self._values.get(SWITCH, 'not there')}"
             elif overruled:
                 why = "--dtypes on the command line says which precisions there are"
-            elif key == _HISTORY and self._values.get(_ALGORITHM) == "most_recent":
-                why = f"{_ALGORITHM}: most_recent looks at one amax, however many are kept"
             if why:
                 yield f"{where}: {key} has no effect: {why}"

@@ -1,7 +1,7 @@
-"""The door: its commands, words on a command line to one of them, bad usage as one sentence, and the exit code.
+"""The entry of the command line: finds the command, parses options, turns errors into a sentence and an exit code.
 
-What `--help`, a bare `list` and bad usage need is light; what options need is imported with the command that is named,
-so that a mistyped name costs a tenth of a second and not two.
+`--help`, a bare `list` and bad usage need only light imports. What options need is imported with the command that is
+named, so that a mistyped name costs a tenth of a second and not two.
 """
 
 from __future__ import annotations
@@ -26,41 +26,39 @@ from fp8bench.feature_list import feature_help, feature_names
 from fp8bench.measure.interrupts import ends_are_interrupts
 
 DEFAULT_STORE = ".fp8bench"
-# The help lists commands by these; what a command is for begins with its verb.
+# The help groups commands by these verbs, with which each command's description begins.
 VERBS = ("measure", "understand", "decide", "guard", "machine")
-# The commands of the core, and what each is for: a module of cli/commands with add(parser) and run(arguments). It may
-# have EXAMPLES, and where its options are many FIRST_OPTIONS, those that --help shows.
+# The commands of the core, each a module of cli/commands with add(parser) and run(arguments). It may have EXAMPLES, and
+# FIRST_OPTIONS, those that --help shows if there are many.
 _CORE = {
     "suite": "measure: run a suite in several precisions: speed, error, memory",
     "profile": "measure: run a model of your own, as it came and in low precision",
     "show": "understand: print a stored run, duel or training again",
     "report": "understand: write the report of stored runs, side by side if several",
-    "compare": "understand: hold two runs, commits or stores against each other",
+    "compare": "understand: compare two runs, commits or stores",
     "history": "understand: follow figures over commits, and find where they changed",
     "tape": "understand: count a step's operators, FLOPs and bytes, by precision",
     "doctor": "machine: say what this one can do, what not, and why",
     "list": "machine: name suites, precisions, backends and devices",
     "config": "machine: write a file of options for suite --config",
     "store": "machine: pack a store into a few files, or unpack it",
-    "completion": "machine: print what completes commands in bash, zsh or fish",
+    "completion": "machine: print the script that completes commands in bash, zsh or fish",
     "help": "machine: explain a command, as COMMAND --help does",
 }
-# Packages that install a module of another name.
+# Packages whose module has another name.
 _CALLED = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}
-# Those of features lie in the feature's folder.
 _FEATURES = {name.replace("_", "-"): name for name in feature_names()}
 COMMANDS = (*_CORE, *_FEATURES)
 
 
 def command_module(name: str) -> ModuleType:
-    """The module of a command: imported when the command is named, so that the help of the whole stays light."""
     if name in _FEATURES:
         return importlib.import_module(f"fp8bench.features.{_FEATURES[name]}.command")
     return importlib.import_module(f"fp8bench.cli.commands.{name}")
 
 
 def build_parser(named: Collection[str] = COMMANDS) -> Parser:
-    """The whole command line, with the options of the commands that are `named`; tests freeze the set of them."""
+    """The parser of the whole command line, with options for the commands in `named` only."""
     parser = Parser(
         prog="fp8bench", allow_abbrev=False,
         description="Does low precision pay here, what does it cost in numbers, and can you believe it?",
@@ -79,9 +77,9 @@ def build_parser(named: Collection[str] = COMMANDS) -> Parser:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that answers bad usage with one sentence and the nearest known word.
+    """An argparse parser that answers bad usage with one sentence and the nearest known word.
 
-    Its help has commands by their verbs, examples, and of many options those that most people need.
+    Its help groups commands by verb, shows examples, and of many options those that most people need.
     """
 
     examples: Sequence[str] = ()
@@ -123,7 +121,7 @@ class Parser(argparse.ArgumentParser):
             yield group.title, listed
 
 
-# What a usage says of all options that may be left out.
+# Stands for all optional options in a usage line.
 _OPTIONS = argparse.Action([], "options", nargs="?", metavar="OPTION ...")
 
 
@@ -135,7 +133,7 @@ class _HelpAll(argparse.Action):
 
 
 def _by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[argparse.Action]]]:
-    """Commands under their verbs; those of a command, which have none, under one title."""
+    """Commands by their verbs; subcommands, which have none, under one title."""
     verbs: dict[str, list[argparse.Action]] = {verb: [] for verb in (*VERBS, "commands")}
     for command in map(copy, commands):
         verb, _, words = (command.help or "").partition(": ")
@@ -152,7 +150,7 @@ def _nearest(parser: argparse.ArgumentParser, message: str) -> str:
         return f"unknown argument {given[1]!r}." + (f" Did you mean {near[0]}?" if near else "")
     command = re.match(r"argument COMMAND: invalid choice: (['\"])(.*)\1 \(choose from ", message, re.DOTALL)
     if command:
-        # A word behind an option that belongs to the command looks like a command itself.
+        # With options before the command, an option's value looks like the command.
         return f"{UnknownName('command', command[2][:80], commands_of(parser))} Options stand behind the command."
     lacking = re.match(r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message)
     words = "; ".join(_meant(parser, *re.split(r"[,/] ?", lacking[1] or lacking[2]))) if lacking else ""
@@ -160,7 +158,7 @@ def _nearest(parser: argparse.ArgumentParser, message: str) -> str:
 
 
 def _meant(parser: argparse.ArgumentParser, *names: str) -> Iterator[str]:
-    """'RUN is an id, a file's stem, a path, or 'last'', by what the help says."""
+    """Explains lacking arguments by their help: 'RUN is an id, a file's stem, a path, or 'last''."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help and {action.metavar, action.dest, *action.option_strings} & {*names}:
@@ -174,12 +172,12 @@ def _options(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return {name: command for action in found for name, command in action.choices.items()}
+    subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return {name: command for action in subparsers for name, command in action.choices.items()}
 
 
 def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """The words as arguments; a word too many is told by the command that it was given to."""
+    """Parses the words; an unknown argument is reported by the command that it was given to."""
     arguments, others = parser.parse_known_args(words)
     if others:
         meant_by(parser, arguments).error(f"unrecognized arguments: {others[0]}")
@@ -220,11 +218,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _exits_told() -> Iterator[None]:
-    """Code of one's own that ends this process at once would leave nothing but its code, 0 perhaps."""
+    """Reports os._exit() in a user's code, which would end this process with nothing but its code, perhaps 0."""
     exit_now, own = os._exit, os.getpid()
 
     def tell(status: int) -> NoReturn:
-        if os.getpid() == own:  # a fork's end is its own affair
+        if os.getpid() == own:  # forks may end as they like
             caller = sys._getframe(1)
             place = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
             complain(f"{place} ended the whole process (os._exit({status})). Nothing that came after was done.")
@@ -260,7 +258,7 @@ def _run(words: list[str]) -> int:
         from fp8bench.user_code import own_words
 
         raise UsageError(
-            f"code of your own ended the command: {own_words(error)}. Let it raise what is wrong."
+            f"code of your own ended the command: {own_words(error)}. Let it raise an error instead."
         ) from None
     say("")
     return code

@@ -1,6 +1,6 @@
-"""What a word of the command line may be, and what callers give in Python, as a request's options have it.
+"""Parsers of single words of the command line, and of what callers give in Python.
 
-Parsers of single values say what they expected. What a caller gives that is none is refused by the request.
+Each says what it expected. Other wrong values from Python are refused by the request itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def path(text: str) -> Path:
 
 
 def plan_or_all(text: str) -> Path | None:
-    """A plan's file; None for '-'."""
+    """The path of a plan's file; None for '-'."""
     return None if text == "-" else path(text)
 
 
@@ -46,7 +46,6 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def axis(text: str) -> tuple[str, tuple[str, ...]]:
-    """An axis and its values: 'AXIS=A,B'."""
     name, equals, values = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form AXIS=VALUE,VALUE")
@@ -54,7 +53,6 @@ def axis(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def layers(text: str) -> tuple[tuple[str, str], ...]:
-    """Layers and their precisions: 'LAYER=DTYPE,...'."""
     split = (word.partition("=") for word in text.split(","))
     pairs = tuple((layer.strip(), dtype.strip()) for layer, _, dtype in split)
     if not all(map(all, pairs)):
@@ -65,7 +63,7 @@ def layers(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def precision_map(text: str) -> tuple[tuple[str, str], ...]:
-    """The same, or a file of them: one on each line, what stands after # is a remark."""
+    """LAYER=DTYPE pairs, or a file with one on each line and remarks after #."""
     file = Path(text) if text and "=" not in text and "\0" not in text else None
     if file is None or not file.is_file():
         return layers(text)
@@ -89,7 +87,7 @@ def text(rule: Rule) -> Callable[[str], str]:
 
 
 def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
-    """Names and numbers that a rule holds for: 'NAME=NUMBER,...'."""
+    """Parses 'NAME=NUMBER,...' for which the rule holds."""
 
     def parse(given: str) -> tuple[tuple[str, float], ...]:
         try:
@@ -104,7 +102,7 @@ def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
 
 
 def share(text: str) -> float:
-    """A share between nothing and all: '80%' or '0.8'."""
+    """A share between 0 and 1: '80%' or '0.8'."""
     number, percent = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
     value = _float(number) / percent
     if not 0 < value < 1:
@@ -127,7 +125,7 @@ def _held(rule: Rule, text: str, value: T) -> T:
 
 
 def _float(text: str) -> float:
-    """NaN, which no rule holds for, where it is no number."""
+    """NaN, for which no rule holds, if the text is no number."""
     try:
         return float(text)
     except ValueError:
@@ -135,7 +133,7 @@ def _float(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """'90s', '10m', '1.5h', as seconds; a bare number is seconds."""
+    """Seconds: '90s', '10m', '1.5h', or a bare number."""
     unit = text[-1:] if text[-1:] in _UNITS else ""
     seconds = _float(text.removesuffix(unit)) * _UNITS.get(unit, 1)
     if not 0 <= seconds < _LONGEST:
@@ -144,7 +142,7 @@ def duration(text: str) -> float:
 
 
 def price(text: str) -> float:
-    """What an hour costs: '2.50/h' or '2.50'."""
+    """The price of an hour: '2.50/h' or '2.50'."""
     value = _float(text.removesuffix("/h"))
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no price of an hour; give a number above 0, like 2.50/h")

@@ -1,4 +1,4 @@
-"""The options that several commands have, and what a command makes of its own."""
+"""The options that several commands share, and what commands make of their options."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ _SHARED: dict[str, dict[str, Any]] = {
 
 
 def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What argparse is told of the fields of a request, by the words of the command line, with the group of each."""
-    found = {}
+    """Arguments for argparse from a request's fields, by option, each with its group."""
+    arguments = {}
     for field in fields(kind):
         said = options_of(kind).get(field.name)
         if said is None or not said.group:
@@ -72,8 +72,8 @@ def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
             known |= {"action": "store_false" if field.default else "store_true"}
         else:
             known |= {"default": field.default, "metavar": said.metavar, **_parser_of(str(field.type), said)}
-        found[f"--{word}"] = (said.group, known)
-    return found
+        arguments[f"--{word}"] = (said.group, known)
+    return arguments
 
 
 def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
@@ -99,15 +99,15 @@ _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 
 
 def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> None:
-    """Options that several commands have. `other` is what a command says differently: its help, say."""
-    asked = arguments_of()
+    """Adds options that several commands have; `other` replaces arguments, such as the help."""
+    from_request = arguments_of()
     for option in options:
-        known = asked[option][1] if option in asked else _SHARED[option]
+        known = from_request[option][1] if option in from_request else _SHARED[option]
         group.add_argument(option, *_OTHER_NAMES.get(option, ()), **{**known, **other})
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
-    """What adds a command of a command: its name, what it is for, and its exit codes."""
+    """Returns a function that adds a subcommand: its name, what it is for, and its exit codes."""
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
 
     def add(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -117,7 +117,7 @@ def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.Argum
     return add
 
 
-def asked_in(group: argparse._ArgumentGroup, kind: type = Request) -> None:
+def add_options_of(group: argparse._ArgumentGroup, kind: type = Request) -> None:
     for option, (title, known) in arguments_of(kind).items():
         if title == group.title:
             group.add_argument(option, *_OTHER_NAMES.get(option, ()), **known)

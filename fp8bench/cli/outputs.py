@@ -34,10 +34,10 @@ _WIDEST = 160
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CommandResult:
-    """What a command found: a page for people, a value and rows for programs, and what it would exit with.
+    """What a command found: a page for people, a value and rows for programs, and its exit code.
 
-    `found` is the value behind them, `files` are texts for files that options name, `whole` is the page for Markdown
-    where that has more.
+    `found` is the value behind them, `files` are texts for files that options name, `whole` is the page for Markdown if
+    that has more.
     """
 
     found: Any
@@ -61,12 +61,10 @@ class CommandResult:
 
     @property
     def value(self) -> Any:
-        """What --json prints."""
         return self.as_value()
 
     @frame
     def frame(self) -> Rows:
-        """What --csv writes."""
         return self.as_rows()
 
     def told(self, arguments: argparse.Namespace) -> int:
@@ -80,7 +78,7 @@ class CommandResult:
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
-    """What is wrong with where results shall go is said before anything is measured."""
+    """Refuses impossible outputs before anything is measured."""
     given = vars(arguments)
     if given.get("json") and given.get("csv") == "-":
         raise UsageError("--json and --csv - would both print on stdout. Give --csv a file, or leave one out.")
@@ -112,7 +110,7 @@ def model_named(arguments: argparse.Namespace) -> str | None:
 
 
 def check_files(wanted: Mapping[str, str | Path | None], expected: str = "a file") -> None:
-    """Raise for the file of an option that cannot be written, as far as that can be known without writing it."""
+    """Raises UsageError for an option's file that cannot be written, as far as that can be known without writing."""
     for option, file in wanted.items():
         why = _why_not_written(Path(file)) if file is not None else ""
         if why:
@@ -132,7 +130,7 @@ def _why_not_written(path: Path) -> str:
 
 @contextmanager
 def write_outputs(wanted: Mapping[str, tuple[str | Path | None, str]], again: str = "") -> Iterator[None]:
-    """Write texts to the files that options name ('-' is no file); one that cannot be written costs nobody the rest."""
+    """Writes texts to the files that options name ('-' is no file); a failure is raised after everything else."""
     failed = ""
     for option, (path, text) in wanted.items():
         if path is None or path == "-":
@@ -163,9 +161,9 @@ def tell(
     whole: Callable[[], Page] | None = None,
     again: str = "",
 ) -> None:
-    """What was found, as it was asked for: a page, its value as JSON, its rows as CSV, and the files that are wanted.
+    """Prints a result as asked: as a page, JSON or CSV, with the files that are wanted.
 
-    `whole` is the page for Markdown, where that has more; `again` says how to repeat a file that cannot be written.
+    `whole` is the page for Markdown if that has more; `again` says how to repeat a file that could not be written.
     """
     given = vars(arguments)
     table, text = csv_text(*rows()) if given.get("csv") is not None else "", ""
@@ -179,25 +177,25 @@ def tell(
 
 
 def print_run(run: Run, arguments: argparse.Namespace) -> None:
-    """The run as it was asked for. A CSV file that cannot be written costs nobody the table."""
+    """Prints a run as asked. A CSV file that cannot be written does not cost the table."""
     from fp8bench.analysis.findings import findings
     from fp8bench.jobs.report_files import place_of_report
     from fp8bench.report.data.run import run_rows, run_value
     from fp8bench.report.terminal.run import page_of
 
-    found = findings(run)
-    page = partial(page_of, run, found, stdout_look()[0], place_of_report(run), in_store(run))
-    rows = partial(run_rows, [(run, found)], getattr(arguments, "csv_wide", False))
+    verdicts = findings(run)
+    page = partial(page_of, run, verdicts, stdout_look()[0], place_of_report(run), in_store(run))
+    rows = partial(run_rows, [(run, verdicts)], getattr(arguments, "csv_wide", False))
     again = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
-    its_own = argparse.Namespace(**{**vars(arguments), "md": None})  # that is the report's
+    without_md = argparse.Namespace(**{**vars(arguments), "md": None})  # --md is the report's
     try:
-        tell(its_own, page, partial(run_value, run, found), rows, again=again)
+        tell(without_md, page, partial(run_value, run, verdicts), rows, again=again)
     except NotPrinted as error:
         raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
 
 
 def in_store(kept: Run | Path) -> str:
-    """' --store DIR' for a store, or that of a run, that commands do not look into by themselves."""
+    """' --store DIR', if commands need it to find this store, or that of a run; else ''."""
     if isinstance(kept, Path):
         return "" if kept == Path(DEFAULT_STORE) else f" --store {shlex.quote(str(kept))}"
     store = store_of(Path(kept.path))
@@ -207,20 +205,18 @@ def in_store(kept: Run | Path) -> str:
 
 
 def options_of(arguments: argparse.Namespace) -> str:
-    """The words that another command needs to find the same: ' --store DIR --import MODULE'."""
+    """The options with which another command finds the same: ' --store DIR --import MODULE'."""
     return in_store(arguments.store) + "".join(f" --import {shlex.quote(name)}" for name in arguments.imports)
 
 
 def stdout_look(explain: bool = False) -> tuple[int, bool, bool]:
-    """How a page is laid out on stdout: as wide as the terminal or COLUMNS says, coloured for a person, explained."""
+    """Width (the terminal's or COLUMNS), colour (for a person) and explanation of a page on stdout."""
     width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
-    # Whether stdout is somebody's terminal, and they have not said that they want no colour.
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return width, color, explain
 
 
 def say_folded(lines: Iterable[str]) -> None:
-    """Lines of plain text, each folded to the terminal."""
     width = stdout_look()[0]
     for line in lines:
         hang = "        " if line.startswith(" ") else "    "

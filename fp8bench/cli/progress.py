@@ -1,8 +1,7 @@
-"""What whoever started a command sees while a job is done: sentences, and what is live on a terminal.
+"""What a user sees while a job runs: sentences, and on a terminal a line, or a block of lines, that changes in place.
 
-There are no threads: what stays where it is and changes there (a line, or a block of them; nothing in pipes, CI and
-dumb terminals) is drawn when something is told. Observers are called between slots, so they do next to nothing most of
-the time, and a run's line is drawn at most five times a second as long as the same is being done.
+There are no threads: drawing happens when an observer is called. That is between slots, so observers do next to nothing
+most of the time, and a run's line is drawn at most five times a second while the same thing is done.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 REDRAW_SECONDS = 0.2
-# An estimate from less than this would jump about.
+# An estimate from less than this would fluctuate.
 _LEAST_SECONDS = 3.0
 _LEAST_SHARE = 0.05
 _LINE_SECONDS, _LINE_SHARE = 20.0, 0.1
@@ -37,7 +36,7 @@ _NOT_DRAWN = (0, 0)
 
 
 class LiveLine:
-    """A line that replaces itself where a person watches; nothing in pipes, CI and dumb terminals."""
+    """A line that replaces itself on a terminal that a person watches; silent in pipes, CI and dumb terminals."""
 
     def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
         self._stream = stream if is_watched(stream, environ) else None
@@ -45,7 +44,7 @@ class LiveLine:
 
     @property
     def room(self) -> int:
-        """So many columns may be used: a full last one would wrap on some terminals."""
+        """The columns that may be used: some terminals wrap after the last one."""
         return (columns_of(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
 
     def show(self, text: str) -> None:
@@ -53,7 +52,7 @@ class LiveLine:
         self._drawn = True
 
     def close(self) -> None:
-        """Erase the line. May be called twice."""
+        """Erases the line. May be called twice."""
         if self._drawn:
             self._write(_ERASE)
             self._drawn = False
@@ -69,10 +68,10 @@ class LiveLine:
 
 
 class LiveBlock:
-    """Lines that replace themselves on a terminal. The cursor stays to be seen, whatever ends the process.
+    """Lines that replace themselves on a terminal, whose cursor stays visible.
 
-    A terminal whose size has changed has folded, scrolled or brought back what was drawn, and nobody knows how far: its
-    screen is cleared and drawn anew. What has scrolled off it stays.
+    When a terminal changes its size, nobody knows how far it folded or scrolled what was drawn: the screen is cleared
+    and drawn anew.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -82,11 +81,10 @@ class LiveBlock:
 
     @property
     def room(self) -> int:
-        """So many columns may be used, as of a line."""
         return _size(self._stream)[0] - 1
 
     def can_show(self, letters: str) -> bool:
-        """Whether the terminal's encoding has these."""
+        """Whether the terminal's encoding has these letters."""
         try:
             letters.encode(getattr(self._stream, "encoding", None) or "utf-8")
         except (UnicodeError, LookupError):
@@ -94,7 +92,7 @@ class LiveBlock:
         return True
 
     def show(self, text: str) -> None:
-        """These lines, cut where the terminal ends. Text may be coloured."""
+        """Shows these lines, cut where the terminal ends. They may be coloured."""
         if self._stream is not None:
             try:
                 self._draw(self._stream, text.rstrip("\n"))
@@ -124,10 +122,10 @@ class LiveBlock:
         return self._live
 
     def close(self) -> None:
-        """Erase them. May be called twice."""
+        """Erases the lines. May be called twice."""
         if self._live is not None:
             with contextlib.suppress(OSError, ValueError):
-                self._live.update("", refresh=True)  # else the last ones would be drawn in full, beyond the screen
+                self._live.update("", refresh=True)  # else rich would draw the last lines in full, beyond the screen
                 self._live.stop()
             self._live, self._size = None, _NOT_DRAWN
 
@@ -140,21 +138,21 @@ def _size(stream: TextIO | None) -> tuple[int, int]:
 
 
 def time_left(spent: float, share: float) -> str:
-    """', about 42 s left', from the share of the work done so far; '' while it is too early to tell."""
+    """', about 42 s left', from the time spent and the share of the work done; '' while it is too early to tell."""
     if spent < _LEAST_SECONDS or not _LEAST_SHARE <= share <= 1:
         return ""
     return f", about {units.clock(spent * (1 - share) / share)} left"
 
 
 def is_watched(stream: TextIO | None, environ: Mapping[str, str]) -> bool:
-    """Whether a person looks at a stream, on a terminal that can redraw a line."""
+    """Whether a person watches the stream, on a terminal that can redraw a line."""
     if stream is None or stream.closed or not stream.isatty():
         return False
     return not environ.get("CI") and environ.get("TERM") != "dumb"
 
 
 class RunProgress(LiveLine):
-    """An observer of a run that keeps one line up to date."""
+    """Observes a run and keeps one line up to date."""
 
     def __init__(
         self, stream: TextIO | None, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic
@@ -164,7 +162,7 @@ class RunProgress(LiveLine):
         self._begun = clock()
         self._shown_at = -REDRAW_SECONDS
         self._doing = ""
-        # Cases of each group that are still to run: a skip takes no time, and says nothing about the time left.
+        # Cases still to run in each group, without skips, which take no time.
         self._left: dict[str, int] = {}
         self._running = self._total = self._done = 0
 
@@ -177,20 +175,20 @@ class RunProgress(LiveLine):
 
     def working(self, case: Case, doing: str, share: float) -> None:
         now = self._clock()
-        # What begins may take long: that another thing is done is told at once.
+        # What begins may take long, so a change is shown at once.
         if now - self._shown_at >= REDRAW_SECONDS or doing != self._doing:
             self._doing, self._shown_at = doing, now
             left = time_left(now - self._begun, self._share(case.setting, share))
             head = f"{self._done}/{self._total} cases{left}, {doing} "
             name, room = case.id, self.room - len(head)
-            if len(name) > room:  # its middle is left out: both ends tell, the workload and the precision
+            if len(name) > room:  # the middle is cut: the ends have the workload and the precision
                 tail = max(0, room - 3) // 2
                 name = f"{name[: max(0, room - 3) - tail]}...{name[len(name) - tail :]}"
             self.show(head + name)
 
     def finished(self, record: Record) -> None:
         self._done += 1
-        if record.status is not Status.SKIPPED:  # a skip takes no time: it says nothing about the time left
+        if record.status is not Status.SKIPPED:
             self._left[record.case.setting] = self._left.get(record.case.setting, 0) - 1
 
     def _share(self, setting: str, share: float) -> float:
@@ -199,7 +197,7 @@ class RunProgress(LiveLine):
 
 
 class GroupLines(SilentObserver):
-    """An observer of a run that nobody watches: a line when a group is done, where there are several."""
+    """Observes a run without a terminal: prints a line when one of several groups is done."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
@@ -224,7 +222,7 @@ class GroupLines(SilentObserver):
 
 
 class CountedLines:
-    """Of many things that nobody watches: a line where a tenth more is done, and 20 s have gone by since the last."""
+    """Counts without a terminal: prints a line when a tenth more is done and 20 s have passed since the last."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -239,7 +237,7 @@ class CountedLines:
 
 
 class TerminalJob:
-    """An observer of jobs that tells whoever started the command."""
+    """Tells the user of the command how a job goes along."""
 
     def note(self, sentence: str) -> None:
         complain(sentence)
@@ -267,10 +265,9 @@ class TerminalJob:
 
 
 class SilentJob:
-    """An observer of jobs that tells nobody."""
+    """Tells nobody."""
 
-    def note(self, sentence: str) -> None:
-        """Nobody reads it."""
+    def note(self, sentence: str) -> None: ...
 
     def measuring(self) -> AbstractContextManager[Observer]:
         return nullcontext(SilentObserver())

@@ -1,4 +1,4 @@
-"""stdout and stderr as they may be: closed, full, a pipe nobody reads any more, or without a letter for every name."""
+"""Writing to stdout and stderr, which may be closed, full, a pipe that nobody reads, or lack a letter of a name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8bench.errors import NotPrinted
 
 
 def make_usable() -> None:
-    """Streams that are not there become silent ones; names that are no text can be printed all the same."""
+    """Replaces missing streams by silent ones, and makes names that cannot be encoded printable."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -23,7 +23,7 @@ def make_usable() -> None:
 
 
 def say(text: str) -> None:
-    """Write to stdout, now. A reader who has left is no error; a stdout that takes nothing raises NotPrinted."""
+    """Writes to stdout at once. A reader who has left is no error; if stdout cannot be written, raises NotPrinted."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -35,9 +35,9 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """A sentence on stderr, if anybody takes it: as wide as COLUMNS or its terminal says; in a file it is one line.
+    """Writes a sentence to stderr, folded to COLUMNS or the terminal's width; in a file it stays one line.
 
-    A line that begins with blanks is to be copied, and stays as it is.
+    A line that begins with blanks is to be copied, and is not folded.
     """
     from fp8bench.report.elements import printable
     from fp8bench.report.terminal.layout import INDENT, MIN_WIDTH, wrap
@@ -56,7 +56,7 @@ def complain(text: str) -> None:
 
 
 def columns_of(stream: TextIO | None) -> int:
-    """How wide a terminal is, as far as it says so; else 0."""
+    """The width of a terminal; 0 if it is none or does not tell."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream is not None else 0
     except (OSError, ValueError, AttributeError):
@@ -64,6 +64,6 @@ def columns_of(stream: TextIO | None) -> int:
 
 
 def silence() -> None:
-    """Point stdout nowhere, so that the interpreter's last flush is quiet."""
+    """Redirects stdout to nowhere, so that the interpreter's last flush does not fail."""
     with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

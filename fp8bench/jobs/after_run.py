@@ -1,7 +1,6 @@
-"""What follows a measured run, whoever asked for it: history, report, and what other programs read of it, and of
-other things that are kept.
+"""What follows a measured run: history, report, and exports; exports of other kept things, too.
 
-The run is kept by then, so that a step that cannot be done is told and fails nothing.
+The run is kept by then, so a step that fails is noted and fails nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fp8bench.jobs.report_files import (
     folder_of,
     folder_of_kept,
     report_of_kept,
-    typed_from_here,
+    short_path,
     why_not_shown,
     write_report,
 )
@@ -35,7 +34,7 @@ from fp8bench.store.runs.listing import store_of
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is made of a run beside its history. `pages` is None for no report; `wandb` is a project."""
+    """What is made of a run beside its history. Without `pages` there is no report; `wandb` is a project."""
 
     pages: Pages | None = None
     tensorboard: Path | None = None
@@ -43,7 +42,7 @@ class Wanted:
 
 
 def after_run(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """All of it, told step by step; False where that was interrupted. A run that was cut off gets its history only."""
+    """Does all steps and notes each; False if interrupted. A run that was cut off only gets its history."""
     store = store_of(Path(run.path)) or store
     try:
         note(into_history(run, store))
@@ -66,20 +65,20 @@ def after_run(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]
 
 
 def into_history(run: Run, store: Path, view: bool = True) -> str:
-    """Keep the run's figures, and bring asv's view up to date; returns what became of the view."""
+    """Adds the run's figures to the history and updates asv's view; returns what became of the view."""
     told = update_view(run, store) if view else ""
     keep_figures(store, Path(run.path))
     return told
 
 
 def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """What other programs get of a run, told one by one; False where that was interrupted."""
+    """Exports a run to TensorBoard and wandb, with notes; False if interrupted."""
     if wanted.tensorboard is None and wanted.wandb is None:
         return True
-    found, folder = findings(run), folder_of([run], store_of(Path(run.path)) or store)
+    verdicts, folder = findings(run), folder_of([run], store_of(Path(run.path)) or store)
     exports = Exports(
-        lambda board: write_tensorboard(run, found, board),
-        lambda project, files: send_to_wandb(run, found, project, files),
+        lambda board: write_tensorboard(run, verdicts, board),
+        lambda project, files: send_to_wandb(run, verdicts, project, files),
     )
     return _sent("run", run.id, exports, (Path(run.path), folder / PAGE, folder / ROWS), wanted, note)
 
@@ -93,7 +92,7 @@ def kept_exported(kind: Kind[K], kept: K, path: Path, store: Path, wanted: Wante
 
 
 def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
-    """Write the page of what a command has just kept, if it is of a kind that has one, as every run gets its own."""
+    """Writes the page of what a command has just kept, if its kind has one."""
     path = Path(getattr(kept, "path", ""))
     for kind in kinds():
         if isinstance(kept, kind.holds) and path.is_file():
@@ -103,7 +102,7 @@ def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
                 note(f"report: {error} The {kind.name} is kept; `fp8bench report {kind.names(path)[0]}` writes it")
                 continue
             if page is not None:
-                note(f"report: {typed_from_here(page)}")
+                note(f"report: {short_path(page)}")
 
 
 def _sent(
@@ -132,7 +131,7 @@ def _report(run: Run, store: Path, pages: Pages) -> Iterator[str]:
     except StoreError as error:
         yield f"{error} The run is kept; `fp8bench report {run.id}` writes it again"
         return
-    yield typed_from_here(page)
+    yield short_path(page)
     problem = why_not_shown(page) if pages.browser else ""
     if problem:
         yield problem

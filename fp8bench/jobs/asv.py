@@ -1,4 +1,4 @@
-"""What asv gets to read: the grid of a workload, measured once, with what its commit has come to before."""
+"""Measures a workload's grid for asv, and adds what its commit has come to before."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from fp8bench.store.asv.view import results_of
 from fp8bench.store.commit_runs import TrackedRun, commit_named, runs_of_commit, tracked_run, why_untracked
 from fp8bench.store.points import followed, merged
 
-# What became of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
+# ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, object]
 
 
 def measured_by_asv(
     request: Request, store: Path, root: Path, observer: Observer, appending: bool = False, saved_as: str = ""
 ) -> dict[str, dict[Cell, Outcome]]:
-    """Measure a workload's grid for asv, keep the run, and say what its commit has come to, by series and cell.
+    """Measures a workload's grid, keeps the run, and returns outcomes of its commit by series and cell.
 
-    asv may be `appending` samples to those it has; results are `saved_as` a commit's, '' for not at all. A case that
-    fails now is failed, whatever was measured before. Samples that asv appends to it is not given again. What is no
-    number of the commit that asv saves it under is not given: in its place comes what that commit has come to, else the
-    reason, as of a failure.
+    With `appending`, asv adds samples to those it has, so that it is not given these again. `saved_as` is the commit
+    under which asv saves results, '' for none: results of other commits are replaced by what that commit has come to,
+    or reported as failures. A case that fails now is failed, whatever was measured before.
     """
     try:
         run = execute(request, store, observer, "asv run", origin="asv", folder=root)
@@ -57,7 +56,7 @@ def measured_by_asv(
 
 
 def _others(run: Run, store: Path, commit: str, appending: bool) -> list[Point]:
-    """Points of the other runs of a commit, of the same machine, interpreter and versions as a run's."""
+    """Points of the commit's other runs on the same machine, interpreter and versions."""
     tracked = tracked_run(run)
     if tracked is None:
         return []
@@ -80,7 +79,7 @@ def _not_of(commit: str, run: Run) -> str:
 
 
 def _recorded(store: Path, tracked: TrackedRun, commit: str) -> frozenset[str]:
-    """The series whose samples asv has, beside the statistics: it was asked to record them."""
+    """The series whose samples asv has recorded."""
     path = results_of(store) / tracked.identity.home.machine / tracked.identity.file_name(commit)
     try:
         rows = load_results(path).rows

@@ -1,17 +1,19 @@
-"""Whole ceilings of this machine's devices: measured in several runs, kept in the store, and told.
+"""What devices do at most: measured ceilings, kept in the store; and quoted figures, held against datasheets.
 
-The suite `ceilings` is a run like any other, with a record for each rate; the doctor tells them line by line.
+The suite `ceilings` is a run like any other, with a record for each rate; `doctor --ceilings` prints them line by line.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.analysis.roofline import Since, alike, since
+from fp8bench.analysis.roofline import Datasheet, Since, alike, datasheets, kind_of_path, since
 from fp8bench.errors import UsageError, WorkerError
 from fp8bench.files import make_store
 from fp8bench.jobs.observer import JobObserver
@@ -49,12 +51,15 @@ from fp8bench.report.topics.roofline import UNITS, lines_of, shape_words, since_
 from fp8bench.store.ceilings import history_of_ceilings, new_ceilings
 from fp8bench.store.runs.run_file import check_store, load_run, start_run
 
-# What no product does has no precision of its own: its arrays are of these.
+# The dtype of the arrays of limits that are no products.
 _ARRAYS = "fp32"
 
 
 def ceilings_here(store: Path, observer: JobObserver, threads: int = 1) -> Iterator[tuple[DeviceFacts, Ceilings | str]]:
-    """Of every device that works, a processor with so many threads; a sentence where they could not be measured."""
+    """The ceilings of every device that works; a sentence in place of those that could not be measured.
+
+    `threads` are those of a processor.
+    """
     make_store(store)
     with claimed(True), ProcessWorker(Settings(threads)) as worker:
         for device in (device_facts for device_facts in worker.probe() if not device_facts.unusable):
@@ -66,17 +71,17 @@ def ceilings_here(store: Path, observer: JobObserver, threads: int = 1) -> Itera
 
 
 def ceiling_lines(store: Path, observer: JobObserver, threads: int = 1) -> Iterator[str]:
-    for device, found in ceilings_here(store, observer, threads):
+    for device, ceilings in ceilings_here(store, observer, threads):
         threaded = "" if device.accelerated else f", threads {threads}"
         yield f"{device.key}: what {device.name} does at most{threaded}, in {RUNS} runs"
-        lines = [found] if isinstance(found, str) else lines_of(found, history_of_ceilings(store))
+        lines = [ceilings] if isinstance(ceilings, str) else lines_of(ceilings, history_of_ceilings(store))
         yield from (f"  {line}" for line in lines)
 
 
 def ceilings_run(request: Request, store: Path, observer: JobObserver, command: str) -> Run:
-    """The suite: of the devices that were asked for, kept as a run, too. Everything else of a request is refused."""
-    asked = Request(CEILINGS, devices=request.devices, threads=request.threads)
-    if request != asked:
+    """Measures the suite `ceilings` on the request's devices and keeps it as a run. Other options are refused."""
+    allowed = Request(CEILINGS, devices=request.devices, threads=request.threads)
+    if request != allowed:
         raise UsageError(
             "the suite ceilings measures what a device does at most, and takes --devices, --threads and options that "
             "say where to write. Leave the others out."
@@ -88,12 +93,12 @@ def ceilings_run(request: Request, store: Path, observer: JobObserver, command: 
         environment = gather(worker.software(), __version__, request.threads)
         groups: list[tuple[Record, ...]] = []
         for device in devices_asked(request, facts):
-            state, found = _measured(worker, device, store, request.threads, observer)
+            state, ceilings = _measured(worker, device, store, request.threads, observer)
             environment = environment.also(state)
-            earlier = alike(found, history_of_ceilings(store))
+            earlier = alike(ceilings, history_of_ceilings(store))
             groups += [
                 tuple(_record(rate, device, since(rate, earlier)) for rate in some)
-                for _, some in groupby(found.rates, lambda rate: rate.limit)
+                for _, some in groupby(ceilings.rates, lambda rate: rate.limit)
             ]
     planned = (tuple(PlannedCase(record.case, record.support, record.work) for record in group) for group in groups)
     plan = Plan(tuple(Group(cases, 0) for cases in planned))
@@ -111,7 +116,7 @@ def ceilings_run(request: Request, store: Path, observer: JobObserver, command: 
 def _measured(
     worker: Worker, device: DeviceFacts, store: Path, threads: int, observer: JobObserver
 ) -> tuple[dict[str, Scalar | None], Ceilings]:
-    """What the device's driver says of it, and the ceilings, which are kept piece by piece."""
+    """What the driver says of the device, and its ceilings, which are kept piece by piece."""
     with meter_for(device) as meter:
         state = device_state_of(device, meter)
     environment = gather(worker.software(), __version__, threads).also(state)
@@ -132,7 +137,7 @@ def _measured(
 
 
 def _record(rate: Rate, device: DeviceFacts, before: Since | None) -> Record:
-    """A rate as what became of a case; without runs it was skipped, for the reason that the device gave."""
+    """The record of a rate; skipped, with the device's reason, if there are no runs."""
     name = rate.precision or _ARRAYS
     case = Case(CEILINGS, (("limit", rate.limit.value),), name, device.key)
     support = precisions.get(name).support(device) if rate.precision else Support(Level.NATIVE, "")
@@ -147,3 +152,113 @@ def _record(rate: Rate, device: DeviceFacts, before: Since | None) -> Record:
         case, support, Status.OK, Work(), first, detail="; ".join(said),
         measurements=(samples,), ceiling=Ceiling(rates=(rate,), device=device.name),
     )  # fmt: skip
+
+
+# Figures of a datasheet beside peaks: the field, the factor to its unit, and the unit of a quoted number.
+_FIGURES = {
+    "bandwidth": ("bandwidth", 1e9, "GB/s"), "memory": ("capacity", 1e9, "GB"), "capacity": ("capacity", 1e9, "GB"),
+    "link": ("link", 1e9, "GB/s"), "watts": ("watts", 1.0, "W"),
+}  # fmt: skip
+_VENDORS = ("nvidia", "amd", "instinct", "intel", "google")
+# Vendors round: 989 and 989.5 are the same figure.
+_ROUNDING = 0.01
+_FORM = (
+    "Expected a device, what is said of it, and the number if one was quoted: 'H200 tf32 312' (TFLOP/s, dense), "
+    "'H200 bandwidth 4800' (GB/s), 'H200 memory 141' (GB), 'H200 link 450' (GB/s one way), 'H200 watts 700'"
+)
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A number quoted for a figure of a device; `number` is None if somebody asks for it."""
+
+    text: str
+    devices: tuple[Datasheet, ...]
+    figure: str
+    number: float | None
+
+    @property
+    def unit(self) -> str:
+        return _FIGURES[self.figure][2] if self.figure in _FIGURES else "TFLOP/s"
+
+    def of(self, device: Datasheet, sparse: bool = False) -> float | None:
+        if self.figure in _FIGURES:
+            name, factor, _ = _FIGURES[self.figure]
+            value = None if sparse else getattr(device, name)
+            return None if value is None else float(value) / factor
+        peak = (device.sparse if sparse else device.dense).get(kind_of_path(self.figure))
+        return None if peak is None else peak / 1e12
+
+    def is_(self, value: float | None) -> bool:
+        return value is not None and self.number is not None and math.isclose(value, self.number, rel_tol=_ROUNDING)
+
+
+def quote_of(text: str) -> Quote:
+    """Raises UsageError for text that is no quote, or a figure that no datasheet has."""
+    words = text.replace(",", " ").split()
+    number: float | None = None
+    try:
+        number = float(words[-1])
+        words.pop()
+    except (ValueError, IndexError):
+        pass
+    if len(words) < 2 or (number is not None and not 0 < number < math.inf):
+        raise UsageError(f"--peak {text!r:.80} cannot be read. {_FORM}.")
+    *name, figure = words
+    figure = figure.lower()
+    if figure not in _FIGURES and not kind_of_path(figure):
+        raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is no figure of a datasheet. {_FORM}.")
+    wanted = [word.lower() for word in name if word.lower() not in _VENDORS]
+    known = [(sheet, sheet.name.replace(",", "")) for sheet in datasheets()]
+    fitting = [sheet for sheet, own in known if wanted and {*wanted} <= {*own.lower().split()}]
+    if not fitting:
+        names = ", ".join(own for _, own in known)
+        raise UsageError(f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {names}.")
+    quote = Quote(text, tuple(fitting), figure, number)
+    published = tuple(sheet for sheet in fitting if quote.of(sheet) is not None)
+    if not published:
+        raise UsageError(f"--peak {text!r:.80}: nothing is published of {figure} on {fitting[0].name}.")
+    return replace(quote, devices=published)
+
+
+def quote_lines(quotes: Sequence[Quote]) -> Iterator[str]:
+    for quote in quotes:
+        yield from _lines_of(quote)
+    if any(device.published for quote in quotes for device in quote.devices):
+        yield "  published alone: fp8bench runs on no such device, and nothing of it was measured"
+
+
+def is_wrong(quote: Quote) -> bool:
+    return quote.number is not None and not any(quote.is_(quote.of(device)) for device in quote.devices)
+
+
+def _lines_of(quote: Quote) -> Iterator[str]:
+    if quote.number is not None:
+        wrong = is_wrong(quote)
+        verdict = f"WRONG: {quote.number:g} {quote.unit} is not {quote.figure} of" if wrong else "right of"
+        meant = [device.name for device in quote.devices if wrong or quote.is_(quote.of(device))]
+        yield f"{quote.text}: {verdict} {' or '.join(meant)}"
+        yield from (f"  {words}" for words in _confusions(quote)) if wrong else ()
+    else:
+        yield f"{quote.text}:"
+    for device in quote.devices:
+        dense = ", dense" * (quote.figure not in _FIGURES)
+        field = _FIGURES[quote.figure][0] if quote.figure in _FIGURES else "dense"
+        yield (
+            f"  {device.name}: {quote.of(device):g} {quote.unit}{dense} ({device.told(field)}, {device.date}, "
+            f"{device.source})"
+        )
+
+
+def _confusions(quote: Quote) -> Iterator[str]:
+    """What else the number could be: sparse, of another path, or of another device."""
+    for device in quote.devices:
+        if quote.is_(quote.of(device, sparse=True)):
+            yield f"that is what {device.name} does of operands with 2:4 structure, half of which are zeros"
+        same = [path for path, peak in device.dense.items() if quote.is_(peak / 1e12)]
+        if quote.figure not in _FIGURES and same:
+            yield f"that is {' and '.join(same)} of {device.name}"
+    others = [datasheet for datasheet in datasheets() if datasheet not in quote.devices]
+    for sparse in (False, True):
+        if names := [other.name for other in others if quote.is_(quote.of(other, sparse))]:
+            yield f"that is {'sparse ' * sparse}{quote.figure} of {', '.join(names)}"

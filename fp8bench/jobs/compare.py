@@ -23,7 +23,7 @@ def compared_sides(before: str, after: str, store: Path, observer: JobObserver) 
 
 
 def compared_of(before: str, old: Sequence[Run], after: str, new: Sequence[Run], observer: JobObserver) -> Compared:
-    """What the runs that two words mean come to. Raises UsageError where a run is on both sides."""
+    """Compares the runs that two words mean. Raises UsageError if a run is on both sides."""
     each_once(Path(run.path) for run in (*old, *new)).none_refused()
     both = {run.id for run in old} & {run.id for run in new}
     if both:
@@ -38,7 +38,7 @@ def compared_of(before: str, old: Sequence[Run], after: str, new: Sequence[Run],
 
 
 def read_runs(meant: ChosenRuns, observer: JobObserver) -> list[Run]:
-    """The runs that are meant; one that cannot be read is left out, and said so, unless it was the only one."""
+    """The runs that are meant. Notes unreadable ones, and raises StoreError if there are no others."""
     runs, paths = [], meant.files
     for note in meant.notes:
         observer.note(note)
@@ -57,9 +57,9 @@ def read_runs(meant: ChosenRuns, observer: JobObserver) -> list[Run]:
 def _on_one_machine(
     before: str, old: Sequence[Run], after: str, new: Sequence[Run], observer: JobObserver
 ) -> tuple[Sequence[Run], Sequence[Run]]:
-    """Of sides with runs of several machines those of one that both have: of such runs the newest of the second side's.
+    """The runs of one machine that both sides have: the newest such of the second side.
 
-    Raises UsageError where there is none, unless each side is of one machine alone, which nobody takes for the other.
+    Raises UsageError if there is none, unless each side is of one machine, so that nobody can confuse them.
     """
     of_old, of_new = (dict.fromkeys(map(machine_of, side)) for side in (old, new))
     if len(of_old) == len(of_new) == 1:

@@ -1,6 +1,6 @@
-"""What this machine can do: natively, emulated, or not at all and why; and what the harness itself costs here.
+"""What this machine can do natively, emulated or not at all, and why; and what the harness itself costs here.
 
-Gathers and words its findings; the command line prints them.
+Yields lines; the command line prints them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
 
 
 def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
-    """Every backend: its version and what it multiplies on a device, or why it is of no use there."""
+    """A line for each backend: its version and what it multiplies on the device, or why it cannot."""
     for name in backends.names():
         backend = backends.get(name)
         version = facts.version_of(backend.package)
@@ -118,20 +118,20 @@ def by_rank() -> list[str]:
 
 
 def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
-    """Whether quantisers compile on every device, in words; what does not compile runs eagerly, and slowly."""
+    """Whether quantisers compile on each device; those that do not compile run eagerly, and slowly."""
     if why_eager := switches_of(os.environ).why_eager:
         return f"not tried: {why_eager}"
-    found = []
+    states = []
     for fact in (fact for fact in facts if not fact.unusable):
         try:
-            found.append(f"{fact.key}: {worker.within(COMPILE_SECONDS).compiler(fact)}")
+            states.append(f"{fact.key}: {worker.within(COMPILE_SECONDS).compiler(fact)}")
         except WorkerError as error:
-            found.append(f"{fact.key}: compiling ended the worker: {error}")
-    return "; ".join(found)
+            states.append(f"{fact.key}: compiling ended the worker: {error}")
+    return "; ".join(states)
 
 
 def boards() -> str:
-    """Which programs that --trace, --tensorboard and --wandb write for are installed, and what they need."""
+    """Which of the programs that --trace, --tensorboard and --wandb write for are installed."""
     known = {name: _version(name) for name in ("tensorboard", "torch-tb-profiler", "wandb")}
     words = ", ".join(f"{name} {version or 'not installed'}" for name, version in known.items())
     if not known["torch-tb-profiler"]:
@@ -140,7 +140,7 @@ def boards() -> str:
 
 
 def _version(package: str) -> str:
-    """The version of an installed package, '' if it is not there. Nothing is imported."""
+    """The version of an installed package, '' if there is none. Imports nothing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -158,7 +158,7 @@ def _overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
 
 
 def _harness(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    """The nano transformer's step inside the harness against the same step in a bare loop, as paired CPU time."""
+    """CPU time of the nano transformer's step inside the harness over that in a bare loop, in pairs."""
     cpu = next(fact for fact in facts if fact.kind == "cpu")
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
@@ -176,7 +176,7 @@ def _harness(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
 
 
 def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
-    """The lines of `list WHAT`; support and axes are those of this machine."""
+    """The lines of `list WHAT`, with the support and axes of this machine."""
     if what == "suites":
         yield from (f"{name:<14} {_summary(name)}" for name in known_suites())
         return
@@ -228,12 +228,12 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
         yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
 
 
-# What is longer than this leaves a summary no room in a line.
+# After a longer line there is no room for a summary.
 _ROOM = 58
 
 
 def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    """A line for each, short enough for any terminal: what every device makes of it."""
+    """A line for each dtype with its level on each device, short enough for any terminal."""
     for name in by_rank():
         precision = precisions.get(name)
         levels = ", ".join(f"{precision.support(fact).level} on {fact.key}" for fact in facts)

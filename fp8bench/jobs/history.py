@@ -1,4 +1,4 @@
-"""The store that a command was given, its history opened, and what has changed over it or is known."""
+"""What `history` and `store` do with a store: open it, find what changed, acknowledge, compact, prune."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from fp8bench.store.points import cell_of
 from fp8bench.store.runs.listing import POINTS, all_files, closed_folders
 from fp8bench.store.runs.run_file import load_run
 
-# Reading so many takes longer than one waits without a word.
+# Reading more runs than this takes a while, and is announced.
 _MANY_RUNS = 200
 _MOST_NAMED = 20
 _ANY = "*"
 
 
 def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> Path:
-    """The store, if there is one, with what a person should know of it, also before it reads all runs."""
+    """The path, if a store lies there. Notes what may not be read and, with `reading`, that reading takes a while."""
     try:
         what = "is no store: it has neither runs nor asv in it" if path.exists() else "is not there"
         if any((path / name).is_dir() for name in ("runs", "asv", "trainings", "ceilings", POINTS)):
@@ -64,8 +64,8 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
     return path
 
 
-def opened(store: Path, observer: JobObserver) -> History:
-    """The history of a store, with a word where that takes a while or something about its figures' files was wrong."""
+def read_history(store: Path, observer: JobObserver) -> History:
+    """The history of a store; notes progress where reading takes a while, and what was wrong with its files."""
 
     history = open_history(store, _progress(observer, "run"))
     for trouble in history.troubles:
@@ -73,14 +73,14 @@ def opened(store: Path, observer: JobObserver) -> History:
     return history
 
 
-def compacted(store: Path, observer: JobObserver) -> Compaction:
-    """Bring a store's compacted files up to date with its runs, with a word before that takes a while."""
+def compact_store(store: Path, observer: JobObserver) -> Compaction:
+    """Brings a store's compacted files up to date with its runs."""
 
     return compact(store, _progress(observer, "commit"))
 
 
 def _progress(observer: JobObserver, what: str) -> Callable[[int, int], None]:
-    """Words on how many of how many are read, where that takes a while: before the first one, and at each tenth."""
+    """Notes before reading many, and after each tenth of them."""
     told = 0
 
     def reads(done: int, count: int) -> None:
@@ -92,14 +92,12 @@ def _progress(observer: JobObserver, what: str) -> Callable[[int, int], None]:
     return reads
 
 
-def pruned(store: Path, remove: bool) -> list[tuple[str, int]]:
-    """What nobody needs, and its bytes; what is in use is left out. With `remove` it is gone. Raises StoreError."""
-    older = sorted((store / "figures").glob("*.figures"))
+def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
+    """What nobody needs and nobody is using, with its bytes; removed with `remove`. Raises StoreError."""
     parts = [part for kind in kinds() for part in kind.spare(store)]
-    parts += [SparePart(older, "figures as earlier versions of fp8bench kept them")] if older else []
     left = [path for path in leftovers(store) if not is_compacting(store)]
     parts += [SparePart(left, "what a compaction left that was killed")] if left else []
-    found = []
+    removable = []
     for part in parts:
         with ExitStack() as locked_meanwhile:
             if part.lock is not None:
@@ -107,20 +105,16 @@ def pruned(store: Path, remove: bool) -> list[tuple[str, int]]:
                     file = locked_meanwhile.enter_context(part.lock.open("rb"))
                     if not lock(file, 0):
                         continue
-            found.append((part.what, sum(map(_bytes_of, part.paths))))
+            inside = (file for path in part.paths for file in (path.rglob("*") if path.is_dir() else [path]))
+            removable.append((part.what, sum(file.lstat().st_size for file in inside if file.is_file())))
             for path in part.paths if remove else ():
                 with keeping(path, "It may be removed by hand."):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    return found
-
-
-def _bytes_of(path: Path) -> int:
-    within = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.lstat().st_size for file in within if file.is_file())
+    return removable
 
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
-    """The changes of all trends, those that were acknowledged among them; of counts the operators that changed."""
+    """The changes of all trends, acknowledged ones too; changed counts name the operators that changed."""
     memory = StepMemory(store)
     changes = changes_of(stretches(history), memory.steps_of_many)
     for trouble in memory.troubles:
@@ -129,7 +123,7 @@ def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
 
 
 def stretches(history: History) -> Iterator[list[Stretch]]:
-    """The figures of each trend that compare; a trend is read when somebody asks for it."""
+    """Each trend's comparable figures; a trend is read only when a stretch is used."""
     lines = history.lines
     for line in lines.lines:
         read = partial(lines.trend, line)
@@ -138,20 +132,20 @@ def stretches(history: History) -> Iterator[list[Stretch]]:
 
 
 def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
-    """What was acknowledged, with interpreters under the names that they have in these changes."""
-    found = load_acks(store)
-    for trouble in found.troubles:
+    """The store's acknowledgements, with interpreters named as they are in `changes`."""
+    loaded = load_acks(store)
+    for trouble in loaded.troubles:
         observer.note(f"{acks_of(store)}: {trouble}")
     named = {resolved(change.trend.python): change.trend.python for change in reversed(changes.changes)}
 
     def name_of(python: str) -> str:
         return python if python in named.values() else named.get(resolved(python), python)
 
-    return [replace(ack, python=name_of(ack.python)) for ack in found.acks]
+    return [replace(ack, python=name_of(ack.python)) for ack in loaded.acks]
 
 
 def series_meant(word: str, history: History, store: Path) -> str:
-    """The name of the one series that a word fits: its own, or a part of it."""
+    """The one series whose name is the word, or contains it."""
     names = [name for name in history.names if word.lower() in name.lower()]
     exact = [name for name in names if name.lower() == word.lower()]
     if len(exact or names) == 1:
@@ -164,7 +158,7 @@ def series_meant(word: str, history: History, store: Path) -> str:
 
 
 def _nearest(word: str, store: Path, names: Collection[str], left: Collection[str]) -> str:
-    """What a mistyped name was meant to be, perhaps, or why runs are `left` out."""
+    """A hint behind 'no series': the nearest name, or why runs are `left` out."""
     if not names:
         why = f" Not in it: {'; '.join(left)}." if left else " Begin with: fp8bench suite gemm --grid"
         return f" The store {store} has no series yet.{why}"
@@ -188,13 +182,13 @@ def acknowledge(
     because: str | None = None,
     undo: bool = False,
 ) -> list[tuple[str, str, str]]:
-    """Acknowledge changes of a series, up to a commit, or with `undo` not any more.
+    """Acknowledges changes of a series up to a commit, or with `undo` takes that back.
 
-    Returns the names of the trends and the commits around each change.
+    Returns each trend's name and the commits around the change.
     """
     if undo and because is not None:
-        raise UsageError("--because says why a change is acknowledged, and --undo was given too. Leave one out.")
-    trends = _trends(opened(store, observer), series, store)
+        raise UsageError("--because says why a change stays, and --undo takes that back. Leave one out.")
+    trends = _trends(read_history(store, observer), series, store)
     changes = find_changes(trends)
     acks = kept_acks(store, changes, observer)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -216,23 +210,23 @@ def _undone(word: str, until: str | None, trends: Sequence[Trend], acks: Sequenc
     ]  # fmt: skip
     if not wanted:
         at = f" up to {until}" if until is not None else ""
-        raise UsageError(f"nothing{at} is acknowledged of {word!r:.80}.")
+        raise UsageError(f"{word!r:.80} has no acknowledged changes{at}.")
     return [(ack, names[ack.series, ack.cell]) for ack in wanted]
 
 
-def _chosen(word: str, until: str | None, found: Found) -> list[Change]:
-    """The open changes that are meant: those up to a commit, or the only ones that there are."""
-    still = [change for change in found.changes if change.state is ChangeState.OPEN]
+def _chosen(word: str, until: str | None, search: Found) -> list[Change]:
+    """The open changes that are meant: those up to a commit, or else the only ones."""
+    still = [change for change in search.changes if change.state is ChangeState.OPEN]
     if until is not None:
         chosen = [change for change in still if change.comparison.until.startswith(until)]
         if not chosen:
             there = f" Open are:{to_choose_from(still)}" if still else " It has no open changes."
-            raise UsageError(f"no open change of {word!r:.80} is up to the commit {until!r:.80}.{there}")
+            raise UsageError(f"{word!r:.80} has no open change up to the commit {until!r:.80}.{there}")
     elif still:
         chosen = [change for change in still if change.is_worse] or still
     else:
-        known = [change for change in found.changes if change.state is ChangeState.ACKNOWLEDGED]
-        left = f" Not looked at: {'; '.join(found.left)}." if found.left and not found.looked_at else ""
+        known = [change for change in search.changes if change.state is ChangeState.ACKNOWLEDGED]
+        left = f" Not looked at: {'; '.join(search.left)}." if search.left and not search.looked_at else ""
         why = " What it has is acknowledged already." if known else left
         raise UsageError(f"{word!r:.80} has no open changes.{why}")
     if len({change.comparison.until for change in chosen}) > 1:
@@ -241,7 +235,7 @@ def _chosen(word: str, until: str | None, found: Found) -> list[Change]:
 
 
 def _trends(history: History, word: str, store: Path) -> Sequence[Trend]:
-    """The trends of the one series that a word fits, or of all that a pattern with stars fits."""
+    """The trends of the one series that the word names, or of all that a pattern with stars fits."""
     if _ANY in word:
         pattern = re.compile(".*".join(map(re.escape, word.lower().split(_ANY))))
         trends = history.trends(lambda name: pattern.fullmatch(name.lower()) is not None)
@@ -255,9 +249,11 @@ def _trends(history: History, word: str, store: Path) -> Sequence[Trend]:
 _Tapes = list[tuple[Identity, dict[tuple[str, str, Cell], Tape]]]
 
 
-def with_operators(found: Found, store: Path, history: History) -> Found:
-    """The same, where open changes of counts name the operators that changed. Their figures say how many and no more;
-    the runs of the two commits, which say which, are read only for such a change."""
+def with_operators(search: Found, store: Path, history: History) -> Found:
+    """Adds to open changes of counts which operators changed.
+
+    Figures only say how many; which ones is read from the runs of the two commits.
+    """
 
     @cache
     def tapes(commit: str) -> _Tapes:
@@ -278,12 +274,12 @@ def with_operators(found: Found, store: Path, history: History) -> Found:
             return change
         return replace(change, comparison=replace(comparison, why=what_changed(before, after)))
 
-    return replace(found, changes=tuple(map(named, found.changes)))
+    return replace(search, changes=tuple(map(named, search.changes)))
 
 
 def _tapes_of_commit(store: Path, commit: str) -> _Tapes:
-    """The tapes of its runs, oldest first, by suite, version and cell, and where each run was made."""
-    found: _Tapes = []
+    """The tapes of a commit's runs, oldest run first, by suite, version and cell, with each run's place."""
+    tapes_of_runs: _Tapes = []
     for path in files_by_commit(store).get(commit[:8], ()):
         try:
             run = load_run(path)
@@ -298,5 +294,5 @@ def _tapes_of_commit(store: Path, commit: str) -> _Tapes:
             cell, name = cell_of(record.case, run), record.case.workload
             if record.tape is not None and cell is not None and (name, cell) in versions:
                 tapes[name, versions[name, cell], cell] = record.tape
-        found.append((tracked.identity, tapes))
-    return found
+        tapes_of_runs.append((tracked.identity, tapes))
+    return tapes_of_runs

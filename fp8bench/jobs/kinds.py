@@ -1,6 +1,6 @@
-"""What a store keeps beside runs, and tables of what is kept: each feature's module `kind` says what it adds.
+"""What features add to a store: kinds of kept things, and tables of them, from each feature's module `kind`.
 
-`show`, `report`, `history list --runs` and the exporters walk what is found here.
+`show`, `report`, `history list --runs` and the exporters use what is found here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fp8bench.report.elements import Page
 from fp8bench.store.runs.listing import listing
 
 K = TypeVar("K")
-# What tables are of that are of no other kind.
+# `KeptTable.of` for tables of runs.
 RUN = "run"
 
 
 class View(NamedTuple):
-    """What is shown of something: a page for people, and for programs a value and rows."""
+    """How something is shown: a page for people, a value and rows for programs."""
 
     page: Callable[[], Page]
     value: Callable[[], Any] = dict
@@ -31,9 +31,9 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptTable:
-    """A table of a run, or of a kind by its name: `show` has an option for it.
+    """A table of a run, or of the kind named in `of`: an option of `show`.
 
-    The option has a value where `metavar` names one. A table without `rows` is no CSV.
+    The option takes a value if there is a `metavar`. Without `rows` the table has no CSV.
     """
 
     name: str
@@ -45,8 +45,7 @@ class KeptTable:
 
 
 class SparePart(NamedTuple):
-    """Files and folders that may go together, what they are, and what is no longer possible without them; `lock` is a
-    file that whoever needs them has locked."""
+    """Files and folders that can be removed together. `lock` is a file that is locked while they are in use."""
 
     paths: Sequence[Path]
     what: str
@@ -55,14 +54,14 @@ class SparePart(NamedTuple):
 
 @dataclass(frozen=True)
 class Exports:
-    """What writes something for TensorBoard into a folder, and what sends it, with files, to a project of wandb."""
+    """Writes to a TensorBoard folder, and sends to a wandb project with files."""
 
     write: Callable[[Path], Sequence[Path]]
     send: Callable[[str, Sequence[Path]], None]
 
 
 class Kind(ABC, Generic[K]):
-    """A kind of thing that is kept. `refused` are the options of `show` that do not go with it."""
+    """A kind of kept thing. `refused` are options of `show` that it does not take."""
 
     name: ClassVar[str]
     holds: ClassVar[type]
@@ -70,34 +69,33 @@ class Kind(ABC, Generic[K]):
 
     @abstractmethod
     def find(self, word: str, store: Path) -> Path | None:
-        """What a word means: a path, an id or the beginning of one."""
+        """The path that a word means: a path, an id or the beginning of one."""
 
     def newest(self, store: Path) -> Path | None:
-        """What 'last' means, where it may mean one of these; its last name begins with when it started."""
+        """The newest one for 'last', if that may mean this kind; its last name begins with its start time."""
         return None
 
     @abstractmethod
     def names(self, path: Path) -> tuple[str, ...]:
-        """The names of what lies there: its id, and that of its file."""
+        """Its id and the stem of its file."""
 
     @abstractmethod
     def load(self, path: Path) -> K:
-        """Read it. Raises StoreError where it is none."""
+        """Raises StoreError for other files."""
 
     @abstractmethod
     def view(self, kept: K) -> View:
         """What `show` prints."""
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
-        """What makes its line in the list of what is kept, newest first; raises StoreError for what is damaged."""
+        """Functions for the lines of `history list --runs`, newest first; they raise StoreError for damaged files."""
         yield from ()
 
     def spare(self, store: Path) -> Iterator[SparePart]:
-        """What nobody needs to read what is kept."""
+        """What is not needed to read what is kept."""
         yield from ()
 
     def report(self, kept: K) -> View | None:
-        """Its report's page and table."""
         return None
 
     def exports(self, kept: K) -> Exports | None:
@@ -109,7 +107,7 @@ def kinds() -> list[Kind[Any]]:
 
 
 def meant_by(word: str, store: Path, of: Collection[str] = ()) -> list[tuple[Kind[Any], Path]]:
-    """What a word means that is no run; 'last' is what began last, whatever that is, or with `of` one of these."""
+    """What a word means other than a run. 'last' is what began last, of any kind or of those in `of`."""
     if word != "last":
         return [(kind, path) for kind in kinds() if (path := kind.find(word, store)) is not None]
     wanted = [kind for kind in kinds() if not of or kind.name in of]

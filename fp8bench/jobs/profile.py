@@ -1,11 +1,10 @@
-"""A profile: a run of the workload `model`, of a maker by name or of a live model."""
+"""`fp8bench profile`: a run of the workload `model`, for a maker by name or a live model."""
 
 from __future__ import annotations
 
 import ast
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from fp8bench.workloads.model import LIVE, MADE, OPTIMIZERS, Model
 
 
 def profile_dtypes(dtypes: Sequence[str], reference: str | None) -> dict[str, Any]:
-    """The model as it came is always there, and what the others are compared with unless another is asked for."""
+    """Adds the untouched model to the dtypes; it is the reference unless another is given."""
     return {
         "suite": Model.name,
         "dtypes": tuple(dict.fromkeys((UNTOUCHED, *(dtypes or Model.dtypes[1:])))),
@@ -42,14 +41,14 @@ def profile_axes(
 
 
 def function_named(target: str) -> str:
-    """The target, where it has a function's name. What it comes to is seen by a worker."""
+    """Checks that the target names a function; a worker finds out whether it exists."""
     if ":" not in target:
         raise UsageError(f"{target!r:.200} names no function. Give {target}:make.{_functions_in(target)}")
     return target
 
 
 def _functions_in(target: str) -> str:
-    """What a file has that could be called, found without running it; '' of what is no readable file."""
+    """Names callables of a file without running it; '' if it cannot be read."""
     try:
         body = ast.parse(Path(target).read_bytes()).body
     except (OSError, ValueError, SyntaxError):
@@ -60,8 +59,7 @@ def _functions_in(target: str) -> str:
 
 
 def profile(request: Request, store: Path, observer: Observer, command: str, note: str = "") -> Run:
-    """As a suite is run, and shares are looked for unless it is quick. What makers gave in this process, where there is
-    no other, is forgotten afterwards."""
+    """Runs like a suite, and looks at shares unless it is quick."""
     try:
         request = replace(request, shares=request.shares or not request.quick)
         return execute(request, store, observer, command, PROFILE, note=note)
@@ -70,9 +68,9 @@ def profile(request: Request, store: Path, observer: Observer, command: str, not
 
 
 def profile_live(given: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:
-    """The same of a model at hand, with its batch and its loss, that the request calls by the name of its class.
+    """Profiles a model at hand, which the request names by its class.
 
-    Processes of their own have it from a file. What cannot be sent so is measured in this one, and the run says why.
+    Workers load it from a file. A model that cannot be sent is measured in this process, and the run says why.
     """
     name = dict(request.axes)["make"][0]
     try:
@@ -87,22 +85,16 @@ def profile_live(given: tuple[Any, ...], request: Request, store: Path, observer
                     why = f"it cannot be sent to another one: {error}"
         LIVE[name] = lambda: given
         here = replace(request, isolation=False, case_timeout=None)
-        with _draws_put_back():
+        import torch
+
+        begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if begun else ()):  # the caller's numbers stay
             return profile(here, store, observer, command, f"{name} was measured in this process: {why}")
     finally:
         LIVE.pop(name, None)
 
 
-def _draws_put_back() -> AbstractContextManager[None]:
-    """What steps draw at random in this process is as if it had not been drawn."""
-    import torch
-
-    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count()) if begun else ()
-    return torch.random.fork_rng(devices)
-
-
-# What workers import. A model that cannot be unpickled there is said to be so when a worker asks for it.
+# The module that workers import.
 _MODULE = """\
 from functools import partial
 
@@ -113,7 +105,7 @@ LIVE[{name!r}] = partial(sent, {file!r})
 
 
 def _file_of(given: tuple[Any, ...], name: str, folder: Path) -> Path:
-    """A module that brings the model to whoever imports it."""
+    """Writes the model into a file, and a module that loads it; returns the module."""
     import torch
 
     module, file = folder / "sent.py", folder / "model.pt"

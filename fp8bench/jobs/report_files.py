@@ -1,6 +1,4 @@
-"""The report's files: a page and a table for each run, in the store, and wherever else they are wanted.
-
-A report shows what the store knows of its runs' cases from before, too."""
+"""The report's files: a page and a table for each run, in the store and wherever else they are wanted."""
 
 from __future__ import annotations
 
@@ -35,15 +33,15 @@ PAGE = "report.html"
 ROWS = "results.csv"
 INDEX = "index.html"
 _LONGEST_NAME = 120
-# Of a store that was named; a page of more is too large to be read.
+# A page of all runs of a store would be too large to read with more.
 _MOST_RUNS = 64
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Where else a report is wanted; with `wide` its table has one row a case; with `browser` its page is shown.
+    """Where else a report goes; `wide` makes the CSV one row a case, `browser` shows the page.
 
-    `plots` is a folder for its charts as pictures, in these formats each.
+    `plots` is a folder for its charts as pictures, in each of `plots_formats`.
     """
 
     html: Path | None = None
@@ -55,10 +53,7 @@ class Pages:
 
 
 def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
-    """Write the report of stored runs, or of something of another kind; returns the page.
-
-    The name of a store is all of its runs.
-    """
+    """Writes the report of stored runs, or of another kept thing; returns the page. A store stands for its runs."""
     stores = [Path(word) for word in words if (Path(word) / "runs").is_dir()]
     if stores and len(words) == 1:
         return write_report(_all_of(stores[0]), stores[0], pages)
@@ -79,7 +74,7 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
 
 
 def report_of_kept(kind: Kind[K], kept: K, path: Path, store: Path, pages: Pages = Pages()) -> Path | None:
-    """Write the report of something of another kind; returns the page, None where it has none."""
+    """Writes the report of another kept thing; returns the page, None if that kind has none."""
     report = kind.report(kept)
     if report is None:
         return None
@@ -99,16 +94,15 @@ def _all_of(store: Path) -> list[Run]:
 
 
 def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Path:
-    """Write page and table of some runs side by side into the store, and the page where else it is wanted.
+    """Writes page and table of some runs side by side into the store, and the page wherever else it is wanted.
 
-    Returns the page in the store. Raises StoreError with a sentence where a file cannot be written. The same runs give
-    the same bytes.
+    Returns the page in the store. Raises StoreError if a file cannot be written. The same runs give the same bytes.
     """
-    found = [findings(run) for run in runs]
+    verdicts = [findings(run) for run in runs]
     past = past_of(runs, store)
     runs = [replace(run, path=_within(run.path, store)) for run in runs]
-    page = page_of(material_of(runs, found, past, store))
-    rows = run_rows(list(zip(runs, found, strict=True)), pages.wide)
+    page = page_of(material_of(runs, verdicts, past, store))
+    rows = run_rows(list(zip(runs, verdicts, strict=True)), pages.wide)
     return _written(page, rows, folder_of(runs, store), pages)
 
 
@@ -131,7 +125,7 @@ def _written(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
 
 
 def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
-    """Each chart under its id on the page."""
+    """Each chart's file is named like its id on the page."""
     from fp8bench.report.page.drawing.pictures import picture
 
     charts = charts_of(page)
@@ -144,16 +138,16 @@ def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
 
 def _index_of(reports: Path) -> Page:
     dated = sorted(((began(path.parent.name), path) for path in reports.glob(f"*/{PAGE}")), reverse=True)
-    found = []
+    listed = []
     for when, path in dated[:MOST_REPORTS]:
         with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
             if (card := read_card(file.read(CARD_BYTES))) is not None:
-                found.append(ListedReport(card, path.parent.name, when))
-    return index_page(found, len(dated) - len(found))
+                listed.append(ListedReport(card, path.parent.name, when))
+    return index_page(listed, len(dated) - len(listed))
 
 
 def why_not_shown(page: Path) -> str:
-    """Show a page in the user's browser; where there is none, say so with the page's address."""
+    """Shows a page in the user's browser; returns its address in a sentence if no browser opens."""
     address = Path(os.path.realpath(page)).as_uri()
     try:
         shown = webbrowser.open(address)
@@ -162,8 +156,7 @@ def why_not_shown(page: Path) -> str:
     return "" if shown else f"no browser could be opened. The report is at {address}"
 
 
-def typed_from_here(page: Path) -> str:
-    """A path as short as it can be typed from here."""
+def short_path(page: Path) -> str:
     try:
         return str(page.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -173,18 +166,18 @@ def typed_from_here(page: Path) -> str:
 def place_of_report(run: Run) -> str:
     store = store_of(Path(run.path)) if run.path else None
     page = folder_of([run], store) / PAGE if store is not None else None
-    return typed_from_here(page) if page is not None and page.is_file() else ""
+    return short_path(page) if page is not None and page.is_file() else ""
 
 
 def folder_of(runs: Sequence[Run], store: Path) -> Path:
-    """The folder of a report in the store: called as the run's file, or as the ids of several."""
+    """The folder of a report in the store, named like the run's file, or by the ids of several."""
     stems = [Path(run.path).stem or run.id for run in runs]
     name = stems[0] if len(stems) == 1 else "+".join(run.id or stem for run, stem in zip(runs, stems, strict=True))
     return store / "reports" / (name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{len(runs)}-runs")
 
 
 def _within(path: str, store: Path) -> str:
-    """A run's file as it lies in its store: where the store lies is none of the report's business."""
+    """A run's file relative to the store: where the store lies does not belong into a report."""
     try:
         return str(Path(store.name or ".") / Path(path).resolve().relative_to(store.resolve())) if path else ""
     except ValueError:
@@ -192,7 +185,7 @@ def _within(path: str, store: Path) -> str:
 
 
 def _write(path: Path, text: str | bytes) -> None:
-    """In one step: a browser may be reading the one before."""
+    """Replaces the file in one step: a browser may be reading the old one."""
     with keeping(f"the report {path}"):
         write_whole(path, text)
 
@@ -201,10 +194,9 @@ MOST_COMMITS = 100
 
 
 def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
-    """The series of the cases that the runs have, on the machines and under the interpreters they ran with.
+    """The history of the runs' cases, on their machines and interpreters; each series has its newest commits only.
 
-    A run whose numbers are no commit's (its files differed) stands at the end of its series all the same. A series has
-    its newest commits only; `fp8bench history show` has them all.
+    A run whose files differed from its commit stands at the end of its series.
     """
     tracked: list[TrackedRun] = []
     for run in runs:
@@ -242,7 +234,7 @@ def _series(trend: Trend, tracked: Sequence[TrackedRun]) -> PastSeries | None:
 
 
 def _figures(kept: Sequence[Figure]) -> Iterator[PastFigure]:
-    """In order; one without a date stands with the one before it."""
+    """In order; a figure without a date stands with the one before it."""
     order = 0.0
     for figure in kept:
         order = float(figure.date) if figure.date is not None else order
@@ -257,7 +249,7 @@ def _past(figure: Figure, when: str, order: float, unkept: bool = False) -> Past
 
 
 def _unkept(run: TrackedRun, trend: Trend, last: Figure | None) -> Iterator[PastFigure]:
-    """What a run came to whose commit's numbers these are not, as far as it compares with the last ones that are."""
+    """The figures of a run that do not count for its commit, if they compare with the last kept ones."""
     if not why_untracked(run.run) or not isinstance(run.run.environment.get("commit"), str):
         return
     own = trend.series.name, trend.cell, trend.series.version
@@ -271,7 +263,7 @@ def _unkept(run: TrackedRun, trend: Trend, last: Figure | None) -> Iterator[Past
 
 
 def _emulated(trend: Trend, tracked: Sequence[TrackedRun]) -> bool:
-    """Whether the runs at hand emulate the precision there: the history itself does not say."""
+    """Whether the runs at hand emulate the precision: the history itself does not say."""
     wanted = trend.series.workload, trend.cell[0]
     return any(
         record.support.level is Level.EMULATED and (record.case.workload, record.case.precision) == wanted

@@ -1,4 +1,4 @@
-"""The tapes of a suite's cases, now, and those that a stored run has of the same settings."""
+"""The tapes of a suite's cases, recorded now, and those in a stored run."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from fp8bench.plan.resolve import resolve
 
 
 def tapes_now(request: Request, store: Path, observer: JobObserver) -> list[Taped]:
-    """Of every case of a request: nothing is timed, and nothing kept."""
+    """Records a tape of every case of a request; times nothing, keeps nothing."""
     corpus = resolve(request, os.environ).corpus(store)
-    found: list[Taped] = []
+    taped: list[Taped] = []
     with worker_for(request, corpus) as worker, observer.counting() as tell:
         facts = worker.probe()
         known = {fact.key: fact for fact in facts}
         plan = make_plan(request, facts, corpus.identity if corpus else None)
         planned = [case for group in plan for case in group.cases]
         for case in planned:
-            tell(len(found), len(planned), "cases", case.case.id)
+            tell(len(taped), len(planned), "cases", case.case.id)
             if case.runs:
                 try:
                     limit = Limits(request.case_timeout).numbers(case.work)
-                    found.append(_taped(case, worker.within(limit).tape(case.case, known[case.case.device])))
+                    taped.append(_taped(case, worker.within(limit).tape(case.case, known[case.case.device])))
                 except WorkerError as error:
-                    found.append(_taped(case, None, str(error)))
+                    taped.append(_taped(case, None, str(error)))
                     worker.restart()
             else:
-                found.append(_taped(case, None, case.skip))
-    return found
+                taped.append(_taped(case, None, case.skip))
+    return taped
 
 
 def _taped(planned: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
@@ -44,7 +44,7 @@ def _taped(planned: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
 
 
 def tapes_of(run: Run, name: str = "") -> list[Taped]:
-    found = [
+    tapes = [
         Taped(
             record.case.setting, record.case.mode, record.tape,
             "" if record.tape is not None else record.reason or record.detail or "none was recorded",
@@ -52,16 +52,15 @@ def tapes_of(run: Run, name: str = "") -> list[Taped]:
         )
         for record in run.records
     ]  # fmt: skip
-    if not any(taped.tape for taped in found):
+    if not any(taped.tape for taped in tapes):
         raise UsageError(
-            f"the run {run.id} has no tape: it was measured before there were any, or with "
-            "FP8BENCH_TAPE=off. Measure it again, with --tape."
+            f"the run {run.id} has no tape, as with --quick or FP8BENCH_TAPE=off. Measure it again, with --tape."
         )
-    return found
+    return tapes
 
 
-def beside(now: Sequence[Taped], before: Sequence[Taped]) -> list[Taped]:
-    """Each tape with that of the same case of another run after it; those that only one of both has are left out."""
+def paired_tapes(now: Sequence[Taped], before: Sequence[Taped]) -> list[Taped]:
+    """Each tape followed by that of the same case in the other run; cases without a partner are left out."""
     known = {(taped.setting, taped.mode): taped for taped in before}
     both = [(taped, known[taped.setting, taped.mode]) for taped in now if (taped.setting, taped.mode) in known]
     if not both:

@@ -1,7 +1,7 @@
-"""What joins the GPUs of this machine, read and measured, as the file that `plan-parallel --topology` takes.
+"""What joins the GPUs of this machine, as the file that `plan-parallel --topology` takes.
 
-Links are what the driver and the system say; where the store has a measured all-reduce of all GPUs, its bus bandwidth
-takes the place of that. Rates of products are measured ceilings, else the vendor's, which no product reaches.
+Links are what the driver and the system say, unless the store has a measured all-reduce of all GPUs. Rates of products
+are measured ceilings, else the vendor's, which no product reaches.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fp8bench.store.runs.run_file import load_run
 
 # GB/s of a lane, one way, by PCIe's generation.
 _LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-# The driver tells the rate of signals, of which so much is data: 18 links of 26.562 GB/s are the 450 of an H100.
+# The driver gives the rate of signals; this share of it is data: 18 links of 26.562 GB/s are an H100's 450.
 _DATA = 16 / 17
-# Runs are looked through for a collective from the newest on.
+# How many runs are searched for a collective, from the newest on.
 _MOST_RUNS = 200
 _QUERY = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
-# Counters of a port that count what went wrong.
+# A port's counters of errors.
 _WRONG = ("symbol_error", "link_downed", "port_rcv_errors")
 INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
 class TopologyLine:
-    """One line of the file: a value None is one that nothing here says; `source` is where it comes from."""
+    """A line of the file, commented out if `value` is None; `source` says where the value comes from."""
 
     name: str
     value: float | None
@@ -51,15 +51,15 @@ class TopologyLine:
 
 
 def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> Iterator[str]:
-    """Writes the file, and says what it says. Raises UsageError where there is nothing to write, or a file already."""
+    """Writes the file and yields what is in it. Raises UsageError if it exists or there are no GPUs."""
     if path.exists():
         raise UsageError(f"--topology {path} exists already. Give another name, or remove it.")
     told = _asked(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
     gpus = [[field.strip() for field in line.split(",")] for line in told]
     if not gpus or any(len(fields) != len(_QUERY.split(",")) for fields in gpus):
-        raise UsageError(f"--topology: nvidia-smi tells of no GPUs: {' '.join(told)[:200]!r}")
+        raise UsageError(f"--topology: nvidia-smi lists no GPUs: {' '.join(told)[:200]!r}")
     if len(names := sorted({fields[0] for fields in gpus})) > 1:
-        raise UsageError(f"--topology: a plan is of one kind of GPU, and here are {', '.join(names)}.")
+        raise UsageError(f"--topology: a plan takes one kind of GPU, and this machine has {', '.join(names)}.")
     kinds = links_between(_asked("topo", "-m"))
     yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
     yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'nothing to join'}"
@@ -104,8 +104,8 @@ def _rate(precision: str, name: str, store: Path) -> TopologyLine:
     known = [
         ceilings.bound(Limit.PRODUCT, precision) for ceilings in history_of_ceilings(store) if ceilings.device == name
     ]
-    if found := next((value for value in reversed(known) if value), None):
-        return TopologyLine(precision, found / 1e12, "TFLOP/s", "measured ceiling")
+    if rate := next((value for value in reversed(known) if value), None):
+        return TopologyLine(precision, rate / 1e12, "TFLOP/s", "measured ceiling")
     sheet = datasheet_of(name)
     peak = sheet.peak(precision) if sheet is not None else None
     if sheet is None or peak is None:
@@ -129,18 +129,18 @@ def _asked(*words: str) -> list[str]:
 
 
 def links_between(matrix: list[str]) -> dict[str, int]:
-    """How often each kind of link joins two GPUs: 'NV18', 'PIX', 'SYS', as nvidia-smi's matrix has them."""
-    found: dict[str, int] = {}
+    """How often each kind of link joins two GPUs ('NV18', 'PIX', 'SYS'), from nvidia-smi's matrix."""
+    counts: dict[str, int] = {}
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix]
     of_gpus = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
     for number, row in enumerate(of_gpus):
         for kind in row[1 : len(of_gpus) + 1][number + 1 :]:
-            found[kind] = found.get(kind, 0) + 1
-    return found
+            counts[kind] = counts.get(kind, 0) + 1
+    return counts
 
 
 def signalled(status: list[str]) -> float:
-    """GB/s of signals on the links of the GPU that has fewest; links that are inactive have none."""
+    """GB/s of signals on the active links of the GPU that has fewest."""
     sums: list[float] = []
     for line in status:
         if line.startswith("GPU "):
@@ -158,8 +158,8 @@ def _pcie(generation: str, width: str) -> float | None:
 
 
 def adapters(folder: Path) -> list[tuple[str, float, dict[str, int]]]:
-    """Active ports: names, Gb/s, and the counters of what went wrong on them."""
-    found = []
+    """Active ports: name, Gb/s, and nonzero error counters."""
+    ports = []
     for port in sorted(folder.glob("*/ports/*")):
         try:
             rate = re.match(r"([\d.]+) Gb/sec", (port / "rate").read_text())
@@ -169,8 +169,8 @@ def adapters(folder: Path) -> list[tuple[str, float, dict[str, int]]]:
         if rate and active:
             counted = {name: _count(port / "counters" / name) for name in _WRONG}
             wrong = {name: count for name, count in counted.items() if count}
-            found.append((f"{port.parts[-3]} port {port.name}", float(rate[1]), wrong))
-    return found
+            ports.append((f"{port.parts[-3]} port {port.name}", float(rate[1]), wrong))
+    return ports
 
 
 def _count(file: Path) -> int:
@@ -181,7 +181,7 @@ def _count(file: Path) -> int:
 
 
 def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
-    """The best bus bandwidth of an all-reduce of all GPUs, in bytes a second, and its run; the newest that has one."""
+    """The best bus bandwidth (bytes/s) of an all-reduce of all GPUs, and its run, from the newest that has one."""
     for place, file in enumerate(newest_files(store)):
         if place >= _MOST_RUNS:
             break
@@ -189,9 +189,9 @@ def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
             run = load_run(file)
         except StoreError:  # of another version, or no run
             continue
-        found = [rate for record in run.records if (rate := _bus(record, gpus))]
-        if found:
-            return max(found), run.id
+        rates = [rate for record in run.records if (rate := _bus(record, gpus))]
+        if rates:
+            return max(rates), run.id
     return None
 
 

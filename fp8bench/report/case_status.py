@@ -1,6 +1,6 @@
-"""How a case stands to its reference, and whether that may be read as a fact: one place that all reports ask.
+"""How a case compares with its reference, and whether that may be stated as a fact: all reports ask here.
 
-Speed is the inverse of the time ratio: 2x is twice as fast. An emulated case has none, whatever is known of it.
+Speed is the inverse of the time ratio: 2x is twice as fast. An emulated case has no speed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from fp8bench import units
 from fp8bench.model import Interval, Label, Level, Status, Verdict
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import Result
-from fp8bench.report.words.labels import LABELS
+from fp8bench.report.words.legend import LABELS
 
 
 class Standing(StrEnum):
-    """What became of a case. Only FASTER, SLOWER and SAME are facts; DOUBTED is one of them under a label."""
+    """What became of a case. Only FASTER, SLOWER and SAME are facts; DOUBTED is one of these under a label."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -31,7 +31,7 @@ class Standing(StrEnum):
     FAILED = "failed"
 
 
-# Whose reasons are sentences, the same for many cases: they have a place of their own.
+# Labels whose reasons are long and the same for many cases: they are told elsewhere.
 _LONG = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
 FACTS = {Verdict.FASTER: Standing.FASTER, Verdict.SLOWER: Standing.SLOWER, Verdict.SAME: Standing.SAME}
 _TONES = {
@@ -48,12 +48,12 @@ def emulated(result: Result) -> bool:
 
 
 def cost_tone(result: Result) -> Tone:
-    """Of a figure that is what emulating costs, and says nothing of the precision."""
+    """Grey for figures of emulated cases, which are the cost of emulation."""
     return Tone.DOUBT if emulated(result) else Tone.PLAIN
 
 
 def standing(result: Result) -> Standing:
-    """What may be said of a case, the gravest first."""
+    """The gravest thing that may be said of a case."""
     if result.record.status is not Status.OK:
         return Standing.FAILED if result.record.status is Status.FAILED else Standing.SKIPPED
     if emulated(result):
@@ -69,19 +69,19 @@ def standing(result: Result) -> Standing:
 
 
 def tone_of(result: Result) -> Tone:
-    """Good and bad only without doubt; a failure is bad whatever was measured."""
+    """Good and bad only without doubt; a failure is always bad."""
     return _TONES.get(standing(result), Tone.DOUBT)
 
 
 def speed_up(result: Result) -> Interval | None:
-    """How many times as fast as its reference a case is, with the interval; None where nothing says so."""
+    """How many times as fast as its reference a case is, with the interval; None if it has no speed."""
     if standing(result) not in (Standing.FASTER, Standing.SLOWER, Standing.SAME, Standing.DOUBTED, Standing.UNSURE):
         return None
     return inverse(result.finding.ratio if result.finding else None)
 
 
 def inverse(ratio: Interval | None) -> Interval | None:
-    """The speed that goes with a ratio of times, if that is one."""
+    """The speed for a ratio of times; None if it is no positive number."""
     return ratio.inverse if ratio is not None and 0 < ratio.point < math.inf else None
 
 
@@ -90,12 +90,12 @@ def show_speed_up(result: Result) -> str:
 
 
 def show_speed(speed: Interval | None) -> str:
-    """'1.62x [1.60, 1.64]'; '' where there is none."""
+    """'1.62x [1.60, 1.64]'; '' for None."""
     return f"{units.speed_up(speed.point)} {bounds(speed)}" if speed else ""
 
 
 def bounds(speed: Interval) -> str:
-    """'[1.60, 1.64]', '(1.5 to 1.7)' where it is the range of few rounds, or that there is no interval."""
+    """'[1.60, 1.64]', '(1.5 to 1.7)' for the range of few rounds, or '[no interval]'."""
     if math.isinf(speed.half_width) or not math.isfinite(speed.low):
         return "[no interval]"
     low, high = units.significant(speed.low), units.significant(speed.high)
@@ -103,7 +103,7 @@ def bounds(speed: Interval) -> str:
 
 
 def what_intervals_hold(results: Iterable[Result]) -> str:
-    """'99% of these rounds', '99% of reruns, by 12 earlier runs, hull of 3 sessions'; '' where there is no interval."""
+    """'99% of these rounds', '99% of reruns, by 12 earlier runs, hull of 3 sessions'; '' without intervals."""
     told = [result.record for result in results if (speed := speed_up(result)) is not None and speed.level]
     runs = [record.reruns.runs for record in told if record.reruns is not None]
     words = [f"99% of reruns, by {_range(runs)} earlier runs"] if runs else []
@@ -117,15 +117,15 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def status_words(result: Result) -> str:
-    """What became of a case, in a word or two: 'perhaps faster', 'FAILED', 'emulated'; '-' without a verdict."""
-    found = standing(result)
-    if found is Standing.FAILED:
+    """What became of a case: 'perhaps faster', 'FAILED', 'emulated'; '-' without a verdict."""
+    status = standing(result)
+    if status is Standing.FAILED:
         return "FAILED"
-    if found is Standing.SKIPPED:
+    if status is Standing.SKIPPED:
         refused = result.record.support.level is Level.REFUSED
-        return Level.REFUSED.value if refused else found.value
-    if found is Standing.EMULATED:  # whatever else is known of it: the time of an emulation is no speed
-        return f"{Verdict.REFERENCE}, emulated" if result.record.is_reference else found.value
+        return Level.REFUSED.value if refused else status.value
+    if status is Standing.EMULATED:
+        return f"{Verdict.REFERENCE}, emulated" if result.record.is_reference else status.value
     if result.finding is None or result.finding.verdict is Verdict.NONE:
         return units.NONE
     return result.finding.verdict_words
@@ -143,7 +143,7 @@ def meaning(label: Label, result: Result) -> str:
 
 
 def named_labels(result: Result) -> tuple[str, ...]:
-    """'noisy', 'throttled (hw-thermal, sw-thermal)': as short as a table wants them."""
+    """Labels with their short reasons: 'noisy', 'throttled (hw-thermal, sw-thermal)'."""
     return tuple(
         f"{label} ({reason})" if label not in _LONG and (reason := result.reason(label)) else label.value
         for label in result.labels

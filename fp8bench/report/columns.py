@@ -1,6 +1,6 @@
-"""A table is a list of columns over items: what a column is called, and what of an item stands in it.
+"""A table is a list of columns over items: each has a heading and says what of an item stands in it.
 
-Figures have columns in tables of cases because their specs say so, and tables of nothing else.
+Figures get columns in the tables that their specs name.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from fp8bench.report.elements import Column, Field, Table, Tone
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
 
 T = TypeVar("T")
-# A number is shown by the column's unit or its own `show`, and sorts as what it is; None is a dash.
+# A number is shown by the column's `show` or unit, and sorts by its value; None is a dash.
 Content = Field | str | float | None
 Member = tuple[ResultGroup, Result]
-# Those that have other columns, too.
+# Tables that have other columns, too.
 TABLES = ("cases", "sustained", "energy", "capacity")
 
 
 @dataclass(frozen=True)
 class Col(Generic[T]):
-    """`of` gives what stands in a row's field, `tone` how it is meant; without `when` the column is left out."""
+    """`of` gives an item's content of the field, `tone` how it is meant; the column is left out unless `when`."""
 
     heading: str
     of: Callable[[T], Content]
@@ -59,7 +59,7 @@ def table(
     name: str, caption: str, cols: Sequence[Col[T]], items: Iterable[T], *, main: bool = False, folded: bool = False,
     kept: Collection[str] | None = None,
 ) -> Table:  # fmt: skip
-    """A row for each item; of columns that are not `kept`, if that is given, those in which any row says something."""
+    """A row for each item. With `kept`, other columns are left out if all their fields are empty or dashes."""
     items = list(items)
     shown = [(col.column, [col.field(item) for item in items]) for col in cols if col.when]
     if kept is not None:
@@ -71,12 +71,12 @@ def table(
 
 
 def case_cols(heading: str = "group") -> tuple[Col[Any], Col[Any]]:
-    """Of rows that begin with a group and its result."""
+    """The columns group and case, for rows that begin with a group and its result."""
     return Col(heading, lambda row: row[0].place, shared=True), Col("case", lambda row: row[1].mode)
 
 
 def with_figures(table: Table, members: Iterable[Member]) -> Table:
-    """The table of some cases, a row each, and in it the figures whose specs name it, as far as any case has them."""
+    """Adds to a table of these cases, a row each, the figures whose specs name it, if any case has them."""
     wanted = in_table(table.name)
     figures = [Figures(*member) for member in members] if wanted else []
     known = [spec for spec in wanted if any(figure[spec].value is not None for figure in figures)]

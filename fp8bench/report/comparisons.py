@@ -1,4 +1,4 @@
-"""A comparison of two sides: its words, as a page, and for programs."""
+"""A comparison of two sides: as a page, and for programs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Items, Page, Part, Text, Tone
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.labels import explained
+from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import many
 
 TONES = {Direction.BETTER: Tone.GOOD, Direction.WORSE: Tone.BAD, Direction.UNSURE: Tone.DOUBT}
 TIMES = frozenset({"time", "relative_time"})
 _MOST_CASES = 20
-# Of these the operators are named.
 _HOW_CHANGE = (
     "change: from A to B, of the figure itself; less is better everywhere; [low, high]: "
     f"{units.percent(FINAL_LEVEL, 0)} interval, with the spread between runs in it"
@@ -50,7 +49,7 @@ def value(comparison: Comparison, number: float | None) -> str:
 
 
 def signed(interval: Interval | None) -> str:
-    """'+4.3% [+2.1%, +6.6%]', of the figure itself; without the interval where it is a point."""
+    """'+4.3% [+2.1%, +6.6%]', the change of the figure; without the interval if that is a point."""
     if interval is None:
         return units.NONE
     if interval.low == interval.high:
@@ -68,7 +67,7 @@ def direction(comparison: Comparison) -> str:
 
 
 def setting_of(case: str) -> tuple[str, str]:
-    """What a case shares with its neighbours, and its own part: 'gemm[m=512]@cpu' and 'bf16'."""
+    """What a case shares with its neighbours, and its mode: 'gemm[m=512]@cpu' and 'bf16'."""
     setting, _, mode = case.rpartition("/")
     return setting, mode
 
@@ -89,18 +88,18 @@ def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
 
 
 def page_of(compared: Compared, everything: bool = False) -> Page:
-    found = compared.comparisons
+    comparisons = compared.comparisons
     shown = [
         comparison
-        for comparison in found
+        for comparison in comparisons
         if everything or comparison.metric in TIMES or comparison.direction is not Direction.SAME
     ]
-    hidden = len(found) - len(shown)
+    hidden = len(comparisons) - len(shown)
     left_out = f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
-    counts = Text(counted(found) + left_out * bool(hidden), Tone.STRONG)
+    counts = Text(counted(comparisons) + left_out * bool(hidden), Tone.STRONG)
     cases: list[Element] = [counts, *(_table(shown) if shown else ())]
     unsure = Counter(
-        comparison.why for comparison in found if comparison.direction is Direction.UNSURE and comparison.why
+        comparison.why for comparison in comparisons if comparison.direction is Direction.UNSURE and comparison.why
     )
     whys = tuple(f"{why} ({count})" for why, count in unsure.items())
     parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(cases))]
@@ -108,8 +107,10 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
     for title, words in lists.items():
         more = [f"and {len(words) - _MOST_CASES} more"] if len(words) > _MOST_CASES else []
         parts += list_of(title.replace(" ", "-"), title, [*words[:_MOST_CASES], *more])
-    timed = any(comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in found)
-    legend = [*((_HOW_CHANGE, _HOW_TIME, _HOW_VERDICT) if timed else ()), *label_legend(found)]
+    timed = any(
+        comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in comparisons
+    )
+    legend = [*((_HOW_CHANGE, _HOW_TIME, _HOW_VERDICT) if timed else ()), *label_legend(comparisons)]
     facts = (("A", side_words(compared.before)), ("B", side_words(compared.after)))
     return Page("B against A", "", tuple(parts), legend, facts)
 
@@ -142,7 +143,7 @@ def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
 
 
 def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
-    """A row a figure; the labels that all times have are said once, and what has no numbers says why below."""
+    """A row for each figure; labels that all times have are said once."""
     labels = [comparison.labels for comparison in shown if comparison.metric in TIMES and comparison.ratio is not None]
     shared = tuple(label for label in (labels[0] if labels else ()) if all(label in own for own in labels))
     if shared:

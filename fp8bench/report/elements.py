@@ -1,7 +1,7 @@
-"""What a page is made of: values that say what is to be seen, and nothing of how.
+"""What a page is made of: values that say what is shown, and nothing of how.
 
-A section builds elements; a renderer turns them into HTML or Markdown. Every chart carries its numbers, so that each
-renderer, and each reader, can have them as a table.
+A section builds elements; a renderer turns them into HTML, Markdown or text. Every chart carries its numbers, so that
+renderers and readers can have them as a table.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from enum import StrEnum
 
 
 def printable(text: str) -> str:
-    """A text on one line with a blank for whatever is no letter and no sign.
+    """The text on one line, with blanks for what is no letter or sign.
 
-    Those are control characters and what a terminal obeys, marks that turn the order of letters round, halves of
-    surrogate pairs. Names, errors and files are others' words, and only say something.
+    That is control characters, marks that reverse the order of letters, and halves of surrogate pairs: names, errors
+    and files come from others, and must not control a terminal.
     """
     return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 class Tone(StrEnum):
-    """How something is meant; never told by colour alone. DOUBT is grey: labelled, emulated, not to be trusted."""
+    """How something is meant; never told by colour alone. DOUBT is grey: labelled or emulated."""
 
     PLAIN = "plain"
     GOOD = "good"
@@ -47,14 +47,14 @@ class Items:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and what they are."""
+    """Names and values."""
 
     pairs: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The answer at a glance: a row for each precision, and for each question a word; its hint is seen below it."""
+    """The answer at a glance: for each precision a word to each question, with its hint below."""
 
     questions: tuple[str, ...]
     rows: tuple[tuple[str, tuple[Field, ...]], ...]
@@ -69,10 +69,10 @@ class Code:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. Numbers stand right, and sort as numbers; `hint` says what the column is.
+    """A column of a table. Numbers are aligned right and sort by value; `hint` says what the column is.
 
-    `unit` is what the values of its fields are counted in ('s', 'B', 'x'), for who gets them without their texts.
-    A terminal says what is `shared` once above the rows that share it, and what stands `below` under its row.
+    `unit` ('s', 'B', 'x') is that of its fields' values, for who gets these without their texts. A terminal prints what
+    is `shared` once above the rows that share it, and what is `below` under its row.
     """
 
     title: str
@@ -85,10 +85,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a table: what is shown, what it sorts by where that differs, and more words for who asks.
+    """A field of a table: its text, the value it sorts by if that differs, and a hint.
 
-    A page draws a `trend`, oldest first, behind the text, a ratio's `interval` below it, and makes the text a `link` to
-    a file beside it.
+    A page draws a `trend`, oldest first, behind the text and a ratio's `interval` below it, and makes the text a `link`
+    to a file beside the page.
     """
 
     text: str
@@ -102,9 +102,9 @@ class Field:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns. `name` is a word for links and files; one that is `main` can be filtered and sorted.
+    """Rows under columns. `name` is used in links and files; a `main` table can be filtered and sorted.
 
-    A `folded` one is for who asks: only its caption is seen at first.
+    Of a `folded` table only the caption is shown at first.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Mark:
-    """One value of a chart with its interval, and the words that show on hovering.
+    """One value of a chart, with its interval and a hint for hovering.
 
     `flag` is what happened there: a chart of lines writes it beside the mark.
     """
@@ -133,7 +133,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """An axis: what it shows, and the unit of its ticks ('s', 'B', 'J', 'x'; '' for plain numbers)."""
+    """What an axis shows, and the unit of its ticks ('s', 'B', 'J', 'x'; '' for plain numbers)."""
 
     title: str
     unit: str = ""
@@ -144,8 +144,7 @@ class ChartAxis:
 class Chart:
     """What all charts have: a name for links and ids, a title, and a description that replaces seeing it.
 
-    A `folded` one is for who asks, as a table is. `order` are series that a page has in several charts: they look
-    alike in all of them.
+    `order` are series that several charts of a page have: they look alike in all of them.
     """
 
     name: str
@@ -157,8 +156,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bars(Chart):
-    """Horizontal bars with intervals, from `start` (1 for ratios), which is no place on a logarithmic axis of
-    errors: they are dots; groups have a heading each."""
+    """Horizontal bars with intervals from `start` (1 for ratios), in groups with headings.
+
+    A logarithmic axis of errors has no place for a start: they are dots.
+    """
 
     axis: ChartAxis
     groups: tuple[tuple[str, tuple[Mark, ...]], ...]
@@ -167,7 +168,7 @@ class Bars(Chart):
 
 @dataclass(frozen=True)
 class Waterfall(Chart):
-    """How one whole becomes another: what each change adds, or takes where it is below zero."""
+    """How one whole becomes another: what each change adds, or takes away if it is negative."""
 
     axis: ChartAxis
     before: tuple[str, float]
@@ -177,9 +178,9 @@ class Waterfall(Chart):
 
 @dataclass(frozen=True)
 class ChartPoint:
-    """One point of a scatter chart; without x it stands in a margin of its own. `series` chooses shape and colour.
+    """A point of a scatter chart; without x it stands in a margin. `series` chooses shape and colour.
 
-    Of a series that is joined each `strand` is a line of its own. `low` and `high` are the interval of y.
+    In a joined series each `strand` is a line of its own. `low` and `high` are the interval of y.
     """
 
     series: str
@@ -195,7 +196,7 @@ class ChartPoint:
 
 @dataclass(frozen=True)
 class Scatter(Chart):
-    """Points over two axes; `margin` says what those without x have in common, `joined` are series that are lines."""
+    """Points over two axes; `margin` names what those without x have in common, `joined` are series with lines."""
 
     x: ChartAxis
     y: ChartAxis
@@ -206,7 +207,7 @@ class Scatter(Chart):
 
 @dataclass(frozen=True)
 class Stacks(Chart):
-    """Horizontal bars of parts that sum to a whole: `rows` give each part's value in the order of `parts`."""
+    """Horizontal bars of parts that sum to a whole; `rows` have each part's value in the order of `parts`."""
 
     axis: ChartAxis
     parts: tuple[str, ...]
@@ -219,8 +220,10 @@ class Stacks(Chart):
 
 @dataclass(frozen=True)
 class Heat(Chart):
-    """A figure for rows and columns; None where there is none. Ratios on either side of 1 differ in colour; of others
-    more is stronger, each shade as often."""
+    """A figure for each row and column, None if there is none.
+
+    Ratios above and below 1 differ in colour; for other figures more is stronger, and each shade is used equally often.
+    """
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -231,10 +234,10 @@ class Heat(Chart):
 
 @dataclass(frozen=True)
 class Lines(Chart):
-    """Series over one row of places (runs, commits): a mark for each place or None.
+    """Series over one row of places (runs, commits): for each place a mark or None.
 
-    The axis is that of the places from `settled` on. Where those before it do not fit there, an inset has them.
-    `levels` are lines across, with their words, where the axis reaches so far.
+    The axis fits the places from `settled` on; earlier ones that do not fit there have an inset. `levels` are labelled
+    lines across, drawn where the axis reaches them.
     """
 
     places: tuple[str, ...]
@@ -249,8 +252,11 @@ SparkLines = tuple[tuple[float | None, ...], ...]
 
 @dataclass(frozen=True)
 class Sparks(Chart):
-    """A small chart for each row and column, of the same few series over the same places: each line in octaves around
-    its own middle, all of them on one scale. `rows` have a cell a column, a line a series, a value a place."""
+    """A small chart for each row and column, with the same few series over the same places.
+
+    Each line is drawn in octaves around its own median, all on one scale. `rows` have a cell for each column, with a
+    line for each series and a value for each place.
+    """
 
     places: tuple[str, ...]
     columns: tuple[str, ...]
@@ -266,7 +272,7 @@ class Strips(Chart):
     rows: tuple[tuple[str, tuple[float, ...], Tone], ...]
 
 
-# What a chart can be as a file of its own.
+# The file formats of charts.
 PICTURE_FORMATS = ("png", "svg", "pdf")
 
 AnyChart = Bars | Scatter | Stacks | Heat | Lines | Sparks | Strips | Waterfall
@@ -275,7 +281,7 @@ Element = Text | Items | Facts | Code | Table | Verdicts | AnyChart
 
 @dataclass(frozen=True)
 class Part:
-    """A section as it was built: an anchor, a heading, and its elements. `lead` stands under the heading."""
+    """A section as it was built: an anchor, a heading, elements, and a `lead` under the heading."""
 
     name: str
     title: str
@@ -285,10 +291,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report. `facts` are the few that stand in one line under the title.
+    """A whole report. `facts` stand in one line under the title.
 
-    `kind` is what it is of, `command` what measured that: who lists reports says it. A browser asks every `refresh`
-    seconds for one that will be written again.
+    `kind` is what it reports on and `command` what measured it, for lists of reports. A browser reloads it every
+    `refresh` seconds if it will be written again.
     """
 
     title: str

@@ -1,6 +1,4 @@
-"""What reports say of energy, wherever they say it: figures of results, names of sources, sentences, and why there
-is none.
-"""
+"""What reports say of energy: figures of results, names of sources, sentences, and why there is none."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from fp8bench.report.elements import Text, Tone
 from fp8bench.report.panels import Panel, Result, ResultGroup, together
 from fp8bench.report.words.naming import common_tone, many
 
-# What each source is; docs/energy.md has the rest.
+# docs/energy.md explains the sources.
 SOURCES = {
     "counter": "the driver's energy counter",
     "rapl": "the CPU's energy counters (RAPL)",
@@ -46,26 +44,26 @@ def phases_of(result: Result) -> PhaseEnergies | None:
 
 
 def validity_of(result: Result) -> str:
-    """'certified', or the reason why its energy is not; '-' where it has none."""
-    found = energy_validity(result.record)
-    return units.NONE if found is None else found.value
+    """'certified', or why its energy is not; '-' without energy."""
+    validity = energy_validity(result.record)
+    return units.NONE if validity is None else validity.value
 
 
 def power_limits_of(result: Result) -> str:
-    """'650 W'; several where it was changed within the run, '' where nobody tells."""
+    """'650 W'; several if it was changed within the run, '' if unknown."""
     limits = result.record.energy.power_limits if result.record.energy else ()
     return ", ".join(units.count(watts, "W") for watts in limits)
 
 
 def ratio_against(result: Result, reference: Result | None) -> EnergyRatio | None:
-    """Its energy over that of its reference; in doubt where a label of either says so."""
+    """Its energy over that of its reference, in doubt under a label of either; None for the reference."""
     if reference is None or reference is result:
         return None
     return energy_ratio(result.record, reference.record, (*result.labels, *reference.labels))
 
 
 def sources_of(results: Iterable[Result]) -> list[str]:
-    return list(dict.fromkeys(found.source for result in results if (found := figures_of(result)) is not None))
+    return list(dict.fromkeys(figures.source for result in results if (figures := figures_of(result)) is not None))
 
 
 def named_source(source: str) -> str:
@@ -73,15 +71,15 @@ def named_source(source: str) -> str:
 
 
 def show_ratio(ratio: EnergyRatio) -> str:
-    """'0.613x [0.607, 0.619]', three digits as of a time."""
+    """'0.613x [0.607, 0.619]', three digits like times."""
     low, high = (units.ratio(value).removesuffix("x") for value in (ratio.low, ratio.high))
     return f"{units.ratio(ratio.point)} [{low}, {high}]"
 
 
 def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
-    """What is missing of the energy of a group's cases, and why: modes, and words that are true of all of them.
+    """What is missing of a group's energies, and why: modes, and the words that hold for all of them.
 
-    Also that steps took another time in the windows than in slots: no energy of those slots is known then.
+    Also if steps took another time in the energy windows than in slots, whose energy is then unknown.
     """
     return _by_doubt(
         (result, words)
@@ -99,71 +97,71 @@ def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
     return [*missing_within(group), *_by_doubt(unclear)]
 
 
-def _by_doubt(found: Iterable[tuple[Result, str]]) -> list[tuple[str, str]]:
-    modes = together((words, result.mode) for result, words in found)
+def _by_doubt(doubts: Iterable[tuple[Result, str]]) -> list[tuple[str, str]]:
+    modes = together((words, result.mode) for result, words in doubts)
     return [(", ".join(names), words) for words, names in modes.items()]
 
 
 def _missing(result: Result) -> Iterator[str]:
-    """What the label has to say says it all, where it was given; that a device can tell none is said of the run."""
-    found, unresolved = figures_of(result), result.reason(Label.ENERGY_UNRESOLVED)
+    """Nothing if the device cannot measure energy at all: that is said of the run."""
+    figures, unresolved = figures_of(result), result.reason(Label.ENERGY_UNRESOLVED)
     use = result.record.energy if result.record.status is Status.OK else None
     if unresolved:
-        yield f"{Label.ENERGY_UNRESOLVED if found else 'no energy'}: {unresolved}"
-    elif found is None and use is not None and use.source != NO_SOURCE:
+        yield f"{Label.ENERGY_UNRESOLVED if figures else 'no energy'}: {unresolved}"
+    elif figures is None and use is not None and use.source != NO_SOURCE:
         yield f"no energy: {why_no_energy(result.record)}"
-    if found is None or use is None:
+    if figures is None or use is None:
         return
     validity = energy_validity(result.record)
     if validity not in (None, EnergyValidity.CERTIFIED) and not unresolved:
         yield f"its energy is not certified: {validity}"
-    if found.net_why:
-        yield f"no net energy: {found.net_why}"
-    if use.why and not unresolved and use.why != found.net_why:
-        yield f"energy of {many(len(found.windows), 'window')} only: {use.why}"
+    if figures.net_why:
+        yield f"no net energy: {figures.net_why}"
+    if use.why and not unresolved and use.why != figures.net_why:
+        yield f"energy of {many(len(figures.windows), 'window')} only: {use.why}"
 
 
 def _at_another_pace(result: Result) -> Iterator[str]:
-    found, finding = figures_of(result), result.finding
-    if found is None or finding is None or emulated(result) or result.record.sustained:  # a table has it then
+    figures, finding = figures_of(result), result.finding
+    if figures is None or finding is None or emulated(result) or result.record.sustained:  # which has a table
         return
-    if (pace := other_pace(found, finding)) is not None:
-        took, slots = units.seconds(found.seconds.middle), units.seconds(found.seconds.middle / pace)
+    if (pace := other_pace(figures, finding)) is not None:
+        took, slots = units.seconds(figures.seconds.middle), units.seconds(figures.seconds.middle / pace)
         yield f"a step took {took} ({units.change(pace)}) in the seconds of its energy windows, and {slots} in slots"
 
 
 def _of_phases(result: Result) -> Iterator[str]:
-    found, figures = phases_of(result), figures_of(result)
-    asked = result.record.energy is not None and bool(result.record.energy.phases)
-    if found is None or figures is None or not asked:
+    phases, figures = phases_of(result), figures_of(result)
+    are_measured = result.record.energy is not None and bool(result.record.energy.phases)
+    if phases is None or figures is None or not are_measured:
         return
-    left = found.residual
+    left = phases.residual
     if left is not None:
         ends = f"[{units.joules(left.low)}, {units.joules(left.high)}]"
         told = f"{units.joules(left.middle)} {ends} of a step's {units.joules(figures.gross.middle)}"
-        yield f"energy of phases: they leave over {told}, and {units.seconds(found.residual_seconds)} of its time"
-    if found.void:
-        yield f"energy of phases is void: {found.void}"
+        yield f"energy of phases: they leave over {told}, and {units.seconds(phases.residual_seconds)} of its time"
+    if phases.void:
+        yield f"energy of phases is void: {phases.void}"
         return
-    for phase in found.phases:
+    for phase in phases.phases:
         if phase.why and phase.phase != UNATTRIBUTED:
             yield f"energy of {phase.phase} is an estimate: {phase.why}"
 
 
 def absences(run: Run) -> list[str]:
-    """'energy: not measured on cpu: <why>' for every device of which nobody can tell it; none where nobody asked."""
-    found = together(
+    """'energy: not measured on cpu: <why>' for each device that has no source of energy."""
+    by_device = together(
         (record.case.device, (record.energy.source, why_no_energy(record))) for record in run.records if record.energy
     )
     return [
         f"energy: not measured on {device}: {'; '.join(dict.fromkeys(why for _, why in known))}"
-        for device, known in found.items()
+        for device, known in by_device.items()
         if {source for source, _ in known} == {NO_SOURCE}
     ]
 
 
 def energy_clause(pairs: Sequence[tuple[Result, Result | None]]) -> str:
-    """'; it takes 0.613x of the energy', for the end of a sentence on speed; '' where no case is clear.
+    """'; it takes 0.613x of the energy', for the end of a sentence on speed; '' if no case is clear.
 
     Each pair is a case and its reference.
     """
@@ -181,22 +179,22 @@ def energy_sentences(panel: Panel) -> list[Text]:
 
 
 def _of_mode(panel: Panel, mode: str) -> Iterator[Text]:
-    found = [
+    cases = [
         (group, result, ratio)
         for group, result in panel.members
         if result.mode == mode and (ratio := ratio_against(result, group.lead)) is not None
     ]
-    if len(found) > 1:  # 'bf16 takes 0.55x to 0.61x of fp32's energy in 4 cases: less in 3, not clear in 1'
-        ratios = [ratio for _, _, ratio in found]
+    if len(cases) > 1:  # 'bf16 takes 0.55x to 0.61x of fp32's energy in 4 cases: less in 3, not clear in 1'
+        ratios = [ratio for _, _, ratio in cases]
         counts = {words: sum(ratio.demand is demand for ratio in ratios) for demand, words in _DEMANDED.items()}
         told = ", ".join(f"{words} in {number}" for words, number in counts.items() if number)
         points = units.span((ratio.point for ratio in ratios), units.ratio)
         words = f"{mode} takes {points} of {panel.reference}'s energy in {len(ratios)} cases: {told}"
         yield Text(words, common_tone(DEMANDS[ratio.demand] for ratio in ratios))
-    elif found:
-        group, one, ratio = found[0]
-        yield Text(_single(panel, group, one, ratio), DEMANDS[ratio.demand])
-    else:  # compared with nothing: an emulation; or the reference, where it is alone
+    elif cases:
+        group, alone, ratio = cases[0]
+        yield Text(_single(panel, group, alone, ratio), DEMANDS[ratio.demand])
+    else:  # an emulation, or the reference alone
         known = [(result, figures) for result in panel.results if (figures := figures_of(result)) is not None]
         shown = units.span((figures.gross.middle for result, figures in known if result.mode == mode), units.joules)
         if any(emulated(result) for result, _ in known if result.mode == mode):

@@ -1,4 +1,4 @@
-"""A run in a notebook: its tables as pandas frames, short names of its cases, a table, a chart."""
+"""A run in a notebook: tables as pandas frames, short names of cases, a table, a chart."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SAMPLE_COLUMNS = ("case", "mode", "arm", "round", "call", "block", "phase", "nanoseconds")
-# The case, the reference's second entry, and the reference itself where the case sat with it apart.
+# The case, the reference's second entry, and the reference itself if the case was measured apart with it.
 _ARMS = ("case", "control", "reference")
-# Words that stand in every row: categories take a byte or two a row, and text fifty.
+# Categories take a byte or two a row, text fifty.
 _REPEATED = ("case", "mode", "arm", "phase")
 STATISTICS_COLUMNS = ("case", "kind", "role", "values", "amax", "format", "share_above", "share_vanishing")
 ENERGY_COLUMNS = (
@@ -47,13 +47,13 @@ _HELD = (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME, Verdict.UNSURE)
 
 @dataclass(frozen=True)
 class RunFrames:
-    """A run and its tables, each made when it is first asked for; docs/outputs.md says what their columns hold."""
+    """A run and its tables, each made when first asked for; docs/outputs.md describes their columns."""
 
     run: Run
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """The tidy rows: just what reading the run's CSV gives."""
+        """The tidy rows, just as reading the run's CSV gives them."""
         import pandas as pd
 
         return pd.read_csv(io.StringIO(csv_text(*run_rows([(self.run, findings(self.run))]))), low_memory=False)
@@ -73,7 +73,7 @@ class RunFrames:
 
     @frame
     def statistics(self) -> Rows:
-        """What the data of each group are made of before any scaling: a row for each kind, role and format."""
+        """What each group's data are before scaling: a row for each kind, role and format."""
         return STATISTICS_COLUMNS, [
             (record.case.id, statistic.kind, statistic.role, statistic.count, statistic.amax, *outside)
             for record in self.run.records
@@ -88,7 +88,7 @@ class RunFrames:
 
     @frame
     def energy(self) -> Rows:
-        """Every energy window, of steps and of phases, with the idle power before and after the windows of its case."""
+        """Every energy window of steps and phases, with the idle power around its case's windows."""
         return ENERGY_COLUMNS, [
             (
                 record.case.id, record.case.mode, use.source, number, window.steps, window.seconds, window.joules,
@@ -123,7 +123,7 @@ def _samples(record: Record, arm: str, timing: Timing) -> pd.DataFrame:
 
 
 def short_names(cases: Sequence[Case]) -> dict[str, str]:
-    """Ids by names that tell cases apart and no more: the mode, and the suite, parameters and device that differ."""
+    """Ids by the shortest names that tell cases apart: the mode, and what else differs."""
     shared = {
         suite: shared_params([case.params for case in cases if case.workload == suite])
         for suite in dict.fromkeys(case.workload for case in cases)
@@ -138,7 +138,7 @@ def short_names(cases: Sequence[Case]) -> dict[str, str]:
 
 
 class Findings(Mapping[str, Finding]):
-    """Findings by short names ('bf16 shape=64'); a case's id, or words that fit one case only, will do as well."""
+    """Findings by short names ('bf16 shape=64'), a case's id, or words that fit one case only."""
 
     def __init__(self, findings: Mapping[str, Finding]) -> None:
         self._findings = findings
@@ -164,8 +164,8 @@ class Findings(Mapping[str, Finding]):
         return len(self._ids)
 
 
-def strip_page(run: Run, found: Mapping[str, Finding]) -> Page:
-    parts = [part for part in page_of(material_of([run], [found])).parts if part.name == "verdict"]
+def strip_page(run: Run, findings: Mapping[str, Finding]) -> Page:
+    parts = [part for part in page_of(material_of([run], [findings])).parts if part.name == "verdict"]
     state = "" if run.finished else ", unfinished"
     title = f"{run.request.suite}, run {run.id}: {many(len(run.records), 'case')}{state}"
     return Page(title, "", tuple(replace(part, title="") for part in parts))
@@ -178,7 +178,7 @@ def as_html(page: Page, report: str = "") -> str:
         blocks += [f"<h4>{escaped(part.title)}</h4>"] if part.title else []
         blocks += [f"<p>{escaped(part.lead)}</p>"] if part.lead else []
         blocks += map(_element_html, part.elements)
-    if report:  # from the notebook's folder where it lies below, which servers of notebooks show; else of the file
+    if report:  # a relative address below the notebook's folder, which its server can show; else the file's
         address = Path(report).as_uri() if Path(report).is_absolute() else quote(report)
         blocks.append(f'<p><a href="{escaped(address)}">{escaped(report)}</a></p>')
     return "".join(blocks)
@@ -199,7 +199,7 @@ def _element_html(element: Element) -> str:
             return title + _grid([column.title for column in element.columns], element.rows)
         case Verdicts():
             return _grid(["", *element.questions], [(Field(name), *fields) for name, fields in element.rows])
-    return ""  # a chart's words and numbers are in the report
+    return ""  # charts are in the report
 
 
 def _grid(titles: Sequence[str], rows: Iterable[Sequence[Field]]) -> str:
@@ -213,10 +213,10 @@ def speed_chart(run: Run, findings: Findings) -> Figure:
     check_package("matplotlib", "'fp8bench[plots]'", ".pyplot", wanted_by="plot()")
     import matplotlib.pyplot as plt
 
-    held = ((name, found.ratio) for name, found in findings.items() if found.verdict in _HELD)
-    speeds = [(name, speed) for name, ratio in held if (speed := inverse(ratio)) is not None]
+    ratios = ((name, finding.ratio) for name, finding in findings.items() if finding.verdict in _HELD)
+    speeds = [(name, speed) for name, ratio in ratios if (speed := inverse(ratio)) is not None]
     figure, axes = plt.subplots(figsize=(7, 1.2 + 0.32 * len(speeds)), layout="constrained")
-    plt.close(figure)  # whoever asked shows it
+    plt.close(figure)  # the caller shows it
     for place, (_, speed) in enumerate(reversed(speeds)):
         known = math.isfinite(speed.half_width) and math.isfinite(speed.low) and math.isfinite(speed.high)
         apart = [[speed.point - speed.low], [speed.high - speed.point]] if known else None

@@ -1,4 +1,4 @@
-"""Which records a reader sees together: a panel is the groups that can share one table."""
+"""Which records a reader sees together: a panel is the groups that share one table."""
 
 from __future__ import annotations
 
@@ -11,40 +11,30 @@ from typing import NamedTuple, TypeVar
 
 from fp8bench import units
 from fp8bench.analysis.metric import Metric, Reference
-from fp8bench.model import (
-    UNATTRIBUTED,
-    Case,
-    DeviceFacts,
-    Finding,
-    Label,
-    Measurement,
-    Params,
-    Record,
-    Run,
-)
+from fp8bench.model import UNATTRIBUTED, Case, DeviceFacts, Finding, Label, Measurement, Params, Record, Run
 from fp8bench.model.specs import ENERGY, LOSS_ERROR, STEP, Better, spec_of
 from fp8bench.protocols.axes import QUIET
 
-# Of a note: who wants to know more places has the rows of the table.
+# More places than this are counted in a note.
 _MOST_PLACES = 3
 K = TypeVar("K")
 V = TypeVar("V")
-# The error a reader sees first, where a workload offers more than one: the most telling.
+# The error shown first if a workload has several: the most telling.
 _MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
 _ERROR_SUFFIX = "_error"
 
 
 def together(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Values by what they have in common, in the order in which that is first met."""
-    found: dict[K, list[V]] = {}
+    """Values by key, in the order in which keys are first met."""
+    by_key: dict[K, list[V]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        by_key.setdefault(key, []).append(value)
+    return by_key
 
 
 @dataclass(frozen=True)
 class Result:
-    """One case: what became of it, and what its samples say (None if it has none)."""
+    """A case's record, and what its samples say (None without samples)."""
 
     record: Record
     finding: Finding | None
@@ -86,7 +76,7 @@ class ResultGroup:
 
 
 class NamedCase(NamedTuple):
-    """A result with its group, and what it is called within their panel."""
+    """A result with its group, and its name within their panel."""
 
     group: ResultGroup
     result: Result
@@ -97,13 +87,13 @@ class NamedCase(NamedTuple):
 
     @property
     def name(self) -> str:
-        """'m=256 n=256 bf16'; the precision alone where there is one group."""
+        """'m=256 n=256 bf16'; the precision alone if there is one group."""
         return f"{self.group.place} {self.result.mode}".strip()
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Neighbouring groups of one workload on one device against one reference: they share columns."""
+    """Neighbouring groups of one workload and device with one reference: they share columns."""
 
     groups: tuple[ResultGroup, ...]
 
@@ -145,14 +135,15 @@ def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:
 
 
 class Figures(dict[str, Metric]):
-    """What a run says of the whole step of a case, by name; a figure that it does not have has no value.
+    """The figures of a case's whole step by name; missing ones have no value.
 
-    A suite may call a number of its own as it likes: a step's energy has a source, and its other figures come first.
+    A suite may name a figure of its own like one of ours: a step's energy is the one with a source, and else the first
+    counts.
     """
 
     def __init__(self, group: ResultGroup, result: Result) -> None:
         super().__init__()
-        # Whether rates are of work that somebody else than its suite has seen.
+        # Rates are unsound if only the suite has seen its work, or if other work was seen.
         unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
         self._sound = not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
         for metric in metrics_within(group, result):
@@ -164,9 +155,9 @@ class Figures(dict[str, Metric]):
 
     @property
     def rate(self) -> str:
-        """What says how much is done in a second, by the first of the counts that its work has; '' for nothing.
+        """The name of the rate that says how much is done in a second, by the first count that its work has.
 
-        Nothing, too, where work was declared that nobody has counted, or that is known to be other work.
+        '' if there is none, or if its work is not sound.
         """
         rates = (name for name, metric in self.items() if metric.better is Better.HIGHER and metric.unit.endswith("/s"))
         return next(rates, "") if self._sound else ""
@@ -179,7 +170,7 @@ def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
     planned = {group.setting: group.cases[group.reference].case.mode for group in run.plan}
     by_setting = together((record.case.setting, Result(record, findings.get(record.case.id))) for record in run.records)
     groups = []
-    for setting, results in by_setting.items():  # where nothing was measured the planned reference is the one
+    for setting, results in by_setting.items():  # the planned reference counts if nothing was measured
         leads = (result.mode for result in results if result.record.is_reference)
         groups.append(ResultGroup(tuple(results), next(leads, planned.get(setting, ""))))
     alike = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
@@ -187,7 +178,7 @@ def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
 
 
 def _placed(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
-    """With their places; a quiet axis that others have set is said of a group, too: 'cache=hot'."""
+    """Gives groups their places; a quiet axis that other groups set is named, too: 'cache=hot'."""
     shared = shared_params([group.case.params for group in groups])
     named = {name for group in groups for name, _ in group.case.params} - {name for name, _ in shared}
     placed = []
@@ -215,9 +206,9 @@ def heading(workload: str, shared: Params, device: str, devices: Sequence[Device
 
 
 def merge_notes(notes: Iterable[tuple[str, str, str]], num_places: int) -> list[str]:
-    """One line for each text, however many places it came from.
+    """One line for each text, with the places it came from.
 
-    A note is (what it is about, the text, the place); places are left out where there is but one.
+    A note is (what it is about, the text, the place).
     """
     places = together(((about, text), place) for about, text, place in notes)
     return [
@@ -240,7 +231,7 @@ def main_error(panel: Panel) -> str:
 
 
 def value_of(measurement: Measurement | None) -> float | None:
-    """What one reads of a measurement's samples: the middle one."""
+    """The median of a measurement's samples."""
     return statistics.median(measurement.samples) if measurement and measurement.samples else None
 
 
@@ -249,7 +240,7 @@ def show_value(measurement: Measurement) -> str:
 
 
 def error_name(measurement: Measurement) -> str:
-    """Its metric and phase. A loss is right by chance now and then: of one batch and draw of weights that is said."""
+    """Its metric and phase. A loss of a single batch is marked, because it is right by chance now and then."""
     told = measurement.phase or (
         "one draw" if measurement.metric == LOSS_ERROR and len(measurement.samples) == 1 else ""
     )
@@ -257,13 +248,13 @@ def error_name(measurement: Measurement) -> str:
 
 
 def floor_of(results: Iterable[Result]) -> str:
-    """The A/A floor of some cases, from the lowest to the highest; '' where none was measured."""
+    """The range of the A/A floors of some cases; '' if none was measured."""
     floors = (result.finding.floor for result in results if result.finding and result.finding.floor is not None)
     return units.span(floors, lambda floor: f"+-{units.percent(floor)}")
 
 
 def phases_of(result: Result) -> tuple[tuple[str, float], ...]:
-    """Best-case seconds by phase; what is unattributed is worked out where it is not given."""
+    """Best-case seconds by phase, with the unattributed rest if it is not given."""
     finding = result.finding
     if finding is None or finding.best_seconds is None:
         return ()

@@ -39,11 +39,11 @@ class BrowserError(Exception):
 
 
 def executable() -> str | None:
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def _beyond_four(descriptor: int) -> int:
-    """The same file under a number that is not 3 or 4, which the browser's own ends get."""
+    """Duplicates the file under a descriptor other than 3 and 4, which are the browser's own pipes."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(descriptor)
     return moved
@@ -73,7 +73,7 @@ class Browser:
         if session:
             message["sessionId"] = session
         os.write(self._input, json.dumps(message).encode() + b"\0")
-        answer = self.listen(lambda one: one.get("id") == number, f"an answer to {method}")
+        answer = self.listen(lambda reply: reply.get("id") == number, f"an answer to {method}")
         if "error" in answer:
             raise BrowserError(f"{method}: {answer['error']['message']}")
         result: Message = answer["result"]
@@ -81,11 +81,11 @@ class Browser:
 
     def wait(self, method: str, wanted: Callable[[Message], bool] = lambda params: True) -> Message:
 
-        def fits(one: Message) -> bool:
-            return one.get("method") == method and wanted(one["params"])
+        def fits(message: Message) -> bool:
+            return message.get("method") == method and wanted(message["params"])
 
-        found = next((one for one in self.events if fits(one)), None) or self.listen(fits, method)
-        params: Message = found["params"]
+        event_found = next((event for event in self.events if fits(event)), None) or self.listen(fits, method)
+        params: Message = event_found["params"]
         return params
 
     def listen(self, fits: Callable[[Message], bool], what: str) -> Message:
@@ -120,7 +120,7 @@ class Browser:
 
 @dataclass
 class Tab:
-    """One page in a context of its own, with everything that was heard from it."""
+    """One page in a context of its own, and all messages from it."""
 
     browser: Browser
     context: str
@@ -147,9 +147,9 @@ class Tab:
 
     def heard(self, method: str) -> list[Message]:
         return [
-            one["params"]
-            for one in self.browser.events
-            if one["method"] == method and one.get("sessionId") == self.session
+            event["params"]
+            for event in self.browser.events
+            if event["method"] == method and event.get("sessionId") == self.session
         ]
 
     def go(self, url: str) -> None:
@@ -158,7 +158,9 @@ class Tab:
         before = len(self.heard(loaded))
         self.send("Page.navigate", url=url)
         if len(self.heard(loaded)) == before:
-            self.browser.listen(lambda one: (one.get("method"), one.get("sessionId")) == (loaded, self.session), loaded)
+            self.browser.listen(
+                lambda message: (message.get("method"), message.get("sessionId")) == (loaded, self.session), loaded
+            )
 
     def run(self, expression: str) -> Any:
         answer = self.send(
@@ -204,7 +206,7 @@ class Tab:
         self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
     def _middle(self, selector: str) -> tuple[float, float]:
-        """Where an element is once the window has come to rest: two frames later its scroll events are through."""
+        """An element's middle once the window has come to rest, after two frames."""
         x, y = self.run(
             f"""(async () => {{
                 const found = document.querySelector({json.dumps(selector)});

@@ -17,8 +17,8 @@ ROWS = "[...document.querySelectorAll('#table tbody tr')].filter((row) => !row.h
 
 def column(tab: Tab, title: str, what: str = "textContent.trim()") -> list[Any]:
     """The fields of a column of the main table, as they are shown, from the top."""
-    found = f"[...document.querySelectorAll('#table thead th')].findIndex((one) => one.textContent === '{title}')"
-    return list(tab.run(f"{ROWS}.map((row) => row.cells[{found}].{what})"))
+    place = f"[...document.querySelectorAll('#table thead th')].findIndex((one) => one.textContent === '{title}')"
+    return list(tab.run(f"{ROWS}.map((row) => row.cells[{place}].{what})"))
 
 
 def head(tab: Tab, title: str) -> str:
@@ -62,7 +62,7 @@ def tip(tab: Tab) -> str | None:
 
 @pytest.mark.slow
 def test_numbers_sort_by_value(show: Open) -> None:
-    """Up, down, and back to the page's own order; what has no value comes last both ways."""
+    """Up, down, and back to the page's own order; rows without a value come last both ways."""
     tab = show()
     before = column(tab, "best")
     tab.click(head(tab, "best"))
@@ -79,7 +79,7 @@ def test_numbers_sort_by_value(show: Open) -> None:
 
 
 def test_texts_sort_as_a_person_would_and_by_keyboard(show: Open) -> None:
-    """Numbers within them count as numbers: k=64 before k=128; equal rows keep their order. A head is a button."""
+    """k=64 comes before k=128; equal rows keep their order."""
     tab = show()
     tab.click(head(tab, "case"))
     assert list(dict.fromkeys(column(tab, "case"))) == [
@@ -96,7 +96,7 @@ def test_texts_sort_as_a_person_would_and_by_keyboard(show: Open) -> None:
 
 
 def test_filtering(show: Open) -> None:
-    """All words must be there, in any column, in any case; choices narrow it further; the number of rows is said."""
+    """All words must occur, in any column and case; choices narrow further; the number of rows is shown."""
     tab = show()
     assert count(tab) == "60 rows"
     find(tab, "GEMM  fp8")
@@ -113,10 +113,7 @@ def test_filtering(show: Open) -> None:
 
 
 def test_a_link_shows_the_same(show: Open) -> None:
-    """Order, words and choices stand in the address, which restores them; going back to a heading keeps them.
-
-    Columns and choices that are not there are no error.
-    """
+    """The address holds order, words and choices; unknown columns and choices in it are no error."""
     tab = show()
     tab.click(head(tab, "time vs bf16"))
     tab.click(head(tab, "time vs bf16"))
@@ -141,7 +138,6 @@ def test_a_link_shows_the_same(show: Open) -> None:
 
 
 def test_tooltips_by_pointer(show: Open) -> None:
-    """A mark says its words, on one line each; leaving it ends that, and Escape at once."""
     tab = show()
     tab.point("#speed-up svg.wide .mark")
     assert tip(tab) == "fp8: 1.900x [1.850x, 1.950x]\nfp8: 1.90x, 99% interval [1.85, 1.95]"
@@ -156,7 +152,7 @@ def test_tooltips_by_pointer(show: Open) -> None:
 
 
 def test_tooltips_on_a_telephone(show: Open) -> None:
-    """They stay in the window. A tap shows them, the finger gone they stay, and a tap elsewhere ends them."""
+    """A tap shows them inside the window, and they stay until a tap elsewhere."""
     tab = show(width=390)
     for selector in ("#speed-up svg.narrow .mark", "#pareto svg.narrow .mark:last-of-type", "#steps td[title]"):
         tab.point(selector)
@@ -177,7 +173,6 @@ def test_tooltips_on_a_telephone(show: Open) -> None:
 
 
 def test_tooltips_by_keyboard(show: Open) -> None:
-    """A mark that gets the focus says its words; so do heads, and fields, of which arrows reach the next."""
     tab = show()
     tab.run("document.querySelector('#speed-up h3 .anchor').focus()")
     tab.press("Tab")
@@ -214,18 +209,17 @@ def saved(tab: Tab) -> list[list[str]]:
 
 
 def _begun(tab: Tab) -> list[dict[str, Any]]:
-    frames = {one["frame"]["id"] for one in tab.heard("Page.frameNavigated")}
-    events = [one["params"] for one in tab.browser.events if one["method"] == "Browser.downloadWillBegin"]
-    return [one for one in events if one["frameId"] in frames]
+    frames = {event["frame"]["id"] for event in tab.heard("Page.frameNavigated")}
+    events = [event["params"] for event in tab.browser.events if event["method"] == "Browser.downloadWillBegin"]
+    return [event for event in events if event["frameId"] in frames]
 
 
 def _guids(tab: Tab) -> set[str]:
-    return {one["guid"] for one in _begun(tab)}
+    return {download["guid"] for download in _begun(tab)}
 
 
 def test_tables_as_csv(show: Open) -> None:
-    """The rows that are shown, in their order, numbers with all their digits and units in the head. The numbers of a
-    chart can be had, too. Quotes, commas and line ends in names do not break a row."""
+    """The shown rows in their order, with all digits; quotes, commas and line ends in names break no row."""
     tab = show()
     find(tab, "transformer")
     tab.click(head(tab, "best"))
@@ -252,7 +246,6 @@ def test_tables_as_csv(show: Open) -> None:
 
 
 def test_copying(show: Open, browser: Any) -> None:
-    """What is copied is what would be saved, and it is said that it was."""
     tab = show()
     browser.send(
         "Browser.grantPermissions", browserContextId=tab.context,
@@ -267,7 +260,7 @@ def test_copying(show: Open, browser: Any) -> None:
 
 
 def test_the_policy_holds(show: Open) -> None:
-    """The browser refuses what markup that slipped through would try: a handler, a script, an image from afar."""
+    """Markup that slipped through could run no handler or script and load no image."""
     tab = show()
     tab.run(
         "document.querySelector('main').insertAdjacentHTML('beforeend',"
@@ -286,7 +279,6 @@ def color(tab: Tab, selector: str, what: str) -> int:
 
 
 def test_dark_and_light(show: Open, shot: Callable[[Tab, str], None]) -> None:
-    """The page follows the system, while it is open too."""
     tab = show(scheme="dark")
     assert color(tab, "body", "backgroundColor") < 40 < 200 < color(tab, "body", "color")
     assert color(tab, "#table th", "backgroundColor") < 50
@@ -296,7 +288,6 @@ def test_dark_and_light(show: Open, shot: Callable[[Tab, str], None]) -> None:
 
 
 def test_print(show: Open, shot: Callable[[Tab, str], None]) -> None:
-    """Light from dark, without controls, tables whole and links in the colour of the text."""
     tab = show(scheme="dark", width=700)
     tab.media("print", "dark")
     assert color(tab, "body", "backgroundColor") == 255 and color(tab, "body", "color") < 60
@@ -312,7 +303,6 @@ def test_print(show: Open, shot: Callable[[Tab, str], None]) -> None:
 
 
 def test_without_scripts(show: Open, shot: Callable[[Tab, str], None]) -> None:
-    """Everything can be read, and no control pretends to work."""
     tab = show(script=False)
     tab.send("Emulation.setScriptExecutionDisabled", value=False)
     assert tab.run("document.querySelector('#table thead button') === null && document.querySelector('#tip').hidden")
@@ -323,8 +313,6 @@ def test_without_scripts(show: Open, shot: Callable[[Tab, str], None]) -> None:
 
 
 def test_the_window(show: Open) -> None:
-    """A long table scrolls under its head, one entry of the contents is the current one, and motion is for those who
-    want it (prefers-reduced-motion)."""
     tab = show()
     tab.run("(() => { const box = document.querySelector('#table .scroll'); box.scrollTop = 400; })()")
     box, row = tab.run(
@@ -343,11 +331,7 @@ def test_the_window(show: Open) -> None:
 def test_a_page_stands_alone_and_fits(
     show: Open, shot: Callable[[Tab, str], None], name: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """One request, for the file itself; no message, no error, no breach of the policy, whatever is done on the page.
-
-    It never scrolls sideways, neither on a telephone nor in a window, also with names of 300 characters; wide tables
-    do, in their box. How long until the load event is a property of the test.
-    """
+    """One request, no message, and never wider than the window, even with names of 300 characters."""
     tab = show(name)
     took = tab.run("performance.getEntriesByType('navigation')[0].loadEventEnd")
     record_property(f"load_event_ms_{name}", took)
@@ -370,9 +354,9 @@ def test_a_page_stands_alone_and_fits(
         assert content > box
     tab.run("document.querySelector('figure.main [data-do=save]').click()")
     saved(tab)
-    asked = [one["request"]["url"].partition("#")[0] for one in tab.heard("Network.requestWillBeSent")]
+    requests = [event["request"]["url"].partition("#")[0] for event in tab.heard("Network.requestWillBeSent")]
     page = tab.run("location.href.split('#')[0]")
-    assert [one for one in asked if not one.startswith(("data:", "blob:"))] == [page]
+    assert [address for address in requests if not address.startswith(("data:", "blob:"))] == [page]
     for event in (
         "Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Page.javascriptDialogOpening",
     ):  # fmt: skip

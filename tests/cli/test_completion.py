@@ -75,7 +75,7 @@ def test_fish(script: Path) -> None:
 
 @pytest.mark.parametrize("script", ["zsh"], indirect=True)
 def test_zsh(script: Path) -> None:
-    """Typed into one, with a tab behind it, since it completes for nobody else."""
+    """In an interactive zsh, which completes nowhere else."""
     process, terminal = pty.fork()
     if process == 0:
         os.environ |= {"TERM": "dumb", "COLUMNS": "200"}

@@ -29,7 +29,7 @@ Asked = Callable[..., tuple[Request, Path]]
 
 @pytest.fixture
 def asked(store: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """What a command line with a file of this text asks for, and where it is to be kept."""
+    """The request and store that a command line with this file asks for."""
     caught: list[tuple[Request, Path]] = []
 
     def execute(request: Request, store: Path, observer: Observer, command: str) -> Run:
@@ -125,7 +125,6 @@ SAME = {
 def test_a_file_asks_for_what_the_same_options_ask_for(
     name: str, asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The requests are equal, and so are the stores; without a word of warning."""
     text, words = SAME[name]
     assert asked(text) == asked(None, *shlex.split(words))
     assert "has no effect" not in capsys.readouterr().err
@@ -133,13 +132,11 @@ def test_a_file_asks_for_what_the_same_options_ask_for(
 
 @as_before
 def test_keys_without_effect(asked: Asked, capsys: pytest.CaptureFixture[str]) -> Told:
-    """Each with its file, its line and why; the run goes on."""
     on = "suite: gemm\nuse_fp8: true\n"
     for claim, text, words in (
         ("a switch that is off", "suite: gemm\nuse_fp8: False\nfp8_margin: 1", ()),
         ("no switch", "suite: gemm\nfp8_interval: 2\nfp8_format: e4m3", ()),
         ("the command line", f"{on}fp8_margin: 1", ("--dtypes", "bf16,mxfp8")),
-        ("nobody looks at a history", f"{on}fp8_amax_compute_algo: most_recent\nfp8_amax_history_len: 16", ()),
     ):
         request, _ = asked(text, *words)
         said = [line for line in unfolded(capsys.readouterr().err).splitlines() if "has no effect" in line]
@@ -147,7 +144,7 @@ def test_keys_without_effect(asked: Asked, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_every_option_is_a_key(store: Path) -> None:
-    """The keys are taken from the parser: every option of the command but those that belong on the command line."""
+    """Except those that belong on the command line only."""
     command = commands_of(build_parser())["suite"]
     options = {word[2:] for action in command._actions for word in action.option_strings if word.startswith("--")}
     Path("my.yaml").write_text("nonsense: 1")
@@ -184,7 +181,7 @@ BOTH = "suite: gemm\ndtypes: [fp8, bf16]\nseed: 5\nstore: kept\nset: {shape: [64
     ],
 )
 def test_the_command_line_wins(words: list[str], changes: dict[str, object], asked: Asked) -> None:
-    """Option by option, axis by axis; a value that is the option's default counts too."""
+    """Option by option and axis by axis, also with a value that is the option's default."""
     plain, store = asked(BOTH)
     given, other = asked(BOTH, *words)
     assert {name: getattr(given, name) for name in changes} == changes
@@ -289,7 +286,6 @@ REFUSED: dict[str, tuple[str | bytes, str, str]] = {
 
 @for_each("name", REFUSED)
 def test_what_a_file_cannot_say_is_one_sentence_with_its_line(name: str, refused: Callable[..., str]) -> None:
-    """In the words of the command line where it has words for it."""
     content, place, sentence = REFUSED[name]
     said = refused(content, "gemm")
     assert said.startswith(f"{place}: " if ":" in place or place == "my.yaml" else f"{place} ")
@@ -297,7 +293,6 @@ def test_what_a_file_cannot_say_is_one_sentence_with_its_line(name: str, refused
 
 
 def test_the_same_sentence_refuses_a_word(refused: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    """What the command line says of it, but for the place."""
     for option, value in (("rounds", "x"), ("budget", "-1"), ("set", "shape"), ("dtypes", ","), ("seed", "-1")):
         main(["suite", "gemm", f"--{option}={value}"])
         typed = unfolded(capsys.readouterr().err).partition(f"--{option}")[2].partition(": ")[2].partition(". See")[0]
@@ -306,7 +301,6 @@ def test_the_same_sentence_refuses_a_word(refused: Callable[..., str], capsys: p
 
 @for_each("path", ["nowhere.yaml", ".", "x" * 400, "/dev/zero", "file/below", "", "my.yaml"])
 def test_a_file_that_cannot_be_read(path: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Missing, a folder, too long a name, without end, below a file; nor may an empty text be a path, or a store."""
     Path("file").write_text("seed: 1")
     Path("my.yaml").write_text("store: ''")
     assert main(["suite", "gemm", "--config", path]) == 2
@@ -316,7 +310,7 @@ def test_a_file_that_cannot_be_read(path: str, store: Path, capsys: pytest.Captu
 
 
 def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:
-    """A run that is resumed takes everything from its own file."""
+    """A resumed run takes everything from its own file."""
     expected = "the run of --resume says what to measure and how, and gemm was given"
     assert expected in refused("suite: gemm", "--resume", "last")
 
@@ -347,7 +341,7 @@ ODD = ["&a", "*a", "!!int", "- ", "? ", ": ", *"[{}]'\"|>%", "---\n", "\t", "\n"
 
 
 def _mutated(dice: random.Random) -> bytes:
-    """The valid file after up to four accidents."""
+    """The valid file after up to four random edits."""
     lines = VALID.splitlines(keepends=True)
     for _ in range(dice.randint(0, 2)):
         place = dice.randrange(len(lines))
@@ -378,7 +372,7 @@ def _mutated(dice: random.Random) -> bytes:
 
 @counts(200, 2000)
 def test_broken_files(count: int, store: Path) -> None:
-    """Each is either understood or refused with a sentence, and soon; both happen."""
+    """Each mutated file is understood or refused with a sentence, and soon; both happen."""
     dice = random.Random(20260101)
     command = commands_of(build_parser())["suite"]
     known = {action.dest for action in command._actions}
@@ -397,7 +391,7 @@ def test_broken_files(count: int, store: Path) -> None:
 
 
 def test_the_files_values_are_defaults(store: Path) -> None:
-    """Parsing the words again finds them, and the file's list is not grown by another parse."""
+    """Parsing the words again finds them, and another parse does not grow the file's list."""
     Path("my.yaml").write_text("set: {shape: 1}\nimport: json")
     parser = build_parser()
     words = ["suite", "gemm", "--config", "my.yaml", "--set", "tokens=2", "--import", "csv"]
@@ -416,7 +410,6 @@ def test_the_files_values_are_defaults(store: Path) -> None:
 def test_the_examples_of_the_page(
     number: int, words: Sequence[str], store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planned as they stand, that of FP8 training with the mode that the page names; axes are of the file's suite."""
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     examples = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     Path("my.yaml").write_text(examples[number])
@@ -434,7 +427,6 @@ GIVEN = (
 
 
 def test_a_written_file_is_read_back_as_it_was_given(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every option keeps its value; what was not given stands there as a comment."""
     words = [*GIVEN.split(), "--data", "a b: 'c' #.txt", "--trace", "~"]
     expected = vars(build_parser(("suite",)).parse_args(words))
     Path("my-suite.py").write_text("")
@@ -451,7 +443,6 @@ def test_a_written_file_is_read_back_as_it_was_given(store: Path, capsys: pytest
 
 
 def test_a_file_without_anything_given_is_all_comments(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """To be filled in; what cannot be measured is not written."""
     assert main(["config"]) == 0
     out = capsys.readouterr().out
     assert out and all(not line or line.startswith("#") for line in out.splitlines())

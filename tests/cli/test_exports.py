@@ -45,23 +45,20 @@ def test_refused_exports(store: Path, monkeypatch: pytest.MonkeyPatch, fp8bench:
         "traces of a run that is resumed": "--resume last --trace t",
     }.items():
         yield f"{claim} is refused before anything is measured", session(fp8bench, f"{shlex.join(GEMM)} {options}")
-        assert {one.name for one in Path().iterdir()} <= {"file", ".fp8bench"} and not list(run_files(store))
+        assert {path.name for path in Path().iterdir()} <= {"file", ".fp8bench"} and not list(run_files(store))
 
 
 def test_traces_of_every_case(store: Path) -> None:
-    """A folder for each; the record has its file and what takes most in it."""
     assert main([*GEMM, "--trace", "traces/new"]) == 0
     run = the_run(store)
     assert run.request.trace == "traces/new"
     for record in run.records:
         assert Path("traces/new", record.trace).is_file() and record.trace.endswith(".pt.trace.json.gz")
-        assert any(one.name == "aten::mm" and one.phase == "gemm" for one in record.operators)
+        assert any(operator.name == "aten::mm" and operator.phase == "gemm" for operator in record.operators)
     assert len(list(Path("traces/new").iterdir())) == 2
 
 
 def test_a_trace_that_cannot_be_written_costs_no_case(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was there before anything was measured; why it failed is kept."""
-
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -73,8 +70,6 @@ def test_a_trace_that_cannot_be_written_costs_no_case(store: Path, monkeypatch: 
 
 
 def test_the_traces_of_a_run_that_is_resumed_go_where_it_was_asked(store: Path) -> None:
-    """Under the same names: what was cut off is written again."""
-
     class Stopping(SilentObserver):
         def finished(self, record: object) -> None:
             raise KeyboardInterrupt
@@ -90,7 +85,6 @@ def test_the_traces_of_a_run_that_is_resumed_go_where_it_was_asked(store: Path) 
 
 
 def test_figures_for_tensorboard(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the run, or of a stored one later: the same files."""
     pytest.importorskip("tensorboard")
     assert main([*GEMM, "--tensorboard", "board"]) == 0
     assert "tensorboard: 2 curves in board; `tensorboard --logdir board`" in capsys.readouterr().err
@@ -103,7 +97,6 @@ def test_figures_for_tensorboard(store: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_figures_from_python(store: Path) -> None:
-    """Refused before anything is measured, or written."""
     pytest.importorskip("tensorboard")
     Path("file").touch()
     with pytest.raises(fp8bench.Fp8benchError, match="--tensorboard 'file' cannot be written"):
@@ -115,8 +108,6 @@ def test_figures_from_python(store: Path) -> None:
 def test_what_fails_after_the_measuring_fails_no_run(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says how to do it again."""
-
     def no_space(*arguments: object) -> None:
         raise StoreError("board/x cannot be written (No space left on device).")
 
@@ -138,10 +129,9 @@ def test_what_fails_after_the_measuring_fails_no_run(
 def test_what_is_sent_has_the_run_and_its_report(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those files that there are."""
     sent: list[Any] = []
     monkeypatch.setattr(outputs, "check_wandb", lambda: None)
-    monkeypatch.setattr(after_run, "send_to_wandb", lambda run, found, project, files: sent.append((project, files)))
+    monkeypatch.setattr(after_run, "send_to_wandb", lambda run, findings, project, files: sent.append((project, files)))
     assert main([*GEMM, "--wandb", "mine"]) == 0
     assert main(["report", "last"]) == 0
     assert main(["show", "last", "--wandb"]) == 0
@@ -155,7 +145,7 @@ def test_what_is_sent_has_the_run_and_its_report(
 def test_an_interrupt_leaves_what_there_is(
     interrupted: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of the sending says what there is left to do; after one of the measuring nobody waits for the boards."""
+    """After an interrupt while sending it says what is left to do; after one while measuring nothing is sent."""
 
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt

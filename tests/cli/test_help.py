@@ -18,10 +18,10 @@ FEW = 16
 
 
 def every_parser(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
-    found = {name: parser}
+    parsers = {name: parser}
     for word, command in commands_of(parser).items():
-        found |= every_parser(command, f"{name} {word}".strip())
-    return found
+        parsers |= every_parser(command, f"{name} {word}".strip())
+    return parsers
 
 
 def helped(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -35,7 +35,6 @@ def helped(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_every_command_stands_under_one_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    """In one plain clause, which a line of 80 columns holds."""
     sections = re.split(r"^(\w+):\n", helped("--help", capsys=capsys), flags=re.MULTILINE)
     listed = dict(zip(sections[1::2], sections[2::2], strict=True))
     assert list(listed) == [*VERBS, "options"]
@@ -74,9 +73,9 @@ def test_examples_are_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_option_says_what_it_does_and_examples_stand_where_they_are_many() -> None:
-    """`--help` is the first page of the manual; tests/golden holds what it says, so that options are frozen."""
+    """The wording of `--help` is in tests/golden."""
     for name, parser in every_parser(build_parser()).items():
-        others = (one for one in parser._actions if not isinstance(one, argparse._SubParsersAction))
+        others = (action for action in parser._actions if not isinstance(action, argparse._SubParsersAction))
         assert all(action.help for action in others), name
         assert isinstance(parser, Parser) and (parser.examples or not parser.first), name
 
@@ -99,5 +98,5 @@ def test_precisions_is_another_name_of_dtypes() -> None:
             if "--dtypes" in action.option_strings:
                 assert "--precisions" in action.option_strings, name
     for words in ["train"], ["suite", "gemm"], ["lint-shapes", "gpt2"]:
-        asked = [vars(whole.parse_args([*words, option, "fp8,bf16"])) for option in ("--dtypes", "--precisions")]
-        assert asked[0] == asked[1] and asked[0]["dtypes"] == ("fp8", "bf16")
+        parsed = [vars(whole.parse_args([*words, option, "fp8,bf16"])) for option in ("--dtypes", "--precisions")]
+        assert parsed[0] == parsed[1] and parsed[0]["dtypes"] == ("fp8", "bf16")

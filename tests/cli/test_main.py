@@ -23,7 +23,7 @@ from fp8bench.cli.main import build_parser, commands_of, main
 from fp8bench.cli.streams import complain
 from fp8bench.errors import WorkerLost
 from fp8bench.features.selftest import checks, power
-from fp8bench.jobs import doctor, sessions
+from fp8bench.jobs import doctor, several_runs
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run, Status
 from fp8bench.plan.make import check_names, make_plan
@@ -162,7 +162,6 @@ LONG = [
 def test_bad_input_is_one_sentence_and_code_2(
     words: list[str], sentence: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On stderr, naming the nearest known word, and no run is begun."""
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     Path("file").write_text("something")
     Path("failing.py").write_text("raise ValueError('no')")
@@ -175,7 +174,7 @@ def test_bad_input_is_one_sentence_and_code_2(
 def test_sentences_on_stderr_end_where_the_terminal_does(
     columns: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As COLUMNS has it, with all their words; without it, and without a terminal, they stand in one line."""
+    """Folded to COLUMNS or the terminal; without both, one line."""
     words = ("suite", "gemm", "--set", "shape=0,no-shape", "--dtypes", "bf17")
     monkeypatch.setenv("COLUMNS", columns)
     code, _, folded = fp8bench(*words)
@@ -185,10 +184,7 @@ def test_sentences_on_stderr_end_where_the_terminal_does(
 
 
 def test_a_suite_from_words_to_table(store: Path, fp8bench: Say) -> None:
-    """In this process: the table on stdout, history and report on stderr, the run stored, and shown again the same.
-
-    The report is named where it is written: it is not there yet when the table is printed.
-    """
+    """In this process, with the report named where it is written: it is not there when the table is printed."""
     code, table, err = unfolding(fp8bench)("suite", "gemm", *QUICK, "--no-isolation")
     (path,) = run_files(store)
     assert (code, err) == (0, f"{NO_HISTORY}fp8bench: report: .fp8bench/reports/{path.stem}/report.html\n")
@@ -207,7 +203,6 @@ def test_a_suite_from_words_to_table(store: Path, fp8bench: Say) -> None:
 
 
 def test_a_suite_through_a_worker_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """The mission's road as a user walks it: `python -m fp8bench suite gemm`."""
     package = str(Path(cli.__file__).resolve().parents[2])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "fp8bench", "suite", "gemm", *QUICK, "--dtypes", "fp8,bf16",
@@ -244,9 +239,8 @@ def test_a_dry_run_prints_the_plan_and_writes_no_run(
     ],
 )
 def test_a_dry_run_says_what_and_how_long(words: list[str], told: list[str], store: Path, fp8bench: Say) -> None:
-    """As far as that is known. `--set shape=64 --set shape=32` means both."""
     out = fp8bench(*DRY, "--set", "shape=64", *words)[1]
-    assert all(one in out for one in told)
+    assert all(words_told in out for words_told in told)
 
 
 def test_more_threads_than_cores_are_said(store: Path, fp8bench: Say) -> None:
@@ -294,13 +288,12 @@ def failing(store: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("dtypes", ["fp32,bf16", "bf16"])
 def test_a_failed_case_is_code_3_and_a_row(dtypes: str, store: Path, failing: str, fp8bench: Say) -> None:
-    """The other cases are measured and shown; a run of failures only is no success."""
     words = ("suite", "door_failing", "--import", failing, "--dtypes", dtypes, "--quick", "--no-isolation")
     code, out, err = fp8bench(*words)
     assert code == 3 and "planted failure" in out and dtypes[:4] in out and "Traceback" not in err
     (path,) = run_files(store)
     statuses = {"fp32": Status.OK, "bf16": Status.FAILED}
-    assert [record.status for record in load_run(path).records] == [statuses[one] for one in dtypes.split(",")]
+    assert [record.status for record in load_run(path).records] == [statuses[dtype] for dtype in dtypes.split(",")]
 
 
 EMPTY = Run(
@@ -309,7 +302,6 @@ EMPTY = Run(
 
 
 def test_a_command_to_copy_is_not_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However narrow the terminal is; the sentence before it is."""
     monkeypatch.setenv("COLUMNS", "40")
     complain(
         "interrupted; what was finished is kept in kept.jsonl.\n  To do the rest: fp8bench suite --resume 12345678"
@@ -352,7 +344,7 @@ def test_other_ends(
     ],
 )
 def test_a_suite_that_ends_the_process_is_told(end: str, words: str, tmp_path: Path) -> None:
-    """It left nothing but its own exit code, which was that of success."""
+    """Otherwise it would leave only its own exit code, which was that of success."""
     lines = [
         "import os, sys", "from fp8bench.suites import Workload, workloads", "@workloads.register('ending')",
         "class Ending(Workload):", "    name = 'ending'", "    summary = 'ends'", "    def axes(self, facts):",
@@ -366,7 +358,6 @@ def test_a_suite_that_ends_the_process_is_told(end: str, words: str, tmp_path: P
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
-    """`fp8bench show last | head -1` is quiet."""
     run = Run("abc", "2026-01-01T00:00:00+00:00", "w" * 300_000, Request("gemm"), Plan(()), Environment({}), (CPU,))
     start_run(run, tmp_path).finish("finished")
     command = [sys.executable, "-W", "error", "-c", _SHOW_MUCH, str(tmp_path)]
@@ -413,7 +404,7 @@ def _fake_execute(request: Request, store: Path, observer: Observer, command: st
 @settings(max_examples=300, deadline=None)
 @given(STARTS, st.lists(WORDS | RANDOM, max_size=6))
 def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest: list[str]) -> None:
-    """Measuring itself is left out; parsing, planning and printing are real."""
+    """Only measuring is left out; parsing, planning and printing are real."""
     out, err = io.StringIO(), io.StringIO()
     with (
         contextlib.ExitStack() as stack,
@@ -424,7 +415,7 @@ def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest
         patch.setattr(pipeline, "execute", _fake_execute)
         patch.setattr(pipeline, "plan_only", lambda request, store: (make_plan(request, (CPU,), "text:0"), (CPU,)))
         patch.setattr(doctor, "examine", lambda calibrate: iter(["fine"]))
-        patch.setattr(sessions, "standard_runs", lambda store, observer: iter(["alike"]))
+        patch.setattr(several_runs, "standard_runs", lambda store, observer: iter(["alike"]))
         patch.setattr(doctor, "listing", lambda what, imports, name: iter([what]))
         patch.setattr(checks, "checks", lambda device: iter(()))
         patch.setattr(power, "measure_power", lambda *_: power.Arms("nothing", loads=[1.0]))

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from fp8bench.cli.calls import asked, asks
+from fp8bench.cli.calls import request_fields, takes_options_of
 from fp8bench.cli.config_file import read_config
 from fp8bench.cli.main import Parser
 from fp8bench.cli.option_types import path, precision_map
-from fp8bench.cli.options import asked_in
+from fp8bench.cli.options import add_options_of
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
 from fp8bench.model.request import HOW, check_fields, option, options_of, whole_number
@@ -26,7 +26,6 @@ from tests.counts import for_each
 
 
 def test_a_precision_map_is_words_or_a_file_of_them(tmp_path: Path) -> None:
-    """A line each, or several with commas; remarks and empty lines say nothing."""
     file = tmp_path / "map.txt"
     file.write_text("# what stays high\nhead=bf16\n\nblocks.0=bf16, blocks.1.mlp=fp8-delayed:history=16  # the last\n")
     said = (("head", "bf16"), ("blocks.0", "bf16"), ("blocks.1.mlp", "fp8-delayed:history=16"))
@@ -45,7 +44,6 @@ def test_a_file_that_is_no_map_is_refused(content: bytes, words: str, tmp_path: 
 
 @for_each("text", ["s3://bucket/store", "gs://bucket", "file:///tmp/x"])
 def test_an_address_is_no_path(text: str) -> None:
-    """It would be a folder that is called `s3:`."""
     with pytest.raises(argparse.ArgumentTypeError, match="is an address"):
         path(text)
 
@@ -57,18 +55,18 @@ def test_what_only_looks_like_one_is_a_path(text: str) -> None:
 
 @dataclass(frozen=True)
 class More(Request):
-    """A request with one field more: nothing else of the product is touched."""
+    """A request with one more field, and nothing else changed."""
 
     cool_down: int | None = option(None, whole_number(1, 600), "seconds to wait between two groups", "SECONDS")
 
     def __post_init__(self) -> None:
-        check_fields(self, {name: one.rule for name, one in options_of(More).items()})
+        check_fields(self, {name: option.rule for name, option in options_of(More).items()})
 
 
 @pytest.fixture
 def parser() -> Parser:
     parser = Parser(prog="fp8bench suite")
-    asked_in(parser.add_argument_group(HOW), More)
+    add_options_of(parser.add_argument_group(HOW), More)
     return parser
 
 
@@ -86,9 +84,9 @@ def test_it_is_a_key_of_a_file_of_options(parser: Parser, tmp_path: Path) -> Non
 
 
 def test_it_is_a_keyword_of_a_call() -> None:
-    @asks(More)
+    @takes_options_of(More)
     def run(suite: str, **options: Any) -> More:
-        return More(suite, **asked(More, options))
+        return More(suite, **request_fields(More, options))
 
     assert run("gemm", cool_down=9).cool_down == 9 and run("gemm").cool_down is None
     assert inspect.signature(run).parameters["cool_down"].default is None

@@ -81,7 +81,7 @@ def line(screen: Screen, clock: Callable[[], float], columns: int = 120) -> RunP
 
 @as_before
 def test_progress_of_a_run(screen: Screen, clock: Clock) -> Told:
-    """Skips take no time, so four cases make the whole; a half of the first group is a quarter of it."""
+    """Skips take no time, so four cases make the whole; half of the first group is a quarter of it."""
 
     def working(case: Case, what: str, share: float = 0.0, after: float = 0.0) -> str:
         clock.now += after
@@ -136,7 +136,6 @@ def test_never_wider_than_the_terminal(screen: Screen, clock: Clock) -> None:
 
 
 def test_a_closed_terminal_and_none_end_no_measurement(screen: Screen, clock: Clock) -> None:
-    """Every call returns, and nothing opens the stream again."""
     observer = line(screen, clock)
     screen.close()
     observer.working(CASES[0], "measuring", 0.5)
@@ -175,7 +174,6 @@ def test_a_throttled_call_is_cheap(screen: Screen) -> None:
     ],
 )
 def test_only_where_a_person_watches(terminal: bool, environ: dict[str, str], shows: bool) -> None:
-    """Nothing at all is written elsewhere."""
     screen = Screen(terminal)
     shown = LiveLine(screen, environ)
     shown.show("one")
@@ -184,7 +182,6 @@ def test_only_where_a_person_watches(terminal: bool, environ: dict[str, str], sh
 
 
 def test_a_line_replaces_the_one_before_and_is_erased(screen: Screen) -> None:
-    """No wider than the terminal less a column."""
     screen.columns = 12
     shown = LiveLine(screen, {})
     for text in ("one", "a long line of words"):
@@ -209,7 +206,6 @@ def test_progress_erases_its_line_also_after_an_error(screen: Screen, monkeypatc
 
 
 def test_what_cases_take_of_memory_is_said_before_the_first(clock: Clock) -> None:
-    """On a terminal and elsewhere; other notes stand with the answer."""
     lines: list[str] = []
     plan = Plan(PLAN.groups, ("memory: the largest case takes 3 GiB", "another note"))
     GroupLines(lines.append, clock).planned(plan)

@@ -15,13 +15,13 @@ import pytest
 from docs import reference
 from fp8bench.cli.main import COMMANDS
 from fp8bench.model import Label
-from fp8bench.report.words.labels import LABELS
+from fp8bench.report.words.legend import LABELS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def lines() -> Iterator[Any]:
-    """Of every run that is kept for the tests, and of the sample."""
+    """The lines of every stored test run and of the sample."""
     stored = ROOT.glob("tests/golden/store*/**/runs/*box/*.jsonl")
     for path in (ROOT / "reports" / "sample" / "run.jsonl", *stored):
         yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
@@ -36,7 +36,7 @@ def schema() -> jsonschema.Draft202012Validator:
 
 @pytest.mark.slow
 def test_the_schema_holds_for_stored_runs_and_for_nothing_else(schema: jsonschema.Draft202012Validator) -> None:
-    """Every line of them; and a digit that became a word, a key that is gone, a status that is none are refused."""
+    """It refuses a digit that became a word, a missing key and an unknown status."""
     stored = list(lines())
     assert len(stored) > 100 and all(map(schema.is_valid, stored))
     record = next(line for line in stored if line.get("record", {}).get("timing"))
@@ -64,7 +64,6 @@ def test_every_label_has_a_remedy_and_every_command_a_page() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="the extra docs is not installed")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 def test_it_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages, search, the text for machines, reports of the gallery; a link that leads nowhere ends it."""
     from docs import build
 
     monkeypatch.setattr(build, "BROWSERS", ())

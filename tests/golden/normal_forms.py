@@ -35,7 +35,7 @@ def _rounded(number: re.Match[str]) -> str:
 
 
 def normal(name: str, text: str) -> str:
-    """The document in the form that is kept: JSON by lines, CSV without what repeats, pages as their text."""
+    """The document in the form that is kept: JSON by lines, CSV without repetitions, pages as text."""
     forms = {".json": of_json, ".csv": of_csv, ".html": of_html}
     form = forms.get(Path(name).suffix)
     return masked(text) if form is None or name in WHOLE else form(masked(text))
@@ -46,31 +46,31 @@ def digest(text: str) -> str:
 
 
 def of_json(text: str) -> str:
-    """Laid out in lines. Of samples, which are in the stored files, how many they are and a digest."""
+    """One value a line. Samples are replaced by their number and a digest."""
     try:
         documents, rest = [json.loads(text)], ""
     except ValueError:  # behind the document something was said
         first, _, rest = text.partition("\n")
         documents = [json.loads(first)] if first.startswith("{") else []
         rest = rest if documents else text
-    return "".join("\n".join(_laid_out(_short(one), "")) + "\n" for one in documents) + rest
+    return "".join("\n".join(_laid_out(_short(document), "")) + "\n" for document in documents) + rest
 
 
 def _short(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _short(one) for key, one in value.items()}
+        return {key: _short(part) for key, part in value.items()}
     if isinstance(value, list):
         plain = json.dumps(value)
         if len(plain) > _LINE and not re.search(r"[^\d\s\[\],.e+-]", plain):
             return f"{len(value)} of numbers: {digest(plain)}"
-        return _thinned([_short(one) for one in value])
+        return _thinned([_short(part) for part in value])
     if isinstance(value, str) and len(value) > _LONG:
         return f"{value[:_LONG]}... {digest(value)}"
     return value
 
 
 def _thinned(values: list[Any]) -> list[Any]:
-    """Of very many every so manieth, with a digest of all."""
+    """Every n-th of very many, with a digest of all."""
     step = 1 + len(values) // _KEPT
     if step < _FEW:
         return values
@@ -79,23 +79,20 @@ def _thinned(values: list[Any]) -> list[Any]:
 
 
 def _laid_out(value: Any, before: str) -> Iterator[str]:
-    """On one line, if it is short; else each of its parts."""
+    """On one line if it is short, else one line for each part."""
     plain = json.dumps(value, ensure_ascii=False)
     if len(plain) <= _LINE or not isinstance(value, dict | list):
         yield before + plain
         return
     indent = " " * (len(before) - len(before.lstrip()) + 1)
-    pairs = value.items() if isinstance(value, dict) else (("-", one) for one in value)
+    pairs = value.items() if isinstance(value, dict) else (("-", part) for part in value)
     yield before + ("{" if isinstance(value, dict) else "[")
-    for key, one in pairs:
-        yield from _laid_out(one, f"{indent}{key}: " if isinstance(value, dict) else indent)
+    for key, part in pairs:
+        yield from _laid_out(part, f"{indent}{key}: " if isinstance(value, dict) else indent)
 
 
 def of_csv(text: str) -> str:
-    """Cells that are as in the row above are left out, '~3' for three of them: nothing is lost.
-
-    Of very many rows every so manieth is kept, with a digest of all others.
-    """
+    """Leaves out cells that equal those above ('~3' for three), and of many rows all but every n-th, with a digest."""
     rows = list(csv.reader(io.StringIO(text)))
     lines = [_ditto(row, before) for before, row in zip([[], *rows], rows, strict=False)]
     step = 1 + len(lines) // _ROWS
@@ -116,10 +113,7 @@ _SECTION = re.compile(r"(?=<section\b|<header\b|<footer\b)")
 
 
 def of_html(page: str) -> str:
-    """The text of each section, line by line, behind a digest of its tags; of a drawing its words and a digest.
-
-    Markdown and the pages that are kept whole say what is behind a digest.
-    """
+    """Each section's text by lines, behind a digest of its tags; of a drawing its words and a digest."""
     style = "".join(re.findall(r"<(?:style|script)\b.*?</(?:style|script)>", page, flags=re.DOTALL))
     body = re.sub(r"<(style|script)\b.*?</\1>", "", page, flags=re.DOTALL)
     parts = [f"style and script {digest(style)}"]
@@ -136,16 +130,16 @@ def _lines(markup: str) -> Iterator[str]:
 
 
 def of_frame(frame: Any) -> str:
-    """A data frame: its rows, its columns' types, and all of it as CSV."""
+    """A data frame's column types, and its rows as CSV."""
     kinds = ", ".join(f"{name} {kind}" for name, kind in frame.dtypes.items())
     return f"{len(frame)} rows of {kinds}\n{of_csv(masked(frame.to_csv(index=False)))}"
 
 
 def of_files(folder: Path) -> str:
-    """The words in files of bytes, such as TensorBoard's, behind their names, as a table."""
-    found = [[str(path.relative_to(folder)), *words] for path in sorted(folder.rglob("*")) for words in _words(path)]
+    """The texts in files of bytes, such as TensorBoard's."""
+    rows = [[str(path.relative_to(folder)), *words] for path in sorted(folder.rglob("*")) for words in _words(path)]
     lines = io.StringIO()
-    csv.writer(lines).writerows(found)
+    csv.writer(lines).writerows(rows)
     return of_csv(lines.getvalue())
 
 

@@ -108,8 +108,8 @@ def _of_helps() -> Iterator[tuple[str, Document]]:
     yield "help.txt", Document("--help")
     for name, command in commands_of(build_parser()).items():
         yield f"help-{name}.txt", Document(f"{name} --help{'-all' if command.first else ''}")
-        for one in commands_of(command):
-            yield f"help-{name}-{one}.txt", Document(f"{name} {one} --help")
+        for command_name in commands_of(command):
+            yield f"help-{name}-{command_name}.txt", Document(f"{name} {command_name} --help")
 
 
 def _of_audits() -> Iterator[tuple[str, Document]]:
@@ -293,7 +293,7 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
 
 
 class Pretended:
-    """A worker that knows two devices, and no more."""
+    """A worker that knows two devices, and nothing else."""
 
     def __init__(self, *words: object, **more: object) -> None:
         pass
@@ -343,7 +343,7 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
         return
     if kind == "tape":
         known = tapes_of(load_run(next(Path(".fp8bench").rglob("*-4ab2f1d9.jsonl"))))
-        yield "fp8bench.jobs.tape.tapes_now", lambda *words: [_shorter(one) for one in known]
+        yield "fp8bench.jobs.tape.tapes_now", lambda *words: [_shorter(taped) for taped in known]
         return
     if not kind:
         return
@@ -358,7 +358,7 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
         audit = decode(Audit, plain["audit"])
         yield "fp8bench.features.audit.command.audit", lambda *words: (facts, audit)
     else:
-        modes = [decode(ModeConformity, one) for one in plain["modes"]]
+        modes = [decode(ModeConformity, mode) for mode in plain["modes"]]
         yield "fp8bench.features.conform.command.conformity", lambda *words: (facts, modes)
 
 
@@ -376,14 +376,14 @@ def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
     yield "fp8bench.jobs.doctor.boards", lambda: "tensorboard 2.21.0"
 
 
-def _shorter(one: Taped) -> Taped:
-    """Without the first operators, as if a change had taken them away."""
-    return one if one.tape is None else replace(one, tape=replace(one.tape, operators=one.tape.operators[3:]))
+def _shorter(taped: Taped) -> Taped:
+    """Without the first operators, as if a change had removed them."""
+    return taped if taped.tape is None else replace(taped, tape=replace(taped.tape, operators=taped.tape.operators[3:]))
 
 
 @contextlib.contextmanager
 def a_place(folder: Path, document: Document) -> Iterator[None]:
-    """A working directory in no repository, with a store of its own, of a person without a home."""
+    """A working directory outside any repository, with a copy of a store and no home."""
     if document.store != "none":
         shutil.copytree(STORES / document.store, folder / ".fp8bench")
     if document.store == "stored":
@@ -425,7 +425,7 @@ def made(words: Sequence[str]) -> str:
         case ["notebook", run]:
             found: Any = fp8bench.load(run).run
             bars = [text.get_text() for text in found.plot().axes[0].get_yticklabels()]
-            names = [f"{name}: {one.verdict}" for name, one in fp8bench.findings(found).items()]
+            names = [f"{name}: {finding.verdict}" for name, finding in fp8bench.findings(found).items()]
             return "\n".join([found._repr_html_().replace("><", ">\n<"), *names, *bars, fp8bench.table(found)])
         case ["files", folder]:
             return of_files(Path(folder))
@@ -437,7 +437,7 @@ def made(words: Sequence[str]) -> str:
 
 
 def document_of(name: str) -> str:
-    """The document as it is now, in the form that is kept."""
+    """The document as it is rendered now, in the form that is kept."""
     document = DOCUMENTS[name]
     with tempfile.TemporaryDirectory() as made_for_it, a_place(Path(made_for_it).resolve(), document):
         said = "".join(made(shlex.split(words)) for words in document.words.split("&&"))
@@ -461,14 +461,13 @@ def test_it_is_told_as_before(name: str) -> None:
 @for_each("width", [60, 80, 120])
 @for_each("name", [name for name in STORED if name.endswith(".txt")])
 def test_no_line_is_wider_than_the_terminal(name: str, width: int) -> None:
-    """As COLUMNS has it, where output is piped."""
     with tempfile.TemporaryDirectory() as folder, a_place(Path(folder).resolve(), replace(STORED[name], width=width)):
         text = told(shlex.split(STORED[name].words)).partition("on stderr:")[0]
     assert all(len(line) <= width for line in text.splitlines())
 
 
 def test_nothing_is_left_out() -> None:
-    """What is rendered and has no file would never be compared, nor a file that nothing renders."""
+    """Each rendered document has a file, and each file a document."""
     assert set(DOCUMENTS) == {path.name for path in EXPECTED.iterdir()}
 
 

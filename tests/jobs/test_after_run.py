@@ -24,7 +24,6 @@ print(after_run(run, store, Wanted(), print))
 
 
 def test_without_asv_a_run_keeps_its_table_and_its_file(tmp_path: Path) -> None:
-    """The history says what is missing, and how it is made once that is there; asv's files stay as they are."""
     command = [sys.executable, "-W", "error", "-c", WITHOUT_ASV, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=False)
     assert done.returncode == 0, done.stderr[-2000:]

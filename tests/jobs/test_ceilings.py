@@ -1,4 +1,4 @@
-"""Whole ceilings: measured, kept, told, and used by the next run."""
+"""Whole ceilings, measured, kept, and used by the next run; and quoted figures against datasheets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metrics import metrics_of
+from fp8bench.cli.main import main
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import UsageError, WorkerLost
 from fp8bench.jobs import ceilings as job
+from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
 from fp8bench.measure.ceilings import whole_ceilings
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Ceilings, DeviceFacts, Limit, Rate, Request, specs
@@ -38,7 +40,7 @@ FOUND = Ceilings(
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's answers without a process of its own."""
+    """Replaces the worker by one in this process."""
     monkeypatch.setattr(job, "ProcessWorker", LocalWorker)
 
 
@@ -51,31 +53,31 @@ RUNS = {
 def measured_by_hand(
     monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None, interrupted: int = 0, times: float = 1.0
 ) -> list[Rate]:
-    """The pieces that are asked for, which come to FOUND's rates in five runs, so many times as fast."""
-    asked: list[Rate] = []
+    """Has the rates come to FOUND's in five runs, `times` as fast; returns the pieces that were asked for."""
+    pieces: list[Rate] = []
 
     def one_more(self: Bench, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-        asked.append(rate)
+        pieces.append(rate)
         if rate.limit is fails and rate.runs:
             raise WorkerLost("it crashed")
-        if len(asked) == interrupted:
+        if len(pieces) == interrupted:
             raise KeyboardInterrupt
-        whole = next(one for one in FOUND.rates if (one.limit, one.precision) == (rate.limit, rate.precision))
+        whole = next(known for known in FOUND.rates if (known.limit, known.precision) == (rate.limit, rate.precision))
         value = () if not rate.shape else (times * RUNS[rate.limit][len(rate.runs)],)
         return replace(whole, runs=(*rate.runs, *value))
 
-    bare = tuple(Rate(one.limit, one.precision) for one in FOUND.rates)
+    bare = tuple(Rate(rate.limit, rate.precision) for rate in FOUND.rates)
     monkeypatch.setattr(Bench, "ceiling_rates", lambda self, facts: bare)
     monkeypatch.setattr(Bench, "ceiling", one_more)
-    return asked
+    return pieces
 
 
 def test_they_are_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five runs, with the threads that were asked for, and what is kept bounds the next run's cases."""
-    asked = measured_by_hand(monkeypatch)
+    """Kept ceilings bound the next run's cases."""
+    pieces = measured_by_hand(monkeypatch)
     lines = list(job.ceiling_lines(tmp_path / "store", TERMINAL, 2))
     assert (
-        [len(one.runs) for one in asked if one.limit is Limit.COPY] == [0, *range(5)]
+        [len(piece.runs) for piece in pieces if piece.limit is Limit.COPY] == [0, *range(5)]
         and lines[0].startswith("cpu: what ")
         and lines[0].endswith("threads 2, in 5 runs")
     )
@@ -84,7 +86,7 @@ def test_they_are_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_takes_longer_than_it_should_shortens_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine as busy as makes every piece take three times its share, all of it ends in time."""
+    """Even if every piece takes three times its share, all of it ends in time."""
     now, shares = [0.0], []
 
     class Busy:
@@ -102,13 +104,12 @@ def test_what_takes_longer_than_it_should_shortens_what_follows(monkeypatch: pyt
     monkeypatch.setattr("fp8bench.measure.ceilings.time.monotonic", lambda: now[0])
     for slow in (1.0, 3.0):
         now[0], shares[:] = 0.0, []
-        found = whole_ceilings(Busy(), CPU, 30.0, None, lambda found: None)  # type: ignore[arg-type]
-        assert all(len(rate.runs) == 5 for rate in found.rates) and len(shares) == 6 * 4
+        ceilings = whole_ceilings(Busy(), CPU, 30.0, None, lambda ceilings: None)  # type: ignore[arg-type]
+        assert all(len(rate.runs) == 5 for rate in ceilings.rates) and len(shares) == 6 * 4
         assert now[0] <= 33 and (slow > 1 or shares == pytest.approx([3.0] * 4 + [0.9] * 20))
 
 
 def test_the_doctor_says_them_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8bench: Say) -> None:
-    """As lines or as JSON, which has every run."""
     measured_by_hand(monkeypatch)
     code, out, _ = fp8bench("doctor", "--ceilings", "--store", str(tmp_path))
     assert code == 0 and out.startswith("cpu: what ") and "emulated" not in out
@@ -122,18 +123,17 @@ def test_the_doctor_says_them_and_nothing_else(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record for each rate, in the order of limits; what a device refuses is skipped with its words."""
     measured_by_hand(monkeypatch)
     run = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path, TERMINAL, "a test")
     assert run.finished and run.ok and run == load_run(Path(run.path))
-    found = [(one.case.param("limit"), one.case.precision, one.status.value) for one in run.records]
-    assert found == [
+    cases = [(record.case.param("limit"), record.case.precision, record.status.value) for record in run.records]
+    assert cases == [
         ("product", "bf16", "ok"), ("product", "nvfp4", "skipped"), ("copy", "fp32", "ok"), ("launch", "fp32", "ok"),
     ]  # fmt: skip
     bf16, nvfp4, copied, _ = run.records
     assert bf16.measurements[0].samples == RUNS[Limit.PRODUCT] and nvfp4.reason == "RuntimeError: no kernel"
     assert copied.detail == "arrays of 64.0 MiB, the best of 2 searched; spread 22.2% over 5 runs: no bound"
-    (metric,) = [one for one in metrics_of(bf16, None) if one.name == specs.CEILING_RATE]
+    (metric,) = [metric for metric in metrics_of(bf16, None) if metric.name == specs.CEILING_RATE]
     assert (metric.unit, metric.value, metric.better) == ("FLOP/s", 4.25e11, "higher")
     assert "throughput" in render_whole(run, findings(run)) and "425 GFLOP/s" in render_whole(run, findings(run))
 
@@ -145,7 +145,6 @@ def test_the_suite_refuses_what_it_would_ignore(change: dict[str, Any], tmp_path
 
 
 def test_what_ends_the_worker_ends_one_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others go on, in a fresh one."""
     measured_by_hand(monkeypatch, fails=Limit.COPY)
     lines = list(job.ceiling_lines(tmp_path / "store", TERMINAL))
     assert "  copy           not measured: WorkerLost: it crashed" in lines and "425 GFLOP/s" in lines[2]
@@ -154,17 +153,17 @@ def test_what_ends_the_worker_ends_one_rate(tmp_path: Path, monkeypatch: pytest.
 def test_an_interrupted_search_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every piece that was measured is not measured again; the second measurement says what the first had."""
-    asked = measured_by_hand(monkeypatch, interrupted=14)
+    """Measured pieces are not measured again; the second measurement compares with the first."""
+    pieces = measured_by_hand(monkeypatch, interrupted=14)
     with pytest.raises(KeyboardInterrupt):
         list(job.ceiling_lines(tmp_path, TERMINAL))
-    assert len(asked) == 14 and "what was measured is kept, and the same command goes on" in unfolded(
+    assert len(pieces) == 14 and "what was measured is kept, and the same command goes on" in unfolded(
         capsys.readouterr().err
     )
-    asked = measured_by_hand(monkeypatch)
+    pieces = measured_by_hand(monkeypatch)
     list(job.ceiling_lines(tmp_path, TERMINAL))
     # nvfp4 is refused at its search.
-    assert len(asked) == 3 * 6 + 1 - 13 and "goes on with 12 of 18 pieces" in unfolded(capsys.readouterr().err)
+    assert len(pieces) == 3 * 6 + 1 - 13 and "goes on with 12 of 18 pieces" in unfolded(capsys.readouterr().err)
     measured_by_hand(monkeypatch, times=0.8)
     lines = list(job.ceiling_lines(tmp_path, TERMINAL))
     assert lines[2].endswith("; slower than before: -20.0% against 425 GFLOP/s")
@@ -174,10 +173,57 @@ def test_an_interrupted_search_goes_on(
 
 @pytest.mark.slow
 def test_on_this_machine_within_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every rate that a processor has, five runs; the time is a few seconds here, and 35 s where nobody says so."""
+    """Shortened here; 35 s by default."""
     monkeypatch.setattr(job, "WHOLE_SECONDS", 2.0)
     lines = list(job.ceiling_lines(tmp_path / "store", TERMINAL))
     for limit in set(Limit) - {Limit.LOAD}:
-        (line, *_) = [one for one in lines if one.startswith(f"  {limit.value} ")]
+        (line, *_) = [line for line in lines if line.startswith(f"  {limit.value} ")]
         assert "over 5 runs" in line
     assert job.WHOLE_SECONDS <= 35 and Rate(Limit.LOAD).value is None
+
+
+@for_each(
+    ("text", "right", "words"),
+    [
+        ("H200 tf32 312", False, ("WRONG: 312 TFLOP/s is not tf32 of", "494.5 TFLOP/s, dense", "sparse tf32 of A100")),
+        ("H200 fp8 3958", False, ("operands with 2:4 structure", "1979 TFLOP/s, dense")),
+        ("H200 tf32 989.5", False, ("that is bf16 and fp16 of H200 SXM",)),
+        ("H100 SXM bandwidth 4800", False, ("that is bandwidth of H200 SXM", "3350 GB/s")),
+        ("NVIDIA H200 bf16 989", True, ("right of H200 SXM", "https://www.nvidia.com/en-us/data-center/h200/")),
+        ("H200 NVL bf16 835.5", True, ("datasheet, unverified",)),
+        ("H200 SXM e4m3 1979", True, ()),
+        ("H200 SXM memory 141", True, ("141 GB",)),
+        ("H200 SXM link 900", False, ("450 GB/s",)),
+        ("A100 SXM 80 GB watts 400", True, ("400 W",)),
+        ("TPU v5p bf16 459", True, ("published alone", "https://docs.cloud.google.com/tpu/docs/v5p-training")),
+        ("Gaudi3 bf16", True, ("1835 TFLOP/s", "unverified", "fp8bench runs on no such device")),
+    ],
+)
+def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:
+    quote = quote_of(text)
+    said = "\n".join(quote_lines([quote]))
+    assert is_wrong(quote) is not right and all(word in said for word in words), said
+    assert right or "right" not in said
+
+
+@for_each(
+    ("text", "why"),
+    [
+        ("", "cannot be read"), ("H200", "cannot be read"), ("H200 312", "cannot be read"),
+        ("H200 tf32 -3", "cannot be read"), ("H200 tf32 nan", "cannot be read"), ("H200 tf32 inf", "cannot be read"),
+        ("H200 speed 3", "'speed' is no figure"), ("H900 tf32 3", "no datasheet of 'H900'"),
+        ("NVIDIA tf32 3", "no datasheet"), ("H200 fp4 3", "nothing is published of fp4"),
+        ("L4 memory 24", "nothing is published of memory"),
+    ],
+)  # fmt: skip
+def test_what_is_no_quote(text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        quote_of(text)
+
+
+def test_the_exit_code_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """1 if any of several is wrong; a question is never wrong."""
+    assert main(["doctor", "--peak", "H200 bf16 989", "--peak", "H200 tf32 312"]) == 1
+    assert "right of H200 SXM" in (said := capsys.readouterr().out) and "WRONG" in said
+    assert main(["doctor", "--peak", "H200 bf16"]) == 0
+    assert main(["doctor", "--peak", "H200 bf16", "--ceilings"]) == 2

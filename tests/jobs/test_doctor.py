@@ -11,7 +11,7 @@ import torch
 
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import BackendMissing, WorkerLost
-from fp8bench.jobs import doctor, sessions
+from fp8bench.jobs import doctor, several_runs
 from fp8bench.jobs.doctor import by_rank, examine, listing
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Level, Request
@@ -29,12 +29,11 @@ H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0"
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's answers without a process of its own."""
+    """Replaces the worker by one in this process."""
     monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
 
 
 def test_every_native_precision_has_a_line_and_emulated_ones_share_theirs() -> None:
-    """For the processor, at the least."""
     lines = list(examine(False))
     (emulated,) = [line for line in lines if line.startswith("  emulated ")]
     for name in precisions.names():
@@ -46,7 +45,6 @@ def test_every_native_precision_has_a_line_and_emulated_ones_share_theirs() -> N
 
 
 def test_versions_machine_and_load_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All a bug report needs, and no line is empty of meaning."""
     # Another test may have loaded a driver into this process.
     monkeypatch.setattr(doctor, "driver_state", lambda: "NVML says: there is no driver")
     text = "\n".join(examine(False))
@@ -57,7 +55,7 @@ def test_versions_machine_and_load_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless somebody has turned compiling off. A compiler that ends the worker is named, and ends nothing else."""
+    """A compiler that ends the worker is named, and ends nothing else."""
     assert "compiler  not tried: FP8BENCH_QUANTISERS=eager compiles none" in examine(False)
 
     def ask(self: LocalWorker, limit: float, name: str, facts: DeviceFacts) -> str:
@@ -72,7 +70,6 @@ def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest
 
 
 def test_what_takes_traces_and_figures_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Installed or not; that the plugin's page stays empty offline only where there is one."""
     there = {"tensorboard": "2.21.0", "torch-tb-profiler": "0.4.3"}
     boards, installed = (*there, "wandb"), metadata.version
 
@@ -91,12 +88,10 @@ def test_what_takes_traces_and_figures_is_named(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so where there is no GPU")
 def test_a_machine_without_a_gpu_says_so() -> None:
-    """In words, not by silence."""
     assert any(line.startswith("GPU       none") for line in examine(False))
 
 
 def test_calibrating_adds_the_harness_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Markers, stamps, and a training step against a bare loop."""
     monkeypatch.setattr(doctor, "_LOOP_STEPS", 1)
     monkeypatch.setattr(doctor, "_LOOP_ROUNDS", 4)
     text = "\n".join(examine(True))
@@ -106,8 +101,8 @@ def test_calibrating_adds_the_harness_own_costs(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_calibrating_measures_a_standard_case_and_later_runs_know_it(tmp_path: Path) -> None:
-    """How far its fresh processes lie apart is in the store; their runs are not."""
-    text = "\n".join(sessions.standard_runs(tmp_path, TERMINAL))
+    """The store keeps how far apart the runs lie, not the runs."""
+    text = "\n".join(several_runs.standard_runs(tmp_path, TERMINAL))
     assert "how far runs lie apart on cpu" in text and "in 6 fresh processes: " in text
     assert [path.name for path in tmp_path.iterdir()] == ["reruns"] and not list(run_files(tmp_path))
     request = Request("gemm", ("fp32", "bf16"), ("cpu",), axes=(("shape", ("128x128x128",)),), rounds=24)
@@ -116,7 +111,6 @@ def test_calibrating_measures_a_standard_case_and_later_runs_know_it(tmp_path: P
 
 
 def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capability, memory, CUDA, and what it does natively."""
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
     text = "\n".join(examine(False))
     assert "cuda:0: NVIDIA H200 (140 GiB, compute capability 9.0, CUDA 13.0)" in text
@@ -125,7 +119,6 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_nothing_runs_on_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No table of precisions, and nothing is compiled or timed for it."""
     old = replace(H200, unusable="this torch has no kernels for sm_90")
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, old))
     lines = list(examine(False))
@@ -138,14 +131,12 @@ def test_a_gpu_that_nothing_runs_on_says_why(monkeypatch: pytest.MonkeyPatch) ->
 def test_every_device_says_where_its_energy_comes_from(
     devices: tuple[DeviceFacts, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or why it has none; without a driver each says so."""
     monkeypatch.setattr(LocalWorker, "probe", lambda self: devices)
     energies = [line for line in examine(False) if line.startswith("  energy    ")]
     assert len(energies) == len(devices)
 
 
 def test_listing_devices_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And describes those that are there."""
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU,))
     assert list(listing("devices", ())) == [
         "cpu      a processor, 16.0 GiB", "cuda     none on this machine", "xpu      none on this machine",
@@ -153,7 +144,6 @@ def test_listing_devices_names_those_that_are_missing(monkeypatch: pytest.Monkey
 
 
 def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first GPU where there is one."""
     shown = {}
     for device in (CPU, H200):
         monkeypatch.setattr(LocalWorker, "probe", lambda self, device=device: (CPU, device))
@@ -164,13 +154,11 @@ def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypa
 
 
 def test_a_suite_without_layers_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing there can be mapped."""
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU,))
     assert not any("--precision-map" in line for line in listing("gemm", ()))
 
 
 def test_listing_suites_gives_their_summaries() -> None:
-    """Without a worker."""
     assert [line.split()[0] for line in listing("suites", ())] == known_suites()
     assert {"ceilings", "collective", "parallel"} == {*known_suites()} - {*workloads.names()}
     (line,) = listing("ceilings", ())
@@ -178,7 +166,6 @@ def test_listing_suites_gives_their_summaries() -> None:
 
 
 def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every device of the machine."""
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
     short = list(listing("dtypes", ()))
     assert [line.split()[0] for line in short[:-1]] == by_rank() and all(len(line) <= 80 for line in short)
@@ -194,7 +181,6 @@ def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatc
 
 
 def test_backends_are_listed_and_examined() -> None:
-    """A line for each: what it is; and on this machine its version and what it takes, or why it is of no use."""
     listed = list(listing("backends", ()))
     assert [line.split()[0] for line in listed[:-1]] == backends.names()
     assert any(":backend=auto  who multiplies: auto, " in line for line in listing("dtypes", (), "fp8"))

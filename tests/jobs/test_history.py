@@ -23,7 +23,7 @@ NOBODY = cast("JobObserver", None)
 
 
 def test_one_interpreter_by_two_names(tmp_path: Path) -> None:
-    """bin/python and bin/python3 are one: an acknowledgement is of the trend under either name."""
+    """bin/python and bin/python3 are the same: an acknowledgement holds under either name."""
     (tmp_path / "python3").touch()
     (tmp_path / "python").symlink_to("python3")
     (tmp_path / "other").touch()
@@ -43,12 +43,18 @@ PARTS = tuple(replace(WHOLE, operator=name) for name in ("aten::abs", "aten::ama
 
 
 def tape_of(*operators: OperatorCount) -> Tape:
-    """With its sums."""
     phases = []
     for phase in ("cast", "gemm"):
-        found = [one for one in operators if one.phase == phase]
-        flops, size = (sum(one.calls * (getattr(one, name) or 0) for one in found) for name in ("flops", "bytes"))
-        phases.append(PhaseCount(phase, flops, size, sum(one.calls * one.launches for one in found)))
+        of_phase = [operator for operator in operators if operator.phase == phase]
+        flops, size = (
+            sum(operator_count.calls * (getattr(operator_count, name) or 0) for operator_count in of_phase)
+            for name in ("flops", "bytes")
+        )
+        phases.append(
+            PhaseCount(
+                phase, flops, size, sum(operator_count.calls * operator_count.launches for operator_count in of_phase)
+            )
+        )
     return Tape(operators, tuple(phases))
 
 
@@ -56,18 +62,18 @@ FUSED, APART = tape_of(WHOLE, PRODUCT), tape_of(*PARTS, PRODUCT)
 
 
 def taped(tape: Tape) -> tuple[Record, ...]:
-    """What a run comes to whose bf16 has that tape."""
-    return tuple(one if one.is_reference else replace(one, tape=tape) for one in records())
+    """A run's records, where bf16 has that tape."""
+    return tuple(record if record.is_reference else replace(record, tape=tape) for record in records())
 
 
 def counted(store: Path, *tapes: Tape) -> None:
-    """A commit for each."""
+    """Keeps a run for each commit."""
     for number, tape in enumerate(tapes):
         keep(store, run_at(number, records=taped(tape)))
 
 
 def test_a_fused_kernel_that_fell_apart(store: Path, fp8bench: Say) -> None:
-    """By its launches, between two commits and at once, with what it has become; until it is acknowledged."""
+    """Launches show it between two commits at once, with what it became, until acknowledged."""
     counted(store, FUSED, FUSED, APART)
     code, out, _ = fp8bench("history", "regressions", "--explain")
     said = " ".join(out.split())
@@ -83,8 +89,7 @@ def test_a_fused_kernel_that_fell_apart(store: Path, fp8bench: Say) -> None:
 
 
 def test_a_history_too_young_for_times_fails_by_its_counts(store: Path, fp8bench: Say) -> None:
-    """The gate asks for no second look: it would count the same. With counts alone that are alike there is still
-    nothing to judge times by."""
+    """Counts are not measured again: the result would be the same."""
     counted(store, FUSED, FUSED)
     assert fp8bench("gate", "--history")[0] == 4
     keep(store, run_at(2, records=taped(APART)))
@@ -94,7 +99,6 @@ def test_a_history_too_young_for_times_fails_by_its_counts(store: Path, fp8bench
 
 
 def test_fewer_fail_no_gate(store: Path, fp8bench: Say) -> None:
-    """They alarm in the history, where somebody says that the work is still the same."""
     history(store, *[1.0, 1.003, 0.998, 1.001, 0.997, 1.002, 1.0, 0.999, 1.004, 0.998, 1.001, 1.0])
     for number, tape in ((12, APART), (13, FUSED)):
         keep(store, run_at(number, records=taped(tape)))
@@ -139,7 +143,7 @@ class Planted(Workload):
 
 @pytest.mark.slow
 def test_a_fused_operator_that_falls_apart_between_two_commits(store: Path, fp8bench: Say) -> None:
-    """Planted in a suite of one's own, measured in a real worker at each commit: same FLOPs, one launch more."""
+    """Planted, and measured in a real worker at each commit: same FLOPs, one launch more."""
     folder = Path.cwd()
     git(folder, "init", "-q")
     commits = []

@@ -43,16 +43,16 @@ def loss(output: dict[str, Tensor]) -> Tensor:
 
 
 def everything(model: nn.Module) -> list[Any]:
-    """All that could have been changed about it, identities where these matter."""
-    found: list[Any] = [torch.get_rng_state().tolist(), torch.is_grad_enabled(), torch.get_num_threads()]
+    """Everything about the model that could be changed, with identities where they matter."""
+    state: list[Any] = [torch.get_rng_state().tolist(), torch.is_grad_enabled(), torch.get_num_threads()]
     for name, module in model.named_modules():
         own = {key: id(value) for key, value in vars(module).items()}
         hooks = {key: list(value.items()) for key, value in vars(module).items() if key.endswith("_hooks")}
-        found.append((name, type(module), module.training, own, hooks))
+        state.append((name, type(module), module.training, own, hooks))
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         grad = None if tensor.grad is None else tensor.grad.tolist()
-        found.append((name, id(tensor), tensor.requires_grad, tensor._version, grad, tensor.tolist()))
-    return [copy.deepcopy(one) if isinstance(one, list) else one for one in found]
+        state.append((name, id(tensor), tensor.requires_grad, tensor._version, grad, tensor.tolist()))
+    return [copy.deepcopy(part) if isinstance(part, list) else part for part in state]
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def model() -> Tied:
 
 
 class Interrupting(SilentObserver):
-    """Ctrl-C as soon as something is done."""
+    """Raises KeyboardInterrupt as soon as something is done."""
 
     def __init__(self, doing: str) -> None:
         self.doing = doing
@@ -74,13 +74,13 @@ class Interrupting(SilentObserver):
 def test_one_that_cannot_be_sent_is_measured_here_and_left_as_it_was(
     model: Tied, store: Path, short_slots: None
 ) -> None:
-    """Its hook is a lambda, which no pickle takes. The run says so, and every case is labelled."""
+    """Its hook is a lambda, which cannot be pickled."""
     batch = {"x": torch.randn(4, 16), "scale": 2.0}
     before = everything(model)
     run = fp8bench.profile(model, batch, loss=loss, **HOW)
     assert everything(model) == before
     assert run.ok and not run.request.isolation and "cannot be sent to another one" in run.notes[0]
-    assert all(Label.IN_PROCESS in one.labels for one in fp8bench.findings(run).values())
+    assert all(Label.IN_PROCESS in finding.labels for finding in fp8bench.findings(run).values())
     assert not LIVE and not MADE
 
 
@@ -108,11 +108,10 @@ def test_an_exception_leaves_it_as_it_was(model: Tied, store: Path) -> None:
 
 @pytest.mark.slow
 def test_one_that_can_be_sent_goes_to_a_process_of_its_own(store: Path, short_slots: None) -> None:
-    """And nothing says that it did not."""
     run = fp8bench.profile(nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16), **HOW)
     assert run.ok and run.request.isolation and not run.notes and not LIVE
     assert dict(run.records[0].case.params)["make"] == "Sequential"
-    assert not any(Label.IN_PROCESS in one.labels for one in fp8bench.findings(run).values())
+    assert not any(Label.IN_PROCESS in finding.labels for finding in fp8bench.findings(run).values())
 
 
 @pytest.mark.parametrize(
@@ -136,7 +135,6 @@ def test_options_that_no_profile_has_are_named(store: Path) -> None:
 
 
 def test_a_target_without_a_function_names_what_could_be_called(tmp_path: Path) -> None:
-    """What a file has is found without running it."""
     file = tmp_path / "mine.py"
     file.write_text("raise SystemExit\nclass Encoder: ...\ndef make(): ...\ndef _own(): ...\n")
     assert function_named(f"{file}:make") == f"{file}:make"

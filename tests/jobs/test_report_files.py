@@ -31,7 +31,6 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept(store: Path, number: int = 1) -> Run:
-    """A stored run."""
     run, _ = measured()
     run = replace(run, id=f"{number:08x}", started=f"2026-01-0{number}T00:00:00.000+00:00")
     writer = start_run(run, store)
@@ -41,7 +40,6 @@ def kept(store: Path, number: int = 1) -> Run:
 
 
 def test_a_run_has_page_and_table_in_the_store(store: Path) -> None:
-    """The page loads nothing, and is the same again."""
     run = kept(store)
     page = write_report([run], store)
     assert page == store / "reports" / Path(run.path).stem / "report.html"
@@ -50,11 +48,10 @@ def test_a_run_has_page_and_table_in_the_store(store: Path) -> None:
     assert not re.search(r"(?:src|href)=[\"']?https?:", text)
     assert (page.parent / "results.csv").read_text().count("\n") > 50
     assert write_report([run], store).read_text() == text
-    assert sorted(one.name for one in page.parent.iterdir()) == ["report.html", "results.csv"]
+    assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "results.csv"]
 
 
 def test_it_goes_wherever_else_it_is_wanted(store: Path) -> None:
-    """HTML, Markdown, wide rows."""
     run = kept(store)
     html, markdown = Path("out/a.html"), Path("out/a.md")
     page = write_report([run], store, Pages(html, markdown, wide=True))
@@ -63,7 +60,6 @@ def test_it_goes_wherever_else_it_is_wanted(store: Path) -> None:
 
 
 def test_a_run_shown_again_says_where_its_report_is(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In its summary, once there is one."""
     run = kept(store)
     for wanted in ("stored in ", f"report: .fp8bench/reports/{Path(run.path).stem}/report.html"):
         main(["show", run.id])
@@ -75,19 +71,17 @@ def test_a_run_shown_again_says_where_its_report_is(store: Path, capsys: pytest.
 def test_a_page_is_shown_in_the_browser(
     there: bool, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without one it is no failure: the page's address is said."""
-    asked: list[str] = []
-    monkeypatch.setattr(webbrowser, "open", lambda address: asked.append(address) or there)
+    addresses: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: addresses.append(address) or there)
     monkeypatch.setenv("COLUMNS", "300")
     run = kept(store)
     assert main(["report", run.id, "--open"]) == 0
     out, err = capsys.readouterr()
-    assert asked == [Path(out.strip()).resolve().as_uri()]
-    assert err == ("" if there else f"fp8bench: no browser could be opened. The report is at {asked[0]}\n")
+    assert addresses == [Path(out.strip()).resolve().as_uri()]
+    assert err == ("" if there else f"fp8bench: no browser could be opened. The report is at {addresses[0]}\n")
 
 
 def test_a_folder_that_takes_nothing_is_a_sentence(store: Path) -> None:
-    """And what was there before stays."""
     run = kept(store)
     (store / "reports").write_text("a file")
     with pytest.raises(StoreError, match=r"the report .*report\.html cannot be written \(.*\)\."):
@@ -96,14 +90,12 @@ def test_a_folder_that_takes_nothing_is_a_sentence(store: Path) -> None:
 
 
 def test_many_runs_have_a_folder_of_bounded_length(store: Path) -> None:
-    """Their ids, and how many."""
     run = kept(store)
     runs = [replace(run, id=f"{number:08x}") for number in range(40)]
     assert len(folder_of(runs, store).name) < 150 and folder_of(runs, store).name.endswith("-40-runs")
 
 
 def test_the_command_prints_where_the_page_is(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One run or several; the same bytes as the function gives."""
     first, second = kept(store, 1), kept(store, 2)
     assert main(["report", first.id]) == 0
     page = Path(capsys.readouterr().out.strip())
@@ -128,14 +120,12 @@ def test_the_command_prints_where_the_page_is(store: Path, capsys: pytest.Captur
 def test_what_cannot_be_is_said_at_once(
     words: list[str], sentence: str, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Code 2, one line."""
     kept(store)
     assert main(words) == 2
     assert sentence in capsys.readouterr().err
 
 
 def test_a_suite_ends_with_its_report(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says where; without one if none is wanted; a failure of it is none of the run's."""
     words = ["suite", "gemm", "--set", "shape=64", "--dtypes", "fp32", "--rounds", "1", "--no-isolation"]
     assert main(words) == 0
     page = re.search(r"report: (\S+report\.html)", capsys.readouterr().err)
@@ -149,27 +139,28 @@ def test_a_suite_ends_with_its_report(store: Path, capsys: pytest.CaptureFixture
 
 
 def series(runs: list[Run], store: Path, metric: str = "time", precision: str = "bf16") -> PastSeries:
-    (found,) = [one for one in past_of(runs, store) if (one.metric, one.precision) == (metric, precision)]
-    return found
+    (only_series,) = [
+        series for series in past_of(runs, store) if (series.metric, series.precision) == (metric, precision)
+    ]
+    return only_series
 
 
 def test_the_series_of_the_cases_at_hand(tmp_path: Path) -> None:
-    """Oldest first, with their commits, dates and intervals, and the words that a report needs."""
     last = load_run(history(tmp_path, 2.0, 1.0)[-1])
-    found = series([last], tmp_path)
-    assert (found.suite, found.precision, found.place, found.machine) == ("gemm", "bf16", "shape=512", "box")
-    assert found.unit == "s" and not found.emulated and found.incomparable == 0
-    assert [one.commit for one in found.figures] == [commit(0), commit(1)]
-    assert [one.when for one in found.figures] == ["2026-01-05 12:00", "2026-01-05 13:00"]
+    past = series([last], tmp_path)
+    assert (past.suite, past.precision, past.place, past.machine) == ("gemm", "bf16", "shape=512", "box")
+    assert past.unit == "s" and not past.emulated and past.incomparable == 0
+    assert [figure.commit for figure in past.figures] == [commit(0), commit(1)]
+    assert [figure.when for figure in past.figures] == ["2026-01-05 12:00", "2026-01-05 13:00"]
     # A round takes an eighth more for its cast, 100 ns besides, and 2 us in the middle.
-    assert [one.value for one in found.figures] == pytest.approx([2.2521e-3, 1.1271e-3], rel=1e-9)
-    assert all(one.low is not None and one.low <= one.value <= (one.high or 0) for one in found.figures)
-    assert [one.samples for one in found.figures] == [24, 24]
+    assert [figure.value for figure in past.figures] == pytest.approx([2.2521e-3, 1.1271e-3], rel=1e-9)
+    assert all(figure.low is not None and figure.low <= figure.value <= (figure.high or 0) for figure in past.figures)
+    assert [figure.samples for figure in past.figures] == [24, 24]
 
 
 def test_units_are_those_of_an_axis(tmp_path: Path) -> None:
     last = load_run(history(tmp_path, 1.0)[-1])
-    units = {one.metric: one.unit for one in past_of([last], tmp_path)}
+    units = {series.metric: series.unit for series in past_of([last], tmp_path)}
     assert units["time"] == "s" and units["relative_time"] == "x"
 
 
@@ -180,58 +171,56 @@ def test_other_machines_interpreters_and_cases_are_left_out(tmp_path: Path) -> N
     other = {"asv_python": "/other/bin/python"}
     keep(tmp_path, run_at(2, records=tuple(records(9.0)), facts=other))
     last = load_run(keep(tmp_path, run_at(3, records=tuple(records(1.0))[:1])))
-    found = past_of([last], tmp_path)
-    assert {one.precision for one in found} == {"fp32"}
+    past = past_of([last], tmp_path)
+    assert {own.precision for own in past} == {"fp32"}
     assert [figure.commit for figure in series([last], tmp_path, precision="fp32").figures] == [commit(0), commit(3)]
 
 
 def test_a_run_with_changes_stands_at_the_end_of_its_series(tmp_path: Path) -> None:
-    """Though its numbers are no commit's, what it came to is what one wants to know."""
+    """Its numbers are no commit's, but they are what one wants to know."""
     history(tmp_path, 1.0)
     dirty = load_run(keep(tmp_path, run_at(0, hours=5, records=tuple(records(3.0)), facts={"dirty": True})))
-    found = series([dirty], tmp_path)
-    assert [(one.commit, one.unkept) for one in found.figures] == [(commit(0), False), (commit(0), True)]
-    assert found.figures[1].value == pytest.approx(3.3771e-3, rel=1e-9)
-    assert found.figures[1].when == "2026-01-05 17:00, with uncommitted changes"
-    assert found.figures[0].order < found.figures[1].order
+    past = series([dirty], tmp_path)
+    assert [(figure.commit, figure.unkept) for figure in past.figures] == [(commit(0), False), (commit(0), True)]
+    assert past.figures[1].value == pytest.approx(3.3771e-3, rel=1e-9)
+    assert past.figures[1].when == "2026-01-05 17:00, with uncommitted changes"
+    assert past.figures[0].order < past.figures[1].order
 
 
 def test_a_quick_run_is_hasty(tmp_path: Path) -> None:
     (path,) = history(tmp_path, 1.0, request=Request("gemm", quick=True))
-    assert [one.hasty for one in series([load_run(path)], tmp_path).figures] == [True]
+    assert [figure.hasty for figure in series([load_run(path)], tmp_path).figures] == [True]
 
 
 def test_emulations_are_named(tmp_path: Path) -> None:
-    """The points do not say so; the run at hand does."""
-    made = [replace(one, support=EMULATED) if not one.is_reference else one for one in records(1.0)]
+    made = [replace(record, support=EMULATED) if not record.is_reference else record for record in records(1.0)]
     last = load_run(keep(tmp_path, run_at(0, records=tuple(made))))
     assert series([last], tmp_path).emulated and not series([last], tmp_path, precision="fp32").emulated
 
 
 def test_older_versions_are_counted(tmp_path: Path) -> None:
     history(tmp_path, 1.0)
-    newer = tuple(replace(one, case=replace(one.case, version="99")) for one in records(1.0))
+    newer = tuple(replace(record, case=replace(record.case, version="99")) for record in records(1.0))
     last = load_run(keep(tmp_path, run_at(1, records=newer)))
-    found = past_of([last], tmp_path)
-    assert {(len(one.figures), one.incomparable) for one in found} == {(1, 1)}
+    past = past_of([last], tmp_path)
+    assert {(len(own.figures), own.incomparable) for own in past} == {(1, 1)}
 
 
 def test_joules_of_another_source_are_left_out_and_counted(tmp_path: Path) -> None:
-    """Those of the newest count, of a run with uncommitted changes too; times do not care."""
+    """The newest figure's source counts, also that of a run with uncommitted changes."""
     for number, source in enumerate(("counter", "instant", "instant")):
-        made = tuple(replace(one, energy=use((1.0 + number,) * 3, source=source)) for one in records(1.0))
+        made = tuple(replace(record, energy=use((1.0 + number,) * 3, source=source)) for record in records(1.0))
         last = load_run(keep(tmp_path, run_at(number, records=made)))
-    found = series([last], tmp_path, metric="energy")
-    assert found.unit == "J" and ([one.value for one in found.figures], found.incomparable) == ([2.0, 3.0], 1)
+    past = series([last], tmp_path, metric="energy")
+    assert past.unit == "J" and ([figure.value for figure in past.figures], past.incomparable) == ([2.0, 3.0], 1)
     assert len(series([last], tmp_path).figures) == 3
     for source, count in (("counter", 2), ("instant", 3)):
-        made = tuple(replace(one, energy=use((9.0,) * 3, source=source)) for one in records(1.0))
+        made = tuple(replace(record, energy=use((9.0,) * 3, source=source)) for record in records(1.0))
         dirty = run_at(2, hours=5, records=made, facts={"dirty": True})
         assert len(series([dirty], tmp_path, metric="energy").figures) == count
 
 
 def test_runs_that_tell_nothing_have_no_past(tmp_path: Path) -> None:
-    """Of no machine, of cases outside of every grid, or of nothing at all."""
     history(tmp_path, 1.0)
     foreign, _ = transformer()
     nameless = replace(run_at(1), environment=Environment({}))
@@ -243,8 +232,7 @@ def test_a_store_that_is_not_there_knows_nothing(tmp_path: Path) -> None:
 
 
 def test_a_series_has_its_newest_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than a chart has room for."""
     monkeypatch.setattr(report_files, "MOST_COMMITS", 2)
     paths = history(tmp_path, 1.0, 2.0, 3.0)
-    series = next(one for one in past_of([load_run(paths[-1])], tmp_path) if one.unit == "s")
+    series = next(series for series in past_of([load_run(paths[-1])], tmp_path) if series.unit == "s")
     assert [figure.commit for figure in series.figures] == [commit(1), commit(2)]

@@ -37,7 +37,7 @@ GPUS = "NVIDIA H200, 143771, 5, 16\n" * 3
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of answers, by the first word that nvidia-smi is asked."""
+    """A folder with nvidia-smi and its answers, by the first word that it is asked."""
     folder = tmp_path / "driver"
     folder.mkdir()
     for name, text in (("--query-gpu", GPUS), ("topo", TOPOLOGY), ("nvlink", LINKS)):
@@ -63,19 +63,19 @@ def ports(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_a_plan_takes(driver: Path, ports: Path, tmp_path: Path) -> None:
-    """By the driver: 18 links of 26.562 GB/s of signals are the 450 GB/s that an H200's datasheet has."""
+    """18 links of 26.562 GB/s of signals are the 450 GB/s of an H200's datasheet."""
     file = tmp_path / "node.yaml"
     said = "\n".join(topology_lines(file, tmp_path / "store", ports))
-    found = read_topology(file)
-    assert (found.node, found.memory) == (3, 143771 << 20)
-    assert found.inside == pytest.approx(450e9, rel=1e-4) and found.between == pytest.approx(2 * 400e9 / 8 / 3)
-    assert (found.bf16, found.fp8) == (989.5e12, 1979e12)
+    node = read_topology(file)
+    assert (node.node, node.memory) == (3, 143771 << 20)
+    assert node.inside == pytest.approx(450e9, rel=1e-4) and node.between == pytest.approx(2 * 400e9 / 8 / 3)
+    assert (node.bf16, node.fp8) == (989.5e12, 1979e12)
     assert "between GPUs: 3 x NV18" in said and "mlx5_1 port 1: 400 Gb/s; counted link_downed 3" in said
     assert "mlx5_2" not in said and "no product reaches" in said
 
 
 def collective(rate: float, *, gpus: int = 3, device: str = "cuda:0", way: str = "all_reduce") -> Run:
-    """A run of a collective whose calls last 1.1 s, at so many bytes of a bus a second."""
+    """A run of a collective whose calls take 1.1 s, at `rate` bytes/s of bus bandwidth."""
     timing = samples(("communication",), (1_100_000,), rounds=1)
     seconds = float(totals(timing).mean())
     case = replace(CASE, params=(("collective", way),), device=device, ranks=gpus)
@@ -89,7 +89,7 @@ CASE = Case("collective", (), "fp32", "cuda:0")
 
 @pytest.fixture
 def stored(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Has a store hold these runs, the newest first."""
+    """Makes the store hold these runs, newest first."""
 
     def store(*runs: Run) -> None:
         known = {Path(run.id): run for run in runs}
@@ -102,14 +102,20 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_a_measured_bandwidth_comes_first(
     driver: Path, ports: Path, tmp_path: Path, stored: Callable[..., None]
 ) -> None:
-    """Of an all-reduce of all of the node's GPUs, the newest; not of fewer, of a processor, or another collective."""
+    """The newest all-reduce of all GPUs; not of fewer, of a processor, or another collective."""
     others = [collective(9e9, gpus=2), collective(8e9, device="cpu"), collective(7e9, way="all_gather")]
     stored(*others, collective(361e9), collective(1e9))
-    found = measured_bandwidth(tmp_path, 3)
-    assert found is not None and found[0] == pytest.approx(361e9, rel=0.02) and found[1].startswith("run-3.61e+11-3")
+    bandwidth = measured_bandwidth(tmp_path, 3)
+    assert (
+        bandwidth is not None
+        and bandwidth[0] == pytest.approx(361e9, rel=0.02)
+        and bandwidth[1].startswith("run-3.61e+11-3")
+    )
     file = tmp_path / "node.yaml"
     said = "\n".join(topology_lines(file, tmp_path / "store", ports))
-    assert read_topology(file).inside == pytest.approx(found[0], rel=1e-4) and "measured in run run-3.61e+11" in said
+    assert (
+        read_topology(file).inside == pytest.approx(bandwidth[0], rel=1e-4) and "measured in run run-3.61e+11" in said
+    )
     stored(*others)
     assert measured_bandwidth(tmp_path, 3) is None
 
@@ -117,7 +123,6 @@ def test_a_measured_bandwidth_comes_first(
 def test_measured_ceilings_take_the_place_of_datasheets(
     driver: Path, ports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of GPUs of that name; FP8 was not measured here."""
     rates = (Rate(Limit.PRODUCT, "bf16", (712e12, 713e12, 714e12)),)
     known = [Ceilings(rates, "2026-01-01", device="NVIDIA H200"), Ceilings((), "2026-01-02", device="NVIDIA L4")]
     monkeypatch.setattr(topology, "history_of_ceilings", lambda _: known)
@@ -127,7 +132,7 @@ def test_measured_ceilings_take_the_place_of_datasheets(
 
 
 def test_what_nobody_says_is_left_to_the_reader(driver: Path, tmp_path: Path) -> None:
-    """Without ports there is no rate between nodes: the line is a comment, and a plan asks for it."""
+    """Without ports the rate between nodes is a comment, and a plan asks for it."""
     file = tmp_path / "node.yaml"
     *_, last = topology_lines(file, tmp_path / "store", tmp_path / "nothing")
     assert last.endswith("add between, which nothing here says")
@@ -143,7 +148,6 @@ def test_without_nvlink_pcie_counts(driver: Path, ports: Path, tmp_path: Path) -
 
 
 def test_links_that_are_down_do_not_count() -> None:
-    """Of the GPU that has fewest."""
     status = [
         "GPU 0: X",
         "\t Link 0: 50 GB/s",
@@ -167,7 +171,6 @@ def test_links_that_are_down_do_not_count() -> None:
     ],
 )
 def test_what_is_refused(name: str, text: str | None, why: str, driver: Path, tmp_path: Path) -> None:
-    """And then nothing is written."""
     (driver / name).unlink() if text is None else (driver / name).write_text(text)
     with pytest.raises(UsageError, match=why):
         list(topology_lines(tmp_path / "node.yaml", tmp_path / "store", tmp_path))
@@ -175,7 +178,6 @@ def test_what_is_refused(name: str, text: str | None, why: str, driver: Path, tm
 
 
 def test_what_a_driver_does_not_know(driver: Path, tmp_path: Path) -> None:
-    """'[N/A]' is no number: its lines are left to the reader."""
     (driver / "--query-gpu").write_text("NVIDIA Unheard, [N/A], [N/A], [N/A]\n")
     (driver / "topo").write_text("GPU0\nGPU0\t X \n")
     file = tmp_path / "node.yaml"

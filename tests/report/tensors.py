@@ -26,22 +26,28 @@ def left(sqnr: float, lost: float = 0.0) -> tuple[Measurement, ...]:
 
 
 def tensors(*names: str, **changed: float) -> Made:
-    """A group a tensor; SQNRs fall with the place of the precision and rise with that of the tensor."""
+    """A group for each tensor; SQNRs fall with the precision's place and rise with the tensor's."""
     records, findings = [], {}
     for row, name in enumerate(names):
         for column, mode in enumerate(MODES):
-            one = case("numerics", mode, {"tensor": name, "rows": 64, "columns": 64, "role": "input"})
+            own_case = case("numerics", mode, {"tensor": name, "rows": 64, "columns": 64, "role": "input"})
             sqnr = changed.get(name, 70.0 - 10 * column + row)
             figures = (*left(sqnr), memory(1 << 20))
             records.append(
-                Record(one, EMULATED if column else NATIVE, Status.OK, measurements=figures, is_reference=not column)
+                Record(
+                    own_case, EMULATED if column else NATIVE, Status.OK, measurements=figures, is_reference=not column
+                )
             )
-            findings[one.id] = Finding(one, Verdict.EMULATED if column else Verdict.REFERENCE, 1e-3, 1e-3, 0.1)
+            findings[own_case.id] = Finding(
+                own_case, Verdict.EMULATED if column else Verdict.REFERENCE, 1e-3, 1e-3, 0.1
+            )
     return run_of(records), findings
 
 
 def products() -> Made:
-    one = case("gemm", "fp32", {"m": 8, "n": 8, "k": 8})
+    own_case = case("gemm", "fp32", {"m": 8, "n": 8, "k": 8})
     figures = (error("product_error", 1e-7), memory(1 << 20))
-    found = Finding(one, Verdict.REFERENCE, 2e-3, 2e-3, 0.1)
-    return run_of([Record(one, NATIVE, Status.OK, measurements=figures, is_reference=True)]), {one.id: found}
+    finding = Finding(own_case, Verdict.REFERENCE, 2e-3, 2e-3, 0.1)
+    return run_of([Record(own_case, NATIVE, Status.OK, measurements=figures, is_reference=True)]), {
+        own_case.id: finding
+    }

@@ -32,7 +32,7 @@ def result(
 
 
 @for_each(
-    ("one", "expected", "tone"),
+    ("case_result", "expected", "tone"),
     [
         (result(Verdict.FASTER), Standing.FASTER, Tone.GOOD),
         (result(Verdict.SLOWER), Standing.SLOWER, Tone.BAD),
@@ -48,28 +48,27 @@ def result(
         (result(Verdict.FASTER, status=Status.SKIPPED, support=REFUSED), Standing.SKIPPED, Tone.DOUBT),
     ],
 )
-def test_standing(one: Result, expected: Standing, tone: Tone) -> None:
-    assert standing(one) is expected and tone_of(one) is tone
+def test_standing(case_result: Result, expected: Standing, tone: Tone) -> None:
+    assert standing(case_result) is expected and tone_of(case_result) is tone
 
 
 @for_each("label", sorted(set(Label) - REMARKS))
 @for_each("verdict", [Verdict.FASTER, Verdict.SLOWER, Verdict.SAME])
 def test_a_label_makes_a_fact_doubtful(verdict: Verdict, label: Label) -> None:
-    one = result(verdict, label)
-    assert standing(one) is Standing.DOUBTED and tone_of(one) is Tone.DOUBT
+    labelled = result(verdict, label)
+    assert standing(labelled) is Standing.DOUBTED and tone_of(labelled) is Tone.DOUBT
 
 
 def test_speed_up_is_the_inverse_with_its_ends_turned() -> None:
-    """An interval without an end stays open."""
     assert speed_up(result()) == Interval(2.0, pytest.approx(1.6), 2.5, 0.99)
-    found = speed_up(result(ratio=Interval(0.5, 0.0, math.inf, 0.99)))
-    assert found is not None and (found.low, found.high) == (0.0, math.inf)
+    speed = speed_up(result(ratio=Interval(0.5, 0.0, math.inf, 0.99)))
+    assert speed is not None and (speed.low, speed.high) == (0.0, math.inf)
     broken = speed_up(result(ratio=Interval(0.5, math.nan, 0.6, 0.99)))
     assert broken is not None and math.isnan(broken.high)
 
 
 @for_each(
-    "one",
+    "case_result",
     [
         result(support=EMULATED),
         result(status=Status.FAILED),
@@ -80,13 +79,13 @@ def test_speed_up_is_the_inverse_with_its_ends_turned() -> None:
         Result(Record(CASE, NATIVE, Status.OK), None),
     ],
 )
-def test_where_there_is_no_speed_none_is_made_up(one: Result) -> None:
-    assert speed_up(one) is None
+def test_where_there_is_no_speed_none_is_made_up(case_result: Result) -> None:
+    assert speed_up(case_result) is None
 
 
 def test_doubts_are_labels_and_why_there_is_no_verdict() -> None:
-    one = result(Verdict.UNSURE, Label.FEW_SAMPLES)
-    assert one.finding is not None
-    few, why = doubts(Result(one.record, replace(one.finding, why="too wide")))
+    unsure = result(Verdict.UNSURE, Label.FEW_SAMPLES)
+    assert unsure.finding is not None
+    few, why = doubts(Result(unsure.record, replace(unsure.finding, why="too wide")))
     assert few.startswith("few-samples: ") and why == "too wide"
-    assert doubts(result()) == () == doubts(Result(one.record, None))
+    assert doubts(result()) == () == doubts(Result(unsure.record, None))

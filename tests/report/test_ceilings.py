@@ -19,10 +19,10 @@ def ceilings(*runs: float) -> Ceilings:
      ((80.0, 90.0), Pace.UNCLEAR)],
 )  # fmt: skip
 def test_slower_is_below_all_of_before(now: tuple[float, ...], pace: Pace) -> None:
-    """By more than 5%; what was wild before counts for nothing."""
+    """By more than 5%; measurements that spread widely do not count."""
     earlier = [ceilings(100.0, 101.0), ceilings(104.0, 105.0), ceilings(50.0, 150.0)]
     (rate,) = ceilings(*now).rates
-    found = since(rate, earlier)
-    assert found is not None and found.pace is pace and len(found.before) == 3
+    change = since(rate, earlier)
+    assert change is not None and change.pace is pace and len(change.before) == 3
     assert since(rate, []) is None and since(Rate(Limit.COPY, why="no"), earlier) is None
-    assert since(rate, earlier[2:]) == replace(found, before=(100.0,), pace=Pace.UNCLEAR)
+    assert since(rate, earlier[2:]) == replace(change, before=(100.0,), pace=Pace.UNCLEAR)

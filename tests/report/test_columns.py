@@ -8,11 +8,11 @@ from fp8bench.report.elements import Column, Field, Tone
 
 def test_a_column_shows_texts_numbers_and_what_is_missing() -> None:
     cols = [
-        Col("name", lambda one: one[0], tone=lambda one: Tone.BAD if one[1] is None else Tone.PLAIN),
-        Col("time", lambda one: one[1], number=True, unit="s"),
-        Col("twice", lambda one: one[1] and 2 * one[1], number=True, show="{:.0f}".format),
-        Col("why", lambda one: Field(one[0], hint="more"), below=True),
-        Col("nowhere", lambda one: 1 / 0, when=False),
+        Col("name", lambda row: row[0], tone=lambda row: Tone.BAD if row[1] is None else Tone.PLAIN),
+        Col("time", lambda row: row[1], number=True, unit="s"),
+        Col("twice", lambda row: row[1] and 2 * row[1], number=True, show="{:.0f}".format),
+        Col("why", lambda row: Field(row[0], hint="more"), below=True),
+        Col("nowhere", lambda row: 1 / 0, when=False),
     ]
     made = table("times", "caption", cols, [("a", 0.5), ("b", None)], main=True)
     assert (made.name, made.caption, made.main, made.folded) == ("times", "caption", True, False)

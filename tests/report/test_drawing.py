@@ -86,11 +86,11 @@ def parsed(drawn: str) -> list[ElementTree.Element]:
 
 
 def marks_of(sheet: ElementTree.Element) -> list[ElementTree.Element]:
-    return [one for one in sheet.iter() if "mark" in one.get("class", "").split()]
+    return [element for element in sheet.iter() if "mark" in element.get("class", "").split()]
 
 
 def texts_of(sheet: ElementTree.Element) -> list[str]:
-    return [one.text or "" for one in sheet.iter("text")]
+    return [element.text or "" for element in sheet.iter("text")]
 
 
 def described(chart: AnyChart) -> str:
@@ -99,10 +99,9 @@ def described(chart: AnyChart) -> str:
 
 @KINDS
 def test_drawings(kind: str) -> None:
-    """As before, to the byte: after a wanted change write tests/golden/charts anew, and look at it in a browser.
+    """After a wanted change write tests/golden/charts anew, and look at it in a browser.
 
-    One sheet is for a window, one for a telephone. Each names itself, and has nothing that a page without network does
-    not allow, nor a class that charts.css does not name, nor a mark that the keyboard does not reach.
+    Both sheets name themselves, load nothing, use only classes of charts.css, and have marks that the keyboard reaches.
     """
     chart, drawn = CHARTS[kind], draw(CHARTS[kind])
     assert drawn + "\n" == (GOLDEN / f"{kind}.svg").read_text()
@@ -110,7 +109,7 @@ def test_drawings(kind: str) -> None:
         assert word not in drawn
     sheets = parsed(drawn)
     assert [sheet.get("class") for sheet in sheets] == [f"of-{kind} wide", f"of-{kind} narrow"]
-    used = {word for sheet in sheets for one in sheet.iter() for word in one.get("class", "").split()}
+    used = {word for sheet in sheets for element in sheet.iter() for word in element.get("class", "").split()}
     assert not {word for word in used - {f"of-{kind}", "label", "value", "plain"} if f".{word}" not in STYLE}
     for sheet in sheets:
         title, description = sheet.find("title"), sheet.find("desc")
@@ -118,14 +117,14 @@ def test_drawings(kind: str) -> None:
         assert title.text == chart.title and title.get("id") == sheet.get("aria-labelledby")
         assert description.get("id") == sheet.get("aria-describedby")
         assert (description.text or "").startswith(chart.description)
-        ids = {one.get("id") for one in sheet.iter()}
-        for one in sheet.iter():
-            assert re.fullmatch(r"(min-width:\d+px)?", one.get("style", ""))
-            assert one.get("href", "#")[0] == "#" and one.get("href", "#" + (sheet.get("id") or ""))[1:] in ids
+        ids = {element.get("id") for element in sheet.iter()}
+        for element in sheet.iter():
+            assert re.fullmatch(r"(min-width:\d+px)?", element.get("style", ""))
+            assert element.get("href", "#")[0] == "#" and element.get("href", "#" + (sheet.get("id") or ""))[1:] in ids
         assert len(marks_of(sheet)) == MARKS_OF[kind]
-        for one in marks_of(sheet):
-            assert one.get("tabindex") == "0" and one.get("role") == "img"
-            assert one.get("aria-label") and (one.get("data-hint") or "").startswith(one.get("aria-label") or "?")
+        for mark in marks_of(sheet):
+            assert mark.get("tabindex") == "0" and mark.get("role") == "img"
+            assert mark.get("aria-label") and (mark.get("data-hint") or "").startswith(mark.get("aria-label") or "?")
 
 
 MARKS_OF = {"bars": 4, "scatter": 4, "stacks": 6, "heat": 6, "lines": 9, "strips": 2, "waterfall": 5, "sparks": 2}
@@ -137,7 +136,6 @@ print("".join(draw(chart) for chart in CHARTS.values()))
 
 @pytest.mark.slow
 def test_the_same_bytes_in_any_process() -> None:
-    """Whatever the hash seed and the locale."""
     environment = {**os.environ, "PYTHONHASHSEED": "77", "LC_ALL": "C", "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, capture_output=True, check=True)
     assert done.stdout.decode().strip() == "".join(draw(chart) for chart in CHARTS.values())
@@ -205,21 +203,20 @@ ANY = {
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
-    """Wild texts and numbers: sound XML, every number in it a number, every text as it came."""
+    """Wild texts and numbers give sound XML, numbers that are numbers, and texts as they came."""
     drawn = draw(data.draw(ANY[kind]))
     sheets = parsed(drawn)
     assert sheets
     for sheet in sheets:
-        for one in sheet.iter():
-            assert one.tag in ("svg", "title", "desc", "defs", "path", "use", "text")
-            geometry = " ".join(one.get(name, "") for name in ("d", "x", "y", "viewBox"))
+        for element in sheet.iter():
+            assert element.tag in ("svg", "title", "desc", "defs", "path", "use", "text")
+            geometry = " ".join(element.get(name, "") for name in ("d", "x", "y", "viewBox"))
             assert not re.search(r"nan|inf|e[+-]?\d|\d\.\d{3}", geometry, re.IGNORECASE)
     assert "<script" not in drawn
 
 
 @for_each("text", ["<b>&amp;</b>", "a \" b ' c", "🚀 שלום", "$x^2$ \\frac{1}{2}"])
 def test_texts_show_as_they_are(text: str) -> None:
-    """Escaped once: what the reader sees is what the user wrote."""
     sheet = parsed(draw(Bars("n", text, text, ChartAxis(text, "x"), ((text, (mark(text, 1.2),)),), 1.0)))[0]
     assert sheet.findtext("title") == text and sheet.findtext("desc") == text
     assert texts_of(sheet).count(text) == 3
@@ -229,16 +226,15 @@ def test_texts_show_as_they_are(text: str) -> None:
 
 @for_each("bold", [False, True])
 def test_widths_are_those_of_a_wide_font(bold: bool) -> None:
-    """No letter of DejaVu Sans, which is wider than what most pages are read in, is wider than it is taken for."""
+    """No letter of DejaVu Sans, which is wider than most fonts, is wider than assumed."""
     font = get_font(get_data_path() + f"/fonts/ttf/DejaVuSans{'-Bold' if bold else ''}.ttf")
     font.set_size(100, 72)
     real = {chr(code): font.load_char(code).linearHoriAdvance / 65536 / 100 for code in range(32, 127)}
-    assert {letter: one for letter, one in real.items() if one > width(letter, 1, bold) + 0.005} == {}
-    assert {letter: one for letter, one in real.items() if width(letter, 1, bold) > 1.5 * one} == {}
+    assert {letter: wide for letter, wide in real.items() if wide > width(letter, 1, bold) + 0.005} == {}
+    assert {letter: wide for letter, wide in real.items() if width(letter, 1, bold) > 1.5 * wide} == {}
 
 
 def test_a_long_name_is_cut_in_its_middle() -> None:
-    """Both ends tell cases apart; all of it is in the hint."""
     name = "first " + "x" * 290 + " last"
     sheet = parsed(draw(bars(mark(name, 1.2))))[0]
     label = next(text for text in texts_of(sheet) if "\u2026" in text)
@@ -248,7 +244,6 @@ def test_a_long_name_is_cut_in_its_middle() -> None:
 
 
 def test_what_is_not_drawn_is_counted() -> None:
-    """In the description: numbers that are none, and bars that find no room."""
     marks = [Mark("inf", math.inf), Mark("nan", math.nan), Mark("ok", 1.2, -math.inf, 2.0), *([mark("x", 1.1)] * 30)]
     chart = bars(*marks)
     assert described(chart) == (
@@ -259,11 +254,12 @@ def test_what_is_not_drawn_is_counted() -> None:
 
 
 def drawing(chart: AnyChart) -> list[str]:
-    """What the first sheet says, and what it draws: texts, classes with hints, and corners without fractions."""
+    """The first sheet's description, and what it draws: texts, classes with hints, and rounded corners."""
     sheet = parsed(draw(chart))[0]
-    shapes = [one for one in sheet.iter() if one.tag in ("path", "use", "text") and one.get("class")]
+    shapes = [element for element in sheet.iter() if element.tag in ("path", "use", "text") and element.get("class")]
     return [f"role {sheet.get('role')}: {described(chart)}".strip()] + [
-        " ".join(filter(None, (one.get("class"), one.text or one.get("data-hint"), places_of(one)))) for one in shapes
+        " ".join(filter(None, (shape.get("class"), shape.text or shape.get("data-hint"), places_of(shape))))
+        for shape in shapes
     ]
 
 
@@ -315,18 +311,17 @@ def test_charts() -> Told:
 
 
 def spans(drawn: str, style: str) -> list[tuple[float, float]]:
-    """Left and right ends of the shapes of a class, in the first sheet."""
-    found = []
-    for one in parsed(drawn)[0].iter("path"):
-        if one.get("class") == style:
-            data = re.findall(r"[MLHV][-\d. ]+", one.get("d", ""))
+    """Left and right ends of a class's shapes in the first sheet."""
+    ends = []
+    for element in parsed(drawn)[0].iter("path"):
+        if element.get("class") == style:
+            data = re.findall(r"[MLHV][-\d. ]+", element.get("d", ""))
             xs = [float(part[1:].split()[0]) for part in data if part[0] != "V"]
-            found.append((min(xs), max(xs)))
-    return found
+            ends.append((min(xs), max(xs)))
+    return ends
 
 
 def test_twice_as_fast_and_half_as_fast_are_equally_far() -> None:
-    """Ratios stand on a logarithmic axis, whether it was asked for or not."""
     drawn = draw(bars(Mark("fast", 2.0), Mark("slow", 0.5)))
     (start, fast), (slow, start_too) = spans(drawn, "bar plain")
     assert fast - start == pytest.approx(start_too - slow, abs=0.02)
@@ -334,9 +329,8 @@ def test_twice_as_fast_and_half_as_fast_are_equally_far() -> None:
 
 
 def test_a_value_stands_past_the_end_of_its_bar() -> None:
-    """And past its interval, away from the start."""
     sheet = parsed(draw(bars(mark("fast", 1.5), mark("slow", 0.6))))[0]
-    values = {one.text: one for one in sheet.iter("text") if (one.text or "").endswith("00x")}
+    values = {element.text: element for element in sheet.iter("text") if (element.text or "").endswith("00x")}
     whiskers = spans(draw(bars(mark("fast", 1.5), mark("slow", 0.6))), "whisker")
     assert values["1.500x"].get("text-anchor") is None and float(values["1.500x"].get("x", "")) > whiskers[0][1]
     assert values["0.600x"].get("text-anchor") == "end" and float(values["0.600x"].get("x", "")) < whiskers[1][0]
@@ -346,22 +340,20 @@ def test_a_value_stands_past_the_end_of_its_bar() -> None:
 
 
 def test_errors_are_dots() -> None:
-    """A logarithmic axis has no place where a bar could begin: 0 is not on it."""
     drawn = draw(bars(Mark("a", 2.3e-7), Mark("b", 1e-3), axis=ChartAxis("error", "", log=True), start=0.0))
     sheet = parsed(drawn)[0]
-    dots = [float(one.get("x", "0")) for one in sheet.iter("use") if one.get("class") == "dot plain"]
+    dots = [float(element.get("x", "0")) for element in sheet.iter("use") if element.get("class") == "dot plain"]
     assert len(dots) == 2 and dots[0] < dots[1] and not spans(drawn, "bar plain") and len(marks_of(sheet)) == 2
 
 
 @settings(max_examples=30, deadline=None)
 @given(values=st.lists(st.floats(0.01, 100), min_size=1, max_size=12), narrow=st.booleans())
 def test_nothing_runs_over_the_sheet(values: list[float], narrow: bool) -> None:
-    """Texts are estimated in a wide font, and stay inside the sheet."""
     sheet = parsed(draw(bars(*(mark(f"case {value:.3g}", value) for value in values))))[narrow]
     wide = float(sheet.get("viewBox", "").split()[2])
-    for one in sheet.iter("text"):
-        long, x = width(one.text or "", 12 if narrow else 13), float(one.get("x", ""))
-        left = x - {"end": long, "middle": long / 2}.get(one.get("text-anchor", ""), 0.0)
+    for element in sheet.iter("text"):
+        long, x = width(element.text or "", 12 if narrow else 13), float(element.get("x", ""))
+        left = x - {"end": long, "middle": long / 2}.get(element.get("text-anchor", ""), 0.0)
         assert left >= -0.5 and left + long <= wide + 0.5
 
 
@@ -369,10 +361,10 @@ def test_at_most_twelve_points_are_named_and_no_names_overlap() -> None:
     points = tuple(ChartPoint("a", f"point {n}", 1 + n % 7 + n / 50, 1 + n % 5 + n / 40) for n in range(60))
     sheet = parsed(draw(Scatter("s", "", "", ChartAxis("x"), ChartAxis("y"), points)))[0]
     boxes = []
-    for one in sheet.iter("text"):
-        if one.get("class") == "label":
-            long, x, y = width(one.text or "", 13), float(one.get("x", "")), float(one.get("y", ""))
-            left = x - {"end": long, "middle": long / 2}.get(one.get("text-anchor", ""), 0.0)
+    for element in sheet.iter("text"):
+        if element.get("class") == "label":
+            long, x, y = width(element.text or "", 13), float(element.get("x", "")), float(element.get("y", ""))
+            left = x - {"end": long, "middle": long / 2}.get(element.get("text-anchor", ""), 0.0)
             boxes.append((left, y - 10, left + long, y + 3))
     assert 1 < len(boxes) <= limits.LABELS
     for number, a in enumerate(boxes):
@@ -381,18 +373,18 @@ def test_at_most_twelve_points_are_named_and_no_names_overlap() -> None:
 
 
 def test_a_large_map_is_cut_and_scrolls() -> None:
-    """At most 40 by 40 cells, one sheet for all windows, cells that can be pointed at and not tabbed to."""
+    """At most 40 by 40 cells, one sheet for all windows; cells are pointed at, not tabbed to."""
     names = tuple(str(n) for n in range(45))
     cells = tuple(tuple(0.5 + 0.01 * (row + column) for column in range(45)) for row in range(45))
     chart = Heat("h", "", "", names, names, cells, SPEED, (("",) * 45,) * 45)
     (sheet,) = parsed(draw(chart))
     assert len(marks_of(sheet)) == 1600 and described(chart) == "425 more are in the table only."
     assert sheet.get("class") == "of-heat only" and (sheet.get("style") or "").startswith("min-width:")
-    assert all(one.get("tabindex") is None and one.get("data-hint") for one in marks_of(sheet))
+    assert all(mark.get("tabindex") is None and mark.get("data-hint") for mark in marks_of(sheet))
 
 
 def test_series_look_alike_in_all_charts_of_a_page() -> None:
-    """By the page's order; others come behind it, and where two would look alike the chart's own order decides."""
+    """By the page's order, unless two of a chart's series would then look alike."""
     assert looks_of(["b", "c"], ()) == looks_of(["b", "c"], ("x",)) == {"b": ("o", "s1"), "c": ("s", "s2")}
     assert looks_of(["c", "a"], ("a", "b")) == {"c": ("^", "s3"), "a": ("o", "s1")}
     order = tuple(map(str, range(9)))
@@ -403,12 +395,11 @@ def test_series_look_alike_in_all_charts_of_a_page() -> None:
 
 
 def test_long_histories_keep_their_end() -> None:
-    """The newest places are drawn, a few of them named, some marks pointed at, those meant somehow among them."""
     places = tuple(f"commit {n}" for n in range(250))
     marks = tuple(mark("", 1.0 + n / 1000, tone=Tone.BAD if n == 123 else Tone.PLAIN) for n in range(250))
     chart = Lines("l", "", "", places, SPEED, (("one", marks),))
     sheet = parsed(draw(chart))[0]
-    hints = [one.get("data-hint") or "" for one in marks_of(sheet)]
+    hints = [mark.get("data-hint") or "" for mark in marks_of(sheet)]
     assert described(chart) == "50 more are in the table only."
     assert limits.POINTED[False] <= len(hints) <= limits.POINTED[False] + 1
     assert hints[0].startswith("one, commit 50:") and hints[-1].startswith("one, commit 249:")
@@ -418,20 +409,19 @@ def test_long_histories_keep_their_end() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400))
 def test_dots_are_chosen_evenly_over_the_sorted_samples(samples: list[float]) -> None:
-    """Both ends stay, and so does the share of samples on either side of any value."""
     kept = chosen(samples)
     assert len(kept) == min(len(samples), limits.DOTS)
     assert (kept[0], kept[-1]) == (min(samples), max(samples))
     for edge in samples[:5]:
-        below = sum(one <= edge for one in samples) / len(samples)
-        assert sum(one <= edge for one in kept) / len(kept) == pytest.approx(below, abs=2 / len(kept))
+        below = sum(sample <= edge for sample in samples) / len(samples)
+        assert sum(value <= edge for value in kept) / len(kept) == pytest.approx(below, abs=2 / len(kept))
 
 
 def test_two_humps_stay_two_humps() -> None:
-    """One path a row; a quarter of the samples lie far off, and a quarter of the dots."""
+    """A quarter of the samples lie far off, and so does a quarter of the dots."""
     samples = tuple(1.0 + n / 1e5 for n in range(300)) + tuple(2.0 + n / 1e5 for n in range(100))
     drawn = draw(Strips("s", "", "", TIME, (("a", samples, Tone.PLAIN),)))
-    (dots,) = [one for one in parsed(drawn)[0].iter("path") if one.get("class") == "dots plain"]
+    (dots,) = [element for element in parsed(drawn)[0].iter("path") if element.get("class") == "dots plain"]
     xs = [float(x) for x in re.findall(r"M([\d.]+) ", dots.get("d", ""))]
     assert len(xs) == limits.DOTS
     assert sum(x > (min(xs) + max(xs)) / 2 for x in xs) == limits.DOTS / 4
@@ -464,8 +454,8 @@ def test_ticks() -> Told:
 )
 def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bool, unit: str) -> None:
     scale = fitted(values, 10, 90, log, unit)
-    found = scale.ticks(6)
-    assert 1 <= len(found) <= 20
-    assert [scale.at(value) for value, _ in found] == sorted(scale.at(value) for value, _ in found)
-    assert len({text for _, text in found}) == len(found)
+    ticks = scale.ticks(6)
+    assert 1 <= len(ticks) <= 20
+    assert [scale.at(value) for value, _ in ticks] == sorted(scale.at(value) for value, _ in ticks)
+    assert len({text for _, text in ticks}) == len(ticks)
     assert all(9.99 <= scale.at(value) <= 90.01 for value in values)

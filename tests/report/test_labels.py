@@ -12,8 +12,8 @@ from fp8bench.report.data.run import rows, run_value
 from fp8bench.report.elements import Items
 from fp8bench.report.panels import panels_of
 from fp8bench.report.words import legend
-from fp8bench.report.words.labels import LABELS, explained
-from fp8bench.report.words.speed import comparisons, said_once
+from fp8bench.report.words.legend import LABELS, explained
+from fp8bench.report.words.speed import comparisons, shared_labels
 from tests.counts import for_each
 from tests.fakes import MS, steady
 from tests.materials import Made, of_kind, part
@@ -26,7 +26,7 @@ CAPPED = (Verdict.FASTER, 0.5, Label.POWER_CAPPED)
 def labelled(
     verdict: Verdict, *labels: Label, reasons: tuple[tuple[Label, str], ...], **changes: object
 ) -> tuple[Run, dict[str, Finding]]:
-    """One group: bf16 is twice as fast as fp32, with these labels."""
+    """One group, where bf16 has these labels and is twice as fast as fp32."""
     run, findings = judged((verdict, 0.5, *labels))
     case = run.records[1].case.id
     findings[case] = replace(findings[case], label_reasons=reasons, **changes)  # type: ignore[arg-type]
@@ -79,12 +79,11 @@ def test_legends_say_what_labels_mean() -> None:
     text = render_whole(*HOT, width=300)
     assert f"\n  {explained(Label.THROTTLED)}\n" in text and f"\n  {legend.HARD}\n" in text
     assert legend.HARD not in render_whole(*capped(1), width=300)
-    assert set(LABELS) == set(Label) and said_once(panels_of(*HOT)) == frozenset()
+    assert set(LABELS) == set(Label) and shared_labels(panels_of(*HOT)) == frozenset()
 
 
 @for_each("label", sorted(REMARKS))
 def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
-    """In the table's row and in the legend, not among the doubts."""
     run, findings = judged((Verdict.FASTER, 0.5, label))
     text = render_whole(run, findings, width=300)
     assert f"labels: {label}" in text and LABELS[label].meaning in text
@@ -102,12 +101,11 @@ def eager() -> Made:
 
 
 def test_other_programs_get_labels_with_their_reasons() -> None:
-    """In CSV in the row of the step, in JSON with the stored fact."""
     why = "--quick compiles nothing"
-    found = [row for row in rows(*eager()) if row["mode"] == "fp8"]
-    (step,) = [row for row in found if (row["phase"], row["metric"]) == (STEP, "time")]
+    of_fp8 = [row for row in rows(*eager()) if row["mode"] == "fp8"]
+    (step,) = [row for row in of_fp8 if (row["phase"], row["metric"]) == (STEP, "time")]
     assert (step["labels"], step["label_reasons"], step["why"]) == ("eager-quantiser", f"eager-quantiser: {why}", why)
-    assert all(row["why"] is None for row in found if row["phase"] not in (STEP, None))
+    assert all(row["why"] is None for row in of_fp8 if row["phase"] not in (STEP, None))
     record = run_value(*eager())["records"][-1]
     assert record["finding"]["labels"] == ["eager-quantiser"]
     assert record["timing"]["eager"] == why and record["timing"]["fused"] is False

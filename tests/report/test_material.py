@@ -36,7 +36,6 @@ def test_labels_of_runs() -> Told:
         ("ids and numbers", run("1"), run("1"), run("2")),
         ("numbers", run(""), run("")),
         ("where one does not know its commit, ids", run("1", commit="a" * 40), run("2")),
-        ("two things together", run(commit="a" * 8), run(commit="b" * 8), run(commit="a" * 8, device="other")),
         ("past the cut nothing tells apart", run("1", device="x" * 300 + "1"), run("2", device="x" * 300 + "2")),
     ):
         yield claim, labels_of(runs)

@@ -44,13 +44,15 @@ def case(mode: str, suite: str = "gemm", device: str = "cpu", **params: int) -> 
     ids=["the mode", "a parameter", "the suite", "the device"],
 )
 def test_names_hold_what_differs_within_the_run(cases: list[Case], names: list[str]) -> None:
-    assert short_names(cases) == dict(zip(names, (one.id for one in cases), strict=True))
+    assert short_names(cases) == dict(zip(names, (case.id for case in cases), strict=True))
 
 
 def test_findings_are_read_by_short_names_ids_and_words(run: api.Run) -> None:
-    """The same finding each way; what fits no case, or several, says which names there are."""
+    """A word that fits no case, or several, raises with the names there are."""
     findings = fp8bench.findings(run)
-    assert len(findings) == len(run.records) and set(findings) == set(short_names([one.case for one in run.records]))
+    assert len(findings) == len(run.records) and set(findings) == set(
+        short_names([record.case for record in run.records])
+    )
     for name, finding in findings.items():
         assert findings[finding.case.id] is finding and findings[f"{name} {finding.case.workload}"] is finding
         assert finding.case.id in findings
@@ -60,7 +62,6 @@ def test_findings_are_read_by_short_names_ids_and_words(run: api.Run) -> None:
 
 
 def test_a_run_is_shown_on_a_line_as_a_table_and_as_a_chart(run: api.Run) -> None:
-    """The strip has every precision but the reference; what a file names is no markup."""
     place = run.path or "not stored"
     assert repr(run) == f"<Run {run.id}: {run.request.suite}, {len(run.records)} cases, finished, {place}>"
     page = api.Run(**{**vars(run), "path": "<b>"})._repr_html_()
@@ -69,9 +70,9 @@ def test_a_run_is_shown_on_a_line_as_a_table_and_as_a_chart(run: api.Run) -> Non
     assert all(f"<td>{mode}</td>" in page and f"  {mode}" in str(run) for mode in modes)
     (axes,) = run.plot().axes
     told = ("faster", "slower", "same", "unsure")
-    found = fp8bench.findings(run).items()
-    held = [name for name, one in found if one.verdict in told and one.ratio is not None]
-    assert [label.get_text() for label in axes.get_yticklabels()] == [*reversed(held)]
+    findings = fp8bench.findings(run).items()
+    compared = [name for name, finding in findings if finding.verdict in told and finding.ratio is not None]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*reversed(compared)]
 
 
 def test_a_run_of_a_call_is_the_stored_value(run: api.Run) -> None:
@@ -85,7 +86,7 @@ def frames() -> RunFrames:
 
 
 def test_results_are_what_reading_the_csv_gives(frames: RunFrames) -> None:
-    """To the type of every column, so that what was written for one works with the other; a frame is made once."""
+    """Down to the type of every column, so that code for one works with the other."""
     read = pd.read_csv(io.StringIO(csv_text(*run_rows([measured()]))))
     pd.testing.assert_frame_equal(frames.results, read, check_exact=True)
     for name in ("results", "samples", "statistics", "energy"):
@@ -93,7 +94,6 @@ def test_results_are_what_reading_the_csv_gives(frames: RunFrames) -> None:
 
 
 def test_samples_are_every_cell_of_every_call(frames: RunFrames) -> None:
-    """Of all three arms a record may have, in the order they were measured."""
     samples = frames.samples
     assert tuple(samples.columns) == SAMPLE_COLUMNS
     expected = [
@@ -113,7 +113,6 @@ def test_samples_are_every_cell_of_every_call(frames: RunFrames) -> None:
 
 
 def test_the_medians_of_the_results_follow_from_the_samples(frames: RunFrames) -> None:
-    """Of the step and of each phase: anybody can check them."""
     own = frames.samples[frames.samples.arm == "case"]
     results = frames.results[frames.results.metric == "time"].dropna(subset="median_in_unit")
     assert len(results) > 10
@@ -139,7 +138,7 @@ def test_a_run_without_records_has_empty_frames_with_their_columns() -> None:
 
 
 def test_pandas_is_imported_by_the_first_frame() -> None:
-    """Not by reading a run, which the command line's tables do too."""
+    """Not by reading a run, which the command line does, too."""
     script = (
         "import sys; from tests.runs import measured; import fp8bench.api\n"
         "from fp8bench.report.notebook import RunFrames\n"

@@ -33,7 +33,7 @@ GREEN = "#146c3c"
 
 
 def texts_in(svg: bytes) -> list[str]:
-    return [one.text or "" for one in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
 @pytest.mark.parametrize(("kind", "form"), paired([*CHARTS], [*PICTURE_FORMATS]))
@@ -44,17 +44,15 @@ def test_each_chart_in_each_format_is_the_same_bytes_again(kind: str, form: str)
 
 @KINDS
 def test_every_text_of_the_page_is_in_the_picture(kind: str) -> None:
-    """Values, ticks, labels and legends, as often as there; and the title and what it describes beside them."""
     chart = CHARTS[kind]
-    found = texts_in(picture(chart, "page", "svg"))
+    texts = texts_in(picture(chart, "page", "svg"))
     for text in texts_of(parsed(draw(chart))[0]):
-        found.remove(" ".join(text.split()))
-    assert found[0] == chart.title and " ".join(found[1:]).startswith(chart.description)
+        texts.remove(" ".join(text.split()))
+    assert texts[0] == chart.title and " ".join(texts[1:]).startswith(chart.description)
 
 
 @KINDS
 def test_every_shape_has_a_colour(kind: str) -> None:
-    """A class that the stylesheets do not name would be seen by nobody."""
     for shape in [*parsed(draw(CHARTS[kind]))[0].iter("path"), *parsed(draw(CHARTS[kind]))[0].iter("use")]:
         if classes := shape.get("class", ""):
             look = looks("path", classes)
@@ -70,7 +68,7 @@ def test_colours_are_those_of_the_light_page() -> None:
 
 
 def lengths(png: bytes) -> list[int]:
-    """How long each bar is, in pixels of its colour."""
+    """The length of each bar, counted in pixels of its colour."""
     pixels = imread(BytesIO(png))[:, :, :3]
     wanted = 0.75 * np.array([int(GREEN[n : n + 2], 16) / 255 for n in (1, 3, 5)]) + 0.25
     rows = (np.abs(pixels - wanted) < 0.02).all(axis=2).sum(axis=1)
@@ -144,7 +142,6 @@ def test_the_same_bytes_whatever_the_reader_has_set(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_report_writes_each_chart_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Directly in the folder, which is made, called as the page's drawings are."""
     folder, page = tmp_path / "new", tmp_path / "page.html"
     words = ["report", str(STORED), "--store", str(tmp_path / "store"), "--html", str(page), "--plots", str(folder)]
     assert main([*words, "--plots-format", "svg,png,svg"]) == 0
@@ -167,7 +164,6 @@ def test_report_writes_each_chart_of_the_page(tmp_path: Path, capsys: pytest.Cap
 def test_what_cannot_be_drawn_is_refused(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a sentence, before anything is written."""
     (tmp_path / "file").write_text("")
     given = [word.format(tmp_path) for word in words]
     assert main(["report", str(STORED), "--store", str(tmp_path / "store"), *given]) == 2

@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    """Read both sides and hold them against each other. What it finds is no failure: `gate` judges."""
+    """Compares both sides. It judges nothing: `gate` does."""
     from fp8bench.jobs.compare import compared_sides
     from fp8bench.report.comparisons import page_of, rows_of, value_of
 

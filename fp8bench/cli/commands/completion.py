@@ -1,6 +1,6 @@
-"""`fp8bench completion SHELL`: a script by which a shell completes commands, options and names.
+"""`fp8bench completion SHELL`: a script that completes commands, options and names.
 
-shtab makes it of the parsers themselves. Of a list with commas it is the last name that is completed.
+shtab makes it from the parsers. In a list with commas the last name is completed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError:
-        raise UsageError("completion takes the package shtab: `pip install shtab`, and say it again.") from None
+        raise UsageError("completion needs the package shtab: `pip install shtab`, then try again.") from None
     names = {
         "dtypes": precisions.names(), "devices": devices.names(), "backend": backends.names(),
         "suite": [*known_suites(), "all"],

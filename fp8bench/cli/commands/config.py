@@ -1,4 +1,4 @@
-"""`fp8bench config`: a file of options for `suite --config`, with those that are given here."""
+"""`fp8bench config`: writes a file of options for `suite --config`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """What could not be measured is refused here already."""
-    from fp8bench.cli.config_file import written
+    """Refuses what could not be measured."""
+    from fp8bench.cli.config_file import config_text
 
     check_files({"--write": arguments.write})
     if arguments.suite is not None:
         check_names(request_of(arguments))
     command = argparse.ArgumentParser()
     suite.add(command)
-    text = written(command, arguments)
+    text = config_text(command, arguments)
     with write_outputs({"--write": (arguments.write, text)}):
         if arguments.write is None:
             say(text)

@@ -11,7 +11,6 @@ from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from fp8bench.jobs import doctor
-from fp8bench.jobs.quoted_peaks import quote_of, told, wrong
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.plain import json_line
 
@@ -23,15 +22,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--ceilings", action="store_true",
-        help="measure what each device does at most, in five runs (45 s), keep it in the store, and say nothing else",
+        help="measure what each device does at most, in five runs (45 s), keep it in the store, and print nothing else",
     )  # fmt: skip
     parser.add_argument(
         "--peak", action="append", metavar="'DEVICE FIGURE [NUMBER]'",
-        help="hold a quoted figure against the vendor's, and say nothing else: 'H200 tf32 312'; again for more",
+        help="compare a quoted figure with the vendor's, and print nothing else: 'H200 tf32 312'; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--topology", type=types.path, metavar="FILE",
-        help="write what joins this machine's GPUs to this file, as plan-parallel takes it, and say nothing else",
+        help="write how this machine's GPUs are linked to this file, as plan-parallel takes it, and print nothing else",
     )  # fmt: skip
     shared(parser, "--threads", help="of a processor, for --ceilings; default 1")
     shared(parser, "--store", help="where ceilings and spreads are kept, as in suite")
@@ -47,15 +46,17 @@ def run(arguments: argparse.Namespace) -> int:
         say_folded(topology_lines(arguments.topology, arguments.store))
         return EXIT_OK
     if arguments.peak:
+        from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
+
         quotes = [quote_of(text) for text in arguments.peak]
-        say_folded(told(quotes))
-        return EXIT_REGRESSION if any(map(wrong, quotes)) else EXIT_OK
+        say_folded(quote_lines(quotes))
+        return EXIT_REGRESSION if any(map(is_wrong, quotes)) else EXIT_OK
     if arguments.json:
         return _ceilings_as_json(arguments)
     if arguments.calibrate or not arguments.ceilings:
         say_folded(doctor.examine(arguments.calibrate))
     if arguments.calibrate:
-        from fp8bench.jobs.sessions import standard_runs
+        from fp8bench.jobs.several_runs import standard_runs
 
         say_folded(standard_runs(arguments.store, TERMINAL))
     if arguments.ceilings:
@@ -67,10 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _ceilings_as_json(arguments: argparse.Namespace) -> int:
     if arguments.calibrate or not arguments.ceilings:
-        raise UsageError("--json is of what devices do at most. Give it with --ceilings, and without --calibrate.")
+        raise UsageError("--json prints what devices do at most. Give it with --ceilings, and without --calibrate.")
     from fp8bench.jobs.ceilings import ceilings_here
 
-    found = ceilings_here(arguments.store, TERMINAL, arguments.threads)
-    devices = [{"facts": encode(facts), "ceilings": encode(ceilings)} for facts, ceilings in found]
+    pairs = ceilings_here(arguments.store, TERMINAL, arguments.threads)
+    devices = [{"facts": encode(facts), "ceilings": encode(ceilings)} for facts, ceilings in pairs]
     say(json_line({"schema": SCHEMA, "devices": devices}))
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""`fp8bench history`: what is kept, one series over time, what changed, whether it is sound, and how to mend it."""
+"""`fp8bench history`: what is kept, one series over time, what changed, whether all is sound, and how to mend it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "the last commit that it may be, as regressions shows it; needed where several are open"
     ack.add_argument("--until", type=types.commit, metavar="COMMIT", help=words)
     ack.add_argument("--because", metavar="TEXT", help="why it stays")
-    ack.add_argument("--undo", action="store_true", help="it does alarm again")
+    ack.add_argument("--undo", action="store_true", help="let it alarm again")
     codes = "Exit codes: 0 nothing is broken, 2 there is no such store, 3 something is."
     command("verify", "read every file of the store and say what is broken, and where; changes nothing", codes)
     codes = "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be made."
@@ -92,8 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.subcommand == "ceilings":
         from fp8bench.report.topics.roofline import ceilings_page
 
-        if found := history_of_ceilings(store):
-            tell(arguments, partial(ceilings_page, found, str(store)))
+        if ceilings := history_of_ceilings(store):
+            tell(arguments, partial(ceilings_page, ceilings, str(store)))
         else:
             begin = "Measure them, in less than a minute: fp8bench doctor --ceilings"
             say_folded([f"{store}: no ceilings yet. {begin}"])
@@ -105,11 +105,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace, store: Path) -> int:
-    from fp8bench.jobs.history import opened
+    from fp8bench.jobs.history import read_history
 
-    found = opened(store, TERMINAL) if not arguments.runs else None
-    if found is not None:
-        told_of = bool(found.runs or found.left or index_of(store).exists())
+    history = read_history(store, TERMINAL) if not arguments.runs else None
+    if history is not None:
+        told_of = bool(history.runs or history.left or index_of(store).exists())
     else:
         told_of = bool(_kept_lines(store, Counter())) or any(newest_files(store))
     if not told_of:
@@ -117,13 +117,13 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
         say_folded([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
         return EXIT_OK
     word = arguments.word.lower()
-    if found is None:
+    if history is None:
         return _list_runs(arguments, store, word)
-    endings = found.endings(lambda name: word in name.lower())
-    if not endings and word and found.runs:
+    endings = history.endings(lambda name: word in name.lower())
+    if not endings and word and history.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
     options = options_of(arguments)
-    tell(arguments, partial(trends_page, endings, str(store), found.runs, found.commits, found.left, options))
+    tell(arguments, partial(trends_page, endings, str(store), history.runs, history.commits, history.left, options))
     return EXIT_OK
 
 
@@ -141,8 +141,8 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
         if any(word in field.text.lower() for field in row):
             rows.append(row)
     kept = {
-        name: found for name, lines in _kept_lines(store, left).items()
-        if (found := [line for line in lines if word in line.lower()])
+        name: fitting for name, lines in _kept_lines(store, left).items()
+        if (fitting := [line for line in lines if word in line.lower()])
     }  # fmt: skip
     if not rows and not kept and word:
         raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
@@ -151,22 +151,22 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
 
 
 def _kept_lines(store: Path, left: Counter[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_kind: dict[str, list[str]] = {}
     for kind in kinds():
         for line in kind.lines(store):
             try:
-                found.setdefault(kind.name, []).append(line())
+                by_kind.setdefault(kind.name, []).append(line())
             except StoreError:
                 left[UNREADABLE] += 1
-    return found
+    return by_kind
 
 
 def _show(arguments: argparse.Namespace, store: Path) -> int:
-    from fp8bench.jobs.history import opened, series_meant
+    from fp8bench.jobs.history import read_history, series_meant
 
-    found = opened(store, TERMINAL)
-    wanted = series_meant(arguments.series, found, store)
-    trends = found.trends(lambda name: name == wanted)
+    history = read_history(store, TERMINAL)
+    wanted = series_meant(arguments.series, history, store)
+    trends = history.trends(lambda name: name == wanted)
     commits = {figure.commit for trend in trends for figure in trend.figures}
     lost = missing_commits(commits, Path())
     if lost == commits:
@@ -182,13 +182,13 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
 
 
 def _regressions(arguments: argparse.Namespace, store: Path) -> int:
-    from fp8bench.jobs.history import all_changes, opened
+    from fp8bench.jobs.history import all_changes, read_history
     from fp8bench.report.terminal.changes import page_of, value_of
 
-    found = all_changes(opened(store, TERMINAL), store, TERMINAL)
-    page = partial(page_of, found, str(store), arguments.all, options_of(arguments))
-    tell(arguments, page, partial(value_of, found))
-    return EXIT_REGRESSION if any(change.alarms for change in found.changes) else EXIT_OK
+    search = all_changes(read_history(store, TERMINAL), store, TERMINAL)
+    page = partial(page_of, search, str(store), arguments.all, options_of(arguments))
+    tell(arguments, page, partial(value_of, search))
+    return EXIT_REGRESSION if any(change.alarms for change in search.changes) else EXIT_OK
 
 
 def _acknowledge(arguments: argparse.Namespace, store: Path) -> int:

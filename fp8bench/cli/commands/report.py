@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="ids, files' stems, paths, or 'last', a run's or a training's; or a store, for all of its runs",
+        help="runs, or a training: ids, files' stems, paths or 'last'; or a store, for all of its runs",
     )
     shared(parser, "--store", help="as in suite")
     shared(parser, "--html", "--md", "--csv-wide", "--open")
@@ -34,7 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.report_files import Pages, report_of, typed_from_here, why_not_shown
+    from fp8bench.jobs.report_files import Pages, report_of, short_path, why_not_shown
 
     check_outputs(arguments)
     formats = _formats_asked(arguments)
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     page = report_of(arguments.runs, arguments.store, pages)
     for written in (page, arguments.html, arguments.md):
         if written is not None:
-            say(f"{printable(typed_from_here(written))}\n")
+            say(f"{printable(short_path(written))}\n")
     problem = why_not_shown(page) if pages.browser else ""
     if problem:
         complain(problem)
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _formats_asked(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Those of --plots, once each, where pictures can be drawn and written."""
+    """The formats of --plots, once each. Raises UsageError if pictures cannot be drawn or written."""
     wanted = tuple(dict.fromkeys(arguments.plots_format or PICTURE_FORMATS[:1]))
     for unknown in [form for form in wanted if form not in PICTURE_FORMATS]:
         raise UsageError(f"--plots-format {unknown!r:.80} is none of {', '.join(PICTURE_FORMATS)}. Give one of these.")

@@ -21,7 +21,7 @@ from fp8bench.store.runs.listing import find_run, load_named
 
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
 FIRST_OPTIONS = "--all --memory --data --numbers --energy --notes --tape --shares --explain --json --csv --store"
-# Of a run, beside the answer.
+# Details of a run beside the answer.
 _DETAILS = {
     "memory": "memory at the highest point of a step, by role",
     "data": "its data before scaling, and how much lies outside each format's range",
@@ -33,7 +33,7 @@ _DETAILS = {
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    words = "an id, a file's stem, a path, or 'last', a run's or a training's; a duel's too, but for 'last'"
+    words = "a run, training or duel: its id, its file's stem or its path; 'last' is the newest run or training"
     parser.add_argument("run", metavar="RUN", help=words)
     shared(parser, "--store", help="as in suite")
     for table in _tables():
@@ -84,7 +84,7 @@ def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Iterab
     for option in options:
         if getattr(arguments, option) not in (None, False):
             raise UsageError(
-                f"{name!r:.80} is a {what}, which --{option} does not go with. Leave it out, or use --json."
+                f"{name!r:.80} is a {what}, and --{option} does not go with it. Leave it out, or use --json."
             )
 
 
@@ -104,9 +104,9 @@ def _tape(run: Run, value: str, store: Path) -> View:
     from fp8bench.jobs.tape import tapes_of
     from fp8bench.report.topics import tape
 
-    found = tapes_of(run)
-    page = partial(tape.page_of, f"the operators of a step of run {run.id}", found)
-    return View(page, lambda: {"tapes": encode(found)}, partial(tape.tape_rows, found))
+    tapes = tapes_of(run)
+    page = partial(tape.page_of, f"the operators of a step of run {run.id}", tapes)
+    return View(page, lambda: {"tapes": encode(tapes)}, partial(tape.tape_rows, tapes))
 
 
 def _shares(run: Run, value: str, store: Path) -> View:
@@ -114,8 +114,8 @@ def _shares(run: Run, value: str, store: Path) -> View:
     from fp8bench.report.topics import shares
 
     refuse_none(run)
-    found = parts_of(run, findings(run))
-    return View(partial(shares.page_of, run, found), partial(shares.value_of, found), partial(shares.rows_of, found))
+    parts = parts_of(run, findings(run))
+    return View(partial(shares.page_of, run, parts), partial(shares.value_of, parts), partial(shares.rows_of, parts))
 
 
 def _detail(name: str, run: Run, value: str, store: Path) -> View:
@@ -124,9 +124,9 @@ def _detail(name: str, run: Run, value: str, store: Path) -> View:
     from fp8bench.report.data.run import run_rows, run_value
     from fp8bench.report.terminal.run import detail_of
 
-    found = findings(run)
-    page = partial(detail_of, name, run, found, stdout_look()[0], place_of_report(run))
-    return View(page, partial(run_value, run, found), partial(run_rows, [(run, found)], False))
+    results = findings(run)
+    page = partial(detail_of, name, run, results, stdout_look()[0], place_of_report(run))
+    return View(page, partial(run_value, run, results), partial(run_rows, [(run, results)], False))
 
 
 _OF_RUNS = (

@@ -1,4 +1,4 @@
-"""`fp8bench store`: what is made of a store as a whole."""
+"""`fp8bench store`: packs, unpacks and cleans a whole store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _restore(arguments: argparse.Namespace) -> int:
-    """Say what was written, and whatever was not. Raises StoreError where some of it could not be had."""
+    """Says what was written, and what was not. Raises StoreError if something was damaged."""
     from fp8bench.jobs.history import existing_store
     from fp8bench.store.compacted.archive import restore
 
@@ -48,23 +48,23 @@ def _restore(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import existing_store, pruned
+    from fp8bench.jobs.history import existing_store, prune_store
 
     store = existing_store(arguments.store, TERMINAL)
-    found = pruned(store, remove=arguments.yes)
-    total, verb = units.size(sum(size for _, size in found)), "removed" if arguments.yes else "may go"
-    lines = [f"{store}: {total} {verb}" if found else f"{store}: there is nothing that nobody needs"]
-    lines += [f"  {units.size(size)}: {what}" for what, size in found]
-    lines += ["  remove it with --yes"] if found and not arguments.yes else []
+    parts = prune_store(store, remove=arguments.yes)
+    total, verb = units.size(sum(size for _, size in parts)), "removed" if arguments.yes else "may go"
+    lines = [f"{store}: {total} {verb}" if parts else f"{store}: there is nothing that nobody needs"]
+    lines += [f"  {units.size(size)}: {what}" for what, size in parts]
+    lines += ["  remove it with --yes"] if parts and not arguments.yes else []
     say_folded(lines)
     return EXIT_OK
 
 
 def _compact(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import compacted, existing_store
+    from fp8bench.jobs.history import compact_store, existing_store
 
     store = existing_store(arguments.store, TERMINAL)
-    done = compacted(store, TERMINAL)
+    done = compact_store(store, TERMINAL)
     archived = done.archived
     written = len(done.written) + len(archived.written)
     files = count_of(written + done.kept + archived.kept, "compacted file")

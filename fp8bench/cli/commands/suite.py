@@ -6,13 +6,13 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import asked_in, check_alone, request_of, shared
+from fp8bench.cli.options import add_options_of, check_alone, request_of, shared
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
@@ -20,8 +20,8 @@ from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, Usa
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
-from fp8bench.model import Case, Group, Plan, Record, Request, Run
-from fp8bench.model.request import HOW, PHASE_ENERGY, WHAT, whole_number
+from fp8bench.model import Group, Plan, Request, Run
+from fp8bench.model.request import HOW, WHAT, whole_number
 from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS, STRETCH
 from fp8bench.plan.asked_suites import known_suites
@@ -53,9 +53,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "ceilings, what this machine does at most"
     )
     parser.add_argument("suite", nargs="?", metavar="NAME", help=words)
-    asked_in(parser.add_argument_group(WHAT))
+    add_options_of(parser.add_argument_group(WHAT))
     how = parser.add_argument_group(HOW)
-    asked_in(how)
+    add_options_of(how)
     words = "measure it so many times by fresh processes: an interval is the hull of all sessions; default 1"
     how.add_argument("--sessions", type=types.whole(whole_number(1, 100)), default=1, metavar="N", help=words)
     words = "how long to wait between sessions: 90s, 10m, 1h; default none. What a machine does changes over minutes"
@@ -104,9 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
         plan, facts = plan_only(request, arguments.store)
         tell(arguments, partial(page_of_plan, plan, facts, expected_time(plan, request)))
         if arguments.write_plan is not None:
-            from fp8bench.jobs.cells import cut
+            from fp8bench.jobs.several_runs import cut_into_cells
 
-            cells, file = cut(request, plan, facts, command_line()), arguments.write_plan
+            cells, file = cut_into_cells(request, plan, facts, command_line()), arguments.write_plan
             try:
                 write_plan(cells, file)
             except OSError as error:
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.sessions == 1 and not arguments.apart:
         return measure_and_tell(request, arguments, execute)
-    from fp8bench.jobs.sessions import check_sessions, execute_sessions
+    from fp8bench.jobs.several_runs import check_sessions, execute_sessions
 
     check_sessions(arguments.sessions, arguments.apart)
     several = partial(execute_sessions, sessions=arguments.sessions, apart=arguments.apart)
@@ -131,10 +131,9 @@ def measure_and_tell(
 ) -> int:
     with only_once():
         with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
-            told = _Foretelling(observer, request) if request.energy_of == PHASE_ENERGY else observer
-            measured = execute(request, arguments.store, told, command_line())
-        _tell_how_to_go_on(measured)
-    return _ended(measured, arguments)
+            run = execute(request, arguments.store, observer, command_line())
+        _tell_how_to_go_on(run)
+    return _ended(run, arguments)
 
 
 def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
@@ -145,24 +144,8 @@ def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
             f"the suite {CEILINGS} plans nothing: it searches for less than a minute. Leave --dry-run out."
         )
     with only_once():
-        measured = ceilings_run(request, arguments.store, TERMINAL, command_line())
-    return _ended(measured, arguments)
-
-
-@dataclass(frozen=True)
-class _Foretelling:
-    _observer: Observer
-    _request: Request
-
-    def planned(self, plan: Plan) -> None:
-        complain(expected_time(plan, self._request))
-        self._observer.planned(plan)
-
-    def working(self, case: Case, doing: str, share: float) -> None:
-        self._observer.working(case, doing, share)
-
-    def finished(self, record: Record) -> None:
-        self._observer.finished(record)
+        run = ceilings_run(request, arguments.store, TERMINAL, command_line())
+    return _ended(run, arguments)
 
 
 def expected_time(plan: Plan, request: Request) -> str:
@@ -178,7 +161,7 @@ def expected_time(plan: Plan, request: Request) -> str:
 
 
 def _warming_expected(plan: Plan, request: Request) -> str:
-    """Of a GPU, which tells its clock where its driver is."""
+    """Only for GPUs, whose drivers tell their clocks."""
     most = switches_of(os.environ, request.quick, request.budget is not None).warm_up_seconds
     running = [group for group in plan if any(planned.runs for planned in group.cases)]
     groups = sum(not group.cases[0].case.device.startswith("cpu") for group in running)
@@ -188,7 +171,7 @@ def _warming_expected(plan: Plan, request: Request) -> str:
 
 
 def _energy_expected(plan: Plan, request: Request) -> str:
-    """Of a GPU, which has a counter where its driver is: those of other devices show only when they are opened."""
+    """Only for GPUs, whose drivers have counters: those of other devices show only once they are opened."""
     rule = window_rule_for(request)
     if rule is None:
         return ""
@@ -213,8 +196,8 @@ def _phases_expected(groups: Sequence[Group], rule: WindowRule) -> str:
 
 
 def _cell(arguments: argparse.Namespace) -> int:
-    """One cell of a plan; what was asked stands in the plan, so that nothing may be asked anew."""
-    from fp8bench.jobs.cells import measured
+    """Measures one cell of a plan; the plan says what to measure."""
+    from fp8bench.jobs.several_runs import measure_cell
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan and --cell go together: the plan's file, and the number of one of its cells.")
@@ -222,7 +205,7 @@ def _cell(arguments: argparse.Namespace) -> int:
     check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, given)
     plan = read_plan(arguments.plan)
     with only_once(), _kept_or_shown(arguments), TERMINAL.measuring() as observer:
-        now, run = measured(plan, arguments.cell, arguments.store, observer, command_line())
+        now, run = measure_cell(plan, arguments.cell, arguments.store, observer, command_line())
     if now:
         return _ended(run, arguments)
     complain(f"cell {run.cell} is done: run {run.id}")
@@ -230,7 +213,7 @@ def _cell(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    """Go on with a run; what was asked stands in its file, so that nothing may be asked anew."""
+    """Goes on with a run; its file says what to measure."""
     from fp8bench.jobs.after_run import exported
     from fp8bench.pipeline import resume
 
@@ -238,19 +221,19 @@ def _resume(arguments: argparse.Namespace) -> int:
     path = find_run(arguments.resume, arguments.store)
     with only_once():
         with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
-            resumed, measured = resume(path, arguments.store, observer, command_line())
-        _tell_how_to_go_on(measured)
+            resumed, run = resume(path, arguments.store, observer, command_line())
+        _tell_how_to_go_on(run)
     if resumed:
-        return _ended(measured, arguments)
-    complain(f"run {measured.id} is finished; nothing was missing")
-    print_run(measured, arguments)
-    told = exported(measured, arguments.store, wanted_of(arguments), complain)
+        return _ended(run, arguments)
+    complain(f"run {run.id} is finished; nothing was missing")
+    print_run(run, arguments)
+    told = exported(run, arguments.store, wanted_of(arguments), complain)
     return EXIT_OK if told else EXIT_INTERRUPTED
 
 
 @contextmanager
 def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
-    """What the store did not take is printed at least."""
+    """Prints a run that the store could not keep."""
     try:
         yield
     except NotKept as error:
@@ -259,7 +242,7 @@ def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _tell_how_to_go_on(run: Run) -> None:
-    """Said before the table, which may be cut off by another interrupt."""
+    """Said before the table, which another interrupt may cut off."""
     if not run.finished:
         resume = f"fp8bench suite --resume {run.id}{in_store(run)}"
         complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume}")
@@ -273,6 +256,6 @@ def _ended(run: Run, arguments: argparse.Namespace) -> int:
         print_run(run, arguments)
     except KeyboardInterrupt:  # it cuts the table short, and nothing else
         code = EXIT_INTERRUPTED
-    finally:  # nor is a stdout that takes nothing a reason for a hole in the history
+    finally:  # even if stdout cannot be written, the run belongs into the history
         whole = after_run(run, arguments.store, wanted_of(arguments), complain)
     return code if whole else EXIT_INTERRUPTED

@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.tape import beside, tapes_now, tapes_of
+    from fp8bench.jobs.tape import paired_tapes, tapes_now, tapes_of
     from fp8bench.report.topics.tape import page_against, page_of, tape_rows
 
     check_outputs(arguments)
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         page = partial(page_of, title, taped)
     else:
         before = tapes_of(load_named(against, arguments.store), against)
-        taped = beside(tapes_now(request, arguments.store, TERMINAL), before)
+        taped = paired_tapes(tapes_now(request, arguments.store, TERMINAL), before)
         page = partial(page_against, f"{title}, against {against}", taped)
     tell(arguments, page, lambda: {"tapes": encode(taped)}, partial(tape_rows, taped))
     return EXIT_OK if any(case.tape is not None for case in taped) else EXIT_FAILED

@@ -79,7 +79,7 @@ def work(
     It ends where none waits that it has not tried. Failed ones are tried again where `retry` says so. `began` is told
     of each as it begins. `only` that cell is taken. Raises StoreError where nothing can be kept in the store.
     """
-    from fp8bench.jobs.cells import alone  # heavy
+    from fp8bench.jobs.several_runs import exclusively  # heavy
 
     check_store(store)
     done: dict[int, int] = {}
@@ -87,7 +87,7 @@ def work(
     whole: set[int] = set()
     while (state := _next(plan, store, retry, {*done, *left}, only, whole)) is not None:
         try:
-            with alone(folder_of(plan, state.number, store) / _CLAIM, f"cell {plan.name_of(state.number)}"):
+            with exclusively(folder_of(plan, state.number, store) / _CLAIM, f"cell {plan.name_of(state.number)}"):
                 began(state)
                 done[state.number] = _measure(plan, file, state.number, store)
         except (UsageError, StoreError) as error:

@@ -20,7 +20,7 @@ from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
 from fp8bench.features.gate.judging import Key, SecondLook, key_of
 from fp8bench.features.gate.power import Newest
 from fp8bench.features.gate.stored_runs import GateSource, duel_with, failed, measured_again, unmeasured
-from fp8bench.jobs.history import all_changes, existing_store, opened
+from fp8bench.jobs.history import all_changes, existing_store, read_history
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RATIOS, RELATIVE
@@ -52,7 +52,7 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     if here is not None and isinstance(commit, str) and commit != here and commit_named(commit, Path()) is not None:
         problem = f"the newest run is of commit {commit[:8]}, and nothing was measured of {here[:8]}, which is here."
         return GateSource(title, problem=problem, code=EXIT_FAILED)
-    history = opened(store, observer)
+    history = read_history(store, observer)
     series = tuple(_newest_of_series(history, newest))
     steps = all_changes(history, store, observer)
     failures = tuple(_failures(newest, store))

@@ -9,7 +9,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.cli import option_types as types
 from fp8bench.cli.commands import suite
-from fp8bench.cli.config_file import written
+from fp8bench.cli.config_file import config_text
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, UsageError
 
@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     command = argparse.ArgumentParser()
     suite.add(command)
-    config = written(command, command.parse_args([f"./{_SUITE}", "--dtypes", "fp32,bf16,fp8"]))
+    config = config_text(command, command.parse_args([f"./{_SUITE}", "--dtypes", "fp32,bf16,fp8"]))
     workflow = _template("workflow").replace("{install}", json.dumps(arguments.install))
     texts = {_CONFIG: config, _SUITE: _template("workload"), _WORKFLOW: workflow}
     files = {arguments.folder / name: text for name, text in texts.items()}

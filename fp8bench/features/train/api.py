@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from fp8bench.cli.calls import asked as fields_given
-from fp8bench.cli.calls import asks, keywords_of
+from fp8bench.cli.calls import keywords_of, takes_options_of
+from fp8bench.cli.calls import request_fields as fields_given
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
 from fp8bench.cli.outputs import CommandResult, check_files
@@ -43,7 +43,7 @@ from fp8bench.features.train.verdicts.summary import ArmSummary, mean_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of, verdicts_on
 from fp8bench.features.train.view import answers, arm_cols
 from fp8bench.files import append
-from fp8bench.jobs.report_files import PAGE, folder_of_kept, typed_from_here
+from fp8bench.jobs.report_files import PAGE, folder_of_kept, short_path
 from fp8bench.measure.environment import command_line
 from fp8bench.model.codec import encode
 from fp8bench.registry import precisions
@@ -78,14 +78,14 @@ class TrainingResult(KeptTraining):
 
     def _repr_html_(self) -> str:
         page = folder_of_kept(Path(self.path).parent.name, Path(self.path).parents[2]) / PAGE
-        return as_html(TrainingKind().view(self).page(), typed_from_here(page) if page.is_file() else "")
+        return as_html(TrainingKind().view(self).page(), short_path(page) if page.is_file() else "")
 
 
 def _shown(kept: KeptTraining) -> TrainingResult:
     return TrainingResult(**{field.name: getattr(kept, field.name) for field in fields(kept)})
 
 
-@asks(TrainingRequest, TrainerSettings, without=("settings", "scales"))
+@takes_options_of(TrainingRequest, TrainerSettings, without=("settings", "scales"))
 def train(
     *,
     dtypes: str | Iterable[str] = (),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import asked_in, check_alone, shared
+from fp8bench.cli.options import add_options_of, check_alone, shared
 from fp8bench.cli.outputs import check_outputs, in_store, tell, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName, UsageError
@@ -66,8 +66,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     length, learning = parser.add_argument_group(LENGTH), parser.add_argument_group(LEARNING)
     _add_length(length)
     for argument_group in (group, length, learning):
-        asked_in(argument_group, TrainerSettings)
-        asked_in(argument_group, TrainingRequest)
+        add_options_of(argument_group, TrainerSettings)
+        add_options_of(argument_group, TrainingRequest)
     length.add_argument("--dry-run", action="store_true", help="print the arms and what they come to, train nothing")
     words = "train a small experiment, with its hypothesis and its word; without a name: list them"
     small = parser.add_mutually_exclusive_group()

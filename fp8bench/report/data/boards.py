@@ -1,11 +1,9 @@
-"""A run on boards that draw curves of many runs: as scalars of TensorBoard, or sent to Weights & Biases.
+"""A run on boards that draw curves of many runs: as TensorBoard scalars, or sent to Weights & Biases.
 
-TensorBoard gets a folder for each precision, so that its curve has one colour in every chart; it is written by
-tensorboard's own protocol and without torch. A file is named by its place on the curve, because TensorBoard reads files
-in the order of their names and drops what goes back; and by the run, so that one that is written again replaces itself.
-
-Weights & Biases gets the same figures, and the run's files as an artifact. Where it goes, and whether at all over a
-network, is for wandb's own settings to say (WANDB_MODE, WANDB_API_KEY).
+TensorBoard gets a folder for each precision, so that its curve has one colour in every chart; no torch is needed.
+TensorBoard reads files in the order of their names and drops what goes back, so a file is named by its place on the
+curve, and by the run, so that a rewritten file replaces itself. Weights & Biases gets the same figures, and the run's
+files as an artifact; its own settings (WANDB_MODE, WANDB_API_KEY) say where they go.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _UNIT_WORDS = {"s": "_seconds", "B": "_bytes", "J": "_joules", "W": "_watts"}
 
 @dataclass(frozen=True)
 class BoardScalar:
-    """`tag` is the same for all precisions of a group, so that their curves share a chart; `mode` tells them apart."""
+    """A figure. All precisions of a group share its `tag`, and so a chart; `mode` tells them apart."""
 
     mode: str
     tag: str
@@ -41,7 +39,7 @@ class BoardScalar:
 
 
 def figures(run: Run, findings: Mapping[str, Finding]) -> Iterator[BoardScalar]:
-    """What each case that was measured has come to. SI units and plain ratios; what is not finite is left out."""
+    """The figures of each measured case, in SI units and ratios; those that are not finite are left out."""
     from fp8bench.analysis.metrics import metrics_of  # heavy, and the door knows boards
 
     references = {record.case.setting: Reference(record) for record in run.records if record.is_reference}
@@ -54,10 +52,7 @@ def figures(run: Run, findings: Mapping[str, Finding]) -> Iterator[BoardScalar]:
 
 
 def _tag(record: Record, name: str) -> str:
-    """'gemm/best_seconds m=512,n=512@cpu': boards show what follows the last slash, and cut it at its end.
-
-    A version of a workload that does not compare with the first has charts of its own.
-    """
+    """'gemm/best_seconds m=512,n=512@cpu': boards show what follows the last slash, and cut it at its end."""
     case = record.case
     version = "" if case.version == "1" else f" v{case.version}"
     params = ",".join(f"{name}={value}" for name, value in case.params)
@@ -65,7 +60,7 @@ def _tag(record: Record, name: str) -> str:
 
 
 def _named(metric: Metric) -> Iterator[tuple[str, float | None]]:
-    # What an emulation costs is no speed, and shares no chart with one.
+    # The cost of an emulation must not share a chart with speeds.
     kind, unit = "emulation_" if metric.cost else "", _UNIT_WORDS.get(metric.unit, "")
     if metric.phase != STEP:
         yield f"{kind}phase_{metric.phase}{unit}", metric.best or None
@@ -84,7 +79,7 @@ def _named(metric: Metric) -> Iterator[tuple[str, float | None]]:
 
 
 def moment(run: Run) -> int:
-    """When a run stands on a curve, in seconds since 1970: its commit's date, or its own start if files had changed."""
+    """A run's place on a curve, in seconds since 1970: its commit's date, or its own start if files had changed."""
     date, dirty = run.environment.get("commit_date"), run.environment.get("dirty")
     if isinstance(date, int) and not isinstance(date, bool) and dirty is False and date > 0:
         return date // 1000
@@ -92,7 +87,7 @@ def moment(run: Run) -> int:
 
 
 def begun_at(started: str) -> int:
-    """A time as it is stored, in seconds since 1970; 0 where it is none."""
+    """A stored time in seconds since 1970; 0 if it is none."""
     try:
         return max(0, int(datetime.fromisoformat(started).timestamp()))
     except (ValueError, OverflowError):
@@ -105,7 +100,7 @@ def check_tensorboard(folder: Path) -> None:
 
 
 def check_package(name: str, install: str, *modules: str, wanted_by: str = "") -> None:
-    """Raise UsageError for the option of that name or `wanted_by`, where the package does not import."""
+    """Raises UsageError if the package that an option needs does not import."""
     wanted_by = wanted_by or f"--{name}"
     try:
         for module in modules:
@@ -118,16 +113,16 @@ def check_package(name: str, install: str, *modules: str, wanted_by: str = "") -
 
 
 def write_tensorboard(run: Run, findings: Mapping[str, Finding], folder: Path) -> tuple[Path, ...]:
-    """The files, one for each precision. Raises StoreError with a sentence where one cannot be written."""
+    """Writes a file for each precision. Raises StoreError if one cannot be written."""
     at, files = moment(run), []
-    for mode, found in together((figure.mode, figure) for figure in figures(run, findings)).items():
-        values = {figure.tag: figure.value for figure in found}
+    for mode, scalars in together((figure.mode, figure) for figure in figures(run, findings)).items():
+        values = {figure.tag: figure.value for figure in scalars}
         files.append(write_scalars(folder / safe(mode), run.id, at, [(at, values)]))
     return tuple(files)
 
 
 def write_scalars(folder: Path, name: str, at: int, points: Iterable[tuple[int, Mapping[str, float]]]) -> Path:
-    """The file of what is called so and was at that moment: values by tag, at each place of the curve."""
+    """Writes a file of values by tag, at each place of the curve."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -149,7 +144,7 @@ def check_wandb() -> None:
 
 
 def send_to_wandb(run: Run, findings: Mapping[str, Finding], project: str, files: Sequence[Path]) -> None:
-    """One run of wandb for one of ours. It may raise anything: it is another program's network."""
+    """Sends a run. May raise anything: it is another program's network."""
     devices = ", ".join(f"{device.key}: {device.name}" for device in run.devices)
     config = {"command": run.command, "devices": devices, "moment": moment(run), "run": run.id}
     config = {**told_of(run.environment), **config}
@@ -160,7 +155,7 @@ def send_to_wandb(run: Run, findings: Mapping[str, Finding], project: str, files
 
 @contextmanager
 def sending(**options: Any) -> Iterator[Any]:
-    """A run of wandb, which is told whether it came to its end."""
+    """A run of wandb, which is told whether it succeeded."""
     import wandb
 
     sent = wandb.init(**options)

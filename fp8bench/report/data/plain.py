@@ -1,4 +1,4 @@
-"""What other programs get: a table as CSV or as a frame, a document as JSON."""
+"""Results for other programs: tables as CSV or frames, documents as JSON."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from fp8bench.report.elements import printable
 if TYPE_CHECKING:
     import pandas as pd
 
-# Columns, and what stands in each row under them; a row that is a tuple has its cells as `cell` gives them already.
+# Columns and rows. A row that is a tuple has cells that are ready for CSV.
 Row = Mapping[str, Any] | tuple[Any, ...]
 Rows = tuple[Sequence[str], Iterable[Row]]
-# As they are typed anywhere, and with the wide signs of East Asian keyboards.
+# Also the wide signs of East Asian keyboards.
 _BEGIN_FORMULAS = frozenset("=+-@\uff1d\uff0b\uff0d\uff20")
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Rows under their column names (RFC 4180, but lines end as everywhere else); nothing for what is not known.
+    """Rows under their column names (RFC 4180, with plain line ends); None is empty.
 
-    A text is one line, and one that a spreadsheet would run as a formula gets an apostrophe in front, as one types it
-    there.
+    Texts are one line. One that a spreadsheet would run as a formula gets an apostrophe in front.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -40,8 +39,8 @@ def frame(rows: Callable[[Any], Rows]) -> cached_property[pd.DataFrame]:
     def made(owner: Any) -> pd.DataFrame:
         import pandas as pd
 
-        columns, found = rows(owner)
-        return pd.DataFrame(list(found), columns=list(columns))
+        columns, content = rows(owner)
+        return pd.DataFrame(list(content), columns=list(columns))
 
     made.__doc__ = rows.__doc__
     return cached_property(made)
@@ -55,5 +54,5 @@ def cell(value: Any) -> Any:
 
 
 def json_line(document: Any) -> str:
-    """The document on one line. Strict JSON: numbers that it has no word for are refused."""
+    """The document on one line, as strict JSON: NaN and infinities are refused."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"

@@ -1,7 +1,7 @@
 """A run for other programs: tidy or wide rows as CSV, or all of it as one JSON document.
 
-Tidy rows are one for each case, phase and metric, and one for each size where a precision begins to pay; wide ones
-one a case. docs/outputs.md says what the columns hold.
+Tidy rows are one for each case, phase and metric, and one for each size at which a precision begins to pay; wide rows
+are one for each case. docs/outputs.md describes the columns.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
 from fp8bench.units import RATIO
 
 Cell = Scalar | None
-# A cell for each column, by name.
 TidyRow = dict[str, Cell]
-# What every row has: first what it is about, ...
+# The columns: first what the row is about, ...
 _CASE_COLUMNS = (
     "run", "started_utc", "case", "suite", "suite_version", "device", "device_name", "precision", "mode",
     "reference_mode", "level", "status", "reason", "params",
 )  # fmt: skip
-# ... then one column a parameter, then what it says. A new column goes to the end, so that those before it stay.
+# ... then one for each parameter, then the figure. New columns go to the end, so that the others stay.
 _FIGURE_COLUMNS = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "spread", "ratio_to_reference",
     "ratio_low", "ratio_high", "ratio_confidence", "ratio_of_medians", "noise_floor", "n_rounds", "n_samples",
@@ -41,7 +40,7 @@ _FIGURE_COLUMNS = (
     "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank", "failed_rank", "failed_phase",
     "low_in_unit", "high_in_unit",
 )  # fmt: skip
-# Of the row of the step's time, which says what became of a case; of other rows the figures alone.
+# Columns of a single figure. The others are in the row of the step's time, which says what became of the case.
 _OF_A_FIGURE = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "n_rounds", "n_samples", "provenance",
     "labels", "energy_source", "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank",
@@ -50,34 +49,34 @@ _OF_A_FIGURE = (
 
 
 def columns_of(*runs: Run) -> tuple[str, ...]:
-    """The columns of the rows of some runs, in order: those of every run, and one for each parameter of their cases."""
+    """The columns of the rows of some runs, with one for each parameter of their cases."""
     names = dict.fromkeys(name for run in runs for record in run.records for name, _ in record.case.params)
     return (*_CASE_COLUMNS, *(f"param_{name}" for name in names), *_FIGURE_COLUMNS)
 
 
 def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
-    """All rows, in the order of the plan; each has every column, None where it has nothing to say there."""
+    """All rows, in the order of the plan. Each has every column, with None for what it does not have."""
     empty: TidyRow = dict.fromkeys(columns_of(run))
     names = {facts.key: facts.name for facts in run.devices}
     heads: TidyRow = {"run": Path(run.path).stem or run.id, "started_utc": run.started}
-    found = []
+    tidy = []
     for panel in panels_of(run, findings):
         for group, result in panel.members:
             named = {"device_name": names.get(result.record.case.device)}
             about = empty | heads | _about(result.record, panel.reference) | named
-            # What became of a case stands in the row of the step's time, which comes first.
+            # The row of the step's time comes first, and says what became of the case.
             first, *others = (metric for metric in metrics_within(group, result) if metric.rank is not Rank.RESTATED)
-            found += [about | _row(first) | _of_the_case(result), *(about | _row(metric) for metric in others)]
+            tidy += [about | _row(first) | _of_the_case(result), *(about | _row(metric) for metric in others)]
     for row in break_even_rows(run, findings):
-        found.append(empty | heads | {"device_name": names.get(row.device)} | _crossing(row))
-    # One line a text, and nothing for an empty one, so that a reader of the CSV finds the same.
+        tidy.append(empty | heads | {"device_name": names.get(row.device)} | _crossing(row))
+    # Texts are one line, and None if empty: the CSV has the same.
     return [
-        {name: _line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()} for row in found
+        {name: _line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()} for row in tidy
     ]
 
 
 def _crossing(row: BreakEvenRow) -> TidyRow:
-    """Of no case: a size between those that were measured."""
+    """A size between those that were measured, which belongs to no case."""
     return {
         "suite": row.suite, "device": row.device, "mode": row.mode, "reference_mode": row.against,
         "params": show_params(row.held), **{f"param_{name}": value for name, value in row.held},
@@ -155,10 +154,10 @@ def _of_the_case(result: Result) -> TidyRow:
 
 
 def widened(tidy: Iterable[Mapping[str, Cell]]) -> tuple[tuple[str, ...], list[TidyRow]]:
-    """Columns and rows. A figure of a phase is called '<phase>_<metric>', its columns end in its unit."""
+    """Columns and rows. A phase's figures are called '<phase>_<metric>', and their columns end in the unit."""
     cases: dict[tuple[Cell, Cell], TidyRow] = {}
     for row in tidy:
-        if row["metric"] == specs.BREAK_EVEN:  # of no case
+        if row["metric"] == specs.BREAK_EVEN:  # belongs to no case
             continue
         wide = cases.setdefault((row["run"], row["case"]), {})
         if row["metric"] == TIME and row["phase"] == STEP:
@@ -168,13 +167,13 @@ def widened(tidy: Iterable[Mapping[str, Cell]]) -> tuple[tuple[str, ...], list[T
         if row["metric"] == ENERGY and row["phase"] == STEP:
             wide.update({"energy_source": row["energy_source"], "energy_why": row["why"]})
             wide.update({name: row[name] for name in ("energy_validity", "power_limit_W")})
-    # Those that say which case it is first, figures in the order in which cases bring them.
+    # First what names the case, then figures in the order in which cases have them.
     columns = tuple(dict.fromkeys(name for wide in cases.values() for name in wide))
     return columns, [{name: wide.get(name) for name in columns} for wide in cases.values()]
 
 
 def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
-    """The best and the median of one figure, where it has them, and what it may be, where that is known."""
+    """One figure's best and median, or its value and bounds."""
     parts = [row["kind"], row["role"]] if row["phase"] is None else [None if row["phase"] == STEP else row["phase"]]
     of_rank = None if row["rank"] is None else str(row["rank"])
     name = "_".join(str(part) for part in (*parts, row["metric"], of_rank) if part)
@@ -195,18 +194,16 @@ def run_rows(pairs: Sequence[tuple[Run, Mapping[str, Finding]]], wide: bool = Fa
 
 
 def run_value(run: Run, findings: Mapping[str, Finding]) -> dict[str, Any]:
-    """All that its file holds, beside each record what its samples say and the figures of its step, and where
-    precisions begin to pay; infinities and NaN are text."""
+    """All that its file holds, with findings and figures for each record, and break-even sizes."""
     header = {field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name != "records"}
     said = {}
     for group, result in (member for panel in panels_of(run, findings) for member in panel.members):
         told = result.finding and {**encode(result.finding), "verdict_words": result.finding.verdict_words}
-        # Its case is the record's.
-        found = told and {name: value for name, value in told.items() if name != "case"}
+        finding = told and {name: value for name, value in told.items() if name != "case"}
         figures = {
             name: encode(Figure.value) for name, Figure in Figures(group, result).items() if Figure.value is not None
         }
-        said[result.record.case.id] = {"finding": found, "metrics": figures}
+        said[result.record.case.id] = {"finding": finding, "metrics": figures}
     records = [{**encode(record), **said[record.case.id]} for record in run.records]
     sweeps = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
     return {"schema": SCHEMA, **header, "records": records, "break_even": sweeps}

@@ -1,7 +1,4 @@
-"""Charts beside their drawings: which are worth one, stacked bars of any unit, and each as the table of its numbers.
-
-The table is for who cannot see the chart, for Markdown, and for who wants the numbers.
-"""
+"""Charts without their drawings: which are worth one, stacked bars, and each chart as the table of its numbers."""
 
 from __future__ import annotations
 
@@ -34,14 +31,14 @@ from fp8bench.report.panels import Result, phases_of, together
 from fp8bench.report.words.naming import phase_order, phase_words
 
 _SUMMARY = ("lowest", "lower quartile", "median", "upper quartile", "highest")
-# Fewer points than this are read faster as numbers.
+# Fewer points are read faster as numbers.
 _LEAST_POINTS = 3
-# Where the largest whole is so many times the smallest, bars of one unit would hide the parts of the small ones.
+# If the largest whole is more times the smallest, bars of one unit would hide the parts of the small ones.
 _WIDE = 8.0
 
 
 def worth_drawing(chart: AnyChart) -> bool:
-    """Whether there is something to see that a table would not show: three points, in more than one column."""
+    """Whether a chart shows more than a table would: three points, in more than one column."""
     return _points(chart) >= _LEAST_POINTS
 
 
@@ -68,9 +65,9 @@ def stacked(
     name: str, title: str, description: str, axis: ChartAxis, share: str, parts: Mapping[str, str],
     rows: Sequence[tuple[str, float, Mapping[str, float]]], folded: bool = False,
 ) -> Stacks:  # fmt: skip
-    """Bars of (label, whole, what it is made of); `parts` are all there may be, in order, with their words.
+    """Bars of (label, whole, its parts); `parts` are all possible ones, in order, with their words.
 
-    Where wholes are far apart, bars are shares, with the whole in the label.
+    If wholes are far apart, bars are shares, with the whole in the label.
     """
     wholes, unit = [whole for _, whole, _ in rows], axis.unit
     far = max(wholes) > _WIDE * min(wholes)
@@ -90,34 +87,32 @@ def grouped(marks: Iterable[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, .
 
 
 def against(reference: str, marks: Sequence[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
-    """The same of marks that are called after their precisions; where each has one of one, a heading for all."""
+    """Groups of marks that are named by precision; with one precision in several groups, one heading for all."""
     groups, modes = grouped(marks), {mark.label for _, mark in marks}
     if len(modes) > 1 or len(groups) == 1:
         return groups
     return ((f"{modes.pop()} over {reference}", tuple(replace(mark, label=heading) for heading, mark in marks)),)
 
 
-def lasting(result: Result) -> bool:
+def has_time(result: Result) -> bool:
     return result.best is not None and 0 < result.best < math.inf
 
 
 def phase_parts(results: Iterable[Result]) -> dict[str, str]:
-    """The phases of any of these results, with words and in order: the same everywhere, so that each has one colour."""
-    found = {
-        name for result in results if lasting(result) for name, seconds in phases_of(result) if 0 < seconds < math.inf
+    """The phases of these results in order, with words: the same everywhere, so that each has one colour."""
+    names = {
+        name for result in results if has_time(result) for name, seconds in phases_of(result) if 0 < seconds < math.inf
     }
-    return {name: phase_words(name) for name in sorted(found | {UNATTRIBUTED}, key=phase_order)}
+    return {name: phase_words(name) for name in sorted(names | {UNATTRIBUTED}, key=phase_order)}
 
 
 def numbers_table(chart: AnyChart) -> Table:
-    """Every number that the chart shows, with the words that show on hovering; of strips, which are many samples, what
-    sums them up.
-    """
+    """Every number of the chart, with its marks' hints; samples are summed up."""
     return table(f"{chart.name}-numbers", f"{chart.title}: numbers", *_content(chart))
 
 
 def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
-    """Rows are tuples; those of marks and points end with them."""
+    """Columns and rows; rows of marks and points end with them."""
     match chart:
         case Bars():
             named = any(title for title, _ in chart.groups)
@@ -176,7 +171,7 @@ def _number(title: str, of: Callable[[Any], float | None], unit: str) -> Col[Any
 
 
 def _at(title: str, place: int, unit: str = "") -> Col[Any]:
-    """Of rows that end with their values."""
+    """For rows that end with their values."""
     return Col(title, lambda row: row[-1][place], number=True, unit=unit)
 
 

@@ -1,10 +1,8 @@
 """A page as one HTML file that loads nothing: style, script and drawings are in it.
 
-Whatever comes from outside is escaped by the template (autoescape). The page forbids itself everything but its own
-style and the one script whose hash it names, so that even markup that slipped through could neither run nor load.
-
-Every report's page begins with a card; the page of all reports of a store is made of these, so that no run has to be
-read for it: what was measured, newest first, each with its answer and a link.
+The template escapes everything from outside. The page's policy forbids all but its own style and the script whose hash
+it names, so that even markup that slipped through could neither run nor load. Every report's page begins with a card,
+its answer in short. The page of all reports of a store is made of these cards, without reading runs.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from fp8bench.report.words.naming import many
 if TYPE_CHECKING:
     import jinja2
 
-# A column with so many different texts at most can be filtered by choosing one of them.
+# A column with at most this many different texts can be filtered by choosing one.
 _MOST_CHOICES = 12
 
 
@@ -115,18 +113,18 @@ def _asset(*names: str) -> str:
 
 
 def charts_of(page: Page) -> dict[str, AnyChart]:
-    """By the ids that they have on the page."""
+    """The page's charts by their ids."""
     ids, order = _Ids(), _order(page)
-    found: dict[str, AnyChart] = {}
+    by_id: dict[str, AnyChart] = {}
     for part in page.parts:
         ids.give(part.name)
         blocks = _blocks(part, ids, lambda chart: "", order)
-        found.update((block.id, block.element) for block in blocks if isinstance(block.element, Chart))
-    return found
+        by_id.update((block.id, block.element) for block in blocks if isinstance(block.element, Chart))
+    return by_id
 
 
 class _Ids:
-    """Ids of one page: words for links, each given once."""
+    """Gives each id of a page once."""
 
     def __init__(self) -> None:
         self._taken = {"content", "contents", "tip"}
@@ -140,15 +138,15 @@ class _Ids:
 
 
 def _order(page: Page) -> tuple[str, ...]:
-    """Series of more than one chart."""
+    """Series that are in more than one chart."""
     charts = (element for part in page.parts for element in part.elements)
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for chart in charts:
         if isinstance(chart, Lines):
-            found.update(list(dict.fromkeys(name for name, _ in chart.series)))
+            counts.update(list(dict.fromkeys(name for name, _ in chart.series)))
         elif isinstance(chart, Scatter):
-            found.update(list(dict.fromkeys(point.series for point in chart.points)))
-    return tuple(name for name, count in found.items() if count > 1)
+            counts.update(list(dict.fromkeys(point.series for point in chart.points)))
+    return tuple(name for name, count in counts.items() if count > 1)
 
 
 def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str], order: tuple[str, ...]) -> Iterator[_PageBlock]:
@@ -159,7 +157,7 @@ def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str], order: tuple
         elif isinstance(element, Chart):
             own = ids.give(element.name)
             numbers = _sheet(numbers_table(element), ids.give(f"{own}-numbers"))
-            # Under the id, which no other chart has: what is inside a drawing is named after it.
+            # Ids within the drawing begin with the chart's own.
             ordered = replace(element, order=order)
             yield _PageBlock(ordered, own, numbers, draw(replace(ordered, name=own)))
         else:
@@ -178,12 +176,12 @@ def _sheet(table: Table, own: str) -> _Sheet:
 
 
 def _marked(text: str) -> str:
-    """A sentence with what is to be typed, `between such signs`, set as that."""
+    """The sentence with what is `between backticks` set as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
 def _sort_value(field: Field) -> str:
-    """What the script sorts by, as JavaScript reads it; '' where the text says it or nothing does."""
+    """What the script sorts by, as JavaScript reads it; '' if it is the text or unknown."""
     if field.value is None or math.isnan(field.value):
         return ""
     if math.isinf(field.value):
@@ -192,12 +190,12 @@ def _sort_value(field: Field) -> str:
     return "" if exact == field.text else exact
 
 
-# A card stands within so many bytes from the beginning of a page.
+# A card lies within the first bytes of a page.
 CARD_BYTES = 16384
-# Older reports are not listed: their pages are where they were.
+# Older reports are not listed.
 MOST_REPORTS = 500
 MOST_DRAWN = 24
-# With these a card, escaped, stays within CARD_BYTES: the commands of many runs side by side do not.
+# These keep a card, escaped, within CARD_BYTES: the commands of many runs would not.
 _MOST_ANSWERS, _LONGEST_ANSWER, _LONGEST_COMMAND = 12, 240, 1000
 _CARD = re.compile(r'<meta name="fp8bench" content="([^"]*)">')
 _NAMED_BY_TIME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
@@ -205,7 +203,7 @@ _NAMED_BY_TIME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
 
 @dataclass(frozen=True)
 class CardAnswer:
-    """A word on a precision, and the speed-up behind it; a sentence where there are no such words."""
+    """The word on a precision and its speed-up; or a sentence, about ''."""
 
     about: str
     word: str
@@ -214,7 +212,7 @@ class CardAnswer:
 
 @dataclass(frozen=True)
 class Card:
-    """What a report says of itself where there is room for a line."""
+    """A report in one line of a list."""
 
     kind: str
     title: str
@@ -225,7 +223,7 @@ class Card:
 
 @dataclass(frozen=True)
 class ListedReport:
-    """A card with the folder that its report lies in, and when that began: '2026-11-26 06:38', or ''."""
+    """A card with its report's folder, and when that began: '2026-11-26 06:38', or ''."""
 
     card: Card
     folder: str
@@ -256,21 +254,21 @@ def _answers(element: Element) -> tuple[CardAnswer, ...]:
 
 
 def read_card(beginning: str) -> Card | None:
-    """The card in a page's beginning; None of a page without, which an older version wrote or somebody changed."""
-    found = _CARD.search(beginning)
+    """The card at a page's beginning; None if there is none."""
+    match = _CARD.search(beginning)
     try:
-        return decode(Card, json.loads(html.unescape(found[1]))) if found else None
+        return decode(Card, json.loads(html.unescape(match[1]))) if match else None
     except (ValueError, RecursionError, Malformed):
         return None
 
 
 def began(folder: str) -> str:
-    found = _NAMED_BY_TIME.match(folder)
-    return f"{found[1]}-{found[2]}-{found[3]} {found[4]}:{found[5]}" if found else ""
+    match = _NAMED_BY_TIME.match(folder)
+    return f"{match[1]}-{match[2]}-{match[3]} {match[4]}:{match[5]}" if match else ""
 
 
 def index_page(reports: Iterable[ListedReport], left_out: int = 0) -> Page:
-    """Of reports, newest first. Behind a speed-up those are drawn that the same command came to before."""
+    """A page of reports, newest first, each with the earlier speed-ups of the same command."""
     listed = list(reports)
     earlier: dict[tuple[str, ...], list[float]] = defaultdict(list)
     trends: dict[str, tuple[float, ...]] = {}

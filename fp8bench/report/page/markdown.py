@@ -1,6 +1,6 @@
-"""A page as Markdown (GitHub's): for a pull request, a wiki, an issue. Charts are tables of their numbers.
+"""A page as GitHub's Markdown, for pull requests, wikis and issues. Charts are tables of their numbers.
 
-What a reader of a pull request sees at first is short: the title, the answer, and of the rest a line that opens it.
+The title and the answer are seen at first; a line opens the rest.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fp8bench.report.elements import (
 )
 from fp8bench.report.page.charts import numbers_table
 
-# What is seen before one opens the rest; what is cut there stands in the rest, whole.
+# Lines before the fold; a block that is cut there is repeated whole behind it.
 _MOST_LINES = 25
 _LEAST_CUT = 5
 _REST = "<details><summary>The rest of the report</summary>"
-# A chart's numbers, beyond which its description has to do.
+# The most rows of a chart's numbers.
 _MOST_NUMBERS = 25
 _SIGNS = {Tone.GOOD: "\N{BLACK UP-POINTING TRIANGLE} ", Tone.BAD: "\N{BLACK DOWN-POINTING TRIANGLE} ",
           Tone.DOUBT: "\N{WHITE CIRCLE} "}  # fmt: skip
 _SPACES = re.compile(r"\s+")
-# What would be read as a mark wherever it stands; an underscore within a word is none.
+# Signs that are marks wherever they stand; an underscore within a word is none.
 _MARKS = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
-# What would make a line something else than a paragraph.
+# Beginnings of lines that are no paragraphs.
 _STARTS = re.compile(r"^(?:=|#+(?=\s|$)|[+-](?=[\s-]|$)|\d+(?=[.)](?:\s|$)))")
 
 
@@ -61,7 +61,7 @@ def _lines(blocks: Sequence[str]) -> int:
 
 
 def _parted(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """What has room above the line that opens the rest, and the rest; of a part after the first all or nothing."""
+    """The blocks before the fold, and those behind it; of a part after the first all or nothing is before it."""
     number = 1
     while _lines(blocks[: number + 1]) + 2 <= _MOST_LINES:
         number += 1
@@ -103,7 +103,7 @@ def _element(element: Element) -> Iterator[str]:
             ]
             yield _table(columns, rows)
         case Code():
-            # Between fences longer than any run of backticks in it.
+            # The fence is longer than any run of backticks in the text.
             fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", element.text)), 3)
             lines = ("\t".join(map(printable, line.split("\t"))) for line in element.text.rstrip("\n").split("\n"))
             yield "\n".join([fence, *lines, fence])
@@ -139,19 +139,19 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _heading(level: int, text: str) -> str:
-    """A number sign at the end would count as the heading's own."""
+    """A number sign at the end would be taken for the heading's own."""
     line = re.sub(r"#$", r"\\#", _line(text))
     return f"{'#' * level} {line}".rstrip()
 
 
 def _paragraph(text: str, tone: Tone = Tone.PLAIN) -> str:
     line = _line(text)
-    # '#' -> '\\#'; of a list's number it is the dot that counts, so '1' -> '1\\'.
-    return _toned(_STARTS.sub(lambda found: f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}", line), tone)
+    # '#' -> '\\#', but '1' -> '1\\', because a list's number is marked by its dot.
+    return _toned(_STARTS.sub(lambda match: f"{match[0]}\\" if match[0].isdigit() else f"\\{match[0]}", line), tone)
 
 
 def _toned(text: str, tone: Tone) -> str:
-    """A sign before it, bold where it is strong; never round nothing."""
+    """A sign before it, or bold if it is strong."""
     if not text:
         return text
     return f"**{text}**" if tone is Tone.STRONG else f"{_SIGNS.get(tone, '')}{text}"
@@ -160,4 +160,4 @@ def _toned(text: str, tone: Tone) -> str:
 def _line(text: str) -> str:
     line = _SPACES.sub(" ", printable(text)).strip()
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return _MARKS.sub(lambda found: f"\\{found[0]}", line)
+    return _MARKS.sub(lambda match: f"\\{match[0]}", line)

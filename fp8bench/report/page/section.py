@@ -1,8 +1,8 @@
-"""What a report is made from, what a section of it is, where sections are found, and the page that they make.
+"""The material of a report, its sections, and the page that they make.
 
-The material are runs with their findings, a label for each, and the history of their cases. A section turns it into
-elements, and knows no output format. It is a decorated function in the module of its topic (fp8bench/report/topics),
-or in the module `section` of a feature.
+Material is runs with their findings, a label for each, and the history of their cases. A section turns it into elements
+and knows no output format. It is a decorated function in the module of its topic (fp8bench/report/topics), or in a
+feature's module `section`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,16 +43,16 @@ from fp8bench.report.words.naming import (
 T = TypeVar("T")
 N = TypeVar("N", bound=float)
 Elements = Callable[["Material"], Iterator[Element]]
-# Of a table with several rows a case.
+# The most rows of a table with several rows a case.
 MOST_ROWS = 300
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report: `elements` has what there is to show of a material, nothing where that says nothing.
+    """A part of the report: `elements` yields what there is to show of a material, perhaps nothing.
 
-    `rank` orders sections from the top of the page down; one that `repeats` draws what stands in the main table. The
-    `lead` says how to read what follows under the title; where there is but a sentence it has nothing to say.
+    `rank` is its position on the page. The charts of one that `repeats` show what stands in the main table. `lead`
+    stands under the title, and is left out if all elements are texts.
     """
 
     name: str
@@ -95,17 +94,17 @@ def sections() -> dict[str, Section]:
 
 
 def case_field(case: NamedCase) -> Field:
-    """'fp8 (emulated), m=256 n=256': what a row is of, the precision first as in every table."""
-    words, tone = told(case.result, case.result.mode)
+    """'fp8 (emulated), m=256 n=256': names a row's case, the precision first."""
+    words, tone = marked_emulated(case.result, case.result.mode)
     return Field(", ".join(filter(None, (words, case.place))), tone=tone)
 
 
-# Of rows whose first part is their case.
+# For rows that begin with their case.
 PRECISION: Col[Any] = Col("precision", lambda row: case_field(row[0]), hint="and what tells its case from the others")
 
 
-def told(result: Result, words: str) -> tuple[str, Tone]:
-    """The words and, of an emulation, that it is one, in grey."""
+def marked_emulated(result: Result, words: str) -> tuple[str, Tone]:
+    """The words, marked and grey if the result is emulated."""
     return f"{words} (emulated)" if emulated(result) else words, cost_tone(result)
 
 
@@ -120,7 +119,7 @@ def number(
 def table_of_cases(
     name: str, title: str, words: str, cols: Sequence[Col[T]], cases: Iterable[tuple[str, Sequence[T]]], beyond: str
 ) -> Iterator[Element]:
-    """Several rows a case. Cases for which there is no room, the first one aside, are named with where they are."""
+    """A table with several rows a case. Cases that find no room, beyond the first, are named below."""
     rows: list[T] = []
     left_out = []
     for case, own in cases:
@@ -141,7 +140,7 @@ def parts_of(material: Material) -> tuple[Part, ...]:
 
 
 def _folded(parts: Sequence[Part]) -> Iterator[Part]:
-    """Parts that have but a reason why there is nothing are one part, ahead of the last, a line each."""
+    """Joins parts that have nothing but texts, such as why there is nothing, into one before the last part."""
     empty = [part for part in parts[_MOST_ANSWERING:-1] if all(isinstance(element, Text) for element in part.elements)]
     yield from (part for part in parts[:-1] if part not in empty)
     said = [
@@ -153,8 +152,7 @@ def _folded(parts: Sequence[Part]) -> Iterator[Part]:
 
 
 def _settled(part: Part, repeats: bool) -> Iterator[Element]:
-    """Charts of which there is next to nothing to see are tables of their numbers, or none where those stand above;
-    a long table that is not the main one is for who asks."""
+    """Turns charts with little to see into tables, or leaves them out if those stand above; folds long tables."""
     for element in part.elements:
         if isinstance(element, Table) and not element.main and len(element.rows) > _MOST_OPEN:
             yield replace(element, folded=True)
@@ -174,7 +172,7 @@ _LONGEST_NAME = 60
 
 
 def page_of(material: Material) -> Page:
-    """The whole report; nothing in it tells of the machine or the time at which it is rendered."""
+    """The whole report; nothing in it depends on where or when it is rendered."""
     runs, footer = [entry.run for entry in material.entries], []
     for run in runs:
         version = fact(run, "fp8bench")
@@ -226,7 +224,7 @@ _LABEL_SUITES = 3
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of a report. `label` tells it from the others ('cuda:0', 'a1b2c3d4', 'box 2'); '' where it is alone."""
+    """A run of a report. `label` tells it from the others ('cuda:0', 'a1b2c3d4', 'box 2'); '' if it is alone."""
 
     run: Run
     findings: Mapping[str, Finding]
@@ -239,10 +237,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class PastFigure:
-    """What one commit has come to: the median of its samples with their interval.
+    """What a commit has come to: the median of its samples with their interval.
 
-    `when` is the commit's date in words; `order` puts those of several series into one row. A `hasty` figure is of a
-    few rounds only. `unkept` is that of a run at hand whose files differed from the commit.
+    `when` is the commit's date in words; `order` sorts several series together. A `hasty` figure is of a few rounds
+    only. `unkept` is that of a run at hand whose files differed from the commit.
     """
 
     when: str
@@ -264,9 +262,8 @@ class PastFigure:
 class PastSeries:
     """The history of one case's metric on one machine, oldest first.
 
-    `unit` is an axis's ('s', 'B', 'x', '' for a relative error) or a metric's ('%', 'dB'). `place` are the parameters
-    that tell the case from its suite's others. `incomparable` counts figures of other versions of the suite, which are
-    left out.
+    `unit` is an axis's ('s', 'B', 'x', '' for relative errors) or a metric's ('%', 'dB'). `place` are the parameters
+    that tell the case from its suite's others. `incomparable` counts older figures that are left out.
     """
 
     name: str
@@ -283,10 +280,7 @@ class PastSeries:
 
 @dataclass(frozen=True)
 class Material:
-    """Runs side by side, in the order they were named; most reports have one.
-
-    `store` is where they lie, for sections that read what lies beside them.
-    """
+    """Runs side by side, in the order they were named; most reports have one. `store` is where they lie."""
 
     entries: tuple[Entry, ...]
     past: tuple[PastSeries, ...] = ()
@@ -307,28 +301,23 @@ def material_of(
     store: Path | None = None,
 ) -> Material:
     labelled = zip(runs, findings, labels_of(runs), strict=True)
-    return Material(tuple(Entry(run, found, label) for run, found, label in labelled), past, store)
+    return Material(tuple(Entry(run, own, label) for run, own, label in labelled), past, store)
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
-    """The shortest words that tell the runs apart, '' for one that is alone.
+    """The shortest words that tell the runs apart, '' for a single run.
 
-    What differs is tried in the order in which it explains numbers: one thing, then two of them, then the id, which
-    always differs unless a run is named twice.
+    Facts are tried in the order in which they explain differences, then the ids.
     """
     if len(runs) < 2:
         return [""] * len(runs)
     sources = [tuple(shortened(source(run), LONGEST_LABEL) for run in runs) for source in _SOURCES]
     chosen = [words for words in sources if all(words)]
-    pairs = [
-        tuple(f"{text}, {other}" for text, other in zip(*two, strict=True))
-        for two in combinations([words for words in chosen if len(set(words)) > 1], 2)
-    ]
     ids = [run.id or "run" for run in runs]
     numbered = tuple(
         f"{name} ({ids[: place + 1].count(name)})" if ids.count(name) > 1 else name for place, name in enumerate(ids)
     )
-    return list(next((words for words in (*chosen, *pairs) if len(set(words)) == len(runs)), numbered))
+    return list(next((words for words in chosen if len(set(words)) == len(runs)), numbered))
 
 
 _SOURCES: tuple[Callable[[Run], str], ...] = (

@@ -1,6 +1,6 @@
-"""The answer of a run, in about twenty lines: a line a precision, why, how sure, and what to do next.
+"""The answer of a run in about twenty lines: a line for each precision, why, how sure, and what to do next.
 
-Whatever else is known of the run stands behind an option of `fp8bench show`, and on its page.
+Everything else known of the run stands behind an option of `fp8bench show`, and on its page.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from fp8bench.report.topics.results import CASE, noise_floor
 from fp8bench.report.topics.shares import coverage_sentence, coverages
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
-from fp8bench.report.topics.verdict import few, losses, outcomes, skips
+from fp8bench.report.topics.verdict import at_most, losses, outcomes, skips
 from fp8bench.report.words.legend import PHASE_TITLES, error_word
 from fp8bench.report.words.naming import common_tone, listed
 from fp8bench.report.words.speed import over_loads, over_values, span
@@ -57,20 +57,20 @@ from fp8bench.report.words.speed import over_loads, over_values, span
 _HOW_MATRIX = "speed-up over the reference, median over a suite's cases; perhaps: some are in doubt or unsure"
 _HOW_GRID = "speed-up over {reference}; perhaps: in doubt"
 _NOT_CLEAR = frozenset({Standing.DOUBTED, Standing.UNSURE})
-# Of more groups the first ones; the others stand in the whole and on the page.
+# Further groups are in `show --all` and on the page.
 _MOST_GROUPS = 16
-# Of more tensors only which precision of each width is best, and in how many of them.
+# For more tensors, only the best precision of each width is named.
 _MOST_TENSORS = 2
-# So many phases explain a difference; the smaller ones do not matter to anybody.
+# Phases that explain a difference: at most this many, and none with a smaller share.
 _MOST_PHASES = 3
 _LEAST_PART = 0.02
-# A terminal of fewer columns has no room for rates beside the rest.
+# A narrower terminal has no room for rates.
 _ROOM_FOR_RATES = 100
 _Member = tuple[ResultGroup, Result]
 
 
 def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Iterator[Part]:
-    """`report` is the place of its page; with `options` other commands find the run."""
+    """The page's parts; `report` is where the report lies, `options` those with which other commands find the run."""
     if lost := tuple(losses(entry)):
         yield Part("losses", "", lost)
     timed = [panel for panel in entry.panels if not about_tensors(panel)]
@@ -85,7 +85,7 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
             title = heading(panel.case.workload, panel.shared, panel.case.device, entry.run.devices)
             in_full = not best or len(panel.groups) <= _MOST_TENSORS
             yield Part("tensors", title, (*best, *(tensors(panel, width) if in_full else ())))
-    found = outcomes(entry.panels)
+    cases = outcomes(entry.panels)
     ranks = entry.run.request.ranks
     told = [f"{ranks} ranks: the slowest one's time counts, call by call"] if ranks else []
     if modes := dict.fromkeys(result.mode for panel in entry.panels for result in panel.results if emulated(result)):
@@ -94,19 +94,18 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
         told.append(
             f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs{beside}"
         )
-    told += [*few(skips(found)), *(f"note: {words}" for words in entry.run.notes)]
+    told += [*at_most(skips(cases)), *(f"note: {words}" for words in entry.run.notes)]
     told += [f"trouble: {words}" for words in entry.run.troubles]
     if told:
         yield Part("beside", "", tuple(Text(words, Tone.DOUBT) for words in told))
-    yield Part("next", "next", (Items(tuple(_next(entry, options))), Text(stored(entry.run.path, report))))
+    yield Part("next", "next", (Items(tuple(_next(entry, options))), Text(where_stored(entry.run.path, report))))
 
 
-def stored(path: str, report: str) -> str:
+def where_stored(path: str, report: str) -> str:
     return f"report: {report}" if report else f"stored in {path}" if path else "this run was not stored"
 
 
 def _next(entry: Entry, options: str) -> Iterator[Text]:
-    """At most three things."""
     results = [result for panel in entry.panels for result in panel.results]
     if roofline.how_to_know(results, entry.run):
         threads = f" --threads {entry.run.request.threads}" if entry.run.request.threads != 1 else ""
@@ -130,10 +129,12 @@ def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
         by_mode = together((member[1].mode, member) for member in panel.members if member[1].mode != panel.reference)
         ordered = sorted(by_mode.items(), key=lambda pair: not any(speed_up(result) for _, result in pair[1]))
         elements.append(Facts(tuple((mode, _line(members, panel)) for mode, members in ordered)))
-    # How much of a model is converted, once for all precisions of which it is the same.
-    alike = together(((found.converted_flops, found.flops), (modes, found)) for modes, found in coverages(panel))
+    # How much of a model is converted, once for precisions with the same share.
+    alike = together(
+        ((coverage.converted_flops, coverage.flops), (modes, coverage)) for modes, coverage in coverages(panel)
+    )
     told = ((", ".join(modes for modes, _ in known), known[0][1]) for known in alike.values())
-    elements += (Text(f"{coverage_sentence(modes, found)}.") for modes, found in told)
+    elements += (Text(f"{coverage_sentence(modes, coverage)}.") for modes, coverage in told)
     elements += boards or [_grid(panel) if several else _cases(panel, width)]
     left_out = len(panel.groups) - _MOST_GROUPS
     if several and not boards and left_out > 0:
@@ -149,7 +150,7 @@ def _device(panel: Panel, run: Run) -> Iterator[Text]:
     cap, default, highest = (run.environment.get(f"{panel.case.device} {name}")
                              for name in ("power_cap", "power_cap_default", "sm_clock_max"))  # fmt: skip
     clocks = [clock for watch in watches for clock in (watch.sm_clock_lowest, watch.sm_clock) if clock is not None]
-    held = {reason: None for watch in watches for reason in reasons_in(watch.throttle or 0)}
+    reasons = {reason: None for watch in watches for reason in reasons_in(watch.throttle or 0)}
     lowered = isinstance(cap, int | float) and isinstance(default, int | float) and cap < default
     told = []
     if isinstance(cap, int | float):
@@ -158,7 +159,7 @@ def _device(panel: Panel, run: Run) -> Iterator[Text]:
     if clocks:
         most = f" of {units.count(highest, 'Hz')}" if isinstance(highest, int | float) else ""
         told.append(f"SM clock {units.span(clocks, lambda clock: units.count(clock, 'Hz'))}{most}")
-    told += [f"held back by {listed(list(held))}"] if held else []
+    told += [f"held back by {listed(list(reasons))}"] if reasons else []
     if told:
         yield Text("; ".join(told), Tone.BAD if lowered else Tone.PLAIN)
 
@@ -218,7 +219,7 @@ def _timed(panel: Panel) -> bool:
 
 
 def _in_grid(group: ResultGroup, mode: str) -> Field:
-    """The reference's time; a rate where nothing was timed, as of ceilings."""
+    """The reference's time, or a rate if nothing was timed, as for ceilings; else its speed-up."""
     results = [result for result in group.results if result.mode == mode]
     if len(results) == 1 and status_words(results[0]) == units.NONE:
         figures = Figures(group, results[0])
@@ -261,7 +262,7 @@ def _line(members: Sequence[_Member], panel: Panel) -> str:
     speeds = [speed.point for _, result in members if (speed := speed_up(result)) is not None]
     shares = [share for group, result in members
               if not emulated(result) and (share := share_of(group, result)) is not None]  # fmt: skip
-    memory = f"memory {units.span(shares, units.ratio)}" if shares else ""  # of emulation it would be its cost
+    memory = f"memory {units.span(shares, units.ratio)}" if shares else ""
     clauses = (_verdict(members, panel.reference), span(speeds) if speeds else "", _errors(members, panel), memory)
     return "; ".join(filter(None, clauses))
 
@@ -310,7 +311,7 @@ def _reservations(panel: Panel) -> Iterator[tuple[str, str, str]]:
 
 
 def _why(result: Result, lead: Result | None) -> str:
-    """'bf16 takes 507 ms more: gemm +486 ms, attn +12.7 ms': what of the best case makes the difference."""
+    """'bf16 takes 507 ms more: gemm +486 ms, attn +12.7 ms': the phases that make the difference."""
     own, base = result.finding, lead.finding if lead else None
     if own is None or base is None or result is lead or own.verdict not in (Verdict.FASTER, Verdict.SLOWER):
         return ""
@@ -344,9 +345,9 @@ def _sureness(panel: Panel) -> Iterator[str]:
     for result in panel.results if alone else ():
         speed = speed_up(result)
         if result.finding is not None and result.finding.floor and speed is not None:
-            # On the scale on which half as fast and twice as fast are as far.
+            # In logarithms: half as fast and twice as fast are equally far.
             times = abs(math.log(speed.point)) / math.log1p(result.finding.floor)
             words = f"{units.significant(times, 2)} times" if times >= 1 else "within"
             yield f"{result.mode}'s difference is {words} it"
-    if held := what_intervals_hold(panel.results):
-        yield f"[low, high]: {held}"
+    if intervals := what_intervals_hold(panel.results):
+        yield f"[low, high]: {intervals}"

@@ -25,7 +25,7 @@ _COLS: tuple[Col[tuple[str, Change]], ...] = (
     Col("after", lambda row: value(row[1].trend, row[1].comparison.after), number=True),
     Col("change", lambda row: signed(row[1].comparison.ratio),
         tone=lambda row: Tone.BAD if row[1].is_worse else Tone.GOOD),
-    # A chance of nearly nothing is not none.
+    # A chance is never shown as none.
     Col("chance", lambda row: row[1].comparison.p_value, number=True,
         show=lambda chance: units.share(max(chance, sys.float_info.min))),
     Col("notes", lambda row: "\n".join(_notes(row[1])), below=True),
@@ -44,15 +44,15 @@ _REVERTED = "reverted: a later step took at least half of it back"
 _OLD = "old version: the work or the method has changed since, and numbers of today do not compare"
 
 
-def page_of(found: Found, store: str, everything: bool = False, options: str = "") -> Page:
+def page_of(search: Found, store: str, everything: bool = False, options: str = "") -> Page:
     """Open changes in both directions; with `everything` the others, too.
 
-    `options` are words that a command needs to find the same.
+    `options` are those with which a command finds the same store.
     """
-    several = len({(change.trend.machine.get("machine"), change.trend.python) for change in found.changes}) > 1
+    several = len({(change.trend.machine.get("machine"), change.trend.python) for change in search.changes}) > 1
     parts = []
-    for title, changes in _sections(found, everything):
-        # Under the commits they lie between, in the order of the first of each; of several places, also under these.
+    for title, changes in _sections(search, everything):
+        # Grouped by the commits they lie between, and by machine if there are several:
         # 'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a'.
         places = []
         for change in changes:
@@ -63,13 +63,13 @@ def page_of(found: Found, store: str, everything: bool = False, options: str = "
             places.append((words + (f", {where(change.trend)}" if several else ""), change))
         rows = [(place, change) for place, members in together(places).items() for change in members]
         parts += [Part("changes", title, (table(title, "", _COLS, rows),))] if rows else []
-    reasons = sorted(found.left.items(), key=lambda pair: (-pair[1], pair[0]))
+    reasons = sorted(search.left.items(), key=lambda pair: (-pair[1], pair[0]))
     left = (f"{count_of(count, 'series', 'series')}: {why}" for why, count in reasons)
     parts += list_of("left", "not looked at", left)
-    alarming = next((change for change in found.changes if change.alarms), None)
+    alarming = next((change for change in search.changes if change.alarms), None)
     if alarming is not None:
         parts.append(Part("summary", "", tuple(_what_to_do(alarming, options))))
-    return Page(f"{store}: {_counted(found)}", "", tuple(parts), _legend(found, everything))
+    return Page(f"{store}: {_counted(search)}", "", tuple(parts), _legend(search, everything))
 
 
 def _what_to_do(change: Change, options: str) -> Iterator[Element]:
@@ -88,47 +88,47 @@ def _what_to_do(change: Change, options: str) -> Iterator[Element]:
     yield Code(f"fp8bench history ack {name}{options}")
 
 
-def value_of(found: Found) -> dict[str, object]:
+def value_of(search: Found) -> dict[str, object]:
     changes = [
         {
             "series": change.trend.name, "machine": change.trend.machine["machine"], "python": change.trend.python,
             "version": change.version, **encode(change.comparison), "first": change.first, "commits": change.commits,
             "unmeasured": change.unmeasured, "state": change.state.value, "ack": encode(change.ack),
         }
-        for change in found.changes
+        for change in search.changes
     ]  # fmt: skip
     return {
-        "schema": SCHEMA, "looked_at": found.looked_at, "counted": found.counted, "left": dict(found.left),
+        "schema": SCHEMA, "looked_at": search.looked_at, "counted": search.counted, "left": dict(search.left),
         "changes": changes,
     }  # fmt: skip
 
 
-def _counted(found: Found) -> str:
-    still = [change for change in found.changes if change.state is ChangeState.OPEN]
+def _counted(search: Found) -> str:
+    still = [change for change in search.changes if change.state is ChangeState.OPEN]
     worse, fewer = sum(change.is_worse for change in still), sum(_is_fewer(change) for change in still)
-    known = sum(change.state is ChangeState.ACKNOWLEDGED for change in found.changes)
+    known = sum(change.state is ChangeState.ACKNOWLEDGED for change in search.changes)
     parts = [count_of(worse, "regression"), *([count_of(fewer, "count") + " that went down"] if fewer else [])]
     parts.append(count_of(len(still) - worse - fewer, "improvement"))
     also = f"; {count_of(known, 'change')} acknowledged" if known else ""
-    series = found.looked_at + found.counted
+    series = search.looked_at + search.counted
     if not series:
         return "no series was long enough to look for changes"
     return f"{listed(parts)} in {count_of(series, 'series', 'series')}{also}"
 
 
 def _is_fewer(change: Change) -> bool:
-    """What is counted, and became less: better perhaps, or not the same work any more."""
+    """A count that became less: better perhaps, or no longer the same work."""
     return change.is_counted and not change.is_worse
 
 
-def _sections(found: Found, everything: bool) -> Iterator[tuple[str, list[Change]]]:
-    still = [change for change in found.changes if change.state is ChangeState.OPEN]
+def _sections(search: Found, everything: bool) -> Iterator[tuple[str, list[Change]]]:
+    still = [change for change in search.changes if change.state is ChangeState.OPEN]
     yield "regressions", [change for change in still if change.is_worse]
     yield "counts that went down", [change for change in still if _is_fewer(change)]
     yield "improvements", [change for change in still if not change.is_worse and not _is_fewer(change)]
     for state in ChangeState:
         if state is ChangeState.CONTRADICTED or (everything and state is not ChangeState.OPEN):
-            yield state.value, [change for change in found.changes if change.state is state]
+            yield state.value, [change for change in search.changes if change.state is state]
 
 
 def _notes(change: Change) -> Iterator[str]:
@@ -143,14 +143,14 @@ def _notes(change: Change) -> Iterator[str]:
         yield f"acknowledged {change.ack.when[:10]}{because}"
 
 
-def _legend(found: Found, everything: bool) -> list[str]:
-    states = {change.state for change in found.changes}
+def _legend(search: Found, everything: bool) -> list[str]:
+    states = {change.state for change in search.changes}
     if ChangeState.OPEN not in states and not (everything and states):
         return []
-    by_chance = round(found.looked_at * BY_CHANCE)
-    among = f"; of {found.looked_at} flat series about {by_chance} would show one" if by_chance else ""
+    by_chance = round(search.looked_at * BY_CHANCE)
+    among = f"; of {search.looked_at} flat series about {by_chance} would show one" if by_chance else ""
     words = [_RATIO, f"chance: that a flat series shows such a step or a clearer one{among}", _RANGE]
-    alarming = [change for change in found.changes if change.alarms]
+    alarming = [change for change in search.changes if change.alarms]
     words += [_WORTH] if any(not change.is_counted for change in alarming) else []
     words += [_COUNTED] if any(change.is_counted for change in alarming) else []
     words += [_CONTRADICTED] if ChangeState.CONTRADICTED in states else []

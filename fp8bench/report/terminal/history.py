@@ -1,7 +1,6 @@
 """The history as text: what there is, one series commit by commit, the runs, and what is wrong with a store.
 
-Changes are told without a verdict, and never coloured: neither asv's interval nor the change knows how much one
-run differs from the next.
+Changes have neither verdict nor colour: neither asv's interval nor the change knows how much runs differ.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fp8bench.report.terminal.layout import list_of
 
 _HASTY = "~"
 _MOST_WORDS = 20
-# Of a median beside its interval: three digits would often show one number three times.
+# Digits of a median beside its interval: with three, all would often read alike.
 _CLOSE = 4
 
 HASTY = f"{_HASTY}: of a --quick run or a few rounds only: it ran, and the number is a rough one"
@@ -35,21 +34,16 @@ GONE = "not in this repository: rebased or squashed away, another clone's, or th
 
 
 def value(trend: Trend, number: float | None, digits: int = 3) -> str:
-    """A number of a trend, by its unit; `digits` are those of a time or an energy."""
+    """A number of a trend in its unit; `digits` are those of times and energies."""
     return spec_of(trend.series.metric).shown(number, unit_of_series(trend.series), digits)
 
 
 def trends_page(
-    endings: Sequence[Ending],
-    store: str,
-    runs: int,
-    commits: int,
-    left: Mapping[str, int],
-    options: str = "",
+    endings: Sequence[Ending], store: str, runs: int, commits: int, left: Mapping[str, int], options: str = ""
 ) -> Page:
-    """What there is: a line for each series and cell, by machine and interpreter.
+    """A line for each series and cell, by machine and interpreter.
 
-    `options` are words that a command needs to find the same.
+    `options` are those with which a command finds the same store.
     """
     counts = f"{count_of(len(endings), 'series', 'series')}, {count_of(runs, 'run')} of {count_of(commits, 'commit')}"
     cols: list[Col[Ending]] = [
@@ -71,10 +65,7 @@ def trends_page(
 
 
 def trend_page(trends: Sequence[Trend], description: str, gone: Collection[str]) -> Page:
-    """One series, commit by commit, on every machine and under every interpreter that it was measured with.
-
-    `gone` are commits that the repository does not have.
-    """
+    """One series, commit by commit, on every machine and interpreter; `gone` are commits that the repository lacks."""
     columns = (
         Column("conditions", shared=True), Column("date (UTC)"), Column("commit"), Column("runs", number=True),
         Column("samples", number=True), Column("median", number=True), Column("99% interval"),
@@ -93,7 +84,7 @@ def trend_page(trends: Sequence[Trend], description: str, gone: Collection[str])
 
 
 def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ...]:
-    """A run as a row of the table of runs, so that it need not be kept itself."""
+    """A run as a row of the table of runs, so that the run need not be kept in memory."""
     commit = str(run.environment.get("commit") or "none")[:8]
     mark = "" if run.environment.get("dirty") is False or commit == "none" else "+dirty"
     by_status = Counter(record.status for record in run.records)
@@ -110,9 +101,9 @@ def runs_page(
     rows: Sequence[tuple[Field, ...]], store: str, left: Mapping[str, int], options: str = "",
     kept: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Page:  # fmt: skip
-    """The runs, in the order given, and lines on what else is kept, by kind.
+    """The runs in the order given, and lines on other kept things, by kind.
 
-    `options` are words a command needs to find the same.
+    `options` are those with which a command finds the same store.
     """
     columns = (
         Column("run"), Column("started (UTC)"), Column("commit"), Column("by"), Column("suite"),
@@ -153,7 +144,7 @@ def _next(words: str, command: str) -> Part:
 
 
 def count_of(count: int, word: str, words: str = "") -> str:
-    """'1 run', '2 runs'; `words` is a plural of its own."""
+    """'1 run', '2 runs'; `words` is an irregular plural."""
     return f"{count} {word if count == 1 else words or word + 's'}"
 
 

@@ -1,6 +1,6 @@
-"""Elements as lines of plain text that never run over: paragraphs, lists, tables, and colour for those who want it.
+"""Elements as lines of plain text that fit the width: paragraphs, lists, tables, and colour if wanted.
 
-Text is laid out first and coloured after, so colour changes no column. Tables have no boxes.
+Text is laid out before it is coloured, so colour shifts no column. Tables have no boxes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIN_WIDTH = 40
 INDENT = "  "
 GAP = "  "
 _EXPLAIN = "--explain says how to read this"
-# A first cell that finds less room than this has cells at the end of its row moved below it instead.
+# If the first column has less room, the last columns move below their rows.
 _LEAST_NAME = 8
 _COLORS = {Tone.GOOD: "green", Tone.BAD: "red", Tone.DOUBT: "yellow", Tone.STRONG: "bold"}
 
@@ -49,7 +49,7 @@ def painter(color: bool) -> Paint:
 
 
 class _Wrapper(textwrap.TextWrapper):
-    """A case's name that is too long for a line is broken after a comma."""
+    """Breaks a case's name that is too long for a line after a comma."""
 
     def _split(self, text: str) -> list[str]:
         room = self.width - len(self.subsequent_indent)
@@ -60,7 +60,7 @@ class _Wrapper(textwrap.TextWrapper):
 
 
 def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
-    """`text` in lines of at most `width`; the first begins with `indent`, the others with `hang` after it."""
+    """The text in lines of at most `width`; the first begins with `indent`, the others also with `hang`."""
     clean = printable(text)
     wrapper = _Wrapper(width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
     return wrapper.wrap(clean) or [indent.rstrip()]
@@ -110,7 +110,7 @@ def _lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]
         case Facts():
             return [line for name, what in element.pairs for line in wrap(f"{name}: {what}", width, INDENT, INDENT)]
         case Code():
-            # Something to type, gone on behind a backslash where a line does not hold it.
+            # Something to type, continued behind a backslash.
             *begun, last = wrap(element.text, width - 2, INDENT, INDENT)
             return [*(f"{line} \\" for line in begun), last]
         case Table():
@@ -118,14 +118,14 @@ def _lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]
     raise TypeError(f"a terminal draws no {type(element).__name__}: give its numbers as a Table")
 
 
-def _table(found: Table, width: int, paint: Paint) -> list[str]:
-    """What rows share stands once above them; a name too long for the first column gets a line of its own.
+def _table(element: Table, width: int, paint: Paint) -> list[str]:
+    """Prints what rows share once above them, and a name too long for the first column on its own line.
 
-    Where that is not enough, the last columns leave the grid and follow each row as 'title: value'.
+    If that is not enough, the last columns leave the grid and follow each row as 'title: value'.
     """
-    grid = [place for place, column in enumerate(found.columns) if not column.shared and not column.below]
-    columns = [replace(found.columns[place], title=printable(found.columns[place].title)) for place in grid]
-    rows = [[replace(row[place], text=printable(row[place].text)) for place in grid] for row in found.rows]
+    grid = [place for place, column in enumerate(element.columns) if not column.shared and not column.below]
+    columns = [replace(element.columns[place], title=printable(element.columns[place].title)) for place in grid]
+    rows = [[replace(row[place], text=printable(row[place].text)) for place in grid] for row in element.rows]
     widths = [max([len(column.title), *(len(row[place].text) for row in rows)]) for place, column in enumerate(columns)]
     shown = len(columns)
     while shown > 1 and _room_for_name(widths[:shown], width) < min(widths[0], _LEAST_NAME):
@@ -134,9 +134,9 @@ def _table(found: Table, width: int, paint: Paint) -> list[str]:
     widths[0] = max([min(len(columns[0].title), room), *(len(row[0].text) for row in rows if len(row[0].text) <= room)])
     titles = [Field(column.title[:size], tone=Tone.STRONG) for column, size in zip(columns, widths, strict=True)]
     lines = _row(titles[:shown], columns, widths, width, paint)
-    shared = [place for place, column in enumerate(found.columns) if column.shared]
+    shared = [place for place, column in enumerate(element.columns) if column.shared]
     by_words = groupby(
-        zip(found.rows, rows, strict=True),
+        zip(element.rows, rows, strict=True),
         lambda pair: "  ".join(pair[0][place].text for place in shared if pair[0][place].text),
     )
     for words, alike in by_words:
@@ -144,7 +144,7 @@ def _table(found: Table, width: int, paint: Paint) -> list[str]:
         for whole, row in alike:
             lines += _row(row[:shown], columns, widths, width, paint)
             lines += _folded(columns[shown:], row[shown:], width)
-            below = [field.text for column, field in zip(found.columns, whole, strict=True) if column.below]
+            below = [field.text for column, field in zip(element.columns, whole, strict=True) if column.below]
             texts = [text for many in below for text in many.split("\n") if text]
             lines += [paint(line, Tone.DOUBT) for text in texts for line in wrap(text, width, INDENT * 3, INDENT)]
     return lines

@@ -1,6 +1,4 @@
-"""A run as text for a terminal: panels of tables, what they mean, what did not go well, what it comes to; and what a
-run would do, for --dry-run.
-"""
+"""A run as text for a terminal: its details, how to read them, and what did not go well; and the plan of --dry-run."""
 
 from __future__ import annotations
 
@@ -9,10 +7,7 @@ from itertools import groupby
 
 from fp8bench.model import DeviceFacts, Finding, Group, Label, Level, Plan, Record, Run, Status, Support, Verdict
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAKS
-from fp8bench.report.case_status import (
-    emulated,
-    what_intervals_hold,
-)
+from fp8bench.report.case_status import emulated, what_intervals_hold
 from fp8bench.report.columns import Col, other_tables, table
 from fp8bench.report.elements import Element, Facts, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
@@ -31,12 +26,12 @@ from fp8bench.report.panels import (
     together,
 )
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.answer import answer, stored
+from fp8bench.report.terminal.answer import answer, where_stored
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
 from fp8bench.report.topics.energy import energy, energy_of_phases
-from fp8bench.report.topics.memory import capacity, counted, memory, tells_memory
+from fp8bench.report.topics.memory import capacity, counters_of, memory, tells_memory
 from fp8bench.report.topics.numbers import by_step, data, is_of_step
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import ranks
@@ -45,11 +40,11 @@ from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
 from fp8bench.report.words import legend, speed
-from fp8bench.report.words.labels import explained
+from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import attention_of, cache_of, listed, missing_of, notes_of, replays_of
 from fp8bench.report.words.speed import over_loads, over_values
 
-# Where there are several groups of several ranks: hundreds of lines would bury the answer.
+# Instead of hundreds of lines for several groups of several ranks.
 _REST = (
     "The report has the rest of every case: interval and noise floor, phases, memory, each rank's times, overlap "
     "(fp8bench report {id}); `--set` for one of these settings prints it here."
@@ -64,9 +59,9 @@ def render(
 
 
 def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str = "", options: str = "") -> Page:
-    """The answer; `findings` by case id, `report` is where its page is, with `options` other commands find the run.
+    """The answer, at most `width` wide. `findings` are by case id, `report` is where its page is.
 
-    No line shall be wider than `width`.
+    `options` are those with which other commands find the run.
     """
     width, entry = max(width, layout.MIN_WIDTH), Entry(run, findings)
     parts = answer(entry, width, report, options)
@@ -80,13 +75,13 @@ def detail_of(name: str, run: Run, findings: Mapping[str, Finding], width: int, 
     if not panels:
         parts.insert(0, Part("nothing", "", (Text("Nothing was measured."),)))
     parts += [] if parts else [Part("nothing", "", (Text(f"This run has no {name}."),))]
-    parts += [Part("stored", "", (Text(stored(run.path, report)),))] if name == "all" else []
+    parts += [Part("stored", "", (Text(where_stored(run.path, report)),))] if name == "all" else []
     return Page("", "", tuple(parts), _legend(panels, whole=True) if name == "all" else ())
 
 
 def _titled(panel: Panel, run: Run, elements: Iterable[Element], lead: str = "") -> Iterator[Part]:
-    if found := tuple(elements):
-        yield Part("panel", heading(panel.case.workload, panel.shared, panel.case.device, run.devices), found, lead)
+    if content := tuple(elements):
+        yield Part("panel", heading(panel.case.workload, panel.shared, panel.case.device, run.devices), content, lead)
 
 
 def _of_notes(panel: Panel, run: Run, width: int) -> Iterator[Part]:
@@ -106,7 +101,6 @@ def _whole(panel: Panel, run: Run, width: int) -> Iterator[Part]:
 def _timed(panel: Panel, run: Run) -> Iterator[Part]:
     elements: list[Element] = list(rank_boards.boards(panel))
     if elements and len(panel.groups) > 1:
-        # Hundreds of lines would bury the answer.
         told = map(Text, [*rank_boards.remarks(panel), _REST.format(id=run.id)])
         yield from _titled(panel, run, (*elements, *told), _reference_line(panel))
         return
@@ -197,7 +191,7 @@ def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
                 yield f"{result.mode} {word}", finding.why, place
             if Label.EAGER_QUANTISER in result.labels and not about_tensors(panel):
                 yield f"{result.mode} {Label.EAGER_QUANTISER}", result.reason(Label.EAGER_QUANTISER), place
-            if record.detail:  # it was timed, but something else about it could not be had
+            if record.detail:
                 yield result.mode, record.detail, place
         for modes, doubt in [] if about_tensors(panel) else doubts_within(group):
             yield modes, doubt, place
@@ -214,10 +208,10 @@ def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
     of_data = [legend.DATA] if looked_at and whole else []
     if not any(result.best for result in results):
         return [*of_tensors, *of_data] if of_tensors else []
-    found = [result.finding for result in results if result.finding]
+    findings = [result.finding for result in results if result.finding]
     occurs = {
-        legend.BELOW_FLOOR: any(finding.below_floor for finding in found),
-        legend.HARD: any(finding.hard for finding in found),
+        legend.BELOW_FLOOR: any(finding.below_floor for finding in findings),
+        legend.HARD: any(finding.hard for finding in findings),
         legend.REPLAYED: any(result.record.replays and result.record.replays.timing for result in results),
         legend.EMULATED: any(emulated(result) and result.best for result in results),
     }
@@ -229,7 +223,9 @@ def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
     if whole:
         lines += [*_number_legends(timed), *_energy_legends(timed)]
         in_memory = [panel for panel in timed if tells_memory(panel)]
-        known = dict.fromkeys(f"{spec.heading}: {spec.description}" for panel in in_memory for spec in counted(panel))
+        known = dict.fromkeys(
+            f"{spec.heading}: {spec.description}" for panel in in_memory for spec in counters_of(panel)
+        )
         lines += [legend.MEMORY, *filter(None, ["; ".join(known)])] if in_memory else []
     seen = {label for result in results for label in result.labels if whole or label.casts_doubt}
     return [*lines, *of_tensors, *of_data, *(explained(label) for label in Label if label in seen)]
@@ -242,7 +238,7 @@ def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
         for result in panel.results
         if result.finding is not None and result.finding.ratio is not None and not emulated(result)
     )
-    lines = [legend.speed_up(reference, found) for reference, found in levels.items()]
+    lines = [legend.speed_up(reference, known) for reference, known in levels.items()]
     return [*lines, legend.VERDICT] if lines else []
 
 
@@ -279,10 +275,10 @@ def _told_elsewhere(panel: Panel) -> tuple[str, ...]:
 
 def _energy_legends(panels: Sequence[Panel]) -> list[str]:
     cases = [(panel, group, result) for panel in panels for group, result in panel.members]
-    found = [case for case in cases if figures_of(case[2]) is not None]
-    compared = dict.fromkeys(panel.reference for panel, group, result in found if ratio_against(result, group.lead))
-    cost = [legend.ENERGY_EMULATED] if any(emulated(result) for _, _, result in found) else []
-    return [legend.ENERGY, *map(legend.energy_versus, compared), *cost] if found else []
+    measured = [case for case in cases if figures_of(case[2]) is not None]
+    compared = dict.fromkeys(panel.reference for panel, group, result in measured if ratio_against(result, group.lead))
+    cost = [legend.ENERGY_EMULATED] if any(emulated(result) for _, _, result in measured) else []
+    return [legend.ENERGY, *map(legend.energy_versus, compared), *cost] if measured else []
 
 
 def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
@@ -298,7 +294,7 @@ def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
     return [*notes, *map(Text, filter(None, [missing_of(run)]))]
 
 
-# Of more suites and devices a table says what they would do.
+# More suites and devices are summed up in a table.
 _MOST_IN_FULL = 2
 
 
@@ -363,7 +359,7 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Pa
 
 
 def _support_table(groups: Sequence[Group]) -> Table:
-    """One row for each precision: how the device does it, and why. What only some groups refuse is told below."""
+    """A row for each precision: how the device supports it, and why. Refusals of some groups are told below."""
     cases = [case for group in groups for case in group.cases]
     running = {case.case.mode for case in cases if case.runs}
     modes = dict.fromkeys(

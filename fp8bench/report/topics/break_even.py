@@ -26,11 +26,11 @@ _MARKED = "break-even"
 def swept(panel: Panel) -> list[Swept]:
     groups = [[(result.record, result.finding) for result in group.results] for group in panel.groups]
     sweeps = sweeps_of([group.case.params for group in panel.groups])
-    found = ((sweep, tuple(swept_modes(sweep, groups))) for sweep in sweeps)
-    return [(sweep, modes) for sweep, modes in found if modes]
+    pairs = ((sweep, tuple(swept_modes(sweep, groups))) for sweep in sweeps)
+    return [(sweep, modes) for sweep, modes in pairs if modes]
 
 
-def break_even_table(panel: Panel, found: Sequence[Swept], caption: str) -> Table:
+def break_even_table(panel: Panel, sweeps: Sequence[Swept], caption: str) -> Table:
     def place(row: tuple[Sweep, SweptMode]) -> str:
         held = show_params(pair for pair in row[0].held if pair not in panel.shared)
         return f"over {row[0].axis}{' at ' * bool(held)}{held}"
@@ -45,20 +45,20 @@ def break_even_table(panel: Panel, found: Sequence[Swept], caption: str) -> Tabl
             tone=lambda row: Tone.DOUBT if row[1].found is None or row[1].doubted else Tone.PLAIN),
         Col("measured", measured), Col("remarks", lambda row: "; ".join(remarks(row[1])), below=True),
     ]  # fmt: skip
-    return table("break-even", caption, cols, [(sweep, mode) for sweep, modes in found for mode in modes])
+    return table("break-even", caption, cols, [(sweep, mode) for sweep, modes in sweeps for mode in modes])
 
 
-def pays(axis: str, found: BreakEven) -> str:
+def pays(axis: str, crossed: BreakEven) -> str:
     """'from m = 900 (700 to 1100) on', 'at every size', 'nowhere', 'cannot be told'."""
-    told = [stretch.pays for stretch in found.stretches if stretch.pays is not None]
-    if not found.crossings:
+    told = [stretch.pays for stretch in crossed.stretches if stretch.pays is not None]
+    if not crossed.crossings:
         if not told:
             return "cannot be told: every size is within the noise"
-        if len(found.stretches) == 1:
+        if len(crossed.stretches) == 1:
             return "at every size" if told[0] else "nowhere"
         return "wherever it can be told" if told[0] else "nowhere that can be told"
     parts, beginning = [], ""
-    for crossing in found.crossings:
+    for crossing in crossed.crossings:
         size, low, high = (units.whole(round(each)) for each in (crossing.size, crossing.low, crossing.high))
         if crossing.begins:
             beginning = f"from {axis} = {size} ({low} to {high})"
@@ -72,7 +72,7 @@ def remarks(mode: SweptMode) -> Iterator[str]:
     if mode.found is None and mode.points:
         yield "too few sizes with a ratio"
     if mode.found is not None:
-        # Where it cannot be told, and that is not a crossing's own interval.
+        # Sizes where it cannot be told, beside the crossings' own intervals.
         crossings = mode.found.crossings
         unknown = [
             (stretch.first, stretch.last)
@@ -97,10 +97,10 @@ def _sizes(sizes: Sequence[int]) -> str:
 
 
 class BreakEvenRow(NamedTuple):
-    """A size between `low` and `high` at which a precision begins to pay (`begins`) or ends to.
+    """A size between `low` and `high` at which a precision begins to pay (`begins`) or ceases to.
 
-    Where there is none, `pays` says all there is ('at every size', 'nowhere'), '' where too few sizes have a ratio. The
-    sizes are values of `axis`, from `smallest` to `largest`; `held` is what all cases of the sweep have in common.
+    Without such a size, `pays` says it all ('at every size', 'nowhere'; '' if too few sizes have a ratio). Sizes are
+    values of `axis`, from `smallest` to `largest`; `held` are the parameters that the sweep's cases share.
     """
 
     suite: str
@@ -126,10 +126,10 @@ def break_even_rows(run: Run, findings: Mapping[str, Finding]) -> Iterator[Break
             sizes = [size for size, _ in sweep.places]
             for mode in modes:
                 about = (panel.case.workload, panel.case.device, sweep.axis, sweep.held, mode.mode, mode.against)
-                found = mode.found
-                words = pays(sweep.axis, found) if found else ""
-                level = found.level or None if found else None
-                for crossing in (found.crossings if found else ()) or (None,):
+                crossed = mode.found
+                words = pays(sweep.axis, crossed) if crossed else ""
+                level = crossed.level or None if crossed else None
+                for crossing in (crossed.crossings if crossed else ()) or (None,):
                     size, low, high, begins = crossing or (None, None, None, None)
                     yield BreakEvenRow(
                         *about, words, size, low, high, begins, level, sizes[0], sizes[-1], "; ".join(remarks(mode))
@@ -140,17 +140,17 @@ def break_even_rows(run: Run, findings: Mapping[str, Finding]) -> Iterator[Break
 def break_even_section(material: Material) -> Iterator[Element]:
     number = 0
     for title, panel in titled_panels(material):
-        found = swept(panel)
-        if not found:
+        sweeps = swept(panel)
+        if not sweeps:
             continue
-        yield break_even_table(panel, found, f"{title}: from where on it pays")
-        for pair in found:
+        yield break_even_table(panel, sweeps, f"{title}: from where on it pays")
+        for pair in sweeps:
             number += 1
             yield from _chart(number, title, panel, pair)
 
 
-def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scatter]:
-    sweep, modes = found
+def _chart(number: int, title: str, panel: Panel, sweep_modes: Swept) -> Iterator[Scatter]:
+    sweep, modes = sweep_modes
     curves: dict[str, list[ChartPoint]] = {}
     unit = ""
     for size, place in sweep.places:
@@ -166,7 +166,7 @@ def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scat
         return
 
     def height(curve: list[ChartPoint], size: float) -> float:
-        """Where a line stands at a size, on logarithmic axes; at its end beyond it."""
+        """The line's height at a size on logarithmic axes; beyond its end, the last height."""
         for point, other in pairwise(curve):
             if point.x is not None and other.x is not None and point.x <= size <= other.x:
                 return float(point.y * (other.y / point.y) ** (math.log(size / point.x) / math.log(other.x / point.x)))
@@ -195,9 +195,9 @@ def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scat
 
 _SIDES = ("m", "n", "k")
 _LEAST_SHAPES = 3
-# A map with more holes than this reads worse than a list of its shapes.
+# A map that is emptier reads worse than a list of its shapes.
 _LEAST_FILLED = 0.6
-# Which parameters name the columns: what is not among them names the rows. The first of equally full maps is taken.
+# Parameters that can name the columns, while all others name the rows. The first of equally full maps is taken.
 _COLUMNS = (("product",), ("k",), ("n", "k"), ("m", "k"), ("n",), ("m",))
 _Grid = Sequence[Sequence[NamedCase | None]]
 
@@ -231,13 +231,13 @@ def _panel(title: str, panel: Panel) -> Iterator[Element]:
         (case.result.mode, (case.place, case)) for case in panel.members if speed_up(case.result) is not None
     )
     places = tuple(group.place for group in panel.groups)
-    found = {mode: [dict(cases).get(place) for place in places] for mode, cases in by_mode.items()}
+    by_place_of_mode = {mode: [dict(cases).get(place) for place in places] for mode, cases in by_mode.items()}
     layout, words = _layout(panel), f"speed-up over {panel.reference} by shape"
     if layout is None:  # one row each, a column for each precision
-        grid = [list(cells) for cells in zip(*found.values(), strict=True)]
-        yield from [_heat(f"{title}: {words}", places, tuple(found), grid)] if found else []
+        grid = [list(cells) for cells in zip(*by_place_of_mode.values(), strict=True)]
+        yield from [_heat(f"{title}: {words}", places, tuple(by_place_of_mode), grid)] if by_place_of_mode else []
         return
-    for mode, results in found.items():
+    for mode, results in by_place_of_mode.items():
         by_place = dict(zip(layout.places, results, strict=True))
         grid = [
             [by_place.get((row, column)) for column in range(len(layout.columns))] for row in range(len(layout.rows))
@@ -266,8 +266,8 @@ def _split(own: Sequence[Params], columns: Sequence[str]) -> _Layout | None:
     return _Layout(tuple(map(show_params, rows)), tuple(map(show_params, heads)), places)
 
 
-def _sorted(found: Sequence[Params]) -> list[Params]:
-    each = list(dict.fromkeys(found))
+def _sorted(all_params: Sequence[Params]) -> list[Params]:
+    each = list(dict.fromkeys(all_params))
     numbers = all(isinstance(value, int | float) for params in each for _, value in params)
     alike = len({len(params) for params in each}) == 1
     return sorted(each, key=lambda params: [value for _, value in params]) if numbers and alike else each
@@ -283,8 +283,8 @@ def _heat(title: str, rows: tuple[str, ...], columns: tuple[str, ...], grid: _Gr
 
 
 def _value(case: NamedCase | None) -> float | None:
-    found = speed_up(case.result) if case is not None else None
-    return found.point if found is not None else None
+    speed = speed_up(case.result) if case is not None else None
+    return speed.point if speed is not None else None
 
 
 def _hint(case: NamedCase | None) -> str:
@@ -296,10 +296,10 @@ def _hint(case: NamedCase | None) -> str:
 
 
 def _description(grid: _Grid) -> str:
-    found = [(speed, case) for row in grid for case in row if case and (speed := _value(case)) is not None]
-    least, most = (choose(found, key=lambda pair: pair[0]) for choose in (min, max))
-    gain = sum(speed > 1 for speed, _ in found)
-    words = f"{gain} of {len(found)} are above 1x: from {units.ratio(least[0])} at {least[1].name}"
+    speeds = [(speed, case) for row in grid for case in row if case and (speed := _value(case)) is not None]
+    least, most = (choose(speeds, key=lambda pair: pair[0]) for choose in (min, max))
+    gain = sum(speed > 1 for speed, _ in speeds)
+    words = f"{gain} of {len(speeds)} are above 1x: from {units.ratio(least[0])} at {least[1].name}"
     words += f" to {units.ratio(most[0])} at {most[1].name}."
-    doubtful = sum(case.result.finding is not None and case.result.finding.doubtful for _, case in found)
+    doubtful = sum(case.result.finding is not None and case.result.finding.doubtful for _, case in speeds)
     return f"{words} {doubtful} of them carry a label that casts doubt on it." if doubtful else words

@@ -1,4 +1,4 @@
-"""What a step of each case takes in joules, and what a lower precision saves of them."""
+"""What a step of each case takes in joules, and what a lower precision saves."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 from fp8bench import units
 from fp8bench.analysis.energy import EnergyFigures, EnergyRatio, PhaseEnergies, PhaseJoules, per_work
 from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow, specs
-from fp8bench.model.specs import (
-    ENERGY,
-    ENERGY_PER,
-)
+from fp8bench.model.specs import ENERGY, ENERGY_PER
 from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.columns import Col, case_cols, table, with_figures
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Stacks, Text, Tone
@@ -37,7 +34,7 @@ from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import listed
 
-# A step of one phase and little else has no parts worth a chart.
+# Steps with fewer phases have no chart of them.
 _LEAST_PHASES = 2
 _NET, _IDLE, _WHOLE = "beyond idling", "idling", "not split"
 _ESTIMATE = (
@@ -61,8 +58,8 @@ def energy(panel: Panel) -> Iterator[Element]:
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
     rows = [
-        _EnergyRow(group, result, found, Figures(group, result), ratio_against(result, group.lead))
-        for group, result, found in panel.known(figures_of)
+        _EnergyRow(group, result, figures, Figures(group, result), ratio_against(result, group.lead))
+        for group, result, figures in panel.known(figures_of)
     ]
     first = {name for row in rows for name, _ in row.found.per[:1]}
     cols: list[Col[_EnergyRow]] = [
@@ -105,11 +102,13 @@ def _demand_tone(row: _EnergyRow) -> Tone:
 
 
 def energy_of_phases(panel: Panel) -> Iterator[Element]:
-    """What each phase takes of a step in joules, estimates in brackets; nothing where nobody asked for phases."""
+    """What each phase takes of a step in joules, estimates in brackets; nothing unless phases were asked for."""
     known = [
-        (group, result, {phase.phase: phase for phase in found.phases})
+        (group, result, {phase.phase: phase for phase in energies.phases})
         for group, result in panel.members
-        if result.record.energy is not None and result.record.energy.phases and (found := phases_of(result)) is not None
+        if result.record.energy is not None
+        and result.record.energy.phases
+        and (energies := phases_of(result)) is not None
     ]
     names = [name for name in PHASE_TITLES if any(name in phases for _, _, phases in known)]
     if not names:
@@ -122,12 +121,12 @@ def energy_of_phases(panel: Panel) -> Iterator[Element]:
 
 
 def _of_phase(row: tuple[ResultGroup, Result, dict[str, PhaseJoules]], name: str) -> Field | None:
-    found = row[2].get(name)
-    if found is None:
+    phase = row[2].get(name)
+    if phase is None:
         return None
-    if found.found is None:
-        return Field(f"({units.joules(found.joules)})", tone=Tone.DOUBT)
-    return Field(f"{units.joules(found.joules)} +-{units.percent(found.found.width / 2 / found.joules)}")
+    if phase.found is None:
+        return Field(f"({units.joules(phase.joules)})", tone=Tone.DOUBT)
+    return Field(f"{units.joules(phase.joules)} +-{units.percent(phase.found.width / 2 / phase.joules)}")
 
 
 class _Window(NamedTuple):
@@ -210,47 +209,47 @@ def energy_section(material: Material) -> Iterator[Element]:
 
 
 def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Element]:
-    found = [(case, figures) for case in panel.members if (figures := figures_of(case.result)) is not None]
-    if found:
+    measured = [(case, figures) for case in panel.members if (figures := figures_of(case.result)) is not None]
+    if measured:
         yield Items(tuple(Text(f"{sentence.text}.", sentence.tone) for sentence in energy_sentences(panel)))
     for kind, cost, words in (("energy", False, "energy of a step"), ("energy-cost", True, "what emulating costs")):
-        members = [case for case in found if emulated(case[0].result) is cost]
+        members = [case for case in measured if emulated(case[0].result) is cost]
         if members:
             yield _joules(kind, f"{title}: {words}", members)
-    yield from _ratios(title, panel, found)
-    yield from _phases(title, [case for case in found if not emulated(case[0].result)], parts)
+    yield from _ratios(title, panel, measured)
+    yield from _phases(title, [case for case in measured if not emulated(case[0].result)], parts)
     notes = ((modes, doubt, group.place) for group in panel.groups for modes, doubt in missing_within(group))
     doubts = merge_notes(notes, len(panel.groups))
     if doubts:
         yield Items(tuple(Text(f"{doubt.removeprefix('- ')}.", Tone.DOUBT) for doubt in doubts))
-    uses = ((case, case.result.record.energy, figures) for case, figures in found)
+    uses = ((case, case.result.record.energy, figures) for case, figures in measured)
     windows = [_Window(case, use, window) for case, use, figures in uses if use for window in figures.windows]
-    if found:
+    if measured:
         more = f" (the first {MOST_ROWS} of {len(windows)}; the run has all)" if len(windows) > MOST_ROWS else ""
         name, caption = f"energy-windows-{panel.case.workload}", f"{title}: the windows{more}"
         yield table(name, caption, _WINDOW, windows[:MOST_ROWS], folded=True, kept=())
 
 
-def _joules(kind: str, title: str, found: Sequence[_Measured]) -> Stacks:
+def _joules(kind: str, title: str, measured: Sequence[_Measured]) -> Stacks:
     rows = []
-    for case, figures in found:
+    for case, figures in measured:
         gross, net = figures.gross.middle, figures.net.middle if figures.net else None
         rows.append((case.name, gross, {_WHOLE: gross} if net is None else {_NET: net, _IDLE: gross - net}))
-    name, axis = f"{kind}-{found[0][0].result.record.case.workload}", ChartAxis("energy of a step", "J")
-    parts, folded = {part: part for part in (_NET, _IDLE, _WHOLE)}, emulated(found[0][0].result)
+    name, axis = f"{kind}-{measured[0][0].result.record.case.workload}", ChartAxis("energy of a step", "J")
+    parts, folded = {part: part for part in (_NET, _IDLE, _WHOLE)}, emulated(measured[0][0].result)
     least, most = (
         f"{units.joules(figures.gross.middle)} ({case.name})"
-        for case, figures in (choose(found, key=lambda pair: pair[1].gross.middle) for choose in (min, max))
+        for case, figures in (choose(measured, key=lambda pair: pair[1].gross.middle) for choose in (min, max))
     )
-    words = f"{least} a step" if len(found) == 1 else f"From {least} to {most} a step"
-    shares = [1 - figures.net.middle / figures.gross.middle for _, figures in found if figures.net is not None]
+    words = f"{least} a step" if len(measured) == 1 else f"From {least} to {most} a step"
+    shares = [1 - figures.net.middle / figures.gross.middle for _, figures in measured if figures.net is not None]
     idling = f"; idling is {units.span(shares, partial(units.percent, decimals=0))} of it" if shares else ""
-    words = f"{words}, at {units.span((figures.watts for _, figures in found), _watts)}{idling}."
+    words = f"{words}, at {units.span((figures.watts for _, figures in measured), _watts)}{idling}."
     return stacked(name, title, words, axis, "share of the energy", parts, rows, folded)
 
 
-def _ratios(title: str, panel: Panel, found: Sequence[_Measured]) -> Iterator[Bars]:
-    marks = [(case.place, mark) for case, _ in found if (mark := _mark(case)) is not None]
+def _ratios(title: str, panel: Panel, measured: Sequence[_Measured]) -> Iterator[Bars]:
+    marks = [(case.place, mark) for case, _ in measured if (mark := _mark(case)) is not None]
     if not marks:
         return
     words = (
@@ -273,31 +272,31 @@ def _mark(case: NamedCase) -> Mark | None:
     return Mark(case.result.mode, ratio.point, ratio.low, ratio.high, DEMANDS[ratio.demand], hint)
 
 
-def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) -> Iterator[Element]:
-    """What each phase takes of a step's joules, by windows of its own; by its share of the time where it has none."""
-    known = [(case, figures, told) for case, figures in found if (told := phases_of(case.result)) is not None]
+def _phases(title: str, measured: Sequence[_Measured], parts: Mapping[str, str]) -> Iterator[Element]:
+    """What each phase takes of a step's joules, by its own windows, or estimated by its share of the time."""
+    known = [(case, figures, told) for case, figures in measured if (told := phases_of(case.result)) is not None]
     kinds = {phase.phase for _, _, told in known for phase in told.phases} - {UNATTRIBUTED}
     if len(kinds) < _LEAST_PHASES:
         return
     estimated = all(phase.found is None for _, _, told in known for phase in told.phases)
     rows = [(case.name, figures.gross.middle, _parts(told)) for case, figures, told in known]
-    workload = found[0][0].result.record.case.workload
+    workload = measured[0][0].result.record.case.workload
     axis = ChartAxis("energy of a step by phase", "J")
     heading = f"{title}: energy by phase ({'estimated' if estimated else 'each measured by itself'})"
     words = _ESTIMATE if estimated else _BY_ITSELF
     yield stacked(f"energy-phases-{workload}", heading, words, axis, "share of the energy", parts, rows)
-    asked = ((case, told) for case, _, told in known if (use := case.result.record.energy) and use.phases)
-    phases = [_Phase(case, phase) for case, told in asked for phase in told.phases]
+    by_itself = ((case, told) for case, _, told in known if (use := case.result.record.energy) and use.phases)
+    phases = [_Phase(case, phase) for case, told in by_itself for phase in told.phases]
     if phases:
         name, caption = f"energy-of-phases-{workload}", f"{title}: joules of phases"
         yield table(name, caption, _PHASE, phases[:MOST_ROWS], folded=True, kept=())
 
 
 def _parts(told: PhaseEnergies) -> dict[str, float]:
-    found = {phase.phase: phase.joules for phase in told.phases}
+    by_phase = {phase.phase: phase.joules for phase in told.phases}
     measured = sum(phase.joules for phase in told.phases if phase.found is not None)
     if told.residual is not None and measured:
-        known = sum(joules for phase, joules in found.items() if phase != UNATTRIBUTED)
+        known = sum(joules for phase, joules in by_phase.items() if phase != UNATTRIBUTED)
         whole = told.residual.middle + measured
-        found[UNATTRIBUTED] = max(0.0, whole - known)
-    return found
+        by_phase[UNATTRIBUTED] = max(0.0, whole - known)
+    return by_phase

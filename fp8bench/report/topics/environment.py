@@ -1,4 +1,4 @@
-"""What a run was made under, what of it one has to know, and how to measure and to render the same again."""
+"""What a run was measured under, what to know about that, and how to measure and render it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8bench.report.elements import Code, Element, Facts, Items, Text, Tone
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import floor_of, together
 from fp8bench.report.words import legend
-from fp8bench.report.words.labels import explained
+from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, missing_of, notes_of, when
 
 _MOST = 20
@@ -35,7 +35,7 @@ def environment_section(material: Material) -> Iterator[Element]:
         return
     if material.alone:
         yield Facts(tuple(_facts(material.entries[0])))
-    else:  # a column a run; a fact that a run does not know is '-'
+    else:  # a column for each run
         facts = [dict(_facts(entry)) for entry in material.entries]
         cols: list[Col[str]] = [Col("fact", lambda name: name)]
         cols += [Col(entry.label, own.get) for entry, own in zip(material.entries, facts, strict=True)]
@@ -56,12 +56,11 @@ def environment_section(material: Material) -> Iterator[Element]:
 
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     run = entry.run
-    # Told as 'gemm +-0.4%; mlp +-1.1% to +-1.7%'.
     floors = together((panel.case.workload, floor) for panel in entry.panels if (floor := floor_of(panel.results)))
     pairs = [pair for facts in _used(run) for pair in _device_facts(run, facts)]
     total, own, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
     processors = f"{own} of {total}" if own and total and own != total else total
-    # How wide vectors of compiled quantisers were, where they could be chosen.
+    # Vector widths of compiled quantisers, if they could be chosen.
     bits = ", ".join(map(str, sorted({bit for timing in _timings(run.records) for bit in timing.vector_bits})))
     pairs += [
         ("torch", _with(fact(run, "torch"), "git ", fact(run, "torch_git")[:8])),
@@ -118,13 +117,12 @@ def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
         yield f"power cap {key}", f"{cap:g} W{of}"
     modes = (("ECC", "ecc"), ("MIG", "mig"), ("persistence mode", "persistence"))
     yield f"modes {key}", ", ".join(f"{word} {mode}" for word, name in modes if (mode := told(name)))
-    if (source := told("energy_source")) not in ("", NO_SOURCE):  # that there is none the energies themselves tell
+    if (source := told("energy_source")) not in ("", NO_SOURCE):
         often = f", changes every {units.seconds(period)}" if isinstance(period, float) else ""
         yield f"energy {key}", f"{source}{often}"
 
 
 def _with(text: str, word: str, more: str) -> str:
-    """'2.13.0 (git 1a2b3c4d)', as far as it is known."""
     return f"{text} ({word}{more})" if text and more else text
 
 
@@ -141,21 +139,21 @@ def _remarks(entry: Entry) -> Iterator[Element]:
     notes += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles[:_MOST]]
     if more := max(0, len(notes_of(run)) - _MOST) + max(0, len(run.troubles) - _MOST):
         notes.append(Text(f"and {many(more, 'more note')} and troubles in the run's file"))
-    found = (*unfinished, *_levels(entry), *_labels(entry), *notes)
-    if found:
+    remarks = (*unfinished, *_levels(entry), *_labels(entry), *notes)
+    if remarks:
         yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
-        yield Items(found)
+        yield Items(remarks)
 
 
 def _levels(entry: Entry) -> Iterator[Text]:
-    """Why cases are emulated; why others were skipped, or failed, the verdict says."""
-    found = [result for panel in entry.panels for result in panel.results if standing(result) is Standing.EMULATED]
-    if found:
-        modes = listed(list(dict.fromkeys(result.mode for result in found)))
-        reasons = list(dict.fromkeys(result.record.support.reason for result in found))
+    """Why cases are emulated. Why others were skipped or failed stands in the verdict."""
+    emulated = [result for panel in entry.panels for result in panel.results if standing(result) is Standing.EMULATED]
+    if emulated:
+        modes = listed(list(dict.fromkeys(result.mode for result in emulated)))
+        reasons = list(dict.fromkeys(result.record.support.reason for result in emulated))
         meaning = legend.EMULATED.removeprefix("emulated: ")
         words = "; ".join([meaning, *reasons[: len(reasons) == 1]])
-        yield Text(f"emulated: {modes} ({many(len(found), 'case')}): {words}", Tone.DOUBT)
+        yield Text(f"emulated: {modes} ({many(len(emulated), 'case')}): {words}", Tone.DOUBT)
 
 
 def _labels(entry: Entry) -> Iterator[Text]:

@@ -1,4 +1,4 @@
-"""The same cases in other runs: side by side, as far as they are the same, and what they came to commit by commit."""
+"""The same cases in other runs: side by side, and commit by commit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8bench.model.specs import spec_of
 from fp8bench.report.case_status import cost_tone, doubts, emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
-from fp8bench.report.page.charts import lasting
+from fp8bench.report.page.charts import has_time
 from fp8bench.report.page.html import MOST_DRAWN
 from fp8bench.report.page.section import Material, PastFigure, PastSeries, section
 from fp8bench.report.panels import Result, shared_params, show_params, together
@@ -22,17 +22,17 @@ from fp8bench.report.words.naming import listed, many
 TIME = "time"
 _ENERGY = "energy"
 _COMMIT_LETTERS = 8
-# More lines than this in one chart cannot be told apart.
+# More lines in one chart cannot be told apart.
 _MOST_LINES = 6
-# The step's time for some amount of work: it changes as the time does.
+# Metrics that change as the step's time does.
 _PER_WORK = "seconds_per_"
 NONE_YET = "No earlier runs of these cases are kept: the next one on another commit begins a line."
 
 
 @section("history", "History", 110)
 def history_section(material: Material) -> Iterator[Element]:
-    """The same cases on the same machine, commit by commit: the median over all rounds of a commit's runs. Intervals do
-    not hold what differs from run to run, so that changes have no verdict.
+    """The same cases on the same machine, commit by commit: the median over all rounds of a commit's runs. Intervals
+    leave out how much runs differ from each other, so changes have no verdict.
     """
     if not any(entry.run.environment.get("commit") for entry in material.entries):
         return
@@ -50,7 +50,7 @@ def _values(series: PastSeries) -> list[PastFigure]:
 
 
 def _charts(known: Sequence[PastSeries]) -> Iterator[Lines]:
-    """Time by suite and machine; by case too, where one chart would have too many lines. Emulations have no speed."""
+    """Times by suite and machine, and by case if one chart would have too many lines; emulations have none."""
     timed = [series for series in known if series.metric == TIME and not series.emulated and len(_values(series)) > 1]
     machines = {series.machine for series in timed}
     for (suite, machine), members in together(((series.suite, series.machine), series) for series in timed).items():
@@ -61,7 +61,7 @@ def _charts(known: Sequence[PastSeries]) -> Iterator[Lines]:
 
 
 def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
-    """Each series over its own oldest figure, so that series of any length compare; by date, what is unkept last."""
+    """Each series over its own oldest figure, so that lengths may differ; by date, unkept figures last."""
     figures = {_place(figure): figure for series in members for figure in _values(series)}
     places = tuple(sorted(figures, key=lambda place: (figures[place].unkept, figures[place].order)))
     alone = len({series.place for series in members}) == 1
@@ -104,7 +104,7 @@ _Row = tuple[PastSeries, PastFigure | None, PastFigure, float | None]
 
 
 def _table(known: Sequence[PastSeries]) -> Table:
-    """Where figures changed most stands first; emulations last."""
+    """The largest changes first, emulations last."""
     told: list[_Row] = []
     for series in known:
         before, last = [None, *_values(series)][-2:]
@@ -160,7 +160,7 @@ _COST = "emulated: cost, not speed"
 
 @dataclass(frozen=True)
 class _Key:
-    """What makes two cases the same but for the device: workload, its version, parameters in any order, mode."""
+    """What makes cases on different devices the same: workload, version, parameters in any order, mode."""
 
     workload: str
     version: str
@@ -180,9 +180,9 @@ def across_section(material: Material) -> Iterator[Element]:
     """
     if len(material.entries) < 2:
         return
-    titles, found = _collect(material)
-    shared = {key: results for key, results in found.items() if len(results) > 1}
-    lonely = len(found) - len(shared)
+    titles, by_key = _collect(material)
+    shared = {key: results for key, results in by_key.items() if len(results) > 1}
+    lonely = len(by_key) - len(shared)
     if not shared:
         yield Text("No case was timed in more than one of these runs.")
         return
@@ -203,7 +203,7 @@ def across_section(material: Material) -> Iterator[Element]:
 
 def _collect(material: Material) -> tuple[list[str], _Found]:
     titles: list[str] = []
-    found: _Found = {}
+    by_key: _Found = {}
     for entry in material.entries:
         devices = list(dict.fromkeys(panel.case.device for panel in entry.panels))
         first = len(titles)
@@ -213,9 +213,9 @@ def _collect(material: Material) -> tuple[list[str], _Found]:
                 case = result.record.case
                 same = frozenset((name, repr(value)) for name, value in case.params)
                 key = _Key(case.workload, case.version, same, case.mode, case.params)
-                if lasting(result):
-                    found.setdefault(key, {})[first + devices.index(case.device)] = result
-    return titles, found
+                if has_time(result):
+                    by_key.setdefault(key, {})[first + devices.index(case.device)] = result
+    return titles, by_key
 
 
 def _settings(keys: Sequence[_Key]) -> dict[_Key, str]:
@@ -239,22 +239,22 @@ def _time(row: tuple[_Key, dict[int, Result]], number: int) -> Field:
 
 
 def _faster(row: tuple[_Key, dict[int, Result]], number: int) -> Field:
-    """Of speeds alone: what emulating costs here and there is no comparison of devices."""
+    """Emulations have no speed: their costs compare no devices."""
     speed, why = _speed(row[1], number)
     return Field(units.NONE) if speed is None else Field(units.speed_up(speed), speed, hint=why)
 
 
 def _speed(results: dict[int, Result], number: int) -> tuple[float | None, str]:
-    """How many times as fast as in the first column, and why it is no verdict; None where one has no speed."""
+    """How many times as fast as in the first column, and why that is no verdict; None without a speed."""
     first, own = results.get(0), results.get(number)
     if first is None or own is None or emulated(first) or emulated(own) or not first.best or not own.best:
         return None, ""
     return first.best / own.best, "; ".join(dict.fromkeys([NO_VERDICT, *doubts(first), *doubts(own)]))
 
 
-def _speed_charts(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> Iterator[Bars]:
+def _speed_charts(titles: Sequence[str], by_key: _Found, settings: dict[_Key, str]) -> Iterator[Bars]:
     groups = []
-    for key, results in found.items():
+    for key, results in by_key.items():
         marks = tuple(
             Mark(title, speed, tone=Tone.DOUBT if why != NO_VERDICT else Tone.PLAIN, hint=why)
             for number, title in list(enumerate(titles))[1:]

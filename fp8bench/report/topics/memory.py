@@ -9,16 +9,7 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.metric import capacity_ratio, why_no_larger
-from fp8bench.model import (
-    PHASES,
-    UNATTRIBUTED,
-    Capacity,
-    MemoryRole,
-    MemoryUse,
-    Phase,
-    Record,
-    Status,
-)
+from fp8bench.model import PHASES, UNATTRIBUTED, Capacity, MemoryRole, MemoryUse, Phase, Record, Status
 from fp8bench.model.specs import (
     DEVICE_MAX_BATCH,
     DEVICE_PEAK_MEMORY,
@@ -32,29 +23,29 @@ from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, case_cols, figure_col, table, with_figures
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Stacks, Table, Text
 from fp8bench.report.page.charts import grouped, stacked
-from fp8bench.report.page.section import PRECISION, Material, number, section, titled_panels, told
+from fp8bench.report.page.section import PRECISION, Material, marked_emulated, number, section, titled_panels
 from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, show_params, together, value_of
 from fp8bench.report.topics.tensors import timed_panels
-from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES, PHASE_WORDS
+from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES
 from fp8bench.report.words.naming import listed, phase_order, phase_words
 
 PEAK = "peak_memory"
-# A saving of less is called none.
+# Smaller savings are called none.
 _LEAST_SAVING = 0.01
-# A change counts that is so large a part of all changes, and so large a part of the reference's memory.
+# The least share of all changes, and of the reference's memory, for a change to be named.
 _LEAST_OF_CHANGES = 0.1
 _LEAST_OF_PEAK = 0.01
 _MOST_CHANGES = 4
-# What stays is named if it is such a part of the memory.
+# The least share of the memory for what stays to be named, and how much it may differ.
 _LEAST_STAYING = 0.1
 _MOST_EQUAL = 0.005
-# Beside what it becomes, or was: a ratio would say little.
+# Below this share of what it was or becomes, a size counts as nothing.
 _NEXT_TO_NOTHING = 0.05
-# Where the highest point lies in several phases that lie in each other, these are the outer ones.
+# The outer ones of nested phases with the same highest point.
 _OUTER = (UNATTRIBUTED, Phase.ELEMENTWISE)
 EMULATED = "emulated"
 _NOTHING_BESIDE = "There is nothing beside it to compare with."
-# A longer table is for who asks.
+# Longer tables are folded.
 _MOST_OPEN = 12
 
 
@@ -63,7 +54,7 @@ def use_of(record: Record) -> MemoryUse | None:
 
 
 def peak_of(result: Result) -> float | None:
-    """Bytes at the highest point of a step, however old the run."""
+    """Bytes at the highest point of a step."""
     return value_of(result.record.measurement(PEAK))
 
 
@@ -75,12 +66,12 @@ def roles_of(result: Result) -> dict[MemoryRole, int]:
 
 def highest_in(use: MemoryUse) -> list[str]:
     most = max((phase.allocated for phase in use.phases), default=0)
-    found = [phase.phase for phase in use.phases if phase.allocated == most]
-    return sorted(found, key=lambda phase: (phase in _OUTER, PHASES.index(phase) if phase in PHASES else 0))
+    names = [phase.phase for phase in use.phases if phase.allocated == most]
+    return sorted(names, key=lambda phase: (phase in _OUTER, PHASES.index(phase) if phase in PHASES else 0))
 
 
 def share_of(group: ResultGroup, result: Result) -> float | None:
-    """A peak over that of the group's reference; None for the reference, and where either is no number."""
+    """A peak over that of the group's reference; None for the reference and if either is unknown."""
     base, peak = _base(group), peak_of(result)
     if result.record.is_reference or peak is None or not (0 < base < math.inf and 0 <= peak < math.inf):
         return None
@@ -88,18 +79,18 @@ def share_of(group: ResultGroup, result: Result) -> float | None:
 
 
 def on_device(result: Result) -> float | None:
-    """Bytes where hardware keeps the formats that this case emulates; None of other cases."""
+    """Bytes on hardware that keeps the formats that this case emulates; None for other cases."""
     return value_of(result.record.measurement(DEVICE_PEAK_MEMORY)) if emulated(result) else None
 
 
 def device_share_of(group: ResultGroup, result: Result) -> float | None:
-    """The same over the peak of the group's reference."""
+    """on_device over the peak of the group's reference."""
     base, peak = _base(group), on_device(result)
     return None if peak is None or not 0 < base < math.inf else peak / base
 
 
 def device_words(group: ResultGroup, result: Result) -> str:
-    """'0.55x (186 KiB)'; '' where nobody can say."""
+    """'0.55x (186 KiB)'; '' if unknown."""
     share, size = device_share_of(group, result), on_device(result)
     return "" if share is None or size is None else f"{units.ratio(share)} ({units.size(size)})"
 
@@ -111,22 +102,22 @@ def _base(group: ResultGroup) -> float:
 def sentences(panel: Panel, cases: Iterable[NamedCase]) -> Iterator[str]:
     shares = ((case, share_of(case.group, case.result)) for case in cases)
     by_mode = together((case.result.mode, (case, share)) for case, share in shares if share is not None)
-    for mode, found in by_mode.items():
-        none = [(case, share) for case, share in found if share > 1 - _LEAST_SAVING]
-        words = f"{mode} takes {units.span((share for _, share in found), units.ratio)} of {panel.reference}'s memory"
+    for mode, shared in by_mode.items():
+        none = [(case, share) for case, share in shared if share > 1 - _LEAST_SAVING]
+        words = f"{mode} takes {units.span((share for _, share in shared), units.ratio)} of {panel.reference}'s memory"
         if none:
-            where = "" if len(none) == len(found) else f" in {len(none)} of {len(found)} groups"
+            where = "" if len(none) == len(shared) else f" in {len(none)} of {len(shared)} groups"
             words += f": nothing is saved{where}"
-        largest, share = max(none or found, key=lambda pair: _base(pair[0].group))
-        yield f"{words}{_why(largest, share, len(found) > 1)}."
+        largest, share = max(none or shared, key=lambda pair: _base(pair[0].group))
+        yield f"{words}{_why(largest, share, len(shared) > 1)}."
 
 
 def _why(case: NamedCase, share: float, several: bool) -> str:
     before, after = (roles_of(result) if result else {} for result in (case.group.lead, case.result))
-    parts = (_staying(before, after), *_changes(before, after), _elsewhere(case)) if before and after else ()
-    told = ", ".join(filter(None, parts))
+    parts = (_staying(before, after), *_changes(before, after)) if before and after else ()
+    words = ", ".join(filter(None, parts))
     place = f"at {case.place} " if several and case.place else ""
-    text = f"{place}{told}" if told else ""
+    text = f"{place}{words}" if words else ""
     if share <= 1 - _LEAST_SAVING:
         return f": {text}" if text else ""
     reason = case.result.record.support.reason
@@ -137,7 +128,7 @@ def _why(case: NamedCase, share: float, several: bool) -> str:
 
 
 def _derived(case: NamedCase) -> str:
-    """What its figure on a device is, or why there is none."""
+    """What it would take on a device, or why that is unknown."""
     if words := device_words(case.group, case.result):
         return f", and on hardware with its formats it would be {words}, derived"
     use = use_of(case.result.record)
@@ -145,7 +136,7 @@ def _derived(case: NamedCase) -> str:
 
 
 def _staying(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) -> str:
-    """What lower precision leaves as it is, where that is much."""
+    """What lower precision leaves as it is, if that is much."""
     total = sum(after.values())
     same = {
         role: size
@@ -180,38 +171,30 @@ def _plural(role: MemoryRole) -> bool:
     return role not in (MemoryRole.OPTIMIZER, MemoryRole.DATA, MemoryRole.WORKSPACE, MemoryRole.OTHER)
 
 
-def _elsewhere(case: NamedCase) -> str:
-    there, here = (use_of(result.record) if result else None for result in (case.group.lead, case.result))
-    if there is None or here is None or not there.phases or set(highest_in(there)) & set(highest_in(here)):
-        return ""
-    phase = highest_in(here)[0]
-    return f"and its highest point is in {PHASE_WORDS.get(phase, (phase, False))[0]}"
-
-
-def searched(panel: Panel) -> list[tuple[ResultGroup, Result, Capacity]]:
-    """The cases whose largest batch was looked for, one group of those that differ in batch alone."""
+def searched_cases(panel: Panel) -> list[tuple[ResultGroup, Result, Capacity]]:
+    """The cases whose largest batch was searched."""
     return panel.known(lambda result: result.record.capacity)
 
 
-def batch_title(found: Capacity) -> str:
-    """'largest batch that fits into 2.00 GiB'; the axis where it is called otherwise."""
-    axis = "" if found.axis == "batch" else f" ({found.axis})"
-    return f"largest batch{axis} that fits into {room(found)}"
+def batch_title(search: Capacity) -> str:
+    """'largest batch that fits into 2.00 GiB', with the axis if it has another name."""
+    axis = "" if search.axis == "batch" else f" ({search.axis})"
+    return f"largest batch{axis} that fits into {limit_words(search)}"
 
 
-def room(found: Capacity) -> str:
-    return "the device's memory" if found.limit is None else units.size(found.limit)
+def limit_words(search: Capacity) -> str:
+    return "the device's memory" if search.limit is None else units.size(search.limit)
 
 
-def place_of(panel: Panel, group: ResultGroup, found: Capacity) -> str:
-    return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] != found.axis)
+def place_of(panel: Panel, group: ResultGroup, search: Capacity) -> str:
+    return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] != search.axis)
 
 
-def show_batch(found: Capacity) -> str:
-    """'376', 'none' where not even the smallest fits, '-' where the search came to no answer."""
-    if found.batch is None:
+def show_batch(search: Capacity) -> str:
+    """'376', 'none' if not even the smallest fits, '-' if the search had no answer."""
+    if search.batch is None:
         return units.NONE
-    return str(found.batch) if found.batch else "none"
+    return str(search.batch) if search.batch else "none"
 
 
 def share_within(group: ResultGroup, result: Result) -> float | None:
@@ -219,29 +202,30 @@ def share_within(group: ResultGroup, result: Result) -> float | None:
 
 
 def device_batch(group: ResultGroup, result: Result) -> str:
-    """'1203, 3.20x': what would fit where hardware keeps the formats, over what fits of the reference."""
-    found = result.record.capacity
-    if found is None or found.on_device is None:
+    """'1203, 3.20x': what would fit on hardware with the formats, over what fits of the reference."""
+    search = result.record.capacity
+    if search is None or search.on_device is None:
         return ""
     base = group.lead.record.capacity if group.lead is not None else None
-    share = f", {units.speed_up(found.on_device / base.batch)}" if base is not None and base.batch else ""
-    return f"{found.on_device}{share}"
+    share = f", {units.speed_up(search.on_device / base.batch)}" if base is not None and base.batch else ""
+    return f"{search.on_device}{share}"
 
 
 def batch_sentences(panel: Panel) -> Iterator[str]:
-    """'bf16 fits 1.61x of fp32's batch into 1.00 GiB.'; and of emulated cases why they say nothing."""
-    several = len({group.case.setting for group, _, _ in searched(panel)}) > 1
-    for group, result, found in searched(panel):
+    """'bf16 fits 1.61x of fp32's batch into 1.00 GiB.'; and why emulated cases say nothing."""
+    several = len({group.case.setting for group, _, _ in searched_cases(panel)}) > 1
+    for group, result, search in searched_cases(panel):
         share = share_within(group, result)
         if share is not None:
-            place = place_of(panel, group, found) if several else ""
+            place = place_of(panel, group, search) if several else ""
             where = f" at {place}" if place else ""
-            word = "batch" if found.axis == "batch" else found.axis
-            yield f"{result.mode} fits {units.speed_up(share)} of {group.reference}'s {word} into {room(found)}{where}."
-    wide = dict.fromkeys(result.mode for _, result, _ in searched(panel) if emulated(result))
+            word = "batch" if search.axis == "batch" else search.axis
+            fits = f"{result.mode} fits {units.speed_up(share)} of {group.reference}'s {word}"
+            yield f"{fits} into {limit_words(search)}{where}."
+    wide = dict.fromkeys(result.mode for _, result, _ in searched_cases(panel) if emulated(result))
     if wide:
         verb = "is" if len(wide) == 1 else "are"
-        derived = any(found.on_device for _, _, found in searched(panel))
+        derived = any(search.on_device for _, _, search in searched_cases(panel))
         yield (
             f"{listed(list(wide))} {verb} emulated, with values of a small format kept in wider ones: what fits here "
             "says nothing about a device that has the format."
@@ -254,7 +238,7 @@ def tells_memory(panel: Panel) -> bool:
     return any(len(roles_of(result)) > 1 for result in panel.results)
 
 
-def counted(panel: Panel) -> list[MetricSpec]:
+def counters_of(panel: Panel) -> list[MetricSpec]:
     known = [Figures(group, result) for group, result in panel.members if use_of(result.record) is not None]
     return [spec for spec in MEMORY_COUNTERS if any(figures[spec].value is not None for figures in known)]
 
@@ -262,7 +246,7 @@ def counted(panel: Panel) -> list[MetricSpec]:
 def memory(panel: Panel) -> Iterator[Element]:
     if not tells_memory(panel):
         return
-    present, others = {role for result in panel.results for role in roles_of(result)}, counted(panel)
+    present, others = {role for result in panel.results for role in roles_of(result)}, counters_of(panel)
     roles = [role for role in MemoryRole if role in present]
     known = panel.known(lambda result: use_of(result.record))
     scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
@@ -292,8 +276,8 @@ def _figure(row: tuple[ResultGroup, Result, MemoryUse, Figures], name: str) -> f
 
 
 def capacity(panel: Panel) -> Iterator[Element]:
-    found = searched(panel)
-    if not found:
+    searches = searched_cases(panel)
+    if not searches:
         return
 
     def against(row: tuple[ResultGroup, Result, Capacity]) -> Field:
@@ -307,13 +291,15 @@ def capacity(panel: Panel) -> Iterator[Element]:
         Col("largest", lambda row: Field(show_batch(row[2]), row[2].batch, cost_tone(row[1])), number=True),
         Col(f"vs {panel.reference or 'reference'}", against),
         Col(DEVICE_MAX_BATCH.heading, lambda row: device_batch(*row[:2]) or None, number=True,
-            hint=DEVICE_MAX_BATCH.description, when=any(row[2].on_device for row in found)),
+            hint=DEVICE_MAX_BATCH.description, when=any(row[2].on_device for row in searches)),
         Col(MAX_BATCH_TOKENS.heading, lambda row: row[2].tokens or None, number=True, show=MAX_BATCH_TOKENS.shown),
         Col(MAX_BATCH_MEMORY.heading, lambda row: row[2].peak, number=True, unit="B"),
         Col("does not fit", lambda row: why_no_larger(row[2])),
     ]  # fmt: skip
-    shown = table("capacity", batch_title(found[0][2]), cols, found, kept={col.heading for col in cols} - {"group"})
-    yield with_figures(shown, (case[:2] for case in found))
+    shown = table(
+        "capacity", batch_title(searches[0][2]), cols, searches, kept={col.heading for col in cols} - {"group"}
+    )
+    yield with_figures(shown, (case[:2] for case in searches))
     yield from map(Text, batch_sentences(panel))
 
 
@@ -337,7 +323,7 @@ def memory_section(material: Material) -> Iterator[Element]:
         for title, panel in timed_panels(material)
     ]
     known = {role for _, _, cases in panels if _known(cases) for case in cases for role in _parts(case)}
-    # The same parts everywhere, so that a role has one colour on the whole page; in short, for the key.
+    # The same parts everywhere, so that a role has one colour on the whole page.
     parts = {role.value: MEMORY_WORDS[role].replace(" copies of", "") for role in MemoryRole if role in known}
     for title, panel, cases in panels:
         yield from _panel(title, panel, cases, parts) if cases else ()
@@ -363,7 +349,7 @@ def _known(cases: Sequence[NamedCase]) -> bool:
 
 
 def _parts(case: NamedCase) -> dict[str, float]:
-    """Bytes by what they are for; all of them are the rest where that is not known."""
+    """Bytes by role; all of them are the rest if roles are unknown."""
     known = {role.value: float(size) for role, size in roles_of(case.result).items()}
     return known or {MemoryRole.OTHER.value: peak_of(case.result) or 0.0}
 
@@ -373,13 +359,13 @@ def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], des
     if not _known(cases):
         marks = []
         for case in cases:
-            label, tone = told(case.result, case.result.mode)
+            label, tone = marked_emulated(case.result, case.result.mode)
             peak, share = peak_of(case.result), share_of(case.group, case.result)
             beside = "" if share is None else f", {units.ratio(share)} of {case.group.reference}'s"
             marks.append((case.place, Mark(label, peak or 0.0, tone=tone, hint=f"{units.size(peak)}{beside}")))
         groups = grouped(marks)
         return Bars(name, f"{title}: peak memory", description, ChartAxis("peak memory", "B"), groups)
-    rows = [(told(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
+    rows = [(marked_emulated(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
     axis = ChartAxis("memory at the highest point of a step", "B")
     return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", parts, rows)
 
@@ -396,7 +382,7 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
         value = row[2][spec].value
         return Field(units.NONE, hint=row[1].why) if value is None else number(value, spec.shown)
 
-    counted = [spec for spec in MEMORY_COUNTERS if any(figure[spec].value is not None for figure in figures)]
+    counters = [spec for spec in MEMORY_COUNTERS if any(figure[spec].value is not None for figure in figures)]
     cols: list[Col[_Row]] = [
         PRECISION,
         Col("peak", lambda row: row[1].peak, number=True, unit="B"),
@@ -407,7 +393,7 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
             hint="the phase of the highest point"),
         *(Col(phase_words(phase), partial(in_phase, phase), number=True, unit="B",
               hint="the most that was held at once in this phase") for phase in phases),
-        *(figure_col(spec, partial(of_spec, spec)) for spec in counted),
+        *(figure_col(spec, partial(of_spec, spec)) for spec in counters),
     ]  # fmt: skip
     rows = [(case, use, own) for (case, use), own in zip(uses, figures, strict=True)]
     name = f"memory-phases-{cases[0].result.record.case.workload}"

@@ -1,6 +1,4 @@
-"""What a lower precision costs in numbers, what the numbers are made of, the scales that came from them, and a sampler
-step by step, its first steps too: what each takes, and how far its latent is from the exact one.
-"""
+"""What a lower precision costs in numbers: errors, what the data are, scales found from data, and a sampler's steps."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import listed
 
-# Measurements in these units are no errors: memory and times have sections of their own.
+# Measurements in these units are no errors.
 _OTHER_UNITS = ("B", "s")
 _SCALES: tuple[Col[tuple[NamedCase, LayerScale]], ...] = (
     PRECISION,
@@ -63,7 +61,7 @@ _SCALES: tuple[Col[tuple[NamedCase, LayerScale]], ...] = (
 
 
 def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
-    """A row for each kind and role, over all groups; a format has a column only if some value is outside its range."""
+    """A row for each kind and role, over all groups; formats have a column if some value lies outside their range."""
     looked_at = [result.record.statistics for result in panel.results if result.record.statistics]
     by_name = together(((statistics.kind, statistics.role), statistics) for group in looked_at for statistics in group)
     worst = []
@@ -93,7 +91,7 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
 
 
 def name_of(statistics: TensorStatistics) -> str:
-    """'mlp gradient'; once where kind and role are the same word."""
+    """'mlp gradient'; one word if kind and role are the same."""
     return statistics.kind if statistics.role in ("", statistics.kind) else f"{statistics.kind} {statistics.role}"
 
 
@@ -126,10 +124,10 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
     if not by_mode:
         return
     shown = main_error(panel)
-    found = ((case, case.result.record.measurement(shown)) for case in panel.members)
+    measured = ((case, case.result.record.measurement(shown)) for case in panel.members)
     marks = [
         (case, measurement, value)
-        for case, measurement in found
+        for case, measurement in measured
         if measurement and (value := value_of(measurement)) is not None
     ]
     if sum(0 < value < math.inf for *_, value in marks) > 1:
@@ -141,7 +139,7 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
 
 
 def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
-    found = together(
+    grouped_by_mode = together(
         (result.mode, (error_name(measurement), measurement))
         for result in panel.results
         for measurement in result.record.measurements
@@ -149,10 +147,10 @@ def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
         and value_of(measurement) is not None
         and not is_of_step(measurement.metric)
     )
-    return {mode: together(members) for mode, members in found.items()}
+    return {mode: together(members) for mode, members in grouped_by_mode.items()}
 
 
-def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase, Measurement, float]]) -> Bars:
+def _bars(title: str, panel: Panel, metric: str, errors: Sequence[tuple[NamedCase, Measurement, float]]) -> Bars:
     groups = grouped(
         (
             case.place,
@@ -162,13 +160,13 @@ def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase
                 hint=f"{case.name}: {show_value(measurement)}, {case.result.record.support.level}",
             ),
         )
-        for case, measurement, value in found
+        for case, measurement, value in errors
     )
-    finite = {case.result.mode: value for case, _, value in found if 0 < value < math.inf}
+    finite = {case.result.mode: value for case, _, value in errors if 0 < value < math.inf}
     ends = [choose(finite, key=lambda mode: finite[mode]) for choose in (min, max)]
     best, worst = (f"{mode} ({units.relative_error(finite[mode])})" for mode in ends)
     description = f"Smallest in {best}, largest in {worst}."
-    exact = sum(value == 0 for *_, value in found)
+    exact = sum(value == 0 for *_, value in errors)
     if exact:
         description += f" {exact} {'is' if exact == 1 else 'are'} exactly 0, which has no place on a logarithmic axis."
     axis = ChartAxis(metric, units.RATIO, log=True)
@@ -178,7 +176,7 @@ def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase
 def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measurement]]]) -> Table:
     levels = {result.mode: result for result in panel.results}
     by_metric = together(
-        (metric, measurement) for found in by_mode.values() for metric, many in found.items() for measurement in many
+        (metric, measurement) for own in by_mode.values() for metric, many in own.items() for measurement in many
     )
     cols: list[Col[tuple[str, dict[str, list[Measurement]]]]] = [
         Col("precision", lambda row: Field(row[0], hint=_summary(levels[row[0]]))),
@@ -208,7 +206,7 @@ def _summary(result: Result) -> str:
 
 
 def _field(row: tuple[str, dict[str, list[Measurement]]], metric: str) -> Field | None:
-    """'2.9e-03', or '2.8e-03 to 3.0e-03'; a value that is no number counts as the largest."""
+    """'2.9e-03', or '2.8e-03 to 3.0e-03'; NaN counts as the largest."""
     values = [
         (value, measurement) for measurement in row[1].get(metric, ()) if (value := value_of(measurement)) is not None
     ]
@@ -246,7 +244,7 @@ READING = (
 
 
 class SamplerStep(NamedTuple):
-    """`seconds` is None where marks of a step do not tell its sampler's steps apart."""
+    """A step of a sampler; `seconds` is None if the marks of a model's step do not tell them apart."""
 
     group: ResultGroup
     result: Result
@@ -286,7 +284,7 @@ def _steps_of(group: ResultGroup, result: Result) -> Iterator[SamplerStep]:
 
 
 def by_step(panel: Panel) -> Iterator[Element]:
-    """A row for each step of each case; nothing where there is no sampler."""
+    """A row for each step of each case; nothing without a sampler."""
     if cases := [steps for group, result in panel.members if (steps := list(_steps_of(group, result)))]:
         yield _steps_table(panel, [step for steps in cases for step in steps])
         yield Items(
@@ -300,7 +298,7 @@ def by_step(panel: Panel) -> Iterator[Element]:
 
 
 def _steps_ending(steps: Sequence[SamplerStep]) -> str:
-    """Which step costs most, and what it comes to beside the floor."""
+    """The step with the largest error, and the error at the end beside the floor."""
     worst, last = max(steps, key=lambda step: step.errors["single"]), steps[-1].errors
     name = f"{worst.group.place} {worst.result.mode}".strip()
     beside = f", {last['free'] / last['free_floor']:.2g} times its floor" if last["free_floor"] else ""
@@ -314,16 +312,12 @@ def _steps_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
     cols: list[Col[SamplerStep]] = [
         *case_cols(),
         Col("step", lambda row: row.number, number=True, show=units.whole),
-        # For an emulation with the word that keeps it from being read as a speed.
+        # An emulation's time must not be read as a speed.
         Col("time", lambda row: f"{'emulated ' * emulated(row.result)}{units.seconds(row.seconds)}", number=True),
-        *(Col(heading, partial(_step_error, name=name), number=True, show=units.relative_error, hint=hint)
-          for name, (heading, hint) in _ERROR_KINDS.items()),
+        *(Col(heading, partial(lambda name, row: row.errors.get(name), name), number=True, show=units.relative_error,
+              hint=hint) for name, (heading, hint) in _ERROR_KINDS.items()),
     ]  # fmt: skip
     return table(f"by-step-of-{panel.case.workload}", "step by step of the sampler", cols, rows)
-
-
-def _step_error(row: SamplerStep, name: str) -> float | None:
-    return row.errors.get(name)
 
 
 @section("by-step", "Step by step of a sampler", 101)
@@ -337,7 +331,7 @@ def by_step_section(material: Material) -> Iterator[Element]:
 
 
 def _steps_chart(name: str, title: str, group: ResultGroup) -> Scatter:
-    """A line for each case, sampled and of one step; those whose floors are the same share its line."""
+    """Lines for each case, sampled and of one step; equal lines, such as shared floors, are drawn once."""
     lines: dict[tuple[float, ...], str] = {}
     for result in group.results:
         steps = list(_steps_of(group, result))

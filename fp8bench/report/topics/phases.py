@@ -1,4 +1,4 @@
-"""Where the time of each step goes, phase by phase, and where low precision gains and where it does not."""
+"""Where the time of each step goes, phase by phase, and where low precision gains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Level
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
 from fp8bench.report.columns import Col, case_cols, table
 from fp8bench.report.elements import ChartAxis, Element, Field, Mark, Stacks, Table, Text, Tone, Waterfall
-from fp8bench.report.page.charts import lasting, phase_parts, stacked
+from fp8bench.report.page.charts import has_time, phase_parts, stacked
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, phases_of, together
 from fp8bench.report.topics.tensors import timed_panels
@@ -25,7 +25,7 @@ from fp8bench.report.words.naming import listed, phase_order, phase_words
 LEAST_SHARE = 0.03
 LEAST_CHANGE = 1.05
 _MOST_NAMED = 2
-# A step of which one phase takes more is said in a sentence, and drawn for who asks.
+# If one phase takes more of a step, a sentence says so, and the chart is folded.
 _NEARLY_ALL = 0.9
 COMPILED = (
     "With compile=yes the forward and the backward pass are one graph each, in which casts and products are fused: no "
@@ -41,7 +41,7 @@ def phases_table(panel: Panel) -> Table | None:
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         *case_cols(),
-        # For an emulation with the word that keeps it from being read as a speed.
+        # An emulation's time must not be read as a speed.
         Col("best", lambda row: f"{Level.EMULATED} " * emulated(row[1]) + units.seconds(row[1].best), number=True),
         *(Col(PHASE_TITLES.get(name, name), partial(_share, name=name), number=True) for name in names),
     ]  # fmt: skip
@@ -49,7 +49,7 @@ def phases_table(panel: Panel) -> Table | None:
 
 
 def _share(row: tuple[ResultGroup, Result], name: str) -> str:
-    """Of the step, '<' if it is below the clock's floor, '-' if the step has no such phase."""
+    """A share of the step; '<' below the clock's floor, '-' without such a phase."""
     finding, best = row[1].finding, row[1].best
     assert finding is not None and best
     seconds = dict(phases_of(row[1])).get(name)
@@ -68,12 +68,12 @@ class PhaseChange(StrEnum):
 
 
 def is_mixed(finding: Finding) -> bool:
-    """Whether a step is made of several phases that matter: then its whole says little of any of them."""
+    """Whether several phases of a step matter, so that its whole says little of any of them."""
     return len(set(_large(finding)) - {UNATTRIBUTED}) > 1
 
 
 def phase_clauses(own: Finding, base: Finding) -> str:
-    """'; products gain 1.50x; data loading takes 13% of the step and does not gain', in the order of what happens."""
+    """'; products gain 1.50x; data loading takes 13% of the step and does not gain', in a fixed order."""
     seconds, before = dict(own.phases), dict(base.phases)
     unknown = {*own.below_floor, *base.below_floor}
     large = {*_large(own), *_large(base)} - unknown
@@ -130,11 +130,11 @@ def _plural(names: Sequence[str]) -> bool:
 @section("phases", "Where the time goes", 60)
 def phases_section(material: Material) -> Iterator[Element]:
     """Each bar is the best case of one step, cut into its phases. Unattributed is what lies under none of them."""
-    found = [
-        (title, [case for case in panel.members if lasting(case.result)]) for title, panel in timed_panels(material)
+    panels = [
+        (title, [case for case in panel.members if has_time(case.result)]) for title, panel in timed_panels(material)
     ]
-    parts = phase_parts(case.result for _, cases in found for case in cases)
-    for title, cases in found:
+    parts = phase_parts(case.result for _, cases in panels for case in cases)
+    for title, cases in panels:
         yield from _suite(title, cases, parts)
 
 
@@ -166,9 +166,9 @@ def _description(cases: Sequence[NamedCase]) -> str:
     most = ((case, max(_phases(case).items(), key=lambda pair: pair[1])) for case in cases)
     by_phase = together((phase, (case, seconds / (case.result.best or math.inf))) for case, (phase, seconds) in most)
     said = []
-    for phase, found in by_phase.items():
-        shares = units.span((share for _, share in found), partial(units.percent, decimals=0))
-        where = "of every step" if len(by_phase) == 1 else f"in {listed([case.name for case, _ in found], 3)}"
+    for phase, cases_of_phase in by_phase.items():
+        shares = units.span((share for _, share in cases_of_phase), partial(units.percent, decimals=0))
+        where = "of every step" if len(by_phase) == 1 else f"in {listed([case.name for case, _ in cases_of_phase], 3)}"
         said.append(f"{phase_words(phase)} takes most {where}, {shares}")
     return f"{'; '.join(said)}."
 
@@ -199,18 +199,18 @@ def _told(by_word: Mapping[str, Sequence[str]], num_cases: int) -> str:
     return "; ".join(told)
 
 
-# A step of fewer phases is an operation and its casts: its time as a whole says it all.
+# A step with fewer phases is an operation and its casts.
 _LEAST_PHASES = 3
 _MOST_TABLES = 12
 _MOST_CHARTS = 4
-# Of the step before: a smaller change is neither good nor bad, and a smaller rest is not worth a row.
+# As a share of the step before: smaller changes are neither good nor bad, and a smaller rest has no row.
 _LEAST_DRAWN = 0.005
 _AMDAHL = "how many times as fast the whole step would be (Amdahl's law): no faster product can give more"
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """A case beside its reference; `times` are seconds of each phase in the reference and in the case."""
+    """A case beside its reference; `times` are each phase's seconds in the reference and in the case."""
 
     title: str
     result: Result
@@ -252,7 +252,6 @@ def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
             continue
         words = f"{title} {case.name} against {panel.reference}"
         before, after = dict(reference.phases), dict(finding.phases)
-        # A phase that a step does not have takes none.
         times = {
             phase: (max(0.0, before.get(phase, 0.0)), max(0.0, after.get(phase, 0.0)))
             for phase in sorted(present, key=phase_order)
@@ -261,7 +260,7 @@ def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
 
 
 def _timed(result: Result) -> Finding | None:
-    finding = result.finding if lasting(result) else None
+    finding = result.finding if has_time(result) else None
     return finding if finding and all(math.isfinite(seconds) for _, seconds in finding.phases) else None
 
 

@@ -1,4 +1,4 @@
-"""Several ranks at a glance: a short table for each collective, or of all ways of training together."""
+"""Several ranks at a glance: a short table for each collective, or for all ways of training together."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fp8bench.report.words.naming import common_tone
 Member = tuple[ResultGroup, Result]
 _COLLECTIVE, _WAY = "collective", "way"
 _SQNR = "sqnr_db"
-# What tells of FP8 alone how it is composed.
+# Parameters that only matter for FP8.
 _COMPOSED = ("fp8", "scaling")
-# Fewer values than a hundredth of a percent are lost in any format.
+# Smaller shares of values are lost in any format.
 _LOST_PERCENT = 0.01
-# Rows of the rank that has most over the mean: less is what any router leaves.
+# The largest rank's rows over the mean: any router leaves less than this.
 _UNEVEN = 1.1
 UNBEATEN = "* nothing else sends as little with as small an error"
 POOLED = "What is measured beside every way of FP8 stands once, by the median of its groups."
@@ -38,13 +38,13 @@ LEGEND = (
 
 
 def boards(panel: Panel) -> Iterator[Table]:
-    """None of cases that one process ran, or that are neither."""
+    """Nothing for cases of one process, or of other workloads."""
     params = dict(panel.case.params)
     if panel.case.ranks < 2:
         return
     if _COLLECTIVE in params:
-        found = together((str(dict(member[0].case.params)[_COLLECTIVE]), member) for member in panel.members)
-        for collective, members in found.items():
+        by_collective = together((str(dict(member[0].case.params)[_COLLECTIVE]), member) for member in panel.members)
+        for collective, members in by_collective.items():
             yield _of_collective(collective, members, panel)
     elif _WAY in params:
         yield _of_ways(panel)
@@ -59,7 +59,7 @@ def remarks(panel: Panel) -> Iterator[str]:
         yield EMULATED_RATES
     yield from filter(None, (_waiting(*member) for member in panel.members))
     told = (
-        (result.mode, found.strong) for _, result in panel.members if (found := efficiency(result.record)) is not None
+        (result.mode, gain.strong) for _, result in panel.members if (gain := efficiency(result.record)) is not None
     )
     yield from reasons("efficiency", told)
     if panel.case.device == "cpu":
@@ -67,8 +67,7 @@ def remarks(panel: Panel) -> Iterator[str]:
 
 
 def _waiting(group: ResultGroup, result: Result) -> str:
-    """'fp32: of 6144 rows the experts of rank 0 multiply 4523; rank 1 waits longest, 202 ms of a step.', where a load
-    gives one rank more of them."""
+    """'fp32: of 6144 rows the experts of rank 0 multiply 4523; rank 1 waits longest ...'; '' if the load is even."""
     rows = [value_of(result.record.measurement(f"rank{rank}_rows")) for rank in range(result.record.case.ranks)]
     times = rank_times(result.record.timing) if result.record.timing is not None else ()
     counts = [count for count in rows if count is not None]
@@ -116,13 +115,13 @@ def _unbeaten(lines: Sequence[_Line], line: _Line) -> bool:
 
 
 def _beside(panel: Panel, group: ResultGroup, told: Collection[str]) -> str:
-    """What tells a group from the others but what is told otherwise: 'elements=65536'."""
+    """What else tells the group from others: 'elements=65536'."""
     return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] not in told)
 
 
 @dataclass(frozen=True)
 class _Line:
-    """One case of a collective, or the same beside several ways of FP8; `swept` is what tells it from its likes."""
+    """One case of a collective, or the same case beside several ways of FP8; `swept` tells such lines apart."""
 
     swept: str
     words: str
@@ -155,7 +154,7 @@ class _Line:
 
 def _verdict(results: Sequence[Result]) -> Field:
     counts = together((status_words(result), result) for result in results)
-    ordered = sorted(counts.items(), key=lambda one: (one[0] != "FAILED", -len(one[1])))
+    ordered = sorted(counts.items(), key=lambda pair: (pair[0] != "FAILED", -len(pair[1])))
     said = [words if len(counts) == 1 else f"{words} {len(some)}/{len(results)}" for words, some in ordered]
     return Field(", ".join(said), tone=common_tone(map(tone_of, results)))
 
@@ -191,13 +190,13 @@ def _of_ways(panel: Panel) -> Table:
 
 
 def _strong(result: Result) -> Field:
-    found = efficiency(result.record)
-    if found is None:
+    gain = efficiency(result.record)
+    if gain is None:
         return Field(units.NONE)
-    if isinstance(found.strong, Untold):
-        return Field(found.strong.word, None, Tone.DOUBT, found.strong.why)
-    span = units.span(found.strong[1:], lambda value: units.percent(value, 0))
-    return Field(span, found.strong.value, cost_tone(result))
+    if isinstance(gain.strong, Untold):
+        return Field(gain.strong.word, None, Tone.DOUBT, gain.strong.why)
+    span = units.span(gain.strong[1:], lambda value: units.percent(value, 0))
+    return Field(span, gain.strong.value, cost_tone(result))
 
 
 @section("rank-boards", "At a glance", 12)

@@ -1,4 +1,4 @@
-"""Several ranks: how far apart they are, what they send beside what that costs in error, and what they gain on one."""
+"""Several ranks: how far apart they are, what they send beside its error, and what they gain over one."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
 
 _RATES = (specs.ALGBW, specs.BUSBW, specs.EFFECTIVE_BUSBW)
-# More ranks have no column each.
+# More ranks do not have columns of their own.
 _MOST_COLUMNS = 8
 FUNCTIONAL = (
     "On a CPU this is a functional test: ranks share its cores and send through its memory, so that rates, skew and "
     "overlap say nothing about a cluster."
 )
-# Fewer say nothing that the table does not; float32 beside them would leave no room for differences.
+# The least ways for a chart; exact ones would leave no room for differences.
 _LEAST_WAYS = 4
 _ALL_BUT_EXACT_DB = 100.0
 _LEAST_SIZES = 2
 
 
-def within(
-    found: Middle | Untold, show: Callable[[float | None], str], times: float = 1.0, tone: Tone = Tone.PLAIN
+def _interval(
+    figure: Middle | Untold, show: Callable[[float | None], str], times: float = 1.0, tone: Tone = Tone.PLAIN
 ) -> Field:
-    """'50.0% (45.0% to 55.0%)', or 'wide'."""
-    if isinstance(found, Untold):
-        return Field(found.word, None, Tone.DOUBT if found.word != units.NONE else Tone.PLAIN, hint=found.why)
-    return Field(f"{show(found.value)} ({units.span(found[1:], show)})", found.value * times, tone)
+    """'50.0% (45.0% to 55.0%)', or the word for why it is unknown."""
+    if isinstance(figure, Untold):
+        return Field(figure.word, None, Tone.DOUBT if figure.word != units.NONE else Tone.PLAIN, hint=figure.why)
+    return Field(f"{show(figure.value)} ({units.span(figure[1:], show)})", figure.value * times, tone)
 
 
 def reasons(what: str, figures: Iterable[tuple[str, Middle | Untold]]) -> Iterator[str]:
@@ -69,7 +69,7 @@ def reasons(what: str, figures: Iterable[tuple[str, Middle | Untold]]) -> Iterat
 
 
 def ranks(panel: Panel) -> Iterator[Table | Text]:
-    """Nothing of cases that one process ran."""
+    """Nothing for cases of one process."""
     if panel.case.ranks < 2:
         return
     yield from (shown for shown in (_times(panel), _memory(panel), _wire(panel)) if shown.rows)
@@ -82,7 +82,10 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
     yield from (shown for shown in (_sent(panel), _overlaps(panel)) if shown.rows)
     told = panel.known(lambda result: overlap_of(result.record))
     overlaps = (
-        (result.mode, each) for _, result, found in told for each in (found.exposed, found.hidden) if each != WAITING
+        (result.mode, each)
+        for _, result, overlap in told
+        for each in (overlap.exposed, overlap.hidden)
+        if each != WAITING
     )
     yield from map(Text, (*reasons("overlap", overlaps), *_bubbles(panel)))
     if panel.case.device == "cpu":
@@ -98,9 +101,9 @@ def _efficiencies(panel: Panel) -> Table:
             hint="a step of one rank's share of the batch by one rank"),
         Col("together", lambda row: _middle(row[2].together), number=True, unit="s",
             hint="a step of the whole batch by all ranks"),
-        Col("strong", lambda row: within(row[3].strong, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
-            hint="one rank over ranks times together; between: what rounds leave"),
-        Col("weak", lambda row: within(row[3].weak, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
+        Col("strong", lambda row: _interval(row[3].strong, units.percent, 100, cost_tone(row[1])), number=True,
+            unit="%", hint="one rank over ranks times together; between: what rounds leave"),
+        Col("weak", lambda row: _interval(row[3].weak, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
             hint="its share over together; between: what rounds leave"),
     ]  # fmt: skip
     known = panel.known(lambda result: result.record.scaling)
@@ -183,9 +186,9 @@ def _wire(panel: Panel) -> Table:
 
 @dataclass(frozen=True)
 class WireCost:
-    """What a rank sends in one way, and what that leaves of the values.
+    """What a rank sends in one way, and how exact the result is.
 
-    `way` is the precision, of FP8 how its means are composed; `words` name the case, `hint` says what was lost.
+    `way` is the precision, or for FP8 how it is composed; `words` name the case, `hint` says what was lost.
     """
 
     collective: str
@@ -201,12 +204,11 @@ def _collective(panel: Panel, result: Result) -> str:
 
 
 def wire_costs(panel: Panel) -> dict[str, list[WireCost]]:
-    """By collective; of several sizes the largest. What is the same in several groups, since it has no codes, is told
-    once."""
+    """By collective, for the largest size. What is the same in several groups is told once."""
     sizes = together(
         (_collective(panel, result), sent.logical) for _, result, sent in panel.known(lambda own: own.record.transfer)
     )
-    found: dict[tuple[object, ...], WireCost] = {}
+    costs: dict[tuple[object, ...], WireCost] = {}
     for _, result in panel.members:
         sent, sqnr, params = result.record.transfer, _measured(result, "sqnr_db").value, dict(result.record.case.params)
         if sent is None or sqnr is None:
@@ -222,12 +224,12 @@ def wire_costs(panel: Panel) -> dict[str, list[WireCost]]:
         )
         words = " ".join([result.mode, *composed])
         cost = WireCost(collective, way, words, sent.wire, sqnr, shares)
-        found.setdefault((collective, words), cost)
-    return together((wire_cost.collective, wire_cost) for wire_cost in found.values())
+        costs.setdefault((collective, words), cost)
+    return together((wire_cost.collective, wire_cost) for wire_cost in costs.values())
 
 
 def cheapest(panel: Panel) -> Iterator[str]:
-    """Of each collective what nothing else beats in bytes and error both."""
+    """The ways of each collective that no other beats in both bytes and error."""
     for collective, costs in wire_costs(panel).items():
         best = [costs[place] for place in frontier([(cost.wire, cost.sqnr) for cost in costs])]
         if len(best) < len(costs):
@@ -247,11 +249,11 @@ def _overlaps(panel: Panel) -> Table:
         Col("check sum", lambda row: row[3].check_sum, number=True, show="{:.3f}".format,
             tone=lambda row: Tone.DOUBT if row[3].exposed is OFF else Tone.PLAIN,
             hint="both in turn over the sum of both alone"),
-        figure_col(specs.EXPOSED, lambda row: within(row[3].exposed, units.seconds)),
-        figure_col(specs.HIDDEN_COMMUNICATION, lambda row: within(row[3].hidden, units.percent, times=100)),
+        figure_col(specs.EXPOSED, lambda row: _interval(row[3].exposed, units.seconds)),
+        figure_col(specs.HIDDEN_COMMUNICATION, lambda row: _interval(row[3].hidden, units.percent, times=100)),
     ]  # fmt: skip
     known = panel.known(lambda result: result.record.overlap)
-    rows = [(*case, found) for case in known if (found := overlap_of(case[1].record)) is not None]
+    rows = [(*case, figures) for case in known if (figures := overlap_of(case[1].record)) is not None]
     return table("overlap", "communication beside products", cols, rows)
 
 
@@ -260,17 +262,21 @@ def _middle(seconds: Sequence[float]) -> float | None:
 
 
 def _bubbles(panel: Panel) -> Iterator[str]:
-    for group, result, found in panel.known(lambda result: bubble(result.record)):
+    for group, result, share in panel.known(lambda result: bubble(result.record)):
         who = " at ".join(filter(None, (result.mode, group.place)))
         yield (
-            f"{who}: for {found.measured * 100:.0f}% of the time that they compute "
-            f"ranks wait or send; of equal stages that send in no time it is {found.ideal * 100:.0f}%."
+            f"{who}: for {share.measured * 100:.0f}% of the time that they compute "
+            f"ranks wait or send; of equal stages that send in no time it is {share.ideal * 100:.0f}%."
         )
 
 
 def _measured(result: Result, name: str) -> Field:
-    found = result.record.measurement(name)
-    return Field(units.NONE) if found is None else Field(units.shown(found.samples[0], found.unit), found.samples[0])
+    measurement = result.record.measurement(name)
+    return (
+        Field(units.NONE)
+        if measurement is None
+        else Field(units.shown(measurement.samples[0], measurement.unit), measurement.samples[0])
+    )
 
 
 @section("ranks", "Ranks", 98)
@@ -304,7 +310,7 @@ def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
 
 
 def _bandwidths(number: int, panel: Panel) -> Iterator[Scatter]:
-    """A line for each way of sending; what the same way took beside others stands once, by the middle one of them."""
+    """A line for each way of sending; groups that are alike are joined by their median."""
     for collective, costs in together(_rates(panel)).items():
         sizes = {size for _, size in together(costs)}
         if len(sizes) < _LEAST_SIZES:

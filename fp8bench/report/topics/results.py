@@ -1,6 +1,4 @@
-"""Every case in one table, short for a terminal, and on the page the truth that the charts are drawn from; and every
-sample that medians and intervals were made of.
-"""
+"""All cases in one table, short for a terminal and whole on the page; and every sample behind medians and intervals."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY
 from fp8bench.report import case_status
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
-from fp8bench.report.elements import ChartAxis, Element, Field, Lines, Mark, Strips, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, Element, Field, Strips, Table, Text, Tone
 from fp8bench.report.page.section import Entry, Material, number, section
 from fp8bench.report.panels import (
     Figures,
@@ -36,14 +34,14 @@ from fp8bench.report.words.naming import attention_of, cache_of, many, replays_o
 from fp8bench.report.words.speed import over_values, would_have_seen
 
 _COST = "the cost of emulation, not of the precision"
-# What names a case stands in every table.
+# Columns that every table has.
 _NAMES = {"precision", "verdict"}
 
 
 _Case = tuple[ResultGroup, Result, Figures]
 
 
-# What a terminal shows first of every case.
+# The first columns of a terminal's tables.
 CASE: tuple[Col[_Case], ...] = (
     Col("case", lambda row: row[1].mode),
     Col("verdict", lambda row: case_status.status_words(row[1]), tone=lambda row: case_status.tone_of(row[1])),
@@ -79,7 +77,7 @@ def _doubts(row: _Case) -> Iterator[str]:
 
 
 def noise_floor(group: ResultGroup) -> str:
-    """'+-0.6%', or the range where cases that sat apart have floors of their own; and why measuring ended."""
+    """'+-0.6%', or a range if cases measured apart have their own; and why measuring ended."""
     reasons = dict.fromkeys(result.record.stopped for result in group.results if result.record.stopped)
     return "; ".join(filter(None, (floor_of(group.results) or "not measured", " / ".join(reasons))))
 
@@ -115,7 +113,7 @@ def results_section(material: Material) -> Iterator[Element]:
     cases = [case for case in _cases(material) if not about_tensors(case[1])]
     if cases:
         by_suite = together((panel.case.workload, group.case.params) for _, panel, group, _ in cases)
-        # What all cases of a suite have in common, on whatever device and in whatever run.
+        # Parameters that all cases of a suite share, on any device and in any run.
         shared = {suite: shared_params([*dict.fromkeys(every)]) for suite, every in by_suite.items()}
         rows = [
             _ShownCase(entry, panel, result, own or units.NONE, Figures(group, result))
@@ -150,8 +148,8 @@ def _table(rows: Sequence[_ShownCase], alone: bool) -> Table:
 
 
 def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
-    found = (row.figures[row.figures.rate] for row in rows)
-    rates = {rate.unit for rate in found if rate.value is not None}
+    metrics = (row.figures[row.figures.rate] for row in rows)
+    rates = {rate.unit for rate in metrics if rate.value is not None}
     errors = together((metric, row.panel.case.workload) for row in rows if (metric := main_error(row.panel)))
     yield Col("precision", lambda row: row.result.mode)
     yield Col("run", lambda row: row.entry.label)
@@ -231,13 +229,10 @@ def _why(result: Result) -> str:
     return "; ".join(part for part in (*case_status.doubts(result), result.record.detail) if part)
 
 
-# What a look at the samples themselves can confirm or clear.
+# Labels that a look at the samples can confirm or clear.
 _UNSTEADY = (Label.BIMODAL, Label.DRIFT, Label.NOISY)
 _MOST_ROWS = 250
-# Labels that the order of rounds explains; of fewer rounds it says nothing.
-_IN_ORDER = (Label.DRIFT, Label.BIMODAL, Label.CONTENDED)
-_LEAST_IN_ORDER, _MOST_IN_ORDER = 12, 4
-# Percent above the median: further out an axis would hide what the other points have to say.
+# Percent above the median; points further out would squeeze all others together.
 _FAR = 100.0
 
 
@@ -250,10 +245,6 @@ class _Strip:
     @property
     def unsteady(self) -> tuple[Label, ...]:
         return tuple(label for label in _UNSTEADY if label in self.result.labels)
-
-    @property
-    def moved(self) -> bool:
-        return len(self.percent) >= _LEAST_IN_ORDER and any(label in self.result.labels for label in _IN_ORDER)
 
     @property
     def label(self) -> str:
@@ -288,26 +279,8 @@ def samples_section(material: Material) -> Iterator[Element]:
         title = f"Rounds of each {whose}, relative to its median"
         axis = ChartAxis("distance from the case's median", "%")
         yield Strips(name, title, _description(shown), axis, strips, folded=cost)
-    yield from _in_order([row for row in rows if row.moved and not emulated(row.result)])
     if len(rows) > _MOST_ROWS:
         yield Text(f"{len(rows) - _MOST_ROWS} more cases are not shown here; their samples are in the run.")
-
-
-def _in_order(moved: Sequence[_Strip]) -> Iterator[Lines]:
-    """Whether it drifted, changed once, or was held up now and then shows in the order of the rounds alone."""
-    shown = moved[:_MOST_IN_ORDER]
-    longest = max((len(row.percent) for row in shown), default=0)
-    if longest:
-        series = tuple(
-            (row.name, tuple(Mark(f"round {place}", 1 + value / 100) for place, value in enumerate(row.percent, 1))
-             + (None,) * (longest - len(row.percent)))
-            for row in shown
-        )  # fmt: skip
-        more = len(moved) - len(shown)
-        described = f"{many(len(shown), 'case')} whose times moved{f', {more} more are not drawn' if more else ''}."
-        places = tuple(f"round {place}" for place in range(1, longest + 1))
-        axis = ChartAxis("over the case's median", "x")
-        yield Lines("rounds-in-order", "Rounds in the order in which they ran", described, places, axis, series)
 
 
 def _rows(material: Material) -> Iterator[_Strip]:

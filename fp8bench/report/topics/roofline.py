@@ -30,16 +30,16 @@ from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, togeth
 from fp8bench.report.terminal.history import count_of
 from fp8bench.report.words.naming import listed, phase_words
 
-# Phases that take less of a step than this are left out of sentences.
+# Phases with a smaller share of the step are left out of sentences.
 _LEAST_SHARE = 0.02
-# What moves so much more than memory gives is in a cache.
+# What moves more than this share of the memory's rate is in a cache.
 _CACHED = 1.05
-# A roof is drawn so far to both sides of the points, in times.
+# A roof reaches this factor beyond the points.
 _BEYOND = 4.0
 
 
 def bound_words(roof: PhaseRoof) -> str:
-    """'memory-bound', or that it moves more than the memory can, which is a cache's doing; '' where nobody knows."""
+    """'memory-bound', or 'in cache' if it moves more than the memory can; '' if unknown."""
     if roof.bound is None:
         return ""
     beyond = roof.bound is Bound.MEMORY and (roof.of_ceiling or roof.of_sheet or 0.0) > _CACHED
@@ -50,15 +50,15 @@ def sentences(panel: Panel) -> Iterator[str]:
     for group in panel.groups:
         place = f" at {group.place}" if len(panel.groups) > 1 else ""
         for result in group.results:
-            if (found := _bounds(result)) and not emulated(result):
-                yield f"{result.mode}{place} is {found}."
+            if (words := _bounds(result)) and not emulated(result):
+                yield f"{result.mode}{place} is {words}."
         for result in group.results:
             if (gain := gain_in(group, result)) is not None:
                 yield _gain(group.reference, place, result, gain)
 
 
 def how_to_know(results: Iterable[Result], run: Run) -> str:
-    """What to do where steps were counted and timed and nobody knows what the machine does at most; '' elsewhere."""
+    """What to do if steps were counted and timed but the device's ceilings are unknown; else ''."""
     native = [result for result in results if not emulated(result)]
     roofs = [roof for result in native for roof in phase_roofs(result.record, result.finding)]
     known = any(result.record.ceiling is not None and result.record.ceiling.rates for result in native)
@@ -101,16 +101,16 @@ def _bounds(result: Result) -> str:
     """'compute-bound in products (54% of the step, at 71% of its ceiling), memory-bound in elementwise (..)'."""
     step = result.best or 0.0
     roofs = sorted(phase_roofs(result.record, result.finding), key=lambda roof: -roof.seconds)
-    found = together(
+    by_words = together(
         (words, f"{phase_words(roof.count.phase)} ({units.percent(roof.seconds / step, 0)} of the step{_near(roof)})")
         for roof in roofs
         if step and roof.seconds >= _LEAST_SHARE * step and (words := bound_words(roof))
     )
-    return listed([f"{words} in {listed(phases, 20)}" for words, phases in found.items()], 20)
+    return listed([f"{words} in {listed(phases, 20)}" for words, phases in by_words.items()], 20)
 
 
 def _near(roof: PhaseRoof) -> str:
-    """', at 71% of its ceiling', or how little of the time the nearest one explains."""
+    """', at 71% of its ceiling', or how little of the time the nearest ceiling explains."""
     if roof.of_ceiling is not None:
         least = units.percent(roof.of_ceiling, 0)
         far = roof.bound in (Bound.OVERHEAD, Bound.NONE)
@@ -209,8 +209,8 @@ def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
     kinds = dict.fromkeys(
         kind_of_path(path) for case in cases for roof in _roofs(case) for path, _ in roof.count.by_path
     )
-    found = {roofs.words: roofs for case in cases for roofs in roofs_of(case.result.record.ceiling) if roofs}
-    drawn = [(f"{kind} {words}", roofs.products[kind], roofs.memory) for words, roofs in found.items()
+    roofs_by_words = {roofs.words: roofs for case in cases for roofs in roofs_of(case.result.record.ceiling) if roofs}
+    drawn = [(f"{kind} {words}", roofs.products[kind], roofs.memory) for words, roofs in roofs_by_words.items()
              for kind in kinds if kind in roofs.products and roofs.memory]  # fmt: skip
     places = [point.x for point in points if point.x] + [rate / memory for _, rate, memory in drawn]
     span = (min(places) / _BEYOND, max(places) * _BEYOND) if places else (1.0, 1.0)
@@ -234,22 +234,22 @@ _LEGEND = (
 )
 
 
-def lines_of(found: Ceilings, history: Sequence[Ceilings] = ()) -> Iterator[str]:
-    settings = settings_words(found)
-    yield f"measured {found.when}{f' ({settings})' if settings else ''}; other software or settings need their own"
-    earlier, names = alike(found, history), list(map(rate_words, found.rates))
+def lines_of(ceilings: Ceilings, history: Sequence[Ceilings] = ()) -> Iterator[str]:
+    settings = settings_words(ceilings)
+    yield f"measured {ceilings.when}{f' ({settings})' if settings else ''}; other software or settings need their own"
+    earlier, names = alike(ceilings, history), list(map(rate_words, ceilings.rates))
     longest = max(map(len, names), default=0)
-    for name, rate in zip(names, found.rates, strict=True):
-        one, said = since(rate, earlier), f"not measured: {rate.why}"
+    for name, rate in zip(names, ceilings.rates, strict=True):
+        before, said = since(rate, earlier), f"not measured: {rate.why}"
         if rate.value is not None:
             each = f", {units.seconds(1 / rate.value)} each" if rate.limit is Limit.LAUNCH else ""
             rated = units.count(rate.value, UNITS[rate.limit])
             said = f"{rated}{each}; {spread_words(rate)}; {shape_words(rate)}"
-        yield f"{name:<{longest}}  {said}{f'; {since_words(one)}' if one is not None else ''}"
+        yield f"{name:<{longest}}  {said}{f'; {since_words(before)}' if before is not None else ''}"
 
 
 def spread_words(rate: Rate) -> str:
-    """'spread 1.5% over 5 runs', and what that means where it is wide."""
+    """'spread 1.5% over 5 runs', with a note if that is too wide for a bound."""
     bound = "" if rate.steady else ": no bound"
     return f"spread {units.percent(rate.spread)} over {len(rate.runs)} runs{bound}"
 
@@ -261,9 +261,9 @@ def shape_words(rate: Rate) -> str:
     return f"{size}, the best of {rate.searched} searched"
 
 
-def settings_words(found: Ceilings) -> str:
+def settings_words(ceilings: Ceilings) -> str:
     """'machine box, torch 2.13.0, threads 1'."""
-    return ", ".join(f"{name} {value}" for name, value in found.under if name not in ("device", "name"))
+    return ", ".join(f"{name} {value}" for name, value in ceilings.under if name not in ("device", "name"))
 
 
 def rate_words(rate: Rate) -> str:
@@ -271,13 +271,13 @@ def rate_words(rate: Rate) -> str:
     return f"{rate.limit.value} {rate.precision}".strip()
 
 
-def since_words(one: Since) -> str:
+def since_words(before: Since) -> str:
     """'slower than before: -12.0% against 425 GFLOP/s, the middle of 3'."""
-    words = {Pace.SLOWER: "slower than before", Pace.FASTER: "faster than before"}.get(one.pace, one.pace.value)
-    assert one.rate.value is not None
-    count = f", the middle of {len(one.before)}" if len(one.before) > 1 else ""
-    middle = units.count(one.middle, UNITS[one.rate.limit])
-    return f"{words}: {units.change(one.rate.value / one.middle)} against {middle}{count}"
+    words = {Pace.SLOWER: "slower than before", Pace.FASTER: "faster than before"}.get(before.pace, before.pace.value)
+    assert before.rate.value is not None
+    count = f", the middle of {len(before.before)}" if len(before.before) > 1 else ""
+    middle = units.count(before.middle, UNITS[before.rate.limit])
+    return f"{words}: {units.change(before.rate.value / before.middle)} against {middle}{count}"
 
 
 def ceilings_page(history: Sequence[Ceilings], store: str) -> Page:

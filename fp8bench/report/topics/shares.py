@@ -1,6 +1,4 @@
-"""What each kind of work and each module takes of a step, where a run has looked for it; and how much of a model's
-products its cases convert, and what not and why.
-"""
+"""What each kind of work and each module takes of a step; and how much of a model's products is converted."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, together
 from fp8bench.report.words.naming import listed
 
-# So many modules are told by name.
+# The most modules that are named.
 MOST_MODULES = 20
 _LEGEND = (
     "shares are those of a pass of its own, which looks at every operator; times are estimated: share x best case",
@@ -38,19 +36,19 @@ _MOST_KINDS, _OTHERS = 6, "others"
 
 
 def page_of(run: Run, parts: Sequence[StepShares]) -> Page:
-    found = [
+    sections = [
         Part(f"setting-{place}", setting, tuple(_elements(some)))
         for place, (setting, some) in enumerate(together((part.case.setting, part) for part in parts).items())
     ]
-    return Page(f"what a step of run {run.id} is made of", "", tuple(found), _LEGEND)
+    return Page(f"what a step of run {run.id} is made of", "", tuple(sections), _LEGEND)
 
 
 def _elements(parts: Sequence[StepShares]) -> list[Element]:
     known = [(part.case.mode, part) for part in parts if part.shares is not None]
-    found: list[Element] = list(tables_of(known, ("", ""))) if known else []
+    elements: list[Element] = list(tables_of(known, ("", ""))) if known else []
     words = [f"{part.case.mode}: nothing is known of its parts: {part.why}" for part in parts if part.shares is None]
     words += [f"{name}: {remark}" for name, shares in known for remark in shares.remarks]
-    return [*found, Items(tuple(map(Text, words)))] if words else found
+    return [*elements, Items(tuple(map(Text, words)))] if words else elements
 
 
 def tables_of(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Iterator[Table]:
@@ -68,8 +66,6 @@ def tables_of(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]
 def _share_cols(
     first: str, parts: Sequence[tuple[str, StepShares]], shares: Sequence[Mapping[str, float]]
 ) -> Iterator[Col[str]]:
-    """'64.1%  1.20 ms'."""
-
     def share(key: str, seconds: float | None, own: Mapping[str, float]) -> Field | None:
         if key not in own:
             return None
@@ -93,7 +89,7 @@ def value_of(parts: Sequence[StepShares]) -> dict[str, object]:
 
 
 def rows_of(parts: Sequence[StepShares]) -> Rows:
-    """A row a part of a case, the longest first, what is left of its step last; `seconds` are estimated by shares."""
+    """A row for each part of a case, the longest first and the rest last; `seconds` are estimated by shares."""
     return _OF_CSV, [
         {
             **encode(row), "case": part.case.id, "precision": part.case.mode, "provenance": Provenance.ESTIMATED.value,
@@ -109,30 +105,30 @@ def shares_section(material: Material) -> Iterator[Element]:
     estimates: those shares of the best case, which nobody looked into. Unattributed is the host, between operators.
     """
     for title, panel in titled_panels(material):
-        found = [
+        known = [
             (case, parts)
             for case in panel.members
             if (parts := parts_of_record(case.result.record, case.result.finding)).shares is not None
         ]
-        if found:
-            yield from _panel(title, found)
+        if known:
+            yield from _panel(title, known)
 
 
-def _panel(title: str, found: Sequence[_Known]) -> Iterator[Element]:
-    workload = found[0][0].result.record.case.workload
-    named = [(f"{case.name} (emulated)" if parts.emulated else case.name, parts) for case, parts in found]
+def _panel(title: str, known: Sequence[_Known]) -> Iterator[Element]:
+    workload = known[0][0].result.record.case.workload
+    named = [(f"{case.name} (emulated)" if parts.emulated else case.name, parts) for case, parts in known]
     if timed := [(name, parts) for name, parts in named if parts.seconds]:
         yield _chart(f"shares-{workload}", title, timed)
     captions = f"{title}: a step by kind of work", f"{title}: the modules that take most"
     for shown in tables_of(named, captions):
         yield replace(shown, name=f"share-{shown.name}-{workload}")
-    remarks = together((remark, case.name) for case, parts in found for remark in parts.remarks)
+    remarks = together((remark, case.name) for case, parts in known for remark in parts.remarks)
     if remarks:
         yield Items(tuple(Text(f"{', '.join(names)}: {remark}", Tone.DOUBT) for remark, names in remarks.items()))
 
 
 def _chart(name: str, title: str, timed: Sequence[tuple[str, StepShares]]) -> Stacks:
-    """The smallest kinds are one: there are so many colours that can be told apart."""
+    """The smallest kinds are joined, because only so many colours can be told apart."""
     shares = [parts.by_kind for _, parts in timed]
     kinds = dict.fromkeys(kind for own in shares for kind in own if kind != UNATTRIBUTED)
     ordered = sorted(kinds, key=lambda kind: -max(own.get(kind, 0.0) for own in shares))
@@ -160,14 +156,14 @@ _OUTSIDE = "outside of layers"
 
 
 def coverages(panel: Panel) -> list[tuple[str, Coverage]]:
-    """Each that cases of a panel have, with their modes: 'bf16, fp8'."""
+    """The coverages of a panel's cases, with their modes: 'bf16, fp8'."""
     known = [(result.record.coverage, result.mode) for result in panel.results]
-    found = together((coverage, mode) for coverage, mode in known if coverage is not None)
-    return [(", ".join(dict.fromkeys(modes)), coverage) for coverage, modes in found.items()]
+    by_coverage = together((coverage, mode) for coverage, mode in known if coverage is not None)
+    return [(", ".join(dict.fromkeys(modes)), coverage) for coverage, modes in by_coverage.items()]
 
 
 def coverage_sentence(modes: str, coverage: Coverage) -> str:
-    """'92.1% of the FLOPs of a step's products are converted in bf16, fp8: 1.2 GFLOP of 1.3 GFLOP', without an end."""
+    """'92.1% of the FLOPs of a step's products are converted in bf16, fp8: 1.2 GFLOP of 1.3 GFLOP'."""
     words = f"{units.percent(coverage.share)} of the FLOPs of a step's products are converted in {modes}"
     return f"{words}: {units.count(coverage.converted_flops, 'FLOP')} of {units.count(coverage.flops, 'FLOP')}"
 
@@ -201,7 +197,7 @@ def _kinds(name: str, modes: str, coverage: Coverage) -> Table:
 
 
 def left_of(coverage: Coverage) -> list[tuple[str, list[str], int]]:
-    """What is not converted by its reason, the most FLOPs first: (reason, names, FLOPs)."""
+    """What is not converted, most FLOPs first: (reason, names, FLOPs)."""
     names, flops = defaultdict[str, list[str]](list), defaultdict[str, int](int)
     for holder in coverage.holders:
         if not holder.converted:
@@ -210,7 +206,7 @@ def left_of(coverage: Coverage) -> list[tuple[str, list[str], int]]:
     for other in coverage.others:
         names[other.reason].append(other.weight or other.module or other.operator)
         flops[other.reason] += other.flops or 0
-    return sorted(((why, names[why], flops[why]) for why in names), key=lambda one: -one[2])
+    return sorted(((why, names[why], flops[why]) for why in names), key=lambda row: -row[2])
 
 
 def _reasons(name: str, modes: str, left: Sequence[tuple[str, list[str], int]], coverage: Coverage) -> Table:

@@ -1,6 +1,4 @@
-"""How many times as fast as the reference each case is, with its interval, and what it costs in numbers; and what it
-sustains.
-"""
+"""How many times as fast as the reference each case is, beside its error; and what it sustains."""
 
 from __future__ import annotations
 
@@ -23,10 +21,6 @@ from fp8bench.report.panels import Panel, Result, ResultGroup, main_error, toget
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
 from fp8bench.report.words.naming import listed, many
 
-_AGAINST = (
-    " Against error, further down is more exact: a case is outdone where another of its group is more exact and surely "
-    "faster too."
-)
 _REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
 
 
@@ -53,7 +47,7 @@ def sustained(panel: Panel) -> Iterator[Table]:
 
 @dataclass(frozen=True)
 class _Case:
-    """A case: of which run, under which title and setting, against what; without an error that is no number."""
+    """A case with its run, title, setting and reference; `error` is NaN if there is none."""
 
     run: str
     title: str
@@ -76,7 +70,7 @@ def _lead(material: Material) -> str:
     return (
         "To the right of 1x is faster than the reference; whiskers are 99% intervals, of fewer than "
         f"{LEAST_ROUNDS} rounds their range. Grey ones are in doubt, and emulated cases have no speed."
-    ) + (_AGAINST if any(_scatters(_cases(material))) else "")
+    ) + (" Against error, further down is more exact." if any(_scatters(_cases(material))) else "")
 
 
 @section("speedup", "Speed-up", 40, lead=_lead, repeats=True)
@@ -133,8 +127,8 @@ def _mark(bar: _Case) -> Mark:
 
 
 def _description(bars: Sequence[_Case]) -> str:
-    found = together((tone_of(bar.result), (bar.speed.point, bar.name)) for bar in bars if bar.speed)
-    good, bad, doubtful = (found.get(tone, []) for tone in (Tone.GOOD, Tone.BAD, Tone.DOUBT))
+    by_tone = together((tone_of(bar.result), (bar.speed.point, bar.name)) for bar in bars if bar.speed)
+    good, bad, doubtful = (by_tone.get(tone, []) for tone in (Tone.GOOD, Tone.BAD, Tone.DOUBT))
     sentences = [f"{many(len(bars), 'case')}: {len(good)} faster, {len(bad)} slower, {len(doubtful)} in doubt (grey)."]
     sentences += [f"The most is {units.speed_up(speed)}: {name}." for speed, name in sorted(good)[-1:]]
     sentences += [f"The least is {units.speed_up(speed)}: {name}." for speed, name in sorted(bad)[:1]]
@@ -142,8 +136,10 @@ def _description(bars: Sequence[_Case]) -> str:
 
 
 def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
-    """A chart for each error metric and each reference of a run: neither kinds of errors nor speeds share an axis.
-    None where nothing but references and emulations was measured."""
+    """A chart for each error metric and reference of a run, because neither errors nor speeds share an axis.
+
+    None if only references and emulations were measured.
+    """
     by_axes = together(
         ((case.metric, case.run, case.reference), case)
         for case in cases
@@ -156,52 +152,34 @@ def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
 
 
 def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
-    outdone = _outdone(spots)
     titles = list(dict.fromkeys(spot.title for spot in spots))
     emulated = any(spot.speed is None for spot in spots)
     return Scatter(
         name,
         f"Speed-up against {metric}: {listed(titles)}",
-        _ranges(spots, outdone, metric),
+        _ranges(spots, metric),
         ChartAxis(f"speed-up over {spots[0].reference}", "x"),
         ChartAxis(metric, units.RATIO, log=True),
-        tuple(_point(spot, outdone.get(spot), len(titles) > 1) for spot in spots),
+        tuple(_point(spot, len(titles) > 1) for spot in spots),
         "emulated: no speed" if emulated else "",
     )
 
 
-def _point(spot: _Case, better: _Case | None, titled: bool) -> ChartPoint:
+def _point(spot: _Case, titled: bool) -> ChartPoint:
     label = " ".join(part for part in (spot.title if titled else "", spot.setting) if part)
     x = spot.speed.point if spot.speed is not None else None
     speed = f"{units.speed_up(x)}, " if x is not None else ""
     words = [f"{speed}error {units.relative_error(spot.error)}"]
-    words += [f"outdone by {better.result.mode}, which is faster and more exact"] if better is not None else []
     words += ["emulated: no speed"] if x is None else doubts(spot.result)
     return ChartPoint(
         spot.result.mode, label or spot.result.mode, x, spot.error, tone_of(spot.result), "; ".join(words)
     )
 
 
-def _outdone(spots: Sequence[_Case]) -> dict[_Case, _Case]:
-    """Cases that another one of their group beats in both, with that one; what is in doubt is not weighed."""
-    sure = ((spot, spot.speed) for spot in spots if spot.speed is not None and tone_of(spot.result) is not Tone.DOUBT)
-    outdone: dict[_Case, _Case] = {}
-    for members in together(((spot.title, spot.setting), (spot, speed)) for spot, speed in sure).values():
-        for spot, speed in members:  # more exact, and faster by intervals that do not touch
-            better = next((case for case, own in members if case.error < spot.error and own.low > speed.high), None)
-            if better is not None:
-                outdone[spot] = better
-    return outdone
-
-
-def _ranges(spots: Sequence[_Case], outdone: Mapping[_Case, _Case], metric: str) -> str:
+def _ranges(spots: Sequence[_Case], metric: str) -> str:
     by_mode = together((spot.result.mode, spot.error) for spot in spots)
     ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
-    sentences = [f"{many(len(spots), 'case')}. {metric}: {listed(ranges, 12)}."]
-    if outdone:
-        named = [f"{spot.name} by {other.result.mode}" for spot, other in outdone.items()]
-        sentences.append(f"Outdone in both: {listed(named, 8)}.")
-    return " ".join(sentences)
+    return f"{many(len(spots), 'case')}. {metric}: {listed(ranges, 12)}."
 
 
 @section("sustained", "Sustained", 96)
@@ -210,5 +188,5 @@ def sustained_section(material: Material) -> Iterator[Element]:
     (or for half as long where the device tells neither). The speed-up is by rounds of turns.
     """
     for title, panel in timed_panels(material):
-        for found in sustained(panel):
-            yield replace(found, name=f"sustained-{panel.case.workload}", caption=title)
+        for shown in sustained(panel):
+            yield replace(shown, name=f"sustained-{panel.case.workload}", caption=title)

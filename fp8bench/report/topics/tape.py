@@ -1,6 +1,4 @@
-"""What a step does, operator by operator: FLOPs, bytes and launches as they were counted; and where traces were
-recorded, the operators and kernels that its time goes to.
-"""
+"""What a step does, operator by operator: counted FLOPs, bytes and launches; and from traces, what takes its time."""
 
 from __future__ import annotations
 
@@ -34,14 +32,14 @@ _OF_CSV = (
 
 def remarks(tape: Tape) -> list[str]:
     unknown = together((operator.operator, operator.calls) for operator in tape.operators if operator.flops is None)
-    found = [f"unknown x {sum(calls)}: {operator} has no formula" for operator, calls in unknown.items()]
+    lines = [f"unknown x {sum(calls)}: {operator} has no formula" for operator, calls in unknown.items()]
     if tape.unwritten:
-        found.append(f"{tape.unwritten} tensors were written by no operator of torch: what else ran is not counted")
-    return [*found, tape.fused] if tape.fused else found
+        lines.append(f"{tape.unwritten} tensors were written by no operator of torch: what else ran is not counted")
+    return [*lines, tape.fused] if tape.fused else lines
 
 
 def _remarks_of(taped: Iterable[tuple[str, Tape]]) -> Iterator[str]:
-    """What is the same of several cases is said once."""
+    """What is the same for several cases is said once."""
     for remark, names in together((remark, name) for name, tape in taped for remark in remarks(tape)).items():
         yield f"{listed(names)}: {remark}"
 
@@ -64,14 +62,14 @@ def page_against(title: str, taped: Sequence[Taped]) -> Page:
 
 def _elements(taped: Sequence[Taped], where_alike: list[Text]) -> list[Element]:
     known = [(case, case.tape) for case in taped if case.tape is not None]
-    found: list[Element] = []
+    elements: list[Element] = []
     if known:
         rows = side_by_side([tape for _, tape in known])
         shown = [row for row in rows if row.differs] if where_alike and len(known) > 1 else rows
-        found += [_counts(known), _operators(known, shown)] if shown else [_counts(known), *where_alike]
+        elements += [_counts(known), _operators(known, shown)] if shown else [_counts(known), *where_alike]
     words = [f"{case.name}: no tape: {case.why}" for case in taped if case.tape is None]
     words += _remarks_of((case.name, tape) for case, tape in known)
-    return [*found, Items(tuple(map(Text, words)))] if words else found
+    return [*elements, Items(tuple(map(Text, words)))] if words else elements
 
 
 def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
@@ -84,7 +82,7 @@ def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
 
 
 def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
-    """Of rows of what was counted and the tape of a step, or the counts of a phase."""
+    """For rows of a case and its step's tape, or a phase's counts."""
     words = "of products, forward and backward; a product of M x K by K x N has 2MNK"
     yield Col("FLOPs", lambda row: row[1].flops or None, number=True, show=units.count, hint=words)
     yield Col("declared", lambda row: (declared(row[0]) or None) if isinstance(row[1], Tape) else None,
@@ -123,7 +121,7 @@ def _sums(row: TapeRow, place: int) -> str | None:
 
 
 def tape_rows(taped: Sequence[Taped]) -> Rows:
-    """FLOPs, bytes and launches are those of one call; FLOPs are empty where nobody knows them."""
+    """FLOPs, bytes and launches are those of one call; unknown FLOPs are empty."""
     return _OF_CSV, (
         {
             **encode(operator), "setting": case.setting, "tape": case.name, "inputs": " ".join(operator.inputs),
@@ -135,7 +133,7 @@ def tape_rows(taped: Sequence[Taped]) -> Rows:
 
 @section("tape", "What a step does", 77)
 def tape_section(material: Material) -> Iterator[Element]:
-    """Counted operator by operator in an untimed step; nothing is declared by the suite but what says so. `fp8bench
+    """Counted operator by operator in an untimed step; only the column 'declared' comes from the suite. `fp8bench
     show RUN --tape` has the operators.
     """
     cols: list[Col[Any]] = [
@@ -154,7 +152,7 @@ def tape_section(material: Material) -> Iterator[Element]:
         yield from [Items(said)] if said else []
 
 
-# Of each phase so many, and what takes less of a step only where it is its phase's first.
+# The most operators of a phase, and the least share of the step of all but its first.
 MOST = 5
 LEAST_SHARE = 0.01
 REST = "all else"
@@ -172,14 +170,13 @@ def operators_section(material: Material) -> Iterator[Element]:
     """Own time in one step, without that of what it calls; from traces of a few steps, in a pass that is not timed.
     Recording makes steps longer, those of many small operators most: shares say more than times.
     """
-    found = [element for title, panel in titled_panels(material) for element in _panel(title, panel)]
-    yield from found
-    if found:
+    elements = [element for title, panel in titled_panels(material) for element in _panel(title, panel)]
+    yield from elements
+    if elements:
         yield Text(_where(material))
 
 
 def _panel(title: str, panel: Panel) -> Iterator[Element]:
-    # Those whose figures are of some step.
     cases = [case for case in panel.members if 0 < _whole(case.result.record.operators) < math.inf]
     on_device = any(operator.on_device for case in cases for operator in case.result.record.operators)
     of = "the host's time of the traced step" if on_device else "the traced step"
@@ -200,7 +197,7 @@ def _panel(title: str, panel: Panel) -> Iterator[Element]:
 
 
 def _whole(operators: Sequence[OperatorTime]) -> float:
-    """Seconds of the traced step: all of the host's time is some row's."""
+    """Seconds of the traced step: all of the host's time is in some row."""
     return sum(operator.seconds for operator in operators if not operator.on_device)
 
 
@@ -209,8 +206,10 @@ def _rows(case: NamedCase) -> Iterator[_ShownOperator]:
     whole = _whole(operators)
     for phase in sorted({operator.phase for operator in operators}, key=phase_order):
         for on_device in (True, False):
-            found = [operator for operator in operators if (operator.phase, operator.on_device) == (phase, on_device)]
-            named = [operator for operator in found if operator.name]
+            of_place = [
+                operator for operator in operators if (operator.phase, operator.on_device) == (phase, on_device)
+            ]
+            named = [operator for operator in of_place if operator.name]
             shown = [
                 operator
                 for place, operator in enumerate(named[:MOST])
@@ -218,7 +217,7 @@ def _rows(case: NamedCase) -> Iterator[_ShownOperator]:
             ]
             for operator in shown:
                 yield _ShownOperator(case, operator, whole)
-            others = [operator for operator in found if operator not in shown]
+            others = [operator for operator in of_place if operator not in shown]
             rest = sum(other.seconds for other in others)
             if rest >= LEAST_SHARE * whole:
                 calls = sum(other.calls for other in others)
@@ -226,8 +225,10 @@ def _rows(case: NamedCase) -> Iterator[_ShownOperator]:
 
 
 def _where(material: Material) -> str:
-    asked = [entry.run.request.trace for entry in material.entries if any(record.trace for record in entry.run.records)]
-    folders = list(dict.fromkeys(folder for folder in asked if folder is not None))
+    folders_asked = [
+        entry.run.request.trace for entry in material.entries if any(record.trace for record in entry.run.records)
+    ]
+    folders = list(dict.fromkeys(folder for folder in folders_asked if folder is not None))
     lie = f"The traces lie in {listed(folders)}, a folder a case. " if folders else ""
     return (
         f"{lie}ui.perfetto.dev and chrome://tracing open them; so does TensorBoard with torch-tb-profiler, whose page "

@@ -1,4 +1,4 @@
-"""What formats and scalings leave of tensors: their numbers are what one reads of such panels, and not their times."""
+"""What formats and scalings leave of tensors: panels whose errors matter, and not their times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fp8bench.report.words.naming import listed
 SQNR = "sqnr_db"
 WORST_ROWS, WORST_BLOCKS = "sqnr_row_p1_db", "sqnr_block_p1_db"
 UNDERFLOW, SATURATION = "underflow_percent", "saturation_percent"
-# Metrics, the titles of their columns, and what they are; docs/formats.md has the definitions.
+# Metrics with titles and descriptions of their columns; docs/formats.md defines them.
 FIGURES = {
     SQNR: ("SQNR", "of the whole tensor"),
     "sqnr_row_median_db": ("rows, median", "SQNR of the middle row"),
@@ -44,11 +44,11 @@ FIGURES = {
     "scale_drift_octaves": ("scale drift", "the most octaves that a scale of earlier steps moved in a step"),
     "scale_lag_octaves": ("scale lag", "the most octaves above the largest value that such a scale let through"),
 }
-# Options of a precision that is one format under one scaling, and the words for none of their own.
+# Options of precisions that are one format under one scaling, and their words for no special one.
 _FORMAT, _SCALING = "format", "scaling"
 _EXACT, _SAME, _NONE, _ROLES = "exact", "same", "none", ("input", "weight", "gradient")
 OWN = "its own"
-# A shape is of the tensor, and does not tell one from another unless it is made in several.
+# The parameter that names a tensor. Its shape is only named if it comes in several.
 _NAME = "tensor"
 _ELEMENTS = re.compile(r"e(\d+)m(\d+)")
 _MOST_NAMED = 3
@@ -58,7 +58,7 @@ LEGEND = (
     "saturated: values beyond the format's largest; slope: 1 if values do not shrink"
 )
 _OVERVIEW = "SQNR in dB, higher is better; all other figures: the report, --csv, or one tensor alone"
-# More tensors than this would be read by nobody at that length.
+# For more tensors the table only has SQNRs.
 _MOST_IN_FULL = 2
 _SHOWN = (
     ("SQNR", SQNR), ("worst rows", WORST_ROWS), ("worst blocks", WORST_BLOCKS), ("underflow", UNDERFLOW),
@@ -70,7 +70,7 @@ _IN_HINTS = (WORST_ROWS, WORST_BLOCKS, UNDERFLOW, SATURATION, "slope")
 
 @dataclass(frozen=True)
 class TensorCell:
-    """Where a precision stands in the table of formats and scalings, and what it is called where there is no table.
+    """A precision's place in the table of formats and scalings, and its name outside of the table.
 
     A recipe that is not one format under one scaling stands under `OWN`.
     """
@@ -89,14 +89,14 @@ def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
 
 
 def cell_of(result: Result) -> TensorCell:
-    """By the options of its precision, if that is one format under one scaling; else its own name stands alone."""
+    """Its place by the options of its precision; a precision map stands under `OWN`."""
     case = result.record.case
     return TensorCell(case.mode, OWN, case.mode) if case.precision_map else _cell(case.precision)
 
 
 @cache
 def _cell(word: str) -> TensorCell:
-    """Of a precision that this version may not know: runs outlive it."""
+    """Runs outlive versions, so the precision may be unknown here."""
     try:
         precision = precisions.get(word)
     except UsageError:
@@ -106,7 +106,7 @@ def _cell(word: str) -> TensorCell:
         return TensorCell(word, OWN if hasattr(precision, "recipe") else _NONE, word)
     recipe = getattr(precision, "recipe", None)
     own = recipe.input.scaling if recipe is not None else None
-    # How scales are rounded: an MX format without that word may be any of four.
+    # An MX format may round its scales in four ways.
     rounding = "" if own is None or str(own.rounding) == _EXACT else str(own.rounding)
     fmt, scaling = str(chosen[_FORMAT]), f"{chosen[_SCALING]} {rounding}".strip()
     return TensorCell(fmt, scaling, f"{fmt} {scaling}")
@@ -142,31 +142,31 @@ def shown(value: float, unit: str) -> str:
 def best_by_width(panel: Panel) -> Iterator[str]:
     """'with 8 bits e4m3fn 1x128 has the highest SQNR in all 13 tensors of numerics: 31.8 to 45.0 dB'.
 
-    Widths of which there is but one precision have nothing to choose, and no sentence.
+    Widths with a single precision have no sentence.
     """
     known = [_by_width(group) for group in panel.groups]
     for bits in sorted({bits for group in known for bits in group}, reverse=True):
-        found = [group[bits] for group in known if group.get(bits)]
-        if len({words for group in found for words in group}) > 1:
-            yield _sentence(bits, found, panel.case.workload)
+        by_group = [group[bits] for group in known if group.get(bits)]
+        if len({words for group in by_group for words in group}) > 1:
+            yield _sentence(bits, by_group, panel.case.workload)
 
 
 def _by_width(group: ResultGroup) -> dict[int, dict[str, float]]:
-    """SQNR by precision, by the bits of their elements."""
+    """SQNRs by the bits of elements, then by precision."""
     cells = ((cell_of(result), figure(result, SQNR)[1]) for result in group.results)
     known = ((_ELEMENTS.match(cell.fmt), cell.words, value) for cell, value in cells if value is not None)
     by_bits = together((1 + int(match[1]) + int(match[2]), (words, value)) for match, words, value in known if match)
     return {bits: dict(pairs) for bits, pairs in by_bits.items()}
 
 
-def _sentence(bits: int, found: Sequence[Mapping[str, float]], suite: str) -> str:
-    winners = [max(by_words, key=lambda words: by_words[words]) for by_words in found]
-    best = [by_words[words] for by_words, words in zip(found, winners, strict=True)]
+def _sentence(bits: int, by_group: Sequence[Mapping[str, float]], suite: str) -> str:
+    winners = [max(by_words, key=lambda words: by_words[words]) for by_words in by_group]
+    best = [by_words[words] for by_words, words in zip(by_group, winners, strict=True)]
     low, high = units.decibels(min(best)), units.decibels(max(best))
     span = low if low == high else f"{low.removesuffix(' dB')} to {high}"
     (first, number), *others = Counter(winners).most_common()
     named = "".join(f", {words} in {times}" for words, times in others[:_MOST_NAMED])
-    total = len(found)
+    total = len(by_group)
     some = f"{number} of" if number < total else "all"
     where = f"on {suite}" if total == 1 else f"in {some} {total} tensors of {suite}"
     return f"with {bits} bits {first} has the highest SQNR {where}{named}: {span}"
@@ -191,20 +191,20 @@ def _of_case(row: tuple[ResultGroup, Result], metric: str) -> Field:
 
 def _overview(panel: Panel, width: int) -> Iterator[Element]:
     modes = {result.mode: result for group in panel.groups for result in group.results}
-    found = [{result.mode: figure(result, SQNR)[0] for result in group.results} for group in panel.groups]
+    by_group = [{result.mode: figure(result, SQNR)[0] for result in group.results} for group in panel.groups]
     names = [tensor_name(panel, group) for group in panel.groups]
     label = max(len(cell_of(mode).words) for mode in modes.values())
     for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
         cols: list[Col[Result]] = [
             Col("precision", lambda result: cell_of(result).words),
-            *(Col(names[place], partial(lambda own, result: own.get(result.mode), found[place]), number=True)
+            *(Col(names[place], partial(lambda own, result: own.get(result.mode), by_group[place]), number=True)
               for place in places),
         ]  # fmt: skip
         yield table("sqnr", "" if number else _OVERVIEW, cols, modes.values())
 
 
 def _fitting(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Places of columns in as few even runs as fit into the room; the last resort is one column each."""
+    """Column indices in as few even runs as fit into the room, at least one a run."""
     places = range(len(widths))
     for count in range(1, len(widths) + 1):
         size = -(-len(widths) // count)
@@ -233,8 +233,8 @@ def _map(title: str, panel: Panel) -> Heat:
     modes = {result.mode: cell_of(result) for group in panel.groups for result in group.results}
     formats = list(dict.fromkeys(cell.fmt for cell in modes.values()))
     ordered = sorted(modes, key=lambda mode: formats.index(modes[mode].fmt))
-    found = [{result.mode: result for result in group.results} for group in panel.groups]
-    cells = [[by_mode.get(mode) for by_mode in found] for mode in ordered]
+    by_group = [{result.mode: result for result in group.results} for group in panel.groups]
+    cells = [[by_mode.get(mode) for by_mode in by_group] for mode in ordered]
     values = tuple(tuple(figure(result, SQNR)[1] if result else None for result in row) for row in cells)
     hints = tuple(tuple(_worst(result) if result else "not measured" for result in row) for row in cells)
     known = [(value, modes[mode].words, tensor_name(panel, group)) for mode, row in zip(ordered, values, strict=True)
@@ -265,8 +265,8 @@ def _grid(title: str, tensor: str, group: ResultGroup, folded: bool) -> Iterator
 
 
 def _best(fmt: str, cells: Mapping[tuple[str, str], Result]) -> float | None:
-    found = [figure(cell, SQNR)[1] for (_, own), cell in cells.items() if own == fmt]
-    values = [value for value in found if value is not None]
+    values_of_format = [figure(cell, SQNR)[1] for (_, own), cell in cells.items() if own == fmt]
+    values = [value for value in values_of_format if value is not None]
     return max(values) if len(values) > 1 else None
 
 

@@ -1,4 +1,4 @@
-"""The answer: a word for each question, then plain sentences. What a person reads first."""
+"""The answer: a word for each question, then plain sentences."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import MOSTLY, counts, listed, many, missing_of, setting_of, shortened
-from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, said_once
+from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, shared_labels
 
 LONGEST_REASON = 300
 _MOST_SUITES = 2
-# So many emulated precisions have a sentence each.
+# Up to this many emulated precisions have a sentence each.
 _MOST_ALONE = 2
-# More sentences of one kind are not read; the table has each case.
+# The most sentences of one kind; the table has every case.
 _MOST = 12
-# Memory that differs by less is called the same.
+# Smaller differences of memory are called the same.
 _ALIKE = 0.03
 _TONES = {"less": Tone.GOOD, "more": Tone.BAD, "unclear": Tone.DOUBT}
 _NOT_MEASURED = Field("not measured", tone=Tone.DOUBT)
@@ -46,7 +46,7 @@ _Case = tuple[Panel, ResultGroup, Result]
 
 @dataclass(frozen=True)
 class ReportedCase:
-    """One case with where it stands: its panel's error metric, and what its group is called."""
+    """A case with its group's name and its panel's main error metric."""
 
     result: Result
     setting: str
@@ -70,9 +70,9 @@ def outcomes(panels: Iterable[Panel]) -> list[ReportedCase]:
     ]
 
 
-def failures(found: Sequence[ReportedCase]) -> list[str]:
-    """'FAILED: fp8 on gemm m=512: out of memory, even alone', loud."""
-    failed = [case for case in found if standing(case.result) is Standing.FAILED]
+def failures(cases: Sequence[ReportedCase]) -> list[str]:
+    """'FAILED: fp8 on gemm m=512: out of memory, even alone'."""
+    failed = [case for case in cases if standing(case.result) is Standing.FAILED]
     told = []
     by_reason = together(((case.suite, case.result.mode, case.reason), case) for case in failed)
     for (suite, mode, reason), alike in by_reason.items():
@@ -82,25 +82,25 @@ def failures(found: Sequence[ReportedCase]) -> list[str]:
     return told
 
 
-def skips(found: Sequence[ReportedCase]) -> list[str]:
+def skips(cases: Sequence[ReportedCase]) -> list[str]:
     """'nvfp4 was skipped in 3 of 4 cases of gemm: no hardware for FP4'."""
-    skipped = [case for case in found if standing(case.result) is Standing.SKIPPED]
+    skipped = [case for case in cases if standing(case.result) is Standing.SKIPPED]
     told = []
     for reason, alike in together((case.reason, case) for case in skipped).items():
         modes = list(dict.fromkeys(case.result.mode for case in alike))
         suites = list(dict.fromkeys(case.suite for case in alike))
         were = "was" if len(modes) == 1 else "were"
-        total = sum(case.result.mode in modes and case.suite in suites for case in found)
+        total = sum(case.result.mode in modes and case.suite in suites for case in cases)
         some = "all " * (total > 1) if total == len(alike) else f"{len(alike)} of "
         told.append(f"{listed(modes)} {were} skipped in {some}{many(total, 'case')} of {listed(suites)}: {reason}")
     return told
 
 
-def emulations(found: Sequence[ReportedCase], name_devices: bool = False) -> list[str]:
+def emulations(cases: Sequence[ReportedCase], name_devices: bool = False) -> list[str]:
     """'fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing ...'."""
-    emulated = [case for case in found if standing(case.result) is Standing.EMULATED]
+    emulated = [case for case in cases if standing(case.result) is Standing.EMULATED]
     by_mode = together(((case.result.mode, case.result.record.case.device), case) for case in emulated).values()
-    by_place = together((_place(alike, found, name_devices), alike) for alike in by_mode)
+    by_place = together((_place(alike, cases, name_devices), alike) for alike in by_mode)
     told = []
     for place, modes in by_place.items():
         names = [alike[0].result.mode for alike in modes]
@@ -113,11 +113,11 @@ def emulations(found: Sequence[ReportedCase], name_devices: bool = False) -> lis
     return told
 
 
-def _place(alike: Sequence[ReportedCase], found: Sequence[ReportedCase], name_devices: bool) -> str:
+def _place(alike: Sequence[ReportedCase], cases: Sequence[ReportedCase], name_devices: bool) -> str:
     first = alike[0].result.record.case
     here = "this CPU" if first.device == "cpu" else "this device"
     suites = dict.fromkeys(case.suite for case in alike)
-    ran = [case for case in found if standing(case.result) not in (Standing.SKIPPED, Standing.FAILED)]
+    ran = [case for case in cases if standing(case.result) not in (Standing.SKIPPED, Standing.FAILED)]
     same = [case for case in ran if (case.result.mode, case.result.record.case.device) == (first.mode, first.device)]
     others = {case.suite for case in same} - {*suites}
     return f"on {first.device if name_devices else here}{f' in {listed(list(suites))}' if others else ''}"
@@ -185,7 +185,7 @@ def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
 
 
 def _speed(cases: Sequence[_Case]) -> Field:
-    """Its verdict where all cases have the same; 'mostly faster' where most have it."""
+    """Its verdict if all cases have the same; 'mostly faster' if most have."""
     words = Counter(status_words(result) for _, _, result in cases).most_common()
     points = [speed.point for _, _, result in cases if (speed := speed_up(result))]
     speeds, middle = units.span(points, units.speed_up), statistics.median(points) if points else None
@@ -204,8 +204,8 @@ def _speed(cases: Sequence[_Case]) -> Field:
 
 
 def _error(cases: Sequence[_Case]) -> Field:
-    found = [value_of(result.record.measurement(main_error(panel))) for panel, _, result in cases]
-    errors = [error for error in found if error is not None]
+    values = [value_of(result.record.measurement(main_error(panel))) for panel, _, result in cases]
+    errors = [error for error in values if error is not None]
     if not errors:
         return _NOT_MEASURED
     word = legend.error_word(errors)
@@ -214,7 +214,7 @@ def _error(cases: Sequence[_Case]) -> Field:
 
 
 def _of_reference(cases: Sequence[_Case], words: set[str], shares: Sequence[float]) -> Field:
-    """What is taken of what the reference takes; of an emulation it would be the cost of emulating."""
+    """How a quantity compares with the reference's; emulations make no claim."""
     if not words:
         return _NO_CLAIM if all(emulated(result) for _, _, result in cases) else _NOT_MEASURED
     word = words.pop() if len(words) == 1 else "mixed"
@@ -227,9 +227,9 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
     yield from losses(entry)
     devices = dict.fromkeys(panel.case.device for panel in entry.panels)
     name_devices = len(devices) > 1
-    found = outcomes(entry.panels)
+    cases = outcomes(entry.panels)
     timed = [panel for panel in entry.panels if not about_tensors(panel)]
-    said = said_once(timed)
+    said = shared_labels(timed)
     if said:
         yield Text(doubt_of_all(said), Tone.DOUBT)
     sentences = [Text(f"{text}.", Tone.STRONG) for panel in timed for text in over_loads(panel)]
@@ -237,8 +237,8 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
         text for panel in timed for text in comparisons(panel, panel.case.device if name_devices else "", said)
     ]
     sentences += [Text(text) for panel in entry.panels if about_tensors(panel) for text in best_by_width(panel)]
-    sentences += [Text(text, Tone.DOUBT) for text in few(emulations(found, name_devices))]
-    sentences += [Text(text, Tone.DOUBT) for text in few(skips(found))]
+    sentences += [Text(text, Tone.DOUBT) for text in at_most(emulations(cases, name_devices))]
+    sentences += [Text(text, Tone.DOUBT) for text in at_most(skips(cases))]
     if sentences:
         yield Items(tuple(sentences))
 
@@ -248,7 +248,7 @@ def losses(entry: Entry) -> Iterator[Element]:
     if failed:
         number = sum(record.status is Status.FAILED for record in entry.run.records)
         yield Text(f"{number} of {len(entry.run.records)} cases failed.", Tone.BAD)
-        yield Items(tuple(Text(text, Tone.BAD) for text in few(failed)))
+        yield Items(tuple(Text(text, Tone.BAD) for text in at_most(failed)))
     missing = missing_of(entry.run)
     if missing:
         yield Text(f"{missing[0].upper()}{missing[1:]}.", Tone.BAD)
@@ -256,7 +256,7 @@ def losses(entry: Entry) -> Iterator[Element]:
         yield Text(f"Nothing was measured (cases: {counts(entry.run)}).", Tone.STRONG)
 
 
-def few(sentences: list[str]) -> list[str]:
+def at_most(sentences: list[str]) -> list[str]:
     if len(sentences) <= _MOST:
         return sentences
     return [*sentences[: _MOST - 1], f"and {len(sentences) - _MOST + 1} more like these: the table has every case"]

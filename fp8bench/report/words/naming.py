@@ -1,4 +1,4 @@
-"""What a report calls its runs, suites and cases, so that every section calls them the same."""
+"""What a report calls its runs, suites and cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def suites_of(run: Run) -> tuple[str, ...]:
 
 
 def devices_of(run: Run) -> tuple[str, ...]:
-    """What its devices are called: 'AMD EPYC'; the key of one whose facts are lost."""
+    """Names of its devices ('AMD EPYC'); the key if the facts are lost."""
     names = {facts.key: facts.name for facts in run.devices}
     return tuple(dict.fromkeys(names.get(case.device, case.device) for case in _cases(run)))
 
@@ -30,24 +30,24 @@ def _cases(run: Run) -> list[Case]:
 
 
 def fact(run: Run, name: str) -> str:
-    """One fact of its environment as text, '' where it is not known."""
+    """A fact of its environment as text; '' if unknown."""
     value = run.environment.get(name)
     return "" if value is None else str(value)
 
 
 def commit_of(run: Run) -> str:
-    """'0a1b2c3d', and whether the files differed from it; '' outside a repository."""
+    """'0a1b2c3d', with a note if files had changed; '' outside a repository."""
     commit = fact(run, "commit")[:COMMIT_LETTERS]
     return f"{commit} with uncommitted changes" if commit and run.environment.get("dirty") else commit
 
 
 def attention_of(record: Record) -> str:
-    """'flash': which of torch's kernels computed attention; '' where nobody looked, or there is none."""
+    """'flash': the kernels of torch that computed attention; '' if unknown or none."""
     return " and ".join(record.products.attention) if record.products is not None else ""
 
 
 def cache_of(record: Record, devices: Sequence[DeviceFacts]) -> str:
-    """What was done for the last cache to be what the case says; '' where nothing was: it is hot."""
+    """What was done to the last cache; '' for the usual hot one."""
     cache = CACHE.of(dict(record.case.params))
     facts = next((device for device in devices if device.key == record.case.device), None)
     if cache == HOT or facts is None:
@@ -68,7 +68,7 @@ def cache_of(record: Record, devices: Sequence[DeviceFacts]) -> str:
 
 
 def replays_of(record: Record) -> str:
-    """Why its steps were not replayed, or what replays leave out; '' where there is nothing to say."""
+    """Why its steps were not replayed, or what replays leave out; '' if there is nothing to say."""
     replays = record.replays
     if replays is None:
         return ""
@@ -78,7 +78,7 @@ def replays_of(record: Record) -> str:
 
 
 def when(run: Run) -> str:
-    """'2026-01-05 12:00 UTC'; what stands there where it is no date."""
+    """'2026-01-05 12:00 UTC'; the text itself if it is no date."""
     try:
         started = datetime.fromisoformat(run.started)
     except ValueError:
@@ -99,7 +99,7 @@ def many(number: int, noun: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """One line of so many letters at most."""
+    """One line of at most `most` letters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
@@ -119,15 +119,15 @@ def _unchecked(run: Run) -> str:
         ],
     }
     told = [
-        what if len(found) == len(timed) else f"{what} of {len(found)} of {many(len(timed), 'case')}"
-        for what, found in left_out.items()
-        if found
+        what if len(records) == len(timed) else f"{what} of {len(records)} of {many(len(timed), 'case')}"
+        for what, records in left_out.items()
+        if records
     ]
     return f"not checked, because of --quick: {', '.join(told)}" if run.request.quick and told else ""
 
 
 def missing_of(run: Run) -> str:
-    """How much of the plan has no record, why, and what to do about it; '' if nothing is missing."""
+    """How much of the plan has no record, and what to do; '' if nothing is missing."""
     planned = {planned.case.id for group in run.plan for planned in group.cases}
     missing = len(planned - {record.case.id for record in run.records})
     if not missing:
@@ -138,41 +138,41 @@ def missing_of(run: Run) -> str:
 
 
 def setting_of(group: ResultGroup) -> str:
-    """'m=256 n=256 k=256', what tells a group from its neighbours; of a group that is alone its sizes."""
+    """'m=256 n=256 k=256', what tells a group from its neighbours; its sizes if it is alone."""
     return group.place or sizes(group.case)
 
 
 def sizes(case: Case) -> str:
-    """The parameters that are numbers: 'batch=2 sequence=96'. The others are choices, most of them defaults."""
+    """The numbers among its parameters: 'batch=2 sequence=96'."""
     return show_params(
         pair for pair in case.params if isinstance(pair[1], int | float) and not isinstance(pair[1], bool)
     )
 
 
 def listed(words: Sequence[str], most: int = 5) -> str:
-    """'a, b and c'; 'a, b and 7 more' where there are too many to read."""
+    """'a, b and c'; 'a, b and 7 more' if there are too many."""
     shown = list(words) if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
 def phase_words(phase: str) -> str:
-    """A phase as words: 'optimizer_step' -> 'optimizer step'."""
+    """'optimizer_step' -> 'optimizer step'."""
     return phase.replace("_", " ")
 
 
 def phase_order(phase: str) -> tuple[float, str]:
-    """Phases of the house in their order, unattributed time last, and what is neither before it."""
+    """Sorts our phases in their order, then others, and unattributed time last."""
     last = CELL_PHASES.index(UNATTRIBUTED)
     return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else last - 0.5, phase
 
 
-# Of the cases so many make a verdict that most have.
+# The share of cases that makes "most".
 MOSTLY = 0.75
 
 
 def common_tone(tones: Iterable[Tone]) -> Tone:
-    """That of most where none means the opposite; else none."""
-    found = Counter(tones)
-    if found[Tone.GOOD] and found[Tone.BAD]:
+    """The tone of most, unless some mean the opposite."""
+    counts = Counter(tones)
+    if counts[Tone.GOOD] and counts[Tone.BAD]:
         return Tone.PLAIN
-    return next((tone for tone, number in found.items() if number >= MOSTLY * found.total()), Tone.PLAIN)
+    return next((tone for tone, number in counts.items() if number >= MOSTLY * counts.total()), Tone.PLAIN)

@@ -1,7 +1,7 @@
-"""What the verdicts of a panel say, in sentences: a precision against its reference, in one case or in several.
+"""Sentences on the verdicts of a panel: a precision against its reference, in one case or in several.
 
-Only a verdict that nothing casts doubt on reads as a fact; the others say 'perhaps', or that it is not clear, with the
-reason. Speed is told as how many times as fast: above 1x is faster.
+Only a verdict without doubt reads as a fact; others say 'perhaps', or that it is not clear, with the reason. Speed is
+how many times as fast: above 1x is faster.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from fp8bench.report.elements import Text
 from fp8bench.report.energies import energy_clause
 from fp8bench.report.panels import Panel, Result, show_params, together, value_of
 from fp8bench.report.topics.phases import is_mixed, phase_clauses
-from fp8bench.report.words.labels import LABELS
+from fp8bench.report.words.legend import LABELS
 from fp8bench.report.words.naming import common_tone, listed, many, setting_of
 
 _COMPARED = (
     Standing.FASTER, Standing.SLOWER, Standing.SAME, Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED,
 )  # fmt: skip
-# What sets a speed and is no doubt of it.
+# Explains a speed, and casts no doubt on it.
 _PACE = Label.POWER_CAPPED
-# The axis of a suite whose verdict is no verdict without it, and what tells how uneven its values are.
+# An axis that a verdict depends on, and the metric of how uneven its load is.
 _LOAD, _UNEVEN = "load", "load_ratio"
-# So few cases are named one by one.
+# Up to this many cases are named one by one.
 _NAMED = 2
 _WITHIN = f"within {units.percent(SAME, 0)}"
 
 
 @dataclass(frozen=True)
 class ComparedAs:
-    """One way in which a case may compare: the verdict, and whether it is in doubt."""
+    """A way in which a case compares: the verdict, and whether it is in doubt."""
 
     standing: Standing
     verdict: Verdict
@@ -54,16 +54,16 @@ class ComparedAs:
 
 
 def kind_of(result: Result) -> ComparedAs:
-    found, timed = standing(result), result.finding
-    return ComparedAs(found, Verdict.NONE if found is Standing.UNTIMED or timed is None else timed.verdict)
+    status, timed = standing(result), result.finding
+    return ComparedAs(status, Verdict.NONE if status is Standing.UNTIMED or timed is None else timed.verdict)
 
 
-def said_once(panels: Iterable[Panel]) -> frozenset[Label]:
-    """The labels that every compared case has: one sentence for all of them says so, and theirs need not."""
-    found = [
+def shared_labels(panels: Iterable[Panel]) -> frozenset[Label]:
+    """Labels that every compared case has: one sentence says so for all."""
+    doubts = [
         frozenset(_doubts(result)) for panel in panels for result in panel.results if standing(result) in _COMPARED
     ]
-    return frozenset.intersection(*found) if len(found) > 1 else frozenset()
+    return frozenset.intersection(*doubts) if len(doubts) > 1 else frozenset()
 
 
 def doubt_of_all(labels: frozenset[Label]) -> str:
@@ -73,25 +73,25 @@ def doubt_of_all(labels: frozenset[Label]) -> str:
 
 
 def comparisons(panel: Panel, device: str = "", said: frozenset[Label] = frozenset()) -> list[Text]:
-    """A sentence for each precision of a panel; `device` is named in them if it is given, labels in `said` are not."""
+    """A sentence for each precision of a panel; names `device` if given, leaves out the labels in `said`."""
     where = f" on {device}" if device else ""
     modes = dict.fromkeys(result.mode for result in panel.results if standing(result) in _COMPARED)
     return [_comparison(panel, mode, where, said) for mode in modes] or list(map(Text, _alone(panel, where)))
 
 
 def _comparison(panel: Panel, mode: str, where: str, said: frozenset[Label]) -> Text:
-    found = [
+    members = [
         (setting_of(group), result, group.lead)
         for group, result in panel.members
         if result.mode == mode and standing(result) in _COMPARED
     ]
     reference, suite = panel.reference or "its reference", panel.case.workload
-    if len(found) == 1:
-        place, result, against = found[0]
+    if len(members) == 1:
+        place, result, against = members[0]
         energy = energy_clause([(result, against)])
         return Text(_single(result, against, reference, suite, place, where, said) + energy, tone_of(result))
-    places = [(place, result) for place, result, _ in found]
-    energy = energy_clause([(result, against) for _, result, against in found])
+    places = [(place, result) for place, result, _ in members]
+    energy = energy_clause([(result, against) for _, result, against in members])
     words = _several(places, reference, f"{suite}{where}", said) + energy
     return Text(words, common_tone(tone_of(result) for _, result in places))
 
@@ -99,7 +99,7 @@ def _comparison(panel: Panel, mode: str, where: str, said: frozenset[Label]) -> 
 def _single(
     result: Result, against: Result | None, reference: str, suite: str, place: str, where: str, said: frozenset[Label]
 ) -> str:
-    """'bf16 is 1.62x [1.60, 1.64] faster than fp32 on gemm m=512'; of a step made of several phases, what they do."""
+    """'bf16 is 1.62x [1.60, 1.64] faster than fp32 on gemm m=512'; for a step of several phases, also theirs."""
     kind, clauses = kind_of(result), ""
     subject = f"{suite} {place}".rstrip() + where
     own, base = result.finding, against.finding if against else None
@@ -124,10 +124,10 @@ def _claim(kind: ComparedAs, result: Result, reference: str, subject: str) -> st
 
 def _several(results: Sequence[tuple[str, Result]], reference: str, suite: str, said: frozenset[Label]) -> str:
     """'bf16 is faster than fp32 in 4 of 5 cases of gemm, 1.21x to 2.10x (median 1.84x); slower in 1 (m=1: 0.940x)'."""
-    found = together((kind_of(pair[1]), pair) for pair in results)
+    by_kind = together((kind_of(pair[1]), pair) for pair in results)
     parts: list[str] = []
-    for kind in sorted(found, key=lambda kind: (_COMPARED.index(kind.standing), [*Verdict].index(kind.verdict))):
-        members, head = found[kind], f"{kind.words} in {len(found[kind])}"
+    for kind in sorted(by_kind, key=lambda kind: (_COMPARED.index(kind.standing), [*Verdict].index(kind.verdict))):
+        members, head = by_kind[kind], f"{kind.words} in {len(by_kind[kind])}"
         if not parts:
             some = f"{len(members)} of {len(results)}"
             number = some if len(members) < len(results) else "both" if len(results) == 2 else f"all {len(results)}"
@@ -156,7 +156,7 @@ def _speeds(kind: ComparedAs, members: Sequence[tuple[str, Result]]) -> str:
 
 
 def of_all_calls(finding: Finding) -> str:
-    """'1.02x [0.99, 1.04]', by the mean over all calls; what that would have seen where nothing was found."""
+    """'1.02x [0.99, 1.04]' by the mean over all calls; for SAME, also which rare slow calls it would have seen."""
     if finding.typical is None:
         return units.NONE
     seen = f", {would_have_seen(finding)}" if finding.verdict is Verdict.SAME else ""
@@ -195,7 +195,7 @@ def _doubt(kind: ComparedAs, results: Sequence[Result], said: frozenset[Label]) 
 
 
 def _counted(reasons: Iterable[str]) -> Iterator[str]:
-    """Those that differ in their numbers alone are told once: 'contended (8 of 10 slots) (so in 3 of them)'."""
+    """Reasons that differ only in their numbers are said once: 'contended (8 of 10 slots) (so in 3 of them)'."""
     for alike in together((re.sub(r"[0-9.]+", "#", reason), reason) for reason in reasons).values():
         yield alike[0] + (f" (so in {len(alike)} of them)" if len({*alike}) > 1 else "")
 
@@ -211,7 +211,7 @@ def _because(results: Sequence[Result], said: frozenset[Label]) -> str:
 
 
 def _doubts(result: Result) -> list[Label]:
-    """The labels that make it 'perhaps'; those that took the verdict away stand in its why already."""
+    """The labels that make it 'perhaps'; those that took the verdict away stand in its why."""
     if result.finding is not None and result.finding.judged and not result.finding.doubtful:
         return []
     told = result.finding.hard if result.finding else ()
@@ -219,7 +219,7 @@ def _doubts(result: Result) -> list[Label]:
 
 
 def _pace(results: Sequence[Result]) -> str:
-    """What sets a speed, no doubt of it: '; it ran at the clocks that ... in 1 of 3 (power-capped)'."""
+    """'; it ran at the clocks that ... in 1 of 3 (power-capped)': explains a speed without doubting it."""
     reasons = [result.reason(_PACE) for result in results if _PACE in result.labels]
     where = "" if len(reasons) == len(results) else f" in {len(reasons)} of {len(results)}"
     known = f", {reasons[0]}" if reasons and reasons[0] and len({*reasons}) == 1 else ""
@@ -242,10 +242,9 @@ def _alone(panel: Panel, where: str) -> Iterator[str]:
 
 
 def over_values(panel: Panel) -> Iterator[str]:
-    """'bf16 by values (normal, zeros): best 1.20 ms to 1.31 ms, 1.09x apart; speed-up 1.84x to 1.91x' for each case.
+    """'bf16 by values (normal, zeros): best 1.20 ms to 1.31 ms, 1.09x apart; speed-up 1.84x to 1.91x'.
 
-    The same of memory layouts, the fastest first. Its groups were measured one after the other, so that this is no
-    verdict.
+    The same for memory layouts, fastest first. It is no verdict, because the groups were measured one after the other.
     """
     for axis in (VALUES, LAYOUT):
         yield from _over(panel, axis.name, axis.default[0])
@@ -256,7 +255,7 @@ def _over(panel: Panel, axis: str, default: str) -> Iterator[str]:
     for mode, place, results in _alike_but_for(axis, timed, panel):
         if axis == LAYOUT.name:
             results.sort(key=lambda result: result.best or 0.0)
-        # The default of either is no parameter of a case.
+        # Cases do not have the default as a parameter.
         kinds = dict.fromkeys(str(dict(result.record.case.params).get(axis, default)) for result in results)
         if len(kinds) < 2:
             continue
@@ -268,7 +267,7 @@ def _over(panel: Panel, axis: str, default: str) -> Iterator[str]:
 
 
 def _alike_but_for(axis: str, results: Iterable[Result], panel: Panel) -> Iterator[tuple[str, str, list[Result]]]:
-    """The results by their precision and what tells them apart beside the axis."""
+    """Results that differ in that axis only, with their precision and other parameters."""
     alike = together(
         ((result.mode, tuple(pair for pair in result.record.case.params if pair[0] != axis)), result)
         for result in results
@@ -278,10 +277,7 @@ def _alike_but_for(axis: str, results: Iterable[Result], panel: Panel) -> Iterat
 
 
 def over_loads(panel: Panel) -> Iterator[str]:
-    """'bf16 against fp32: the load decides: faster with load=uniform (1.42x [...]); slower with ...' where it turns.
-
-    Cases that differ in their load alone are held together; in doubt is what any side of it is.
-    """
+    """'bf16 against fp32: the load decides: faster with load=uniform (1.42x [...]); slower with ...'."""
     loaded = [
         result for result in panel.results if speed_up(result) is not None and _LOAD in dict(result.record.case.params)
     ]

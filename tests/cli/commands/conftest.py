@@ -13,7 +13,7 @@ Anew = Callable[[], Path]
 
 @pytest.fixture
 def anew(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Anew:
-    """Goes into another empty directory, and gives its store."""
+    """Changes into a new empty directory, and returns its store."""
     numbers = itertools.count()
 
     def begun() -> Path:

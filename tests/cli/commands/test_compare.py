@@ -28,7 +28,6 @@ def say(store: Path, fp8bench: Say) -> Say:
 
 
 def test_two_runs(store: Path, say: Say) -> None:
-    """By id, stem, path and 'last'; nothing is written."""
     first, second = history(store, 1.0, 1.5)
     before = tree(store)
     texts = [say(word, "last") for word in (first.stem.rpartition("-")[2], first.stem, str(first))]
@@ -101,26 +100,24 @@ def test_a_commit_whose_runs_all_had_other_files_has_none(store: Path) -> None:
 
 
 def test_what_git_calls_a_commit(store: Path, say: Say) -> None:
-    """HEAD, HEAD~1, a tag."""
     git(Path(), "init", "-q")
-    found = []
+    titles = []
     for number in range(2):
         git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
-        found.append(git(Path(), "rev-parse", "HEAD"))
-        keep(store, run_at(number, facts={"commit": found[-1]}, records=tuple(records(1 + number))))
+        titles.append(git(Path(), "rev-parse", "HEAD"))
+        keep(store, run_at(number, facts={"commit": titles[-1]}, records=tuple(records(1 + number))))
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
     code, out, _ = say("HEAD~2", "HEAD~1")
-    assert code == 0 and f"commit {found[0][:8]}" in out.splitlines()[1] and "+100.0%" in out
+    assert code == 0 and f"commit {titles[0][:8]}" in out.splitlines()[1] and "+100.0%" in out
     code, out, err = say("HEAD~2", "HEAD")
     assert code == 2 and not out and "has no run" in err
 
 
 def test_json_csv_and_markdown(store: Path, say: Say) -> None:
-    """On stdout or in files, the same comparisons."""
     history(store, 1.0, 1.5)
     document = json.loads(say(A, B, "--json")[1])
     rows = list(csv.DictReader(say(A, B, "--csv", "-")[1].splitlines()))
-    assert [row["metric"] for row in rows] == [one["metric"] for one in document["comparisons"]] != []
+    assert [row["metric"] for row in rows] == [comparison["metric"] for comparison in document["comparisons"]] != []
     code, out, _ = say(A, B, "--csv", "rows.csv", "--md", "page.md")
     assert code == 0 and "worse" in out and "worse" in Path("page.md").read_text()
     assert list(csv.DictReader(Path("rows.csv").read_text().splitlines())) == rows

@@ -29,7 +29,7 @@ def say(store: Path, fp8bench: Say) -> Say:
 
 
 def of_suite(name: str) -> tuple[Record, ...]:
-    return tuple(replace(one, case=replace(one.case, workload=name)) for one in records())
+    return tuple(replace(record, case=replace(record.case, workload=name)) for record in records())
 
 
 @as_before
@@ -135,7 +135,7 @@ def test_history_merge(fp8bench: Say, anew: Anew) -> Told:
 
 
 def test_a_folder_that_may_not_be_read_is_said(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its runs are left out, which is another matter than having none."""
+    """Its runs are left out, which differs from having none."""
     history(store, 1.0)
     monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "box")
     words = "fp8bench: .fp8bench/runs/box may not be read, so that its runs are left out\n"
@@ -153,7 +153,6 @@ def test_at_most_twenty_are_listed(store: Path, say: Say, monkeypatch: pytest.Mo
 
 
 def test_a_commit_that_left_the_repository_is_marked(store: Path, say: Say) -> None:
-    """One that is there is not; where none is there, it is another repository."""
     git(Path(), "init", "-q")
     git(Path(), "commit", "-q", "--allow-empty", "-m", "one")
     keep(store, run_at(1))
@@ -167,7 +166,6 @@ def test_a_commit_that_left_the_repository_is_marked(store: Path, say: Say) -> N
 
 
 def test_what_only_reads_writes_nothing(store: Path, say: Say) -> None:
-    """So that a store that may not be written will do."""
     history(store, 1.0, 1.1)
     say("rebuild")
     torn = store / "asv" / "results" / "box" / "00000000-x.json"
@@ -187,7 +185,7 @@ def test_many_runs_are_announced(store: Path, say: Say, monkeypatch: pytest.Monk
 
 
 def test_rebuild(store: Path, say: Say) -> None:
-    """After the folder is gone, the same files come again; a dirty run is named, and in none."""
+    """After the folder was deleted, the same files are made again; a dirty run is named, and is in none."""
     history(store, 1.0, 1.1)
     keep(store, run_at(5, facts={"dirty": True}))
     code, out, err = say("rebuild")
@@ -203,7 +201,6 @@ def test_rebuild(store: Path, say: Say) -> None:
 
 
 def test_rebuild_mends_and_names_what_was_broken(store: Path, say: Say) -> None:
-    """It is set aside, and what could not be made is code 3."""
     history(store, 1.0, 1.1)
     say("rebuild")
     broken = next((results_of(store) / "box").glob("00000001-*.json"))
@@ -218,7 +215,6 @@ def test_rebuild_mends_and_names_what_was_broken(store: Path, say: Say) -> None:
 
 
 def test_a_suite_of_ones_own_is_imported(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the run is left out, with the reason."""
     keep(store, run_at(1, records=of_suite("mine")))
     Path("mine.py").write_text(
         "from fp8bench.suites import workloads\n"
@@ -247,7 +243,6 @@ def test_merge_takes_runs_and_makes_their_view_and_leaves_the_other_store_as_it_
 
 
 def test_merge_says_what_was_not_taken(store: Path, say: Say, tmp_path: Path) -> None:
-    """With code 3; the rest is taken."""
     history(tmp_path / "other", 1.0, 1.1)
     path = next((tmp_path / "other" / "runs" / "box").glob("*00000001*"))
     say("merge", str(tmp_path / "other"))
@@ -258,7 +253,6 @@ def test_merge_says_what_was_not_taken(store: Path, say: Say, tmp_path: Path) ->
 
 
 def test_a_torn_file_of_figures_is_said_once(store: Path, say: Say) -> None:
-    """And changes nothing of what is shown; nor do remembered steps that are none."""
     history(store, 1.0, 1.1)
     whole = say("list")
     (store / "points" / "points.figures").write_bytes(b"fp8bench figures 1")

@@ -100,16 +100,16 @@ def makers(store: Path) -> str:
 
 @pytest.mark.slow
 def test_a_model_as_it_came_beside_its_copies(makers: str, fp8bench: Say, short_slots: None) -> None:
-    """One real run: the model as it came is the reference, copies have errors, all of them memory."""
     code, out, _ = fp8bench(
         "profile", f"{makers}:make", "--dtypes", "bf16,mxfp4", "--rounds", "2", "--no-report", "--json"
     )
     run = json.loads(out)
-    records = {one["case"]["precision"]: one for one in run["records"]}
+    records = {record["case"]["precision"]: record for record in run["records"]}
     assert code == 0 and list(records) == ["untouched", "bf16", "mxfp4"]
-    assert [one["is_reference"] for one in records.values()] == [True, False, False]
+    assert [record["is_reference"] for record in records.values()] == [True, False, False]
     errors = {
-        name: {one["metric"]: one["samples"][0] for one in record["measurements"]} for name, record in records.items()
+        name: {measurement["metric"]: measurement["samples"][0] for measurement in record["measurements"]}
+        for name, record in records.items()
     }
     assert errors["untouched"]["output_error"] == errors["untouched"]["gradient_error"] == 0.0
     for metric in ("output_error", "gradient_error"):
@@ -124,7 +124,7 @@ def test_a_model_as_it_came_beside_its_copies(makers: str, fp8bench: Say, short_
 
 
 def test_steps_that_are_not_alike_are_said_to_be(makers: str, fp8bench: Say, short_slots: None) -> None:
-    """Another branch every second call; and its loss error is of one draw."""
+    """Every second call takes another branch; the loss error is of one draw."""
     words = ("--dtypes", "bf16", "--rounds", "2", "--no-report", "--no-isolation", "--no-energy")
     code, out, _ = fp8bench("profile", f"{makers}:alternating", *words)
     assert code == 0 and "varying-steps (bf16)" in unfolded(out), out
@@ -161,8 +161,8 @@ ALWAYS = 3
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        pytest.param(*one, marks=[pytest.mark.nightly] * (place >= ALWAYS), id=" ".join(one[0]))
-        for place, one in enumerate(WRONG)
+        pytest.param(*row, marks=[pytest.mark.nightly] * (place >= ALWAYS), id=" ".join(row[0]))
+        for place, row in enumerate(WRONG)
     ],
 )
 def test_what_cannot_be_is_a_sentence(words: list[str], sentence: str, makers: str, store: Path, fp8bench: Say) -> None:
@@ -179,7 +179,6 @@ def test_a_maker_that_ends_its_process(makers: str, store: Path, fp8bench: Say) 
 
 
 def test_untouched_is_of_a_profile_alone(store: Path, fp8bench: Say) -> None:
-    """No suite has a model that came from somewhere."""
     code, out, _ = fp8bench("suite", "gemm", "--dtypes", "untouched,bf16", "--dry-run")
     assert code == 0 and "only `fp8bench profile` has one" in " ".join(out.split())
     code, _, error = fp8bench("suite", "model")

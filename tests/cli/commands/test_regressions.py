@@ -110,7 +110,6 @@ def test_looking_writes_nothing_but_what_can_be_made_again(store: Path, say: Say
 
 
 def test_as_markdown(store: Path, say: Say) -> None:
-    """A file beside what is printed: the same page, as tables. Where it cannot be is said before anything is read."""
     history(store, *times((12, 1.0), (4, 1.1)))
     for words in (["regressions"], ["list"], ["list", "--runs"], ["show", SERIES]):
         shown = say(*words, "--md", "page.md")
@@ -122,21 +121,19 @@ def test_as_markdown(store: Path, say: Say) -> None:
 
 
 def test_as_json(store: Path, say: Say) -> None:
-    """All of it, the acknowledged with what was said, on one line of strict JSON."""
     history(store, *times((12, 1.0), (4, 1.1)))
     say("ack", SERIES, "--because", "wanted")
     code, out, err = say("regressions", "--json")
-    found = json.loads(out)
-    assert (code, err, out.count("\n")) == (1, "", 1) and found["looked_at"] == 12 and found["left"] == {}
-    assert [one["state"] for one in found["changes"]].count("open") == 7
-    (one,) = [one for one in found["changes"] if one["series"] == SERIES]
+    document = json.loads(out)
+    assert (code, err, out.count("\n")) == (1, "", 1) and document["looked_at"] == 12 and document["left"] == {}
+    assert [change["state"] for change in document["changes"]].count("open") == 7
+    (one,) = [change for change in document["changes"] if change["series"] == SERIES]
     assert one["ack"]["because"] == "wanted" and one["evidence"] == "history" and one["direction"] == "worse"
     assert (one["since"], one["until"], one["first"]) == (commit(11), commit(12), commit(12))
     assert one["ratio"]["low"] < 1.1 < one["ratio"]["high"] and 0 <= one["p_value"] < 1e-6
 
 
 def test_a_torn_ack_is_said_and_counts_for_nothing(store: Path, say: Say) -> None:
-    """Verify names it too; those around it hold."""
     history(store, *times((12, 1.0), (4, 1.1)))
     say("ack", ALL)
     content = acks_of(store).read_bytes()
@@ -150,7 +147,6 @@ def test_a_torn_ack_is_said_and_counts_for_nothing(store: Path, say: Say) -> Non
 
 
 def test_acks_are_merged_with_the_runs(store: Path, say: Say, tmp_path: Path) -> None:
-    """What was acknowledged on another machine need not be again."""
     other = tmp_path / "other" / ".fp8bench"
     history(other, *times((12, 1.0), (4, 1.1)))
     say("ack", "*", "--store", str(other))
@@ -161,7 +157,6 @@ def test_acks_are_merged_with_the_runs(store: Path, say: Say, tmp_path: Path) ->
 
 
 def test_a_store_that_may_not_be_written(store: Path, say: Say) -> None:
-    """Regressions are read from it; an ack says why it is none."""
     history(store, *times((12, 1.0), (4, 1.1)))
     acks_of(store).mkdir()
     code, _, err = say("regressions")

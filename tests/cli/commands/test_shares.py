@@ -28,19 +28,19 @@ def test_a_run_knows_its_steps_parts(store: Path, fp8bench: Say) -> None:
 
     _, out, _ = fp8bench("show", "last", "--shares", "--csv", "-")
     rows = list(csv.DictReader(io.StringIO(out)))
-    for case in {one["case"] for one in rows}:
-        own = [one for one in rows if one["case"] == case]
+    for case in {row["case"] for row in rows}:
+        own = [row for row in rows if row["case"] == case]
         kinds = {"gemm", "elementwise"} | ({"cast"} if own[0]["precision"] == "fp8" else set())
-        assert sum(float(one["share"]) for one in own) == pytest.approx(1) and own[-1]["kind"] == "unattributed"
-        assert kinds <= {one["kind"] for one in own} and {one["provenance"] for one in own} == {"estimated"}
+        assert sum(float(part["share"]) for part in own) == pytest.approx(1) and own[-1]["kind"] == "unattributed"
+        assert kinds <= {part["kind"] for part in own} and {part["provenance"] for part in own} == {"estimated"}
     _, out, _ = fp8bench("show", "last", "--shares", "--json")
     told = json.loads(out)["shares"]
-    assert [len(one["parts"]) for one in told] == [
-        len([row for row in rows if row["case"] == one["case"]]) for one in told
+    assert [len(part["parts"]) for part in told] == [
+        len([row for row in rows if row["case"] == part["case"]]) for part in told
     ]
     frame = load("last").shares
-    assert list(frame.kind) == [one["kind"] for one in rows]
-    assert frame.seconds.notna().all() == all(one["seconds"] for one in rows)
+    assert list(frame.kind) == [row["kind"] for row in rows]
+    assert frame.seconds.notna().all() == all(row["seconds"] for row in rows)
 
 
 def test_who_asked_for_none_is_told_how(store: Path, fp8bench: Say) -> None:

@@ -21,7 +21,9 @@ APART = (replace(PRODUCT, operator="mul"), OperatorCount("gemm", "sum", bytes=10
 
 
 def kept(store: Path, *operators: OperatorCount) -> str:
-    count = PhaseCount("gemm", sum(one.flops or 0 for one in operators), sum(one.bytes for one in operators))
+    count = PhaseCount(
+        "gemm", sum(operator.flops or 0 for operator in operators), sum(operator.bytes for operator in operators)
+    )
     tape = Tape(operators, (count,)) if operators else None
     one = Record(case("gemm", "fp32", dict(PARAMS)), NATIVE, Status.OK, Work(flops=FLOPS), True, tape=tape)
     return keep(replace(grid_run(), plan=run_of([one]).plan, records=(one,)), store).id
@@ -35,15 +37,14 @@ def test_precisions_side_by_side(store: Path, fp8bench: Say) -> None:
 def test_rows_and_documents(store: Path, fp8bench: Say) -> None:
     _, out, _ = fp8bench(*NOW, "--csv", "-")
     rows = list(csv.DictReader(io.StringIO(out)))
-    assert [(one["tape"], one["operator"], one["flops"], one["path"]) for one in rows] == [
+    assert [(row["tape"], row["operator"], row["flops"], row["path"]) for row in rows] == [
         (name, "mm", str(FLOPS), name) for name in ("fp32", "bf16")
     ]
     _, out, _ = fp8bench(*NOW, "--json")
-    assert [one["tape"]["phases"][0]["flops"] for one in json.loads(out)["tapes"]] == [FLOPS, FLOPS]
+    assert [tape["tape"]["phases"][0]["flops"] for tape in json.loads(out)["tapes"]] == [FLOPS, FLOPS]
 
 
 def test_against_a_stored_run_what_fell_apart_is_named(store: Path, fp8bench: Say) -> None:
-    """Of the cases that both have; what is alike in both is left out."""
     same = kept(store, PRODUCT)
     code, out, _ = fp8bench(*NOW, "--against", same)
     assert code == 0 and "every operator is called as often" in out and "bf16" not in out

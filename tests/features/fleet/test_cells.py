@@ -13,7 +13,7 @@ from fp8bench import pipeline
 from fp8bench.errors import UsageError
 from fp8bench.features.fleet.engines import work
 from fp8bench.files import locked
-from fp8bench.jobs.cells import cut, measured
+from fp8bench.jobs.several_runs import cut_into_cells, measure_cell
 from fp8bench.model import Request, Run
 from fp8bench.model.codec import encode
 from fp8bench.model.run import Attempt, CellStatus, FleetPlan
@@ -32,11 +32,11 @@ def plan() -> FleetPlan:
     """Two cells that take no time."""
     axes = (("shape", ("16", "32")),)
     request = Request("gemm", ("fp32",), quick=True, rounds=2, energy=False, isolation=False, axes=axes)
-    return cut(request, *pipeline.plan_only(request, Path()), "")
+    return cut_into_cells(request, *pipeline.plan_only(request, Path()), "")
 
 
 def measure(plan: FleetPlan, number: int, store: Path) -> tuple[bool, Run]:
-    return measured(plan, number, store, SilentObserver(), "")
+    return measure_cell(plan, number, store, SilentObserver(), "")
 
 
 def attempt(plan: FleetPlan, number: int, store: Path, code: int) -> int:

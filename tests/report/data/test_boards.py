@@ -29,7 +29,7 @@ PLACE = "layers=4,width=256,heads=4,context=256,batch=4@cpu"
 
 
 def named(run: Run, findings: object) -> dict[tuple[str, str], float]:
-    return {(one.mode, one.tag): one.value for one in figures(run, findings)}  # type: ignore[arg-type]
+    return {(figure.mode, figure.tag): figure.value for figure in figures(run, findings)}  # type: ignore[arg-type]
 
 
 def kind_of(tag: str) -> str:
@@ -37,7 +37,6 @@ def kind_of(tag: str) -> str:
 
 
 def test_what_an_emulation_costs_shares_no_chart_with_a_speed() -> None:
-    """Its errors do: they are right."""
     told = named(*transformer())
     kinds = {kind_of(tag) for mode, tag in told if mode == "fp8"}
     assert {"emulation_best_seconds", "emulation_phase_cast_seconds", "gradient_error"} <= kinds
@@ -56,8 +55,8 @@ def test_what_is_no_number_and_what_was_not_measured_is_left_out() -> None:
     odd = (Measurement("loss_error", "ratio", (math.nan,)), Measurement("none", "ratio", ()), memory(1))
     failed = replace(run.records[2], status=Status.FAILED)
     run = replace(run, records=(replace(run.records[0], measurements=odd), failed))
-    found = replace(findings[run.records[0].case.id], ratio=Interval(1.0, 0.9, math.inf, 0.99), best_seconds=math.inf)
-    kinds = {kind_of(tag) for _, tag in named(run, {found.case.id: found})}
+    finding = replace(findings[run.records[0].case.id], ratio=Interval(1.0, 0.9, math.inf, 0.99), best_seconds=math.inf)
+    kinds = {kind_of(tag) for _, tag in named(run, {finding.case.id: finding})}
     assert "ratio_low" in kinds and "peak_memory_bytes" in kinds
     assert not kinds & {"best_seconds", "ratio_high", "loss_error", "none"}
     assert {mode for mode, _ in named(run, {})} == {"bf16"}
@@ -74,7 +73,7 @@ def test_what_is_no_number_and_what_was_not_measured_is_left_out() -> None:
     ],
 )
 def test_a_run_stands_at_its_commit(facts: dict[str, Scalar | None], at: int) -> None:
-    """Unless its files were not the commit's, or nobody knows of one: then where it began, as far as it says so."""
+    """Unless its files differed, or no commit is known: then at its start."""
     run = replace(transformer()[0], environment=Environment(facts))
     assert moment(run) == at
     assert moment(replace(run, started="then")) == (at if at == 1700000000 else 0)
@@ -92,29 +91,28 @@ def read(board: Any, folder: Path) -> Any:
 
 
 def test_every_figure_is_read_back(board: Any, tmp_path: Path) -> None:
-    """A folder a precision, at the run's place on the curve."""
     run, findings = gemm()
     files = write_tensorboard(run, findings, tmp_path)
     assert [file.parent.name for file in files] == ["fp32", "bf16", "fp8", "nvfp4"][: len(files)]
-    expected = {(one.mode, one.tag): one.value for one in figures(run, findings)}
-    found = {}
+    expected = {(figure.mode, figure.tag): figure.value for figure in figures(run, findings)}
+    values = {}
     for file in files:
         reader = read(board, file.parent)
         for tag in reader.Tags()["scalars"]:
             (point,) = reader.Scalars(tag)
             assert (point.step, point.wall_time) == (1767614400, 1767614400.0)
-            found[file.parent.name, tag] = point.value
-    assert found == pytest.approx(expected, rel=1e-6) and expected
+            values[file.parent.name, tag] = point.value
+    assert values == pytest.approx(expected, rel=1e-6) and expected
 
 
 def test_runs_form_a_curve_in_whatever_order_they_are_written(board: Any, tmp_path: Path) -> None:
-    """By their names the files lie in its order; one that is written again replaces itself."""
+    """File names sort in the order of the curve; a rewritten file replaces itself."""
     run, findings = transformer()
     for begun, id_ in (("2026-01-07T12:00:00Z", "b"), ("2026-01-05T12:00:00Z", "a"), ("2026-01-07T12:00:00Z", "b")):
         write_tensorboard(replace(run, started=begun, id=id_), findings, tmp_path)
     assert len(list((tmp_path / "bf16").iterdir())) == 2
     points = read(board, tmp_path / "bf16").Scalars(f"transformer/best_seconds {PLACE}")
-    assert [one.step for one in points] == [1767614400, 1767787200]
+    assert [point.step for point in points] == [1767614400, 1767787200]
 
 
 def test_a_mode_of_whatever_letters_is_one_folder(board: Any, tmp_path: Path) -> None:
@@ -157,7 +155,7 @@ def test_torch_is_not_needed_for_it(board: Any, tmp_path: Path) -> None:
 
 
 class Board:
-    """Stands in for the package, and keeps what it is called with."""
+    """Stands in for wandb, and records its calls."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.told: list[tuple[str, Any]] = []
@@ -183,7 +181,6 @@ class Board:
 
 
 def test_figures_and_files_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under the run's own name, with what tells it from others; whether over a network is not ours to say."""
     board = Board()
     monkeypatch.setitem(sys.modules, "wandb", board)
     run, findings = transformer()
@@ -193,7 +190,7 @@ def test_figures_and_files_are_sent_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert options["project"] == "mine" and options["name"] == "x 20260105-120000"
     assert options["config"]["command"] == run.command and options["config"]["moment"] == 1767614400
     assert set(options) == {"project", "name", "config"}
-    assert values == {f"{one.mode}/{one.tag}": one.value for one in figures(run, findings)} and values
+    assert values == {f"{figure.mode}/{figure.tag}": figure.value for figure in figures(run, findings)} and values
     assert files == [("file", ("a/run.jsonl", "run.jsonl")), ("file", ("b/report.html", "report.html"))]
     assert artifact[0] == "artifact" and finish == ("finish", 0)
 

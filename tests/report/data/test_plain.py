@@ -14,5 +14,4 @@ from tests.counts import for_each
     ],
 )  # fmt: skip
 def test_no_text_is_a_formula(value: object, cell: str) -> None:
-    """A suite, a precision or a file may be called anything; numbers stay numbers."""
     assert csv_text(("a", "b"), [{"a": value, "b": 1}]) == f"a,b\n{cell},1\n"

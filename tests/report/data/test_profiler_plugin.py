@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 
 def test_it_finds_the_steps_the_operators_and_our_phases(tmp_path: Path) -> None:
-    """In the trace of a small layer of attention; phases on the timeline alone: its tables know operators only."""
+    """Phases are on the timeline alone: its tables only know operators."""
     pytest.importorskip("torch_tb_profiler")
     case: Case = make_plan(Request("attention", ("bf16",), ("cpu",), axes=SMALL), (CPU,)).groups[0].cases[0].case
     threads = torch.get_num_threads()

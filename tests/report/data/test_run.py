@@ -42,7 +42,7 @@ def only(case: str, table: list[TidyRow] = TABLE, **wanted: object) -> TidyRow:
 
 
 def strict(text: str) -> Any:
-    """The document; Python's own words for what JSON has no word for are refused."""
+    """Parses strict JSON: NaN and infinities are refused."""
 
     def refuse(word: str) -> None:
         raise AssertionError(word)
@@ -51,7 +51,6 @@ def strict(text: str) -> Any:
 
 
 def test_csv_is_the_tidy_rows_under_their_columns() -> None:
-    """Numbers come back to the last digit; what is missing is empty; a case has a cell for every parameter of any."""
     read = list(csv.reader(io.StringIO(csv_text(*run_rows([(RUN, FINDINGS)])), newline=""), strict=True))
     columns = columns_of(RUN)
     assert tuple(read[0]) == columns and all(tuple(row) == columns for row in TABLE)
@@ -63,8 +62,9 @@ def test_csv_is_the_tidy_rows_under_their_columns() -> None:
 
 
 def test_lines_end_as_everywhere_else_and_one_line_is_one_row() -> None:
-    """Also where a reason has quotes, commas and line ends of its own."""
-    records = tuple(replace(one, reason='a "b",\r\nc\x00\x1b[31m' if one.reason else "") for one in RUN.records)
+    records = tuple(
+        replace(record, reason='a "b",\r\nc\x00\x1b[31m' if record.reason else "") for record in RUN.records
+    )
     text = csv_text(*run_rows([(replace(RUN, records=records), FINDINGS)]))
     assert "\r" not in text and "\x00" not in text and text.endswith("\n") and not text.endswith("\n\n")
     assert text.count("\n") == len(TABLE) + 1
@@ -72,7 +72,6 @@ def test_lines_end_as_everywhere_else_and_one_line_is_one_row() -> None:
 
 
 def test_columns_do_not_depend_on_what_became_of_a_run() -> None:
-    """So that files of many runs stand below each other."""
     first, _ = run_rows([(RUN, FINDINGS)])
     assert run_rows([(RUN, {})])[0] == first
     nothing = replace(RUN, records=())
@@ -81,7 +80,7 @@ def test_columns_do_not_depend_on_what_became_of_a_run() -> None:
 
 
 def test_wide_rows_name_units_once_and_have_what_there_is_of_a_case() -> None:
-    """'sqnr_db' is a column, and 'peak_memory_B'; data stand with the reference; of a skipped case only the reason."""
+    """'sqnr_db' but 'peak_memory_B'; data stand with the reference; skipped cases have their reason."""
     units = (("sqnr_db", "dB"), ("underflow_percent", "%"), ("slope", "ratio"), ("peak_memory", "B"), ("heat", "%"))
     record = replace(RUN.records[0], measurements=tuple(Measurement(name, unit, (1.0,)) for name, unit in units))
     columns, _ = widened(rows(replace(RUN, records=(record, *RUN.records[1:])), FINDINGS))
@@ -93,20 +92,17 @@ def test_wide_rows_name_units_once_and_have_what_there_is_of_a_case() -> None:
 
 
 def test_runs_stand_below_each_other() -> None:
-    """Tidy or wide, with the columns of both; cases of the same name in two runs are two."""
     pairs = [gemm(), transformer()]
     read = list(csv.DictReader(io.StringIO(csv_text(*run_rows(pairs, wide=True)))))
     assert len(read) == sum(len(run.records) for run, _ in pairs)
     tidy = list(csv.DictReader(io.StringIO(csv_text(*run_rows(pairs)))))
-    assert [row["case"] for row in tidy] == [row["case"] for run, found in pairs for row in rows(run, found)]
+    assert [row["case"] for row in tidy] == [row["case"] for run, findings in pairs for row in rows(run, findings)]
     assert {"param_m", "param_layers"} <= set(tidy[0])
     assert csv_text(*run_rows([])) == "\n"
 
 
 @for_each("make", [measured, gemm, transformer])
 def test_json_holds_the_whole_run(make: Any) -> None:
-    """Header, records as in its file, with every raw sample, and beside each its finding if it has one: they come back
-    as they were."""
     run, findings = make()
     text = json_line(run_value(run, findings))
     document = strict(text)
@@ -115,11 +111,11 @@ def test_json_holds_the_whole_run(make: Any) -> None:
     assert set(document) == {field.name for field in fields(Run)}
     assert decode(Run, document) == run
     for record, plain in zip(run.records, document["records"], strict=True):
-        found, said, metrics = findings.get(record.case.id), plain.pop("finding"), plain.pop("metrics")
-        assert metrics.get("time") == (found and found.best_seconds and found.median_seconds)
-        assert plain == encode(record) and (said is None) == (found is None)
-        if found is not None:
-            assert "case" not in said and decode(Finding, {**said, "case": plain["case"]}) == found
+        finding, said, metrics = findings.get(record.case.id), plain.pop("finding"), plain.pop("metrics")
+        assert metrics.get("time") == (finding and finding.best_seconds and finding.median_seconds)
+        assert plain == encode(record) and (said is None) == (finding is None)
+        if finding is not None:
+            assert "case" not in said and decode(Finding, {**said, "case": plain["case"]}) == finding
     assert {plain["finding"] for plain in run_value(run, {})["records"]} == {None}
 
 
@@ -131,13 +127,11 @@ def test_what_json_has_no_word_for_is_text() -> None:
 
 
 def test_only_the_step_s_time_has_a_verdict() -> None:
-    """A phase may be slower in a step that is faster."""
     said = ("verdict", "why", "ratio_to_reference", "ratio_low", "ratio_of_medians", "noise_floor")
     assert all(row[name] is None for row in TABLE for name in said if (row["phase"], row["metric"]) != (STEP, "time"))
 
 
 def test_phases_sum_to_the_step_in_the_best_case() -> None:
-    """In seconds, and in shares to 1; phases that a step does not have are not there."""
     for step in chosen(phase=STEP, metric="time"):
         times, shares = (
             [row for row in chosen(str(step["case"]), metric=metric) if row["phase"] != STEP]
@@ -152,7 +146,7 @@ def test_phases_sum_to_the_step_in_the_best_case() -> None:
 
 
 def test_a_phase_s_medians_are_those_of_its_calls() -> None:
-    """The cells of a phase are added up in each call before the median is taken."""
+    """A phase's cells are added up in each call before the median is taken."""
     timing = RUN.records[1].timing
     assert timing is not None and timing.segments.phases == ("cast", "gemm", "cast", "unattributed")
     calls = [call for slot in timing.slots for call in slot.calls_ns]
@@ -173,12 +167,11 @@ def test_a_phase_too_short_to_tell_is_labelled_and_errors_are_rows() -> None:
 
 
 def test_an_emulated_case_has_no_speed() -> None:
-    """Not even where a finding carries a ratio and a verdict."""
-    (emulated,) = [one for one in RUN.records if one.support.level is Level.EMULATED]
-    found = replace(
+    (emulated,) = [record for record in RUN.records if record.support.level is Level.EMULATED]
+    finding = replace(
         FINDINGS[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), median_ratio=0.3, verdict=Verdict.FASTER
     )
-    table = rows(RUN, {**FINDINGS, emulated.case.id: found})
+    table = rows(RUN, {**FINDINGS, emulated.case.id: finding})
     step = only("cpu/fp8", table, phase=STEP, metric="time")
     assert (step["verdict"], step["level"]) == ("emulated", "emulated") and step["best_in_unit"]
     assert step["ratio_to_reference"] is None and step["ratio_of_medians"] is None
@@ -188,10 +181,10 @@ def test_an_emulated_case_has_no_speed() -> None:
 @settings(max_examples=20)
 @given(wild_runs())
 def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
-    """One line a text, and never an empty one, which a reader of the CSV could not tell from a missing one."""
+    """Texts are one line and never empty, which a reader of the CSV could not tell from missing."""
     run, findings = wild
-    found = rows(run, findings)
-    texts = [cell for row in found for cell in row.values() if isinstance(cell, str)]
+    tidy = rows(run, findings)
+    texts = [cell for row in tidy for cell in row.values() if isinstance(cell, str)]
     assert all(text and text.isprintable() for text in texts)
-    assert {row["case"] for row in found} == {record.case.id for record in run.records}
+    assert {row["case"] for row in tidy} == {record.case.id for record in run.records}
     assert len(strict(json_line(run_value(run, findings)))["records"]) == len(run.records)

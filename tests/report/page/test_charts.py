@@ -5,16 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fp8bench.report.elements import (
-    AnyChart,
-    ChartAxis,
-    Heat,
-    Mark,
-    Stacks,
-    Strips,
-    Tone,
-    Waterfall,
-)
+from fp8bench.report.elements import AnyChart, ChartAxis, Heat, Mark, Stacks, Strips, Tone, Waterfall
 from fp8bench.report.page.charts import numbers_table, stacked, worth_drawing
 from tests.counts import for_each
 from tests.pages import bars, charts
@@ -23,7 +14,6 @@ from tests.told_before import Told, as_before
 
 @for_each("chart", charts(), ids=lambda chart: type(chart).__name__)
 def test_every_kind_has_numbers(chart: AnyChart) -> None:
-    """Rows as wide as the head, numbers with their values, units in the columns."""
     table = numbers_table(chart)
     assert table.name == f"{chart.name}-numbers" and chart.title in table.caption and not table.main
     assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
@@ -51,7 +41,7 @@ def test_numbers_of_charts() -> Told:
 
 
 def test_what_is_worth_drawing() -> None:
-    """Three points, in more than one column: of the page by hand all charts but the one of two commits."""
+    """Three points, in more than one column."""
     assert [worth_drawing(chart) for chart in charts()] == [True, True, True, True, False, True, True, True]
     two, ratio = bars().groups[0][1][:2], ChartAxis("speed-up", "x")
     assert not worth_drawing(replace(bars(), groups=(("", two),)))

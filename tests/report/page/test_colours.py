@@ -27,8 +27,8 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: str, other: str) -> float:
-    darker, lighter = sorted((luminance(one), luminance(other)))
+def contrast(first: str, other: str) -> float:
+    darker, lighter = sorted((luminance(first), luminance(other)))
     return (lighter + 0.05) / (darker + 0.05)
 
 
@@ -38,13 +38,13 @@ def mixed(colour: str, under: str, share: float) -> str:
 
 
 def poor(colours: dict[str, str], pairs: Iterable[tuple[str, str, float]]) -> dict[tuple[str, str], float]:
-    found = {(name, ground): (contrast(colours[name], colours[ground]), least) for name, ground, least in pairs}
-    return {pair: ratio for pair, (ratio, least) in found.items() if ratio < least}
+    contrasts = {(name, ground): (contrast(colours[name], colours[ground]), least) for name, ground, least in pairs}
+    return {pair: ratio for pair, (ratio, least) in contrasts.items() if ratio < least}
 
 
 @for_each("mode", [0, 1])
 def test_contrast(mode: int) -> None:
-    """AA: text 4.5 on every ground it stands on, what is drawn 3; series bear texts in the colour of the sheet."""
+    """WCAG AA: 4.5 for text on every ground it stands on, 3 for what is drawn."""
     assert contrast("#000000", "#ffffff") == pytest.approx(21)  # by definition; a grey of WCAG's own just misses AA
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
     page, own = variables(PAGE)[mode], variables(CHARTS)[mode]

@@ -27,7 +27,7 @@ PAGES = {
 
 
 class Strict(HTMLParser):
-    """Raises where a tag is not closed, is closed twice, or an attribute or an id stands twice; keeps what it read."""
+    """Raises if a tag is not closed or closed twice, or an attribute or id repeats; keeps what it read."""
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -42,11 +42,11 @@ class Strict(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         names = [name for name, _ in attrs]
         assert len(set(names)) == len(names), f"{tag} at {self.getpos()} has an attribute twice: {names}"
-        found = {name: value or "" for name, value in attrs}
-        if own := found.get("id"):
+        attributes = {name: value or "" for name, value in attrs}
+        if own := attributes.get("id"):
             assert own not in self.ids, f"two elements are {own}"
             self.ids.add(own)
-        self.tags.append((tag, found))
+        self.tags.append((tag, attributes))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -66,15 +66,12 @@ class Strict(HTMLParser):
         return "".join(text for where, text in self.texts if where == tag)
 
     def values(self, name: str) -> list[str]:
-        return [found[name] for _, found in self.tags if name in found]
+        return [attributes[name] for _, attributes in self.tags if name in attributes]
 
 
 @for_each("name", PAGES)
 def test_a_page_is_sound_alone_and_the_same_again(name: str) -> None:
-    """Every tag is closed in its turn, every id is one, and whatever refers to an id finds it.
-
-    Whatever a name is made of, there is one script, whose hash the policy names, no handler, no style and no address.
-    """
+    """Tags nest, ids are unique and references resolve; the policy names the hash of the only script."""
     page = render(PAGES[name])
     read, kinds = Strict(page), [tag for tag, _ in Strict(page).tags]
     assert page == render(PAGES[name]) and page.startswith("<!doctype html>\n<html lang=")
@@ -82,16 +79,24 @@ def test_a_page_is_sound_alone_and_the_same_again(name: str) -> None:
     named = " ".join(read.values("aria-labelledby") + read.values("aria-describedby")).split()
     assert set(targets) | set(named) <= read.ids and kinds.count("h1") == kinds.count("script") == 1
     assert "alert(1)</script>" not in page
-    assert not [name for _, found in read.tags for name in found if name.startswith("on")]
+    assert not [name for _, attributes in read.tags for name in attributes if name.startswith("on")]
     body = page.partition("</style>")[2].partition("<script>")[0]
     assert not re.search(r"<[^>]*=(?!\"\")", re.sub(r'"[^"<>]*"', '""', body)), "an attribute without quotes"
-    assert not [found for tag, found in read.tags if "src" in found or tag in ("iframe", "object", "embed", "base")]
+    assert not [
+        attributes
+        for tag, attributes in read.tags
+        if "src" in attributes or tag in ("iframe", "object", "embed", "base")
+    ]
     assert {link for link in read.values("href") if not link.startswith("#")} == {"data:,"}
     script = read.text_of("script")
     assert not re.search(r"url\(|@import|@font-face", read.text_of("style")) and "\r" not in script
     assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon|https?://", script)
     assert not re.search(r"https?://", page.replace("http://www.w3.org/", ""))
-    policy = next(found["content"] for tag, found in read.tags if found.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attributes["content"]
+        for tag, attributes in read.tags
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy == (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
@@ -100,7 +105,6 @@ def test_a_page_is_sound_alone_and_the_same_again(name: str) -> None:
 
 
 def test_names_are_whole() -> None:
-    """They come out as they went in, in texts and in hints, and nothing is cut."""
     read = Strict(render(hostile_page()))
     fields = [text for where, text in read.texts if where in ("td", "th")]
     for name in NUISANCES:
@@ -109,7 +113,7 @@ def test_names_are_whole() -> None:
 
 
 def test_what_no_file_can_hold_is_replaced() -> None:
-    """Half a surrogate pair or a control character in a name does not stop a report from being written."""
+    """Half a surrogate pair or a control character in a name does not stop a report."""
     broken = render(Page("a\ud800b\x00c\x1b[31m", "", (Part("p", "P", (Text("x\uffffy"),)),)))
     assert "a\ufffdb\ufffdc\ufffd[31m" in broken and "x\ufffdy" in broken
     broken.encode()
@@ -127,7 +131,6 @@ def _table(*rows: tuple[Field, ...], main: bool = True) -> str:
 
 
 def test_fields() -> None:
-    """A number has the value it sorts by where its text is not it; tones are classes, hints titles."""
     shown = _table(
         (Field("a"), Field("1.2 ms", 0.0012), Field("faster", tone=Tone.GOOD, hint='"so"')),
         (Field("b"), Field("inf", float("inf")), Field("unsure", tone=Tone.DOUBT)),
@@ -145,16 +148,14 @@ def test_fields() -> None:
 
 
 def test_choices() -> None:
-    """A column of few different texts can be chosen from, in the order they are met; one of names cannot."""
     rows = [(Field(f"case {index}"), Field("1"), Field(word)) for index, word in enumerate("bbaab-")]
     read = Strict(_table(*rows))
-    assert [found["data-column"] for tag, found in read.tags if tag == "select"] == ["2"]
+    assert [attributes["data-column"] for tag, attributes in read.tags if tag == "select"] == ["2"]
     assert read.text_of("option") == "allba"
     assert "select" not in [tag for tag, _ in Strict(_table(*rows, main=False)).tags]
 
 
 def test_ids_are_words_of_their_own() -> None:
-    """Two tables of one name have two anchors; so have their drawings."""
     two = Part("Speed of <all>", "S", (*charts()[:1], *charts()[:1], Code("x"), Facts((("a", "b"),))))
     read = Strict(render(Page("t", "", (two, two))))
     expected = {"speed-of-all", "speed-of-all-2", *(f"speed-up{end}" for end in ("", "-2", "-3", "-4"))}
@@ -162,7 +163,7 @@ def test_ids_are_words_of_their_own() -> None:
 
 
 def test_pages_are_light() -> None:
-    """2,000 rows of 14 columns stay under 2.5 MB, 60 under 0.3 MB; style and script are paid by every report."""
+    """Style and script are paid by every report."""
     assert len(render(whole_page(2000)).encode()) < 2_500_000
     assert len(render(whole_page(60)).encode()) < 300_000
     sizes = {name: len((FOLDER / "page" / name).read_bytes()) for name in ("style.css", "script.js")}
@@ -246,9 +247,9 @@ def strip(interval: tuple[float, float] | None) -> str:
 
 
 def test_a_ratio_alone_is_drawn_with_its_interval_beside_1() -> None:
-    found = re.search(r"M([\d.]+) 0V.*?M([\d.]+) 7H([\d.]+)M", strip((0.48, 0.52)))
-    assert found is not None
-    one, low, high = map(float, found.groups())
-    assert low < high < one
+    match = re.search(r"M([\d.]+) 0V.*?M([\d.]+) 7H([\d.]+)M", strip((0.48, 0.52)))
+    assert match is not None
+    line_at_1, low, high = map(float, match.groups())
+    assert low < high < line_at_1
     for odd in (None, (0.0, 0.5), (0.6, 0.5), (0.5, float("inf"))):
         assert "<path" not in strip(odd)

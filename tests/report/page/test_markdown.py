@@ -20,13 +20,13 @@ MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethro
 
 
 def one(*elements: Element) -> str:
-    """What elements come to, without title and heading; of many lines what is folded away, which is all of them."""
+    """The Markdown of elements, without title and heading, unfolded."""
     text = render(Page("T", "", (Part("p", "P", elements),))).partition("## P\n\n")[2]
     return text.partition(f"{REST}\n\n")[2].removesuffix("\n\n</details>\n") + "\n" if REST in text else text
 
 
 def read_back(text: str) -> list[str]:
-    """The texts a reader sees, block by block."""
+    """The texts that a reader sees, block by block."""
     return [
         "".join(child.content for child in token.children or [])
         for token in MARKDOWN.parse(text)
@@ -53,7 +53,7 @@ def test_elements() -> None:
 
 @for_each("rows", [1, 5, 60, 2000])
 def test_a_pull_request_sees_few_lines(rows: int) -> None:
-    """25 at most until one opens the rest: of the first part what has room, and no heading without what it heads."""
+    """At most 25 before the fold, and no heading without its content."""
     text = render(whole_page(rows))
     seen, rest = text.split(REST)
     assert len(seen.splitlines()) + 1 <= 25 and rest.endswith("\n</details>\n")
@@ -65,7 +65,6 @@ def test_a_pull_request_sees_few_lines(rows: int) -> None:
 
 
 def test_charts_are_their_numbers() -> None:
-    """The description, and 25 rows at most; the rest is counted."""
     text = one(bars())
     assert text.startswith(
         "### Speed-up over bf16\n\nfp8 is the fastest everywhere, by 1.9x at width 1024.\n\n| group |"
@@ -78,7 +77,6 @@ def test_charts_are_their_numbers() -> None:
 
 @for_each("name", NUISANCES)
 def test_names_read_as_they_are(name: str) -> None:
-    """As a paragraph, in a list, in a table and as a heading: no tag, link, emphasis or further cell comes of them."""
     expected = re.sub(r"\s+", " ", name)
     table = Table("t", name, (Column(name), Column("b")), ((Field(name), Field("c")),))
     assert read_back(one(Text(name), Items((Text(name),)), table)) == [expected] * 4 + ["b", expected, "c"]
@@ -92,7 +90,7 @@ def test_a_hostile_page_has_no_markup_of_its_own() -> None:
 
 @given(st.text("#+-=1.)(*_`~<>&[]|\\!: ab\n\r\t\u00e9$"))
 def test_any_text_reads_as_it_is(text: str) -> None:
-    """Whatever signs it is made of: one paragraph, one cell, one heading, with its words in their order."""
+    """Whatever its signs: one paragraph, one cell, one heading, with its words in order."""
     expected = " ".join(text.split())
     assert read_back(one(Text(text))) == ([expected] if expected else [])
     table = Table("t", text, (Column("a"), Column("b")), ((Field(text), Field(text)),))

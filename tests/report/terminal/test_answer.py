@@ -31,7 +31,10 @@ def test_answers() -> Told:
     yield "what differs is told by phase, the largest first; unmarked phases explain nothing", words(run, made)
     alone = {key: replace(finding, phases=(("gemm", 1e-3),)) for key, finding in made.items()}
     yield "a step of one phase has nothing to explain", words(run, alone)
-    within = {key: replace(found, ratio=found.ratio and Interval(0.99, 0.98, 1.0, 0.99)) for key, found in made.items()}
+    within = {
+        key: replace(own_finding, ratio=own_finding.ratio and Interval(0.99, 0.98, 1.0, 0.99))
+        for key, own_finding in made.items()
+    }
     yield "a difference within the noise floor is told to be", words(run, within)
     watch = DeviceWatch(5, 1.0, 0x4, sm_clock=1.75e9, sm_clock_lowest=1.41e9)
     watched = tuple(replace(record, watch=watch) for record in run.records)
@@ -39,17 +42,17 @@ def test_answers() -> Told:
         facts = {"cpu power_cap": cap, "cpu power_cap_default": 700.0, "cpu sm_clock_max": 1.98e9}
         capped = replace(run, records=watched, environment=Environment(facts))
         yield f"a power cap of {cap} W is loud where it was lowered", words(capped, findings, 200)
-    three, found = transformer()
+    three, own_finding = transformer()
     failed = Record(three.records[1].case, NATIVE, Status.FAILED, reason="out of memory, even alone")
     records = (three.records[0], failed, *three.records[2:])
-    yield "a failure stands above everything", words(replace(three, records=records), found, 200)
+    yield "a failure stands above everything", words(replace(three, records=records), own_finding, 200)
     yield "labels that cast doubt are counted by case", words(*judged((Verdict.FASTER, 0.5, Label.CONTENDED)))
 
 
 def test_how_many_times_the_noise_floor_an_effect_is() -> None:
-    """ln 2 is 7.3 times ln 1.1: half as fast and twice as fast are as far."""
+    """ln 2 is 7.3 times ln 1.1: half as fast and twice as fast are equally far."""
     run, findings = judged((Verdict.FASTER, 0.5))
-    floors = {key: replace(found, floor=0.1) for key, found in findings.items()}
+    floors = {key: replace(finding, floor=0.1) for key, finding in findings.items()}
     assert "bf16's difference is 7.3 times it" in " ".join(words(run, floors, 200).split())
 
 

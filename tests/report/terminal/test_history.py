@@ -29,11 +29,11 @@ DATE = 1767614400000  # 2026-01-05 12:00 UTC
 
 
 def figure(number: int, milliseconds: float | None, **changes: object) -> Figure:
-    """What commit `number` came to, a day after the one before, with an interval of 1%."""
+    """Commit `number`'s figure, a day after the one before, with an interval of 1%."""
     seconds = None if milliseconds is None else milliseconds / 1e3
     low, high = (None, None) if seconds is None else (seconds * 0.995, seconds * 1.005)
-    one = Figure(commit(number), DATE + number * DAY, "1.1", 1, 24, seconds, low, high)
-    return replace(one, **changes)  # type: ignore[arg-type]
+    made = Figure(commit(number), DATE + number * DAY, "1.1", 1, 24, seconds, low, high)
+    return replace(made, **changes)  # type: ignore[arg-type]
 
 
 def trend(*figures: Figure, **changes: object) -> Trend:
@@ -109,13 +109,12 @@ WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, 
 @example("x" * 130, "y z" * 50, [1.0], 0)
 @given(WORDS, WORDS, st.lists(st.floats(1e-12, 1e6), min_size=1, max_size=4), st.integers(-(10**18), 10**18))
 def test_no_line_is_too_long(name: str, reason: str, numbers: list[float], date: int) -> None:
-    """Whatever suites of one's own, machines and reasons are called. A command to copy stays whole."""
     figures = [figure(1, number, date=date) for number in numbers]
     figures.append(figure(2, None, status=Status.FAILED, reason=reason, version=name[:60]))
-    one = trend(*figures, cell=(name, reason), machine={"machine": name, "cpu": reason}, python=name)
+    long_trend = trend(*figures, cell=(name, reason), machine={"machine": name, "cpu": reason}, python=name)
     texts = [
-        render(trend_page([one], reason, {commit(1)})),
-        render(trends_page([one.ending], "s", 1, 1, {reason: 1})),
+        render(trend_page([long_trend], reason, {commit(1)})),
+        render(trends_page([long_trend.ending], "s", 1, 1, {reason: 1})),
         render(faults_page([Fault(name, reason, name)], {name: (1, 1)}, "s")),
     ]
     lines = [line for text in texts for line in text.splitlines() if "history show" not in line]

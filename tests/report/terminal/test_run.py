@@ -53,7 +53,7 @@ def line_of(text: str, beginning: str) -> str:
 
 
 def changed(**changes: object) -> tuple[Run, dict[str, Finding]]:
-    """The transformer with another finding of fp16, which is neither the reference nor emulated."""
+    """The transformer run with another finding for fp16, which is neither the reference nor emulated."""
     run, findings = transformer()
     case = run.records[1].case.id
     return run, findings | {case: replace(findings[case], **changes)}  # type: ignore[arg-type]
@@ -61,13 +61,12 @@ def changed(**changes: object) -> tuple[Run, dict[str, Finding]]:
 
 def with_records(**changes: object) -> tuple[Run, dict[str, Finding]]:
     run, findings = transformer()
-    return replace(run, records=tuple(replace(one, **changes) for one in run.records)), findings  # type: ignore[arg-type]
+    return replace(run, records=tuple(replace(record, **changes) for record in run.records)), findings  # type: ignore[arg-type]
 
 
 @for_each("make", [transformer, gemm])
 def test_golden(make: Make) -> None:
-    """The whole text of a run, and of its plan, which --dry-run prints. After a wanted change write the new text to
-    tests/golden and read its diff."""
+    """After a wanted change write the new text to tests/golden and read its diff."""
     run, findings = make()
     text = render_whole(run, findings)
     assert text == (GOLDEN / f"run_{make.__name__}.txt").read_text() == render_whole(run, findings) and text.isascii()
@@ -84,7 +83,6 @@ def test_colour_changes_nothing_but_colour(make: Make, width: int) -> None:
 
 
 def test_emulated_cases_show_no_speed() -> None:
-    """Not even where a finding carries a ratio and a verdict."""
     run, findings = transformer()
     emulated = run.records[2].case.id
     findings[emulated] = replace(
@@ -102,7 +100,7 @@ def test_emulated_cases_show_no_speed() -> None:
 )
 def test_only_clear_verdicts_are_green_or_red(verdict: Verdict, color: str) -> None:
     text = render_whole(*changed(verdict=verdict, labels=(), why=""), color=True)
-    assert {one for one in (GREEN, RED) if one in text} == ({color} if color else set())
+    assert {code for code in (GREEN, RED) if code in text} == ({color} if color else set())
 
 
 @for_each("label", sorted(set(Label) - REMARKS))
@@ -112,7 +110,6 @@ def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
 
 
 def test_replays_have_a_column_where_there_are_any() -> None:
-    """And a note where a step could not be replayed; the page and the tables of other programs have the figure too."""
     run, findings = transformer()
     timing = Timing(
         Segments(("unattributed",), (0,)), tuple(SlotSample(n, ((7_000_000,),), 1.0, 1.0) for n in range(9))
@@ -121,25 +118,27 @@ def test_replays_have_a_column_where_there_are_any() -> None:
         "bf16": Replays(timing, loaded="its batches"),
         "fp16": Replays(None, "its step waits for a value of the device"),
     }
-    records = tuple(replace(one, replays=given.get(one.case.mode)) for one in run.records)
+    records = tuple(replace(record, replays=given.get(record.case.mode)) for record in run.records)
     made = replace(run, records=records), findings
     text = render_whole(*made, width=250)
     assert text.count("7.00 ms") == 1 and "replayed: the best case of the device alone" in text
     assert "- fp16: not replayed: its step waits for a value of the device\n" in text
     assert "- bf16: replayed without loading its batches, which lie on the device when a replay begins\n" in text
     (table,) = of_kind(part("results", made), Table)
-    (column,) = [number for number, one in enumerate(table.columns) if one.title == "replayed"]
+    (column,) = [number for number, titled in enumerate(table.columns) if titled.title == "replayed"]
     assert [row[column].text for row in table.rows if row[column].text != "-"] == ["7.00 ms"]
-    figures = [one for one in metrics_of(records[0], None) if one.name == "replay_time"]
-    assert [(one.value, one.best, one.rounds, one.count) for one in figures] == [(7e-3, pytest.approx(7e-3), 9, 9)]
+    figures = [record for record in metrics_of(records[0], None) if record.name == "replay_time"]
+    assert [(figure.value, figure.best, figure.rounds, figure.count) for figure in figures] == [
+        (7e-3, pytest.approx(7e-3), 9, 9)
+    ]
     assert "replayed" not in render_whole(run, findings, width=250)
 
 
 def test_unattributed_is_worked_out_where_it_is_missing() -> None:
     run, findings = transformer()
     findings = {
-        key: replace(one, phases=tuple(pair for pair in one.phases if pair[0] != "unattributed"))
-        for key, one in findings.items()
+        key: replace(finding, phases=tuple(pair for pair in finding.phases if pair[0] != "unattributed"))
+        for key, finding in findings.items()
     }
     assert render_whole(run, findings) == render_whole(*transformer())
 
@@ -148,10 +147,10 @@ LAST = {"cold": None, "rotating": Rotation(13, 5 << 20), "in part": Rotation(256
 
 
 def cached(rotation: Rotation | None) -> Made:
-    """The transformer with a cache, on a CPU that tells the size of its last one."""
+    """The transformer run with a cache, on a CPU whose last cache is known."""
     cache = "cold" if rotation is None else "rotating"
     run, findings = recased(transformer(), lambda case: replace(case, params=(*case.params, ("cache", cache))))
-    records = tuple(replace(one, rotation=rotation) for one in run.records)
+    records = tuple(replace(record, rotation=rotation) for record in run.records)
     cpu = replace(run.devices[0], cache_bytes=32 << 20, cache_shared=2)
     return replace(run, records=records, devices=(cpu,)), findings
 
@@ -159,7 +158,7 @@ def cached(rotation: Rotation | None) -> Made:
 @as_before
 def test_terminal() -> Told:
     run, findings = transformer()
-    records = tuple(replace(one, is_reference=one.case.precision == "fp8") for one in run.records)
+    records = tuple(replace(record, is_reference=record.case.precision == "fp8") for record in run.records)
     yield "an emulated reference is called so", on_terminal((replace(run, records=records), findings), "verdict")
     for claim, work in {
         "tokens": Work(flops=1e9, tokens=1024, bytes=1e6), "FLOP where there are no tokens": Work(flops=1e9, bytes=1e6),
@@ -198,8 +197,8 @@ def test_terminal() -> Told:
     several, found = gemm()
     last = several.records[-1].case.setting
     records = tuple(
-        replace(one, is_reference=one.case.precision == "bf16") if one.case.setting == last else one
-        for one in several.records
+        replace(record, is_reference=record.case.precision == "bf16") if record.case.setting == last else record
+        for record in several.records
     )
     yield (
         "groups against different references get tables of their own",
@@ -214,15 +213,17 @@ def test_terminal() -> Told:
     for whole in (False, True):
         yield f"a run without records says so, whole {whole}", render(nothing, {}, whole=whole)
     detail = "no numerical error: ValueError: no reference for this one"
-    records = tuple(replace(one, detail=detail) if one.status is Status.OK else one for one in several.records)
+    records = tuple(
+        replace(record, detail=detail) if record.status is Status.OK else record for record in several.records
+    )
     yield (
         "a case that was timed but has no error says why",
         on_terminal((replace(several, records=records), found), "notes"),
     )
     first, *others = several.plan.groups
     misfit = Support(Level.REFUSED, "native fp8 needs K a multiple of 16")
-    (fp8,) = [one for one in first.cases if one.case.mode == "fp8"]
-    cases = tuple(replace(one, support=misfit, skip=misfit.reason) if one is fp8 else one for one in first.cases)
+    (fp8,) = [case for case in first.cases if case.case.mode == "fp8"]
+    cases = tuple(replace(case, support=misfit, skip=misfit.reason) if case is fp8 else case for case in first.cases)
     plan = replace(several.plan, groups=(replace(first, cases=cases), *others))
     yield (
         "a precision refused at some shapes only is one row of the plan",
@@ -248,19 +249,17 @@ def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width
 
 @for_each("width", [40, 72, 100])
 def test_long_names_get_lines_of_their_own(width: int) -> None:
-    """All of a name stays readable, and so do its row and all its labels."""
     run, findings = transformer()
     named = replace(run.records[1].case, precision_map=tuple((f"layer{i}", "bf16") for i in range(12)))
     records = (run.records[0], replace(run.records[1], case=named))
-    found = replace(findings[run.records[1].case.id], case=named, labels=tuple(Label))
-    text = render_whole(replace(run, records=records), {**findings, named.id: found}, width)
+    finding = replace(findings[run.records[1].case.id], case=named, labels=tuple(Label))
+    text = render_whole(replace(run, records=records), {**findings, named.id: finding}, width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert named.mode in text.replace("\n", "").replace(" ", "")
     assert all(label in text for label in Label)
 
 
 def test_every_figure_of_a_case_is_of_the_one_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it does not tell no table makes up."""
     (panel, *_) = panels_of(*transformer())
 
     def told() -> dict[str, set[str]]:

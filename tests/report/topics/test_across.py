@@ -13,10 +13,11 @@ FASTER = (Verdict.FASTER, 0.5)
 
 
 def elsewhere(made: Made, name: str = "NVIDIA H200", slower: float = 1.0) -> Made:
-    """The same run on another device, every time so many times as long."""
+    """The same run on another device, with every time multiplied."""
     run, findings = recased(made, lambda case: replace(case, device="cuda:0"))
     moved = {
-        key: replace(one, best_seconds=one.best_seconds and one.best_seconds * slower) for key, one in findings.items()
+        key: replace(finding, best_seconds=finding.best_seconds and finding.best_seconds * slower)
+        for key, finding in findings.items()
     }
     gpu = DeviceFacts("cuda", 0, name, 139 << 30, "2.13.0")
     return run_of([*run.records], id="other", devices=(gpu,)), moved
@@ -29,7 +30,7 @@ def test_across() -> Told:
     yield "no chart claims a verdict, and doubt is grey", part("across", two, noisy)
     run, findings = gemm()
     native = Support(Level.NATIVE, "")
-    records = (replace(one, support=native) if one.case.precision == "fp8" else one for one in run.records)
+    records = (replace(record, support=native) if record.case.precision == "fp8" else record for record in run.records)
     hardware = elsewhere((replace(run, records=tuple(records)), findings))
     yield "an emulation has a cost and no ratio", part("across", (run, findings), hardware)
     run, findings = recased(faster, lambda case: replace(case, version="2"))

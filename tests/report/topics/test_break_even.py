@@ -18,17 +18,17 @@ def params(m: int) -> dict[str, Scalar]:
 
 
 def swept_shapes(*speeds: float, labels: tuple[Label, ...] = ()) -> Made:
-    """bf16 at m = 16, 32, 64, ... is so many times as fast as fp32; fp8 is emulated."""
+    """bf16 at m = 16, 32, 64, ... is this many times as fast as fp32; fp8 is emulated."""
     made = [shapes(params(16 << place), speed=speed, labels=labels) for place, speed in enumerate(speeds)]
     run, _ = shapes(*(params(16 << place) for place in range(len(speeds))))
     return run, {key: finding for _, findings in made for key, finding in findings.items()}
 
 
 def words(*speeds: float) -> str:
-    intervals = (Interval(1 / one, 0.99 / one, 1.01 / one, 0.99) for one in speeds)
-    found = break_even([SizedRatio(16 << place, one) for place, one in enumerate(intervals)])
-    assert found is not None
-    return pays("m", found)
+    intervals = (Interval(1 / speed, 0.99 / speed, 1.01 / speed, 0.99) for speed in speeds)
+    curve = break_even([SizedRatio(16 << place, interval) for place, interval in enumerate(intervals)])
+    assert curve is not None
+    return pays("m", curve)
 
 
 @as_before
@@ -47,7 +47,7 @@ def test_break_even() -> Told:
         ((_, panel),) = material(made).panels()
         yield claim, break_even_table(panel, swept(panel), "")
     run, findings = swept_shapes(2.0, 2.0, 2.0)
-    emulated = replace(run, records=tuple(one for one in run.records if one.case.mode != "bf16"))
+    emulated = replace(run, records=tuple(record for record in run.records if record.case.mode != "bf16"))
     yield "a sweep of emulations alone has no line to draw", part("break-even", (emulated, findings))
     yield "without a sweep there is nothing", built("break-even", shapes(params(16), params(32)))
 

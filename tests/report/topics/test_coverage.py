@@ -24,10 +24,10 @@ COVERAGE = Coverage((HELD, HEAD), OTHERS, 10_000, "the loss that forward gives",
 
 
 def profiled(coverage: Coverage | None = COVERAGE) -> Run:
-    """The first case is the reference, which converts nothing; the others are alike."""
+    """Case 1 is the reference and converts nothing; the others share a coverage."""
     run, _ = gemm()
     first, *others = run.records
-    return replace(run, records=(first, *(replace(one, coverage=coverage) for one in others)))
+    return replace(run, records=(first, *(replace(other, coverage=coverage) for other in others)))
 
 
 @as_before
@@ -41,5 +41,7 @@ def test_coverage() -> Told:
 
 
 def test_rows_have_the_share() -> None:
-    (metric,) = (one for one in metrics_of(profiled().records[1], None) if one.name == "share_of_flops_converted")
+    (metric,) = (
+        record for record in metrics_of(profiled().records[1], None) if record.name == "share_of_flops_converted"
+    )
     assert (metric.value, metric.unit) == (0.6, "ratio")

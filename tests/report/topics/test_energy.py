@@ -37,7 +37,9 @@ def lines(made: Made) -> list[str]:
 def test_energy() -> Told:
     average = with_energy(bf16=use((1.9,) * 3, source="average"))
     yield "sources that do not compare are named", part("energy", average).lead
-    plain = EnergyUse("rapl", tuple(replace(one, sm_clock=None, temperature=None) for one in use((1.0,) * 3).windows))
+    plain = EnergyUse(
+        "rapl", tuple(replace(window, sm_clock=None, temperature=None) for window in use((1.0,) * 3).windows)
+    )
     yield "what no window knows has no column", part("energy", with_energy(**dict.fromkeys(MODES, plain)))
     yield "many shapes have one sentence, and shares", part("energy", squares(0.5, 0.6, 1.0))
     lone = with_energy(bf16=None, fp8=None, nvfp4=None, fp16=None)
@@ -47,10 +49,7 @@ def test_energy() -> Told:
     yield "and in how many cases it is", part("verdict", squares(0.5, 0.6, 1.0))
     joules = {"cast": 0.12, "gemm": 0.9, "attention": 0.2, "optimizer_step": 0.2, "elementwise": 0.4}
     whole = replace(use((1.9, 1.9, 1.9), 0.0062), phases=phased(joules), power_limits=(650.0,))
-    yield (
-        "phases by themselves have a chart and a table",
-        part("energy", alone(whole)),
-    )
+    yield ("phases by themselves have a chart and a table", part("energy", alone(whole)))
     slow = with_energy(bf16=use((1.9, 1.9, 1.9), 0.0075), nvfp4=use((31.0,), 0.5))
     yield "windows whose steps take another time say so; of an emulation no time is a speed", part("energy", slow)
 
@@ -64,7 +63,7 @@ def test_energy_in_a_terminal() -> Told:
     run, findings = with_energy(fp16=None, bf16=EnergyUse("counter", why="the GPU is lost"))
     label = Label.ENERGY_UNRESOLVED
     for mode, reason in (("bf16", "the GPU is lost"), ("fp8", "its windows are 9% apart"), ("fp32", "so they are")):
-        (case,) = (one for one in findings if one.endswith(f"/{mode}"))
+        (case,) = (finding for finding in findings if finding.endswith(f"/{mode}"))
         findings[case] = replace(findings[case], labels=(label,), label_reasons=((label, reason),))
     yield "what the label says is said once for all cases", on_terminal((run, findings), "energy")
     slow = with_energy(bf16=use((1.9, 1.9, 1.9), 0.0075), nvfp4=use((31.0,), 0.5))
@@ -84,40 +83,39 @@ def test_energy_in_a_terminal() -> Told:
         "phases that were asked for have a table; measured ones half their range, estimates brackets",
         told([element for panel in panels_of(*both) for element in energy_of_phases(panel)], 120),
     )
-    yield (
-        "what phases leave over, and a limit that was changed, are notes",
-        on_terminal(both, "energy", width=250),
-    )
+    yield ("what phases leave over, and a limit that was changed, are notes", on_terminal(both, "energy", width=250))
 
 
 def test_who_did_not_ask_sees_nothing() -> None:
     assert "energy" not in render_whole(*without_energy())
     assert not [element for panel in panels_of(*energetic()) for element in energy_of_phases(panel)]
-    found = rows(*without_energy())
-    assert not [row for row in found if "energy" in str(row["metric"]) or "power" in str(row["metric"])]
-    columns, _ = widened(found)
+    tidy = rows(*without_energy())
+    assert not [row for row in tidy if "energy" in str(row["metric"]) or "power" in str(row["metric"])]
+    columns, _ = widened(tidy)
     assert not [name for name in columns if "energy" in name]
 
 
 def rows_of(mode: str, **wanted: object) -> list[TidyRow]:
-    found = [row for row in rows(*energetic()) if row["mode"] == mode and row["metric"] == "energy"]
-    return [row for row in found if all(row[name] == value for name, value in wanted.items())]
+    chosen = [row for row in rows(*energetic()) if row["mode"] == mode and row["metric"] == "energy"]
+    return [row for row in chosen if all(row[name] == value for name, value in wanted.items())]
 
 
 def test_phases_are_estimates_that_sum_to_the_step_and_an_emulation_has_a_cost_and_no_ratio() -> None:
-    found = [row for row in rows_of("bf16") if row["phase"] != STEP]
-    assert {row["provenance"] for row in found} == {"estimated"}
-    assert sum(float(str(row["median_in_unit"])) for row in found) == pytest.approx(1.9)
+    phases = [row for row in rows_of("bf16") if row["phase"] != STEP]
+    assert {row["provenance"] for row in phases} == {"estimated"}
+    assert sum(float(str(row["median_in_unit"])) for row in phases) == pytest.approx(1.9)
     (row,) = rows_of("nvfp4", phase=STEP)
     assert row["level"] == "emulated" and row["median_in_unit"] and row["ratio_to_reference"] is row["verdict"] is None
 
 
 def test_what_is_missing_has_a_row_with_the_reason() -> None:
-    """Empty, and never 0."""
     (row,) = rows_of("fp16")
     assert row["median_in_unit"] is None and row["why"] == TOO_FEW and row["n_samples"] is None
     run, findings = energetic()
-    records = [replace(one, energy=replace(one.energy or EnergyUse("counter"), idle_after=None)) for one in run.records]
+    records = [
+        replace(record, energy=replace(record.energy or EnergyUse("counter"), idle_after=None))
+        for record in run.records
+    ]
     nets = [row for row in rows(replace(run, records=tuple(records)), findings) if row["metric"] == "energy_net"]
     assert len(nets) == 4 and {row["median_in_unit"] for row in nets} == {None}
     assert {row["why"] for row in nets} == {"the idle power after its windows was not measured"}

@@ -25,8 +25,8 @@ DRIVER: dict[str, Scalar | None] = {
 
 
 def facts(*made: Made) -> Facts:
-    (found,) = of_kind(part("environment", *made), Facts)
-    return found
+    (shown,) = of_kind(part("environment", *made), Facts)
+    return shown
 
 
 def under(made: Made, known: dict[str, Scalar | None]) -> Made:

@@ -15,7 +15,7 @@ AFTER = (("data_load", 2e-6), ("cast", 1e-3), ("gemm", 2e-3), ("attention", 1.5e
 
 
 def step(reference: Level = Level.NATIVE, low: Level = Level.NATIVE, **changes: object) -> Made:
-    """10 ms in fp32 and 5 ms in bf16: gemm is four times as fast, attention is slower, casts come on top."""
+    """10 ms in fp32 and 5 ms in bf16: gemm is four times as fast, attention slower, and casts come on top."""
     fp32, bf16 = (case("model", name, {"size": 1}) for name in ("fp32", "bf16"))
     records = [
         Record(fp32, NATIVE if reference is Level.NATIVE else EMULATED, Status.OK, is_reference=True),
@@ -36,6 +36,9 @@ def test_gains() -> Told:
     yield "a doubted case is grey with its labels; its plain ratio names the paired one", part("gains", transformer())
     yield "an emulation has no speed", built("gains", step(Level.EMULATED))
     yield "neither has what is held against one", built("gains", step(low=Level.EMULATED))
-    found = part("gains", many(20))
-    yield "of many cases some are drawn", [chart.title for chart in of_kind(found, Waterfall)]
-    yield "some have tables, and the others are counted", [*of_kind(found, Table)[-1:], *of_kind(found, Text)[-1:]]
+    elements = part("gains", many(20))
+    yield "of many cases some are drawn", [chart.title for chart in of_kind(elements, Waterfall)]
+    yield (
+        "some have tables, and the others are counted",
+        [*of_kind(elements, Table)[-1:], *of_kind(elements, Text)[-1:]],
+    )

@@ -36,7 +36,7 @@ def test_history() -> Told:
     yield "emulations are in no chart", part("history", at_commit(), past=(emulation,))
     two = [series("bf16", figure(1, 1.0), figure(2, 1.0), place=f"shape={size}") for size in (256, 512)]
     yield "places are named where there are several", part("history", at_commit(), past=tuple(two))
-    many = [replace(one, precision=name) for one in two for name in ("fp32", "bf16", "fp16", "tf32")]
+    many = [replace(series, precision=name) for series in two for name in ("fp32", "bf16", "fp16", "tf32")]
     yield "and have charts of their own where too many", part("history", at_commit(), past=tuple(many))
     changed = figure(2, 2.0, unkept=True, when="now, with uncommitted changes")
     rough = series("bf16", figure(1, 1.0, hasty=True), changed, incomparable=3)

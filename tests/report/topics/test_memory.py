@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fp8bench.model import (
-    Capacity,
-    Measurement,
-    MemoryRole,
-    MemoryUse,
-    PhaseMemory,
-    Provenance,
-    Record,
-    Status,
-)
+from fp8bench.model import Capacity, Measurement, MemoryRole, MemoryUse, PhaseMemory, Provenance, Record, Status
 from fp8bench.report.data.run import rows, widened
 from fp8bench.report.elements import Bars, Stacks, Table
 from fp8bench.report.panels import panels_of
@@ -36,19 +27,21 @@ GIB = 1 << 30
 
 
 def use(roles: Mapping[str, int], phases: Sequence[tuple[str, int]] = (), **more: object) -> MemoryUse:
-    """Of these roles, the highest point in the first of these phases."""
+    """Memory by these roles, with the highest point in the first of these phases."""
     peak = sum(roles.values())
     known = tuple(PhaseMemory(phase, peak if not n else size) for n, (phase, size) in enumerate(phases))
     return replace(MemoryUse(peak, tuple(roles.items()), known), **more)  # type: ignore[arg-type]
 
 
 def with_uses(*uses: MemoryUse | None, made: Made | None = None) -> Made:
-    """The run of a transformer: bf16 the reference, fp16, and fp8 that is emulated, with these."""
+    """A transformer run with these memory uses: bf16 the reference, fp16, and emulated fp8."""
     run, findings = made or transformer()
     records = []
-    for record, one in zip(run.records, uses, strict=True):
-        others = tuple(found for found in record.measurements if found.metric != "peak_memory")
-        records.append(replace(record, memory=one, measurements=others if one is None else (*others, memory(one.peak))))
+    for record, own_use in zip(run.records, uses, strict=True):
+        others = tuple(measurement for measurement in record.measurements if measurement.metric != "peak_memory")
+        records.append(
+            replace(record, memory=own_use, measurements=others if own_use is None else (*others, memory(own_use.peak)))
+        )
     return replace(run, records=tuple(records)), findings
 
 
@@ -61,7 +54,7 @@ def usual() -> Made:
 
 
 def on_a_device(size: int | None, why: str = "") -> Made:
-    """The usual run, whose fp8 would hold so much on a device."""
+    """The transformer run, where fp8 would take this much on a device."""
     run, findings = usual()
     *others, last = run.records
     assert last.memory is not None
@@ -111,7 +104,6 @@ def test_memory() -> Told:
 
 @for_each("uses", [(None, None, None), (use({"weights": 5}), use({"weights": 3}), None)])
 def test_one_role_or_none_has_no_table(uses: tuple[MemoryUse | None, ...]) -> None:
-    """It would say what the peak says already."""
     made = with_uses(*uses)
     assert not table_of(made) and "by what they are for" not in render_whole(*made)
     assert ("peak_memory" in render_whole(*made)) == (uses[0] is not None)
@@ -125,12 +117,11 @@ def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
 
 
 def test_rows_by_role_and_by_phase() -> None:
-    """Roles are derived, highest points measured; what could not be had has its reason."""
     run, findings = with_uses(
         use(FP32, [("gemm", 0), ("cast", 7)], reserved=999, process=5, why="no resident memory: nobody may"), None, None
     )
-    found = [row for row in rows(run, findings) if row["mode"] == "bf16" and "memory" in str(row["metric"])]
-    shown = [(row["phase"], row["metric"], row["unit"], row["median_in_unit"], row["provenance"]) for row in found]
+    of_memory = [row for row in rows(run, findings) if row["mode"] == "bf16" and "memory" in str(row["metric"])]
+    shown = [(row["phase"], row["metric"], row["unit"], row["median_in_unit"], row["provenance"]) for row in of_memory]
     assert shown == [
         ("step", "peak_memory", "B", 300.0 * MIB, "measured"),
         *(("step", f"memory_{role}", "B", float(size), "derived") for role, size in FP32.items()),
@@ -140,7 +131,7 @@ def test_rows_by_role_and_by_phase() -> None:
         ("step", "process_memory", "B", 5.0, "measured"),
         ("step", "resident_memory", "B", None, None),
     ]
-    assert found[-1]["why"] == "no resident memory: nobody may"
+    assert of_memory[-1]["why"] == "no resident memory: nobody may"
     wide = widened(rows(run, findings))[1][0]
     assert (wide["memory_optimizer_B"], wide["cast_peak_memory_B"], wide["reserved_memory_B"]) == (80 * MIB, 7, 999)
     assert "memory_optimizer" in {row["metric"] for row in rows(run, findings)}
@@ -148,15 +139,15 @@ def test_rows_by_role_and_by_phase() -> None:
 
 def test_a_case_that_failed_says_nothing_of_its_memory() -> None:
     run, findings = usual()
-    failed = replace(run, records=tuple(replace(one, status=Status.FAILED) for one in run.records))
+    failed = replace(run, records=tuple(replace(record, status=Status.FAILED) for record in run.records))
     assert not any("memory_" in str(row["metric"]) for row in rows(failed, findings))
 
 
 def with_memory(*peaks: int) -> Made:
-    """Three groups of fp32, bf16 and so on with these peaks."""
+    """Groups of fp32, bf16 and so on with these peaks."""
     run, findings = gemm()
     records = tuple(
-        replace(one, measurements=(memory(peak),)) for one, peak in zip(run.records, 3 * peaks, strict=True)
+        replace(record, measurements=(memory(peak),)) for record, peak in zip(run.records, 3 * peaks, strict=True)
     )
     return replace(run, records=records), findings
 
@@ -173,14 +164,14 @@ def fits(
     return Capacity(axis, limit, batch, 1, 192 * (batch or 0), GIB - 7 if batch else None, beyond, why, 5)
 
 
-def made(*found: tuple[str, Capacity | None], **sizes: int) -> Made:
+def made(*capacities: tuple[str, Capacity | None], **sizes: int) -> Made:
     """One group: the first is the reference; fp8 is emulated."""
     records = [
         Record(
             case("transformer", mode, {"size": "nano", "batch": 2, **sizes}), EMULATED if mode == "fp8" else NATIVE,
-            Status.OK, is_reference=number == 0, capacity=one,
+            Status.OK, is_reference=number == 0, capacity=own_capacity,
         )
-        for number, (mode, one) in enumerate(found)
+        for number, (mode, own_capacity) in enumerate(capacities)
     ]  # fmt: skip
     return run_of(records), {}
 
@@ -188,8 +179,8 @@ def made(*found: tuple[str, Capacity | None], **sizes: int) -> Made:
 USUAL = made(("fp32", fits(376)), ("bf16", fits(606, "tensors need 963 KiB more")), ("fp8", fits(288)))
 
 
-def lines(one: Made, width: int = 120) -> list[str]:
-    return told([element for panel in panels_of(*one) for element in capacity(panel)], width)
+def lines(case: Made, width: int = 120) -> list[str]:
+    return told([element for panel in panels_of(*case) for element in capacity(panel)], width)
 
 
 @as_before
@@ -220,9 +211,12 @@ def test_two_runs_have_tables_of_different_names() -> None:
 
 
 def test_rows_of_batches() -> None:
-    """What is unknown is empty; what a device would hold is derived."""
-    found = [row for row in rows(*made(("fp32", fits(None, "it crashed", None)))) if "max_batch" in str(row["metric"])]
-    assert [(row["metric"], row["median_in_unit"], row["why"]) for row in found] == [("max_batch", None, "it crashed")]
+    of_batches = [
+        row for row in rows(*made(("fp32", fits(None, "it crashed", None)))) if "max_batch" in str(row["metric"])
+    ]
+    assert [(row["metric"], row["median_in_unit"], row["why"]) for row in of_batches] == [
+        ("max_batch", None, "it crashed")
+    ]
     derived = made(("fp32", fits(376)), ("fp8", replace(fits(288), on_device=1203)))
     (row,) = (row for row in rows(*derived) if row["metric"] == "device_max_batch" and row["precision"] == "fp8")
     assert (row["median_in_unit"], row["provenance"]) == (1203.0, "derived")
@@ -231,6 +225,5 @@ def test_rows_of_batches() -> None:
 
 
 def test_every_role_has_a_title_and_words() -> None:
-    """So that nobody meets an underscore."""
     assert set(MEMORY_TITLES) == set(MEMORY_WORDS) == set(MemoryRole)
     assert len(set(MEMORY_TITLES.values())) == len(MemoryRole)

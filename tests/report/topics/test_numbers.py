@@ -31,7 +31,6 @@ def with_last(made: Made, mode: str) -> Made:
 
 @as_before
 def test_numbers() -> Told:
-    """A run may come from elsewhere: another version's options, a module that was not imported."""
     for mode in ("fp8:scale=pow2:accumulator=short", "mxfp8", "somebody's", "fp8:bits=9", "fp8-delayed:history=0"):
         (table,) = of_kind(part("numbers", with_last(transformer(), mode)), Table)
         yield f"{mode} is told with its options, or not at all", table.rows[-1][0]
@@ -47,7 +46,7 @@ def test_numbers() -> Told:
 
 
 def block(made: Made, width: int = 100) -> list[str]:
-    """The lines of the first panel's table of data with its title; none if there is none."""
+    """The lines of the first panel's data table with its title, or none."""
     lines = render_whole(*made, width).splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith(TITLE)]
     return lines[starts[0] : lines.index("", starts[0])] if starts else []
@@ -80,7 +79,6 @@ def test_data() -> Told:
 
 @for_each("width", [40, 60, 80])
 def test_narrow_tables_lose_no_figure(width: int) -> None:
-    """Columns without room follow their row."""
     text = block(gemm(), width)
     assert max(len(line) for line in text) <= width
     assert sum("<0.01% / 19.7%" in line for line in text) == 2 and sum("- / 0.08%" in line for line in text) == 2
@@ -89,10 +87,12 @@ def test_narrow_tables_lose_no_figure(width: int) -> None:
 def test_a_table_of_scales_has_an_end() -> None:
     run, findings = many(160)
     scales = (LayerScale("mlp.up", "input", 3.5, 128.0), LayerScale("mlp.up", "gradient", 7e-5, 8e8, 12))
-    found = part("scales", (replace(run, records=tuple(replace(one, scales=scales) for one in run.records)), findings))
-    (table,) = of_kind(found, Table)
+    elements = part(
+        "scales", (replace(run, records=tuple(replace(record, scales=scales) for record in run.records)), findings)
+    )
+    (table,) = of_kind(elements, Table)
     assert MOST_ROWS - 2 < len(table.rows) <= MOST_ROWS
-    assert any("for want of room: m=" in text.text for text in of_kind(found, Text))
+    assert any("for want of room: m=" in text.text for text in of_kind(elements, Text))
 
 
 NOBODY, ELEMENTWISE, GEMM, ACCUMULATE = (
@@ -103,7 +103,7 @@ ERRORS = {"free": (1e-2, 3e-2), "single": (1e-2, 2e-2), "free_floor": (1e-3, 2e-
 
 
 def sampled(*milliseconds: int, calls: int = 3, accumulate: int = ACCUMULATE) -> Timing:
-    """A sampler whose steps take so long, after a moment that is nobody's; calls differ by one that is slow."""
+    """A sampler whose steps take this long, after some time outside of steps; one call is slow."""
     codes, intervals = [NOBODY, ELEMENTWISE], [1000, 1000]
     for length in milliseconds:
         codes += [GEMM, ELEMENTWISE, accumulate, ELEMENTWISE]
@@ -120,12 +120,12 @@ def sampled(*milliseconds: int, calls: int = 3, accumulate: int = ACCUMULATE) ->
 
 @for_each("lengths", [(45, 107, 128), (100, 10, 10, 10), (10, 10, 10, 100), (5,) * 50])
 def test_each_step_has_its_own_time(lengths: tuple[int, ...]) -> None:
-    """Exactly, but for what comes before the first and after the last; one slow call does not move the middle."""
-    found = step_seconds(sampled(*lengths))
-    assert len(found) == len(lengths)
-    for seconds, length in zip(found, lengths, strict=True):
+    """One slow call does not move the median."""
+    measured = step_seconds(sampled(*lengths))
+    assert len(measured) == len(lengths)
+    for seconds, length in zip(measured, lengths, strict=True):
         assert seconds == pytest.approx(length / 1000, abs=4e-6)
-    assert sum(found) == pytest.approx(sum(lengths) / 1000, rel=1e-3)
+    assert sum(measured) == pytest.approx(sum(lengths) / 1000, rel=1e-3)
 
 
 def test_steps_that_marks_do_not_tell_apart_have_no_times() -> None:
@@ -137,7 +137,7 @@ def test_steps_that_marks_do_not_tell_apart_have_no_times() -> None:
 
 
 def sampling() -> Made:
-    """The run of a transformer as if it were a sampler's: its first two cases timed by step, fp8 emulated."""
+    """A transformer run posing as a sampler's: its first two cases timed by step, fp8 emulated."""
     run, findings = transformer()
     scales = {"bf16": 1.0, "fp16": 1.0, "fp8": 5.0}
     records = []

@@ -23,7 +23,7 @@ KERNELS = (OperatorTime("gemm", "hopper_gemm", 54.0, 0.002, True), OperatorTime(
 
 def traced(*operators: OperatorTime, made: Made | None = None) -> Made:
     run, findings = made or transformer()
-    records = tuple(replace(one, trace="a/b.pt.trace.json.gz", operators=operators) for one in run.records)
+    records = tuple(replace(record, trace="a/b.pt.trace.json.gz", operators=operators) for record in run.records)
     return replace(run, records=records, request=Request("x", trace="traces")), findings
 
 
@@ -41,7 +41,7 @@ def test_operators() -> Told:
 
 
 def test_a_table_has_an_end() -> None:
-    found = part("operators", traced(*HOST, made=many(60)))
-    (table,) = of_kind(found, Table)
+    elements = part("operators", traced(*HOST, made=many(60)))
+    (table,) = of_kind(elements, Table)
     assert MOST_ROWS - 4 < len(table.rows) <= MOST_ROWS
-    assert any("for want of room: m=" in text.text for text in of_kind(found, Text))
+    assert any("for want of room: m=" in text.text for text in of_kind(elements, Text))

@@ -41,7 +41,6 @@ def test_phase_clauses() -> Told:
 
 
 def test_a_step_is_mixed_where_two_phases_matter() -> None:
-    """What is unattributed is no phase."""
     assert is_mixed(step(gemm=5, elementwise=5))
     assert not any(map(is_mixed, (step(gemm=5, unattributed=5), step(gemm=98, cast=2), Finding(CASE, Verdict.NONE))))
     assert set(PHASE_WORDS) == set(CELL_PHASES)
@@ -55,7 +54,7 @@ def test_phases() -> Told:
     findings[fp8] = replace(findings[fp8], labels=(Label.POWER_CAPPED,), below_floor=("data_load", "cast"))
     yield "phases below the clock's floor, and labels that cast doubt, are said", part("phases", (run, findings))
     run, findings = shapes({"m": 1}, {"m": 2}, {"m": 3}, labels=(Label.NOISY,))
-    findings = {key: replace(one, below_floor=("unattributed",)) for key, one in findings.items()}
+    findings = {key: replace(finding, below_floor=("unattributed",)) for key, finding in findings.items()}
     yield "many cases are counted, not named", of_kind(part("phases", (run, findings)), Text)
     compiled = recased(transformer(), lambda case: replace(case, params=(*case.params, ("compile", "yes"))))
     yield "a compiled step says why so much is unattributed", of_kind(part("phases", compiled), Text)

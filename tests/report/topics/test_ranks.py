@@ -40,20 +40,19 @@ def record(precision: str, way: str, wire: float, sqnr: float, **more: object) -
 
 
 def made() -> Run:
-    found = []
+    records = []
     for way, (wire, sqnr) in WAYS.items():
         refused = (
             Overlap(why=RING)
             if way == "fp8_ring"
             else Overlap((4.0,) * 6, (2.0,) * 6, (5.0, 4.9, 5.1, 5.0, 5.0, 5.0), (6.0,) * 6)
         )
-        found += [record("fp32", way, 6000.0, 151.0), record("bf16", way, 3000.0, 50.0)]
-        found.append(record("fp8", way, wire, sqnr, overlap=refused))
-    return run_of(found)
+        records += [record("fp32", way, 6000.0, 151.0), record("bf16", way, 3000.0, 50.0)]
+        records.append(record("fp8", way, wire, sqnr, overlap=refused))
+    return run_of(records)
 
 
 def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
-    """Alike ones stand beside each other."""
     assert frontier([(1.0, 28.0), (1.0, 26.0), (2.0, 27.0), (3.0, 50.0), (1.0, 28.0)]) == (0, 3, 4)
     assert frontier([]) == ()
 
@@ -97,7 +96,7 @@ def lost_swept_and_failed() -> list[Record]:
 
 
 def load_of(first: float, second: float) -> Record:
-    """Rank 0 is longer in its collective; so many rows are multiplied by the experts of each."""
+    """Rank 0 is longer in its collective; each rank's experts multiply this many rows."""
     own = record("fp32", "", 1.0, 1.0)
     case = replace(own.case, workload="parallel", params=(("way", "ep"), ("load", "zipf:1")))
     rows = (error("rank0_rows", first), error("rank1_rows", second))
@@ -105,7 +104,7 @@ def load_of(first: float, second: float) -> Record:
 
 
 def sized(precision: str, elements: int, slowest_ms: tuple[int, ...], fp8: str = "fp8_ring") -> Record:
-    """An all-reduce of so many numbers, whose rank 1 takes so long in each round, and rank 0 half of it."""
+    """An all-reduce of `elements` numbers whose rank 1 takes this long in each round, and rank 0 half of it."""
     known = record(precision, fp8, 3000.0, 50.0)
     took = [(RankCalls(0, (ms * MS // 2,), (1,)), RankCalls(1, (ms * MS,), (1,))) for ms in slowest_ms]
     slots = tuple(
@@ -119,29 +118,29 @@ def sized(precision: str, elements: int, slowest_ms: tuple[int, ...], fp8: str =
 
 
 def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> None:
-    """By hand: 1.5 x 2 B x elements / 4 ms, between the rounds of 8 ms and of 2 ms; what a precision without codes took
-    beside several ways stands once; of one size nothing is drawn."""
+    """By hand: 1.5 x 2 B x elements / 4 ms, between the rounds of 8 ms and of 2 ms."""
     rounds = (2, 4, 4, 4, 4, 8)
     ways = [(precision, fp8) for fp8 in ("fp8_ring", "fp8_gather") for precision in ("fp32", "bf16", "fp8")]
-    found = [sized(precision, elements, rounds, fp8) for elements in (1000, 4000) for precision, fp8 in ways]
-    run = run_of(found)
+    records = [sized(precision, elements, rounds, fp8) for elements in (1000, 4000) for precision, fp8 in ways]
+    run = run_of(records)
     charts = of_kind(part("ranks", (run, findings(run))), Scatter)
-    (chart,) = [one for one in charts if one.name.startswith("busbw")]
+    (chart,) = [chart for chart in charts if chart.name.startswith("busbw")]
     assert chart.joined == ("fp32", "bf16", "fp8 fp8_ring", "fp8 fp8_gather") and chart.x.log and chart.y.log
     assert len(chart.points) == 8
-    points = {(one.series, one.x): one for one in chart.points}
+    points = {(point.series, point.x): point for point in chart.points}
     for elements in (1000, 4000):
-        one = points["bf16", 4.0 * elements]
-        assert (one.low, one.y, one.high) == pytest.approx([3.0 * elements / (ms / 1000) for ms in (8, 4, 2)])
-    assert {one.series for one in chart.points if one.tone is Tone.DOUBT} == {"fp8 fp8_ring", "fp8 fp8_gather"}
+        of_bf16 = points["bf16", 4.0 * elements]
+        assert (of_bf16.low, of_bf16.y, of_bf16.high) == pytest.approx(
+            [3.0 * elements / (ms / 1000) for ms in (8, 4, 2)]
+        )
+    assert {point.series for point in chart.points if point.tone is Tone.DOUBT} == {"fp8 fp8_ring", "fp8 fp8_gather"}
     assert set(wire_costs(*panels_of(run, findings(run)))) == {"all_reduce of 15.6 KiB"}
-    alone = run_of(found[:6])
+    alone = run_of(records[:6])
     charts = of_kind(part("ranks", (alone, findings(alone))), Scatter)
-    assert not any(one.name.startswith("busbw") for one in charts)
+    assert not any(chart.name.startswith("busbw") for chart in charts)
 
 
 def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
-    """In table and page alike, and in rows; or a word, whose reason stands below."""
     apart = RankScaling((10.0,) * 6, (5.0,) * 6, (3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
     known = RankScaling((10.0,) * 6, (5.0,) * 6, (5.0, 5.5, 6.0, 6.0, 6.5, 7.0))
     run = run_of(
@@ -150,32 +149,34 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
     (panel,) = panels_of(run, findings(run))
     on_page = list(ranks_section(material_of([run], [findings(run)])))
     for elements in (list(ranks(panel)), on_page):
-        (table,) = (one for one in elements if isinstance(one, Table) and one.name.startswith("scaling"))
+        (table,) = (
+            element for element in elements if isinstance(element, Table) and element.name.startswith("scaling")
+        )
         assert [[field.text for field in row[-2:]] for row in table.rows] == [
             ["83.3% (71.4% to 100.0%)"] * 2,
             ["wide", "wide"],
         ]
-        said = [one.text for one in elements if isinstance(one, Text)]
-        assert any("No efficiency is told where it says wide: " in one for one in said), said
-    found = [row for row in rows(run, findings(run)) if row["metric"] == "strong_scaling"]
-    bounds = [(row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in found]
+        said = [element.text for element in elements if isinstance(element, Text)]
+        assert any("No efficiency is told where it says wide: " in sentence for sentence in said), said
+    efficiencies = [row for row in rows(run, findings(run)) if row["metric"] == "strong_scaling"]
+    bounds = [
+        (row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in efficiencies
+    ]
     assert bounds == [(pytest.approx(250 / 3), pytest.approx(500 / 7), 100.0, False), (None, None, None, True)]
 
 
 def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
-    """In a terminal: the rest would bury the answer, and is in the report."""
     run = made()
     text = render_whole(run, findings(run), width=80)
     assert len(text.splitlines()) < 60 and text.index("all_reduce of 3.91 KiB, 2 ranks") < 300
     assert "phases, as shares" not in text and "The report has the rest of every case" in text
     assert max(map(len, text.splitlines())) <= 80
-    one = run_of([one for one in run.records if dict(one.case.params)["fp8"] == "fp8_ring"])
-    alone = render_whole(one, findings(one), width=80)
+    single = run_of([record for record in run.records if dict(record.case.params)["fp8"] == "fp8_ring"])
+    alone = render_whole(single, findings(single), width=80)
     assert "all_reduce of 3.91 KiB, 2 ranks" in alone and "phases, as shares" in alone
 
 
 def test_rows_of_ranks_and_of_a_failed_one() -> None:
-    """Each rank's times and memory in rows of their own, whose wide columns have its number; who failed, in columns."""
     lost = Record(
         Case("collective", (("collective", "broadcast"),), "bf16", "cpu", ranks=2), NATIVE, Status.FAILED,
         reason="rank 1 of 2 failed", failed_rank=FailedRank(1, 2, "slot", "gemm", 21, 0.5),
@@ -190,4 +191,4 @@ def test_rows_of_ranks_and_of_a_failed_one() -> None:
     assert failed and {(row["failed_rank"], row["failed_phase"]) for row in failed} == {(1, "gemm")}
     columns, wide = widened(tidy)
     assert {"rank_time_0_s", "rank_time_1_s", "rank_memory_1_B", "failed_rank"} <= set(columns)
-    assert "rank" not in columns and [one["failed_phase"] for one in wide] == [None, "gemm"]
+    assert "rank" not in columns and [wide_row["failed_phase"] for wide_row in wide] == [None, "gemm"]

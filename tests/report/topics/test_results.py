@@ -16,8 +16,8 @@ FASTER = (Verdict.FASTER, 0.5)
 
 
 def table(*made: Made) -> Table:
-    (found,) = of_kind(part("results", *made), Table)
-    return found
+    (only_table,) = of_kind(part("results", *made), Table)
+    return only_table
 
 
 @as_before
@@ -43,14 +43,14 @@ def test_results() -> Told:
     yield "without cases it says so", part("results", nothing())
     run, findings = gemm()
     alone_run = replace(run, id="alone", records=run.records[:4])
-    found = of_kind(part("results", (alone_run, findings), (run, findings)), Text)
-    yield "what differs between runs is not said to be the same", found
+    texts = of_kind(part("results", (alone_run, findings), (run, findings)), Text)
+    yield "what differs between runs is not said to be the same", texts
 
 
 def test_a_number_of_a_suite_is_not_taken_for_the_steps_own() -> None:
     run, findings = gemm()
     own = tuple(Measurement(name, "J", (7.0,)) for name in ("time", "energy", "flops_per_second", "tokens_per_second"))
-    records = tuple(replace(one, measurements=(*one.measurements, *own)) for one in run.records)
+    records = tuple(replace(record, measurements=(*record.measurements, *own)) for record in run.records)
     assert table((replace(run, records=records), findings)) == table(gemm())
 
 
@@ -70,9 +70,9 @@ def test_what_is_no_number_sorts_by_nothing() -> None:
     ],
 )
 def test_no_rate_is_told_of_work_that_nobody_saw(labels: tuple[Label, ...], tape: Tape | None, told: bool) -> None:
-    """Of a quick look that counted nothing, and of work that is known to be other work than was declared."""
+    """A quick look that counted nothing, or other work than was declared."""
     run, findings = gemm()
-    place = next(place for place, one in enumerate(run.records) if one.case.mode == "bf16")
+    place = next(place for place, known in enumerate(run.records) if known.case.mode == "bf16")
     record = replace(run.records[place], tape=tape)
     findings[record.case.id] = replace(findings[record.case.id], labels=labels)
     shown = table((replace(run, records=(*run.records[:place], record, *run.records[place + 1 :])), findings))

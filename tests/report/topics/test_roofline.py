@@ -16,8 +16,8 @@ from tests.told_before import Told, as_before
 MEMORY = (Limit.COPY, Limit.TRIAD)
 
 
-def advice(one: Made) -> str:
-    run, findings = one
+def advice(material: Made) -> str:
+    run, findings = material
     return how_to_know((result for panel in panels_of(run, findings) for result in panel.results), run)
 
 
@@ -38,23 +38,27 @@ def test_roofline() -> Told:
     yield "one without a verdict does not say what", of_kind(part("roofline", (run, unsure)), Items)
     unverified = made(replace(CEILING, device="NVIDIA GB200", rates=()))
     yield "what nobody has checked is unverified", of_kind(part("roofline", unverified), Text)
-    wide = tuple(replace(one, runs=(8e13, *one.runs[1:])) if one.precision == "bf16" else one for one in CEILING.rates)
+    wide = tuple(
+        replace(rate, runs=(8e13, *rate.runs[1:])) if rate.precision == "bf16" else rate for rate in CEILING.rates
+    )
     differ = part("roofline", made(replace(CEILING, rates=wide)))
     yield "runs that differ are no bound", [*of_kind(differ, Items), *of_kind(differ, Text)]
     wild = tuple(
-        replace(one, runs=(one.runs[0] / 9, *one.runs[1:])) if one.limit in MEMORY else one for one in CEILING.rates
+        replace(rate, runs=(rate.runs[0] / 9, *rate.runs[1:])) if rate.limit in MEMORY else rate
+        for rate in CEILING.rates
     )
     yield (
         "ceilings of a machine that was not left alone are no roofs",
         part("roofline", made(Ceiling(2e14, 4e12, wild))),
     )
     tenth = tuple(
-        replace(one, runs=tuple(run / 10 for run in one.runs)) if one.limit in MEMORY else one for one in CEILING.rates
+        replace(rate, runs=tuple(run / 10 for run in rate.runs)) if rate.limit in MEMORY else rate
+        for rate in CEILING.rates
     )
     yield "more than memory gives is a cache", of_kind(part("roofline", made(replace(CEILING, rates=tenth))), Table)
     run, findings = made(None)
     yield "without ceilings a sentence", part("roofline", (run, findings))
-    bare = replace(run, records=tuple(replace(one, tape=None) for one in run.records))
+    bare = replace(run, records=tuple(replace(record, tape=None) for record in run.records))
     yield "without tapes nothing", built("roofline", (bare, findings))
     other = replace(run, request=Request("transformer", threads=2), command="fp8bench suite transformer --store kept")
     yield "with the threads and the store of the run", advice((other, findings))
@@ -64,5 +68,5 @@ def test_somebody_is_told_how_to_know_once_and_never_beside_a_roofline() -> None
     run, findings = made(None)
     assert " ".join(render_whole(run, findings).split()).count("fp8bench doctor --ceilings") == 1
     assert advice(made()) == "" and "doctor" not in render_whole(*made())
-    bare = replace(run, records=tuple(replace(one, tape=None) for one in run.records))
+    bare = replace(run, records=tuple(replace(record, tape=None) for record in run.records))
     assert advice((bare, findings)) == ""

@@ -28,5 +28,5 @@ def test_shares_of_a_compiled_step() -> Told:
         ("each kind of work and each module", Shares(PARTS, 10e-3)),
         ("no module is told; what is fused is said", Shares(fused, 10e-3, of=SharesFrom.COMPILED, fused=4)),
     ):
-        shared = replace(run, records=tuple(replace(one, shares=shares) for one in run.records))
+        shared = replace(run, records=tuple(replace(record, shares=shares) for record in run.records))
         yield claim, render(page_of(shared, parts_of(shared, findings)), 160, False, False)

@@ -27,8 +27,8 @@ from tests.told_before import Told, as_before, on_terminal
 
 
 def panel(made: Made) -> Panel:
-    (found,) = panels_of(*made)
-    return found
+    (only_panel,) = panels_of(*made)
+    return only_panel
 
 
 def result(precision: str, *figures: Measurement, **params: int) -> Result:
@@ -36,11 +36,12 @@ def result(precision: str, *figures: Measurement, **params: int) -> Result:
 
 
 def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
-    """Whatever it is called; one figure of the same name in some other suite is not enough."""
+    """One figure of the same name in another suite is not enough."""
     assert about_tensors(panel(tensors("gaussian"))) and not about_tensors(panel(products()))
     run, findings = gemm()
-    one = replace(run.records[0], measurements=(*run.records[0].measurements, Measurement("sqnr_db", "dB", (30.0,))))
-    assert not any(about_tensors(one) for one in panels_of(replace(run, records=(one, *run.records[1:])), findings))
+    first, *others = run.records
+    first = replace(first, measurements=(*first.measurements, Measurement("sqnr_db", "dB", (30.0,))))
+    assert not any(map(about_tensors, panels_of(replace(run, records=(first, *others)), findings)))
 
 
 @for_each(
@@ -62,32 +63,32 @@ def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
 def test_a_precision_stands_in_the_table_of_formats_and_scalings(
     precision: str, fmt: str, scaling: str, words: str
 ) -> None:
-    """By its options, with the rounding of scales named; recipes stand apart, and so does what nobody knows here."""
+    """By its options; recipes and unknown precisions stand apart."""
     cell = cell_of(result(precision))
     assert (cell.fmt, cell.scaling, cell.words) == (fmt, scaling, words)
-    one = result("custom")
-    mapped = replace(one, record=replace(one.record, case=replace(one.record.case, precision_map=(("a", "bf16"),))))
+    custom = result("custom")
+    mapped = replace(
+        custom, record=replace(custom.record, case=replace(custom.record.case, precision_map=(("a", "bf16"),)))
+    )
     assert cell_of(mapped).words == "custom{a=bf16}"
 
 
 def test_a_tensor_has_its_name_and_what_tells_it_from_others_of_that_name() -> None:
-    """Shapes are of the tensors, and stay out unless a tensor comes in several."""
-    found = panel(tensors("gaussian", "outliers"))
-    assert [tensor_name(found, group) for group in found.groups] == ["gaussian", "outliers"]
+    two = panel(tensors("gaussian", "outliers"))
+    assert [tensor_name(two, group) for group in two.groups] == ["gaussian", "outliers"]
     params = [{"tensor": "gaussian", "rows": rows} for rows in (64, 128)]
     records = [
-        Record(case("numerics", "bf16", one), EMULATED, Status.OK) for one in [*params, {"tensor": "t", "rows": 8}]
+        Record(case("numerics", "bf16", row), EMULATED, Status.OK) for row in [*params, {"tensor": "t", "rows": 8}]
     ]
-    found = panel((run_of(records), {}))
-    assert [tensor_name(found, group) for group in found.groups] == ["gaussian rows=64", "gaussian rows=128", "t"]
+    two = panel((run_of(records), {}))
+    assert [tensor_name(two, group) for group in two.groups] == ["gaussian rows=64", "gaussian rows=128", "t"]
 
 
 def test_a_panel_without_tensors_by_name_has_places() -> None:
-    """A user's own suite may have these figures too."""
     records = [Record(case("mine", "bf16", {"n": n}), EMULATED, Status.OK, measurements=left(30.0)) for n in (1, 2)]
-    found = panel((run_of(records), {}))
-    assert about_tensors(found)
-    assert [tensor_name(found, group) for group in found.groups] == ["n=1", "n=2"]
+    nameless = panel((run_of(records), {}))
+    assert about_tensors(nameless)
+    assert [tensor_name(nameless, group) for group in nameless.groups] == ["n=1", "n=2"]
     alone = panel((run_of(records[:1]), {}))
     assert tensor_name(alone, alone.groups[0]) == "mine"
 
@@ -102,7 +103,6 @@ def test_a_panel_without_tensors_by_name_has_places() -> None:
     ],
 )  # fmt: skip
 def test_figures_are_shown_without_their_unit(metric: str, value: float, text: str) -> None:
-    """The column's title has it."""
     assert shown(value, spec_of(metric).unit) == text
     measured = Measurement(metric, spec_of(metric).unit, (value,))
     assert figure(result("bf16", measured), metric) == (text, value) and metric in FIGURES
@@ -111,7 +111,6 @@ def test_figures_are_shown_without_their_unit(metric: str, value: float, text: s
 
 @for_each(("width", "sizes"), [(40, [2, 2, 2, 1]), (60, [4, 3]), (100, [7])])
 def test_many_tensors_are_as_many_tables_as_the_width_asks_for(width: int, sizes: list[int]) -> None:
-    """As few as there can be, with every tensor once, and no line too long."""
     names = [f"tensor-{number}" for number in range(7)]
     text = render_whole(*tensors(*names), width=width)
     heads = [line.split()[1:] for line in text.splitlines() if line.startswith("  precision ")]
@@ -129,13 +128,13 @@ def test_other_suites_keep_their_tables_and_legends() -> None:
 
 
 def test_times_errors_and_memory_of_tensors_are_in_no_other_section() -> None:
-    """They are costs of emulation: not even the table of all cases has them."""
+    """They are costs of emulation."""
     made = tensors("gaussian", "outliers")
     assert [
         name for name in ("results", "speedup", "phases", "memory", "samples", "numbers") if built(name, made)
     ] == []
     both = material(made, products())
-    assert [found.case.workload for _, found in timed_panels(both)] == ["gemm"]
+    assert [timed.case.workload for _, timed in timed_panels(both)] == ["gemm"]
 
 
 def with_record(made: Made, place: int, **changes: object) -> Made:

@@ -49,12 +49,11 @@ def test_verdict() -> Told:
     ],
 )  # fmt: skip
 def test_an_error_has_one_name_on_the_page_and_in_a_terminal(errors: tuple[float, ...], word: str) -> None:
-    """That of the largest, by the sizes that the terminal's legend names."""
     run, findings = judged(*[(Verdict.FASTER, 0.5)] * len(errors))
     measured = iter(errors)
     records = tuple(
-        one if one.is_reference else replace(one, measurements=(error("product_error", next(measured)),))
-        for one in run.records
+        record if record.is_reference else replace(record, measurements=(error("product_error", next(measured)),))
+        for record in run.records
     )
     (strip,) = of_kind(part("verdict", (replace(run, records=records), findings)), Verdicts)
     assert strip.rows[0][1][strip.questions.index("error")].text == word == error_word(errors)
@@ -64,7 +63,9 @@ def test_an_error_has_one_name_on_the_page_and_in_a_terminal(errors: tuple[float
 
 def of(*records: Record) -> list[ReportedCase]:
     """The outcomes of a run of these records; those that ran have a time."""
-    findings = {one.case.id: Finding(one.case, Verdict.NONE, 1e-3) for one in records if one.status is Status.OK}
+    findings = {
+        record.case.id: Finding(record.case, Verdict.NONE, 1e-3) for record in records if record.status is Status.OK
+    }
     return outcomes(panels_of(run_of(list(records)), findings))
 
 

@@ -68,13 +68,12 @@ def test_what_a_run_does_not_know_is_empty() -> None:
 
 
 def test_a_quick_look_says_what_nobody_checked() -> None:
-    """Declared work that no tape has counted, and how much of it the machine can do; of some cases how many."""
     run, _ = shapes({"m": 1, "n": 1, "k": 1})
-    timed = tuple(replace(one, timing=samples(("gemm",), (10,))) for one in run.records)
+    timed = tuple(replace(record, timing=samples(("gemm",), (10,))) for record in run.records)
     run = replace(run, records=timed, request=replace(run.request, quick=True))
     note = notes_of(run)[-1]
     assert "--quick" in note and "--tape" in note and "--ceilings" in note and "cases" not in note
-    checked = tuple(replace(one, tape=Tape(), ceiling=Ceiling(1e12, 1e12)) for one in timed)
+    checked = tuple(replace(known, tape=Tape(), ceiling=Ceiling(1e12, 1e12)) for known in timed)
     assert notes_of(replace(run, records=(checked[0], *timed[1:])))[-1].count(" of 2 of 3 cases") == 2
     for sound in (replace(run, records=checked), replace(run, request=replace(run.request, quick=False))):
         assert not any("not checked" in note for note in notes_of(sound))

@@ -9,7 +9,7 @@ from fp8bench.model import Finding, Interval, Label, Run, Scalar, Verdict
 from fp8bench.model.words import REMARKS
 from fp8bench.report.elements import Items, Text, Tone
 from fp8bench.report.panels import panels_of
-from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, over_values, said_once, span
+from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, over_values, shared_labels, span
 from tests.counts import for_each
 from tests.materials import of_kind, part, shapes
 from tests.runs import EMULATED, gemm, judged, phases, render, render_whole, transformer
@@ -59,7 +59,7 @@ def test_comparisons() -> Told:
     yield "nor has one that was not timed", said((alone, {}))
     yield "only what ran natively is compared", said(gemm())
     panels = panels_of(*judged((*FASTER, FEW), (*SLOWER, FEW, NOISY, CAPPED)))
-    shared = said_once(panels)
+    shared = shared_labels(panels)
     yield "one sentence for what all cases share", doubt_of_all(shared)
     yield "which the others leave out", [text for panel in panels for text in comparisons(panel, said=shared)]
     run, findings = judged(FASTER)
@@ -69,8 +69,8 @@ def test_comparisons() -> Told:
 
 
 def test_what_not_all_share_is_not_said_once() -> None:
-    assert said_once(panels_of(*judged((*FASTER, FEW)))) == frozenset()
-    assert said_once(panels_of(*judged(FASTER, (*FASTER, FEW)))) == frozenset() and doubt_of_all(frozenset()) == ""
+    assert shared_labels(panels_of(*judged((*FASTER, FEW)))) == frozenset()
+    assert shared_labels(panels_of(*judged(FASTER, (*FASTER, FEW)))) == frozenset() and doubt_of_all(frozenset()) == ""
 
 
 @for_each("label", sorted(set(Label) - REMARKS))
@@ -94,7 +94,7 @@ def values(*wanted: dict[str, Scalar]) -> list[str]:
 def loaded(
     verdicts: dict[str, tuple[Verdict, float, tuple[Label, ...]]], **more: Scalar
 ) -> tuple[Run, dict[str, Finding]]:
-    """bf16 takes so many times as long as fp32 under each load."""
+    """bf16 takes this many times as long as fp32 under each load."""
     run, findings = shapes(*({**SIDES, **more, "load": load} for load in verdicts))
     for record in run.records:
         if record.case.precision == "bf16":
@@ -144,5 +144,5 @@ def test_a_sign_that_does_not_turn_and_an_emulation_decide_nothing() -> None:
     assert over(loaded({"uniform": (*FASTER, ())})) == []
     assert over(shapes(SIDES, {**SIDES, "m": 512})) == []
     run, findings = loaded({"uniform": (*FASTER, ()), "zipf:1": (*SLOWER, ())})
-    emulated = tuple(replace(one, support=EMULATED) for one in run.records)
+    emulated = tuple(replace(record, support=EMULATED) for record in run.records)
     assert over((replace(run, records=emulated), findings)) == []

@@ -19,8 +19,8 @@ from fp8bench.features.duel.kind import start_duel
 from fp8bench.features.train.kind import start_training
 from fp8bench.features.train.values import Training
 from fp8bench.files import write_whole
-from fp8bench.jobs.cells import cut
-from fp8bench.jobs.cells import measured as measure
+from fp8bench.jobs.several_runs import cut_into_cells
+from fp8bench.jobs.several_runs import measure_cell as measure
 from fp8bench.model import Ceilings, Environment, Request
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.ceilings import new_ceilings
@@ -62,7 +62,7 @@ COMMANDS = [
 
 def of_all_kinds(folder: Path) -> dict[str, str]:
     """Runs that are real, a fleet's cells, a duel, a training, ceilings and an acknowledgement; words for commands."""
-    plan = cut(GEMM, *pipeline.plan_only(GEMM, folder), "")
+    plan = cut_into_cells(GEMM, *pipeline.plan_only(GEMM, folder), "")
     write_plan(plan, folder / "plan.json")
     cell = measure(plan, 0, STORE, SilentObserver(), "")[1]
     keep_plan(plan, STORE)

@@ -1,6 +1,4 @@
-"""The door to all drawings; maps, a figure for each row and column, where the colours of ratios part at 1; and small
-charts in rows and columns: of each line how it moves, on one scale for all.
-"""
+"""Draws any chart; here also maps, where the colours of ratios part at 1, and small charts in rows and columns."""
 
 from __future__ import annotations
 
@@ -22,17 +20,17 @@ from fp8bench.report.page.drawing.sheet import SHAPES, Sheet
 _HEIGHT = 30.0
 _WIDEST = 120.0
 _GAP = 10.0
-# Shades on either side of 1.
+# Shades above and below 1.
 _SHADES = 4
-# Closer to 1 than this is even, in logarithms.
+# Ratios closer to 1 count as even.
 _EVEN = math.log(1.01)
-# Differences smaller than this do not take the strongest shade.
+# Smaller ratios do not take the strongest shade.
 _LEAST = math.log(1.2)
 
 
 @dataclass(frozen=True)
 class _Cells:
-    """Cells of one size from a corner."""
+    """Cells of one size, from a corner on."""
 
     left: float
     top: float
@@ -64,7 +62,7 @@ def draw_heat(sheet: Sheet, chart: Heat) -> float:
 
 
 def _written(value: float, unit: str) -> str:
-    """Ratios in three digits, without their unit, which is in the key."""
+    """The value as in a cell; ratios have three digits and no unit, which is in the key."""
     if unit == "x" and 1e-3 <= value < 1e4:
         return units.significant(value)
     return shown(value, unit).removesuffix(f" {unit}")
@@ -79,7 +77,7 @@ def _grid(sheet: Sheet, chart: Heat, values: Sequence[float], top: float) -> _Ce
     return _Cells(left, top, wide)
 
 
-# What gives a value its class, and the classes of the key with their words.
+# A value's class, and the key: classes with their words.
 _Shading = tuple[Callable[[float], str], Sequence[tuple[Sequence[str], str]]]
 
 
@@ -98,7 +96,7 @@ def _by_ratio(values: Sequence[float]) -> _Shading:
 
 
 def _by_size(values: Sequence[float], unit: str) -> _Shading:
-    """Each shade has as many values: one far from all others leaves these apart."""
+    """Each shade has equally many values, so that an outlier does not make all others alike."""
     ordered, shades = sorted(values), ("level", *(f"high-{number}" for number in range(1, _SHADES + 1)))
 
     def shade(value: float) -> str:
@@ -157,7 +155,7 @@ def _columns(sheet: Sheet, chart: Heat, grid: _Cells, rows: int) -> float:
 
 
 _ROW, _BETWEEN_COLUMNS = 36.0, 14.0
-# Octaves on either side of the middle that a row shows at least. What moves further in first places stands at its edge.
+# A row shows at least this many octaves above and below the median; early values beyond its range stand at its edge.
 _LEAST_OCTAVES = 1.0
 
 
@@ -168,29 +166,29 @@ def draw_sparks(sheet: Sheet, chart: Sparks) -> float:
     moved = [_octaves(values) for _, cells in rows for lines in cells for values in lines]
     if not any(octave is not None for octaves in moved for octave in octaves):
         return 0.0
-    late = (octaves[len(octaves) // 3 :] for octaves in moved)  # first steps move most, and would flatten the others
+    late = (octaves[len(octaves) // 3 :] for octaves in moved)  # the first steps would flatten the others
     reach = max([_LEAST_OCTAVES, *(abs(octave) for octaves in late for octave in octaves if octave is not None)])
     named = [(SHAPES[number], f"point s{number + 1}", name) for number, name in enumerate(chart.series)]
     top = legend(sheet, named, 0.0)
     text = f"a row: {reach:.2g} octaves up and down, from {chart.places[0]} to {chart.places[-1]}"
     sheet.text(0, top + 8, shortened(text, sheet.width, sheet.size), "quiet")
-    found = arranged(sheet, [("", [name for name, _ in rows])], _ROW, top + 44)
-    wide = (sheet.width - found.left + _BETWEEN_COLUMNS) / len(chart.columns)
+    placed = arranged(sheet, [("", [name for name, _ in rows])], _ROW, top + 44)
+    wide = (sheet.width - placed.left + _BETWEEN_COLUMNS) / len(chart.columns)
     for column, title in enumerate(chart.columns):
         sheet.text(
-            found.left + column * wide, top + 34, shortened(title, wide - _BETWEEN_COLUMNS, sheet.size), "heading"
+            placed.left + column * wide, top + 34, shortened(title, wide - _BETWEEN_COLUMNS, sheet.size), "heading"
         )
-    for (name, cells), row in zip(rows, found.rows, strict=True):
+    for (name, cells), row in zip(rows, placed.rows, strict=True):
         for column, lines in enumerate(cells):
-            left = found.left + column * wide
+            left = placed.left + column * wide
             x = Scale(0.0, max(1.0, len(chart.places) - 1.0), left, left + wide - _BETWEEN_COLUMNS)
             y = Scale(-reach, reach, row.y + _ROW / 2 - 4, row.y - _ROW / 2 + 4)
             _draw_cell(sheet, chart, (name, chart.columns[column]), lines, x, y)
-    return found.bottom + 4
+    return placed.bottom + 4
 
 
 def _octaves(values: Sequence[float | None]) -> list[float | None]:
-    """How far each lies from their middle; None for what has no logarithm."""
+    """How far each lies from their median; None for what has no logarithm."""
     logs = [math.log2(value) if value is not None and drawable(value, log=True) else None for value in values]
     middle = median([log for log in logs if log is not None] or [0.0])
     return [None if log is None else log - middle for log in logs]
@@ -218,7 +216,7 @@ def _draw_cell(
     sheet.box("band mark", x.start, y.end, x.end - x.start, y.start - y.end, hint=hint)
 
 
-# A chart's class -> what draws it on a sheet, and returns where it ends; 0 if there is nothing to draw.
+# Functions that draw a class of charts and return the height; 0 if there is nothing to draw.
 _DRAWN_BY: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
     Bars: draw_bars,
     Scatter: draw_scatter,
@@ -232,7 +230,7 @@ _DRAWN_BY: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
 
 
 def draw_on(sheet: Sheet, chart: AnyChart) -> float:
-    """Returns the height that it takes."""
+    """Draws the chart, and returns its height."""
     end = _DRAWN_BY[type(chart)](sheet, chart)
     if not end:
         sheet.text(0, 14, "Nothing to draw: no value here has a place on the axis.", "quiet")
@@ -240,9 +238,9 @@ def draw_on(sheet: Sheet, chart: AnyChart) -> float:
 
 
 def draw(chart: AnyChart) -> str:
-    """A chart as two SVGs, one for a window and one for a telephone; charts.css shows the one that fits.
+    """A chart as two SVGs, for a window and for a telephone; charts.css shows the one that fits.
 
-    A map too large for a window is one that scrolls in either.
+    A map too large for a window is one SVG that scrolls in both.
     """
     drawn: list[str] = []
     for narrow in (False, True):

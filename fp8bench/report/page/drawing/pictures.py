@@ -1,7 +1,7 @@
-"""Charts as files for slides and papers, drawn by matplotlib: what the page draws, in its light colours.
+"""Charts as files for slides and papers, drawn by matplotlib like on the page, in its light colours.
 
-A sheet of the same size collects the same shapes. How they look is read from the page's own styles, so that there is
-one place that says it. Only who asks for pictures imports this, and matplotlib with it.
+A sheet collects the shapes, and the page's own styles say how they look. Only --plots imports this, and matplotlib with
+it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fp8bench.report.page.drawing.draw import draw_on
 from fp8bench.report.page.drawing.scale import FORBIDDEN, Hint
 from fp8bench.report.page.drawing.sheet import Line, Sheet, Steps, along_lines, outline
 
-# Pixels of the sheet, and points of a font or line, in an inch; a file of pixels has twice as many as the page.
+# Pixels of the sheet, points of a font or line, and pixels of a file, in an inch.
 _PIXELS, _POINTS, _DOTS = 96.0, 72.0, 192.0
 _EDGE, _TITLE, _SMALL, _LINE = 20.0, 17.0, 12.0, 17.0
-# Texts stay texts and fonts are embedded as journals want them; the same charts give the same bytes.
+# Texts stay texts, fonts are embedded as journals want it, and the same charts give the same bytes.
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
@@ -37,7 +37,7 @@ _SETTINGS: dict[Any, Any] = {
     "path.simplify": False,
 }
 _CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CURVE4] * 3, "z": [Path.CLOSEPOLY]}
-# How each format calls a description, and what would differ from time to time.
+# Each format's name for a description, and dates, which would change the bytes.
 _DESCRIBED_BY = {"png": "Description", "svg": "Description", "pdf": "Subject"}
 _NO_DATES: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 _BOLD_FROM = 550
@@ -46,10 +46,10 @@ Style = Mapping[str, str]
 
 
 def picture(chart: AnyChart, page_title: str, form: str) -> bytes:
-    """The chart as a file in that format, with its title above it and its description below."""
+    """The chart as a file in that format, with its title above and its description below."""
     sheet = _PictureSheet(chart, narrow=False)
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that the font has not are boxes; what a reader's settings say
+        warnings.simplefilter("ignore")  # letters that the font lacks are boxes
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
         figure = sheet.figure(draw_on(sheet, chart), chart.title)
@@ -61,7 +61,7 @@ def picture(chart: AnyChart, page_title: str, form: str) -> bytes:
 
 
 class _PictureSheet(Sheet):
-    """Collects what matplotlib draws, in pixels as the sheet has them."""
+    """Collects what matplotlib draws, in the sheet's pixels."""
 
     def __init__(self, chart: AnyChart, narrow: bool) -> None:
         super().__init__(chart, narrow)
@@ -140,27 +140,27 @@ def _color(look: Style, name: str) -> tuple[str, float]:
 
 
 def _plain(text: str) -> str:
-    """One line of what a font, XML and a file's metadata can hold."""
+    """One line of what fonts, XML and metadata can hold."""
     return " ".join(FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text).split())
 
 
 @cache
 def looks(kind: str, classes: str) -> Style:
-    """The properties that the page's styles give a path or text of these classes, those of the light page."""
-    found: dict[str, str] = {}
+    """The properties that the page's light styles give a path or text with these classes."""
+    look: dict[str, str] = {}
     for names, properties in sorted(_rules(), key=lambda rule: len(rule[0] - {":root", "path", "text"})):
         if names <= {":root", kind, *classes.split()}:
-            found |= properties
-    while used := {name: text for name, text in found.items() if "var(" in text}:
+            look |= properties
+    while used := {name: text for name, text in look.items() if "var(" in text}:
         for name, text in used.items():
             wanted = re.findall(r"--[\w-]+", text)
-            found[name] = next((found[variable] for variable in wanted if variable in found), "none")
-    return found
+            look[name] = next((look[variable] for variable in wanted if variable in look), "none")
+    return look
 
 
 @cache
 def _rules() -> tuple[tuple[frozenset[str], Mapping[str, str]], ...]:
-    """Of both stylesheets what is said of the page and of drawings, by tag and class, without conditions."""
+    """What both stylesheets say of the page and of drawings unconditionally, by tag and class."""
     page = files("fp8bench.report.page")
     text = page.joinpath("style.css").read_text("utf-8") + page.joinpath("drawing", "charts.css").read_text("utf-8")
     text = re.sub(r"/\*.*?\*/|@[^{;]+\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", text, flags=re.DOTALL)
@@ -173,8 +173,7 @@ def _rules() -> tuple[tuple[frozenset[str], Mapping[str, str]], ...]:
 
 
 def _selected(selectors: str) -> Iterator[frozenset[str]]:
-    """':root' or '.drawing .a.b' as names; ':is(.a, .b)' is one after the other. What else there is says nothing of a
-    drawing that nobody points at."""
+    """':root' or '.drawing .a.b' as names, with ':is(.a, .b)' as alternatives. Other selectors do not matter here."""
     for selector in re.split(r",(?![^(]*\))", selectors):
         own = selector.strip().removeprefix(".drawing ")
         if own == ":root":

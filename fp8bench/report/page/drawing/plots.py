@@ -1,4 +1,4 @@
-"""Charts over two axes: lines from place to place, and scatters with a margin for points that have no x."""
+"""Charts over two axes: lines from place to place, and scatters with a margin for points without x."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from fp8bench.report.page.drawing.sheet import Sheet, looks_of
 from fp8bench.report.panels import together
 
 _GAP = 8.0
-# What stands in the inset of first places: its height, where it begins in a window, and its ticks.
+# The inset of first places: its height, its left edge in a window, and its ticks.
 _INSET, _INSET_FROM, _INSET_TICKS = 92.0, 0.5, 3
-# First places that make the axis so many times as long stand in the inset.
+# First places that would make the axis longer than this stand in the inset.
 _LONGER = 1.5
-# From so many places on a mark is seen when it is pointed at, and the line otherwise.
+# With more places, marks are only seen when they are pointed at.
 _FAINT_FROM = {False: 60, True: 25}
 
 Marks = Sequence[Mark | None]
@@ -46,7 +46,7 @@ Marks = Sequence[Mark | None]
 
 def draw_lines(sheet: Sheet, chart: Lines) -> float:
     places, unit = chart.places[-PLACES:], chart.axis.unit
-    # The marks with a place on the axis, None in place of the others.
+    # Marks without a place on the axis are None.
     series = [
         (name, [mark if mark is not None and drawable(mark.value) else None for mark in marks[-PLACES:]])
         for name, marks in chart.series[:SERIES]
@@ -94,7 +94,7 @@ def _spans(series: Sequence[tuple[str, Marks]]) -> list[float]:
 def _draw_inset(
     sheet: Sheet, chart: Lines, places: Sequence[str], series: Sequence[tuple[str, Marks]], top: float, settled: Scale
 ) -> float:
-    """The places that do not fit on the axis, on one of their own above the plot; returns where the plot may begin."""
+    """Draws places that do not fit the axis above the plot, on their own axis; returns the plot's top."""
     y = fitted(_spans(series), top + 16 + _INSET, top + 16, unit=chart.axis.unit, pad=0.05)
     begin = 0.0 if sheet.narrow else _INSET_FROM * sheet.width
     left = begin + max(sheet.measure(text) for _, text in y.ticks(_INSET_TICKS)) + 18
@@ -109,7 +109,7 @@ def _draw_series(
     sheet: Sheet, chart: Lines, places: Sequence[str], series: Sequence[tuple[str, Marks]], x: Scale, y: Scale,
     elsewhere: Scale | None = None,
 ) -> None:  # fmt: skip
-    """With their flags, but for those that have a place `elsewhere`."""
+    """Draws series with their flags, except those of marks that have a place `elsewhere`."""
     looks = looks_of([name for name, _ in series], chart.order)
     for name, marks in series:
         _series(sheet, chart, places, (name, *looks[name]), marks, x, y)
@@ -151,7 +151,7 @@ def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale, ticks: i
 
 
 def _written(places: Sequence[str], most: int) -> Sequence[tuple[float, str]]:
-    """Of places that are numbers about as far apart round ones, where they lie; else evenly many, up to the last."""
+    """The places to label: round numbers if places are evenly spaced numbers, else evenly many up to the last."""
     if len(places) > most and all(re.fullmatch(r"[0-9,]+", place) for place in places):
         numbers = [int(place.replace(",", "")) for place in places]
         gaps = [after - before for before, after in pairwise(numbers)]
@@ -165,7 +165,7 @@ def _written(places: Sequence[str], most: int) -> Sequence[tuple[float, str]]:
 
 
 def _between(number: int, numbers: Sequence[int]) -> float:
-    """The place of a number among rising ones, as a share of the way from one to the next."""
+    """The place of a number among rising ones, interpolated."""
     after = bisect_left(numbers, number)
     if numbers[after] == number:
         return after
@@ -176,7 +176,6 @@ def _series(
     sheet: Sheet, chart: Lines, places: Sequence[str], named: tuple[str, str, str], marks: Marks, x: Scale, y: Scale
 ) -> None:
     name, shape, style = named
-    # Marks without a gap between them, each with its place.
     known = groupby(enumerate(marks), key=lambda pair: pair[1] is not None)
     runs = [[(place, mark) for place, mark in run if mark is not None] for there, run in known if there]
     for run in runs:
@@ -198,7 +197,7 @@ def _series(
 
 
 def _clipped(points: Sequence[tuple[float, float]], y: Scale) -> list[list[tuple[float, float]]]:
-    """The pieces of a line, by place and value, that lie on the axis."""
+    """The pieces of a line that lie on the axis."""
     pieces: list[list[tuple[float, float]]] = []
     for (left, first), (right, last) in pairwise(points):
         ends_at = sorted((end - first) / (last - first) for end in (y.low, y.high)) if first != last else [0.0, 1.0]
@@ -228,15 +227,15 @@ def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]]
     for height, _, _ in lasts:
         heights.append(max(height, heights[-1] + sheet.size if heights else height))
     for place, (height, (_, style, mark)) in enumerate(zip(heights, lasts, strict=True), 1):
-        lowest = y.start - (len(lasts) - place) * sheet.size  # none below the axis, where other texts stand
+        lowest = y.start - (len(lasts) - place) * sheet.size  # below the axis stand other texts
         sheet.text(right + _GAP + 2, min(height, lowest), shown(mark.value, chart.axis.unit), f"last {style}")
 
 
 _DOT = 9.5
 _LABEL_ROOM = 190.0
-# How many ticks the axis on the left has room for.
+# The most ticks of the left axis.
 _TICKS = {False: 7, True: 5}
-# A legend that names more series than this is longer than the chart.
+# A legend of more series would be longer than the chart.
 _NAMED = 16
 
 
@@ -253,13 +252,13 @@ class _Box:
         )
 
 
-# Where a text may stand, its anchor, and the place of that.
+# A text's box, its anchor, and the anchor's place.
 _Spot = tuple[_Box, str, float]
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where points stand: by both scales in the plot, in the margin by y alone. Either may be missing."""
+    """Where points stand: in the plot by both scales, in the margin by y alone. Either may be missing."""
 
     plot: _Box | None
     margin: _Box | None
@@ -360,7 +359,7 @@ def _spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) ->
 
 def _hint(chart: Scatter, point: ChartPoint) -> Hint:
     where = chart.margin if point.x is None else f"{chart.x.title} {shown(point.x, chart.x.unit)}".strip()
-    within = f" ({units.span(found, lambda end: shown(end, chart.y.unit))})" if (found := ends(point)) else ""
+    within = f" ({units.span(interval, lambda end: shown(end, chart.y.unit))})" if (interval := ends(point)) else ""
     said = ", ".join(filter(None, (where, f"{chart.y.title} {shown(point.y, chart.y.unit)}{within}".strip())))
     name = point.label if point.series in point.label else f"{point.series} {point.label}".strip()
     return worded(name, said, point.hint)
@@ -369,7 +368,7 @@ def _hint(chart: Scatter, point: ChartPoint) -> Hint:
 def _labels(
     sheet: Sheet, points: Sequence[ChartPoint], spots: Sequence[tuple[float, float]], frames: Sequence[_Box]
 ) -> None:
-    """The strong ones, then the first of each series, then the second of each; none of a strand, whose line says it."""
+    """Labels points: strong ones, then each series' first, then second ones; joined strands need none."""
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
     turns: dict[str, count[int]] = defaultdict(count)
     order = [(point.tone is not Tone.STRONG, next(turns[point.series]), number)
@@ -382,7 +381,7 @@ def _write_beside(
     sheet: Sheet, wanted: Iterable[tuple[float, float, str, str]], taken: list[_Box], frames: Sequence[_Box],
     around: Callable[[float, float, float, float], Iterable[_Spot]],
 ) -> None:  # fmt: skip
-    """Texts beside their places, as many as have room beside each other."""
+    """Writes texts beside their places, as many as find room."""
     written = 0
     for x, y, label, style in wanted:
         if written == LABELS:
@@ -399,7 +398,7 @@ def _write_beside(
 
 
 def _over(x: float, y: float, wide: float, size: float) -> Iterable[_Spot]:
-    """Of what is written over lines: above a mark, higher, and below it."""
+    """Boxes above a mark, higher, and below it, for texts over lines."""
     half = size * 0.6
     for middle in (y + way * size * 1.25 for way in (-1, -2, -3, -4, 1, 2, 3)):
         for left, anchor, place in ((x - wide / 2, "middle", x), (x, "start", x), (x - wide, "end", x)):

@@ -1,4 +1,4 @@
-"""Charts of rows under each other that share an axis: bars, stacks of parts, and strips of samples.
+"""Charts of rows that share an axis: bars, waterfalls, stacks of parts, and strips of samples.
 
 In a window labels stand left of the rows; on a telephone each stands above its row.
 """
@@ -36,7 +36,7 @@ from fp8bench.report.panels import together
 
 _LABELS_SHARE = 0.4
 _LABEL_GAP = 14.0
-# Between what is drawn and its value.
+# Between a shape and its value.
 _GAP = 8.0
 # On a telephone a label stands closer to its own row than to the one above.
 _LABEL_LINE = 22.0
@@ -47,7 +47,7 @@ _APART_TEXTS = 10.0
 
 @dataclass(frozen=True)
 class Row:
-    """Where a row stands: the middle of what is drawn in it, and the band that is all its own."""
+    """Where a row stands: the middle of its shapes, and its band."""
 
     y: float
     top: float
@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows from the top down; what is drawn in them begins at `left` and ends at the sheet's right side."""
+    """Rows from the top down; their shapes begin at `left` and end at the sheet's right side."""
 
     rows: tuple[Row, ...]
     left: float
@@ -65,7 +65,7 @@ class Rows:
 
 
 def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0) -> Rows:
-    """Writes headings and labels, and says where the rows are; `height` is what a row needs without its label."""
+    """Writes headings and labels, and returns where the rows are; `height` is that of a row without its label."""
     labels = [label for _, group in groups for label in group]
     headed = any(heading for heading, _ in groups)
     room = sheet.width if sheet.narrow else _LABELS_SHARE * sheet.width
@@ -96,7 +96,7 @@ def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: 
 
 
 def _in_lines(sheet: Sheet, label: str, room: float) -> list[str]:
-    """A label that is too long in two lines, where both have room; else cut in its middle."""
+    """A label that is too long in two lines if both fit; else cut in its middle."""
     cuts = [at for at, letter in enumerate(label) if letter == " "] if sheet.measure(label) > room else []
     halves = [(label[:at], label[at + 1 :]) for at in cuts]
     fitting = [pair for pair in halves if all(pair) and max(map(sheet.measure, pair)) <= room]
@@ -128,7 +128,7 @@ def along(sheet: Sheet, places: Sequence[tuple[float, str]], y: float) -> None:
 
 
 def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
-    """Draws (shape or 'box' or 'hatch', class, text) side by side, in as many lines as it takes; returns the end."""
+    """Draws (shape or 'box' or 'hatch', class, text) side by side, in as many lines as needed; returns the end."""
     x, most = 0.0, sheet.width / 2 if sheet.narrow else sheet.width / 3
     for shape, style, label in entries:
         text = shortened(label, most, sheet.size)
@@ -149,12 +149,11 @@ def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> f
 _THICK = 14.0
 _CAP = 3.5
 _DOT = 8.0
-# A bar that ends where it starts is still seen.
+# The width of a bar that ends where it starts.
 _THINNEST = 2.0
 
 
 def draw_bars(sheet: Sheet, chart: Bars) -> float:
-    """From the start; as dots where the axis has no place for one, as errors have none on a logarithmic axis."""
     log = on_ratios(chart)
     every = [((place, heading), mark) for place, (heading, own) in enumerate(chart.groups) for mark in own]
     placed = [(group, mark) for group, mark in every if drawable(mark.value, log)]
@@ -248,11 +247,11 @@ def draw_waterfall(sheet: Sheet, chart: Waterfall) -> float:
 
 
 _STACKED = 18.0
-# Parts of a smaller share carry no text.
+# Smaller shares carry no text.
 _LEAST_SHARE = 0.03
-# What no part accounts for is no part: it is hatched.
+# Rests are hatched.
 _RESTS = ("unattributed", "the rest")
-# Those of a product first: most charts have nothing but them.
+# Phases of products first: most charts have no others.
 _PHASES = {
     word: place
     for place, word in enumerate(
@@ -283,12 +282,11 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
 
 
 def _written(whole: float, unit: str) -> str:
-    """What the parts sum to; that shares sum to 100% is no news."""
-    return "" if unit == "%" else shown(whole, unit)
+    return "" if unit == "%" else shown(whole, unit)  # shares always sum to 100%
 
 
 def _styles(chart: Stacks) -> list[str]:
-    """A part that is a phase looks alike in all charts, by its first word; the others take what is left."""
+    """A phase has the same class in all charts, by its first word; other parts take those that are left."""
     places = [_PHASES.get(part.partition(" ")[0]) for part in chart.parts]
     free = (place for place in count() if place not in places)
     return [
@@ -319,7 +317,7 @@ def _stack(
             sheet.text((x + end) / 2, place.y, text, "inside", anchor="middle")
 
 
-# Dots this close stand above each other, in so many places around the row's middle.
+# Dots closer than this stand above each other, in these places around the row's middle.
 _APART = 4.5
 _PLACES = (0.0, -4.5, 4.5, -9.0, 9.0)
 
@@ -356,7 +354,7 @@ def chosen(samples: Sequence[float]) -> list[float]:
 
 
 def _dots(sheet: Sheet, tone: str, places: list[float], row: Row) -> None:
-    """All dots of a row as one path of points, which round ends make dots; close ones stand above each other."""
+    """Draws a row's dots as one path of points with round ends."""
     last: dict[float, float] = {}
     points = []
     for x in places:

@@ -1,7 +1,7 @@
-"""From values to places on the sheet, the ticks a person would write, how much of a chart is drawn, and its texts.
+"""From values to pixels, the ticks a person would write, how much of a chart is drawn, and its texts.
 
-What is left over stands in the table beside a chart. The page sets texts in the reader's own font, so widths are those
-of a wide one (DejaVu Sans).
+What is not drawn stands in the table beside a chart. The page uses the reader's own font, so widths are those of a wide
+one (DejaVu Sans).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from itertools import accumulate
 from fp8bench import units
 from fp8bench.report.elements import Bars, ChartPoint, Mark
 
-# Values closer than this, relative to their size, are drawn as equal: ticks between them would read alike.
+# Values closer than this, relative to their size, count as equal: ticks between them would read alike.
 _ALIKE = 1e-9
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _STRIDES = (1, 2, 3, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 2000, 5000)
-# Ratios that differ by less than this are not made to look as if they differed by much.
+# The least range of an axis of ratios: small differences must not look large.
 _LEAST_RATIO = 1.1
-# Numbers without a unit that are smaller than this are errors, and read better as 8.0e-04.
+# Smaller numbers without a unit are errors, and read better as 8.0e-04.
 _EXPONENT_BELOW = 0.01
-# Units that the ticks of a linear axis have in common: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
+# The ticks of a linear axis share a unit: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
 _PREFIXES = {
     "s": ((1.0, " s"), (1e-3, " ms"), (1e-6, " us"), (1e-9, " ns")),
     "B": ((2.0**40, " TiB"), (2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"), (1.0, " B")),
@@ -38,7 +38,7 @@ _PREFIXES = {
 
 @dataclass(frozen=True)
 class Scale:
-    """`low` stands at `start` and `high` at `end`, in pixels."""
+    """`low` stands at pixel `start`, `high` at `end`."""
 
     low: float
     high: float
@@ -66,9 +66,9 @@ class Scale:
 def fitted(
     values: Iterable[float], start: float, end: float, log: bool = False, unit: str = "", pad: float = 0.0
 ) -> Scale:
-    """A scale with room for these values; `pad` is what is added on either side, as a share of the whole."""
-    found = sorted(values)
-    low, high = (found[0], found[-1]) if found else (1.0, 1.0)
+    """A scale with room for these values, and on either side the share `pad` of the whole."""
+    ordered = sorted(values)
+    low, high = (ordered[0], ordered[-1]) if ordered else (1.0, 1.0)
     if log:
         middle, half = (math.log(high) + math.log(low)) / 2, (math.log(high) - math.log(low)) / 2
         half = max(half, math.log(_LEAST_RATIO) if unit == "x" else 1e-6) * (1 + 2 * pad)
@@ -106,7 +106,7 @@ def _linear_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
 
 
 def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
-    """Powers of two for sizes and ratios near 1, 1-2-5 or powers of ten for others; none where that makes too few."""
+    """Powers of two for sizes and ratios near 1, else 1-2-5 or powers of ten; none if that makes too few."""
     first, last = math.log10(low), math.log10(high)
     octaves = (last - first) / math.log10(2)
     if unit == "x" and octaves <= 3.2 and low > 0.2:
@@ -147,8 +147,8 @@ def _texts(values: Sequence[float], unit: str, log: bool) -> list[str]:
 
 
 def _number(text: str) -> float:
-    found = re.match(r"-?[\d.]+(?:e[+-]?\d+)?", text)
-    return float(found.group()) if found else 0.0
+    match = re.match(r"-?[\d.]+(?:e[+-]?\d+)?", text)
+    return float(match.group()) if match else 0.0
 
 
 def _tick(value: float, unit: str, digits: int, size: float) -> str:
@@ -162,7 +162,7 @@ def _tick(value: float, unit: str, digits: int, size: float) -> str:
 
 
 def _plain(number: str) -> str:
-    """Without zeros that say nothing: '2.50' -> '2.5', '1.00e-07' -> '1e-07'."""
+    """Without trailing zeros: '2.50' -> '2.5', '1.00e-07' -> '1e-07'."""
     number = re.sub(r"(\.\d*?)0+(?=\D|$)", r"\1", number)
     return re.sub(r"\.(?=\D|$)", "", number)
 
@@ -175,17 +175,17 @@ SERIES = 8
 DOTS = 40
 LABELS = 12
 POINTS = 400
-# Marks of one drawing that can be pointed at, where lines have more: a page of tab stops helps nobody.
+# The most marks of lines that can be pointed at and tabbed to, in a window and on a telephone.
 POINTED = {False: 120, True: 60}
-# Where a map has more cells than this, they can be pointed at, and not tabbed to.
+# The cells of a larger map can be pointed at, but not tabbed to.
 TABBED = 400
 
-# Beyond these a difference of two values, or a step between ticks, is no number any more.
+# Beyond these, differences and steps between ticks are no numbers any more.
 _SMALLEST, _LARGEST = 1e-300, 1e300
 
 
 def drawable(value: float | None, log: bool = False) -> bool:
-    """Whether a value has a place on an axis: finite, not absurd, and above zero where the axis is logarithmic."""
+    """Whether a value has a place on an axis: finite, not absurd, and above zero if the axis is logarithmic."""
     if value is None or not math.isfinite(value) or abs(value) > _LARGEST:
         return False
     return value >= _SMALLEST if log else True
@@ -210,7 +210,7 @@ def placeless(values: Iterable[float], log: bool = False) -> int:
 
 ELLIPSIS = "\u2026"
 
-# Widths in units of the font's size; what is not named is as wide as a digit.
+# Widths in units of the font's size; other letters are as wide as a digit.
 _WIDTHS = {
     **dict.fromkeys("ijl'", 0.3),
     **dict.fromkeys(" .,:;/\\|IJ", 0.34),
@@ -226,8 +226,8 @@ _DIGIT = 0.64
 _OTHER = 0.75
 _WIDE = 1.3
 _BOLD = 1.21
-# Control characters, halves of surrogate pairs and non-characters have no place in XML or HTML, not even escaped. Marks
-# that turn the order of letters round would make a name read as another.
+# Control characters, halves of surrogate pairs and non-characters are forbidden in XML and HTML, even escaped. Marks
+# that reverse the order of letters would make a name read as another.
 FORBIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
@@ -236,7 +236,7 @@ _SPACES = re.compile(r"\s+")
 
 @dataclass(frozen=True)
 class Hint:
-    """What a mark says: in short to a screen reader, at length on hovering. Without `stop` it cannot be tabbed to."""
+    """What a mark says: in short to a screen reader, in full on hovering. Without `stop` it cannot be tabbed to."""
 
     short: str
     full: str
@@ -254,7 +254,7 @@ def width(text: str, size: float, bold: bool = False) -> float:
 
 
 def shortened(text: str, room: float, size: float, bold: bool = False) -> str:
-    """One line of at most `room` pixels: what is too much goes from the middle, as ends tell names apart."""
+    """One line of at most `room` pixels, cut in the middle, because ends tell names apart."""
     text = _SPACES.sub(" ", text).strip()
     if width(text, size, bold) <= room + 0.01:
         return text
@@ -269,18 +269,18 @@ def _fitting(text: str, room: float, size: float, bold: bool) -> int:
 
 
 def escaped(text: str) -> str:
-    """A text as it may stand in XML and HTML, between tags and in quotes; line ends survive in an attribute."""
+    """A text for XML and HTML, between tags and in quotes; line ends survive in an attribute."""
     clean = FORBIDDEN.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
     return html.escape(clean, quote=True).replace("\n", "&#10;")
 
 
 def ends(mark: Mark | ChartPoint, log: bool = False) -> list[float]:
-    found = [value for value in (mark.low, mark.high) if value is not None and drawable(value, log)]
-    return sorted(found) if len(found) == 2 else []
+    bounds = [value for value in (mark.low, mark.high) if value is not None and drawable(value, log)]
+    return sorted(bounds) if len(bounds) == 2 else []
 
 
 def hint(mark: Mark, unit: str, *names: str) -> Hint:
-    """'name, label: 0.512x [0.508x, 0.515x]', then the mark's own words on a line of their own."""
+    """'name, label: 0.512x [0.508x, 0.515x]', then the mark's own hint on another line."""
     text = shown(mark.value, unit)
     if mark.low is not None and mark.high is not None and math.isfinite(mark.low) and math.isfinite(mark.high):
         text += f" [{shown(mark.low, unit)}, {shown(mark.high, unit)}]"
@@ -296,9 +296,9 @@ _SPARK_WIDE, _SPARK_HIGH, _SPARK_EDGE = 72, 16, 2
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A line so small that it fits behind a number, its last value a dot. Changes of some percent stay small.
+    """A line small enough to stand behind a number, its last value a dot. Changes of some percent look small.
 
-    It is made of numbers alone, so that nothing in it needs escaping.
+    It is made of numbers alone, so nothing in it needs escaping.
     """
     shown = [value for value in values if math.isfinite(value) and value > 0]
     if len(shown) < 2:
@@ -326,7 +326,7 @@ _BAR_WIDE, _BAR_HIGH = 150, 14
 
 
 def interval_bar(value: float | None, interval: tuple[float, float] | None) -> str:
-    """A ratio with its interval beside a line at 1."""
+    """A small drawing of a ratio and its interval beside a line at 1."""
     if value is None or interval is None or not 0 < interval[0] <= interval[1] < math.inf:
         return ""
     scale = fitted((1.0, value, *interval), 4, _BAR_WIDE - 4, log=True, unit="x")

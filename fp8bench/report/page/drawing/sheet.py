@@ -1,6 +1,6 @@
-"""The sheet all charts are drawn on, measured in pixels with x to the right and y down, as one SVG element.
+"""The sheet on which all charts are drawn, in pixels with x to the right and y down, as one SVG element.
 
-What is drawn has neither colour nor font: it carries a class, and the page's stylesheet decides (charts.css).
+Shapes have neither colour nor font but a class; the page's stylesheet decides (charts.css).
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from itertools import count, takewhile
 from fp8bench.report.elements import Chart
 from fp8bench.report.page.drawing.scale import SERIES, Hint, escaped, width
 
-# A chart is drawn twice, for a window and for a telephone; charts.css shows the one that fits.
 WIDE, NARROW = 880.0, 340.0
-# Letters, in pixels; charts.css says the same.
+# Letters in pixels, as in charts.css.
 SIZES = {False: 13.0, True: 12.0}
-# Shapes of series, so that they differ without colour, with what makes them look alike in size.
+# Shapes tell series apart without colour; the factors make them look equally large.
 _SHAPE_SIZES = {"o": 1.0, "s": 0.9, "^": 1.1, "D": 0.82, "v": 1.1, "P": 1.1, "X": 1.05, "p": 1.1}
 SHAPES = tuple(_SHAPE_SIZES)
-# Corners of those that have any, around the middle, with y up.
+# Corners around the middle, with y up.
 _CORNERS: dict[str, Sequence[tuple[float, float]]] = {
     "s": ((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)),
     "^": ((0, 0.5), (-0.5, -0.5), (0.5, -0.5)),
@@ -32,19 +31,19 @@ _CORNERS: dict[str, Sequence[tuple[float, float]]] = {
           (-0.25, 0.5), (-0.5, 0.25), (-0.25, 0), (-0.5, -0.25)),
     "p": tuple((-math.sin(0.4 * math.pi * n) / 2, math.cos(0.4 * math.pi * n) / 2) for n in range(5)),
 }  # fmt: skip
-# A quarter of a circle as two curves, from its lowest point on.
+# A quarter of a circle as two curves, from the lowest point.
 _QUARTER = (
     (0.13260155, -0.5), (0.259789935, -0.447316846), (0.353553391, -0.353553391),
     (0.447316846, -0.259789935), (0.5, -0.13260155), (0.5, 0.0),
 )  # fmt: skip
 
 Line = Sequence[tuple[float, float]]
-# Commands of SVG, each with the numbers of its points.
+# SVG's path commands with the numbers of their points.
 Steps = Sequence[tuple[str, Sequence[float]]]
 
 
 class Sheet:
-    """Collects what is drawn; `svg` gives it as one element."""
+    """Collects shapes; `svg` gives them as one element."""
 
     def __init__(self, chart: Chart, narrow: bool) -> None:
         self.narrow = narrow
@@ -81,13 +80,13 @@ class Sheet:
             self.lines(style, lines, layer)
 
     def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: Hint | None = None) -> None:
-        """A marker, whose path the sheet has once."""
+        """A marker, whose path is in the sheet once."""
         marker = self._markers.setdefault(_marker(shape, size), f"{self._name}-m{len(self._markers)}")
         place = f'href="#{marker}" x="{_rounded(x)}" y="{_rounded(y)}"'
         self._drawn.append((2, f'<use class="{style}" {place}{self._words(hint)}/>'))
 
     def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start", turn: int = 0) -> None:
-        """A line of text whose small letters have their middle at `y`, turned to the left by so many degrees."""
+        """A line of text whose small letters are centred on `y`, turned left by `turn` degrees."""
         if not text:
             return
         at, down = _rounded(x), _rounded(y + 0.36 * self.size * (turn == 0))
@@ -116,8 +115,8 @@ class Sheet:
     def svg(self, height: float) -> str:
         paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
         content = [f"<defs>{paths}</defs>"] if paths else []
-        content += [element for _, element in sorted(self._drawn, key=lambda one: one[0])]
-        # One that has grown keeps its size, and scrolls in its own box.
+        content += [element for _, element in sorted(self._drawn, key=lambda drawn: drawn[0])]
+        # A sheet that has grown keeps its size, and scrolls in its own box.
         style = f' style="min-width:{self.width:.0f}px"' if self.grown else ""
         form = "narrow" if self.narrow else "only" if self.grown else "wide"
         lines = "\n".join(content)
@@ -131,18 +130,20 @@ class Sheet:
         )
 
     def _words(self, hint: Hint | None) -> str:
-        """A mark can be reached by keyboard, and says what it is."""
+        """Attributes with which a mark can be reached by keyboard, and says what it is."""
         if hint is None:
             return ""
-        # Children of an image are hidden from screen readers, so a chart with marks in it is a group of them.
+        # Screen readers do not see an image's children, so a chart with marks is a group.
         self._role = "group"
         stop = f' tabindex="0" role="img" aria-label="{escaped(hint.short)}"' if hint.stop else ""
         return f'{stop} data-hint="{escaped(hint.full)}"'
 
 
 def looks_of(names: Sequence[str], order: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Shape and class of each series, by its place in the page's order where it is there; no two of a chart's first
-    SERIES look alike, and no two of 64."""
+    """The shape and class of each series, by its place in the page's order if it has one.
+
+    No two of a chart's first SERIES look alike, and no two of 64.
+    """
     known = list(dict.fromkeys([*(order if {*order} & {*names} else ()), *names]))
     numbers = [known.index(name) for name in names]
     if len({number % SERIES for number in numbers}) < min(len(numbers), SERIES):
@@ -162,7 +163,7 @@ def along_lines(lines: Sequence[Line], closed: bool) -> Steps:
 
 
 def outline(shape: str, size: float) -> Steps:
-    """Around (0, 0), with y down."""
+    """A shape around (0, 0), with y down."""
     size *= _SHAPE_SIZES[shape]
     if shape in _CORNERS:
         first, *others = ([x * size, -y * size] for x, y in _CORNERS[shape])
@@ -180,7 +181,7 @@ def _marker(shape: str, size: float) -> str:
 
 
 def _path(steps: Iterable[tuple[str, Sequence[float]]]) -> str:
-    """Commands and where they lead, in as few letters as two decimals take: 'M1 2H3'."""
+    """Commands in as few letters as two decimals take: 'M1 2H3'."""
     parts: list[str] = []
     here = ["", ""]
     for command, numbers in steps:
@@ -197,6 +198,6 @@ def _path(steps: Iterable[tuple[str, Sequence[float]]]) -> str:
 
 
 def _rounded(number: float) -> str:
-    """'3.1'. What arithmetic leaves in the last digits must not decide between two hundredths."""
+    """'3.1'. Rounded twice, so that floating-point noise does not decide between two hundredths."""
     text = f"{round(float(number), 6):.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text

@@ -10,7 +10,7 @@ import pytest
 
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import UsageError
-from fp8bench.jobs import sessions
+from fp8bench.jobs import several_runs
 from fp8bench.model import Interval, Reruns, Run
 from fp8bench.protocols.measuring import SilentObserver
 from tests.counts import for_each
@@ -30,55 +30,53 @@ def run_like(milliseconds: float, finished: bool = True) -> Run:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """What is asked of the pipeline; the n-th run takes 5, 6, 7 ms."""
-    found: Asked = []
+    calls: Asked = []
 
     def execute(*_: object, **options: Any) -> Run:
-        found.append(options)
-        return run_like(4 + len(found))
+        calls.append(options)
+        return run_like(4 + len(calls))
 
-    monkeypatch.setattr(sessions, "execute", execute)
-    return found
+    monkeypatch.setattr(several_runs, "execute", execute)
+    return calls
 
 
 def measured(number: int, apart: float = 0.0) -> Run:
-    return sessions.execute_sessions(run_like(1).request, Path(), SilentObserver(), "", number, apart)
+    return several_runs.execute_sessions(run_like(1).request, Path(), SilentObserver(), "", number, apart)
 
 
 def test_the_last_run_knows_what_all_before_it_said(asked: Asked) -> None:
-    """By their rounds alone: what is learned of reruns is not in it twice."""
     run = measured(3)
-    assert [one["note"] for one in asked] == [f"session {number} of 3" for number in (1, 2, 3)]
+    assert [call["note"] for call in asked] == [f"session {number} of 3" for number in (1, 2, 3)]
     case = run.records[1].case.id
     known = asked[2]["sessions"][case]
-    assert asked[0]["sessions"] == {} and [round(one.point, 3) for one in known] == [0.5, 0.6]
-    assert all(one.half_width < 0.05 for one in known)
+    assert asked[0]["sessions"] == {} and [round(call.point, 3) for call in known] == [0.5, 0.6]
+    assert all(call.half_width < 0.05 for call in known)
 
 
 def test_an_interval_is_the_hull_of_all_sessions() -> None:
-    """About the mean of their points; the verdict is by it."""
     run = run_like(9.9)
     lead, case = run.records
     others = tuple(Interval(point, 0.99 * point, 1.01 * point, 0.99) for point in (0.98, 1.05))
     run = replace(run, records=(lead, replace(case, reruns=None, sessions=others)))
-    found = findings(run)[case.case.id]
-    assert found.ratio is not None and found.ratio.point == pytest.approx((0.99 * 0.98 * 1.05) ** (1 / 3))
-    assert (found.ratio.low, found.ratio.high) == (pytest.approx(0.98 * 0.99), pytest.approx(1.05 * 1.01))
-    assert found.verdict == "unsure"
+    finding = findings(run)[case.case.id]
+    assert finding.ratio is not None and finding.ratio.point == pytest.approx((0.99 * 0.98 * 1.05) ** (1 / 3))
+    assert (finding.ratio.low, finding.ratio.high) == (pytest.approx(0.98 * 0.99), pytest.approx(1.05 * 1.01))
+    assert finding.verdict == "unsure"
 
 
 def test_who_interrupts_has_the_sessions_that_there_are(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While waiting, and within one."""
-
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sessions.time, "sleep", interrupted)
+    monkeypatch.setattr(several_runs.time, "sleep", interrupted)
     assert measured(3, apart=60).finished and len(asked) == 1
-    monkeypatch.setattr(sessions, "execute", lambda *_, **options: asked.append(options) or run_like(5, finished=False))
+    monkeypatch.setattr(
+        several_runs, "execute", lambda *_, **options: asked.append(options) or run_like(5, finished=False)
+    )
     assert not measured(3).finished and len(asked) == 2
 
 
 @for_each(("number", "apart"), [(0, 0), (True, 0), ("3", 0), (3, -1), (3, float("nan")), (1, 60)])
 def test_what_are_no_sessions_is_refused(number: Any, apart: float) -> None:
     with pytest.raises(UsageError, match=r"expected|one session"):
-        sessions.check_sessions(number, apart)
+        several_runs.check_sessions(number, apart)
