@@ -76,7 +76,7 @@ def test_values_under_scales_that_are_a_few_bits_off_lie_within_their_span(preci
 
 def judged(function: object, shape: Shape) -> tuple[str, str]:
     subject = ProductSubject(function, signed("product", "fp8"), CPU)  # type: ignore[arg-type]
-    verdicts = Auditor(subject, 0).wrong(AuditInput("normal", shape))
+    verdicts = Auditor(subject, 0).problems(AuditInput("normal", shape))
     return next(((verdict.code, verdict.why) for verdict in verdicts.values()), ("", ""))
 
 

@@ -88,13 +88,6 @@ def test_a_count_that_stands_still_shows_in_a_thousand_steps() -> None:
     assert codes_of(found) == "step-count" and "256" in found.findings[0].why
 
 
-def test_state_that_is_wider_than_its_values() -> None:
-    """Values on the grid, in a memory of float32: nothing is saved, which is said."""
-    audited = subject(_BY_NAME["torch's AdamW"])
-    state = audited.state_bytes(audited.drawn("normal", Shape(64, 1, 64), 0))
-    assert state is not None and state[0] == pytest.approx(8, abs=0.01) and state[1] == 8
-
-
 @for_each(
     ("made", "sentence"),
     [
@@ -115,11 +108,11 @@ def test_the_dynamic_map_is_dettmerss() -> None:
     assert len(dynamic_map(4, True)) == 16 and dynamic_map(4, False)[0] == 1 / 16
 
 
-@for_each(("word", "bytes_"), [("dynamic8-256", 1 + 4 / 256), ("e4m3-128", 1 + 4 / 128), ("fp8", 1.0)])
-def test_what_is_left_of_moments(word: str, bytes_: float) -> None:
+@for_each("word", ["dynamic8-256", "e4m3-128", "fp8"])
+def test_what_is_left_of_moments(word: str) -> None:
     """Nearest on their grid: twice is once, zero is zero, and half a step of the largest is the most that is lost."""
     x = torch.randn(7, 100, generator=torch.Generator().manual_seed(0))
-    cast, taken = kept(word, CPU)
-    assert taken == bytes_ and torch.equal(cast(torch.zeros(4, 4)), torch.zeros(4, 4, dtype=torch.float64))
+    cast = kept(word, CPU)
+    assert torch.equal(cast(torch.zeros(4, 4)), torch.zeros(4, 4, dtype=torch.float64))
     assert float((cast(x) - x).abs().max()) < float(x.abs().max()) / 16
     assert torch.allclose(cast(cast(x)), cast(x), rtol=1e-6)
