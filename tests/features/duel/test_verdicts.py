@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import Judged, compared, comparisons, judge, p_value, why_unsure
+from fp8bench.features.duel.verdicts import DuelVerdict, compared, comparisons, judge, p_value, why_unsure
 from fp8bench.features.duel.view import page_of
 from fp8bench.model import (
     Comparison,
@@ -53,7 +53,7 @@ def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) 
     return found
 
 
-def known(sessions: Sequence[Session]) -> Judged:
+def known(sessions: Sequence[Session]) -> DuelVerdict:
     times = judge(sessions)
     assert times is not None
     return times

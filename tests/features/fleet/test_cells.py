@@ -184,7 +184,7 @@ def test_what_is_damaged_is_a_state_of_its_cell(
         return 0
 
     monkeypatch.setattr("fp8bench.features.fleet.engines.tied", lambda *given: given)
-    monkeypatch.setattr("fp8bench.features.fleet.engines.ended", lambda given: ends(*given))
+    monkeypatch.setattr("fp8bench.features.fleet.engines.exit_code", lambda given: ends(*given))
     done, left = work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None)
     mended, other = states_of(plan, tmp_path)
     assert other.status is CellStatus.DONE and 1 in done
