@@ -106,7 +106,7 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
 
 
 def test_the_cheapest_scaling_of_its_width() -> None:
-    """By what was timed beside it; one of four bits is no rival of one of eight."""
+    """Compared with what was timed beside it; four bits are no rival of eight."""
     found = advise(group(fp8=FP8, fp8_rowwise={**FP8, "cast": 1500}, nvfp4={**FP8, "gemm": 2000}))
     assert answer(found, "granularity").met is Met.YES
     slower = answer(found, "granularity", "fp8-rowwise")
@@ -157,7 +157,7 @@ def model(side: int) -> list[Record]:
 
 
 def with_run(*groups: list[Record]) -> tuple[tuple[Run, Mapping[str, Finding]], ...]:
-    """Another run of this machine, whose figures answer questions; the advice is on the first one alone."""
+    """Another run of this machine, whose figures answer questions about the first one."""
     other = run(*groups)
     return ((other, findings(other)),)
 
@@ -195,7 +195,7 @@ def holder(name: str, kind: str, flops: int, converted: bool = True, side: int =
 
 
 def test_coverage_and_experts() -> None:
-    """Of a mixture of experts of which linear layers alone are converted."""
+    """A mixture of experts of which only linear layers are converted."""
     coverage = Coverage((holder("attn", "linear", 18), holder("mlp", "experts", 73, False), holder("head", "head", 9)),
                         flops=100)  # fmt: skip
     found = advise([record("bf16", BF16, reference=True), record("fp8", FP8, coverage=coverage)])
@@ -251,7 +251,7 @@ ADOPT, ROUTE, SCHEDULE, NOTHING = AdviceKind
 
 
 def test_a_step_that_gains_is_adopted() -> None:
-    """7.6 ms instead of 10: it predicts what was measured, with its rows, and says what it does not know."""
+    """7.6 ms instead of 10: predicted as measured, with its rows, and what is not known."""
     advice = only(advise(group(fp8=FP8)), ADOPT)
     assert advice.gain is not None and advice.gain.point == pytest.approx(10 / 7.6, rel=1e-3)
     assert advice.gain.low < advice.gain.point < advice.gain.high and advice.recipe == "--dtypes bf16,fp8"
@@ -297,7 +297,7 @@ def test_why_nothing_is_done(
 
 
 def test_what_is_worth_it_is_a_persons_own_choice() -> None:
-    """A gain of 32%. What is not judged is not known."""
+    """A gain of 32% against thresholds; without a verdict the speed is not known."""
     only(advise(group(fp8=FP8), least=0.3), ADOPT)
     only(advise(group(fp8=FP8), least=0.4), NOTHING)
     made = basis(group(fp8=FP8))
@@ -308,7 +308,7 @@ def test_what_is_worth_it_is_a_persons_own_choice() -> None:
 
 
 def test_an_emulated_precision_has_no_advice_on_speed() -> None:
-    """However fast it seems, in several settings once."""
+    """However fast it seems; one piece of advice for several settings."""
     quick = {**BF16, "gemm": 1}
     (advice,) = advise(*(group({**NANO, "batch": batch}, level=Level.EMULATED, fp8=quick) for batch in (1, 2))).advice
     assert (advice.kind, advice.rule, advice.gain, advice.recipe, advice.case) == (NOTHING, "native", None, "", "")
