@@ -39,11 +39,9 @@ LARGEST, _LEAST = 448.0, 1e-30
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, its promise, and the `code` that an audit has to find, '' if it is honest.
-
-    If it `remembers`, its function takes a dict before the arguments, which is empty at first. `thread` is public: the
-    mistake happened there. `baseline` is what its time is compared with.
-    """
+    """A kernel, its promise, and the `code` that an audit has to find, '' if it is honest. If it `remembers`, its
+    function takes a dict before the arguments, which is empty at first. `thread` is public: the mistake happened
+    there. `baseline` is what its time is compared with."""
 
     name: str
     signature: Signature

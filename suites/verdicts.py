@@ -82,10 +82,8 @@ def spikes(draw: Draw, studies: int, seeds: int) -> Floats:
 
 
 def trained(gaps: Sequence[Sequence[float]]) -> Noise:
-    """Draws from real gaps, each with either sign: which of two arms is the reference is chance.
-
-    They are smoothed by Silverman's rule: five of a hundred are often the same one twice, which real seeds are not.
-    """
+    """Draws from real gaps, each with either sign: which of two arms is the reference is chance. They are smoothed
+    by Silverman's rule: five of a hundred are often the same one twice, which real seeds are not."""
     known = np.array(gaps)
     known = known / np.sqrt((known**2).mean(axis=0))
     smooth = 1.06 * len(known) ** -0.2
@@ -166,10 +164,8 @@ def coverage(noise: Noise, studies: int, seeds: int = SEEDS) -> dict[str, float]
 
 
 def speeds(studies: int, pace: float, spread: float) -> tuple[float, float]:
-    """Returns, for arms that learn at this pace, how often the adjusted speed's interval holds it, and its mean point.
-
-    Batches, which both arms share, move the loss of a step by 6%; each arm's own noise is `spread`.
-    """
+    """Returns, for arms that learn at this pace, how often the adjusted speed's interval holds it, and its mean
+    point. Batches, which both arms share, move the loss of a step by 6%; each arm's own noise is `spread`."""
     draw, steps = np.random.default_rng(3), np.arange(1, _SPEED_STEPS + 1)
     held, points = 0, []
     for _ in range(studies):
@@ -215,10 +211,8 @@ def study(
 
 
 def train(path: Path) -> int:
-    """Writes gaps of nudged arms by rate, how often each verdict was given, and its sentences.
-
-    Returns 1 if a nudged arm was called worse or better, or had the reference's bits.
-    """
+    """Writes gaps of nudged arms by rate, how often each verdict was given, and its sentences. Returns 1 if a nudged
+    arm was called worse or better, or had the reference's bits."""
     began, failed, lab = time.time(), False, Lab(Settings())
     gaps: dict[str, list[tuple[float, float]]] = defaultdict(list)
     verdicts: dict[str, Counter[str]] = defaultdict(Counter)

@@ -94,11 +94,9 @@ class ComparedCase:
 
     @cached_property
     def touched(self) -> frozenset[str]:
-        """The phases that this precision may change, and unattributed time, of which nobody knows.
-
-        Counts of both tapes decide, where there are any; else products and casts are meant, and all phases where the
-        reference marks no products.
-        """
+        """The phases that this precision may change, and unattributed time, of which nobody knows. Counts of both
+        tapes decide, where there are any; else products and casts are meant, and all phases where the reference
+        marks no products."""
         assert self.lead is not None
         own, base = self.record.tape, self.lead.tape
         if own is not None and base is not None:
@@ -114,11 +112,8 @@ class ComparedCase:
         return Interval(looked, looked, looked, 0.0) if timed is None and looked else timed
 
     def share_touched(self) -> Interval | None:
-        """Returns the share of the reference's step that this precision may change.
-
-        A user's own model marks no products: if they alone change, the pass that looked into the step tells their
-        share.
-        """
+        """Returns the share of the reference's step that this precision may change. A user's own model marks no
+        products: if they alone change, the pass that looked into the step tells their share."""
         multiplied = self.estimated and products_alone(self, self.record.case.precision)
         return self.share(_PRODUCTS if multiplied else self.touched)
 
@@ -150,11 +145,9 @@ class ComparedCase:
 
 
 def speed_of(finding: Finding) -> Interval | None:
-    """Returns how many times as fast as its reference a case is; None where a label forbids it.
-
-    Where the fastest calls and all calls disagree, all calls count: on a loaded machine the best case of many short
-    phases is below any single call.
-    """
+    """Returns how many times as fast as its reference a case is; None where a label forbids it. Where the fastest
+    calls and all calls disagree, all calls count: on a loaded machine the best case of many short phases is below
+    any single call."""
     if finding.ratio is None or finding.hard:
         return None
     typical = finding.typical if Label.UNEVEN in finding.labels else None
@@ -219,11 +212,9 @@ def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Colle
 
 @dataclass(frozen=True)
 class Basis:
-    """A run with its findings, and what else was measured with the same device.
-
-    `other_runs` are of the same machine: their figures answer questions about this one. `served` are answers of `infer`
-    by these runs. `least` is the gain, as a share, from which a precision is worth the trouble.
-    """
+    """A run with its findings, and what else was measured with the same device. `other_runs` are of the same
+    machine: their figures answer questions about this one. `served` are answers of `infer` by these runs. `least` is
+    the gain, as a share, from which a precision is worth the trouble."""
 
     run: Run
     findings: Mapping[str, Finding]
@@ -285,11 +276,8 @@ Ask = Callable[[ComparedCase, Basis], Reply | str | None]
 
 @dataclass(frozen=True)
 class AdviceRule:
-    """One row of the checklist.
-
-    `measure` is the command that would answer it ({again} stands for the one that measured the case). With `of_speed`,
-    nothing can answer it where the precision is emulated.
-    """
+    """One row of the checklist. `measure` is the command that would answer it ({again} stands for the one that
+    measured the case). With `of_speed`, nothing can answer it where the precision is emulated."""
 
     name: str
     question: str
@@ -342,7 +330,6 @@ def amdahl(share: float, ratio: float) -> float:
 
 
 def mapped(interval: Interval, by: Callable[[float], float]) -> Interval:
-    """Applies a rising function to an interval."""
     return Interval(by(interval.point), by(interval.low), by(interval.high), interval.level)
 
 

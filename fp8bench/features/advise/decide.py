@@ -70,11 +70,8 @@ def _advice(
 
 
 def predicted(pair: ComparedCase) -> Interval | None:
-    """Returns the gain that the step will show once more; None if it has no speed here.
-
-    It lies between what its fastest and all its calls gave, widened by what identical code differs by, and not above
-    Amdahl's bound.
-    """
+    """Returns the gain that the step will show once more; None if it has no speed here. It lies between what its
+    fastest and all its calls gave, widened by what identical code differs by, and not above Amdahl's bound."""
     speed, bound = pair.speed, bound_of(pair)
     if speed is None or bound is None:
         return None

@@ -292,10 +292,8 @@ def _log_steps(trained: Trained | None, arm: ArmVerdict | None) -> tuple[_Drawn 
 
 
 def _drawn_seeds(of: Callable[[tuple[int, ...]], float | None], count: int) -> _Drawn | None:
-    """Resamples a figure over seeds, widened to what so few seeds say; None if it is unknown for any of them.
-
-    `of` is above 0 for fewer steps; what is returned is above 0 for more.
-    """
+    """Resamples a figure over seeds, widened to what so few seeds say; None if it is unknown for any of them. `of`
+    is above 0 for fewer steps; what is returned is above 0 for more."""
     point = of(tuple(range(count)))
     draws = np.sort(np.random.default_rng(2).integers(0, count, (stats.BOOTSTRAPS, count)), axis=1)
     values = [of(tuple(row)) for row in draws.tolist()]

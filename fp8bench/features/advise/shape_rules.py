@@ -44,12 +44,9 @@ _GROUPED = "grouped_mm"
 def sized(
     mode: str, device: str, basis: Basis, paths: Collection[str] | None = None, product: str = ""
 ) -> dict[int, tuple[SizedRatio, str]]:
-    """Returns products that were timed in a mode, by size (the cube root of M N K): times over the reference's, and the
-    case.
-
-    The least favourable of a size counts. `paths` are the dtypes that the reference may multiply in, `product` is one
-    of a layer's three, '' for any.
-    """
+    """Returns products that were timed in a mode, by size (the cube root of M N K): times over the reference's, and
+    the case. The least favourable of a size counts. `paths` are the dtypes that the reference may multiply in,
+    `product` is one of a layer's three, '' for any."""
     by_size: dict[int, tuple[SizedRatio, str]] = {}
     for case in basis.all_cases:
         params, speed = dict(case.record.case.params), case.speed

@@ -52,12 +52,10 @@ class RuleAnswer:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do, or not to do, about a mode.
-
-    It holds for all `settings`; it is `doubtful` if it rests on a case with a doubtful label. `gain` is the predicted
-    speed-up of the step of `case`; None if it is not about speed, or cannot be told. `recipe` are options to type for
-    it, '' for none; `precision_map` are the layers that take another precision.
-    """
+    """One thing to do, or not to do, about a mode. It holds for all `settings`; it is `doubtful` if it rests on a
+    case with a doubtful label. `gain` is the predicted speed-up of the step of `case`; None if it is not about
+    speed, or cannot be told. `recipe` are options to type for it, '' for none; `precision_map` are the layers that
+    take another precision."""
 
     rule: str
     kind: AdviceKind
@@ -85,11 +83,8 @@ class Advised:
 
 @dataclass(frozen=True)
 class Checked:
-    """Advice beside the speed-up that a run of its own measured, or `why` there is none.
-
-    `advised` is the run that the advice was about, `run` the one that measured it; `under` is the machine, torch and so
-    on.
-    """
+    """Advice beside the speed-up that a run of its own measured, or `why` there is none. `advised` is the run that
+    the advice was about, `run` the one that measured it; `under` is the machine, torch and so on."""
 
     advice: Advice
     advised: str
@@ -109,12 +104,10 @@ class Checked:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one precision costs for one model, over its reference.
-
-    `speed` is that of a step, above 1 is faster; `gap` the share by which its loss lies above the reference's after the
-    same steps. `joules` of a step, and `time` and `energy` to the same loss: below 1 is less. `hours` and `energy_used`
-    (joules) are the reference's own for the training's steps. `why` says why something is None.
-    """
+    """What one precision costs for one model, over its reference. `speed` is that of a step, above 1 is faster;
+    `gap` the share by which its loss lies above the reference's after the same steps. `joules` of a step, and `time`
+    and `energy` to the same loss: below 1 is less. `hours` and `energy_used` (joules) are the reference's own for
+    the training's steps. `why` says why something is None."""
 
     setting: str
     mode: str

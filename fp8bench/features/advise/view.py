@@ -92,7 +92,6 @@ def short_names(advised: Advised) -> Callable[[str], str]:
 
 
 def speed(gain: Interval | None, show: Callable[[float], str] = units.speed_up) -> Field:
-    """Shows for example '1.62x [1.60, 1.64]'."""
     if gain is None:
         return Field(units.NONE)
     ends = f"[{units.significant(gain.low)}, {units.significant(gain.high)}]"
@@ -133,10 +132,8 @@ def _gap(cost: Cost) -> str:
 
 
 def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
-    """Yields a table for each suite and device, with a row for each precision and question.
-
-    Of several settings it shows the answer of most. What an emulation leaves open is one row.
-    """
+    """Yields a table for each suite and device, with a row for each precision and question. Of several settings it
+    shows the answer of most. What an emulation leaves open is one row."""
     named = short_names(advised)
     # 'gemm[m=64]@cpu' becomes 'gemm on cpu'.
     by_place = together(
@@ -205,11 +202,8 @@ def page_of(
     advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None, notes: Sequence[str],
     whole: bool = False,
 ) -> Page:  # fmt: skip
-    """Shows the advice on one run, with checks and costs by the `price` of an hour.
-
-    Of the checklist it shows what was answered, and what would answer more; if it is the `whole`, everything with its
-    evidence.
-    """
+    """Shows the advice on one run, with checks and costs by the `price` of an hour. Of the checklist it shows what
+    was answered, and what would answer more; if it is the `whole`, everything with its evidence."""
     told: tuple[Element, ...] = tuple(advice_elements(advised, whole)) if advised.advice else (Text(_NOTHING),)
     parts = [Part("advice", "", told)]
     if checked:

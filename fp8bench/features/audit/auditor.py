@@ -38,13 +38,10 @@ class AuditInput(NamedTuple):
 
 
 class Auditor:
-    """What all checks of one audit share.
-
-    `tried` counts judged results. `sound` becomes False once numbers were found wrong: checks that compare results with
-    their promise then say nothing new. `ceilings` are None where the device's are not known. Checks leave here the
-    `times` by kind of data, the `work` of a call of the kernel and of the baseline, and the seconds of both
-    (`compared`).
-    """
+    """What all checks of one audit share. `tried` counts judged results. `sound` becomes False once numbers were
+    found wrong: checks that compare results with their promise then say nothing new. `ceilings` are None where the
+    device's are not known. Checks leave here the `times` by kind of data, the `work` of a call of the kernel and of
+    the baseline, and the seconds of both (`compared`)."""
 
     def __init__(
         self, subject: Subject, seed: int, ceilings: Ceilings | None = None, baseline: Subject | None = None
@@ -84,10 +81,8 @@ class Auditor:
         return verdicts
 
     def problems(self, given: AuditInput) -> dict[str, PromiseVerdict]:
-        """Returns, by the result's name, each verdict that is a failure or a remark.
-
-        A mistake is named only if a second, independent input shows it as well.
-        """
+        """Returns, by the result's name, each verdict that is a failure or a remark. A mistake is named only if a
+        second, independent input shows it as well."""
         matrices = self.matrices(given)
         results = self.results(matrices)
         verdicts = {name: verdict for name, verdict in self.judge(matrices, results).items() if verdict.code}
@@ -133,10 +128,8 @@ class AuditCheck(ABC):
 
     @abstractmethod
     def look(self) -> Iterable[AuditFinding]:
-        """Yields what is wrong or worth a remark; nothing where all is well.
-
-        It may raise whatever foreign code raises: what it has yielded by then stands.
-        """
+        """Yields what is wrong or worth a remark; nothing where all is well. It may raise whatever foreign code
+        raises: what it has yielded by then stands."""
 
     def applies(self) -> bool:
         return self.subject.kind in self.kinds and (self.auditor.sound or not self.needs_sound)
@@ -151,7 +144,6 @@ class AuditCheck(ABC):
         return self.fail(code, why, given, AuditOutcome.PASS)
 
     def finding(self, given: AuditInput, name: str, verdict: PromiseVerdict) -> AuditFinding:
-        """Returns the finding for a result that was judged on `given`; a failure with the smallest input for it."""
         result = "" if len(self.subject.sides) < 3 or name == "product" else f"{name}: "
         about = given if verdict.remark else self.auditor.smallest(given, name, verdict.code)
         report = self.remark if verdict.remark else self.fail
@@ -165,7 +157,7 @@ class NumbersCheck(AuditCheck):
     name, decides = "numbers", True
 
     def look(self) -> Iterator[AuditFinding]:
-        """The first failure of each result; each remark once."""
+        """Yields the first failure of each result, and each remark once."""
         reported: set[tuple[str, str]] = set()
         for shape in self.auditor.shapes():
             for data in self.subject.data:

@@ -158,9 +158,7 @@ def runs_as(x: Tensor, weight: Tensor, product: Tensor, facts: DeviceFacts) -> s
 
 def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: DeviceFacts) -> None:
     """Runs the model with hooks on all layers, which fill in `runs` and `flops`; raises UsageError where it fails.
-
-    Of each class and shape one product is looked at.
-    """
+    Of each class and shape one product is looked at."""
     known: dict[tuple[Any, ...], str] = {}
 
     def look(layer: FoundLayer, _: nn.Module, given: tuple[Any, ...], output: Any) -> None:
@@ -222,11 +220,9 @@ def audited_model(target: str, model: nn.Module, batch: Any, signature: Signatur
 
 
 def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Audit:
-    """Audits a live model that Accelerate, torchao or another converter has been through.
-
-    With a `batch`, products of converted layers are looked at; `precision` is what they should be in, '' for any low
-    one. The model is run once without gradients, and stays as it was.
-    """
+    """Audits a live model that Accelerate, torchao or another converter has been through. With a `batch`, products
+    of converted layers are looked at; `precision` is what they should be in, '' for any low one. The model is run
+    once without gradients, and stays as it was."""
     facts = next(device for device in devices.get("cpu").available())
     signature = signed("model", precisions.canonical(precision) if precision else "")
     return audited_model(type(model).__name__, model, batch, signature, facts)

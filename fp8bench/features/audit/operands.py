@@ -108,10 +108,8 @@ def drawn(data: str, operand: int, rows: int, columns: int, seed: int, dtype: to
 @dataclass(frozen=True)
 class Rounded:
     """Elements (rows, columns) and scales (down, across), both float32: a value is an element times its scale.
-
-    `tensor_scale` is NVFP4's second scale. Without scaling, scales are one 1. `given` is what was rounded, None where
-    it comes as codes.
-    """
+    `tensor_scale` is NVFP4's second scale. Without scaling, scales are one 1. `given` is what was rounded, None
+    where it comes as codes."""
 
     elements: Tensor
     scales: Tensor
@@ -156,10 +154,8 @@ _ULPS = 2.0**-20
 
 
 def span(operand: Rounded) -> tuple[Tensor, Tensor]:
-    """Returns the least and the largest value that honest casts may leave of each number.
-
-    Their scales may be some last bits off, and ties may go either way.
-    """
+    """Returns the least and the largest value that honest casts may leave of each number. Their scales may be some
+    last bits off, and ties may go either way."""
     given, own = operand.given, operand.treatment
     low = high = operand.values
     if given is None or own is None:
@@ -181,10 +177,8 @@ _SIDES = (1, 16, 32, 64, 128)
 
 
 def spread(scales: Tensor, like: Tensor) -> Tensor:
-    """Expands scales to one for each element; how many there are says how large their blocks are.
-
-    Raises ValueError where so many scales do not cover the matrix in equal blocks.
-    """
+    """Expands scales to one for each element; how many there are says how large their blocks are. Raises ValueError
+    where so many scales do not cover the matrix in equal blocks."""
     down, across = scales.shape
     rows, columns = like.shape
     high, wide = _block(rows, down), _block(columns, across)
@@ -416,11 +410,9 @@ def _flat(x: Tensor, block: int, largest: float, codes: Cast) -> Tensor:
 
 @cache
 def dynamic_map(bits: int, both: bool) -> Tensor:
-    """Returns the values of Dettmers's dynamic data type, with negative ones if `both`.
-
-    They are powers of ten, with as many equal steps within one as the exponent leaves bits for. Without a sign, four
-    bits are sixteen equal steps, and none of them is zero (as in torchao's 4-bit optimizers).
-    """
+    """Returns the values of Dettmers's dynamic data type, with negative ones if `both`. They are powers of ten, with
+    as many equal steps within one as the exponent leaves bits for. Without a sign, four bits are sixteen equal
+    steps, and none of them is zero (as in torchao's 4-bit optimizers)."""
     if bits == 4 and not both:
         return torch.linspace(0, 1, 17)[1:]
     octaves = bits - 1

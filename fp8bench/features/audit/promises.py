@@ -88,16 +88,14 @@ class Promise(Protocol):
         """Judges one result. Without `search`, no mistakes are looked for in a result with the right error."""
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        """Whether two results may be the same one."""
+        """Whether two results may stand for the same one."""
 
 
 @dataclass(frozen=True)
 class ProductPromise:
-    """a (M, K) times b (N, K) transposed, as their recipe rounds them.
-
-    `emulated` is the emulation's result where casts rotate operands or draw random numbers: then only its error is
-    compared. On `hopper` FP8 may be summed in few bits.
-    """
+    """a (M, K) times b (N, K) transposed, as their recipe rounds them. `emulated` is the emulation's result where
+    casts rotate operands or draw random numbers: then only its error is compared. On `hopper` FP8 may be summed in
+    few bits."""
 
     a: Rounded
     b: Rounded
@@ -169,10 +167,8 @@ class ProductPromise:
         return all(side.given is None or torch.equal(side.values, side.given.float()) for side in (self.a, self.b))
 
     def _beyond(self, wide: Tensor, sums: ConformitySums, slack: Iterable[Tensor], errors: float = math.inf) -> Tensor:
-        """Where no sum of operands that are off by at most `slack` is rounded to the result.
-
-        With `errors`, rounding errors are taken as random, and that many standard errors are allowed.
-        """
+        """Where no sum of operands that are off by at most `slack` is rounded to the result. With `errors`, rounding
+        errors are taken as random, and that many standard errors are allowed."""
         x, y, a, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
         more = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
         if errors < math.inf:
@@ -423,9 +419,7 @@ def nearest(
     mistakes: Iterable[tuple[str, str, Tensor]], distance: Callable[[Tensor], float], below: float, surely: float = 0.0
 ) -> tuple[str, str] | None:
     """Returns code and words of the mistake whose result has the least distance, if that is less than `below`.
-
-    Mistakes behind one within the distance `surely` are not tried.
-    """
+    Mistakes behind one within the distance `surely` are not tried."""
     least, name = below, None
     for code, words, tensor in mistakes:
         apart = distance(tensor)

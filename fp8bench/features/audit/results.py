@@ -223,16 +223,6 @@ def beside(device: str) -> Iterator[bool]:
         side.synchronize()
 
 
-class SpecialTrial(NamedTuple):
-    """An input with special numbers; results are wrong if `is_wrong` says so, and are then reported by code and why."""
-
-    given: AuditInput
-    matrices: Matrices
-    is_wrong: Callable[[Results], bool]
-    code: str
-    why: str
-
-
 class SpecialValuesCheck(AuditCheck):
     """A NaN or infinity must not become an ordinary number, nor zeros anything else."""
 
@@ -240,53 +230,39 @@ class SpecialValuesCheck(AuditCheck):
 
     def look(self) -> Iterator[AuditFinding]:
         """Yields each code once."""
-        reported: set[str] = set()
-        for trial in self._trials():
+        given, reported = AuditInput(NORMAL, self.auditor.shapes()[0]), set[str]()
+        for how, matrices, is_wrong, code, why in self._trials(self.auditor.matrices(given)):
+            about = given._replace(how=how) if how else given._replace(data="zeros")
             try:
-                results = self.auditor.results(trial.matrices)
+                results = self.auditor.results(matrices)
                 self.auditor.tried += len(results)
             except Exception as error:  # noqa: BLE001 - foreign code may raise anything
-                about = trial.given.how or trial.given.data
-                finding = self.remark("raises", f"{about}: {type(error).__name__}", trial.given)
+                finding = self.remark("raises", f"{how or 'zeros'}: {type(error).__name__}", about)
             else:
-                if not trial.is_wrong(results):
+                finding = self.fail(code, f"{how}: {why}" if how else why, about)
+                if not is_wrong(results):
                     continue
-                finding = self.fail(trial.code, trial.why, trial.given)
             if finding.code not in reported:
                 reported.add(finding.code)
                 yield finding
 
-    def _trials(self) -> Iterator[SpecialTrial]:
-        given = AuditInput(NORMAL, self.auditor.shapes()[0])
-        matrices = self.auditor.matrices(given)
+    def _trials(self, matrices: Matrices) -> Iterator[tuple[str, Matrices, Callable[[Results], bool], str, str]]:
+        """Yields what was done to the matrices, these, whether results are wrong, and a code and words if they are."""
         first, *rest = matrices
-        zeros, tiny = self.subject.zeroed(matrices), first * torch.finfo(first.dtype).smallest_normal / 4
-        yield SpecialTrial(
-            given._replace(data="zeros"), zeros, lambda results: bool((_first(results) != 0).any()),
-            "zeros", "zeros went in, and other numbers came out",
-        )  # fmt: skip
-        yield SpecialTrial(
-            given._replace(how="subnormal numbers"), (tiny, *rest),
-            lambda results: not bool(_first(results).isfinite().all()),
-            "subnormal", "subnormal numbers went in, and what came out is not finite",
-        )  # fmt: skip
+        tiny = first * torch.finfo(first.dtype).smallest_normal / 4
+        zeros = self.subject.zeroed(matrices)
+        yield "", zeros, lambda results: bool((_first(results) != 0).any()), "zeros", "zeros gave other numbers"
+        yield "subnormal numbers", (tiny, *rest), _not_finite, "subnormal", "what came out is not finite"
         for operand, matrix in enumerate(matrices[: 1 if self.subject.kind is AuditKind.OPTIMIZER else None]):
             last = matrix.numel() - 1
             for index in (0, (last - matrix.shape[-1]) // 2, last):
                 row, column = divmod(index, matrix.shape[-1])
                 where = f"in the {_ORDINALS[operand]} argument's row {row}, column {column}"
-                how = f"a NaN {where}"
-                yield SpecialTrial(
-                    given._replace(how=how), _set(matrices, operand, index, math.nan),
-                    partial(self._nan_lost, operand=operand, row=row),
-                    "nan-lost", f"{how}: what it goes into is all numbers",
-                )  # fmt: skip
-                how = f"an infinity {where}"
-                yield SpecialTrial(
-                    given._replace(how=how), _set(matrices, operand, index, math.inf),
-                    partial(self._infinity_lost, operand=operand, row=row, zero=_set(matrices, operand, index, 0.0)),
-                    "infinity-lost", f"{how}: results are those of a zero",
-                )  # fmt: skip
+                nan, infinity, zero = (_set(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0))
+                is_lost = partial(self._nan_lost, operand=operand, row=row)
+                yield f"a NaN {where}", nan, is_lost, "nan-lost", "what it goes into is all numbers"
+                is_lost = partial(self._infinity_lost, operand=operand, row=row, zero=zero)
+                yield f"an infinity {where}", infinity, is_lost, "infinity-lost", "results are those of a zero"
 
     def _reached(self, results: Results, operand: int, row: int) -> Tensor:
         """Returns the results that a row of an operand goes into."""
@@ -312,6 +288,10 @@ class SpecialValuesCheck(AuditCheck):
 
 def _first(results: Results) -> Tensor:
     return next(iter(results.values()))
+
+
+def _not_finite(results: Results) -> bool:
+    return not bool(_first(results).isfinite().all())
 
 
 def _replaced(matrices: Matrices, operand: int, tensor: Tensor) -> Matrices:

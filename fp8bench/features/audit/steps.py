@@ -76,12 +76,10 @@ Decay = Literal["", "decoupled", "coupled", "unscaled", "none"]
 
 @dataclass(frozen=True)
 class OptimizerWay:
-    """One way to take steps. `first`, `second` and `weights` cast the moments and weights after a step; `shown` casts
-    the weights that the caller sees. With `late` the update uses the moments as they were cast.
-
-    The other fields plant a mistake: which moments' `bias` is corrected, where `epsilon` is added, how weights `decay`,
-    what the `count` of a step is taken for, which moments it `remembers`, and a `factor` of the update.
-    """
+    """One way to take steps. `first`, `second` and `weights` cast the moments and weights after a step; `shown`
+    casts the weights that the caller sees. With `late` the update uses the moments as they were cast. The other
+    fields plant a mistake: which moments' `bias` is corrected, where `epsilon` is added, how weights `decay`, what
+    the `count` of a step is taken for, which moments it `remembers`, and a `factor` of the update."""
 
     rule: UpdateRule
     hyper: Hyper
@@ -210,10 +208,8 @@ _MOMENTS = {
 def mistakes(
     way: OptimizerWay, others: Mapping[str, tuple[Cast, Cast]], long: bool
 ) -> Iterator[tuple[str, str, OptimizerWay]]:
-    """Yields code, words and result of each mistake that steps which should be `way` may have made.
-
-    `others` are other ways to keep both moments. With `long`, only mistakes are tried that few steps do not show.
-    """
+    """Yields code, words and result of each mistake that steps which should be `way` may have made. `others` are
+    other ways to keep both moments. With `long`, only mistakes are tried that few steps do not show."""
     value, other = way.hyper.betas
     coarse = float(cut(torch.tensor(value))), float(cut(torch.tensor(other)))
     rows: Iterable[Row]

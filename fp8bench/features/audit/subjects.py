@@ -48,13 +48,10 @@ class Shape(NamedTuple):
 
 
 class Subject(ABC):
-    """One callable under audit. Matrices are drawn and judged on the processor, whatever device it runs on.
-
-    `sides` says which sides of a shape its inputs have, and their names; `shapes` are sizes that it has promised to
-    take, `odd` ones may be refused; `data` are the kinds of data that say something about it; `timed` is the first
-    shape that is timed, `tall` one beyond the blocks that kernels are tried with, and beyond the sums that bfloat16
-    holds.
-    """
+    """One callable under audit. Matrices are drawn and judged on the processor, whatever device it runs on. `sides`
+    says which sides of a shape its inputs have, and their names; `shapes` are sizes that it has promised to take,
+    `odd` ones may be refused; `data` are the kinds of data that say something about it; `timed` is the first shape
+    that is timed, `tall` one beyond the blocks that kernels are tried with, and beyond the sums that bfloat16 holds."""
 
     kind: ClassVar[AuditKind]
     sides: ClassVar[tuple[tuple[str, str], ...]] = (("m", "M"), ("n", "N"), ("k", "K"))

@@ -34,11 +34,9 @@ class AuditOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """What one check found. `code` is '' where there is nothing to report; with PASS it is a remark.
-
-    `input` is the smallest input that showed it. `error` is how far results are from the exact product of what went in,
-    `expected` how far the emulation is; None where that says nothing.
-    """
+    """What one check found. `code` is '' where there is nothing to report; with PASS it is a remark. `input` is the
+    smallest input that showed it. `error` is how far results are from the exact product of what went in, `expected`
+    how far the emulation is; None where that says nothing."""
 
     check: str
     outcome: AuditOutcome
@@ -59,11 +57,9 @@ def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:
 
 @dataclass(frozen=True)
 class AuditedLayer:
-    """A layer of a converted model: `what` it is now, whether its class promises `low` precision, which precision its
-    product `runs` in ('' if that was not seen), and the FLOPs of its forward products.
-
-    A layer that was left as it was has the likely `reason`, and its name (`rule`). `also` are its other paths.
-    """
+    """A layer of a converted model: `what` it is now, whether its class promises `low` precision, which precision
+    its product `runs` in ('' if that was not seen), and the FLOPs of its forward products. A layer that was left as
+    it was has the likely `reason`, and its name (`rule`). `also` are its other paths."""
 
     name: str
     what: str
@@ -103,11 +99,9 @@ def noise_of(times: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True)
 class Audit:
-    """All findings on one callable and device. `tried` counts judged results; only models have `layers`.
-
-    `times` are seconds of the same call on each kind of data, on a CPU those of the process; `work` is a call of the
-    kernel, and of the baseline if there is one, with the seconds of both.
-    """
+    """All findings on one callable and device. `tried` counts judged results; only models have `layers`. `times` are
+    seconds of the same call on each kind of data, on a CPU those of the process; `work` is a call of the kernel, and
+    of the baseline if there is one, with the seconds of both."""
 
     target: str
     signature: Signature

@@ -225,11 +225,9 @@ _CALM = {
 
 @dataclass(frozen=True)
 class Start:
-    """How to start a side: its interpreter, and the folders that come before its own packages.
-
-    `imports` is the user's code. `tree` is the working tree that its code must come from, if it matters. `settings` are
-    of allocators; with `calm`, glibc's keeps its memory.
-    """
+    """How to start a side: its interpreter, and the folders that come before its own packages. `imports` is the
+    user's code. `tree` is the working tree that its code must come from, if it matters. `settings` are of
+    allocators; with `calm`, glibc's keeps its memory."""
 
     name: str
     python: str
@@ -338,10 +336,8 @@ class SideWorkers:
 
 
 def refresh(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
-    """Starts fresh processes for a session in random order, because a process stays fast or slow until it ends.
-
-    The first session uses those that run.
-    """
+    """Starts fresh processes for a session in random order, because a process stays fast or slow until it ends. The
+    first session uses those that run."""
     workers = [worker for side_workers in pair for worker in side_workers.workers]
     if number:
         for worker in workers:

@@ -135,10 +135,8 @@ class DuelTurns:
 
 @dataclass
 class CaseProgress:
-    """What is known of one case so far. `left_out` says why it is not measured, '' if it is.
-
-    `processes` is how many a side fit into memory so far.
-    """
+    """What is known of one case so far. `left_out` says why it is not measured, '' if it is. `processes` is how many
+    a side fit into memory so far."""
 
     before: CaseOutcome
     after: CaseOutcome

@@ -65,10 +65,8 @@ def sweep() -> None:
 
 
 def package_beside(folder: Path, package: Path) -> Path:
-    """Makes a folder with a link to one package and nothing else, and returns it.
-
-    The package may lie in a folder of installed packages, which must not come along.
-    """
+    """Makes a folder with a link to one package and nothing else, and returns it. The package may lie in a folder of
+    installed packages, which must not come along."""
     folder.mkdir()
     (folder / package.name).symlink_to(package, target_is_directory=True)
     return folder
@@ -104,10 +102,8 @@ def revision_of(repository: Path, word: str, option: str) -> str:
 
 @contextmanager
 def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterator[Path]:
-    """Checks out the commit below a scratch folder, and removes it afterwards, whatever happens.
-
-    Hooks do not run: one that installs something would change this tree, too.
-    """
+    """Checks out the commit below a scratch folder, and removes it afterwards, whatever happens. Hooks do not run:
+    one that installs something would change this tree, too."""
     # Have git forget the trees of killed duels, whose folders have been removed.
     for line in _git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
         path = Path(line.removeprefix("worktree "))
@@ -153,10 +149,8 @@ _ASK = "import sys; print('python %d.%d.%d' % sys.version_info[:3])"
 
 
 def interpreter(word: str, option: str) -> str:
-    """Returns the interpreter for a program's name or path, or the folder of a virtual environment.
-
-    Links are not followed: a virtual environment's Python is a link, and its packages depend on its place.
-    """
+    """Returns the interpreter for a program's name or path, or the folder of a virtual environment. Links are not
+    followed: a virtual environment's Python is a link, and its packages depend on its place."""
     folder, given = Path(word) / "bin" / "python", f"{option} {word!r:.200}"
     program = str(folder) if Path(word).is_dir() and folder.exists() else shutil.which(word)
     if program is None:
@@ -204,10 +198,8 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 @dataclass(frozen=True)
 class DuelQuestion:
-    """What makes the sides differ, as given on the command line; None is what runs here.
-
-    `env_a` and `env_b` are settings of allocators, as words NAME=VALUE.
-    """
+    """What makes the sides differ, as given on the command line; None is what runs here. `env_a` and `env_b` are
+    settings of allocators, as words NAME=VALUE."""
 
     python_a: str | None = None
     python_b: str | None = None
@@ -315,10 +307,8 @@ def _against(
 
 
 def _own_paths(imports: tuple[str, ...]) -> list[str]:
-    """Returns folders with the user's code for both sides: the working directory if there are imports, and PYTHONPATH.
-
-    Folders of installed packages belong to this interpreter, and are left out.
-    """
+    """Returns folders with the user's code for both sides: the working directory if there are imports, and
+    PYTHONPATH. Folders of installed packages belong to this interpreter, and are left out."""
     here = [str(Path.cwd())] if imports else []
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return list(dict.fromkeys((*here, *(path for path in given if not _INSTALLED & {*Path(path).parts}))))

@@ -13,10 +13,8 @@ BEFORE, AFTER = "A", "B"
 
 @dataclass(frozen=True)
 class DuelSide:
-    """One side: its name and title, its interpreter, and what that reported about itself.
-
-    `commit` is that of the code which makes the sides differ, '' without a revision; `settings` are of allocators.
-    """
+    """One side: its name and title, its interpreter, and what that reported about itself. `commit` is that of the
+    code which makes the sides differ, '' without a revision; `settings` are of allocators."""
 
     name: str
     title: str

@@ -179,10 +179,8 @@ def _low(logs: NDArray[np.float64]) -> Any:
 
 
 def _without_interval(before: NDArray[np.float64], after: NDArray[np.float64]) -> Verdict:
-    """Judges where processes are too few for an interval.
-
-    The nearest processes of different sides must lie further apart than any two of one side, and than known noise.
-    """
+    """Judges where processes are too few for an interval. The nearest processes of different sides must lie further
+    apart than any two of one side, and than known noise."""
     if min(len(before), len(after)) < 2:
         return Verdict.UNSURE
     least = max(math.log1p(BELIEVED), float(np.ptp(before)), float(np.ptp(after)))
@@ -222,11 +220,9 @@ class _Deals:
         return self._apart(0.0)[1]
 
     def interval(self, level: float) -> Interval:
-        """Returns the ratio of B to A; without bounds if there are too few deals for this level.
-
-        The bounds are the least and greatest shift for which chance would do as much. They are approached from outside,
-        by bisection, because further in chance may again do less.
-        """
+        """Returns the ratio of B to A; without bounds if there are too few deals for this level. The bounds are the
+        least and greatest shift for which chance would do as much. They are approached from outside, by bisection,
+        because further in chance may again do less."""
         shift, low, high = self.shift, -math.inf, math.inf
         if self.finest <= 1 - level:
             reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NOTHING
@@ -327,9 +323,7 @@ def _time(result: CaseResult) -> Comparison:
 
 def p_value(times: DuelVerdict) -> float | None:
     """Returns the chance of so great a difference if nothing had changed; None if processes are too few to say.
-
-    Below what the number of deals can show, Student's t is used.
-    """
+    Below what the number of deals can show, Student's t is used."""
     if not times.resolved:
         return None
     if times.chance > times.finest:

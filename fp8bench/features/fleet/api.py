@@ -12,9 +12,7 @@ from fp8bench.features.fleet.view import FleetFrames
 
 
 def load_fleet(source: str | Path, store: str | Path = DEFAULT_STORE, *, machines: Iterable[str] = ()) -> FleetFrames:
-    """Compares the machines of a fleet: of a plan's runs in `store`, or of all runs in a store.
-
-    `machines` are names of machines that should be in it. `.report` is the whole comparison; `.cases`, `.machines`,
-    `.kinds` and `.alarms` are pandas frames, made when first used.
-    """
+    """Compares the machines of a fleet: of a plan's runs in `store`, or of all runs in a store. `machines` are names
+    of machines that should be in it. `.report` is the whole comparison; `.cases`, `.machines`, `.kinds` and
+    `.alarms` are pandas frames, made when first used."""
     return FleetFrames(fleet_report(folder("source", source), folder("store", store), names(machines)))

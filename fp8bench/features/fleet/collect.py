@@ -29,11 +29,8 @@ _COPIES = "copies of runs that were taken, or their beginnings"
 @dataclass
 class Collected:
     """What became of the files: counts of those `taken`, by machine, `longer` than the copy that was here, and the
-    `same`.
-
-    `left` counts files that were left out without a fault, by reason; `failed` has a sentence for each file that is
-    wrong, `doubts` for each that was taken all the same.
-    """
+    `same`. `left` counts files that were left out without a fault, by reason; `failed` has a sentence for each file
+    that is wrong, `doubts` for each that was taken all the same."""
 
     taken: Counter[str] = field(default_factory=Counter)
     longer: int = 0

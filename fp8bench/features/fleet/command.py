@@ -106,7 +106,6 @@ def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def option(text: str) -> tuple[str, str]:
-    """Parses 'partition=gpu', or a name alone."""
     name, _, value = text.partition("=")
     name = name.removeprefix("--")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", name):

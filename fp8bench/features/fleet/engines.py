@@ -41,9 +41,7 @@ def tied(
     folder: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts fp8bench without input. On Linux it gets SIGTERM when the thread that calls this dies, even by SIGKILL.
-
-    Otherwise a cell would go on beside the next one, on the same device.
-    """
+    Otherwise a cell would go on beside the next one, on the same device."""
     tie = [sys.executable, "-ISc", _TIE, str(os.getpid())] if sys.platform == "linux" else []
     error = None if output is None else subprocess.STDOUT
     return subprocess.Popen(
@@ -75,12 +73,9 @@ _CLAIM = "claim"
 def work(
     plan: FleetPlan, file: Path, store: Path, retry: bool, began: Callable[[CellState], None], only: int | None = None
 ) -> tuple[dict[int, int], dict[int, str]]:
-    """Measures waiting cells until none is left that was not tried; returns exit codes by cell, and why others were not
-    taken.
-
-    Failed cells are tried again with `retry`. `began` is called with each cell as it begins. `only` restricts it to one
-    cell. Raises StoreError where nothing can be kept in the store.
-    """
+    """Measures waiting cells until none is left that was not tried; returns exit codes by cell, and why others were
+    not taken. Failed cells are tried again with `retry`. `began` is called with each cell as it begins. `only`
+    restricts it to one cell. Raises StoreError where nothing can be kept in the store."""
     from fp8bench.jobs.cells import alone  # heavy
 
     check_store(store)
@@ -124,10 +119,8 @@ def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """What to start: so many `workers` (None: the engine's default) for the cells of a plan, into a store.
-
-    `file` is where the plan lies, `options` are the engine's own; with `stays` the caller waits for the end.
-    """
+    """What to start: so many `workers` (None: the engine's default) for the cells of a plan, into a store. `file` is
+    where the plan lies, `options` are the engine's own; with `stays` the caller waits for the end."""
 
     plan: FleetPlan
     file: Path
@@ -149,20 +142,16 @@ class Order:
 
 
 def crew(order: Order) -> None:
-    """Runs workers on this machine until all have ended; they end if this process is interrupted.
-
-    Raises StoreError where nothing can be kept in the store.
-    """
+    """Runs workers on this machine until all have ended; they end if this process is interrupted. Raises StoreError
+    where nothing can be kept in the store."""
     check_store(order.store)
     exit_code(*(tied(order.words) for _ in range(order.workers or 1)))
 
 
 @dataclass(frozen=True)
 class StartedWorkers:
-    """Workers that were started; `names` are the engine's own.
-
-    `wait` returns when all have ended, with the engine's troubles; an interrupt of this process ends them.
-    """
+    """Workers that were started; `names` are the engine's own. `wait` returns when all have ended, with the engine's
+    troubles; an interrupt of this process ends them."""
 
     names: Sequence[str]
     wait: Callable[[], tuple[str, ...]]
@@ -204,10 +193,8 @@ def _jobs(
     engine: str, executor: Any, order: Order, until: Callable[[Sequence[Any]], None],
     variables: Mapping[str, str | None] | None = None,
 ) -> StartedWorkers:  # fmt: skip
-    """Starts workers as jobs of submitit's executor; `until` waits for their end.
-
-    `variables` are set in their environment, or removed where they are None.
-    """
+    """Starts workers as jobs of submitit's executor; `until` waits for their end. `variables` are set in their
+    environment, or removed where they are None."""
     given = (order.words, dict(variables or {}))
     try:
         jobs = [executor.submit(worked, *given) for _ in range(order.workers or 1)]

@@ -24,10 +24,8 @@ class Volume:
 @dataclass(frozen=True)
 class Tasks:
     """What a scheduler is to start: so many `workers`, or (None) a task for each cell, of at most so many `minutes`.
-
     `file`, `store` and `python` (an interpreter with fp8bench, in an `image` if there are containers) are paths on
-    those machines. `options` are the scheduler's own.
-    """
+    those machines. `options` are the scheduler's own."""
 
     plan: FleetPlan
     file: str
@@ -104,10 +102,8 @@ _LABELS = {"app": "fp8bench"}
 
 
 def _kubernetes(tasks: Tasks) -> str:
-    """Lets no two pods share a node, nor a failed pod start again or end the others.
-
-    Only a limit for each index says the latter; the Job's own backoffLimit would end all.
-    """
+    """Lets no two pods share a node, nor a failed pod start again or end the others. Only a limit for each index
+    says the latter; the Job's own backoffLimit would end all."""
     import yaml
 
     volume = _volume_of(tasks)

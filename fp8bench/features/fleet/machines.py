@@ -46,11 +46,8 @@ class MachineAlarm:
 
 @dataclass(frozen=True)
 class MachineKind:
-    """Machines with the same hardware, software and settings.
-
-    `differs` are the fields in which it differs from the first kind. A machine of it would be named if it took longer
-    by the share `seen_from`.
-    """
+    """Machines with the same hardware, software and settings. `differs` are the fields in which it differs from the
+    first kind. A machine of it would be named if it took longer by the share `seen_from`."""
 
     name: str
     machines: tuple[str, ...]
@@ -136,13 +133,10 @@ _CAPABILITY = "CPU capability usage: "
 
 @dataclass(frozen=True)
 class MachineRun:
-    """What a report reads of one run.
-
-    `started` are its beginning and its resumptions; `ahead` is by how many seconds the last of these lies after the
-    file's time, `clock_ahead` what the run itself found. `whole` and `cut` are settings of groups that it has
-    completely, and not; `times` are seconds by case, `errors` its numerical results as text, by case and name; `failed`
-    are cases with reasons.
-    """
+    """What a report reads of one run. `started` are its beginning and its resumptions; `ahead` is by how many
+    seconds the last of these lies after the file's time, `clock_ahead` what the run itself found. `whole` and `cut`
+    are settings of groups that it has completely, and not; `times` are seconds by case, `errors` its numerical
+    results as text, by case and name; `failed` are cases with reasons."""
 
     run: str
     machine: str
@@ -252,10 +246,7 @@ _SEEN = (1e-2, 1e-3)
 
 def deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Deviation]]:
     """Returns deviations by case and machine; the case '' is the middle over all cases. `times` are seconds of one
-    kind.
-
-    Cases and middles that fewer than LEAST_MACHINES machines have are left out.
-    """
+    kind. Cases and middles that fewer than LEAST_MACHINES machines have are left out."""
     logs = _logs(times)
     cases = {case: _in_case(case, seen, FALSE_ALARMS / 2 / len(logs)) for case, seen in logs.items()}
     middles = _middles(logs)
@@ -279,10 +270,8 @@ def _logs(times: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float
 
 
 def _middles(logs: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Returns how far each machine with at least half of the cases is from the mean, in its median case.
-
-    Not from the median: of an odd number of machines one would lie at 0, and the spread would come out too small.
-    """
+    """Returns how far each machine with at least half of the cases is from the mean, in its median case. Not from
+    the median: of an odd number of machines one would lie at 0, and the spread would come out too small."""
     centred = together(
         (machine, value - middle)
         for seen in logs.values() for middle in [float(np.mean(list(seen.values())))] for machine, value in seen.items()

@@ -75,10 +75,8 @@ def _counts(left: Counter[str]) -> list[str]:
 
 
 def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[MachineRun], Counter[str], list[str]]:
-    """Returns runs that are wanted by their headers, how many were left out and why, and what is wrong.
-
-    Runs are loaded one after the other: memory may not hold all.
-    """
+    """Returns runs that are wanted by their headers, how many were left out and why, and what is wrong. Runs are
+    loaded one after the other: memory may not hold all."""
     there = listing(store)
     doubts = there.notes(there.refused)
     left = there.left
@@ -105,10 +103,8 @@ def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[MachineRun],
 
 
 def _measured_once(seen: Sequence[tuple[MachineRun, Path, int | None]]) -> tuple[list[MachineRun], list[str]]:
-    """Drops runs of several machines with the same times to the nanosecond, and says so.
-
-    Only one machine can have measured them, and nobody knows which.
-    """
+    """Drops runs of several machines with the same times to the nanosecond, and says so. Only one machine can have
+    measured them, and nobody knows which."""
     alike = together((samples, (run.machine, str(path))) for run, path, samples in seen if samples is not None)
     copied = {samples: runs for samples, runs in alike.items() if len({machine for machine, _ in runs}) > 1}
     doubts = [
@@ -320,10 +316,8 @@ def _set_back(seen: Sequence[MachineRun]) -> Iterator[_Hit]:
 
 
 def _against_stores(seen: Sequence[MachineRun]) -> tuple[float, list[_Hit]]:
-    """Returns by how much most clocks are ahead of their stores' file systems, and how far each is from that.
-
-    On a disk of its own a machine stamps files itself, and is not ahead.
-    """
+    """Returns by how much most clocks are ahead of their stores' file systems, and how far each is from that. On a
+    disk of its own a machine stamps files itself, and is not ahead."""
     known = [(run, run.clock_ahead) for run in seen if run.clock_ahead is not None]
     common = _common(together((run.machine, ahead) for run, ahead in known))
     alike = abs(common) > CLOCK_SECONDS
@@ -393,7 +387,6 @@ def _of_bits(kind: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
 
 
 def _answers(kind: Sequence[MachineRun]) -> dict[str, dict[str, set[str]]]:
-    """Returns for each operation and error every value that each machine gave."""
     by_machine: dict[str, dict[str, set[str]]] = {}
     for run in kind:
         answers = [
@@ -405,6 +398,5 @@ def _answers(kind: Sequence[MachineRun]) -> dict[str, dict[str, set[str]]]:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """Returns for example 'float32 product on cpu, ... and 3 more'."""
     more = len(names) - _MOST
     return ", ".join(names[:_MOST]) + (f" and {more} more" if more > 0 else "")

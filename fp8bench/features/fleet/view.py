@@ -61,7 +61,6 @@ def machines(report: FleetReport) -> Table:
 
 
 def charts(report: FleetReport) -> Iterator[Bars]:
-    """Shows how far each machine is from its kind, where enough machines are of one."""
     groups = tuple(
         (f"kind {figure.kind}", tuple(
             Mark(name, 1 + own.change, tone=Tone.BAD if own.odd else Tone.PLAIN)
@@ -170,7 +169,6 @@ def why_of(state: CellState) -> str:
 
 
 def counts_of(states: Sequence[CellState]) -> str:
-    """Returns for example '2 done, 1 waiting'."""
     counts = Counter(state.status for state in states)
     return ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
 

@@ -204,7 +204,7 @@ _LARGEST = 100.0
 
 
 def read_rules(file: Path) -> Rules:
-    """Returns the rules of a file, in its order. Raises UsageError with file and line."""
+    """Returns the rules in the file's order. Raises UsageError with file and line."""
     rules: list[ThresholdRule] = []
     for case, key, node in items(file, read_mapping(file, _KIND), _KIND):
         if not case:

@@ -93,11 +93,9 @@ def _failures(newest: Run, store: Path) -> Iterator[Comparison]:
 
 
 def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]:
-    """Returns the open changes on the newest run's machine; of two changes of one series the larger.
-
-    A time is left out where its ratio to the reference has a series, because it also shows how fast the machine was; a
-    time per FLOP is left to the time.
-    """
+    """Returns the open changes on the newest run's machine; of two changes of one series the larger. A time is left
+    out where its ratio to the reference has a series, because it also shows how fast the machine was; a time per
+    FLOP is left to the time."""
     place = from_facts(newest.environment.facts)
     here = [
         change for change in steps.changes
@@ -128,10 +126,7 @@ def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
 
 def _lines_of(history: History, newest: Run) -> list[Line]:
     """Returns the series of the newest run's machine that the run has continued; all of them, if it is in no history
-    itself.
-
-    Counts are left out: any change of them is seen.
-    """
+    itself. Counts are left out: any change of them is seen."""
     place, commit = from_facts(newest.environment.facts), newest.environment.get("commit")
     mine: dict[tuple[object, str], bool] = {}
     lines = []

@@ -51,11 +51,9 @@ class CaseSpread:
 
 
 def spread_of(logs: Sequence[float]) -> CaseSpread | None:
-    """Returns the spread of unchanged cases among all; None for few cases.
-
-    It uses the nearer quartile, so that neither what became worse nor what became better counts as noise, even if half
-    of the cases did. A common shift is not a case's own; from 10% on it is more than a machine's mood, and counts.
-    """
+    """Returns the spread of unchanged cases among all; None for few cases. It uses the nearer quartile, so that
+    neither what became worse nor what became better counts as noise, even if half of the cases did. A common shift
+    is not a case's own; from 10% on it is more than a machine's mood, and counts."""
     if len(logs) < LEAST_CASES:
         return None
     low, middle, high = statistics.quantiles(logs, n=4)
@@ -65,10 +63,8 @@ def spread_of(logs: Sequence[float]) -> CaseSpread | None:
 
 
 def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
-    """Applies Benjamini and Hochberg's rule: at most `share` of what it picks is expected to be chance.
-
-    Where all are chance, it picks any at all with a probability of `share`.
-    """
+    """Applies Benjamini and Hochberg's rule: at most `share` of what it picks is expected to be chance. Where all
+    are chance, it picks any at all with a probability of `share`."""
     ranked = sorted(range(len(p_values)), key=lambda place: p_values[place])
     passing = [rank for rank, place in enumerate(ranked, 1) if p_values[place] <= share * rank / len(p_values)]
     chosen = set(ranked[: max(passing, default=0)])
@@ -95,10 +91,8 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class JudgedFigure:
-    """A figure with its threshold and outcome. `again` is the second look, if there was one.
-
-    `spread` is how far other cases of the same runs moved, where runs are too few to have a noise of their own.
-    """
+    """A figure with its threshold and outcome. `again` is the second look, if there was one. `spread` is how far
+    other cases of the same runs moved, where runs are too few to have a noise of their own."""
 
     comparison: Comparison
     threshold: Threshold
@@ -327,10 +321,8 @@ NO_SIGHTS = Sights()
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """All figures judged. `title` says what was compared with what.
-
-    `problem` says why there is nothing to judge, with the exit `code` for that. `sights` is what could have been seen.
-    """
+    """All figures judged. `title` says what was compared with what. `problem` says why there is nothing to judge,
+    with the exit `code` for that. `sights` is what could have been seen."""
 
     title: str
     judged: tuple[JudgedFigure, ...] = ()
@@ -370,7 +362,6 @@ class GateVerdict:
 
     @property
     def counts(self) -> str:
-        """For example '112 figures: 1 regression, 2 better, 109 fine'."""
         counts = ((len(self.of(name)), _COUNTED.get(name, name.value)) for name in GateOutcome)
         parts, total = [f"{count} {words}" for count, words in counts if count], len(self.judged)
         return f"{total} figure{'s' * (total != 1)}" + (f": {', '.join(parts)}" if parts else "")

@@ -63,11 +63,9 @@ class _Look(NamedTuple):
 
 
 def _look(fixed: float, evidence: float, error: float, freedom: float) -> _Look:
-    """Makes a look that asks for two things: a fixed logarithm, and so much evidence against noise.
-
-    If noise is known by few degrees of freedom, it may be larger (Student's distribution is wider than the normal one),
-    and the evidence itself varies.
-    """
+    """Makes a look that asks for two things: a fixed logarithm, and so much evidence against noise. If noise is
+    known by few degrees of freedom, it may be larger (Student's distribution is wider than the normal one), and the
+    evidence itself varies."""
     error *= math.sqrt(freedom / (freedom - 2)) if math.isfinite(freedom) else 1.0
     if evidence <= fixed:
         return _Look(fixed, error)
@@ -206,10 +204,8 @@ def _nodes() -> tuple[list[float], list[float]]:
 
 
 class Newest(NamedTuple):
-    """A series of a history as it is now: as a comparison, its newest level, and its nights.
-
-    The level is None where nights are too few to look for steps.
-    """
+    """A series of a history as it is now: as a comparison, its newest level, and its nights. The level is None where
+    nights are too few to look for steps."""
 
     comparison: Comparison
     level: PieceLevel | None
@@ -219,10 +215,8 @@ class Newest(NamedTuple):
 def sights_of_history(
     series: Sequence[Newest], rules: Rules, found: int, second: Second, power: float, required: bool
 ) -> Sights:
-    """Returns which steps a history could show, if they came with the last nights in which one can be found.
-
-    `found` is the number of changes that it has anyway.
-    """
+    """Returns which steps a history could show, if they came with the last nights in which one can be found. `found`
+    is the number of changes that it has anyway."""
     judged = [(level, threshold_of(level.comparison, rules)) for level in series]
     return _sorted(
         (

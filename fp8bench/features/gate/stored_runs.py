@@ -50,11 +50,9 @@ Confirm = Callable[[Sequence[Comparison]], SecondLook]
 
 @dataclass(frozen=True)
 class GateSource:
-    """Comparisons to judge. `confirm` measures suspects again, `second` says how.
-
-    `problem` says why there is nothing to judge, with the exit `code` for that. A history has its series as they are
-    now in `newest`; its comparisons are only changes. `duel` is set if one is judged.
-    """
+    """Comparisons to judge. `confirm` measures suspects again, `second` says how. `problem` says why there is
+    nothing to judge, with the exit `code` for that. A history has its series as they are now in `newest`; its
+    comparisons are only changes. `duel` is set if one is judged."""
 
     title: str
     comparisons: tuple[Comparison, ...] = ()
@@ -84,12 +82,9 @@ def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
 def judged(
     source: GateSource, rules: Rules, rerun: bool, observer: JobObserver, required: float | None = None
 ) -> GateVerdict:
-    """Takes the first look; the second if there are suspects and `rerun` allows it; and computes what could have been
-    seen.
-
-    With `required`, a slow-down as large as its threshold must be seen in that share of builds. A history without
-    anything to compare yet is too young for that, and does not fail.
-    """
+    """Takes the first look; the second if there are suspects and `rerun` allows it; and computes what could have
+    been seen. With `required`, a slow-down as large as its threshold must be seen in that share of builds. A history
+    without anything to compare yet is too young for that, and does not fail."""
     figures = first_look(source.comparisons, rules)
     second = source.second if rerun and source.confirm is not None else Second.NONE
     power, asked = USUAL_POWER if required is None else required, required is not None
@@ -228,11 +223,8 @@ def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path
 
 
 def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
-    """Returns the first side's commit if a duel with it would ask the same question; else None.
-
-    A duel measures what is here on its second side, with one interpreter on both: it would not see the cost of another
-    torch.
-    """
+    """Returns the first side's commit if a duel with it would ask the same question; else None. A duel measures what
+    is here on its second side, with one interpreter on both: it would not see the cost of another torch."""
     here = commit_named("HEAD", Path())
     if here is None or newest.environment.get("commit") != here or compared.differing:
         return None

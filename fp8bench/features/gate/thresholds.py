@@ -25,10 +25,8 @@ class Threshold:
 
 @dataclass(frozen=True)
 class ThresholdRule:
-    """One line of a file: the figures it is for, by patterns with * and ?, and their thresholds.
-
-    None leaves the default. `place` is its file and line.
-    """
+    """One line of a file: the figures it is for, by patterns with * and ?, and their thresholds. None leaves the
+    default. `place` is its file and line."""
 
     case: str
     metric: str

@@ -151,10 +151,8 @@ _MOST_WARNED = 5
 
 
 def page_of(verdict: GateVerdict, every: bool = False) -> Page:
-    """Shows what failed, what is worse, in doubt and better; the rest is counted.
-
-    What could have been seen is one line, and with `every` a table.
-    """
+    """Shows what failed, what is worse, in doubt and better; the rest is counted. What could have been seen is one
+    line, and with `every` a table."""
     parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
     if verdict.problem:
         tone = Tone.BAD if verdict.code != EXIT_OK else Tone.DOUBT
@@ -259,7 +257,6 @@ def share(value: float) -> str:
 
 
 def limit(figure: JudgedFigure) -> str:
-    """Returns what is worse enough, such as '5.0% and 5.00 us'."""
     threshold = figure.threshold
     smallest = value(figure.comparison, threshold.smallest) if threshold.smallest else ""
     return " and ".join(filter(None, (units.percent(threshold.relative), smallest)))
@@ -323,10 +320,8 @@ def review(verdict: GateVerdict, duel: Duel) -> Review:
 
 
 def _unlike(result: CaseResult) -> ReviewStatus | None:
-    """Returns the status for a case that was not measured alike on both sides; None if it was.
-
-    A lost worker leaves no trace of what raised.
-    """
+    """Returns the status for a case that was not measured alike on both sides; None if it was. A lost worker leaves
+    no trace of what raised."""
     failed = [record for record in (result.before, result.after) if record.status is Status.FAILED]
     if len(failed) == 2 or any(not record.detail for record in failed):
         return ReviewStatus.INFRASTRUCTURE

@@ -260,10 +260,8 @@ def test_a_step_that_gains_is_adopted() -> None:
 
 
 def test_what_all_calls_say_is_within_what_is_predicted() -> None:
-    """A step whose fastest calls are 1.32x as fast, and all calls 1.1x to 1.2x: either may be seen once more.
-
-    Where they contradict each other beyond the noise, all calls count.
-    """
+    """A step whose fastest calls are 1.32x as fast, and all calls 1.1x to 1.2x: either may be seen once more. Where
+    they contradict each other beyond the noise, all calls count."""
     made = basis(group(fp8=FP8))
     (case,) = (key for key in made.findings if key.endswith("/fp8"))
     uneven = replace(made.findings[case], typical=Interval(1 / 1.15, 1 / 1.2, 1 / 1.1, 0.99))
@@ -318,9 +316,7 @@ def test_an_emulated_precision_has_no_advice_on_speed() -> None:
 @for_each("micros", [9000, 5000])
 def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: int) -> None:
     """Products are 7% of it, by the pass that looked: at most 1.075x, and a step in half the time is not believed.
-
-    One of 1.085x is within what a look may err by, and no more than the bound is predicted.
-    """
+    One of 1.085x is within what a look may err by, and no more than the bound is predicted."""
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": micros})
     looked = replace(lead, shares=Shares((Share(ShareKind.GEMM, "", False, 0.07, 1),), 1.0))
     (pair,) = basis([looked, case]).cases

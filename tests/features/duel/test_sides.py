@@ -194,10 +194,8 @@ def trees(commits: Path) -> list[str]:
 def test_a_tree_holds_the_revision_and_goes(
     commits: Path, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From any folder of the repository; uncommitted changes stay where they are.
-
-    No hook runs; and inside a hook, whose variables name another repository, the folder counts.
-    """
+    """From any folder of the repository; uncommitted changes stay where they are. No hook runs; and inside a hook,
+    whose variables name another repository, the folder counts."""
     (commits / "below").mkdir()
     (commits / "file").write_text("three")
     hook = commits / ".git" / "hooks" / "post-checkout"

@@ -86,10 +86,8 @@ def ended(words: list[str], log: Path, tmp_path: Path, longest: float, moments: 
 )
 @pytest.mark.timeout(7200)
 def test_killed_at_any_moment(kills: int, longest: float, plan: Path, store: Path, tmp_path: Path) -> None:
-    """Afterwards every cell gets one whole run, and those that were whole before are untouched.
-
-    So many kills, in as many fleets as that takes. Workers that are left end by themselves.
-    """
+    """Afterwards every cell gets one whole run, and those that were whole before are untouched. So many kills, in as
+    many fleets as that takes. Workers that are left end by themselves."""
     log, moments = tmp_path / "log", random.Random(kills)
     struck: Counter[str] = Counter()
     fleets = 0
