@@ -230,7 +230,7 @@ class Basis:
 
     @cached_property
     def all_cases(self) -> tuple[ComparedCase, ...]:
-        return (*self.cases, *(compared for run, found in self.other_runs for compared in _cases_of(run, found)))
+        return (*self.cases, *(compared for run, findings in self.other_runs for compared in _cases_of(run, findings)))
 
     def differing(self, pair: ComparedCase, axis: str) -> list[ComparedCase]:
         """Returns cases of the same mode in which that parameter alone differs, sorted by it."""

@@ -174,12 +174,12 @@ def _small(pair: ComparedCase, basis: Basis) -> Iterator[Advice]:
     if isinstance(known, str) or not math.isfinite(known[0]):
         return
     begins, _, grounds = known
-    held = {
+    sizes = {
         holder.name: max((each.m * each.n * each.k) ** (1 / 3) for each in holder.products)
         for holder in coverage.holders if holder.converted and holder.products
     }  # fmt: skip
-    small = [name for name, size in held.items() if size < begins]
-    if not small or len(small) == len(held):
+    small = [name for name, size in sizes.items() if size < begins]
+    if not small or len(small) == len(sizes):
         return
     share = sum(h.flops for h in coverage.holders if h.name in small) / coverage.flops
     case, reference = pair.record.case, pair.lead.case.mode
@@ -377,8 +377,8 @@ RULES = (*SPEED_RULES, *shape_rules.RULES, *COST_RULES)
 
 
 def advised(basis: Basis) -> Advised:
-    asked = (rule.answer(compared, basis) for compared in basis.cases for rule in RULES)
-    answers = tuple(answer for answer in asked if answer is not None)
+    replies = (rule.answer(compared, basis) for compared in basis.cases for rule in RULES)
+    answers = tuple(answer for answer in replies if answer is not None)
     # By kind, and the largest gain first.
     ordered = sorted(
         (*advice_of(basis, answers), *projections(basis)),

@@ -334,9 +334,9 @@ def _layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     row = f"sensitivity study {study.path or study.started}"
     whole = tried_as(pair, study)
     gap = study.gap(whole)
-    told = "none" if gap is None else units.change(1 + gap)
+    change = "none" if gap is None else units.change(1 + gap)
     noise = units.percent(study.noise or 0.0)
-    figure = f"layers low: {len(whole.low)}, loss {told} beside a noise of {noise} in {study.steps} steps"
+    figure = f"layers low: {len(whole.low)}, loss {change} beside a noise of {noise} in {study.steps} steps"
     grounds = (Ground(row, figure),)
     if study.undecided:
         return Reply(Met.UNCLEAR, f"{figure}: no layer can be told from another", grounds)

@@ -86,8 +86,8 @@ def products_of(pair: ComparedCase) -> list[tuple[int, int, int, int]]:
     """Returns M, N, K and FLOPs of the products that a step's reference makes, by its coverage or its tape."""
     coverage = pair.record.coverage
     if coverage is not None:
-        held = (each for holder in coverage.holders for each in holder.products)
-        return [(each.m, each.n, each.k, each.flops) for each in held]
+        products = (each for holder in coverage.holders for each in holder.products)
+        return [(each.m, each.n, each.k, each.flops) for each in products]
     tape = pair.lead.tape if pair.lead is not None else None
     return list(_taped(tape.operators)) if tape is not None else []
 

@@ -36,10 +36,10 @@ LEGEND = (
 def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
     """Yields the sentences and a table of predictions, those for doing nothing only if it is the `whole`."""
     named = short_names(advised)
-    told = [_with_those_alike(alike, named) for alike in _alike(advised.advice)]
-    yield Items(tuple(told[:_MOST]))
-    if len(told) > _MOST:
-        yield Text(f"{len(told) - _MOST} more pieces of advice are in the JSON.")
+    sentences = [_with_those_alike(alike, named) for alike in _alike(advised.advice)]
+    yield Items(tuple(sentences[:_MOST]))
+    if len(sentences) > _MOST:
+        yield Text(f"{len(sentences) - _MOST} more pieces of advice are in the JSON.")
     kinds = [kind for kind in AdviceKind if whole or kind is not AdviceKind.NOTHING]
     gains = [advice for advice in advised.advice if advice.gain is not None and advice.kind in kinds]
     if gains:
@@ -204,14 +204,14 @@ def page_of(
 ) -> Page:  # fmt: skip
     """Shows the advice on one run, with checks and costs by the `price` of an hour. Of the checklist it shows what
     was answered, and what would answer more; if it is the `whole`, everything with its evidence."""
-    told: tuple[Element, ...] = tuple(advice_elements(advised, whole)) if advised.advice else (Text(_NOTHING),)
-    parts = [Part("advice", "", told)]
+    elements: tuple[Element, ...] = tuple(advice_elements(advised, whole)) if advised.advice else (Text(_NOTHING),)
+    parts = [Part("advice", "", elements)]
     if checked:
         parts.append(Part("checks", "predicted and measured", (checks(checked, short_names(advised)),)))
     parts += [Part("cost", _COST, tuple(cost_tables(advised, costs, price)))] if costs else []
     if advised.answers:
-        told = tuple(checklist(advised, shared=True) if whole else _answered(advised))
-        parts.append(Part("checklist", "the checklist" if whole else "", told))
+        elements = tuple(checklist(advised, shared=True) if whole else _answered(advised))
+        parts.append(Part("checklist", "the checklist" if whole else "", elements))
     parts += list_of("notes", "notes", notes)
     return Page(f"advice on run {advised.run}", "", tuple(parts), LEGEND)
 
@@ -231,18 +231,18 @@ def checks(checked: Sequence[Checked], named: Callable[[str], str] = str) -> Tab
 
 
 def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page:
-    told = [check for check in checked if check.hit is not None]
-    hits = sum(check.hit is True for check in told)
-    rate = f"{units.percent(hits / len(told), 0)}: {hits} of {len(told)}" if told else "unknown: 0 of 0"
-    rows = together(((check.advice.kind, check.advice.rule), check) for check in told).values()
+    scored = [check for check in checked if check.hit is not None]
+    hits = sum(check.hit is True for check in scored)
+    rate = f"{units.percent(hits / len(scored), 0)}: {hits} of {len(scored)}" if scored else "unknown: 0 of 0"
+    rows = together(((check.advice.kind, check.advice.rule), check) for check in scored).values()
     cols: list[Col[list[Checked]]] = [
         Col("advice", lambda group: group[0].advice.kind), Col("rule", lambda group: group[0].advice.rule),
         Col("hits", lambda group: str(sum(check.hit is True for check in group)), number=True),
         Col("checks", lambda group: str(len(group)), number=True),
     ]  # fmt: skip
     elements: list[Element] = [Text(f"hit rate {rate} checks lay within what was predicted.", Tone.STRONG)]
-    if len(told) < len(checked):
-        elements.append(Text(f"{many(len(checked) - len(told), 'check')} came to no figure and count as none."))
+    if len(scored) < len(checked):
+        elements.append(Text(f"{many(len(checked) - len(scored), 'check')} came to no figure and count as none."))
     elements += [table("score", "", cols, rows), checks(checked)] if rows else []
     return Page("the advisor's score", "", (Part("score", "", (*elements, *map(Text, troubles))),))
 
@@ -250,13 +250,13 @@ def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page
 def value_of(
     advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None
 ) -> dict[str, Any]:
-    told = [{**encode(cost), "money": encode(cost.money(price)) if price is not None else None} for cost in costs]
-    return {"schema": SCHEMA, **encode(advised), "checked": _hits(checked), "costs": told}
+    priced = [{**encode(cost), "money": encode(cost.money(price)) if price is not None else None} for cost in costs]
+    return {"schema": SCHEMA, **encode(advised), "checked": _hits(checked), "costs": priced}
 
 
 def score_value(checked: Sequence[Checked]) -> dict[str, Any]:
-    told = [check.hit for check in checked if check.hit is not None]
-    return {"schema": SCHEMA, "hits": sum(told), "checks": len(told), "checked": _hits(checked)}
+    hits = [check.hit for check in checked if check.hit is not None]
+    return {"schema": SCHEMA, "hits": sum(hits), "checks": len(hits), "checked": _hits(checked)}
 
 
 def _hits(checked: Sequence[Checked]) -> list[dict[str, Any]]:

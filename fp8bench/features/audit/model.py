@@ -65,13 +65,13 @@ class FoundLayer:
 
 
 def layers_in(model: nn.Module) -> list[FoundLayer]:
-    held = {holder.module: holder for holder in held_in(model)}
+    holders = {holder.module: holder for holder in held_in(model)}
     paths = defaultdict[nn.Module, list[str]](list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path or "model")
     layers = []
     for module, (name, *also) in paths.items():
-        weight, holder = getattr(module, "weight", None), held.get(module)
+        weight, holder = getattr(module, "weight", None), holders.get(module)
         if isinstance(weight, Tensor) and weight.dim() >= 2 and promises_low(module):
             layers.append(FoundLayer(name, module, weight, True, tuple(also)))
         elif holder is not None:

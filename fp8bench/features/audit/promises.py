@@ -184,8 +184,8 @@ class ProductPromise:
         if bits >= FLOAT32_BITS and self._lossless:
             apart = float((wide - sums.exact).square().mean() / sums.exact.square().mean().clamp(min=1e-300))
             bits = round(-math.log2(12 * apart) / 2) if apart else FLOAT32_BITS
-        held = bool(((wide - sums.exact).abs() <= 2.0 ** (3 - bits) * sums.magnitude + sums.step(sums.exact)).all())
-        return bits if held and _LEAST_BITS <= bits < FLOAT32_BITS else 0
+        fits = bool(((wide - sums.exact).abs() <= 2.0 ** (3 - bits) * sums.magnitude + sums.step(sums.exact)).all())
+        return bits if fits and _LEAST_BITS <= bits < FLOAT32_BITS else 0
 
     def _gain(self, wide: Tensor, sums: ConformitySums, spans: Sequence[Matrices]) -> str:
         """Says how much too large results are in the mean, beside what rounding of ties explains; '' if not."""

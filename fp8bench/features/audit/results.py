@@ -115,8 +115,8 @@ class MemoryCheck(AuditCheck):
         before = [argument.detach().clone() for argument in arguments]
         self.subject.results(arguments)
         for place, pair in enumerate(zip(arguments, before, strict=True), 1):
-            one, other = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in pair)
-            if not torch.equal(one, other):
+            now, then = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in pair)
+            if not torch.equal(now, then):
                 yield self.fail("input-changed", f"argument {place} is not as it was before the call")
                 return
 
@@ -181,12 +181,12 @@ class MemoryCheck(AuditCheck):
     def _other_stream(self, arguments: Matrices) -> Iterator[AuditFinding]:
         """On a GPU, writes the inputs late on a stream of its own, and calls the kernel on that stream behind them."""
         fresh = self._matrices(_OTHER)
-        held, new = self.subject.arguments(self._matrices(NORMAL)), self.subject.arguments(fresh)
+        arguments_there, late = self.subject.arguments(self._matrices(NORMAL)), self.subject.arguments(fresh)
         with beside(self.subject.device) as there:
             if not there:
                 return
-            _write(new, held)
-            results = self.subject.results(held)
+            _write(late, arguments_there)
+            results = self.subject.results(arguments_there)
         if self._wrong(fresh, results):
             yield self.fail("stream", "on its caller's stream it does not wait for what went before")
 

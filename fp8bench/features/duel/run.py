@@ -292,12 +292,12 @@ def run_duel(
             secrets.token_hex(4), now(), command_line(), request, _side(before, request), _side(after, request),
             wanted, sessions,
         )  # fmt: skip
-        said: list[str] = [*notes]
+        remarks: list[str] = [*notes]
         for own, other in ((before, after), (after, before)):
             if lacking := [name for name in own.cases if name not in other.cases]:
                 more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-                said.append(f"only side {own.name} has {lacking[0]}{more}: not compared")
-        return _measured((before, after), begun, said, store, observer, start)
+                remarks.append(f"only side {own.name} has {lacking[0]}{more}: not compared")
+        return _measured((before, after), begun, remarks, store, observer, start)
 
 
 def _measured(pair: Pair, begun: Duel, notes: Sequence[str], store: Path, observer: JobObserver, start: float) -> Duel:

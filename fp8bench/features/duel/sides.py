@@ -176,14 +176,14 @@ def _version(path: str, given: str) -> tuple[int, ...]:
         raise UsageError(
             f"{given} did not say within {_SECONDS:g} s which Python it is, and was ended. Give a Python."
         ) from None
-    said = re.fullmatch(r"python (\d+)\.(\d+)\.(\d+)", done.stdout.strip())
-    if done.returncode or said is None:
+    answer = re.fullmatch(r"python (\d+)\.(\d+)\.(\d+)", done.stdout.strip())
+    if done.returncode or answer is None:
         words = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1][:200]
         raise UsageError(
             f"{given} is no Python that runs: asked for its version, it ended with status {done.returncode} and said "
             f"{words!r}. Give a Python."
         )
-    return tuple(map(int, said.groups()))
+    return tuple(map(int, answer.groups()))
 
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -228,8 +228,8 @@ def opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]
             replace(side, settings=own, calm=calm, title=f"{side.title} under {words_of(own)}" if own else side.title)
             for side, own in zip((before, after), settings, strict=True)
         )
-        told = tuple(note for note in notes if note != SAME or not differ)
-        yield *sides, (*told, *([] if calm else [AS_IT_COMES]))  # type: ignore[misc]
+        kept = tuple(note for note in notes if note != SAME or not differ)
+        yield *sides, (*kept, *([] if calm else [AS_IT_COMES]))  # type: ignore[misc]
 
 
 @contextmanager

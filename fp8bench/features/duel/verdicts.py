@@ -131,10 +131,10 @@ def judge(
 def why_sure(times: DuelVerdict) -> str:
     """Explains a verdict that stands although processes of one side lay further apart than the difference; else
     returns ''."""
-    told = verdicts.SAME if times.verdict is Verdict.SAME else abs(times.ratio.point - 1)
-    if times.apart <= told:
+    difference = verdicts.SAME if times.verdict is Verdict.SAME else abs(times.ratio.point - 1)
+    if times.apart <= difference:
         return ""
-    apart, more = units.percent(times.apart), units.percent(told)
+    apart, more = units.percent(times.apart), units.percent(difference)
     return f"processes of one side lay {apart} apart, more than {more}; the interval has what that does by chance in it"
 
 
@@ -337,7 +337,7 @@ def _labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
     labels: list[Label] = []
     for record, timing in processes:
         finding = Finding(record.case, times.verdict, phases=best_phases(timing))
-        labels += [told.label for told in labels_of(replace(record, timing=timing), finding, None, None)]
+        labels += [entry.label for entry in labels_of(replace(record, timing=timing), finding, None, None)]
     wanted = {label for label in labels if labels.count(label) >= len(processes) / 2} - _OF_A_SUITE
     if times.uneven:
         wanted.add(Label.UNEVEN)

@@ -90,8 +90,8 @@ def kinds(report: FleetReport) -> Table:
 
 
 def _hardware_of(kind: MachineKind) -> str:
-    told = [value for name, value in kind.hardware if name.startswith("device ")]
-    return " + ".join(dict.fromkeys(told)) or dict(kind.hardware).get("asv_cpu", units.NONE)
+    devices = [value for name, value in kind.hardware if name.startswith("device ")]
+    return " + ".join(dict.fromkeys(devices)) or dict(kind.hardware).get("asv_cpu", units.NONE)
 
 
 def cases(report: FleetReport) -> Table:

@@ -147,9 +147,9 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 def _check(arguments: argparse.Namespace) -> None:
     given = {"A B": arguments.sides, "--duel": arguments.duel is not None, "--history": arguments.history,
              "--against": arguments.against is not None}  # fmt: skip
-    asked = " and ".join(name for name, there in given.items() if there)
-    if asked not in given:
-        words = f"{asked} were" if asked else "nothing was"
+    sources = " and ".join(name for name, there in given.items() if there)
+    if sources not in given:
+        words = f"{sources} were" if sources else "nothing was"
         raise UsageError(f"{words} given to judge. Give two sides A B, or --duel DUEL, --history, or --against REV.")
     if arguments.sides and len(arguments.sides) != 2:
         count = len(arguments.sides)

@@ -213,14 +213,14 @@ class Newest(NamedTuple):
 
 
 def sights_of_history(
-    series: Sequence[Newest], rules: Rules, found: int, second: Second, power: float, required: bool
+    series: Sequence[Newest], rules: Rules, changes: int, second: Second, power: float, required: bool
 ) -> Sights:
-    """Returns which steps a history could show, if they came with the last nights in which one can be found. `found`
-    is the number of changes that it has anyway."""
+    """Returns which steps a history could show, if they came with the last nights in which one can be found.
+    `changes` is how many it shows anyway."""
     judged = [(level, threshold_of(level.comparison, rules)) for level in series]
     return _sorted(
         (
-            _of_series(level, _least(threshold, level.comparison.before), CHANCE / (1 + found), second, power)
+            _of_series(level, _least(threshold, level.comparison.before), CHANCE / (1 + changes), second, power)
             for level, threshold in judged if not threshold.ignored
         ),
         power, required,

@@ -87,11 +87,11 @@ def judged(
     without anything to compare yet is too young for that, and does not fail."""
     figures = first_look(source.comparisons, rules)
     second = source.second if rerun and source.confirm is not None else Second.NONE
-    power, asked = USUAL_POWER if required is None else required, required is not None
+    power, is_required = USUAL_POWER if required is None else required, required is not None
     if source.newest:
-        sights = sights_of_history(source.newest, rules, len(figures), second, power, asked)
+        sights = sights_of_history(source.newest, rules, len(figures), second, power, is_required)
     else:
-        sights = sights_of(figures, second, power, asked)
+        sights = sights_of(figures, second, power, is_required)
     suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.TO_CONFIRM]
     if suspects and not source.problem:
         look = SecondLook({}, refused="--no-rerun")
@@ -99,7 +99,7 @@ def judged(
             observer.note(f"gate: {len(suspects)} suspected, measured again")
             look = source.confirm(suspects)
         figures = second_look(figures, look, rules)
-    too_young = asked and source.code == EXIT_BASELINE and sights.young and not sights.blind
+    too_young = is_required and source.code == EXIT_BASELINE and sights.young and not sights.blind
     code = EXIT_OK if too_young else source.code
     return GateVerdict(source.title, figures, source.notes, source.problem, code, sights)
 

@@ -119,7 +119,7 @@ def _text(words: str) -> str:
 
 def as_trend(judged: Sequence[JudgedFigure], sights: Sights = NO_SIGHTS) -> str:
     """Writes the second side's numbers as github-action-benchmark's `customSmallerIsBetter`."""
-    told, rows = _by_figure(sights), []
+    sentences, rows = _by_figure(sights), []
     for figure in judged:
         after, ratio = figure.comparison.after, figure.comparison.ratio
         if after is None or not math.isfinite(after):
@@ -127,7 +127,7 @@ def as_trend(judged: Sequence[JudgedFigure], sights: Sights = NO_SIGHTS) -> str:
         row: dict[str, Any] = {"name": _title(figure), "unit": figure.comparison.unit or "ratio", "value": after}
         if ratio is not None and ratio.low < ratio.high and math.isfinite(ratio.half_width):
             row["range"] = f"\u00b1{100 * ratio.half_width:.2g}%"
-        rows.append({**row, "extra": "; ".join(filter(None, (_sentence(figure), told.get(figure.key))))})
+        rows.append({**row, "extra": "; ".join(filter(None, (_sentence(figure), sentences.get(figure.key))))})
     return json.dumps(rows, indent=1, allow_nan=False) + "\n"
 
 
@@ -159,8 +159,8 @@ def page_of(verdict: GateVerdict, every: bool = False) -> Page:
         parts.append(Part("problem", "Why", (Text(verdict.problem, tone),)))
     unsure = Counter(figure.why for figure in verdict.of(GateOutcome.UNSURE) if figure.why)
     parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
-    told = warnings(verdict.sights, _MOST_WARNED) if verdict.sights.required else ()
-    parts += list_of("notes", "Notes", (f"- {note}" for note in (*told, *verdict.notes[:MOST_ROWS])))
+    warned = warnings(verdict.sights, _MOST_WARNED) if verdict.sights.required else ()
+    parts += list_of("notes", "Notes", (f"- {note}" for note in (*warned, *verdict.notes[:MOST_ROWS])))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
     shown = [figure for name in _TITLES for figure in verdict.of(name)]
