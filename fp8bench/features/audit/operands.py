@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -237,6 +237,20 @@ def mistakes(kept: Rounded) -> Iterator[Mistake]:
         yield from _of_casts(kept.given, kept, kept.treatment)
     yield from _of_scales(kept)
     yield from _of_tails(kept)
+
+
+def nearest(
+    rows: Iterable[Mistake], distance: Callable[[Tensor], float], below: float, surely: float = 0.0
+) -> tuple[str, str] | None:
+    """Returns code and words of the mistake whose result has the least distance, if that is less than `below`.
+    Mistakes behind one within the distance `surely` are not tried."""
+    least, name = below, None
+    for code, words, tensor in rows:
+        apart = distance(tensor)
+        least, name = (apart, (code, words)) if apart < least else (least, name)
+        if apart <= surely:
+            break
+    return name
 
 
 def _of_casts(x: Tensor, kept: Rounded, own: Treatment) -> Iterator[Mistake]:

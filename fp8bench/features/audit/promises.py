@@ -4,8 +4,8 @@ A product keeps its promise where each element is what a sum of the promised pro
 not, the mistake is named that explains every element. What nothing explains is held against the error that the
 emulation has on the same data: far above it is wrong, far below it is a wider precision.
 
-Attention's softmax can be told to the last bit by nobody, so its error is judged: scores and weights may stay in
-float32 or be rounded on their way, and a result has to have the error of one of these ways, or lie between.
+A softmax has no result that is right to the last bit, so attention is judged by its error: scores and weights may stay
+in float32 or be rounded on their way, and a result has to have the error of one of these ways, or lie between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.operands import Rounded, mistakes, rounded, span
+from fp8bench.features.audit.operands import Rounded, mistakes, nearest, rounded, span
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.formats.recipes import HOPPER_BITS, Treatment
 from fp8bench.model.promises import Difference
@@ -413,20 +413,6 @@ def steps_of(operand: Rounded, values: Tensor | None = None) -> Tensor:
 
 def _distance(result: Tensor, other: Tensor) -> float:
     return float((result.to(torch.float64) - other).square().mean())
-
-
-def nearest(
-    mistakes: Iterable[tuple[str, str, Tensor]], distance: Callable[[Tensor], float], below: float, surely: float = 0.0
-) -> tuple[str, str] | None:
-    """Returns code and words of the mistake whose result has the least distance, if that is less than `below`.
-    Mistakes behind one within the distance `surely` are not tried."""
-    least, name = below, None
-    for code, words, tensor in mistakes:
-        apart = distance(tensor)
-        least, name = (apart, (code, words)) if apart < least else (least, name)
-        if apart <= surely:
-            break
-    return name
 
 
 def unusable(result: Tensor, shape: tuple[int, ...]) -> PromiseVerdict | None:

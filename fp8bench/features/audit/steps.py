@@ -15,8 +15,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.operands import Cast, as_dtype, bf16, cut, half, kept, otherwise_scaled, same, stochastic
-from fp8bench.features.audit.promises import BAND, PromiseVerdict, nearest, not_finite, unusable
+from fp8bench.features.audit.operands import (
+    Cast,
+    as_dtype,
+    bf16,
+    cut,
+    half,
+    kept,
+    nearest,
+    otherwise_scaled,
+    same,
+    stochastic,
+)
+from fp8bench.features.audit.promises import BAND, PromiseVerdict, not_finite, unusable
 from fp8bench.features.audit.values import FlatMoments
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.model import DeviceFacts
@@ -208,8 +219,9 @@ _MOMENTS = {
 def mistakes(
     way: OptimizerWay, others: Mapping[str, tuple[Cast, Cast]], long: bool
 ) -> Iterator[tuple[str, str, OptimizerWay]]:
-    """Yields code, words and result of each mistake that steps which should be `way` may have made. `others` are
-    other ways to keep both moments. With `long`, only mistakes are tried that few steps do not show."""
+    """Yields code and words of each mistake that steps which should be `way` may have made, and the way of taking
+    them. `others` are other ways to keep both moments. With `long`, only mistakes are tried that few steps do not
+    show."""
     value, other = way.hyper.betas
     coarse = float(cut(torch.tensor(value))), float(cut(torch.tensor(other)))
     rows: Iterable[Row]
