@@ -1,6 +1,6 @@
-"""The audit audited: every planted lie, and kernels that do not lie: `python -m suites.audit`.
+"""Audits kernels with planted lies, and kernels that do not lie: `python -m suites.audit`.
 
-Ends with 1 where a lie passes, or an honest kernel does not.
+Ends with 1 if a lie passes, or an honest kernel does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from fp8bench.model.raw import Settings
 from fp8bench.registry import devices
 from fp8bench.worker.bench import Bench
 from suites import audit_lies, audit_optimizers
-from suites.audit_lies import UNCAUGHT, Kernel
+from suites.audit_kernels import Kernel
+from suites.audit_lies import UNCAUGHT
 from suites.trials import options, say
 
 LIES = (*audit_lies.LIES, *audit_optimizers.LIES)
@@ -28,19 +29,18 @@ _MOST_SECONDS = 20.0
 def result_of(
     kernel: Kernel, device: str, checks: Sequence[type[AuditCheck]] = CHECKS, ceilings: Ceilings | None = None
 ) -> Audit:
-    """Its audit, of a copy that remembers nothing."""
+    """Audits a fresh copy of the kernel, at seed 0."""
     facts = devices.get(device).available()[0]
     return audited(kernel.name, kernel.made(), kernel.signature, facts, 0, checks, ceilings, kernel.baseline)
 
 
 def codes_of(audit: Audit) -> str:
-    """What failed, in the order of the checks."""
+    """Returns the codes of what failed, in the order of the checks; '-' if nothing did."""
     failed = (finding.code for finding in audit.findings if finding.outcome is not AuditOutcome.PASS)
     return ", ".join(dict.fromkeys(failed)) or "-"
 
 
 def main() -> int:
-    """Print all three lists and the sums."""
     import torch
 
     device = options(__doc__, device=("cpu", "or cuda")).device

@@ -13,9 +13,8 @@ from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.nn.moments import scaled
 from fp8bench.user_code.named import signed
-from suites.audit_lies import Kernel
+from suites.audit_kernels import Kernel, same
 
-BF16 = torch.bfloat16
 _FP8LM = scaled(E4M3), scaled(FP16)
 
 
@@ -60,11 +59,7 @@ class _AdamW:
         values = values - rate * upper / lower
         if lie == "master":
             state["master"] = values
-        weights.copy_(_ROUNDED.get(lie, _same)(values))
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
+        weights.copy_(_ROUNDED.get(lie, same)(values))
 
 
 def _drawn(x: Tensor, least: int = 0, most: int = 1 << 16) -> Tensor:
@@ -139,25 +134,28 @@ _MASTER = signed("optimizer", "fp8", weights="bf16-master")
 _FLOAT, _UP = _Plain(), (scaled(E4M3, ScaleRounding.POWER_OF_TWO), scaled(FP16))
 
 LIES: tuple[Kernel, ...] = (
-    Kernel("no bias is corrected", _FP8, _made("no bias"), "oxiglade/mlx-rs #301"),
-    Kernel("epsilon before the bias is corrected", _FP8, _made("early"), "huggingface/transformers #35504"),
-    Kernel("epsilon under the root", _FP8, _made("inside"), "goodfire-ai/spd #760"),
-    Kernel("decay by the gradient in AdamW", _FP8, _made("coupled"), "nntrainer/nntrainer #3565"),
-    Kernel("decay by itself in Adam", _ADAM, _torch("AdamW", weight_decay=0.1), "flagos-ai/FlagGems #4988"),
-    Kernel("moments that are never kept", _FP8, _made("reset"), "raskr/rust-autograd #16"),
-    Kernel("float32 moments for fp8", _FP8, _made("", _FLOAT, _FLOAT), "ooples/AiDotNet #1238"),
-    Kernel("float32 moments for 8 bits", _DYNAMIC, _torch("AdamW"), "unslothai/unsloth-zoo #962"),
-    Kernel("a float32 second moment", _FP8, _made("", _FP8LM[0], _FLOAT), "unslothai/unsloth-zoo #962"),
-    Kernel("linear codes for dynamic ones", _DYNAMIC, _made("", _Linear(127), _Linear(255)), "inclusionAI/AReno #541"),
-    Kernel("moments under scales rounded up", _FP8, _made("", *_UP), "huggingface/transformers #47030"),
+    Kernel("no bias is corrected", _FP8, _made("no bias"), "bias-correction", "oxiglade/mlx-rs #301"),
+    Kernel("epsilon before the bias is corrected", _FP8, _made("early"), "epsilon", "huggingface/transformers #35504"),
+    Kernel("epsilon under the root", _FP8, _made("inside"), "epsilon", "goodfire-ai/spd #760"),
+    Kernel("decay by the gradient in AdamW", _FP8, _made("coupled"), "decay", "nntrainer/nntrainer #3565"),
+    Kernel("decay by itself in Adam", _ADAM, _torch("AdamW", weight_decay=0.1), "decay", "flagos-ai/FlagGems #4988"),
+    Kernel("moments that are never kept", _FP8, _made("reset"), "state-lost", "raskr/rust-autograd #16"),
+    Kernel("float32 moments for fp8", _FP8, _made("", _FLOAT, _FLOAT), "not-cast", "ooples/AiDotNet #1238"),
+    Kernel("float32 moments for 8 bits", _DYNAMIC, _torch("AdamW"), "not-cast", "unslothai/unsloth-zoo #962"),
+    Kernel("a float32 second moment", _FP8, _made("", _FP8LM[0], _FLOAT), "not-cast", "unslothai/unsloth-zoo #962"),
+    Kernel("linear codes for dynamic ones", _DYNAMIC, _made("", _Linear(127), _Linear(255)),
+           "other-precision", "inclusionAI/AReno #541"),
+    Kernel("moments under scales rounded up", _FP8, _made("", *_UP),
+           "scale-rounding", "huggingface/transformers #47030"),
     Kernel(
         "a second moment flushed to zero", _FP8, _made("", _FP8LM[0], _Plain(torch.float16)),
-        "ultralytics/ultralytics #24085",
+        "flushed", "ultralytics/ultralytics #24085",
     ),
-    Kernel("a count of steps in bf16", _FP8, _made("bf16 count"), "pytorch/ao #4915"),
-    Kernel("rounding at random that leans", _RANDOM, _made("leaning", _FLOAT, _FLOAT), "graphcore-research/gfloat #36"),
-    Kernel("cut and not rounded at random", _RANDOM, _made("cut", _FLOAT, _FLOAT), "pytorch/ao #1124"),
-    Kernel("updates lost for want of a master", _MASTER, _made(), "NVIDIA/apex #1731"),
+    Kernel("a count of steps in bf16", _FP8, _made("bf16 count"), "step-count", "pytorch/ao #4915"),
+    Kernel("rounding at random that leans", _RANDOM, _made("leaning", _FLOAT, _FLOAT),
+           "biased", "graphcore-research/gfloat #36"),
+    Kernel("cut and not rounded at random", _RANDOM, _made("cut", _FLOAT, _FLOAT), "biased", "pytorch/ao #1124"),
+    Kernel("updates lost for want of a master", _MASTER, _made(), "update-lost", "NVIDIA/apex #1731"),
 )  # fmt: skip
 
 HONEST: tuple[Kernel, ...] = (

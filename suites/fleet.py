@@ -1,10 +1,9 @@
-"""How long a fleet of workers takes for a plan, beside the time of its cells.
+"""How long a fleet's workers take for a plan, beside the time of its cells: `python -m suites.fleet --json PATH`.
 
-`python -m suites.fleet --cells 40 --workers 2 --json PATH`: a plan of so many products is handed to the local executor
-(`fleet submit --on local --wait`). Its makespan is held against the sum of the cells' times over the workers: at most
-`LIMIT` times that. A cell's time is that of its process, from start to end, and has to be at least `LEAST_SECONDS`.
-What a cell costs beside measuring is said too: what its process does before its first and behind its last group, and
-what lies between two cells. The exit code is 1 where a limit is not kept.
+A plan of so many products is handed to the local executor (`fleet submit --on local --wait`). Its makespan may be at
+most `LIMIT` times the sum of the cells' times over the number of workers. A cell's time is that of its process, and has
+to be at least `LEAST_SECONDS`. What a cell costs beside measuring is reported as well: in its process before the first
+and after the last group, and between two cells. The exit code is 1 where a limit is exceeded.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ from suites.trials import FP8BENCH, Row, conditions, options, ran, say, scratch,
 
 LIMIT = 1.3
 LEAST_SECONDS = 5.0
-# Rows of the first cell's product; each further cell has one more.
+# Rows of the first cell's product; each further cell has one row more.
 _ROWS = 768
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A cell: seconds of its process, and those of them in which its run was open."""
+    """Seconds of a cell's process, and those in which its run was open."""
 
     seconds: float
     measuring: float
 
 
 def fleet(cells: int, workers: int, rounds: int, folder: Path) -> tuple[float, list[Timed]]:
-    """The makespan, and its cells. Raises SystemExit where one of them is not done in one attempt."""
+    """Returns the makespan and the cells. Raises SystemExit if a cell is not done in one attempt."""
     shapes = ",".join(f"{_ROWS + number}x1024x1024" for number in range(cells))
     plan, store = folder / "plan.json", folder / "store"
     words = ["--dtypes", "fp32,bf16", "--set", f"shape={shapes}", "--rounds", str(rounds), "--no-energy"]
     ran([*FP8BENCH, "suite", "gemm", *words, "--dry-run", "--write-plan", str(plan)], folder)
     handed = ["--store", str(store), "--on", "local", "--workers", str(workers), "--wait"]
     begun = time.monotonic()
-    # That a cell is not done is seen in the store.
+    # Whether all cells are done is read from the store below.
     ran([*FP8BENCH, "fleet", "submit", str(plan), *handed], folder, (EXIT_OK, EXIT_FAILED))
     makespan = time.monotonic() - begun
     read = read_plan(plan)
@@ -62,7 +61,6 @@ def fleet(cells: int, workers: int, rounds: int, folder: Path) -> tuple[float, l
 
 
 def report(makespan: float, timed: Sequence[Timed], workers: int) -> Row:
-    """What came of it."""
     total, measuring = sum(cell.seconds for cell in timed), sum(cell.measuring for cell in timed)
     return {
         "cells": len(timed), "workers": workers, "makespan_s": makespan, "sum_of_cells_s": total,

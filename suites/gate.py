@@ -1,12 +1,11 @@
 """How often a gate fails a build for nothing, and how often it finds what was planted: `python -m suites.gate`.
 
-Seeded Monte Carlo: runs of 100 cases are drawn, judged by the gate's own code, and suspects drawn once more, as a
-second look would. Figures in percent of such runs.
+Seeded Monte Carlo: runs of 100 cases are drawn and judged by the gate's own code; suspects are drawn once more, as by a
+second look. Figures are in percent of such runs.
 
-`trial`: whether it sees what it says that it could have seen. Of a build in which nothing changed its code says from
-which slow-down on it would have failed, with its thresholds and without; a slow-down of that size is planted in another
-build of the same kind, judged and, where suspected, drawn once more. As often as was asked for (80 of 100) it should
-fail.
+`trial` checks what the gate says about its sight. For builds in which nothing changed, it says from which slow-down on
+they would have failed, with its thresholds and without. A slow-down of that size is planted in another build of the
+same kind, which should fail as often as was asked for (80 of 100).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from suites.trials import Table, options
 
 CASES = 100
 WITHIN = 0.003
-# Of variance 1 where nothing is bad: what disturbs only adds, or makes one figure in twenty slower by 4 deviations.
+# Of variance 1, but for bad runs: there one figure in twenty is slower, by 4 deviations in the mean.
 NOISES: dict[str, Callable[[random.Random], float]] = {
     "Gaussian": lambda draw: draw.gauss(0, 1),
     "one-sided": lambda draw: draw.expovariate(1),
@@ -57,7 +56,7 @@ NOISES: dict[str, Callable[[random.Random], float]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs on each side, how far the same case lies apart in two of them, and how far all of a run do together."""
+    """Runs on each side, how far the same case lies apart in two of them, and how far a whole run moves together."""
 
     before: int
     after: int
@@ -82,7 +81,8 @@ SETTINGS = (
 def build(
     setting: Setting, draw: random.Random, planted: float = 1.0, rules: tuple[ThresholdRule, ...] = ()
 ) -> tuple[JudgedFigure, ...]:
-    """What the gate makes of the cases of one build; the first is so many times as slow as it was."""
+    """Returns the gate's judgement of the cases of one build, the first of which is `planted` times as slow as
+    before."""
     before = [_run(setting, draw) for _ in range(setting.before)]
     after = [_run(setting, draw, planted) for _ in range(setting.after)]
     judged = first_look(list(_comparisons(before, after)), rules)
@@ -95,7 +95,7 @@ def build(
 
 
 def _run(setting: Setting, draw: random.Random, planted: float = 1.0) -> list[float]:
-    """The logarithms of the times of all cases in one run."""
+    """Returns the logarithms of the times of all cases in one run."""
     noise = NOISES[setting.noise]
     shared = setting.together * noise(draw)
     logs = [shared + math.hypot(setting.between, WITHIN) * noise(draw) for _ in range(CASES)]
@@ -128,14 +128,14 @@ def _fails(judged: JudgedFigure) -> bool:
     return judged.outcome is GateOutcome.REGRESSION
 
 
-# Whatever is told from chance fails.
+# Whatever differs by more than chance fails.
 NO_THRESHOLD = (ThresholdRule("*", "*", 0.0, 0.0),)
 Build = Callable[[random.Random, float, tuple[ThresholdRule, ...]], tuple[bool, Sight]]
 
 
 class Seen(NamedTuple):
-    """Of many builds: the median of what could have been seen, and the share of those with just that which fail; the
-    same beyond the threshold."""
+    """Over many builds: the median of what could have been seen, and the share of builds with just that which fail;
+    the same beyond the threshold."""
 
     seen: float
     told: float
@@ -144,7 +144,7 @@ class Seen(NamedTuple):
 
 
 def trial(of: Build, builds: int, seed: int = 0) -> Seen:
-    """Builds in which nothing changed, and two of the same kind for each, with what it said that it would see."""
+    """Asks builds in which nothing changed what they would see, and plants that in two others of the same kind."""
     draw = random.Random(seed)
     sights = [of(draw, 0.0, ())[1] for _ in range(builds)]
     known = [sight for sight in sights if math.isfinite(sight.fails)]
@@ -155,7 +155,7 @@ def trial(of: Build, builds: int, seed: int = 0) -> Seen:
 
 
 def stored(setting: Setting) -> Build:
-    """Runs of 100 cases against each other; what is suspected is measured again."""
+    """Builds that compare runs of 100 cases; suspects are measured again."""
 
     def of(draw: random.Random, planted: float, rules: tuple[ThresholdRule, ...]) -> tuple[bool, Sight]:
         judged = build(setting, draw, 1 + planted, rules)
@@ -165,7 +165,7 @@ def stored(setting: Setting) -> Build:
 
 
 def nights(count: int, between: float, noise: str = "Gaussian") -> Build:
-    """A history of so many nights; what was planted came with the last in which a step can be found at all."""
+    """A history of so many nights; what is planted comes with the last nights in which a step can be found."""
 
     def of(draw: random.Random, planted: float, rules: tuple[ThresholdRule, ...]) -> tuple[bool, Sight]:
         logs = np.array([between * NOISES[noise](draw) for _ in range(count)])

@@ -1,14 +1,12 @@
 """How often a verdict on learning is wrong, and how often it finds what was planted: `python -m suites.verdicts`.
 
-Seeded Monte Carlo: studies of seeds are drawn, and judged by the code that judges trainings. The noise of a study is
-that of the gaps of arms that differ from their reference as rounding does, which real trainings gave, or made with
-tails that are worse. Made held-out losses always agree with those on training text: the worst case for a false alarm.
-Figures in percent of studies.
+Seeded Monte Carlo: studies of several seeds are drawn, and judged by the code that judges trainings. Their noise is
+taken from real trainings of arms that differ from their reference by rounding alone, or made with worse tails. Made
+held-out losses always agree with training losses: the worst case for a false alarm. Figures are in percent of studies.
 
-`--trained` makes the real trainings, of arms that differ from their reference by rounding alone and of arms with a
-planted handicap: groups of five seeds, each of which judges an arm whose initial weights lie one unit in the last place
-higher, and one that sums in another order. Rates are high, so that rounding grows until the gaps are as large as the
-margin.
+`--trained` makes the real trainings, of arms that differ by rounding alone and of arms with a planted handicap: groups
+of five seeds, each of which judges an arm whose initial weights lie one unit in the last place higher, and one that
+sums in another order. Rates are high, so that rounding grows until gaps are as large as the margin.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ SPREADS = (0.0005, 0.002, 0.004, 0.007, 0.01, 0.02, 0.05)
 TRAINED = ROOT / "reports" / "verdicts_cpu_202611" / "null_gaps.json"
 CALLED = (Learned.WORSE, Learned.BETTER)
 _MOST_SEEDS = 60
-# Nobody adds more seeds than this because a verdict asks for them.
+# If a verdict asks for more additional seeds than this, nobody adds them.
 _MOST_MORE = 20
 _STEPS = 30
 _SPEED_STEPS = 150
@@ -61,12 +59,13 @@ def gaussian(draw: Draw, studies: int, seeds: int) -> Floats:
 
 
 def heavy(draw: Draw, studies: int, seeds: int) -> Floats:
-    """Student's distribution of three degrees of freedom: one seed in a hundred lies beyond 3.4 deviations."""
+    """Draws from Student's distribution with three degrees of freedom: one seed in a hundred lies beyond 3.4
+    deviations."""
     return _alike(draw.standard_t(3, (studies, seeds)) / np.sqrt(3))
 
 
 def curves(draw: Draw, studies: int, seeds: int) -> Floats:
-    """Means of the last tenth of a curve whose neighbouring steps are alike (0.9), with tails as heavy."""
+    """Draws means of the last tenth of a curve whose neighbouring steps are alike (0.9), with tails as heavy."""
     shocks = draw.standard_t(3, (studies, seeds, 2 * _STEPS))
     value, total = np.zeros((studies, seeds)), np.zeros((studies, seeds))
     for step in range(2 * _STEPS):
@@ -83,10 +82,8 @@ def spikes(draw: Draw, studies: int, seeds: int) -> Floats:
 
 
 def trained(gaps: Sequence[Sequence[float]]) -> Noise:
-    """Drawn from real ones. Which of two arms is the reference is chance: every gap may have either sign.
-
-    Smoothed by Silverman's rule: five of a hundred are often the same one twice, which real seeds are not.
-    """
+    """Draws from real gaps, each with either sign: which of two arms is the reference is chance. They are smoothed
+    by Silverman's rule: five of a hundred are often the same one twice, which real seeds are not."""
     known = np.array(gaps)
     known = known / np.sqrt((known**2).mean(axis=0))
     smooth = 1.06 * len(known) ** -0.2
@@ -104,7 +101,7 @@ def _alike(gaps: Floats) -> Floats:
 
 
 def noises(only: str = "") -> dict[str, Noise]:
-    """By name, those that have a word in it; the trained ones where there are some."""
+    """Returns noises with that word in their names; trained ones only if their file exists."""
     known: dict[str, Noise] = {"Gaussian": gaussian, "heavy tails": heavy, "curves": curves, "spikes": spikes}
     if TRAINED.exists():
         gaps = json.loads(TRAINED.read_text())["gaps"]
@@ -113,48 +110,48 @@ def noises(only: str = "") -> dict[str, Noise]:
 
 
 def judged(noise: Noise, studies: int, spread: float, seeds: int = SEEDS, shift: float = 0.0) -> Iterator[JudgedArm]:
-    """What is said of studies whose arm lies above its reference by `shift`. The same ones each time."""
+    """Judges studies whose arm lies above its reference by `shift`; always the same studies."""
     gaps = shift + spread * noise(np.random.default_rng(seeds), studies, seeds)
     for study in gaps.tolist():
         yield judge([Pair(seed, *both) for seed, both in enumerate(study)], MARGIN)
 
 
 def false_alarms(noise: Noise, studies: int, spread: float) -> float:
-    """The share of studies in which an arm that differs by nothing is called worse or better."""
+    """Returns the share of studies in which an arm without a difference is called worse or better."""
     return sum(arm.learned in CALLED for arm in judged(noise, studies, spread)) / studies
 
 
 def found(noise: Noise, studies: int, spread: float, shift: float, seeds: int = SEEDS) -> float:
-    """The share in which a planted loss is called worse."""
+    """Returns the share of studies in which a planted loss is called worse."""
     return sum(arm.learned is Learned.WORSE for arm in judged(noise, studies, spread, seeds, shift)) / studies
 
 
 def decided(noise: Noise, studies: int, spread: float) -> float:
-    """The share in which an arm that differs by nothing is said to be within the noise."""
+    """Returns the share of studies in which an arm without a difference is called within noise."""
     return sum(arm.learned is Learned.WITHIN_NOISE for arm in judged(noise, studies, spread)) / studies
 
 
 def seeds_for(noise: Noise, studies: int, spread: float, shift: float, power: float = 0.8) -> int | None:
-    """The fewest seeds that find a planted loss so often."""
+    """Returns the fewest seeds that find a planted loss so often; None if no number does."""
     counts = range(LEAST_PAIRS, _MOST_SEEDS + 1)
     return next((count for count in counts if found(noise, studies, spread, shift, count) >= power), None)
 
 
 def after_advice(noise: Noise, studies: int, spread: float) -> float:
-    """False alarms where everybody who is told how many more seeds would do adds them, and looks again."""
+    """Returns the false alarms if everybody who is told how many more seeds would do adds them, and looks again."""
     every = spread * noise(np.random.default_rng(1), studies, SEEDS + _MOST_MORE)
     wrong = 0
     for study in every.tolist():
         pairs = [Pair(seed, *both) for seed, both in enumerate(study)]
-        said = judge(pairs[:SEEDS], MARGIN)
-        if said.why is Why.TOO_WIDE and (said.more_seeds or _MOST_SEEDS) <= _MOST_MORE:
-            said = judge(pairs[: SEEDS + (said.more_seeds or 0)], MARGIN)
-        wrong += said.learned in CALLED
+        arm = judge(pairs[:SEEDS], MARGIN)
+        if arm.why is Why.TOO_WIDE and (arm.more_seeds or _MOST_SEEDS) <= _MOST_MORE:
+            arm = judge(pairs[: SEEDS + (arm.more_seeds or 0)], MARGIN)
+        wrong += arm.learned in CALLED
     return wrong / studies
 
 
 def coverage(noise: Noise, studies: int, seeds: int = SEEDS) -> dict[str, float]:
-    """How often an interval of 95% over seeds holds the true logarithm of a speed-up, by the way it is made."""
+    """Returns how often an interval of 95% over seeds holds the true logarithm of a speed-up, by how it is made."""
     draw = np.random.default_rng(2)
     logs = noise(draw, studies, seeds)[..., 0]
     mean, error = logs.mean(axis=1), logs.std(axis=1, ddof=1) / np.sqrt(seeds)
@@ -167,10 +164,8 @@ def coverage(noise: Noise, studies: int, seeds: int = SEEDS) -> dict[str, float]
 
 
 def speeds(studies: int, pace: float, spread: float) -> tuple[float, float]:
-    """Of arms that learn at this pace: how often the adjusted speed's interval holds it, and the mean of its points.
-
-    Batches, which both have in common, move the loss of a step by 6%; what is an arm's own, by `spread`.
-    """
+    """Returns, for arms that learn at this pace, how often the adjusted speed's interval holds it, and its mean
+    point. Batches, which both arms share, move the loss of a step by 6%; each arm's own noise is `spread`."""
     draw, steps = np.random.default_rng(3), np.arange(1, _SPEED_STEPS + 1)
     held, points = 0, []
     for _ in range(studies):
@@ -204,7 +199,7 @@ STUDIES = ((NUDGES, 0.003, 5), (NUDGES, 0.01, 5), (HANDICAPS, 0.001, 4))
 def study(
     lab: Lab, facts: DeviceFacts, text: TrainingText, arms: tuple[Arm, ...], rate: float, seed: int
 ) -> tuple[Training, list[StreamLine]]:
-    """Train the reference and these in five seeds beside each other."""
+    """Trains the reference and the arms beside each other, in five seeds."""
     settings, lines = replace(SETTINGS, rate=rate), []
     request = TrainingRequest(("bf16",), settings=settings, steps=TRAINED_STEPS, seeds=SEEDS, seed=seed)
     every = (REFERENCE, *arms)
@@ -216,8 +211,8 @@ def study(
 
 
 def train(path: Path) -> int:
-    """Write gaps of nudged arms by rate, how often each verdict was given, and its sentences; 1 if a nudged arm was
-    called worse or better, or had the reference's bits."""
+    """Writes gaps of nudged arms by rate, how often each verdict was given, and its sentences. Returns 1 if a nudged
+    arm was called worse or better, or had the reference's bits."""
     began, failed, lab = time.time(), False, Lab(Settings())
     gaps: dict[str, list[tuple[float, float]]] = defaultdict(list)
     verdicts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -249,7 +244,7 @@ def train(path: Path) -> int:
 
 
 def lines(studies: int, only: str) -> Iterator[tuple[str, list[float | int | None]]]:
-    """Every figure by spread: its name, and a share for each of SPREADS, or numbers of seeds."""
+    """Yields each figure's name, with a value for each of SPREADS: a share, or a number of seeds."""
     few = max(1, studies // 10)
     for name, noise in noises(only).items():
         yield f"{name}: called worse or better", [false_alarms(noise, studies, spread) for spread in SPREADS]
@@ -260,8 +255,8 @@ def lines(studies: int, only: str) -> Iterator[tuple[str, list[float | int | Non
         yield f"{name}: seeds for 2%", [seeds_for(noise, max(1, few // 2), spread, 0.02) for spread in SPREADS]
 
 
-def told(studies: int, only: str) -> dict[str, list[float | int | None]]:
-    """Every figure, printed as it is found."""
+def print_figures(studies: int, only: str) -> dict[str, list[float | int | None]]:
+    """Returns every figure, and prints it as soon as it is known."""
     title = f"margin {100 * MARGIN:g}%, {SEEDS} seeds, {studies} studies; by the deviation of the gap from seed to seed"
     table, figures = Table(title, *(f"{100 * spread:g}%" for spread in SPREADS), name=52), {}
     for name, values in lines(studies, only):
@@ -288,7 +283,7 @@ def main() -> int:
     )  # fmt: skip
     if asked.trained:
         return train(TRAINED)
-    figures = told(asked.studies, asked.only)
+    figures = print_figures(asked.studies, asked.only)
     if asked.json:
         kept = {"margin": MARGIN, "seeds": SEEDS, "studies": asked.studies, "deviations": SPREADS, "shares": figures}
         asked.json.write_text(json.dumps(kept, indent=1) + "\n")

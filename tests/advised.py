@@ -57,7 +57,7 @@ def basis(*groups: list[Record], **more: object) -> Basis:
     return Basis(made, findings(made), **more)  # type: ignore[arg-type]
 
 
-def said(*groups: list[Record], **more: object) -> Advised:
+def advise(*groups: list[Record], **more: object) -> Advised:
     return advised(basis(*groups, **more))
 
 

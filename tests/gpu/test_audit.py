@@ -9,7 +9,7 @@ from torch import Tensor
 from fp8bench.features.audit.results import MemoryCheck
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
-from suites.audit_lies import Kernel
+from suites.audit_kernels import Kernel
 
 pytestmark = pytest.mark.gpu
 _WIDE = signed("product", "bf16")

@@ -1,17 +1,16 @@
-"""What advice rests on: the cases of a run beside their references, and the studies and trainings that were found.
+"""What advice rests on: the cases of a run with their references, and the studies and trainings of the store.
 
-Shares of a step and ratios of its parts have the interval of the rounds that they come from, as verdicts have.
+Shares of a step and ratios of its parts have intervals over rounds, as verdicts have.
 
-A rule of the checklist is a question about a mode in a setting, and how what was measured here answers it. A `yes`
-always speaks for the lower precision. No rule has a figure of another machine in it: what was not measured here is said
-to be so, with the command that would measure it.
+A rule of the checklist asks about one mode in one setting; `yes` always speaks for the lower precision. No rule uses a
+figure of another machine: what was not measured here is reported so, with the command that would measure it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fp8bench import units
@@ -40,13 +39,13 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.registry import precisions
 from fp8bench.report.panels import together
 
-# What a lower precision changes of a step that is carried in the same one; and what nobody knows, which it may change.
+# The phases that a lower precision changes if values between products keep their dtype.
 _PRODUCTS = frozenset({Phase.CAST, Phase.GEMM, Phase.ATTENTION})
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A training with what is said of its arms."""
+    """A training with the verdicts on its arms."""
 
     kept: KeptTraining
     verdicts: TrainingVerdicts
@@ -54,7 +53,8 @@ class Trained:
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """A case that is no reference, beside its reference. `lead` is None where that was not measured."""
+    """A case with its reference, the `lead`, which is None where that was not measured. `group` are all cases of the
+    setting."""
 
     record: Record
     finding: Finding | None
@@ -94,11 +94,9 @@ class ComparedCase:
 
     @cached_property
     def touched(self) -> frozenset[str]:
-        """The phases of a step that this precision may change, time that is in none among them: nobody knows of that.
-
-        By the counts of both tapes, where there are some; else products and casts, and where the reference marks no
-        products all.
-        """
+        """The phases that this precision may change, and unattributed time, of which nobody knows. Counts of both
+        tapes decide, where there are any; else products and casts are meant, and all phases where the reference
+        marks no products."""
         assert self.lead is not None
         own, base = self.record.tape, self.lead.tape
         if own is not None and base is not None:
@@ -114,14 +112,14 @@ class ComparedCase:
         return Interval(looked, looked, looked, 0.0) if timed is None and looked else timed
 
     def share_touched(self) -> Interval | None:
-        """Of the reference's step what this precision may change, over all phases. A model as it came marks none: where
-        products alone change, the pass that looked into it says how much of it multiplies."""
+        """Returns the share of the reference's step that this precision may change. A user's own model marks no
+        products: if they alone change, the pass that looked into the step tells their share."""
         multiplied = self.estimated and products_alone(self, self.record.case.precision)
         return self.share(_PRODUCTS if multiplied else self.touched)
 
     @property
     def estimated(self) -> bool:
-        """Whether the parts of its reference are known by such a pass alone: a model as it came marks no products."""
+        """Whether parts of the reference are known only by a pass that looked into it, because it marks no products."""
         marked = self.lead.timing.segments.phases if self.lead is not None and self.lead.timing is not None else ()
         return Phase.GEMM not in marked and self.lead is not None and self.lead.shares is not None
 
@@ -133,7 +131,7 @@ class ComparedCase:
         return timed if timed is not None or not self.estimated else self._by_shares(own, theirs)
 
     def _by_shares(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
-        """The same by shares of both median steps; nobody knows an interval of it."""
+        """Like of_reference, from shares of both median steps; without an interval."""
         seconds = [
             _looked_into(record, phases) * (finding.median_seconds or 0.0)
             for record, finding, phases in (
@@ -147,9 +145,9 @@ class ComparedCase:
 
 
 def speed_of(finding: Finding) -> Interval | None:
-    """How many times as fast as its reference a case is; None where a label forbids to say. Where the fastest calls say
-    something else than all of them, all of them count: on a loaded machine the best case of many short phases is below
-    any call that there was."""
+    """Returns how many times as fast as its reference a case is; None where a label forbids it. Where the fastest
+    calls and all calls disagree, all calls count: on a loaded machine the best case of many short phases is below
+    any single call."""
     if finding.ratio is None or finding.hard:
         return None
     typical = finding.typical if Label.UNEVEN in finding.labels else None
@@ -160,8 +158,8 @@ _OWN_MODEL = "model"
 
 
 def products_alone(pair: ComparedCase, mode: str) -> bool:
-    """Whether this precision changes products and nothing else of the step: in copies of a person's own model, and
-    where it is carried in what the reference is."""
+    """Whether this precision changes nothing but products: in a user's own model, and where it is carried in the
+    reference's dtype."""
     assert pair.lead is not None
     if pair.lead.case.workload == _OWN_MODEL:
         return True
@@ -172,31 +170,30 @@ def products_alone(pair: ComparedCase, mode: str) -> bool:
 
 
 def doubts(pair: ComparedCase, products: Iterable[Finding | None] = ()) -> str:
-    """'; labelled noisy; its reference labelled bimodal': what casts doubt on the times of advice, each once.
-
-    Of its `products` too where it is a projection.
-    """
-    told: dict[str, str] = {}
+    """Returns text such as '; labelled noisy; its reference labelled bimodal': each label that casts doubt on the times
+    of an advice, once. `products` are those that a projection rests on."""
+    owners: dict[str, str] = {}
     for whose, findings in (("", [pair.finding]), ("its reference ", [pair.lead_finding]), ("products ", products)):
         for label in (label for finding in findings if finding is not None for label in finding.labels):
             if label.casts_doubt:
-                told.setdefault(label, whose)
-    several = {whose: ", ".join(label for label, of in told.items() if of == whose) for whose in told.values()}
-    return "".join(f"; {whose}labelled {labels}" for whose, labels in several.items())
+                owners.setdefault(label, whose)
+    labels = together((whose, str(label)) for label, whose in owners.items())
+    return "".join(f"; {whose}labelled {', '.join(several)}" for whose, several in labels.items())
 
 
-# The kinds of work that a pass tells which are phases of a step.
+# The phases that a pass of shares can tell.
 _KINDS = {Phase.GEMM: ShareKind.GEMM, Phase.CAST: ShareKind.CAST, Phase.ATTENTION: ShareKind.ATTENTION}
 
 
 def _looked_into(record: Record, phases: Collection[str]) -> float:
-    """The share of a step that these take, by a pass that looked; 0 where none did."""
+    """Returns the share of a step that these phases take, by a pass of shares; 0 without one."""
     kinds = record.shares.by_kind if record.shares is not None else {}
     return sum(kinds.get(kind, 0.0) for phase, kind in _KINDS.items() if phase in phases)
 
 
 def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Collection[str]) -> Interval | None:
-    """The best case of some phases over that of some phases of another; None where nothing of either was timed."""
+    """Returns the best case of some phases over that of some phases of another; None if either has none that was
+    timed."""
     rounds = verdicts.common_rounds([own, base])
     if not rounds:
         return None
@@ -215,11 +212,9 @@ def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Colle
 
 @dataclass(frozen=True)
 class Basis:
-    """A run with what its samples say, and what else was measured with the same device: studies, trainings.
-
-    `other_runs` are of the same machine: what they timed answers questions about this one. `served` is what `infer`
-    answered by these runs. `least` is the gain from which on a precision is worth the trouble, as a share.
-    """
+    """A run with its findings, and what else was measured with the same device. `other_runs` are of the same
+    machine: their figures answer questions about this one. `served` are answers of `infer` by these runs. `least` is
+    the gain, as a share, from which a precision is worth the trouble."""
 
     run: Run
     findings: Mapping[str, Finding]
@@ -230,21 +225,21 @@ class Basis:
     served: tuple[ServingAnswer, ...] = ()
 
     @cached_property
-    def besides(self) -> tuple[ComparedCase, ...]:
-        return _besides(self.run, self.findings)
+    def cases(self) -> tuple[ComparedCase, ...]:
+        return _cases_of(self.run, self.findings)
 
     @cached_property
-    def known(self) -> tuple[ComparedCase, ...]:
-        return (*self.besides, *(compared for run, found in self.other_runs for compared in _besides(run, found)))
+    def all_cases(self) -> tuple[ComparedCase, ...]:
+        return (*self.cases, *(compared for run, findings in self.other_runs for compared in _cases_of(run, findings)))
 
     def differing(self, pair: ComparedCase, axis: str) -> list[ComparedCase]:
-        """The same mode where that parameter alone is another one, by its value."""
+        """Returns cases of the same mode in which that parameter alone differs, sorted by it."""
         own = dict(pair.record.case.params)
         if axis not in own:
             return []
         beside = {name: own[name] for name in (axis, *_WITH.get(axis, ())) if name in own}
         others = [
-            other for other in self.known
+            other for other in self.all_cases
             if other.mode == pair.mode and other.record.case.workload == pair.record.case.workload
             and other.record.case.device == pair.record.case.device
             and {**dict(other.record.case.params), **beside} == own
@@ -253,11 +248,11 @@ class Basis:
         return sorted(others, key=lambda other: str(other.record.case.param(axis)))
 
 
-# What may differ with an axis, because it has no meaning at its other value.
+# Parameters that may differ together with an axis, because they mean nothing at its other value.
 _WITH = {"pass": ("optimizer",)}
 
 
-def _besides(run: Run, findings: Mapping[str, Finding]) -> tuple[ComparedCase, ...]:
+def _cases_of(run: Run, findings: Mapping[str, Finding]) -> tuple[ComparedCase, ...]:
     pairs: list[ComparedCase] = []
     for records in together((record.case.setting, record) for record in run.records).values():
         known = tuple((record, findings.get(record.case.id)) for record in records)
@@ -268,24 +263,21 @@ def _besides(run: Run, findings: Mapping[str, Finding]) -> tuple[ComparedCase, .
 
 @dataclass(frozen=True)
 class Reply:
-    """What was found out: whether the question is met, the figure that decides it, and what it rests on."""
+    """A rule's reply: whether the question is met, the figure that decides it, and what that rests on."""
 
     met: Met
     figure: str
     grounds: tuple[Ground, ...] = ()
 
 
-# What a rule finds out: what it is Told, or why that was not measured here; None where the question makes no sense.
+# A rule's function: returns a Reply, or why it was not measured here, or None where the question makes no sense.
 Ask = Callable[[ComparedCase, Basis], Reply | str | None]
 
 
 @dataclass(frozen=True)
 class AdviceRule:
-    """One row of the checklist.
-
-    `measure` is the command that would answer it where nothing does ({again} is what measured the case): where
-    a precision is emulated none does, of a question that is `of_speed` or what a step takes.
-    """
+    """One row of the checklist. `measure` is the command that would answer it ({again} stands for the one that
+    measured the case). With `of_speed`, nothing can answer it where the precision is emulated."""
 
     name: str
     question: str
@@ -294,16 +286,17 @@ class AdviceRule:
     of_speed: bool = True
 
     def answer(self, pair: ComparedCase, basis: Basis) -> RuleAnswer | None:
-        told, case = self.ask(pair, basis), pair.record.case
-        if told is None:
+        reply, case = self.ask(pair, basis), pair.record.case
+        if reply is None:
             return None
-        if isinstance(told, Reply):
-            return RuleAnswer(self.name, self.question, case.setting, case.mode, told.met, told.figure, told.grounds)
-        how = "" if self.of_speed and pair.emulated else self.measure.format(**_words(pair))
-        return RuleAnswer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN, told, measure=how)
+        answer = RuleAnswer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN)
+        if isinstance(reply, Reply):
+            return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
+        measure = "" if self.of_speed and pair.emulated else self.measure.format(**_words(pair))
+        return replace(answer, figure=reply, measure=measure)
 
 
-# What low precision is held against, and what that itself is.
+# Precisions whose own reference is fp32.
 _WIDE = frozenset({"bf16", "fp16", "tf32"})
 
 
@@ -326,29 +319,28 @@ def _words(pair: ComparedCase) -> dict[str, str]:
 
 
 def met_above(gain: Interval, least: float) -> Met:
-    """Whether all of an interval lies at or above a bound, below it, or on both sides."""
+    """Returns YES if the whole interval lies at or above `least`, NO if below, else UNCLEAR."""
     return Met.YES if gain.low >= least else Met.NO if gain.high < least else Met.UNCLEAR
 
 
 def amdahl(share: float, ratio: float) -> float:
-    """Amdahl's law: the step's speed-up where a share of it takes `ratio` of its time."""
+    """Amdahl's law: returns the step's speed-up if a share of it takes `ratio` of its time."""
     left = 1 - share + share * ratio
     return 1 / left if left > 0 else math.inf
 
 
 def mapped(interval: Interval, by: Callable[[float], float]) -> Interval:
-    """What an interval becomes by a function that only rises."""
     return Interval(by(interval.point), by(interval.low), by(interval.high), interval.level)
 
 
-def times(gain: Interval) -> str:
-    """'1.62x [1.60, 1.64]'; one number where that is all there is."""
+def gain_text(gain: Interval) -> str:
+    """Returns for example '1.62x [1.60, 1.64]', or one number if that is all there is."""
     low, high = units.significant(gain.low), units.significant(gain.high)
     return units.speed_up(gain.point) + (f" [{low}, {high}]" if low != high else "")
 
 
-def part(share: Interval) -> str:
-    """'54% [52%, 55%]'."""
+def share_text(share: Interval) -> str:
+    """Returns for example '54% [52%, 55%]'."""
     low, high = units.percent(share.low, 0), units.percent(share.high, 0)
     middle = units.percent(share.point, 0)
     return middle if low == high else f"{middle} [{low}, {high}]"

@@ -1,7 +1,7 @@
-"""From the checklist's answers to advice: adopt, route, schedule, or do nothing, because.
+"""Turns the checklist's answers into advice: adopt, route, schedule, or do nothing, because.
 
-What is predicted is what was measured, as wide as identical code differs there, and never above what Amdahl's law
-leaves. Of an emulated case nothing is predicted at all.
+The predicted gain is what was measured, as wide as identical code differs here, and never above what Amdahl's law
+leaves. Nothing is predicted of an emulated case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.features.advise import shape_rules
-from fp8bench.features.advise.basis import Basis, ComparedCase, Trained, doubts, mapped, met_above, times
+from fp8bench.features.advise.basis import Basis, ComparedCase, Trained, doubts, gain_text, mapped, met_above
 from fp8bench.features.advise.rules import COST_RULES, SPEED_RULES, arm_of, bound_of, stage_of, study_of, tried_as
 from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Ground, Met, RuleAnswer
@@ -27,18 +27,18 @@ from fp8bench.nn.served import ServedArm
 from fp8bench.report.panels import together
 
 Answers = Mapping[str, RuleAnswer]
-# What stands against a precision, in the order in which it is told.
+# Rules whose "no" speaks against a precision, in the order in which they are given as reasons.
 _AGAINST = ("learns", "amdahl", "casts", "shapes", "granularity", "stages", "coverage", "experts", "batch")
 _ORDER = (AdviceKind.ADOPT, AdviceKind.ROUTE, AdviceKind.SCHEDULE, AdviceKind.NOTHING)
-# A whole that is faster than its parts allow by so much was not what it is called.
+# A step that is so many times faster than Amdahl's law allows was not the same step.
 _BEYOND = 1.02
 
 
 def advice_of(basis: Basis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...]:
-    """What is about no speed and says the same of several settings is said once."""
+    """Advice without a gain that says the same of several settings is given once."""
     by_case = together(((answer.setting, answer.mode), answer) for answer in answers)
     advised: list[Advice] = []
-    for pair in basis.besides:
+    for pair in basis.cases:
         here = {answer.rule: answer for answer in by_case.get((pair.record.case.setting, pair.mode), ())}
         advised += [_of_speed(pair, basis, here), *_routed(pair, basis, here), *_scheduled(pair, basis, here)]
     merged: dict[tuple[object, ...], Advice] = {}
@@ -70,8 +70,8 @@ def _advice(
 
 
 def predicted(pair: ComparedCase) -> Interval | None:
-    """What this step will be seen to gain once more: between what its fastest and all its calls said, give and take
-    what identical code differs by, and not above Amdahl's bound; None of what has no speed."""
+    """Returns the gain that the step will show once more; None if it has no speed here. It lies between what its
+    fastest and all its calls gave, widened by what identical code differs by, and not above Amdahl's bound."""
     speed, bound = pair.speed, bound_of(pair)
     if speed is None or bound is None:
         return None
@@ -98,8 +98,8 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
     step, bound = answers["step"], bound_of(pair)
     if bound is not None and pair.speed.low > _BEYOND * bound.high:
         words = (
-            f"do nothing about {case.mode}, because its step is {times(pair.speed)} as fast, and what it may change "
-            f"allows {times(bound)} at most: something else is not alike"
+            f"do nothing about {case.mode}, because its step is {gain_text(pair.speed)} as fast, and what the "
+            f"precision may change allows {gain_text(bound)} at most: something else is not alike"
         )
         return _advice(pair, "amdahl", AdviceKind.NOTHING, words, [step, *against])
     worth = met_above(pair.speed, 1 + basis.least)
@@ -111,18 +111,18 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
         return _advice(pair, "step", AdviceKind.ADOPT, _adopted(pair, answers), [step, *supporting], gain)
     reasons = [f"{answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}" for answer in against]
     if faster and not spoiled:
-        said = f"{times(pair.speed)} is not surely the {units.percent(basis.least, 0)} that are worth it"
+        because = f"{gain_text(pair.speed)} is not surely the {units.percent(basis.least, 0)} that are worth it"
     elif faster:
-        said = f"its step is {times(pair.speed)} as fast, and it does not learn as well"
+        because = f"its step is {gain_text(pair.speed)} as fast, and it does not learn as well"
     else:
-        said = f"its step is {times(pair.speed)} as fast: {pair.finding.verdict_words if pair.finding else ''}"
-    words = f"do nothing about {case.mode}, because {said}"
+        because = f"its step is {gain_text(pair.speed)} as fast: {pair.finding.verdict_words if pair.finding else ''}"
+    words = f"do nothing about {case.mode}, because {because}"
     if pair.finding is not None and pair.finding.verdict is Verdict.SLOWER and pair.lead is not None:
         perhaps, ratio = "perhaps " * pair.finding.doubtful, 1 / pair.speed.point
         longer = (
             f"{units.significant(ratio)} times as long" if ratio >= 1.5 else f"{units.percent(ratio - 1, 0)} longer"
         )
-        words = f"keep {pair.lead.case.mode}: {case.mode} {perhaps}takes {longer} ({times(pair.speed)})"
+        words = f"keep {pair.lead.case.mode}: {case.mode} {perhaps}takes {longer} ({gain_text(pair.speed)})"
     words = "; ".join([words, *reasons])
     rule = against[0].rule if against else "step"
     return _advice(pair, rule, AdviceKind.NOTHING, words, [step, *against], gain)
@@ -130,7 +130,7 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
 
 def _adopted(pair: ComparedCase, answers: Answers) -> str:
     reference = pair.lead.case.mode if pair.lead is not None else ""
-    words = f"adopt {pair.mode}: the step is {times(pair.speed)} as fast as in {reference}" if pair.speed else ""
+    words = f"adopt {pair.mode}: the step is {gain_text(pair.speed)} as fast as in {reference}" if pair.speed else ""
     if pair.finding is not None and pair.finding.doubtful:
         words = f"perhaps {words}"
     memory, learns = answers.get("memory"), answers.get("learns")
@@ -174,12 +174,12 @@ def _small(pair: ComparedCase, basis: Basis) -> Iterator[Advice]:
     if isinstance(known, str) or not math.isfinite(known[0]):
         return
     begins, _, grounds = known
-    held = {
+    sizes = {
         holder.name: max((each.m * each.n * each.k) ** (1 / 3) for each in holder.products)
         for holder in coverage.holders if holder.converted and holder.products
     }  # fmt: skip
-    small = [name for name, size in held.items() if size < begins]
-    if not small or len(small) == len(held):
+    small = [name for name, size in sizes.items() if size < begins]
+    if not small or len(small) == len(sizes):
         return
     share = sum(h.flops for h in coverage.holders if h.name in small) / coverage.flops
     case, reference = pair.record.case, pair.lead.case.mode
@@ -207,7 +207,7 @@ def _scheduled(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[A
     }  # fmt: skip
     paying = {name: speed for name, speed in gains.items() if met_above(speed, 1 + BAND) is Met.YES}
     if stages is not None and stages.met is Met.NO and paying and stage_of(pair) == next(iter(sorted(gains))):
-        told = ", ".join(f"{name} ({times(speed)})" for name, speed in paying.items())
+        told = ", ".join(f"{name} ({gain_text(speed)})" for name, speed in paying.items())
         words = f"schedule: take {pair.mode} for {told}, and {reference} for the rest ({stages.figure})"
         yield _advice(pair, "stages", AdviceKind.SCHEDULE, words, [stages])
     learns, arm = answers.get("learns"), arm_of(pair, basis)
@@ -228,13 +228,14 @@ def _scheduled(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[A
     yield _advice(pair, "learns", AdviceKind.SCHEDULE, words, [learns], gain)
 
 
-# A training is looked at in so many parts, each long enough to have a mean loss.
+# A training is divided into so many parts, each long enough for a mean loss.
 PARTS = 10
 _LEAST_STEPS = 5 * PARTS
 
 
 class Harm(NamedTuple):
-    """An arm's loss lies surely above its reference's from this share of the steps on; the gap of the last part."""
+    """An arm's loss lies surely above its reference's from the share `begins` of the steps on; `gap` is that of the
+    last part."""
 
     begins: float
     gap: Gap
@@ -242,7 +243,7 @@ class Harm(NamedTuple):
 
 
 def harm_of(trained: Trained, arm: str) -> Harm | None:
-    """None where it does not, or no part before it is without: then no other time to begin is known."""
+    """Returns None where an arm does no harm, or does it from the first part on: no other time to begin is known."""
     training = trained.kept.training
     steps = training.request.steps
     if steps < _LEAST_STEPS:
@@ -271,11 +272,10 @@ def _mean(curve: Curve, part: int) -> float:
     return math.fsum(losses) / len(losses) if losses and curve.whole else math.nan
 
 
-# Of what `infer` answered: from which context and below which batch to keep what low, and which layers high. Of speed
-# that says what was timed, and of predictions what they were on the answer's own model: a gain that costs more
-# perplexity than this is none.
+# Advice on serving follows: by answers of `infer`, from which context and below which batch to keep what low, and which
+# layers high. A gain that costs more than this share of perplexity on the answer's model is none.
 SPOILED = 0.01
-# With few layers high so much of the mean KL must be gone for them to be worth an exception.
+# Few layers are worth an exception if, with them high, at most this share of the mean KL is left.
 _SAVED = 0.5
 
 
@@ -299,7 +299,8 @@ def _lead(answer: ServingAnswer) -> str:
 
 
 def _judged(answer: ServingAnswer, rule: str, arm: ServedArm, where: str, because: str) -> Advice:
-    """Take the arm where it was timed to be faster, `where`, or nowhere if that is ''; unless predictions suffer."""
+    """Advises to take the arm `where` it was timed to be faster, unless predictions suffer; to do nothing if that is
+    ''."""
     name, quality = word_of(arm, carrier_of(answer)), answer.quality_of(arm)
     doing = f"quantise weights ({name})" if arm.weights and not arm.kv else f"take {name}"
     harm, spoils = "what it does to predictions is not known", False
@@ -371,14 +372,14 @@ def _of_layers(answer: ServingAnswer) -> Advice:
     return _serving(answer, "layers", AdviceKind.NOTHING, name, words)
 
 
-# In the order of the checklist.
+# The checklist, in order.
 RULES = (*SPEED_RULES, *shape_rules.RULES, *COST_RULES)
 
 
 def advised(basis: Basis) -> Advised:
-    asked = (rule.answer(compared, basis) for compared in basis.besides for rule in RULES)
-    answers = tuple(answer for answer in asked if answer is not None)
-    # By kind, and what gives most first.
+    replies = (rule.answer(compared, basis) for compared in basis.cases for rule in RULES)
+    answers = tuple(answer for answer in replies if answer is not None)
+    # By kind, and the largest gain first.
     ordered = sorted(
         (*advice_of(basis, answers), *projections(basis)),
         key=lambda advice: (_ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf),

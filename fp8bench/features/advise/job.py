@@ -1,12 +1,10 @@
-"""Advice on a stored run: what it rests on, measuring what it predicts, and what a decision costs.
+"""Advice on a stored run: what it rests on, runs that check what it predicts, and what a decision costs.
 
-What was measured is kept in `<store>/advice.jsonl`, a line each, append-only, in any order: {"version": 1, "checked":
-{...}}.
+Checks are kept in `<store>/advice.jsonl`, append-only, a line each: {"version": 1, "checked": {...}}.
 
-A cost is time, energy and money to the same loss, of each precision of a model beside its reference. A step's time and
-joules come from a run, the steps that a loss takes from a training. Both are drawn again together: rounds of the run,
-its energy windows, and seeds of the training. Five seeds drawn again vary too little; what they vary by is widened to
-what Student's t gives for so many.
+A cost is time, energy and money to the same loss, over the reference's. A step's time and joules come from a run, the
+steps that a loss takes from a training; rounds, energy windows and seeds are resampled together. Five seeds resampled
+vary too little, so their spread is widened to what Student's t gives for so many.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ from fp8bench.protocols import Observer
 from fp8bench.store.kept_lines import Log
 from fp8bench.store.runs.listing import load_named, store_of
 
-# Facts of the environment that stand beside a check.
+# Facts of the environment that are kept with a check.
 _UNDER = ("machine", "torch", "commit", "threads")
 
 
 def basis_of(
     word: str, store: Path, training: str | None, least: float, beside: Sequence[str] = ()
 ) -> tuple[Basis, list[str]]:
-    """The run that a word means with what else the store knows of it, and what of that could not be read."""
+    """Returns the named run with what else the store knows about it, and what of that could not be read."""
     run = load_named(word, store)
     other_runs = [load_named(name, store) for name in beside]
     for other in other_runs:
@@ -68,7 +66,7 @@ def basis_of(
 
 
 def _refuse_foreign(run: Run, other: Run) -> None:
-    """Raise where what another run timed says nothing of this one: another machine, torch or device."""
+    """Raises UsageError if the other run is of another machine, torch or device."""
     names = {device.key: device.name for device in run.devices}
     for what, own, theirs in (
         *((name, run.environment.get(name), other.environment.get(name)) for name in ("machine", "torch")),
@@ -93,7 +91,7 @@ def write_map(advised: Advised, run: Run, path: Path) -> None:
 
 
 def checkable(advice: Sequence[Advice]) -> list[Advice]:
-    """What predicts the speed of a step, what gives most first; a schedule would take a training."""
+    """Returns the advice that predicts the speed of a step. Schedules are left out: they would take a training."""
     return [each for each in advice if each.gain is not None and each.kind is not AdviceKind.SCHEDULE]
 
 
@@ -117,7 +115,8 @@ def checked(basis: Basis, advised: Advised, most: int, store: Path, observer: Ob
 
 
 def _measured(run: Run, advice: Advice, store: Path, observer: Observer) -> Run:
-    """The same group once more in fresh processes; with a map of layers, or in another mode, as a run of its own."""
+    """Measures the group of the advice again in fresh processes; as a run of its own if its map or mode was not in the
+    run."""
     command = f"fp8bench advise {run.id} --check"
     timed = any(record.case.id == advice.case for record in run.records)
     if timed and not advice.precision_map:
@@ -156,7 +155,7 @@ def checks_of(store: Path) -> Path:
 
 
 def load_checks(store: Path) -> tuple[tuple[Checked, ...], list[str]]:
-    """Oldest first, each once, and what is wrong with lines that were left out: none without the file."""
+    """Returns checks, oldest first and each once, and what is wrong with lines that were left out."""
     try:
         checks, troubles = _log(store).lines()
     except OSError as error:
@@ -178,7 +177,7 @@ _NO_LOSS = (Learned.DIVERGED, Learned.DID_NOT_LEARN)
 
 
 def costs_of(basis: Basis) -> tuple[Cost, ...]:
-    return tuple(_cost(compared, basis) for compared in basis.besides if compared.trains)
+    return tuple(_cost(compared, basis) for compared in basis.cases if compared.trains)
 
 
 def _cost(pair: ComparedCase, basis: Basis) -> Cost:
@@ -206,13 +205,13 @@ def _cost(pair: ComparedCase, basis: Basis) -> Cost:
 
 
 def _trained(model: str, case: Case) -> str:
-    """The model that was trained, where it is another one than the case's own."""
+    """Returns the model that was trained, '' if it is the case's own."""
     return "" if model == dict(case.params).get("make") else model
 
 
 @dataclass(frozen=True)
 class _Drawn:
-    """The logarithm of a ratio, and what it came to in each of BOOTSTRAPS draws."""
+    """The logarithm of a ratio, and its value in each of BOOTSTRAPS resamples."""
 
     point: float
     drawn: Floats
@@ -262,7 +261,8 @@ def _log_joules(pair: ComparedCase) -> _Drawn | None:
 
 
 def _drawn_joules(use: EnergyUse, seed: int) -> _Drawn | None:
-    """Any of its windows, off by as much as any can be; None of too few, or where nobody knows that."""
+    """Resamples windows, each off by up to the largest uncertainty; None if windows are too few or an uncertainty is
+    unknown."""
     samples = np.log(energy_samples(use))
     known = [window.uncertainty for window in use.windows if window.uncertainty is not None]
     if len(samples) < LEAST_WINDOWS or len(known) < len(use.windows):
@@ -273,7 +273,7 @@ def _drawn_joules(use: EnergyUse, seed: int) -> _Drawn | None:
 
 
 def _log_steps(trained: Trained | None, arm: ArmVerdict | None) -> tuple[_Drawn | None, str]:
-    """How many times as many steps the arm takes to the same loss, by seeds drawn again; or why nobody knows."""
+    """Returns how many times as many steps the arm takes to the same loss, over resampled seeds; or None and why."""
     if trained is None or arm is None:
         return None, "no training had an arm in it" if trained is not None else "no training was named (--training)"
     if arm.judged.learned in _NO_LOSS:
@@ -292,10 +292,8 @@ def _log_steps(trained: Trained | None, arm: ArmVerdict | None) -> tuple[_Drawn 
 
 
 def _drawn_seeds(of: Callable[[tuple[int, ...]], float | None], count: int) -> _Drawn | None:
-    """A figure of seeds, and of seeds drawn again, widened to what so few of them say; None if it is ever unknown.
-
-    Above 0 is fewer steps: what is returned are more.
-    """
+    """Resamples a figure over seeds, widened to what so few seeds say; None if it is unknown for any of them. `of`
+    is above 0 for fewer steps; what is returned is above 0 for more."""
     point = of(tuple(range(count)))
     draws = np.sort(np.random.default_rng(2).integers(0, count, (stats.BOOTSTRAPS, count)), axis=1)
     values = [of(tuple(row)) for row in draws.tolist()]

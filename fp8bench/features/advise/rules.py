@@ -1,5 +1,5 @@
-"""Rules about a step and its cost: whether it is faster, what bounds that and what eats it; memory, energy, and whether
-the model still learns."""
+"""Rules about a step and its cost: whether it is faster and what bounds that, memory, energy, and whether the model
+still learns."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fp8bench.features.advise.basis import (
     ComparedCase,
     Reply,
     amdahl,
+    gain_text,
     mapped,
     met_above,
-    part,
-    times,
+    share_text,
 )
 from fp8bench.features.advise.values import Ground, Met
 from fp8bench.features.sensitivity.study import LayerTrial, Study
@@ -63,12 +63,12 @@ def _whole(pair: ComparedCase, basis: Basis) -> Reply | str:
     met = Met.YES if verdict is Verdict.FASTER and sure else Met.UNCLEAR
     if verdict in (Verdict.SLOWER, Verdict.SAME) and sure:
         met = Met.NO
-    figure = f"{times(pair.speed)} {pair.finding.verdict_words}"
-    return Reply(met, figure, (Ground(pair.row, f"speed-up of the step {times(pair.speed)}"),))
+    figure = f"{gain_text(pair.speed)} {pair.finding.verdict_words}"
+    return Reply(met, figure, (Ground(pair.row, f"speed-up of the step {gain_text(pair.speed)}"),))
 
 
 def bound_of(pair: ComparedCase) -> Interval | None:
-    """How many times as fast the reference's step would be if all that the precision may change took no time."""
+    """Returns the reference's speed-up if all that the precision may change took no time."""
     if pair.lead is None or pair.lead.support.level is Level.EMULATED or pair.lead.timing is None:
         return None
     share = pair.share_touched()
@@ -76,12 +76,12 @@ def bound_of(pair: ComparedCase) -> Interval | None:
 
 
 def _amdahl(pair: ComparedCase, basis: Basis) -> Reply | str:
-    """With the speed that its products have here, by a ceiling or by themselves, and casts for nothing."""
+    """Takes products as fast as they are here, by a ceiling or by themselves, and casts for nothing."""
     share = None if pair.lead is None or pair.lead.support.level is Level.EMULATED else pair.share(_PRODUCTS)
     if share is None or pair.lead is None:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     least = 1 + basis.least
-    grounds = [Ground(pair.lead.case.id, f"products are {part(share)} of the step")]
+    grounds = [Ground(pair.lead.case.id, f"products are {share_text(share)} of the step")]
     bounds = [(mapped(share, lambda value: amdahl(value, 0.0)), "with products that take no time")]
     gain = None
     if pair.timed and pair.finding is not None and pair.lead_finding is not None:
@@ -93,13 +93,13 @@ def _amdahl(pair: ComparedCase, basis: Basis) -> Reply | str:
         low, high = amdahl(share.low, own.high), amdahl(share.high, own.low)
         most = Interval(amdahl(share.point, own.point), low, high, own.level)
         bounds.append((most, f"with products {units.speed_up(1 / own.point)} as fast, as here"))
-        grounds.append(Ground(pair.row, f"its products alone are {times(own.inverse)} as fast"))
+        grounds.append(Ground(pair.row, f"its products alone are {gain_text(own.inverse)} as fast"))
     most, words = min(bounds, key=lambda known: known[0].point)
     met = met_above(most, least)
     if met is Met.YES and len(bounds) == 1:
-        taken = f"products are {part(share)} of the step{_ESTIMATED * pair.estimated}"
+        taken = f"products are {share_text(share)} of the step{_ESTIMATED * pair.estimated}"
         return f"{taken}, and how fast its own are is not known"
-    figure = f"{part(share)} of the step: {times(most)} {words}" + _ESTIMATED * pair.estimated
+    figure = f"{share_text(share)} of the step: {gain_text(most)} {words}" + _ESTIMATED * pair.estimated
     return Reply(met, figure, tuple(grounds))
 
 
@@ -114,9 +114,9 @@ def _casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     if casts is None:
         return "it has no casts of its own"
     alone, taxed = own.inverse, both.inverse
-    figure = f"products {times(alone)}, with casts {times(taxed)}" + _ESTIMATED * pair.estimated
+    figure = f"products {gain_text(alone)}, with casts {gain_text(taxed)}" + _ESTIMATED * pair.estimated
     grounds = (
-        Ground(pair.row, f"products alone {times(alone)}"),
+        Ground(pair.row, f"products alone {gain_text(alone)}"),
         Ground(pair.row, f"casts take {units.percent(casts.point, 0)} of the reference's products"),
     )
     if alone.high < 1 + BAND:
@@ -133,7 +133,7 @@ def _recipe(mode: str) -> Recipe | None:
 
 
 def _granularity(pair: ComparedCase, basis: Basis) -> Reply | str | None:
-    """Of recipes with elements as wide in the same group."""
+    """Compares with recipes of elements as wide in the same group."""
     recipe = _recipe(pair.record.case.precision)
     if recipe is None:
         return None
@@ -151,7 +151,7 @@ def _granularity(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     if not others:
         return f"no other recipe of {bits} bits was timed beside it"
     best, ratio = min(others, key=lambda known: known[1].point)
-    figure = f"{times(ratio)} of {best.case.mode}'s speed"
+    figure = f"{gain_text(ratio)} of {best.case.mode}'s speed"
     return Reply(met_above(ratio, 1 - BAND), figure, (Ground(best.case.id, figure),))
 
 
@@ -171,11 +171,11 @@ def _compiled(pair: ComparedCase, basis: Basis) -> Reply | str | None:
         eager = pair.finding is not None and Label.EAGER_QUANTISER in pair.finding.labels
         return "its quantisers ran uncompiled" if eager else "no compiled step was timed"
     eager_speed = beside["no"].speed if "no" in beside else None
-    figure = f"compiled {times(speed)}" + (f", without {times(eager_speed)}" if eager_speed else "")
-    return Reply(met_above(speed, 1 + BAND), figure, (Ground(compiled.row, f"compiled {times(speed)}"),))
+    figure = f"compiled {gain_text(speed)}" + (f", without {gain_text(eager_speed)}" if eager_speed else "")
+    return Reply(met_above(speed, 1 + BAND), figure, (Ground(compiled.row, f"compiled {gain_text(speed)}"),))
 
 
-# Axes that say how many rows the products of a step have.
+# Axes that set how many rows the products of a step have.
 _ROWS = ("batch", "sequence", "tokens", "context")
 
 
@@ -193,13 +193,15 @@ def _batch(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     if not larger:
         measured = any(basis.differing(pair, axis) for axis in axes)
         if measured and pair.speed is not None:
-            return Reply(Met.YES, f"the largest measured: {times(pair.speed)}", (Ground(pair.row, times(pair.speed)),))
+            return Reply(
+                Met.YES, f"the largest measured: {gain_text(pair.speed)}", (Ground(pair.row, gain_text(pair.speed)),)
+            )
         return "one size alone was measured"
     assert pair.speed is not None
     best, axis = max(larger, key=lambda known: known[0].speed.point if known[0].speed else 0.0)
     assert best.speed is not None
-    figure = f"{times(pair.speed)} here, {times(best.speed)} at {axis}={best.record.case.param(axis)}"
-    grounds = (Ground(pair.row, times(pair.speed)), Ground(best.row, times(best.speed)))
+    figure = f"{gain_text(pair.speed)} here, {gain_text(best.speed)} at {axis}={best.record.case.param(axis)}"
+    grounds = (Ground(pair.row, gain_text(pair.speed)), Ground(best.row, gain_text(best.speed)))
     more = best.speed.low > pair.speed.high * (1 + BAND)
     return Reply(Met.NO if more else Met.YES, figure, grounds)
 
@@ -218,13 +220,13 @@ def _stages(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     by_stage = {stage_of(each): each for each in (pair, *others)}
     speeds = {name: each.speed for name, each in by_stage.items() if each.speed is not None}
     met = {met_above(speed, 1 + BAND) for speed in speeds.values()}
-    figure = ", ".join(f"{name} {times(speed)}" for name, speed in speeds.items())
-    grounds = tuple(Ground(by_stage[name].row, times(speed)) for name, speed in speeds.items())
+    figure = ", ".join(f"{name} {gain_text(speed)}" for name, speed in speeds.items())
+    grounds = tuple(Ground(by_stage[name].row, gain_text(speed)) for name, speed in speeds.items())
     return Reply(Met.NO if Met.NO in met else Met.UNCLEAR if Met.UNCLEAR in met else Met.YES, figure, grounds)
 
 
 def stage_of(pair: ComparedCase) -> str:
-    """'forward': the value of the axis that says which kind of step it is; '' for one without."""
+    """Returns the kind of step, such as 'forward', by the axis that sets it; '' without one."""
     params = dict(pair.record.case.params)
     return next((str(params[axis]) for axis in _STAGES if axis in params), "")
 
@@ -250,7 +252,7 @@ SPEED_RULES = (
 )  # fmt: skip
 
 
-# A saving of less is called none.
+# A smaller saving counts as none.
 _LEAST_SAVING = 0.01
 _COPIES = {
     MemoryRole.LOW_WEIGHTS: "low-precision copies of weights",
@@ -294,7 +296,7 @@ def _energy(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 
 def _error(pair: ComparedCase, basis: Basis) -> Reply | str:
-    """A relative error says what a precision costs in numbers, and no more: what it may be, the training says."""
+    """A relative error says what a precision costs in numbers only; whether that matters, a training says."""
     known = {error_name(each): max(each.samples) for each in pair.record.measurements
              if each.metric.endswith("_error") and each.samples}  # fmt: skip
     if pair.record.status is not Status.OK or not known:
@@ -305,7 +307,7 @@ def _error(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 
 def study_of(pair: ComparedCase, basis: Basis) -> Study | None:
-    """The newest study of this workload, device and precision; the same model where that is one of its parameters."""
+    """Returns the newest study of this workload, device and precision, and of the model where that is a parameter."""
     case = pair.record.case
     params = dict(case.params)
     fitting = [
@@ -318,7 +320,7 @@ def study_of(pair: ComparedCase, basis: Basis) -> Study | None:
 
 
 def tried_as(pair: ComparedCase, study: Study) -> LayerTrial:
-    """The candidate that has the layers low which the case has, by its map; else the one with all of them."""
+    """Returns the candidate with the case's precision map; else the one with all layers low."""
     return next((each for each in study.candidates if each.precision_map == pair.record.case.precision_map),
                 study.candidates[0])  # fmt: skip
 
@@ -332,9 +334,9 @@ def _layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     row = f"sensitivity study {study.path or study.started}"
     whole = tried_as(pair, study)
     gap = study.gap(whole)
-    told = "none" if gap is None else units.change(1 + gap)
+    change = "none" if gap is None else units.change(1 + gap)
     noise = units.percent(study.noise or 0.0)
-    figure = f"layers low: {len(whole.low)}, loss {told} beside a noise of {noise} in {study.steps} steps"
+    figure = f"layers low: {len(whole.low)}, loss {change} beside a noise of {noise} in {study.steps} steps"
     grounds = (Ground(row, figure),)
     if study.undecided:
         return Reply(Met.UNCLEAR, f"{figure}: no layer can be told from another", grounds)
@@ -342,7 +344,7 @@ def _layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 
 
 def arm_of(pair: ComparedCase, basis: Basis) -> ArmVerdict | None:
-    """What the training says of an arm in this mode with no setting of its own; else of the first one in it."""
+    """Returns the training's verdict on an arm in this mode, preferably one without settings of its own."""
     if basis.training is None:
         return None
     arms = [arm for arm in basis.training.verdicts.arms if arm.arm.precision == pair.mode]

@@ -1,9 +1,8 @@
-"""Rules about what is multiplied: from which size on a precision pays here, and how much of a step it reaches.
+"""Rules about what is multiplied, and projections to steps that were not timed.
 
-And what a precision would give to a step that was not timed in it: Amdahl's law by size. The step's products and their
-share are its reference's; how fast a product is in the precision, casts included, comes from products of the same
-device as large as these. Where precisions carry other values between products more would change than products, and
-nothing is projected.
+The rules ask from which size on a precision pays here, and how much of a step it reaches. A projection applies Amdahl's
+law by size: products and their share come from the reference's step, their speed, casts included, from products of the
+same size on the same device. Nothing is projected where the precision would change more than products.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from fp8bench.features.advise.basis import (
     Reply,
     amdahl,
     doubts,
+    gain_text,
     mapped,
     met_above,
-    part,
     products_alone,
-    times,
+    share_text,
 )
 from fp8bench.features.advise.values import Advice, AdviceKind, Ground, Met
 from fp8bench.model import Interval, Level, OperatorCount, Phase
 
 _SIDES = ("m", "n", "k")
-# A step whose products are less than half in what pays, or can be converted, gains little.
+# With less than this share of its products in sizes that pay, or converted, a step gains little.
 _HALF = 0.5
 _SHAPE = re.compile(r"\[([\d,]+)\]")
 _GROUPED = "grouped_mm"
@@ -45,11 +44,11 @@ _GROUPED = "grouped_mm"
 def sized(
     mode: str, device: str, basis: Basis, paths: Collection[str] | None = None, product: str = ""
 ) -> dict[int, tuple[SizedRatio, str]]:
-    """Products that were timed in a mode by their size, the cube root of M N K: their times over the reference's, and
+    """Returns products that were timed in a mode, by size (the cube root of M N K): times over the reference's, and
     the case. The least favourable of a size counts. `paths` are the dtypes that the reference may multiply in,
-    `product` is the one of a layer's three, '' for any."""
+    `product` is one of a layer's three, '' for any."""
     by_size: dict[int, tuple[SizedRatio, str]] = {}
-    for case in basis.known:
+    for case in basis.all_cases:
         params, speed = dict(case.record.case.params), case.speed
         if (case.mode, case.record.case.device) != (mode, device) or speed is None or case.lead is None:
             continue
@@ -65,10 +64,8 @@ def sized(
 
 
 def pays_from(mode: str, device: str, basis: Basis) -> tuple[float, float, tuple[Ground, ...]] | str:
-    """From which size on products of a mode surely pay here, the largest size that was measured, and by what.
-
-    It is infinite where none pays. A sentence where too few were measured.
-    """
+    """Returns the size from which on products of a mode surely pay here (infinite if none does), the largest size
+    measured, and the grounds; a sentence if too few were measured."""
     known = sized(mode, device, basis)
     if len(known) < LEAST_SIZES:
         return f"{len(known)} sizes of products were timed in it here, and {LEAST_SIZES} are needed"
@@ -86,11 +83,11 @@ def pays_from(mode: str, device: str, basis: Basis) -> tuple[float, float, tuple
 
 
 def products_of(pair: ComparedCase) -> list[tuple[int, int, int, int]]:
-    """M, N, K and FLOPs of the products that a step's reference makes, by its coverage or its tape."""
+    """Returns M, N, K and FLOPs of the products that a step's reference makes, by its coverage or its tape."""
     coverage = pair.record.coverage
     if coverage is not None:
-        held = (each for holder in coverage.holders for each in holder.products)
-        return [(each.m, each.n, each.k, each.flops) for each in held]
+        products = (each for holder in coverage.holders for each in holder.products)
+        return [(each.m, each.n, each.k, each.flops) for each in products]
     tape = pair.lead.tape if pair.lead is not None else None
     return list(_taped(tape.operators)) if tape is not None else []
 
@@ -143,7 +140,6 @@ def _reached(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 
 
 def _experts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
-    """Only where there are experts."""
     coverage = pair.record.coverage
     if coverage is not None:
         whole, converted = coverage.by_kind().get("experts", (0, 0))
@@ -177,16 +173,16 @@ RULES = (
 )  # fmt: skip
 
 
-# Of the products' FLOPs so many have to be in sizes that were timed.
+# At least this share of the products' FLOPs has to be in sizes that were timed.
 _LEAST_TIMED = 0.9
-# What a layer multiplies in a training step, each as much; a library may do them at very different speeds.
+# A layer's three products in a training step have the same FLOPs; a library may do them at very different speeds.
 _KINDS = ("forward", "input-gradient", "weight-gradient")
 
 
 def projections(basis: Basis) -> Iterator[Advice]:
-    """Of every training step with a native reference, for modes that products alone were timed in."""
-    leads = {pair.lead.case.id: pair for pair in basis.besides if pair.lead is not None and pair.trains}
-    timed = {(case.mode, case.record.case.device) for case in basis.known if case.speed is not None}
+    """Yields advice for each training step with a native reference, in modes that only products were timed in."""
+    leads = {pair.lead.case.id: pair for pair in basis.cases if pair.lead is not None and pair.trains}
+    timed = {(case.mode, case.record.case.device) for case in basis.all_cases if case.speed is not None}
     for lead in leads.values():
         assert lead.lead is not None
         here = {record.case.mode for record, _ in lead.group}
@@ -215,11 +211,13 @@ def _projected(pair: ComparedCase, mode: str, basis: Basis) -> Advice | None:
     most = amdahl(share.high, 0.0)
     gain = mapped(Interval(ends[0], min(ends), max(ends), ratio.level), lambda value: min(value, most))
     case, worth = lead.case, met_above(gain, 1 + basis.least)
-    known = f"products are {part(share)} of the step, and {times(ratio.inverse)} as fast at its sizes, with casts"
-    words = f"adopt {mode}, by projection: a step {times(gain)} as fast as in {case.mode}"
+    known = (
+        f"products are {share_text(share)} of the step, and {gain_text(ratio.inverse)} as fast at its sizes, with casts"
+    )
+    words = f"adopt {mode}, by projection: a step {gain_text(gain)} as fast as in {case.mode}"
     if worth is not Met.YES:
         words = (
-            f"do nothing about {mode}, because by projection its step is {times(gain)} as fast, not surely the "
+            f"do nothing about {mode}, because by projection its step is {gain_text(gain)} as fast, not surely the "
             f"{units.percent(basis.least, 0)} that are worth it"
         )
     rows = dict.fromkeys(
@@ -227,18 +225,18 @@ def _projected(pair: ComparedCase, mode: str, basis: Basis) -> Advice | None:
         for ratios in timed for size, (known, row) in sorted(ratios.items())
     )  # fmt: skip
     from_rows = {row for ratios in timed for _, row in ratios.values()}
-    doubt = doubts(replace(pair, finding=None), [known.finding for known in basis.known if known.row in from_rows])
+    doubt = doubts(replace(pair, finding=None), [known.finding for known in basis.all_cases if known.row in from_rows])
     return Advice(
         "projection", AdviceKind.ADOPT if worth is Met.YES else AdviceKind.NOTHING, mode, case.mode,
         f"{words}: {known}; the step itself was not timed in it, --check does{doubt}", (case.setting,),
         f"--dtypes {case.mode},{mode}" if worth is Met.YES else "", gain=gain, case=f"{case.setting}/{mode}",
-        grounds=(Ground(case.id, f"products are {part(share)} of the step"), *rows), doubtful=bool(doubt),
+        grounds=(Ground(case.id, f"products are {share_text(share)} of the step"), *rows), doubtful=bool(doubt),
     )  # fmt: skip
 
 
 def _of_products(pair: ComparedCase, ratios: list[SizedRatio]) -> Interval | None:
-    """The time of the step's products in the precision over their time now, each by its size; None where too few of
-    them lie between sizes that were timed."""
+    """Returns the time of the step's products in the precision over their time now, each by its size; None where too
+    few lie between sizes that were timed."""
     products = [(math.prod(sides) ** (1 / 3), flops) for *sides, flops in products_of(pair)]
     total = sum(flops for _, flops in products)
     if len(ratios) < LEAST_SIZES or not total:

@@ -1,7 +1,4 @@
-"""What to do about a precision: answers to the questions that decide it, and what follows from them.
-
-Gains are speed-ups of a step, above 1 is faster. Nothing here is about an emulated case but that it is one.
-"""
+"""The values of advice. Gains are speed-ups of a step: above 1 is faster."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from fp8bench.model.planned import Params
 
 
 class Met(StrEnum):
-    """Whether a question of the checklist is met here. UNCLEAR was measured, and the noise leaves it open."""
+    """Whether a question of the checklist is met here. UNCLEAR: it was measured, and the noise leaves it open."""
 
     YES = "yes"
     NO = "no"
@@ -32,7 +29,7 @@ class AdviceKind(StrEnum):
 
 @dataclass(frozen=True)
 class Ground:
-    """One figure that something rests on, and the row where it is found: a case of the run, a study, a training."""
+    """One figure, and the row where it is found: a case of the run, a study, or a training."""
 
     row: str
     figure: str
@@ -40,10 +37,8 @@ class Ground:
 
 @dataclass(frozen=True)
 class RuleAnswer:
-    """What one rule says of a mode in a setting: above all whether its question is met.
-
-    `figure` is the number that decides it, in words; where it is UNKNOWN `measure` is what would measure it.
-    """
+    """What one rule answers on a mode in a setting. `figure` decides it, in words; if it is UNKNOWN, `measure` is the
+    command that would measure it."""
 
     rule: str
     question: str
@@ -57,13 +52,10 @@ class RuleAnswer:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do, or not to do, about a mode.
-
-    `settings` are those it holds for; a `doubtful` one rests on a case that a label casts doubt on. `gain` is the
-    speed-up that it predicts of the step of `case`, for which it can be measured; None where it is about no speed, or
-    nobody can tell. `recipe` is what to type for it, '' for nothing; `precision_map` the layers that take another
-    precision.
-    """
+    """One thing to do, or not to do, about a mode. It holds for all `settings`; it is `doubtful` if it rests on a
+    case with a doubtful label. `gain` is the predicted speed-up of the step of `case`; None if it is not about
+    speed, or cannot be told. `recipe` are options to type for it, '' for none; `precision_map` are the layers that
+    take another precision."""
 
     rule: str
     kind: AdviceKind
@@ -81,7 +73,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Advised:
-    """All that is said of a run: advice, what matters most first, and the checklist that it comes from."""
+    """The advice on a run, most important first, and the checklist that it comes from."""
 
     run: str
     advice: tuple[Advice, ...]
@@ -91,11 +83,8 @@ class Advised:
 
 @dataclass(frozen=True)
 class Checked:
-    """Advice that was measured: its prediction beside the speed-up of a run of its own, or why there is none.
-
-    `advised` is the run that the advice was about, `run` the one that measured it; `under` is what machine, torch and
-    device that was on, by name.
-    """
+    """Advice beside the speed-up that a run of its own measured, or `why` there is none. `advised` is the run that
+    the advice was about, `run` the one that measured it; `under` is the machine, torch and so on."""
 
     advice: Advice
     advised: str
@@ -115,13 +104,10 @@ class Checked:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one precision for one model. `speed` is that of its step, above 1 is faster; `gap` by what share its loss lies
-    above the reference's after as many steps.
-
-    `joules` of a step, and `time` and `energy` to the same loss, are over the reference's: below 1 is less. `hours` and
-    `energy_used` (joules) are the reference's own for the training's steps, None where they are not known. `why` says
-    why something is missing.
-    """
+    """What one precision costs for one model, over its reference. `speed` is that of a step, above 1 is faster;
+    `gap` the share by which its loss lies above the reference's after the same steps. `joules` of a step, and `time`
+    and `energy` to the same loss: below 1 is less. `hours` and `energy_used` (joules) are the reference's own for
+    the training's steps. `why` says why something is None."""
 
     setting: str
     mode: str

@@ -1,4 +1,4 @@
-"""Advice and its checklist as tables, wherever they are shown."""
+"""Shows advice and its checklist."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fp8bench.report.words.naming import many
 
 _TONES = {Met.YES: Tone.GOOD, Met.NO: Tone.BAD, Met.UNCLEAR: Tone.DOUBT, Met.UNKNOWN: Tone.DOUBT}
 _KINDS = {AdviceKind.ADOPT: Tone.GOOD, AdviceKind.NOTHING: Tone.PLAIN}
-# More sentences are not read; JSON has all of them.
+# At most so many sentences are shown; JSON has all of them.
 _MOST = 12
-# So many are told each by itself.
+# Up to so many alike are shown each by itself.
 _FEW = 3
 _MOST_GROUNDS = 2
-# Commands that would answer more; the whole checklist has all.
+# Of the commands that would answer more so many are shown; the whole checklist has all.
 _MOST_MEASURES = 3
 LEGEND = (
     "adopt, route, schedule: take a precision, leave layers high, leave steps or kinds of steps high",
@@ -34,12 +34,12 @@ LEGEND = (
 
 
 def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
-    """The sentences, then what is predicted and by which rows; of leaving all as it is only if it is the `whole`."""
+    """Yields the sentences and a table of predictions, those for doing nothing only if it is the `whole`."""
     named = short_names(advised)
-    told = [_with_those_alike(alike, named) for alike in _alike(advised.advice)]
-    yield Items(tuple(told[:_MOST]))
-    if len(told) > _MOST:
-        yield Text(f"{len(told) - _MOST} more pieces of advice are in the JSON.")
+    sentences = [_with_those_alike(alike, named) for alike in _alike(advised.advice)]
+    yield Items(tuple(sentences[:_MOST]))
+    if len(sentences) > _MOST:
+        yield Text(f"{len(sentences) - _MOST} more pieces of advice are in the JSON.")
     kinds = [kind for kind in AdviceKind if whole or kind is not AdviceKind.NOTHING]
     gains = [advice for advice in advised.advice if advice.gain is not None and advice.kind in kinds]
     if gains:
@@ -53,7 +53,7 @@ def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
 
 
 def _alike(advice: Sequence[Advice]) -> list[list[Advice]]:
-    """To leave a precision for the same reason in many settings is one piece of advice."""
+    """Groups advice to do nothing for the same reason in many settings; each other piece is its own group."""
     reasons = [(each.kind, each.mode, each.rule, each.sentence.partition(" ")[0]) for each in advice]
     groups: dict[object, list[Advice]] = {}
     for number, (each, reason) in enumerate(zip(advice, reasons, strict=True)):
@@ -73,7 +73,7 @@ def _with_those_alike(alike: Sequence[Advice], named: Callable[[str], str]) -> T
 
 
 def short_names(advised: Advised) -> Callable[[str], str]:
-    """Settings and cases without the parameters that all of their suite have in common."""
+    """Returns a function that shortens names of settings and cases by the parameters that their suite has in common."""
     inside: dict[str, list[set[str]]] = {}
     for answer in advised.answers:
         suite, _, rest = answer.setting.partition("[")
@@ -92,7 +92,6 @@ def short_names(advised: Advised) -> Callable[[str], str]:
 
 
 def speed(gain: Interval | None, show: Callable[[float], str] = units.speed_up) -> Field:
-    """'1.62x [1.60, 1.64]'."""
     if gain is None:
         return Field(units.NONE)
     ends = f"[{units.significant(gain.low)}, {units.significant(gain.high)}]"
@@ -133,12 +132,10 @@ def _gap(cost: Cost) -> str:
 
 
 def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
-    """For each suite and device a table: a row a precision and question. Of several settings those that most agree.
-
-    What an emulation leaves open is one row.
-    """
+    """Yields a table for each suite and device, with a row for each precision and question. Of several settings it
+    shows the answer of most. What an emulation leaves open is one row."""
     named = short_names(advised)
-    # 'gemm on cpu' of 'gemm[m=64]@cpu'.
+    # 'gemm[m=64]@cpu' becomes 'gemm on cpu'.
     by_place = together(
         (f"{answer.setting.partition('[')[0]} on {answer.setting.rpartition('@')[2]}", answer)
         for answer in advised.answers
@@ -168,7 +165,7 @@ def _open(answer: RuleAnswer) -> bool:
 
 
 def _checklist_cols(named: Callable[[str], str], shared: bool, below: bool) -> list[Col[Sequence[RuleAnswer]]]:
-    """Of answers to one question: the word that most of them have, and the first one with it."""
+    """The columns for answers to one question: the most frequent answer, and the first one that gave it."""
 
     def first(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
         (met, count), *_ = Counter(answer.met for answer in answers).most_common()
@@ -205,18 +202,16 @@ def page_of(
     advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None, notes: Sequence[str],
     whole: bool = False,
 ) -> Page:  # fmt: skip
-    """Of one run, with what was checked, and what decisions cost by the `price` of an hour.
-
-    Of the checklist what was answered, and what would answer more; all of it with its evidence if it is the `whole`.
-    """
-    told: tuple[Element, ...] = tuple(advice_elements(advised, whole)) if advised.advice else (Text(_NOTHING),)
-    parts = [Part("advice", "", told)]
+    """Shows the advice on one run, with checks and costs by the `price` of an hour. Of the checklist it shows what
+    was answered, and what would answer more; if it is the `whole`, everything with its evidence."""
+    elements: tuple[Element, ...] = tuple(advice_elements(advised, whole)) if advised.advice else (Text(_NOTHING),)
+    parts = [Part("advice", "", elements)]
     if checked:
         parts.append(Part("checks", "predicted and measured", (checks(checked, short_names(advised)),)))
     parts += [Part("cost", _COST, tuple(cost_tables(advised, costs, price)))] if costs else []
     if advised.answers:
-        told = tuple(checklist(advised, shared=True) if whole else _answered(advised))
-        parts.append(Part("checklist", "the checklist" if whole else "", told))
+        elements = tuple(checklist(advised, shared=True) if whole else _answered(advised))
+        parts.append(Part("checklist", "the checklist" if whole else "", elements))
     parts += list_of("notes", "notes", notes)
     return Page(f"advice on run {advised.run}", "", tuple(parts), LEGEND)
 
@@ -236,18 +231,18 @@ def checks(checked: Sequence[Checked], named: Callable[[str], str] = str) -> Tab
 
 
 def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page:
-    told = [check for check in checked if check.hit is not None]
-    hits = sum(check.hit is True for check in told)
-    rate = f"{units.percent(hits / len(told), 0)}: {hits} of {len(told)}" if told else "unknown: 0 of 0"
-    rows = together(((check.advice.kind, check.advice.rule), check) for check in told).values()
+    scored = [check for check in checked if check.hit is not None]
+    hits = sum(check.hit is True for check in scored)
+    rate = f"{units.percent(hits / len(scored), 0)}: {hits} of {len(scored)}" if scored else "unknown: 0 of 0"
+    rows = together(((check.advice.kind, check.advice.rule), check) for check in scored).values()
     cols: list[Col[list[Checked]]] = [
         Col("advice", lambda group: group[0].advice.kind), Col("rule", lambda group: group[0].advice.rule),
         Col("hits", lambda group: str(sum(check.hit is True for check in group)), number=True),
         Col("checks", lambda group: str(len(group)), number=True),
     ]  # fmt: skip
     elements: list[Element] = [Text(f"hit rate {rate} checks lay within what was predicted.", Tone.STRONG)]
-    if len(told) < len(checked):
-        elements.append(Text(f"{many(len(checked) - len(told), 'check')} came to no figure and count as none."))
+    if len(scored) < len(checked):
+        elements.append(Text(f"{many(len(checked) - len(scored), 'check')} came to no figure and count as none."))
     elements += [table("score", "", cols, rows), checks(checked)] if rows else []
     return Page("the advisor's score", "", (Part("score", "", (*elements, *map(Text, troubles))),))
 
@@ -255,13 +250,13 @@ def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page
 def value_of(
     advised: Advised, checked: Sequence[Checked], costs: Sequence[Cost], price: float | None
 ) -> dict[str, Any]:
-    told = [{**encode(cost), "money": encode(cost.money(price)) if price is not None else None} for cost in costs]
-    return {"schema": SCHEMA, **encode(advised), "checked": _hits(checked), "costs": told}
+    priced = [{**encode(cost), "money": encode(cost.money(price)) if price is not None else None} for cost in costs]
+    return {"schema": SCHEMA, **encode(advised), "checked": _hits(checked), "costs": priced}
 
 
 def score_value(checked: Sequence[Checked]) -> dict[str, Any]:
-    told = [check.hit for check in checked if check.hit is not None]
-    return {"schema": SCHEMA, "hits": sum(told), "checks": len(told), "checked": _hits(checked)}
+    hits = [check.hit for check in checked if check.hit is not None]
+    return {"schema": SCHEMA, "hits": sum(hits), "checks": len(hits), "checked": _hits(checked)}
 
 
 def _hits(checked: Sequence[Checked]) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
-"""Who audits, what all checks have in common, and those on which the others rest: whether results are those of the
-promised precision, on data in which one mistake or another shows.
-"""
+"""Runs the checks of an audit over one callable, and the two checks on which the others rest: whether its results are
+those of the promised precision, and whether they still are after many steps."""
 
 from __future__ import annotations
 
@@ -21,19 +20,17 @@ from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.user_code import own_words
 
-# What is tried for the smallest one that shows the same.
+# Tried in this order to find the smallest input that shows a failure.
 _SMALLER = (Shape(1, 1, 16), Shape(2, 2, 32), Shape(4, 4, 32), Shape(8, 8, 64), Shape(16, 16, 128), Shape(32, 32, 128))
-# A result that lies in the band without being the promised one is searched for mistakes so often, of each name.
+# The search for mistakes is slow: of each result so many that need it are searched.
 _SEARCHES = 4
 NORMAL = "normal"
-# What the seed of an input is moved by for one that has nothing to do with it.
+# Added to the seed for a second, independent input.
 _ANOTHER = 1 << 32
-# Of an optimizer's state: scales, and the count of steps, beside the moments.
-_MORE = 1.05
 
 
 class AuditInput(NamedTuple):
-    """What a callable is given: data of a shape, or matrices made of it (`how` says what was done to them)."""
+    """What a callable is given: a kind of data and a shape. `how` says what was changed in the data afterwards."""
 
     data: str
     shape: Shape
@@ -41,10 +38,10 @@ class AuditInput(NamedTuple):
 
 
 class Auditor:
-    """`tried` counts the results that were judged. It is `sound` until numbers were found wrong: what compares results
-    with their promise says nothing new of one that is not. `ceilings` are the device's, where they are known; checks
-    leave their `times` by data, and the `work` of a call and of the `baseline`'s with the time of both (`compared`).
-    """
+    """What all checks of one audit share. `tried` counts judged results. `sound` becomes False once numbers were
+    found wrong: checks that compare results with their promise then say nothing new. `ceilings` are None where the
+    device's are not known. Checks leave here the `times` by kind of data, the `work` of a call of the kernel and of
+    the baseline, and the seconds of both (`compared`)."""
 
     def __init__(
         self, subject: Subject, seed: int, ceilings: Ceilings | None = None, baseline: Subject | None = None
@@ -60,12 +57,12 @@ class Auditor:
         return tuple(dict.fromkeys(map(self.fitting, self.subject.shapes)))
 
     def fitting(self, shape: Shape) -> Shape:
-        """The next one of whole multiples."""
+        """Rounds each side up to a multiple that the callable takes."""
         multiple = self.subject.signature.multiple
         return Shape(*(math.ceil(side / multiple) * multiple for side in shape))
 
-    def words(self, given: AuditInput) -> str:
-        """'M=64 N=96 K=256, normal'."""
+    def input_text(self, given: AuditInput) -> str:
+        """Returns for example 'M=64 N=96 K=256, normal'."""
         sides = " ".join(f"{name}={getattr(given.shape, side)}" for side, name in self.subject.sides)
         return ", ".join(filter(None, (sides, given.data, given.how)))
 
@@ -75,7 +72,7 @@ class Auditor:
     def results(self, matrices: Matrices) -> dict[str, Tensor]:
         return self.subject.results(self.subject.arguments(matrices))
 
-    def judged(self, matrices: Matrices, results: dict[str, Tensor]) -> dict[str, PromiseVerdict]:
+    def judge(self, matrices: Matrices, results: dict[str, Tensor]) -> dict[str, PromiseVerdict]:
         promises, verdicts = self.subject.promises(matrices), {}
         for name, result in results.items():
             self.tried += 1
@@ -83,43 +80,46 @@ class Auditor:
             self._searches[name] += verdicts[name].remark
         return verdicts
 
-    def wrong(self, given: AuditInput) -> dict[str, PromiseVerdict]:
+    def problems(self, given: AuditInput) -> dict[str, PromiseVerdict]:
+        """Returns, by the result's name, each verdict that is a failure or a remark. A mistake is named only if a
+        second, independent input shows it as well."""
         matrices = self.matrices(given)
         results = self.results(matrices)
-        verdicts = {name: verdict for name, verdict in self.judged(matrices, results).items() if verdict.code}
+        verdicts = {name: verdict for name, verdict in self.judge(matrices, results).items() if verdict.code}
         if all(verdict.remark or verdict.code in CERTAIN for verdict in verdicts.values()):
             return verdicts
-        fresh = self.subject.drawn(given.data, given.shape, self.seed + _ANOTHER)
-        again, promises = self.judged(fresh, self.results(fresh)), self.subject.promises(matrices)
+        other = self.subject.drawn(given.data, given.shape, self.seed + _ANOTHER)
+        second, promises = self.judge(other, self.results(other)), self.subject.promises(matrices)
         for name, verdict in verdicts.items():
-            if not verdict.remark and verdict.code not in (again[name].code, *CERTAIN):
-                # What another input does not show has no name, and is no figure that was chance.
-                left = promises[name].judge(results[name], search=False)
-                if left.code in FIGURES and not again[name].failed:
-                    left = left._replace(code="other-rounding", why=f"on one input of two {left.why}", remark=True)
-                verdicts[name] = left
+            if verdict.remark or verdict.code in (second[name].code, *CERTAIN):
+                continue
+            # The second input does not confirm the mistake: it stays without a name. A figure may have been chance.
+            verdicts[name] = unnamed = promises[name].judge(results[name], search=False)
+            if unnamed.code in FIGURES and not second[name].failed:
+                why = f"on one input of two {unnamed.why}"
+                verdicts[name] = unnamed._replace(code="other-rounding", why=why, remark=True)
         return verdicts
 
-    def smallest(self, given: AuditInput, name: str, judged: PromiseVerdict) -> AuditInput:
+    def smallest(self, given: AuditInput, name: str, code: str) -> AuditInput:
+        """Returns the smallest input whose result of that name fails with `code`; `given` if no smaller one does."""
         for shape in map(self.fitting, () if given.how else _SMALLER):
             smaller = AuditInput(given.data, shape)
             try:
-                verdict = self.wrong(smaller).get(name)
+                verdict = self.problems(smaller).get(name)
             except Exception:  # noqa: BLE001 - it may refuse what is small
                 continue
-            if verdict is not None and verdict.code == judged.code:
+            if verdict is not None and verdict.code == code:
                 return smaller
         return given
 
 
 class AuditCheck(ABC):
-    """One way to find a lie, by the name that is shown. Its findings are about what was `given`, unless they say of
-    another input."""
+    """One way to find a lie. `name` is shown. Its findings are about the input `given`, unless they name another."""
 
     name: ClassVar[str]
-    # Whether the others rest on it, whether it says nothing new where numbers are wrong, and what it is of.
-    grounds: ClassVar[bool] = False
-    of_sound: ClassVar[bool] = False
+    # Whether it decides if the callable is sound; whether it runs only on sound ones; the kinds it can look at.
+    decides: ClassVar[bool] = False
+    needs_sound: ClassVar[bool] = False
     kinds: ClassVar[frozenset[AuditKind]] = frozenset(AuditKind)
 
     def __init__(self, auditor: Auditor) -> None:
@@ -128,64 +128,59 @@ class AuditCheck(ABC):
 
     @abstractmethod
     def look(self) -> Iterable[AuditFinding]:
-        """What it found; nothing where all is well. It may raise whatever foreign code raises: what it has yielded by
-        then stands."""
+        """Yields what is wrong or worth a remark; nothing where all is well. It may raise whatever foreign code
+        raises: what it has yielded by then stands."""
 
     def applies(self) -> bool:
-        return self.subject.kind in self.kinds and (self.auditor.sound or not self.of_sound)
+        return self.subject.kind in self.kinds and (self.auditor.sound or not self.needs_sound)
 
     def fail(
         self, code: str, why: str, given: AuditInput | None = None, outcome: AuditOutcome = AuditOutcome.FAIL
     ) -> AuditFinding:
         about = given or self.given
-        return AuditFinding(self.name, outcome, code, why, self.auditor.words(about) if about else "")
+        return AuditFinding(self.name, outcome, code, why, self.auditor.input_text(about) if about else "")
 
     def remark(self, code: str, why: str, given: AuditInput | None = None) -> AuditFinding:
         return self.fail(code, why, given, AuditOutcome.PASS)
 
-    def judged(self, given: AuditInput, name: str, judged: PromiseVerdict) -> AuditFinding:
-        """Of a result that is wrong, with the smallest input that shows the same, or is remarked on."""
+    def finding(self, given: AuditInput, name: str, verdict: PromiseVerdict) -> AuditFinding:
         result = "" if len(self.subject.sides) < 3 or name == "product" else f"{name}: "
-        about = given if judged.remark else self.auditor.smallest(given, name, judged)
-        say = self.remark if judged.remark else self.fail
-        return replace(say(judged.code, result + judged.why, about), error=judged.error, expected=judged.expected)
+        about = given if verdict.remark else self.auditor.smallest(given, name, verdict.code)
+        report = self.remark if verdict.remark else self.fail
+        finding = report(verdict.code, result + verdict.why, about)
+        return replace(finding, error=verdict.error, expected=verdict.expected)
 
 
 class NumbersCheck(AuditCheck):
-    """The check that the others rest on."""
+    """Holds the results on every shape and kind of data against the promise."""
 
-    name, grounds = "numbers", True
+    name, decides = "numbers", True
 
     def look(self) -> Iterator[AuditFinding]:
-        """The first failure of each result; each remark once."""
-        said: set[tuple[str, str]] = set()
+        """Yields the first failure of each result, and each remark once."""
+        reported: set[tuple[str, str]] = set()
         for shape in self.auditor.shapes():
             for data in self.subject.data:
                 self.given = AuditInput(data, shape)
-                for name, verdict in self.auditor.wrong(self.given).items():
+                for name, verdict in self.auditor.problems(self.given).items():
                     key = name, verdict.code if verdict.remark else "failed"
-                    if key not in said:
-                        said.add(key)
-                        yield self.judged(self.given, name, verdict)
-            if any(code == "failed" for _, code in said):
+                    if key not in reported:
+                        reported.add(key)
+                        yield self.finding(self.given, name, verdict)
+            if any(code == "failed" for _, code in reported):
                 return
 
 
 class ManyStepsCheck(AuditCheck):
-    """Counts that stand still, and updates that are lost, show late."""
+    """Takes many steps of an optimizer: a count that stands still, or updates that are lost, show late."""
 
-    name, of_sound, kinds = "many steps", True, frozenset({AuditKind.OPTIMIZER})
+    name, needs_sound, kinds = "many steps", True, frozenset({AuditKind.OPTIMIZER})
 
     def look(self) -> Iterator[AuditFinding]:
         assert isinstance(self.subject, OptimizerSubject)
         self.given = AuditInput(NORMAL, self.subject.many)
-        for name, verdict in self.auditor.wrong(self.given).items():
-            yield self.judged(self.given, name, verdict)
-        few = AuditInput(NORMAL, self.subject.held)
-        state = self.subject.state_bytes(self.auditor.matrices(few))
-        if state is not None and state[0] > _MORE * state[1]:
-            why = f"its state takes {state[0]:.3g} bytes an element, and {state[1]:.3g} were promised"
-            yield self.remark("state-bytes", why, few)
+        for name, verdict in self.auditor.problems(self.given).items():
+            yield self.finding(self.given, name, verdict)
 
 
 def audited(
@@ -198,13 +193,13 @@ def audited(
     ceilings: Ceilings | None = None,
     baseline: Callable[..., Any] | None = None,
 ) -> Audit:
-    """Every check in turn. One that fails stops none of the others: they may find what explains it."""
+    """Runs every check in turn. One that fails stops none of the others: they may find what explains it."""
     started = time.perf_counter()
-    kind, plain = SUBJECTS[signature.kind], replace(signature, takes=Takes.VALUES)
-    other = None if baseline is None else kind(baseline, plain, facts)
-    auditor = Auditor(kind(function, signature, facts), seed, ceilings, other)
+    subject_of = SUBJECTS[signature.kind]
+    other = None if baseline is None else subject_of(baseline, replace(signature, takes=Takes.VALUES), facts)
+    auditor = Auditor(subject_of(function, signature, facts), seed, ceilings, other)
     findings: list[AuditFinding] = []
-    for check in (kind_of_check(auditor) for kind_of_check in checks):
+    for check in (check_class(auditor) for check_class in checks):
         if not check.applies():
             continue
         own: list[AuditFinding] = []
@@ -213,7 +208,7 @@ def audited(
         except Exception as error:  # noqa: BLE001 - foreign code may raise anything, at any time
             own.append(check.fail("raises", own_words(error), outcome=AuditOutcome.CANNOT_TELL))
         findings += own or [AuditFinding(check.name, AuditOutcome.PASS)]
-        if check.grounds:
+        if check.decides:
             if any(finding.code == "raises" for finding in own):
                 break
             auditor.sound = all(finding.outcome is AuditOutcome.PASS for finding in own)

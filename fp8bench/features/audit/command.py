@@ -1,7 +1,6 @@
-"""`fp8bench audit`: whether a low-precision kernel computes what it promises.
+"""`fp8bench audit`: whether a low-precision kernel, optimizer or converted model does what it promises.
 
-The kernel runs in a process of its own: it may crash, hang, or change whatever it likes. The page has the verdict, a
-line for each check, and what failed with its smallest input.
+The kernel runs in a process of its own: it may crash, hang, or change whatever it likes.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ from fp8bench.user_code.named import signed
 _EXITS = {
     AuditOutcome.PASS: EXIT_OK, AuditOutcome.FAIL: EXIT_REGRESSION, AuditOutcome.CANNOT_TELL: EXIT_BASELINE,
 }  # fmt: skip
-# Failures, and layers, that are shown without --all.
+# At most so many failures, and layers, are shown without --all.
 _SHOWN, _LISTED = 3, 8
-# What a signature says besides kind and precision.
+# The fields of a signature besides kind and precision.
 _HOW = fields(Signature)[2:]
 EXAMPLES = (
     "fp8bench audit kernels.py:my_gemm --kind product --precision fp8",
@@ -140,18 +139,18 @@ def _signature(arguments: argparse.Namespace) -> Signature | None:
 
 # The module of the worker.
 _MODULE = "fp8bench.features.audit.times"
-# Many times what one takes.
+# Seconds for a whole audit: many times what one takes.
 _LIMIT = 600.0
-# Formats whose codes are a dtype of torch's, or two of them a byte.
+# Formats whose codes torch can hold: as a dtype, or two a byte.
 _IN_TORCH = {E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ}
-# Elements of a block of moments.
+# The least and the most elements in a block of moments.
 _BLOCKS = 16, 4096
 
 
 def audit(
     target: str, signature: Signature | None, device: str | None, settings: Settings, store: Path, observer: JobObserver
 ) -> tuple[DeviceFacts, Audit]:
-    """The device it ran on, and what was found. Without a signature its decorator's counts.
+    """Returns the device it ran on, and the audit. Without a signature, that of the decorator counts.
 
     Nothing may be faster than the device's ceilings: those of the store, or a quick look's.
     """
@@ -185,14 +184,14 @@ def audit(
 
 
 def _absolute(target: str) -> str:
-    """The worker has another folder."""
+    """Makes a path absolute: the worker has another working directory."""
     place, _, name = target.rpartition(":")
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else target
 
 
 def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
-    """Those that are kept, else what a quick look finds now, which is kept; None where nothing is to be measured, or
-    it cannot be."""
+    """Returns kept ceilings, else those of a quick look, which are then kept; None if nothing may be measured, or
+    the look fails."""
     measured = partial(worker.within(START_SECONDS).ceilings, facts, SECONDS)
     wanted = switches_of(os.environ).ceilings
     try:
@@ -207,7 +206,7 @@ def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> 
 
 
 def sound(signature: Signature, facts: DeviceFacts) -> Signature:
-    """With the precision's name in full; UsageError for one that promises nothing that could be held against it."""
+    """Returns the signature with the precision's full name; raises UsageError where nothing can be audited."""
     if signature.kind is AuditKind.OPTIMIZER:
         moments = signature.precision, signature.second_moment
         first, second = (moment if moment in ("", "same") else _moments(moment, facts) for moment in moments)
@@ -353,7 +352,7 @@ _TAGS = {AuditOutcome.FAIL: "failure", AuditOutcome.CANNOT_TELL: "error"}
 
 
 def as_junit(audit: Audit) -> str:
-    """A test for each check; what it said of passes stands in their output."""
+    """Writes a test for each check; remarks on passed checks are in their output."""
     root = ET.Element("testsuites", name="fp8bench audit")
     suite = ET.SubElement(root, "testsuite", name=printable(audit.target))
     for check, findings in _by_check(audit).items():

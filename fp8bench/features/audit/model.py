@@ -1,4 +1,4 @@
-"""Models that somebody's converter has been through: what runs in low precision, what was left out, and likely why."""
+"""Audits models that some converter has been through: what runs in low precision, what was left out, and likely why."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.registry import devices, precisions
 from fp8bench.user_code.named import signed
 
-# What libraries, and people, call layers of low precision.
+# Names that libraries give to layers of low precision.
 _LOW = re.compile(r"fp8|float8|mxfp|mxlinear|nvfp4|fp4", re.IGNORECASE)
 _PACKAGES = ("transformer_engine", "intel_transformer_engine", "torchao")
-# What FP8 products need of both sides of a weight.
+# FP8 products need both sides of a weight to be multiples of this.
 _MULTIPLE = 16
-# torchao's filters, made on an H100: up to so many outputs and inputs a layer is left as it is.
+# torchao's filters, tuned on an H100, leave layers with at most so many outputs and inputs as they are.
 _SMALL = ((1024, 4096), (2048, 1 << 62), (1 << 62, 1024))
-# The relative error of a product whose operands nobody cast, in bfloat16 at most; of e4m3 it is 3 percent.
+# The most relative error of a product whose operands were not cast, in bfloat16; e4m3 has 3%.
 _UNCAST = 2.0**-7
-# Corners of a product that are enough to see it.
+# Rows and columns of a product that are looked at.
 _CORNER = 64
 HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
 _HIGH = {HIGH: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COVERAGE, _NUMBERS = "conversion", "numbers"
-# Layers that were left as they are by a mistake of their converter.
+# Reasons that are mistakes of the converter.
 _SILENT = ("stopped", "shared")
 _SHOWN = 4
 _GUESSES = ("fp8", "fp8-e4m3", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4")
@@ -46,8 +46,8 @@ _GUESSES = ("fp8", "fp8-e4m3", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nv
 
 @dataclass(eq=False)
 class FoundLayer:
-    """One that products are made with, where it was found; `also` are its other paths. `runs` and `flops` say in which
-    precision its products were computed, and how many there were, as far as they were seen."""
+    """A module whose weight is multiplied, and where it was found; `also` are its other paths. `runs` and `flops` are
+    filled in by run_once: the precision that its products were computed in, and their FLOPs."""
 
     name: str
     module: nn.Module
@@ -65,13 +65,13 @@ class FoundLayer:
 
 
 def layers_in(model: nn.Module) -> list[FoundLayer]:
-    held = {holder.module: holder for holder in weights_of(model)}
+    holders = {holder.module: holder for holder in weights_of(model)}
     paths = defaultdict[nn.Module, list[str]](list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path or "model")
     layers = []
     for module, (name, *also) in paths.items():
-        weight, holder = getattr(module, "weight", None), held.get(module)
+        weight, holder = getattr(module, "weight", None), holders.get(module)
         if isinstance(weight, Tensor) and weight.dim() >= 2 and promises_low(module):
             layers.append(FoundLayer(name, module, weight, True, tuple(also)))
         elif holder is not None:
@@ -86,7 +86,7 @@ def promises_low(module: nn.Module) -> bool:
 
 
 def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> dict[str, tuple[str, str]]:
-    """Of each layer that was not converted a word and a sentence that say likely why."""
+    """Returns, for each layer that was not converted, the name of the likely reason and a sentence."""
     weights = {id(layer.weight): layer.name for layer in layers if layer.low}
     linear = [layer.name for layer in layers if layer.low or isinstance(layer.module, nn.Linear)]
     by = {type(layer.module).__module__.partition(".")[0] for layer in layers if layer.low}
@@ -113,7 +113,8 @@ def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> dict[str, tuple[
 
 
 def _behind_odd(model: nn.Module, path: str = "", stopped: str = "") -> Iterator[tuple[str, str]]:
-    """Layers that come behind one with odd sides in the same module, and that one: there convert_model returns."""
+    """Yields layers behind one with odd sides in the same module, and that one: there Accelerate's convert_model
+    returns."""
     for name, child in model.named_children():
         own = f"{path}.{name}".lstrip(".")
         if stopped:
@@ -125,7 +126,7 @@ def _behind_odd(model: nn.Module, path: str = "", stopped: str = "") -> Iterator
 
 
 def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[tuple[str, str]]:
-    """Converted layers with the values of an embedding whose weight is another: a tie that converting has cut."""
+    """Yields converted layers that have the values of an embedding but not its tensor: converting has cut a tie."""
     tables = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     for layer in (layer for layer in layers if layer.low and layer.weight.device.type != "meta"):
         for name, table in tables:
@@ -136,7 +137,7 @@ def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[tuple[str
 
 
 def runs_as(x: Tensor, weight: Tensor, product: Tensor, facts: DeviceFacts) -> str:
-    """The precision in which x times the weight transposed was computed, told by its numbers."""
+    """Returns the precision in which x times the weight transposed was computed, recognised by its numbers."""
     x, weight = x.reshape(-1, x.shape[-1]).float(), weight.float()
     product = product.reshape(-1, product.shape[-1])[:_CORNER, :_CORNER]
 
@@ -156,8 +157,8 @@ def runs_as(x: Tensor, weight: Tensor, product: Tensor, facts: DeviceFacts) -> s
 
 
 def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: DeviceFacts) -> None:
-    """With hooks on all layers, which are gone afterwards; UsageError where it fails. One product of each class and
-    shape is looked at."""
+    """Runs the model with hooks on all layers, which fill in `runs` and `flops`; raises UsageError where it fails.
+    Of each class and shape one product is looked at."""
     known: dict[tuple[Any, ...], str] = {}
 
     def look(layer: FoundLayer, _: nn.Module, given: tuple[Any, ...], output: Any) -> None:
@@ -219,11 +220,9 @@ def audited_model(target: str, model: nn.Module, batch: Any, signature: Signatur
 
 
 def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Audit:
-    """A live model that Accelerate, torchao or anybody else has converted: what is low, what was left out, and why.
-
-    With a `batch` products of converted layers are looked at; `precision` is what they should be in, '' any low one.
-    The model is run once without gradients, and stays as it was.
-    """
+    """Audits a live model that Accelerate, torchao or another converter has been through. With a `batch`, products
+    of converted layers are looked at; `precision` is what they should be in, '' for any low one. The model is run
+    once without gradients, and stays as it was."""
     facts = next(device for device in devices.get("cpu").available())
     signature = signed("model", precisions.canonical(precision) if precision else "")
     return audited_model(type(model).__name__, model, batch, signature, facts)

@@ -1,13 +1,13 @@
-"""What kernels are given, how a recipe rounds it, and how somebody may have rounded it by mistake.
+"""The matrices that kernels are given, how a recipe rounds them, and how a kernel may have rounded them by mistake.
 
-Matrices in which one mistake or another shows are drawn on the processor, from a seed.
+Matrices are drawn on the processor, from a seed; each kind of data shows some mistake.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -39,7 +39,7 @@ def _sizes(count: int, octaves: int, random: torch.Generator) -> Tensor:
 
 
 def _blocks(rows: int, columns: int, random: torch.Generator) -> Tensor:
-    """No two blocks of the contraction have the same size."""
+    """Gives every 16 columns of each row another size."""
     across = -(-columns // 16)
     sizes = torch.exp2(torch.rand(rows, across, generator=random) * 8 - 4)
     return _normal(rows, columns, random) * sizes.repeat_interleave(16, 1)[:, :columns]
@@ -58,7 +58,7 @@ def _one_hot(rows: int, columns: int, random: torch.Generator) -> Tensor:
 
 
 def _many_octaves(rows: int, columns: int, random: torch.Generator) -> Tensor:
-    """Numbers that scaled elements have below their smallest normal one, too."""
+    """Includes numbers below the smallest normal one of scaled elements."""
     sizes = torch.exp2(torch.rand(rows, columns, generator=random) * -20)
     return sizes * (torch.randint(0, 2, (rows, columns), generator=random) * 2 - 1)
 
@@ -66,7 +66,7 @@ def _many_octaves(rows: int, columns: int, random: torch.Generator) -> Tensor:
 DATA: dict[str, Draw] = {
     "normal": _normal,
     "uniform": lambda rows, columns, random: torch.rand(rows, columns, generator=random) * 2 - 1,
-    # So far apart that a scale shared by several rows loses the small ones, in a format with many exponents, too.
+    # So far apart that a scale shared by several rows loses the small ones, even in a format with many exponents.
     "rows of different sizes": lambda m, k, random: _normal(m, k, random) * _sizes(m, 8, random)[:, None],
     "blocks of different sizes": _blocks,
     "outliers across the contraction": lambda rows, columns, random: _outliers(_normal(rows, columns, random).t()).t(),
@@ -76,13 +76,13 @@ DATA: dict[str, Draw] = {
     "many octaves": _many_octaves,
     "many octaves, one at a time": _many_octaves,
     "one at a time of many octaves": _one_hot,
-    # Every cast keeps ones, and their sums are whole numbers that are large: what differs is no cast's.
+    # Every cast keeps ones, and their sums are large whole numbers: a difference comes from the sums.
     "signs that lean": lambda m, k, random: torch.where(torch.rand(m, k, generator=random) < 0.1, -1.0, 1.0),
     "large": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**10,
     "small": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**-10,
 }
 
-# What calls are timed on: these take the same time in an honest kernel, up to what a device's power limit makes of it.
+# Calls are timed on these: an honest kernel takes the same time for all, but for a device's power limit.
 TIMED: dict[str, Draw] = {
     "zeros": lambda rows, columns, _: torch.zeros(rows, columns),
     "ones": lambda rows, columns, _: torch.ones(rows, columns),
@@ -90,7 +90,7 @@ TIMED: dict[str, Draw] = {
 }
 
 
-# Second operands that are drawn otherwise than the first.
+# How the second operand is drawn, where otherwise than the first.
 _SECOND: dict[str, Draw] = {
     "one-hot rows": _normal,
     "many octaves, one at a time": _one_hot,
@@ -107,11 +107,9 @@ def drawn(data: str, operand: int, rows: int, columns: int, seed: int, dtype: to
 
 @dataclass(frozen=True)
 class Rounded:
-    """Elements (rows, columns) float32, and scales (down, across) float32: a value is an element times its scale.
-
-    `tensor_scale` is NVFP4's second one. Without scaling scales are one 1. `given` is what was rounded, None where it
-    comes as codes.
-    """
+    """Elements (rows, columns) and scales (down, across), both float32: a value is an element times its scale.
+    `tensor_scale` is NVFP4's second scale. Without scaling, scales are one 1. `given` is what was rounded, None
+    where it comes as codes."""
 
     elements: Tensor
     scales: Tensor
@@ -138,7 +136,7 @@ class Rounded:
 
 
 def rounded(x: Tensor, treatment: Treatment | None) -> Rounded:
-    """As the recipe rounds it to nearest, its contraction last; None leaves it as it is."""
+    """Rounds to nearest as the recipe does, along the last dimension; without a treatment leaves it as it is."""
     if treatment is None:
         return Rounded(x.to(torch.float32), torch.ones(1, 1), None, given=x)
     fmt, scaling = treatment.fmt, treatment.scaling
@@ -151,13 +149,13 @@ def rounded(x: Tensor, treatment: Treatment | None) -> Rounded:
     return Rounded(elements, scales.to(torch.float32).reshape(*_grid(scales)), treatment, tensor_scale, x)
 
 
-# What scales may be off by, relative: by a reciprocal, or an approximate division.
+# The relative error of scales that come from a reciprocal or an approximate division.
 _ULPS = 2.0**-20
 
 
 def span(operand: Rounded) -> tuple[Tensor, Tensor]:
-    """The least and the largest value that honest casts leave of each number: under a scale that is a few last bits
-    off, rounded to nearest, ties to either side."""
+    """Returns the least and the largest value that honest casts may leave of each number. Their scales may be some
+    last bits off, and ties may go either way."""
     given, own = operand.given, operand.treatment
     low = high = operand.values
     if given is None or own is None:
@@ -174,15 +172,13 @@ def _grid(scales: Tensor) -> tuple[int, int]:
     return (scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (max(scales.numel(), 1), 1)
 
 
-# Sides of blocks that there are: where a matrix does not divide, the next one above is meant.
+# The sides of blocks in use: where blocks do not divide a matrix, the next larger side is meant.
 _SIDES = (1, 16, 32, 64, 128)
 
 
 def spread(scales: Tensor, like: Tensor) -> Tensor:
-    """A scale for each element of a matrix: one of each block, whose sizes follow from how many there are.
-
-    ValueError where so many scales do not cover the matrix in equal blocks.
-    """
+    """Expands scales to one for each element; how many there are says how large their blocks are. Raises ValueError
+    where so many scales do not cover the matrix in equal blocks."""
     down, across = scales.shape
     rows, columns = like.shape
     high, wide = _block(rows, down), _block(columns, across)
@@ -197,7 +193,7 @@ def _block(length: int, count: int) -> int:
 
 
 def scale_matrix(scale: Tensor) -> Tensor:
-    """Scales that somebody gave, float32 (down, across); bytes are e8m0 ones, as torch's own dtype of that name."""
+    """Returns a kernel's scales as float32 (down, across); bytes are read as e8m0."""
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
     scales = scale.detach().to(torch.float32).cpu()
@@ -206,7 +202,7 @@ def scale_matrix(scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Promised:
-    """The treatments of inputs, weights and gradients (None: left as they are), and the recipe, if it is one."""
+    """How a precision treats inputs, weights and gradients (None: not at all), and its recipe, if it is one."""
 
     treatments: tuple[Treatment | None, Treatment | None, Treatment | None]
     recipe: Recipe | None
@@ -224,23 +220,37 @@ def promised_by(name: str, facts: DeviceFacts) -> Promised:
     return Promised((plain, plain, plain), None, carrier)
 
 
-# Precisions that somebody may have taken for another one.
+# Precisions that are tried as mistakes.
 _OTHERS = ("fp8", "fp8-e4m3", "fp8-e5m2", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "fp16")
 _FNUZ = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
 _BYTE = 8
 _TAILS = (16, 32, 64, 128)
 
 
-# Its code, in words, and the values of an operand that it makes.
+# A mistake: its code, its words, and the values that it makes of an operand.
 Mistake = tuple[str, str, Tensor]
 
 
 def mistakes(kept: Rounded) -> Iterator[Mistake]:
-    """Of one operand, the likeliest first: what fits one by chance as well is called by the first name."""
+    """Yields the mistakes of one operand, the likeliest first: of several that explain a result the first is named."""
     if kept.given is not None and kept.treatment is not None:
         yield from _of_casts(kept.given, kept, kept.treatment)
     yield from _of_scales(kept)
     yield from _of_tails(kept)
+
+
+def nearest(
+    rows: Iterable[Mistake], distance: Callable[[Tensor], float], below: float, surely: float = 0.0
+) -> tuple[str, str] | None:
+    """Returns code and words of the mistake whose result has the least distance, if that is less than `below`.
+    Mistakes behind one within the distance `surely` are not tried."""
+    least, name = below, None
+    for code, words, tensor in rows:
+        apart = distance(tensor)
+        least, name = (apart, (code, words)) if apart < least else (least, name)
+        if apart <= surely:
+            break
+    return name
 
 
 def _of_casts(x: Tensor, kept: Rounded, own: Treatment) -> Iterator[Mistake]:
@@ -322,12 +332,11 @@ def _of_tails(kept: Rounded) -> Iterator[Mistake]:
         yield "tail", f"without the last {count} of the contraction", values
 
 
-# What is left of a moment, or of weights, between two steps.
+# What rounding leaves of a moment, or of weights, between two steps.
 Cast = Callable[[Tensor], Tensor]
 _FLOATS = {"e4m3": E4M3, "e5m2": E5M2}
 # The smallest scale that 8-bit optimizers divide by.
 _LEAST_SCALE = 1e-12
-_SCALE_BYTES = 4
 
 
 def same(x: Tensor) -> Tensor:
@@ -348,13 +357,13 @@ def half(rounding: ScaleRounding = ScaleRounding.EXACT) -> Cast:
 
 
 def cut(x: Tensor) -> Tensor:
-    """bfloat16 toward zero."""
+    """bfloat16, rounded toward zero."""
     bits = x.to(torch.float32).view(torch.int32) & ~0xFFFF
     return bits.view(torch.float32).to(torch.float64)
 
 
 def stochastic(seed: int) -> Cast:
-    """bfloat16, upward as often as the number is near to the upper one."""
+    """bfloat16, rounded up or down at random, without bias."""
     random = torch.Generator().manual_seed(seed)
 
     def cast(x: Tensor) -> Tensor:
@@ -365,36 +374,33 @@ def stochastic(seed: int) -> Cast:
     return cast
 
 
-def kept(word: str, facts: DeviceFacts, signed: bool = True) -> tuple[Cast, float]:
-    """The values that are left, by the word that says how moments are kept, and the bytes that one takes; of the
-    second moment not `signed`."""
+def kept(word: str, facts: DeviceFacts, signed: bool = True) -> Cast:
+    """Returns the cast of moments that are kept as the word says; second moments are not `signed`."""
     flat = FlatMoments.of(word)
     if flat is not None:
         fmt = _FLOATS.get(flat.codes)
         bits = 4 if flat.codes == "dynamic4" else 8
-        known = dynamic_map(bits, signed)
+        levels = dynamic_map(bits, signed)
         if flat.codes == "linear8":
-            known = torch.arange(-127, 128) / 127 if signed else torch.arange(256) / 255
-        middles = (known[1:] + known[:-1]) / 2  # where the nearest value of the map is the upper one, too
+            levels = torch.arange(-127, 128) / 127 if signed else torch.arange(256) / 255
+        middles = (levels[1:] + levels[:-1]) / 2  # ties go up
 
         def mapped(x: Tensor) -> Tensor:
-            return known[torch.bucketize(x, middles, right=True)]
+            return levels[torch.bucketize(x, middles, right=True)]
 
         codes = partial(values, fmt=fmt) if fmt else mapped
-        cast = partial(_flat, block=flat.block, largest=fmt.largest if fmt else 1.0, codes=codes)
-        return cast, bits / 8 + _SCALE_BYTES / flat.block
+        return partial(_flat, block=flat.block, largest=fmt.largest if fmt else 1.0, codes=codes)
     if word in ("fp32", "bf16"):
-        dtype = torch.float32 if word == "fp32" else torch.bfloat16
-        return partial(as_dtype, dtype=dtype), dtype.itemsize
+        return partial(as_dtype, dtype=torch.float32) if word == "fp32" else bf16
     if word == "fp16":
-        return half(), torch.float16.itemsize
+        return half()
     treatment = promised_by(word, facts).treatments[1]  # a moment lies as its weight does
     assert treatment is not None
-    return partial(_recipe, treatment=treatment), treatment.fmt.bits / 8
+    return partial(_recipe, treatment=treatment)
 
 
 def otherwise_scaled(word: str, facts: DeviceFacts) -> Iterator[tuple[Cast, str]]:
-    """A precision's casts under scales that are rounded in another way, and how."""
+    """Yields casts of the same precision under scales that are rounded in another way, with that way's name."""
     treatment = None if FlatMoments.of(word) else promised_by(word, facts).treatments[1]
     if treatment is None or treatment.scaling is None:
         return
@@ -409,7 +415,7 @@ def _recipe(x: Tensor, treatment: Treatment) -> Tensor:
 
 
 def _flat(x: Tensor, block: int, largest: float, codes: Cast) -> Tensor:
-    """Under a scale for each run of the tensor; the last one may be short."""
+    """Rounds under a scale for each run of `block` elements of the flattened tensor; the last run may be short."""
     line = x.to(torch.float32).flatten()
     runs = torch.nn.functional.pad(line, (0, -len(line) % block)).view(-1, block)
     scales = runs.abs().amax(1, keepdim=True).clamp(min=_LEAST_SCALE) / largest
@@ -418,9 +424,9 @@ def _flat(x: Tensor, block: int, largest: float, codes: Cast) -> Tensor:
 
 @cache
 def dynamic_map(bits: int, both: bool) -> Tensor:
-    """The values of Dettmers's dynamic data type, with negative ones or not: powers of ten, and within one of them
-    as many equal steps as the bits leave that its exponent does not take. Without a sign four bits are sixteen equal
-    steps, and none of them is zero (torchao's 4-bit optimizers)."""
+    """Returns the values of Dettmers's dynamic data type, with negative ones if `both`. They are powers of ten, with
+    as many equal steps within one as the exponent leaves bits for. Without a sign, four bits are sixteen equal
+    steps, and none of them is zero (as in torchao's 4-bit optimizers)."""
     if bits == 4 and not both:
         return torch.linspace(0, 1, 17)[1:]
     octaves = bits - 1

@@ -1,25 +1,25 @@
-"""What a result should be, and what is wrong with one that is not so.
+"""What a result should be, and which mistake explains one that is not.
 
-A promise is kept where each element is what a sum of the promised products, in some order, is rounded to. One that is
-not may be explained by a mistake, by which something else holds for every element. What nothing explains is held
-against the error that the emulation has on the same data: far above it is wrong, far below it is a wider precision.
+A product keeps its promise where each element is what a sum of the promised products, in some order, is rounded to. If
+not, the mistake is named that explains every element. What nothing explains is held against the error that the
+emulation has on the same data: far above it is wrong, far below it is a wider precision.
 
-Attention's weights are a softmax, so that no result can be told to the last bit: errors are told. What is promised are
-queries, keys and values as the precision casts them along their contractions. Scores and weights may stay in float32,
-or be rounded on their way: a result has to have the error of one of these ways, or lie between.
+A softmax has no result that is right to the last bit, so attention is judged by its error: scores and weights may stay
+in float32 or be rounded on their way, and a result has to have the error of one of these ways, or lie between.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.operands import Rounded, mistakes, rounded, span
+from fp8bench.features.audit.operands import Rounded, mistakes, nearest, rounded, span
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.formats.recipes import HOPPER_BITS, Treatment
 from fp8bench.model.promises import Difference
@@ -33,41 +33,42 @@ from fp8bench.numerics.conformity import (
 )
 from fp8bench.numerics.norms import relative_frobenius
 
-# An honest kernel whose casts round otherwise in places (an inverse in fewer bits, ties the other way) stays in it:
-# powers of two as scales move the error of FP8 by less than a tenth, casts that cut off double it.
+# The error, as a multiple of the emulation's, that a result may have. Honest casts that round otherwise in places (an
+# inverse in fewer bits, ties the other way) stay within: powers of two as scales move FP8's error by less than a tenth,
+# casts that cut off double it.
 BAND = (0.8, 1.25)
-# A guess is taken whose mean square of errors is so many times smaller than the promise's; of attention's results too.
+# A mistake is named that is so many times nearer than the promise, in mean squares; for products, and for attention.
 _NEARER, _NEARER_IN_ATTENTION = 4.0, 16.0
-# Of an element and a scale, both float32, that are multiplied, and of another way to the same scale; what an
-# exponential in float32, and sums in any order, may add to attention.
+# The relative error of an element times a scale in float32, if the scale was computed in another way. Also what a
+# float32 exponential, and sums in any order, may add to attention.
 _LAST_BITS = 2.0**-18
-# A neighbour under a scale that differs in its last bits, or that is rounded elsewhere; and under another scale.
+# How many steps of the grid a value may be off: under a scale that differs in its last bits, and under another scale.
 _STEP, _STEPS = 1.01, 2.0
-# Roundings are as good as drawn: a sum of many is off by so many standard errors at most.
+# Rounding errors are taken as random: a sum of many is off by so many standard errors at most.
 _DRAWN = 6.0
-# No mistake is named, and no error judged, of fewer results.
+# With fewer results no mistake is named, and no error judged.
 _ENOUGH = 64
-# A mean gain that is told, the standard errors that it has to be, and how much of it ties must leave to be seen.
+# The least mean gain that is reported; the standard errors that it has to exceed; the share of it that ties must leave.
 _GAIN, _SURE, _APART = 1e-3, 6.0, 0.05
-# Sums have a mean gain that are of so many terms.
+# A mean gain is looked for only in sums of at least so many terms.
 _TERMS = 8.0
-# Sums of so many bits are a remark: Hopper's FP8 products have 14. What sums of fewer than the least leave is no sum.
+# Sums in at least so many bits are a remark: Hopper's FP8 products have 14. Below the second number they are no sums.
 _SHORT, _LEAST_BITS = 13, 6
-# Units are followed term by term: for a second or so.
+# Hopper's units are simulated term by term: at most so many terms take about a second.
 _MOST_TERMS = 1 << 25
 _TIES = "casts round elsewhere, as a scale that differs in its last bits, or ties to the other side, make them"
-# Codes that one input shows for sure, and those of figures that a second one may not confirm.
+# Codes that one input proves; and codes of figures, which may be chance where a second input does not show them.
 CERTAIN = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
 FIGURES = ("too-bad", "too-good", "gain")
-# An error of attention that is nearer than this to an expected one is that one.
+# Two errors of attention are the same if their ratio is above this.
 _JUST = 0.999
-# What explains a product otherwise, by what an audit calls it.
+# The audit's codes for what `numerics/conformity.py` explains.
 _CODES = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OVERFLOW: "overflow"}
 Matrices = tuple[Tensor, ...]
 
 
 class PromiseVerdict(NamedTuple):
-    """What became of a promise: '' and no words where it was kept. A remark is something that is said of a kept one."""
+    """`code` is '' where the promise was kept without a remark; of a remark it says what was otherwise."""
 
     code: str = ""
     why: str = ""
@@ -84,19 +85,17 @@ class Promise(Protocol):
     """What a result should be."""
 
     def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
-        """What became of it. Not to `search`: what has the right error is let be without looking for mistakes."""
+        """Judges one result. Without `search`, no mistakes are looked for in a result with the right error."""
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        """Whether two results may be the same one."""
+        """Whether two results may stand for the same one."""
 
 
 @dataclass(frozen=True)
 class ProductPromise:
-    """a (M, K) times b (N, K) transposed, as their recipe rounds them.
-
-    `emulated` is there where casts rotate operands or draw random numbers: then only the error can be told, and is
-    that of this result. FP8 on `hopper` is summed in few bits, and may be.
-    """
+    """a (M, K) times b (N, K) transposed, as their recipe rounds them. `emulated` is the emulation's result where
+    casts rotate operands or draw random numbers: then only its error is compared. On `hopper` FP8 may be summed in
+    few bits."""
 
     a: Rounded
     b: Rounded
@@ -109,7 +108,7 @@ class ProductPromise:
         sums = self._sums(result.dtype)
         likely = sums.exact.to(result.dtype) if self.emulated is None else self.emulated
         beyond = ~likely.isfinite()
-        if bool(beyond.any()):  # where the promised sum is too large for its dtype nobody can say what is right
+        if bool(beyond.any()):  # nothing is right where the promised sum is too large for its dtype
             apart = (result.to(torch.float64) - sums.exact).abs()
             lost = int((~(apart <= sums.bound + sums.step(sums.exact.abs())) & ~beyond).sum())
             why = f"{lost} results beside those that overflow are wrong"
@@ -118,11 +117,11 @@ class ProductPromise:
             return wrong
         error, expected = self._error(result), self._error(likely)
         if self.emulated is None:
-            return self._held(result, sums, search)._replace(error=error, expected=expected)
+            return self._compared(result, sums, search)._replace(error=error, expected=expected)
         band = in_band(error, expected)
         return band if band.failed else PromiseVerdict(error=error, expected=expected)
 
-    def _held(self, result: Tensor, sums: ConformitySums, search: bool) -> PromiseVerdict:
+    def _compared(self, result: Tensor, sums: ConformitySums, search: bool) -> PromiseVerdict:
         wide = result.to(torch.float64)
         if sums.holds(wide):
             return PromiseVerdict()
@@ -151,7 +150,7 @@ class ProductPromise:
         return band
 
     def _of_units(self, result: Tensor, sums: ConformitySums) -> bool:
-        """In as many rows as that is followed in, and all others are as near as that."""
+        """Whether it is what Hopper's units give: to the bit in as many rows as can be simulated, and near in all."""
         a, b = self.a, self.b
         if any(side.treatment is None or side.treatment.fmt not in (E4M3, E5M2) for side in (a, b)):
             return False
@@ -168,7 +167,8 @@ class ProductPromise:
         return all(side.given is None or torch.equal(side.values, side.given.float()) for side in (self.a, self.b))
 
     def _beyond(self, wide: Tensor, sums: ConformitySums, slack: Iterable[Tensor], errors: float = math.inf) -> Tensor:
-        """Where no sum of operands that are off by so much at most is rounded to it; by so many standard errors."""
+        """Where no sum of operands that are off by at most `slack` is rounded to the result. With `errors`, rounding
+        errors are taken as random, and that many standard errors are allowed."""
         x, y, a, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
         more = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
         if errors < math.inf:
@@ -177,21 +177,21 @@ class ProductPromise:
         return ~((wide >= low) & (wide <= high))
 
     def _short(self, wide: Tensor, sums: ConformitySums) -> int:
-        """The bits that sums seem to be kept in, where they alone can be wrong; else 0."""
+        """Returns the bits that sums seem to be kept in, if short sums alone explain the result; else 0."""
         if bool((wide[sums.exact == 0] != 0).any()):
             return 0
         bits = kept_bits(wide, sums)
         if bits >= FLOAT32_BITS and self._lossless:
             apart = float((wide - sums.exact).square().mean() / sums.exact.square().mean().clamp(min=1e-300))
             bits = round(-math.log2(12 * apart) / 2) if apart else FLOAT32_BITS
-        held = bool(((wide - sums.exact).abs() <= 2.0 ** (3 - bits) * sums.magnitude + sums.step(sums.exact)).all())
-        return bits if held and _LEAST_BITS <= bits < FLOAT32_BITS else 0
+        fits = bool(((wide - sums.exact).abs() <= 2.0 ** (3 - bits) * sums.magnitude + sums.step(sums.exact)).all())
+        return bits if fits and _LEAST_BITS <= bits < FLOAT32_BITS else 0
 
     def _gain(self, wide: Tensor, sums: ConformitySums, spans: Sequence[Matrices]) -> str:
-        """How much larger results are in the mean, beside what ties do to either side; '' where that is nothing."""
+        """Says how much too large results are in the mean, beside what rounding of ties explains; '' if not."""
         a, b = self.a.values.double(), self.b.values.double()
         terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
-        if float(terms.median()) < _TERMS:  # a rounding of few numbers leans as it likes
+        if float(terms.median()) < _TERMS:  # the rounding of few numbers has a mean of its own
             return ""
         columns = [sums.exact]
         for place, ((low, high), values) in enumerate(zip(spans, (self.a.values, self.b.values), strict=True)):
@@ -211,7 +211,6 @@ class ProductPromise:
         return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} in the mean" if sure else ""
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        """Summed in two orders."""
         sums = self._sums(tensor.dtype)
         return sums.near(tensor.to(torch.float64), other.to(torch.float64), 2 * sums.bound)
 
@@ -225,7 +224,8 @@ class ProductPromise:
         return relative_frobenius(result, exact) if bool(exact.any()) else None
 
     def _explained(self, wide: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
-        """The first mistake that explains every element; else what differs; else the one that comes much nearer."""
+        """Returns code and words of the first mistake that explains every element; else of the kind of difference; else
+        of the mistake that comes much nearer."""
         own, nearest = float((wide - sums.exact).square().sum()), (math.inf, "", "")
         for code, words, a, b in self._guesses():
             guess = ConformitySums(a.to(torch.float64), b.to(torch.float64), result.dtype)
@@ -253,7 +253,7 @@ class ProductPromise:
 
 @dataclass(frozen=True)
 class CastPromise:
-    """The values that a recipe leaves of a matrix."""
+    """A matrix as a recipe casts it."""
 
     kept: Rounded
 
@@ -266,42 +266,38 @@ class CastPromise:
         error, expected = (
             relative_frobenius(tensor, given) if bool(given.any()) else None for tensor in (values, wanted)
         )
-        verdict = self._held(values, kept.values, search)
-        return verdict._replace(error=error, expected=expected)
+        band = partial(in_band, error, expected)
+        return self._compared(values, search, band)._replace(error=error, expected=expected)
 
-    def _held(self, values: Tensor, wanted: Tensor, search: bool) -> PromiseVerdict:
+    def _compared(self, values: Tensor, search: bool, band: Callable[[str], PromiseVerdict]) -> PromiseVerdict:
         kept, given, treatment = self.kept, self.kept.given, self.kept.treatment
         assert given is not None and treatment is not None
-        off = (values - wanted).abs() > _LAST_BITS * wanted.abs()
-        if not bool(off.any()):
+        apart = (values - kept.values).abs()
+        if self.agrees(values, kept.values):
             return PromiseVerdict()
-        wrong_ones = f"{int(off.sum())} of {off.numel()} elements are"
-        if bool(((values - wanted).abs() <= _slack(kept, span(kept))).all()):
-            return PromiseVerdict("other-rounding", f"{wrong_ones} rounded otherwise: {_TIES}", remark=True)
-        near = bool(((values - wanted).abs() <= _STEP * steps_of(kept, values)).all())
+        wrong = f"{int((apart > _LAST_BITS * kept.values.abs()).sum())} of {apart.numel()} elements are"
+        if bool((apart <= _slack(kept, span(kept))).all()):
+            return PromiseVerdict("other-rounding", f"{wrong} rounded otherwise: {_TIES}", remark=True)
         enough = values.numel() >= _ENOUGH
         for code, words, other in mistakes(kept) if search and enough else ():
-            if bool(((values - other).abs() <= _LAST_BITS * other.abs()).all()):
+            if self.agrees(values, other):
                 return PromiseVerdict(code, f"the matrix is {words}")
-        if not near:
-            return PromiseVerdict("wrong-values", f"{wrong_ones} wrong, some by more than a step of the grid")
+        if not bool((apart <= _STEP * steps_of(kept, values)).all()):
+            return PromiseVerdict("wrong-values", f"{wrong} wrong, some by more than a step of the grid")
         if not enough:
-            return PromiseVerdict("other-rounding", f"{wrong_ones} rounded otherwise", remark=True)
-        difference, why = explain_cast(values, wanted, given.to(torch.float32), treatment.fmt)
+            return PromiseVerdict("other-rounding", f"{wrong} rounded otherwise", remark=True)
+        difference, why = explain_cast(values, kept.values, given.to(torch.float32), treatment.fmt)
         if difference in _CODES:
             return PromiseVerdict(_CODES[difference], why)
-        error, expected = (
-            relative_frobenius(tensor, given) if bool(given.any()) else None for tensor in (values, wanted)
-        )
-        return in_band(error, expected, why or "other values, of the same error")
+        return band(why or "other values, of the same error")
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        return torch.equal(tensor, other) or bool(((tensor - other).abs() <= _LAST_BITS * other.abs()).all())
+        return bool(((tensor - other).abs() <= _LAST_BITS * other.abs()).all())
 
 
 @dataclass(frozen=True)
 class AttentionPromise:
-    """Of queries, keys and values as they came, all cast by one treatment."""
+    """Attention of queries, keys and values as they came in `given`, all cast by one treatment."""
 
     given: Matrices
     treatment: Treatment | None
@@ -318,9 +314,9 @@ class AttentionPromise:
         lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
         if (not lossy or low <= error) and error <= high:
             return PromiseVerdict(error=error, expected=high)
-        nearest = min(((_distance(result, tensor), code, why) for code, why, tensor in self._mistakes()), default=None)
-        if nearest is not None and nearest[0] * _NEARER_IN_ATTENTION < _distance(result, wanted):
-            return PromiseVerdict(*nearest[1:], error, high)
+        distance = partial(_distance, result)
+        if mistake := nearest(self._mistakes(), distance, distance(wanted) / _NEARER_IN_ATTENTION):
+            return PromiseVerdict(*mistake, error, high)
         band = in_band(error, high if error > high or not lossy else low)
         return PromiseVerdict(error=error, expected=high) if band.code == "too-good" and not lossy else band
 
@@ -333,7 +329,8 @@ class AttentionPromise:
         return _weights(q, k, self.causal) @ v
 
     def _promised(self, weights: bool = False, scores: bool = False) -> Tensor:
-        """With what lies between kept in float64, or in the carrier and cast, as operators that are not fused do."""
+        """Returns the promised result with what lies between in float64, or rounded as operators that are not fused do:
+        `weights` cast from the carrier, `scores` kept in it."""
         q, k, v = self._cast()
         carrier = self.given[0].dtype
         between = _scores(q, k)
@@ -344,7 +341,7 @@ class AttentionPromise:
         return (_along_last(shares.to(carrier), self.treatment) if weights else shares) @ v
 
     def _cast(self) -> Matrices:
-        """All three, each along the contraction of its product: that of values is the places."""
+        """Returns all three, each cast along the contraction of its product: values along their places."""
         q, k, turned = (
             _along_last(tensor, self.treatment) for tensor in (*self.given[:2], self.given[2].transpose(-1, -2))
         )
@@ -378,7 +375,7 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _weights(q: Tensor, k: Tensor, causal: bool, later: int = 0) -> Tensor:
-    """The softmax of the scores; in causal ones each place sees itself, the earlier ones and so many `later` ones."""
+    """Returns the softmax of scores. If causal, each place sees itself, earlier ones, and `later` more."""
     return _softmax(_scores(q, k), causal, later)
 
 
@@ -404,7 +401,8 @@ def _slack(operand: Rounded, ends: Matrices) -> Tensor:
 
 
 def steps_of(operand: Rounded, values: Tensor | None = None) -> Tensor:
-    """From each value to its neighbour on the grid, or from another one's where that is more; 0 of what is not cast."""
+    """Returns the distance of each value to its neighbour on the grid, there or at `values` if that is more; 0 for what
+    is not cast."""
     if operand.treatment is None or operand.given is None:
         return torch.zeros_like(operand.elements)
     fmt, spread = operand.treatment.fmt, operand.spread
@@ -432,6 +430,7 @@ def not_finite(result: Tensor) -> PromiseVerdict | None:
 
 
 def in_band(error: float | None, expected: float | None, why: str = "") -> PromiseVerdict:
+    """Judges by error alone; `why` are words for what is known already."""
     why, remark = why or "no known mistake explains it", why or "not the promised values, and with their error"
     if error is None or expected is None:
         return PromiseVerdict("unexplained", why, error, expected)

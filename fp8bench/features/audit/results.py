@@ -1,7 +1,5 @@
-"""Whether results come from what goes in, this time: nothing remembered, overwritten or read that nobody wrote.
-
-And what kernels are given beside plain matrices: numbers that are none, sizes and layouts that nobody tries.
-"""
+"""Checks that call a kernel in ways that everyday tests do not: again, at other addresses, with numbers that are not
+finite, and with sizes and layouts that nobody tries."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ from fp8bench.user_code import own_words
 
 BLOCKS, BLOCK = "blocks of different sizes", 128
 _ORDINALS = ("first", "second", "third")
-# What is transposed of a matrix, and of heads.
+# The dimensions that are exchanged in a matrix, and in one with heads.
 _SIDES = (0, 1), (1, 2)
 Results = dict[str, Tensor]
 
 
 class Relation(NamedTuple):
-    """What is done to the matrices, and what a result has to become then."""
+    """`given` changes the matrices; `wanted` says what the old result has to become then."""
 
     words: str
     given: Callable[..., Matrices]
@@ -64,7 +62,7 @@ _OF_OPTIMIZERS = (Relation("gradients and weights negated", lambda *both: tuple(
 
 
 class RelationsCheck(AuditCheck):
-    """What has to hold whatever the precision."""
+    """Checks what has to hold in any precision: if operands are doubled or permuted, results must follow."""
 
     name, kinds = "relations", frozenset(AuditKind) - {AuditKind.LINEAR}
 
@@ -92,15 +90,15 @@ class RelationsCheck(AuditCheck):
 
 
 _OTHER = "uniform"
-# What is timed is called so often before anybody looks again, or for so many seconds.
+# A loop of timing is imitated by so many calls, or by those that fit into so many seconds.
 _CALLS, _LONGEST = 110, 2.0
 _POISONED = 4
-# Tens of milliseconds: whoever does not wait for a stream that is busy so long has read too early.
+# Tens of milliseconds: a kernel that does not wait for a stream so busy reads its inputs too early.
 _BUSY_CYCLES = 100_000_000
 
 
 class MemoryCheck(AuditCheck):
-    """Calls it again and again, and changes what lies around it."""
+    """Calls the kernel again and again, and changes what lies around it."""
 
     name = "memory"
 
@@ -117,20 +115,20 @@ class MemoryCheck(AuditCheck):
         before = [argument.detach().clone() for argument in arguments]
         self.subject.results(arguments)
         for place, pair in enumerate(zip(arguments, before, strict=True), 1):
-            one, other = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in pair)
-            if not torch.equal(one, other):
+            now, then = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in pair)
+            if not torch.equal(now, then):
                 yield self.fail("input-changed", f"argument {place} is not as it was before the call")
                 return
 
     def _stale(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """New values where others were: whoever remembers results by address gives the old ones."""
+        """Writes new values where others were: a kernel that remembers results by address gives old ones."""
         self.subject.results(arguments)
         fresh = self._refilled(arguments, _OTHER)
         if self._wrong(fresh, self.subject.results(arguments)):
             yield self.fail("stale", "other values at the same addresses: the result is not theirs")
 
     def _keyed(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """Other values but in the first row and column: whoever knows inputs by a few values gives old results."""
+        """Changes all but the outer rows and columns: a kernel that knows inputs by a few values gives old results."""
         base = self._refilled(arguments, NORMAL)
         self.subject.results(arguments)
         fresh = self._matrices(_OTHER)
@@ -141,7 +139,6 @@ class MemoryCheck(AuditCheck):
             yield self.fail("keyed", "all but the first and last rows and columns changed: old results")
 
     def _overwritten(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """A result is the caller's: a later call must not write into it."""
         first = self.subject.raw(arguments)
         kept = {name: tensor.detach().clone() for name, tensor in first.items()}
         self._refilled(arguments, "rows of different sizes")
@@ -151,7 +148,7 @@ class MemoryCheck(AuditCheck):
             yield self.fail("overwritten", "a later call writes into the result of an earlier one")
 
     def _poisoned(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """Memory that comes back from the allocator, and results that were given back, are full of NaN."""
+        """Fills results that were given back, and so the memory that the allocator hands out again, with NaN."""
         fresh = self._refilled(arguments, NORMAL)
         for _ in range(_POISONED):
             for tensor in self.subject.raw(arguments).values():
@@ -161,7 +158,7 @@ class MemoryCheck(AuditCheck):
                 return
 
     def _late(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """After a loop as it is timed, with values that it has not seen."""
+        """Gives other values after a loop of calls such as a timing."""
         end, calls = time.monotonic() + _LONGEST, 0
         while calls < _CALLS and time.monotonic() < end:
             self.subject.raw(arguments)
@@ -171,7 +168,7 @@ class MemoryCheck(AuditCheck):
             yield self.fail("late", f"after {calls} calls with the same arguments results are wrong")
 
     def _repeated(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """At another address the same bits; a remark where sums are in another order each time."""
+        """Asks for the same bits at other addresses. Others that are right get a remark: sums in another order."""
         fresh = self._refilled(arguments, NORMAL)
         here, there = self.subject.results(arguments), self.auditor.results(fresh)
         if all(torch.equal(here[name], tensor) for name, tensor in there.items()):
@@ -182,26 +179,25 @@ class MemoryCheck(AuditCheck):
             yield self.remark("not-repeatable", "the same values do not always give the same bits")
 
     def _other_stream(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """Of a GPU: inputs that are written late on a stream of one's own, and a call on that stream behind them."""
+        """On a GPU, writes the inputs late on a stream of its own, and calls the kernel on that stream behind them."""
         fresh = self._matrices(_OTHER)
-        held, new = self.subject.arguments(self._matrices(NORMAL)), self.subject.arguments(fresh)
+        arguments_there, late = self.subject.arguments(self._matrices(NORMAL)), self.subject.arguments(fresh)
         with beside(self.subject.device) as there:
             if not there:
                 return
-            _write(new, held)
-            results = self.subject.results(held)
+            _write(late, arguments_there)
+            results = self.subject.results(arguments_there)
         if self._wrong(fresh, results):
             yield self.fail("stream", "on its caller's stream it does not wait for what went before")
 
     def _wrong(self, matrices: Matrices, results: dict[str, Tensor]) -> bool:
-        return any(verdict.failed for verdict in self.auditor.judged(matrices, results).values())
+        return any(verdict.failed for verdict in self.auditor.judge(matrices, results).values())
 
     def _matrices(self, data: str) -> Matrices:
         assert self.given is not None
         return self.auditor.matrices(self.given._replace(data=data))
 
     def _refilled(self, arguments: Matrices, data: str) -> Matrices:
-        """Other data of the same shape, written where the arguments lie."""
         fresh = self._matrices(data)
         _write(self.subject.arguments(fresh), arguments)
         return fresh
@@ -215,7 +211,7 @@ def _write(values: Matrices, into: Matrices) -> None:
 
 @contextmanager
 def beside(device: str) -> Iterator[bool]:
-    """The body's work goes to a stream of its own, which is busy at first; False where a device has none."""
+    """The body's work goes to a stream of its own, which is busy at first; yields False where the device has none."""
     if not device.startswith("cuda"):
         yield False
         return
@@ -228,87 +224,74 @@ def beside(device: str) -> Iterator[bool]:
 
 
 class SpecialValuesCheck(AuditCheck):
-    """A number that is none must not become one."""
+    """A NaN or infinity must not become an ordinary number, nor zeros anything else."""
 
     name = "special values"
 
     def look(self) -> Iterator[AuditFinding]:
-        said: set[str] = set()
-        for finding in self._all():
-            if finding.code not in said:
-                said.add(finding.code)
+        """Yields each code once."""
+        given, reported = AuditInput(NORMAL, self.auditor.shapes()[0]), set[str]()
+        for how, matrices, is_wrong, code, why in self._trials(self.auditor.matrices(given)):
+            about = given._replace(how=how) if how else given._replace(data="zeros")
+            try:
+                results = self.auditor.results(matrices)
+                self.auditor.tried += len(results)
+            except Exception as error:  # noqa: BLE001 - foreign code may raise anything
+                finding = self.remark("raises", f"{how or 'zeros'}: {type(error).__name__}", about)
+            else:
+                finding = self.fail(code, f"{how}: {why}" if how else why, about)
+                if not is_wrong(results):
+                    continue
+            if finding.code not in reported:
+                reported.add(finding.code)
                 yield finding
 
-    def _all(self) -> Iterator[AuditFinding]:
-        given = AuditInput(NORMAL, self.auditor.shapes()[0])
-        matrices = self.auditor.matrices(given)
+    def _trials(self, matrices: Matrices) -> Iterator[tuple[str, Matrices, Callable[[Results], bool], str, str]]:
+        """Yields what was done to the matrices, these, whether results are wrong, and a code and words if they are."""
         first, *rest = matrices
         tiny = first * torch.finfo(first.dtype).smallest_normal / 4
-        yield from self._looked(given._replace(data="zeros"), self.subject.zeroed(matrices), self._zeros)
-        yield from self._looked(given._replace(how="subnormal numbers"), (tiny, *rest), self._tiny)
+        zeros = self.subject.zeroed(matrices)
+        yield "", zeros, lambda results: bool((_first(results) != 0).any()), "zeros", "zeros gave other numbers"
+        yield "subnormal numbers", (tiny, *rest), _not_finite, "subnormal", "what came out is not finite"
         for operand, matrix in enumerate(matrices[: 1 if self.subject.kind is AuditKind.OPTIMIZER else None]):
             last = matrix.numel() - 1
             for index in (0, (last - matrix.shape[-1]) // 2, last):
-                for word, number in (("a NaN", math.nan), ("an infinity", math.inf)):
-                    row, column = divmod(index, matrix.shape[-1])
-                    how = f"{word} in the {_ORDINALS[operand]} argument's row {row}, column {column}"
-                    looks = partial(self._nan if word == "a NaN" else self._infinity, operand=operand, row=row)
-                    changed = _set(matrices, operand, index, number)
-                    yield from self._looked(given._replace(how=how), changed, looks)
+                row, column = divmod(index, matrix.shape[-1])
+                where = f"in the {_ORDINALS[operand]} argument's row {row}, column {column}"
+                nan, infinity, zero = (_set(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0))
+                is_lost = partial(self._nan_lost, operand=operand, row=row)
+                yield f"a NaN {where}", nan, is_lost, "nan-lost", "what it goes into is all numbers"
+                is_lost = partial(self._infinity_lost, operand=operand, row=row, zero=zero)
+                yield f"an infinity {where}", infinity, is_lost, "infinity-lost", "results are those of a zero"
 
-    def _looked(
-        self, given: AuditInput, matrices: Matrices, looks: Callable[[Results, AuditInput], Iterator[AuditFinding]]
-    ) -> Iterator[AuditFinding]:
-        try:
-            results = self.auditor.results(matrices)
-        except Exception as error:  # noqa: BLE001 - foreign code may raise anything
-            yield self.remark("raises", f"{given.how or given.data}: {type(error).__name__}", given)
-            return
-        self.auditor.tried += len(results)
-        yield from looks(results, given)
-
-    def _line(self, results: Results, operand: int, row: int) -> tuple[Tensor, Tensor]:
-        """The results that a row of an operand goes into, and the others."""
+    def _reached(self, results: Results, operand: int, row: int) -> Tensor:
+        """Returns the results that a row of an operand goes into."""
         kind, names = self.subject.kind, list(results)
         result = results[names[operand == 2 and kind is AuditKind.LINEAR]]
         result = result.reshape(-1, result.shape[-1])
-        own = torch.ones_like(result, dtype=torch.bool)
         if kind in (AuditKind.PRODUCT, AuditKind.LINEAR) and operand == 1:
-            own[:] = torch.arange(result.shape[1]) == row
-        elif kind is not AuditKind.OPTIMIZER and (operand == 0 or kind is AuditKind.LINEAR):
-            own[:] = (torch.arange(len(result)) == row)[:, None]
-        return result[own], result[~own]
+            return result[:, row]
+        return result[row] if kind is AuditKind.LINEAR or (operand == 0 and kind is not AuditKind.OPTIMIZER) else result
 
-    def _nan(self, results: Results, given: AuditInput, operand: int, row: int) -> Iterator[AuditFinding]:
-        own, others = self._line(results, operand, row)
-        if not bool(own.isnan().any()):
-            yield self.fail("nan-lost", f"{given.how}: what it goes into is all numbers", given)
-        elif bool(others.isnan().any()):
-            yield self.remark("nan-spreads", "a NaN takes other rows along", given)
+    def _nan_lost(self, results: Results, operand: int, row: int) -> bool:
+        return not bool(self._reached(results, operand, row).isnan().any())
 
-    def _infinity(self, results: Results, given: AuditInput, operand: int, row: int) -> Iterator[AuditFinding]:
-        """It may become the largest number, or none; not nothing."""
-        own, others = self._line(results, operand, row)
-        if bool(own.isfinite().all()) and self.subject.kind in (AuditKind.PRODUCT, AuditKind.CAST, AuditKind.LINEAR):
-            matrices = self.auditor.matrices(given)
-            column = int(given.how.rpartition(" ")[2])
-            without = _set(matrices, operand, row * matrices[operand].shape[-1] + column, 0.0)
-            promises = self.subject.promises(without)
-            if not any(promises[name].judge(result, search=False).failed for name, result in results.items()):
-                yield self.fail("infinity-lost", f"{given.how}: results are those of a zero", given)
-        if bool((~others.isfinite()).any()):
-            yield self.remark("infinity-spreads", "an infinity takes other rows along", given)
-        elif others.numel() and not bool(others.any()):
-            yield self.remark("infinity-spreads", "an infinity makes all other rows zero", given)
+    def _infinity_lost(self, results: Results, operand: int, row: int, zero: Matrices) -> bool:
+        """An infinity may become the largest number, or NaN, but must not count as a zero."""
+        if self.subject.kind not in (AuditKind.PRODUCT, AuditKind.CAST, AuditKind.LINEAR):
+            return False
+        if not bool(self._reached(results, operand, row).isfinite().all()):
+            return False
+        promises = self.subject.promises(zero)
+        return not any(promises[name].judge(result, search=False).failed for name, result in results.items())
 
-    def _zeros(self, results: Results, given: AuditInput) -> Iterator[AuditFinding]:
-        result = next(iter(results.values()))
-        if not bool((result == 0).all()):
-            yield self.fail("zeros", f"zeros went in, and {float(result.flatten()[0]):g} came out", given)
 
-    def _tiny(self, results: Results, given: AuditInput) -> Iterator[AuditFinding]:
-        if not bool(next(iter(results.values())).isfinite().all()):
-            yield self.fail("subnormal", "subnormal numbers went in, and what came out are no numbers", given)
+def _first(results: Results) -> Tensor:
+    return next(iter(results.values()))
+
+
+def _not_finite(results: Results) -> bool:
+    return not bool(_first(results).isfinite().all())
 
 
 def _replaced(matrices: Matrices, operand: int, tensor: Tensor) -> Matrices:
@@ -322,16 +305,16 @@ def _set(matrices: Matrices, operand: int, index: int, number: float) -> Matrice
 
 
 class ExtremesCheck(AuditCheck):
-    """Sizes that nobody tries: far from one, tall, long, and nothing at all in a row among others."""
+    """Sizes that tests leave out: values far from one, tall and long matrices, and rows of zeros among others."""
 
-    name, of_sound, kinds = "extremes", True, frozenset(AuditKind) - {AuditKind.OPTIMIZER}
+    name, needs_sound, kinds = "extremes", True, frozenset(AuditKind) - {AuditKind.OPTIMIZER}
 
     def look(self) -> Iterator[AuditFinding]:
         for given, whole in self._cases():
             results, matrices = self.auditor.results(whole), whole
             if given.shape == self.auditor.fitting(self.subject.tall) and self.subject.kind is not AuditKind.ATTENTION:
-                # Rows that say how the others are: beside the ends of blocks, and those of the largest, of which
-                # scales are.
+                # To save time, only some rows are judged: those beside the ends of blocks of 16, and those with the
+                # largest numbers, which decide scales.
                 high = (whole[0], *whole[2:])
                 count, largest = len(high[0]), [int(matrix.abs().amax(1).argmax()) for matrix in high]
                 rows = sorted({*range(0, count, 16), *(end - 1 for end in range(16, count, 16)), count - 1, *largest})
@@ -349,9 +332,10 @@ class ExtremesCheck(AuditCheck):
     def _cases(self) -> Iterator[tuple[AuditInput, Matrices]]:
         given = AuditInput(NORMAL, self.auditor.shapes()[0])
         matrices = self.auditor.matrices(given)
-        # What may be of any size: not where no scale follows it, or fp16 ends; scores are no sizes.
-        scaled_ones = (2,) if self.subject.kind is AuditKind.ATTENTION else range(len(matrices))
-        for operand in scaled_ones if matrices[0].dtype is not torch.float16 and self.subject.follows else ():
+        # Only operands with scales can be far from one, and not in fp16. In attention the values alone: queries and
+        # keys of another size are another softmax.
+        operands = (2,) if self.subject.kind is AuditKind.ATTENTION else range(len(matrices))
+        for operand in operands if matrices[0].dtype is not torch.float16 and self.subject.is_scaled else ():
             for power in (40, -40):
                 how = f"the {_ORDINALS[operand]} argument times 2^{power}"
                 yield given._replace(how=how), _replaced(matrices, operand, matrices[operand] * 2.0**power)
@@ -371,9 +355,9 @@ class ExtremesCheck(AuditCheck):
 
 
 class StridesCheck(AuditCheck):
-    """Matrices that are parts of others, or lie otherwise: right, or refused."""
+    """Matrices that are slices of others, or lie transposed: the result must be right, or the call refused."""
 
-    name, of_sound, kinds = "strides", True, frozenset(AuditKind) - {AuditKind.OPTIMIZER}
+    name, needs_sound, kinds = "strides", True, frozenset(AuditKind) - {AuditKind.OPTIMIZER}
 
     def look(self) -> Iterator[AuditFinding]:
         given = AuditInput(NORMAL, self.auditor.shapes()[0])
@@ -387,7 +371,7 @@ class StridesCheck(AuditCheck):
                 try:
                     moved = laid(arguments[operand].detach()).requires_grad_(arguments[operand].requires_grad)
                     results = self.subject.results(_replaced(arguments, operand, moved))
-                except Exception as error:  # noqa: BLE001 - a refusal is what it may get
+                except Exception as error:  # noqa: BLE001 - it may refuse
                     refused = refused or f"{about.how}: {own_words(error)}"
                     continue
                 self.auditor.tried += len(results)
@@ -410,9 +394,9 @@ _LAID: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class OddShapesCheck(AuditCheck):
-    """Tiles are whole, and matrices are not."""
+    """Sizes that fill no whole tile: the result must be right, or the call refused."""
 
-    name, of_sound = "odd shapes", True
+    name, needs_sound = "odd shapes", True
 
     def look(self) -> Iterator[AuditFinding]:
         refused: list[str] = []
@@ -421,20 +405,20 @@ class OddShapesCheck(AuditCheck):
             for data in (NORMAL, BLOCKS) if BLOCKS in self.subject.data else (NORMAL,):
                 given = AuditInput(data, shape)
                 try:
-                    wrong = [(name, verdict) for name, verdict in self.auditor.wrong(given).items() if verdict.failed]
-                except Exception as error:  # noqa: BLE001 - a refusal is what a size that does not divide may get
-                    refused.append(self.auditor.words(given).partition(",")[0])
+                    problems = self.auditor.problems(given)
+                except Exception as error:  # noqa: BLE001 - it may refuse
+                    refused.append(self.auditor.input_text(given).partition(",")[0])
                     why = why or own_words(error)
                     break
-                if wrong:
-                    yield self.judged(given, *wrong[0])
+                for name in (name for name, verdict in problems.items() if verdict.failed):
+                    yield self.finding(given, name, problems[name])
                     return
         if refused:
             why = f"{len(refused)} of {len(self.subject.odd)} sizes are refused: {why}"
             yield AuditFinding(self.name, AuditOutcome.PASS, "refused", why, refused[0])
 
 
-# All that look at values, in the order in which they run.
+# The checks that look at values, in the order in which they run.
 VALUE_CHECKS: tuple[type[AuditCheck], ...] = (
     NumbersCheck,
     ManyStepsCheck,

@@ -1,5 +1,8 @@
-"""Optimizers under audit: the weights after some steps, held against those of the same steps with moments and weights
-kept as promised, or with one of the mistakes that people make. Everything between two casts is in float64."""
+"""Optimizers under audit.
+
+The weights after some steps are held against those of the same steps with moments and weights kept as promised, or with
+one of the mistakes that people make. Everything between two casts is in float64.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.operands import Cast, as_dtype, bf16, cut, half, kept, otherwise_scaled, same, stochastic
+from fp8bench.features.audit.operands import (
+    Cast,
+    as_dtype,
+    bf16,
+    cut,
+    half,
+    kept,
+    nearest,
+    otherwise_scaled,
+    same,
+    stochastic,
+)
 from fp8bench.features.audit.promises import BAND, PromiseVerdict, not_finite, unusable
 from fp8bench.features.audit.values import FlatMoments
 from fp8bench.formats.recipes import ScaleRounding
@@ -20,26 +34,26 @@ from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import KeptWeights, Signature, UpdateRule
 from fp8bench.numerics.norms import relative_frobenius
 
-# Mean squares of differences: a mistake is told where it lies so many times nearer than what was promised.
+# A mistake is named that lies so many times nearer than the promise, in mean squares.
 _NEARER = 16.0
-# What comes nearer by so much is what was done, and nothing else is tried.
+# A mistake at this share of the promise's distance is what was done: no other is tried.
 _SURELY = 0.01
-# Rounding weights to float32 at every step, in sums and products of another order.
+# The step of float32, and how many of them an order of sums and products may make of a step.
 _FLOAT32, _ORDERS = 2.0**-24, 8.0
-# The error of few weights that are rounded at random: so many standard errors of itself.
+# The error of weights rounded at random may differ by so many of its standard errors.
 _DRAWN = 6.0
-# So many standard errors of a mean, over all elements.
+# A mean over all elements is a bias if it exceeds so many of its standard errors.
 _BIASED = 6.0
-# Ways to keep moments that somebody may have taken for others.
+# Ways to keep moments that are tried as mistakes.
 _OTHERS = ("fp32", "bf16", "fp16", "fp8", "fp8-e5m2", "e4m3-256", "dynamic8-256", "dynamic4-128", "linear8-256")
-# From here on mistakes are looked for that few steps do not show.
+# With more steps than this, mistakes are looked for that few steps do not show.
 _LONG = 100
-# Up to here 8-bit optimizers may leave a tensor as it is, and where their blocks do not divide it.
+# 8-bit optimizers may leave tensors of fewer elements as they are, and those that blocks do not divide.
 _SMALL = 4096
 
 
 class Hyper(NamedTuple):
-    """What an optimizer says in its `param_groups`."""
+    """The hyperparameters in an optimizer's `param_groups`."""
 
     rate: float
     decay: float
@@ -51,7 +65,7 @@ class Hyper(NamedTuple):
 
     @classmethod
     def of(cls, group: Mapping[str, Any], rule: UpdateRule) -> Hyper:
-        """ValueError where something lacks, or is asked for that no promise here covers."""
+        """Raises ValueError where one is missing, or an option is on that is not audited."""
         names = ("lr", "weight_decay", *(("momentum",) if rule is UpdateRule.SGD else ("betas", "eps")))
         if lacks := [name for name in names if name not in group]:
             raise ValueError(f"its param_groups lack {', '.join(lacks)}: nobody can say what a step should be")
@@ -73,13 +87,10 @@ Decay = Literal["", "decoupled", "coupled", "unscaled", "none"]
 
 @dataclass(frozen=True)
 class OptimizerWay:
-    """`first`, `second` and `weights` are what is left of the moments and weights after a step, `shown` what the
-    caller sees of the weights. `late`: the update is made of the moments as they are kept, and not as computed.
-
-    What follows is as it should be unless somebody has made a mistake: which moments' `bias` is corrected, where
-    `epsilon` is added, how weights `decay`, what the `count` of a step is taken for, which moments it `remembers`, and
-    by which `factor` the update is multiplied.
-    """
+    """One way to take steps. `first`, `second` and `weights` cast the moments and weights after a step; `shown`
+    casts the weights that the caller sees. With `late` the update uses the moments as they were cast. The other
+    fields plant a mistake: which moments' `bias` is corrected, where `epsilon` is added, how weights `decay`, what
+    the `count` of a step is taken for, which moments it `remembers`, and a `factor` of the update."""
 
     rule: UpdateRule
     hyper: Hyper
@@ -144,7 +155,7 @@ _TORCH = {UpdateRule.ADAMW: "AdamW", UpdateRule.ADAM: "Adam", UpdateRule.SGD: "S
 
 @dataclass(frozen=True)
 class Unfused:
-    """torch's own steps, each of whose operations rounds to the dtype of the weights."""
+    """torch's own optimizer, each of whose operations rounds to the dtype of the weights."""
 
     rule: UpdateRule
     hyper: Hyper
@@ -163,7 +174,7 @@ class Unfused:
         return weights.detach().to(torch.float64)
 
 
-# Code, words, and what of a Way is otherwise.
+# A mistake: its code, its words, and the fields of an OptimizerWay that are otherwise.
 Row = tuple[str, str, dict[str, Any]]
 _OF_MOMENTS: tuple[Row, ...] = (
     ("bias-correction", "neither moment's bias is corrected", {"bias": (False, False)}),
@@ -208,8 +219,9 @@ _MOMENTS = {
 def mistakes(
     way: OptimizerWay, others: Mapping[str, tuple[Cast, Cast]], long: bool
 ) -> Iterator[tuple[str, str, OptimizerWay]]:
-    """Their codes, in words, and the steps that they make where these should be `way`; of `long` rows of steps those
-    that few do not show. `others` are ways to keep both moments that somebody may have taken instead."""
+    """Yields code and words of each mistake that steps which should be `way` may have made, and the way of taking
+    them. `others` are other ways to keep both moments. With `long`, only mistakes are tried that few steps do not
+    show."""
     value, other = way.hyper.betas
     coarse = float(cut(torch.tensor(value))), float(cut(torch.tensor(other)))
     rows: Iterable[Row]
@@ -246,7 +258,8 @@ _WEIGHTS: dict[KeptWeights, tuple[Cast, Cast]] = {
 
 @dataclass(frozen=True)
 class OptimizerPromise:
-    """Of weights and the gradients of some steps. It is kept by the `plain` way, and by the `others`."""
+    """Steps from `start` along `gradients`. The `plain` way keeps the promise, and so do `others`; `likely` are the
+    casts of moments that are tried as mistakes."""
 
     start: Tensor
     gradients: Tensor
@@ -302,16 +315,13 @@ class OptimizerPromise:
     def _explained(self, result: Tensor, own: float) -> tuple[str, str]:
         if lean := self._lean(result):
             return "biased", lean
-        near, explained = math.inf, ("", "")
-        for code, words, way in mistakes(self.plain, self.likely, len(self.gradients) > _LONG):
-            apart = relative_frobenius(result, self._update(way))
-            near, explained = (apart, (code, words)) if apart < near else (near, explained)
-            if apart <= max(self._noise, _SURELY * own):
-                break
-        return explained if math.sqrt(_NEARER) * near < own else ("", "")
+        rows = mistakes(self.plain, self.likely, len(self.gradients) > _LONG)
+        updates = ((code, words, self._update(way)) for code, words, way in rows)
+        distance, surely = partial(relative_frobenius, result), max(self._noise, _SURELY * own)
+        return nearest(updates, distance, own / math.sqrt(_NEARER), surely) or ("", "")
 
     def _lean(self, result: Tensor) -> str:
-        """Which way weights that are rounded at random lean; '' where they do not, or are not."""
+        """Says which way weights that are rounded at random lean; '' if they do not, or are not."""
         if not self._drawn:
             return ""
         wanted = replace(self.plain, weights=same).after(self.start, self.gradients)
@@ -325,28 +335,22 @@ class OptimizerPromise:
         return ""
 
 
-def moments_of(signature: Signature, facts: DeviceFacts) -> tuple[tuple[Cast, float], tuple[Cast, float]]:
-    first, second = signature.precision, signature.second_moment
-    recipe = first not in ("fp32", "bf16", "fp16") and FlatMoments.of(first) is None
-    second = {"": "fp16" if recipe else first, "same": first}.get(second, second)
-    return kept(first, facts), kept(second, facts, signed=False)
-
-
 def optimizer_promise(
     signature: Signature, facts: DeviceFacts, hyper: Hyper, dtype: torch.dtype, gradients: Tensor, start: Tensor
 ) -> OptimizerPromise:
-    """All ways that keep it: the update may be made of the moments before or after they are cast."""
-    precision, word, rule = signature.precision, signature.weights, signature.rule
-    (first, _), (second, _) = moments_of(signature, facts)
-    plain = OptimizerWay(rule, hyper, first, second, *_WEIGHTS[word])
-    ways = [replace(plain, late=True)]
+    """Returns the promise with all ways that keep it: updates may use moments before or after they are cast."""
+    precision, second, word, rule = signature.precision, signature.second_moment, signature.weights, signature.rule
     flat = FlatMoments.of(precision)
+    recipe = precision not in ("fp32", "bf16", "fp16") and flat is None
+    second = {"": "fp16" if recipe else precision, "same": precision}.get(second, second)
+    plain = OptimizerWay(rule, hyper, kept(precision, facts), kept(second, facts, signed=False), *_WEIGHTS[word])
+    ways = [replace(plain, late=True)]
     if flat is not None and (start.numel() < _SMALL or start.numel() % flat.block):
         ways.append(replace(plain, first=same, second=same))
     if word is KeptWeights.SCALED:
         ways += [replace(way, weights=half(ScaleRounding.POWER_OF_TWO)) for way in (plain, *ways)]
     unfused = (Unfused(rule, hyper, dtype),) if word is KeptWeights.BF16 and precision == "bf16" else ()
-    likely = {other: (kept(other, facts)[0], kept(other, facts, signed=False)[0]) for other in _OTHERS}
+    likely = {other: (kept(other, facts), kept(other, facts, signed=False)) for other in _OTHERS}
     for cast, rounding in otherwise_scaled(precision, facts):
         likely[f"{precision} under scales that are rounded as {rounding}"] = cast, cast
     return OptimizerPromise(start, gradients, plain, (*ways, *unfused), likely)

@@ -1,4 +1,4 @@
-"""Callables under audit: what each kind is given, and what it promises."""
+"""The callables that can be audited: which data and arguments each kind is called with, and what it promises."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from fp8bench.features.audit.operands import (
     spread,
 )
 from fp8bench.features.audit.promises import AttentionPromise, CastPromise, Matrices, ProductPromise, Promise
-from fp8bench.features.audit.steps import Hyper, moments_of, optimizer_promise
+from fp8bench.features.audit.steps import Hyper, optimizer_promise
 from fp8bench.formats.codes import DTYPES, decode, unpack
 from fp8bench.formats.grids import E2M1
 from fp8bench.formats.hardware import has_hopper_units
 from fp8bench.model import DeviceFacts
-from fp8bench.model.promises import AuditKind, KeptWeights, Signature, Takes, UpdateRule
+from fp8bench.model.promises import AuditKind, KeptWeights, Signature, Takes
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.protocols import Role
 
 _LAYER = "audit"
-# The batch of attention.
+# Attention is called with a batch of so many.
 _BATCH = 2
-# Of an optimizer: weights are of this size, and some gradients change sign.
+# The standard deviation of an optimizer's weights; gradients are (this + noise) x a base, so that some change sign.
 _SIZE, _STEADY = 0.25, 0.5
 _LOW = {KeptWeights.BF16, KeptWeights.STOCHASTIC, KeptWeights.MASTER}
 
 
 class Shape(NamedTuple):
-    """Of a product (M, K) x (N, K); a cast has (M, K) alone; attention has M places of N heads of K each."""
+    """The sides of an input. A product is (M, K) x (N, K), a cast has (M, K) alone, attention M places of N heads of
+    size K, an optimizer N steps of a parameter (M, K)."""
 
     m: int
     n: int
@@ -47,12 +48,10 @@ class Shape(NamedTuple):
 
 
 class Subject(ABC):
-    """One callable. Matrices are drawn and judged on the processor, whatever device it runs on.
-
-    `sides` says which of a shape's sides it has, and what they are called; `shapes` are those it has promised to take,
-    `odd` ones that do not divide, and `data` the kinds that say something about it; `timed` is the first one that is
-    timed.
-    """
+    """One callable under audit. Matrices are drawn and judged on the processor, whatever device it runs on. `sides`
+    says which sides of a shape its inputs have, and their names; `shapes` are sizes that it has promised to take,
+    `odd` ones may be refused; `data` are the kinds of data that say something about it; `timed` is the first shape
+    that is timed, `tall` one beyond the blocks that kernels are tried with, and beyond the sums that bfloat16 holds."""
 
     kind: ClassVar[AuditKind]
     sides: ClassVar[tuple[tuple[str, str], ...]] = (("m", "M"), ("n", "N"), ("k", "K"))
@@ -63,7 +62,6 @@ class Subject(ABC):
         Shape(1, 1, 16),
     )  # fmt: skip
     timed: ClassVar[Shape] = Shape(256, 256, 256)
-    # Beyond the blocks that kernels are tried with, and the sums that bfloat16 holds.
     tall: ClassVar[Shape] = Shape(520, 264, 4096)
     data: ClassVar[tuple[str, ...]] = tuple(DATA)
 
@@ -73,7 +71,7 @@ class Subject(ABC):
         self.hopper = has_hopper_units(facts)
 
     @property
-    def follows(self) -> bool:
+    def is_scaled(self) -> bool:
         return all(cast is None or cast.scaling is not None for cast in self.promised.treatments)
 
     def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
@@ -90,7 +88,7 @@ class Subject(ABC):
         return tuple(matrix.to(self.device, copy=True) for matrix in matrices)
 
     def results(self, arguments: Matrices) -> dict[str, Tensor]:
-        """What it makes of them, by name; on the processor, and nobody else's memory."""
+        """Calls it, and returns copies of its results on the processor, by name."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.raw(arguments).items()}
 
     def raw(self, arguments: Matrices) -> dict[str, Tensor]:
@@ -107,7 +105,7 @@ class Subject(ABC):
 
 
 class ProductSubject(Subject):
-    """Called with two matrices, or with the codes and scales of both."""
+    """Is called with two matrices, or with the codes and scales of both."""
 
     kind = AuditKind.PRODUCT
 
@@ -138,7 +136,7 @@ class ProductSubject(Subject):
 
 
 class CastSubject(Subject):
-    """Called with one matrix."""
+    """Is called with one matrix."""
 
     kind = AuditKind.CAST
     sides = (("m", "M"), ("k", "K"))
@@ -163,14 +161,14 @@ class CastSubject(Subject):
 
 
 def decoded(codes: Tensor, columns: int) -> Tensor:
-    """Elements, from the codes that somebody gave: float8, or four-bit ones two a byte, or values as they are."""
+    """Returns elements from the codes that a cast gave: float8, four-bit codes two a byte, or plain values."""
     if codes.dtype == torch.uint8 or "float4" in str(codes.dtype):
         return decode(unpack(codes.view(torch.uint8), E2M1, columns), E2M1, checked=False)
     return codes.to(torch.float32)
 
 
 class LinearSubject(Subject):
-    """Called with inputs and a weight that need gradients; one for its result is drawn."""
+    """Is called with inputs and a weight that need gradients. The gradient of its result is drawn."""
 
     kind = AuditKind.LINEAR
     tall = Shape(520, 264, 2080)
@@ -218,7 +216,7 @@ class LinearSubject(Subject):
 
 
 class AttentionSubject(Subject):
-    """Called with queries, keys and values, (2, heads, places, size) each; scores are scaled by 1 / sqrt(size)."""
+    """Is called with queries, keys and values, (2, heads, places, size) each; it divides scores by sqrt(size)."""
 
     kind = AuditKind.ATTENTION
     shapes = (Shape(64, 4, 64), Shape(128, 2, 32), Shape(96, 3, 128))
@@ -230,7 +228,7 @@ class AttentionSubject(Subject):
     def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
         m, n, k = shape
         made = (drawn(data, place, _BATCH * n * m, k, seed, torch.float32) for place in range(3))
-        # Scores of a few units: a softmax of larger ones is a choice, and tells nothing of how they were made.
+        # Scores of a few units: the softmax of larger ones picks one value, and would hide how they were made.
         scaled = (tensor / tensor.square().mean().sqrt().clamp(min=2.0**-30) for tensor in made)
         return tuple(tensor.view(_BATCH, n, m, k).to(self.promised.carrier) for tensor in scaled)
 
@@ -245,13 +243,13 @@ class AttentionSubject(Subject):
 
 
 class OptimizerSubject(Subject):
-    """Made of one parameter (M, K), which takes `n` steps, with another gradient each."""
+    """Is made of one parameter (M, K), which takes `n` steps with another gradient each."""
 
     kind = AuditKind.OPTIMIZER
     sides = (("m", "M"), ("k", "K"), ("n", "steps"))
     shapes = (Shape(64, 2, 64), Shape(16, 24, 256))
     odd = (Shape(1, 3, 96), Shape(33, 3, 47), Shape(130, 3, 40))
-    many, held = Shape(16, 1000, 256), Shape(64, 1, 1024)
+    many = Shape(16, 1000, 256)
     timed = Shape(256, 2, 256)
     data = ("normal", "rows of different sizes", "many octaves", "one-hot rows", "small")
 
@@ -260,7 +258,7 @@ class OptimizerSubject(Subject):
         self.dtype = torch.bfloat16 if signature.weights in _LOW else torch.float32
 
     def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
-        """Gradients, which keep their sizes from step to step, and weights."""
+        """Returns gradients, which keep their sizes from step to step, and weights."""
         base = drawn(data, 0, shape.m, shape.k, seed, torch.float32)
         noise = drawn("normal", 1, shape.n * shape.m, shape.k, seed, torch.float32).view(shape.n, shape.m, shape.k)
         weights = drawn("normal", 2, shape.m, shape.k, seed, torch.float32)
@@ -274,28 +272,15 @@ class OptimizerSubject(Subject):
 
     def raw(self, arguments: Matrices) -> dict[str, Tensor]:
         gradients, start = arguments
-        weights = self._stepped(gradients, start)[1].detach()
-        return {"update": weights.to(torch.float64) - start.to(torch.float64)}
-
-    def promises(self, matrices: Matrices) -> dict[str, Promise]:
-        return {"update": optimizer_promise(self.signature, self.facts, self._hyper, self.dtype, *matrices)}
-
-    def state_bytes(self, matrices: Matrices) -> tuple[float, float] | None:
-        optimizer, weights = self._stepped(*self.arguments(matrices))
-        state = getattr(optimizer, "state", {}).get(weights)
-        if not state:
-            return None
-        held = sum(_bytes(tensor) for tensor in state.values() if isinstance(tensor, Tensor)) / weights.numel()
-        moments = moments_of(self.signature, self.facts)[: 1 if self.signature.rule is UpdateRule.SGD else 2]
-        return held, sum(size for _, size in moments) + 4 * (self.signature.weights is KeptWeights.MASTER)
-
-    def _stepped(self, gradients: Tensor, start: Tensor) -> tuple[Any, nn.Parameter]:
         weights = nn.Parameter(start.clone())
         optimizer = self.function([weights])
         for gradient in gradients:
             weights.grad = gradient.clone()  # which a step may use up
             optimizer.step()
-        return optimizer, weights
+        return {"update": weights.detach().to(torch.float64) - start.to(torch.float64)}
+
+    def promises(self, matrices: Matrices) -> dict[str, Promise]:
+        return {"update": optimizer_promise(self.signature, self.facts, self._hyper, self.dtype, *matrices)}
 
     @cached_property
     def _hyper(self) -> Hyper:
@@ -304,13 +289,6 @@ class OptimizerSubject(Subject):
         if not groups or not callable(getattr(optimizer, "step", None)):
             raise TypeError(f"it made {type(optimizer).__name__}, and step() and param_groups were expected")
         return Hyper.of(groups[0], self.signature.rule)
-
-
-def _bytes(tensor: Tensor) -> int:
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return sum(_bytes(getattr(tensor, name)) for name in names)
-    return tensor.untyped_storage().nbytes()
 
 
 SUBJECTS: dict[AuditKind, type[Subject]] = {

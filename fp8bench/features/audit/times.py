@@ -1,7 +1,6 @@
-"""What calls do besides their results: the work that torch sees, and the time that they take. Time grows with work,
-nothing is done faster than the machine can, and all data take the same time.
+"""Checks of what calls do besides their results: the work that torch sees, and the time that they take.
 
-Here all checks are there: run as a program, it is an audit's process.
+This module holds the list of all checks, and runs as the program of the worker process that audits.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_g
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Memory that is taken, casts and copies, as far as torch sees them."""
+    """Counts memory that is taken, casts, copies and products, as far as they are operators of torch."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,12 +82,12 @@ def _storage(tensor: Tensor) -> int:
 
 
 _WARM = 3
-# Of these a baseline in the dtype of its operands is one operator.
+# Kinds whose baseline, in the dtype of its operands, is a single operator.
 _SINGLE = (AuditKind.PRODUCT, AuditKind.ATTENTION)
 
 
 class WorkCheck(AuditCheck):
-    """By operators of torch: what a kernel of somebody's own does inside nobody sees."""
+    """Compares what calls do, by torch's operators; what a kernel does inside is not seen."""
 
     name = "work"
 
@@ -100,7 +99,7 @@ class WorkCheck(AuditCheck):
             yield from self._compared(self.auditor.baseline.arguments(matrices), self.subject.arguments(matrices))
 
     def _remembered(self, matrices: Matrices) -> Iterator[AuditFinding]:
-        """A call with arguments that it knows must do what one with fresh arguments does."""
+        """A call with arguments that it has seen must do as much as one with fresh arguments."""
         known = self.subject.arguments(matrices)
         for _ in range(_WARM):
             self.subject.raw(known)
@@ -112,7 +111,7 @@ class WorkCheck(AuditCheck):
             yield self.fail("remembered-work", why)
 
     def _compared(self, arguments: Matrices, own: Matrices) -> Iterator[AuditFinding]:
-        """What the baseline does more: copies of layouts, casts of what needs none, results in fresh memory."""
+        """Tells what the baseline does that it need not: copies, casts, results in fresh memory."""
         assert self.auditor.baseline is not None
         kernel, baseline = partial(self.subject.raw, own), partial(self.auditor.baseline.raw, arguments)
         baseline()
@@ -141,15 +140,15 @@ def _more(work: CallWork, mine: CallWork) -> Iterator[str]:
 
 
 _TIMES, _SECONDS = 7, 1.0
-# What a call may be above a measured ceiling, as `above-ceiling` has it; above what torch does here and now, where no
-# ceiling is known: what a narrower dtype, and a clock that rises, may make of it.
+# A call may be so many times faster than a measured ceiling (the label `above-ceiling` has the same factor); where
+# none is known, than torch here and now: a narrower dtype and a rising clock may make that much of it.
 _ABOVE, _MARGIN = 2.5, 8.0
-# Of several runs on a device of its own: the search may have missed its best shape by so much.
+# The factor for ceilings of several runs on a GPU: the search may have missed its best shape by so much.
 _CLOSE = 1.25
 
 
 class RateBound(NamedTuple):
-    """So many a second nothing does; `words` say whose figure it rests on."""
+    """The most a second that is believed; `words` say which measured figure it comes from."""
 
     rate: float
     words: str
@@ -180,7 +179,7 @@ def _wait(device: str) -> None:
 
 
 def flops_bound(ceilings: Ceilings | None, precision: str, shape: Shape, device: str) -> RateBound:
-    """FLOPs a second: of the best product measured in this precision or a wider one, and of torch's own now."""
+    """Returns FLOPs a second, from the best product measured in this precision or a wider one, and torch's own now."""
     here = max(_product(shape, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     rank = precisions.get(precision).rank
     known = [rate.precision for rate in (ceilings.rates if ceilings else ()) if rate.limit is Limit.PRODUCT]
@@ -195,7 +194,7 @@ def _product(shape: Shape, device: str, dtype: torch.dtype) -> float:
 
 
 def bytes_bound(ceilings: Ceilings | None, size: int, device: str) -> RateBound:
-    """Bytes a second: of the best copy measured in any cache, and of a copy of so many bytes now."""
+    """Returns bytes a second, from the best copy measured in any cache, and a copy of so many bytes now."""
     source = torch.empty(max(size // 2, 1), dtype=torch.uint8, device=device)
     seconds = fastest({"": partial(torch.clone, source)}, device)[""]
     known = ceilings.bound(Limit.CACHED) if ceilings else None
@@ -209,26 +208,26 @@ def _bound(known: float | None, here: float, ceilings: Ceilings | None, device: 
     return RateBound(margin * max(known, here), f"{margin:g} times the fastest {what} that was measured here")
 
 
-# Calls that take this long are timed by themselves; the largest side that is tried for that.
+# Shapes are doubled until a call takes so many seconds, or a side is so long.
 _LONG_ENOUGH, _LARGEST = 2e-3, 1024
-# So many times more work, and by how much more time at least a device that is busy takes for it.
+# So many times more work has to take at least so many times longer, on a busy device too.
 _MORE, _AT_LEAST = 4, 1.3
-# A machine that has much else to do makes any single comparison wrong.
+# A suspicion has to show so many times in a row: on a busy machine any single comparison may be wrong.
 _AGAIN = 4
-# Zeros may honestly take less: 55 percent of the time in torchao's 8-bit AdamW, 80 in torch's scaled product, both on a
-# processor. Whoever makes no product of them takes a twentieth.
+# A quarter of the time on some data fails, and a spread above 30% is a remark. Zeros may honestly take 55% of the time
+# (torchao's 8-bit AdamW on a CPU; torch's scaled product 80%); a kernel that skips their product takes a twentieth.
 _SHORT, _SPREAD = 4.0, 0.3
-# Times of the same data twice differ, too: what differs by less than so many times that says nothing of the data.
+# A spread says something only if it is so many times the difference between two times on the same data.
 _CLEARLY = 3.0
 
 
 class SpeedCheck(AuditCheck):
-    """On a busy machine too: what is asked for leaves room."""
+    """Checks times, with limits that leave room for a busy machine."""
 
     name = "speed"
 
     def look(self) -> list[AuditFinding]:
-        """All of it or nothing: where a call raises on the way, times say nothing."""
+        """Returns all findings or raises: times say nothing where a call failed on the way."""
         shape = self.auditor.fitting(self.subject.timed)
         while (seconds := self._seconds(shape)) < _LONG_ENOUGH and max(shape) < _LARGEST:
             shape = Shape(*(2 * side for side in shape))
@@ -241,7 +240,6 @@ class SpeedCheck(AuditCheck):
             return [*findings, self.remark("overhead", why, given)]
 
         def flat(larger: Shape) -> str:
-            """Both times if the larger one takes no longer; '' if it does."""
             before, after = self._seconds(shape), self._seconds(larger)
             return "" if after >= _AT_LEAST * before else f"{units.seconds(after)}, and {units.seconds(before)} before"
 
@@ -273,11 +271,11 @@ class SpeedCheck(AuditCheck):
         return next(filter(None, looks), "")
 
     def _by_data(self, given: AuditInput) -> Iterator[AuditFinding]:
-        """On zeros, ones, integers, uniform and normal numbers, in turns; looked at again while they differ."""
+        """Times calls on zeros, ones, integers, uniform and normal numbers in turns, and again while they differ."""
         auditor, device = self.auditor, self.subject.device
         calls = {name: partial(self.subject.raw, self._arguments(name, given.shape)) for name in TIMED}
         calls[CONTROL] = calls[NORMAL]
-        # Of a processor what it works: others that work on it would make of every comparison what they like.
+        # On a CPU the process's own time: other processes would disturb any comparison by the clock.
         clock = time.process_time if device.startswith("cpu") else time.perf_counter
         for _ in range(_AGAIN):
             times = fastest(calls, device, clock)
@@ -308,23 +306,23 @@ def _always(look: Callable[[], str]) -> str:
 
 
 class LaterCheck(AuditCheck):
-    """What is timed has to be right afterwards, too."""
+    """Results have to be right after all that was timed, too."""
 
-    name, of_sound = "values later", True
+    name, needs_sound = "values later", True
 
     def look(self) -> Iterator[AuditFinding]:
         given = AuditInput(NORMAL, self.auditor.shapes()[0])
-        for name, verdict in self.auditor.wrong(given).items():
+        for name, verdict in self.auditor.problems(given).items():
             if verdict.failed:
                 yield self.fail("late", f"after it was timed {name} is wrong: {verdict.why}", given)
 
 
-# All of an audit, in the order in which they run.
+# All checks, in the order in which they run.
 CHECKS: tuple[type[AuditCheck], ...] = (*VALUE_CHECKS, WorkCheck, SpeedCheck, LaterCheck)
 
 
 class AuditBench(Bench):
-    """Imports what is audited, here and nowhere else."""
+    """The worker's side of an audit. What is audited is imported here and nowhere else."""
 
     def declared(self, target: str) -> Signature | None:
         with aside():

@@ -1,4 +1,4 @@
-"""What is audited, and what an audit has found."""
+"""The values of an audit."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fp8bench.model.promises import Signature
 
 
 class FlatMoments(NamedTuple):
-    """Moments as 8-bit optimizers keep them: codes under a scale for each run of `block` elements of the tensor."""
+    """How 8-bit optimizers keep moments: `codes` under a scale for each run of `block` elements of the tensor."""
 
     codes: str
     block: int
 
     @classmethod
     def of(cls, word: str) -> FlatMoments | None:
-        """'dynamic8-256', 'linear8-256', 'e4m3-256'; None for another word."""
+        """Parses words such as 'dynamic8-256', 'linear8-256' and 'e4m3-256'; returns None for others."""
         parts = re.fullmatch(r"(e4m3|e5m2|dynamic8|dynamic4|linear8)-(\d{2,4})", word)
         return cls(parts[1], int(parts[2])) if parts else None
 
 
 class AuditOutcome(StrEnum):
-    """What a check says. CANNOT TELL: what it needs could not be had."""
+    """CANNOT TELL: the callable gave nothing to judge."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -34,11 +34,9 @@ class AuditOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """What one check found: `code` is a reason, '' where there is nothing to say; one of a PASS is a remark.
-
-    `input` is the smallest input that showed it. `error` is how far results are from the exact product of what went
-    in, `expected` how far the emulation is; None where that says nothing.
-    """
+    """What one check found. `code` is '' where there is nothing to report; with PASS it is a remark. `input` is the
+    smallest input that showed it. `error` is how far results are from the exact product of what went in, `expected`
+    how far the emulation is; None where that says nothing."""
 
     check: str
     outcome: AuditOutcome
@@ -50,7 +48,7 @@ class AuditFinding:
 
 
 def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:
-    """FAIL if any failed, CANNOT TELL if any could not, or there is none."""
+    """Returns FAIL if any failed, CANNOT TELL if any could not be judged or there is none."""
     outcomes = {finding.outcome for finding in findings}
     if AuditOutcome.FAIL not in outcomes and outcomes != {AuditOutcome.PASS}:
         return AuditOutcome.CANNOT_TELL
@@ -59,9 +57,9 @@ def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:
 
 @dataclass(frozen=True)
 class AuditedLayer:
-    """A layer of a model that was converted: `what` it is now, whether that promises `low` precision, what its product
-    `runs` as ('' where it was not looked at), the FLOPs of its forward products, and, of one that was left as it was,
-    the likely `reason` with a word for it (`rule`). `also` are its other paths."""
+    """A layer of a converted model: `what` it is now, whether its class promises `low` precision, which precision
+    its product `runs` in ('' if that was not seen), and the FLOPs of its forward products. A layer that was left as
+    it was has the likely `reason`, and its name (`rule`). `also` are its other paths."""
 
     name: str
     what: str
@@ -76,7 +74,7 @@ class AuditedLayer:
 
 @dataclass(frozen=True)
 class CallWork:
-    """What torch sees of a call: memory that it takes, in pieces and bytes; casts, copies in a dtype, and products."""
+    """What torch sees of one call: allocations and their bytes, casts, copies without a cast, and products."""
 
     allocations: int = 0
     bytes: int = 0
@@ -85,7 +83,7 @@ class CallWork:
     products: int = 0
 
 
-# The name of what is timed twice.
+# The same data as "normal", timed a second time.
 CONTROL = "normal, again"
 
 
@@ -101,11 +99,9 @@ def noise_of(times: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True)
 class Audit:
-    """All of one callable on one device. `tried` is how many results were looked at; `layers` are a model's.
-
-    `times` are seconds of the same call on data of each kind, of a processor those that it works; `work` is that of a
-    call of the kernel, and of the baseline if there is one, with the seconds of both.
-    """
+    """All findings on one callable and device. `tried` counts judged results; only models have `layers`. `times` are
+    seconds of the same call on each kind of data, on a CPU those of the process; `work` is a call of the kernel, and
+    of the baseline if there is one, with the seconds of both."""
 
     target: str
     signature: Signature

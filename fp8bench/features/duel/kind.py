@@ -1,9 +1,8 @@
-"""A duel among what a store keeps: its file, and how it is found and shown.
+"""A duel's file in a store, and how it is found and shown.
 
-The file is `<store>/duels/<utc>-<id>.jsonl`, JSON lines, every session through to the disk before the next.
-
-It lies beside the runs and not among them: what it holds was measured with another interpreter or of another commit
-than the history's runs, two processes at a time, and belongs to no series.
+The file is `<store>/duels/<utc>-<id>.jsonl`, JSON lines; each session is on the disk before the next begins. It does
+not lie among the runs: it was measured with another interpreter, or at another commit, two processes at a time, and
+belongs to no series.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.store.kept_lines import Content, UnknownKind, fitting, lines_of, read_header, take_lines
 from fp8bench.store.runs.run_file import unsound
 
-# Words of older files.
+# Keys of older files, and their names now.
 _OLD_WORDS = {"bout": "result", "sitting": "session", "sittings": "sessions"}
 _NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
 
@@ -64,14 +63,14 @@ def _sound(result: CaseResult) -> CaseResult:
 
 
 class DuelKind(Kind[Duel]):
-    """It has no rows, and belongs to no history."""
+    """Duels have no rows, and belong to no history."""
 
     name = "duel"
     holds = Duel
     refused = ("csv", "tensorboard", "wandb")
 
     def find(self, word: str, store: Path) -> Path | None:
-        """A word may be a path, a file's stem, an id, or the beginning of one."""
+        """Finds a duel by its path, its file's stem, or the beginning of its id."""
         with contextlib.suppress(OSError, ValueError):
             path = Path(word)
             if path.is_file() and path.resolve().parent.name == "duels":

@@ -1,9 +1,8 @@
-"""Workers of a duel's sides: in an interpreter that is not this one, with code that is not this one's, or under other
-settings of an allocator.
+"""Workers of a duel's sides, which may have another interpreter, other code, or other settings of an allocator.
 
-A worker is handed this fp8bench (or another one) and the user's code by name. Nothing else of this interpreter's path
-goes along: its packages would shadow those of the other. Allocators read their settings once, when a process starts:
-they ignore what they do not understand, and what would be ignored is refused here.
+A worker gets the path of fp8bench's package (this or another one) and of the user's code, and nothing else of this
+interpreter's path, whose packages would shadow its own. Allocators read settings when a process starts, and ignore what
+they do not understand; so what would be ignored is refused here.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _LOADERS = ("/lib64/ld-linux-x86-64.so.2", "/lib/ld-linux-aarch64.so.1", "/lib64
 _SECONDS = 10.0
 _ELF = b"\x7fELF"
 Wrong = Callable[[str], str]
-"""What is expected in the place of a value; '' where it is fine."""
+"""Returns what is expected in place of a value, '' if the value is fine."""
 
 
 def _whole(low: int) -> Wrong:
@@ -59,7 +58,7 @@ def _divisions(text: str) -> str:
 
 
 _YES = _one_of("True", "False")
-# Those of torch's allocator on a GPU, whose parser passes over names that it does not know.
+# Options of torch's allocator on a GPU, whose parser ignores unknown names.
 TORCH_OPTIONS: Mapping[str, Wrong] = {
     "backend": _one_of("native", "cudaMallocAsync"),
     "expandable_segments": _YES,
@@ -92,7 +91,7 @@ def _torch_options(text: str) -> str:
 
 
 def _tunables(text: str) -> str:
-    """The system's own loader says which it took, and as what."""
+    """Asks the system's own loader which tunables it takes, and as which values."""
     loader = next((path for path in _LOADERS if Path(path).exists()), None)
     pairs = [part.partition("=") for part in text.split(":")]
     if loader is None:
@@ -110,7 +109,7 @@ def _tunables(text: str) -> str:
 
 
 def _listed(loader: str, text: str) -> dict[str, tuple[int, int, int]]:
-    """Each tunable as it would be, with its least and its largest value."""
+    """Returns each tunable's value under these settings, with its least and largest one."""
     environment = {**os.environ, TUNABLES: text}
     try:
         done = subprocess.run(
@@ -136,7 +135,7 @@ KNOWN = (*_OF_GLIBC, *_OF_A_CPU, PRELOAD, *_OF_A_GPU)
 
 
 def settings_of(words: Sequence[str], option: str) -> AllocatorSettings:
-    """NAME=VALUE of each word, in the order of their names. Raises UsageError for what no allocator would obey."""
+    """Parses words NAME=VALUE, sorted by name. Raises UsageError for what no allocator would obey."""
     settings: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -164,7 +163,8 @@ def _checked(name: str, value: str, option: str) -> str:
 
 
 def _library(word: str, option: str) -> str:
-    """The file of a library, given by path or as 'jemalloc'; the loader passes over what it cannot load."""
+    """Returns the path of a library given by path or as 'jemalloc'. The loader itself would ignore what it cannot
+    load."""
     name = word if "/" in word else ctypes.util.find_library(word)
     path = Path(name) if name and "/" in name else _beside_libc(name)
     magic = b""
@@ -188,7 +188,7 @@ def _beside_libc(name: str | None) -> Path | None:
 
 
 def of_host(settings: AllocatorSettings) -> bool:
-    """Whether any is of the host's allocator, so that a duel's own settings of it would be in the way."""
+    """Whether any setting is for the host's allocator; then a duel's own settings for it must stay away."""
     return any(name in _OF_GLIBC or name == PRELOAD for name, _ in settings)
 
 
@@ -197,7 +197,8 @@ def of_gpu(settings: AllocatorSettings) -> str:
 
 
 def not_preloaded(settings: AllocatorSettings, pid: int, maps: str = "/proc/{}/maps") -> str:
-    """The first library that a process should have and has not; '' where all are there, or nobody can look."""
+    """Returns the first library that a process should have loaded and has not; '' if all are there, or nobody can
+    look."""
     wanted = dict(settings).get(PRELOAD, "").split()
     try:
         mapped = Path(maps.format(pid)).read_text(errors="replace") if wanted else ""
@@ -211,10 +212,10 @@ def words_of(settings: AllocatorSettings) -> str:
 
 
 Handshake = dict[str, Scalar | None]
-# They say where the running interpreter has its library, which another one must not believe.
+# They point to the running interpreter's library: another interpreter must not see them.
 _ABOUT_THIS_PYTHON = ("PYTHONHOME", "__PYVENV_LAUNCHER__")
-# glibc gives memory back to the system as luck has it, and a process that does so in every step may take half as long
-# again. These have it keep what it has, on both sides alike; a person's own settings stay.
+# When glibc returns memory to the system is chance, and a process that does so in every step may take 50% longer. With
+# these it keeps its memory, on both sides alike; a user's own settings stay.
 _CALM = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -224,11 +225,9 @@ _CALM = {
 
 @dataclass(frozen=True)
 class Start:
-    """How a side is started: its interpreter, and the folders that come before its own packages.
-
-    `title` is what a person calls it, `imports` is the user's code. `tree` is the working tree that its code must come
-    from, if it matters. `settings` are of allocators; a `calm` one of glibc's keeps its memory.
-    """
+    """How to start a side: its interpreter, and the folders that come before its own packages. `imports` is the
+    user's code. `tree` is the working tree that its code must come from, if it matters. `settings` are of
+    allocators; with `calm`, glibc's keeps its memory."""
 
     name: str
     python: str
@@ -246,7 +245,7 @@ class Start:
 
 
 class PartnerWorker(ProcessWorker):
-    """A worker that greets first; raises UsageError where it cannot be understood, or has no torch."""
+    """A worker that greets first. Raises UsageError if it speaks another protocol, or has no torch."""
 
     def __init__(self, settings: Settings, start: Start) -> None:
         super().__init__(settings, start.python)
@@ -276,7 +275,7 @@ class PartnerWorker(ProcessWorker):
         if not why:
             try:
                 super()._begin(process)
-            except WorkerFault as fault:  # the user's modules are imported there, and need not import everywhere
+            except WorkerFault as fault:  # the user's modules may not import there
                 why = f"{side}: {str(fault).removeprefix('ImportFailed: ')}"
         if why:
             self.close()
@@ -298,13 +297,13 @@ def refusal(handshake: Handshake, start: Start) -> str:
     return ""
 
 
-# A process is fast or slow for its own reasons: with two a side and session, a few sessions tell by how much.
+# Processes differ in speed for reasons of their own: with two a side, a few sessions show by how much.
 PROCESSES = 2
 
 
 @dataclass
 class SideWorkers:
-    """`workers` are alike, and the first one makes the passes that look at numbers and memory."""
+    """The workers of a side. They are alike; the first one makes the passes for errors and memory."""
 
     start: Start
     workers: Sequence[PartnerWorker]
@@ -337,10 +336,8 @@ class SideWorkers:
 
 
 def refresh(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
-    """Fresh processes for a session, started in random order: a process is as it is until it ends.
-
-    The first session takes those that there are.
-    """
+    """Starts fresh processes for a session in random order, because a process stays fast or slow until it ends. The
+    first session uses those that run."""
     workers = [worker for side_workers in pair for worker in side_workers.workers]
     if number:
         for worker in workers:

@@ -1,4 +1,4 @@
-"""A duel: two interpreters or two revisions, measured in the same rounds."""
+"""Measures a duel: two interpreters or two revisions, in the same rounds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Pair = tuple[SideWorkers, SideWorkers]
 
 @dataclass
 class DuelEntry:
-    """An arm and the worker it lives in, which holds no other arm."""
+    """An arm, and the worker that holds it and no other arm."""
 
     side: str
     worker: Worker
@@ -70,7 +70,8 @@ class DuelEntry:
 
 @dataclass
 class DuelTurns:
-    """The entries of both sides, as many of each. Their order is drawn from the seed, so that no side is the first."""
+    """The entries of both sides, equally many of each. Their order is drawn from the seed, so that neither side is
+    always first."""
 
     entries: Sequence[DuelEntry]
     seed: int
@@ -92,7 +93,7 @@ class DuelTurns:
         return next(entry for entry in self.entries if entry.arm is arm)
 
     def release(self) -> ArmFailed | None:
-        """Give all states back; the first arm that leaves threads running has failed."""
+        """Gives back all states; returns a failure if an arm has left threads running."""
         culprit = None
         for entry in self.entries:
             try:
@@ -114,9 +115,9 @@ class DuelTurns:
         for arm in arms[1:]:
             arm.cut_like(arms[0])
         for arm in arms:
-            # A minimum over more calls is lower for that alone.
+            # A minimum over more calls would be lower for that reason alone.
             arm.calls = min(measured_arm.calls for measured_arm in arms)
-            # Another process has run before each slot, so that caches are cold and the processor may be another.
+            # Another process has run before each slot: caches are cold, and the processor may be another.
             arm.discard = 1 if arm.step_seconds < WARMED_BELOW_SECONDS else 0
 
     def _run(self, orders: Orders[DuelEntry], rule: StoppingRule, start: float) -> str:
@@ -132,10 +133,8 @@ class DuelTurns:
 
 @dataclass
 class CaseProgress:
-    """What one case has come to so far. `left_out` says why it is not measured, '' if it is.
-
-    `processes` is how many a side memory has admitted so far.
-    """
+    """What is known of one case so far. `left_out` says why it is not measured, '' if it is. `processes` is how many
+    a side fit into memory so far."""
 
     before: CaseOutcome
     after: CaseOutcome
@@ -180,7 +179,7 @@ def _unfit(pair: Pair, planned: tuple[PlannedCase, PlannedCase]) -> str:
 
 @dataclass(frozen=True)
 class CaseRunner:
-    """Measures cases, and looks at their values."""
+    """Measures cases, and their errors and memory."""
 
     pair: Pair
     seed: int
@@ -188,7 +187,7 @@ class CaseRunner:
     limits: Limits
 
     def measure(self, case: CaseProgress, number: int, rule: StoppingRule) -> None:
-        """One session of a case. With fewer processes a side where memory does not admit all."""
+        """Measures one session of a case, with fewer processes a side if memory does not hold all."""
         seed = random.Random(f"{self.seed}:{number}:{case.before.planned.case.id}").getrandbits(32)
         while True:
             sides = zip(self.pair, (case.before, case.after), strict=True)
@@ -204,7 +203,7 @@ class CaseRunner:
                 failed = raised
             except CompilingFailed as raised:
                 turns.entry_of(raised.arm).worker.restart()
-                continue  # in a fresh worker, and without compiling
+                continue  # again in a fresh worker, without compiling
             finally:
                 left_over = turns.release()
             failed = failed or left_over
@@ -224,7 +223,7 @@ class CaseRunner:
             return
 
     def _try_other(self, failed: str, case: CaseProgress, seed: int) -> None:
-        """Whether the other side fails, too: which one is the first to is drawn."""
+        """Tries whether the case fails on the other side, too: which side fails first is chance."""
         side, outcome = (self.pair[1], case.after) if failed == BEFORE else (self.pair[0], case.before)
         entry = self._entry(side, outcome.planned, 0)
         turns = DuelTurns([entry], seed)
@@ -255,7 +254,7 @@ class CaseRunner:
 def run_duel(
     question: DuelQuestion, request: Request, store: Path, observer: JobObserver, only: Collection[str] = ()
 ) -> Duel:
-    """Measure both sides and keep what they come to; of the cases with the ids in `only`, if there are any."""
+    """Measures both sides, and keeps the results. `only` are ids of cases to measure; empty means all."""
     if request.ranks is not None:
         raise UsageError(f"a side of a duel is one process, and this would be {request.ranks} ranks on each.")
     resolved = resolve(request, os.environ)
@@ -291,12 +290,12 @@ def run_duel(
             secrets.token_hex(4), now(), command_line(), request, _side(before, request), _side(after, request),
             wanted, sessions,
         )  # fmt: skip
-        said: list[str] = [*notes]
+        remarks: list[str] = [*notes]
         for own, other in ((before, after), (after, before)):
             if lacking := [name for name in own.cases if name not in other.cases]:
                 more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-                said.append(f"only side {own.name} has {lacking[0]}{more}: not compared")
-        return _measured((before, after), begun, said, store, observer, start)
+                remarks.append(f"only side {own.name} has {lacking[0]}{more}: not compared")
+        return _measured((before, after), begun, remarks, store, observer, start)
 
 
 def _measured(pair: Pair, begun: Duel, notes: Sequence[str], store: Path, observer: JobObserver, start: float) -> Duel:
@@ -305,7 +304,7 @@ def _measured(pair: Pair, begun: Duel, notes: Sequence[str], store: Path, observ
     cases = [begin_case(case, pair) for case in begun.cases]
     try:
         _check_origins(pair)
-        if pair[1].start.commit:  # that a revision cannot make a difference, as far as that is known by now
+        if pair[1].start.commit:  # warn early if the sides cannot differ, as far as that is known by now
             for note in (*(note for note in notes if note == SAME), *_idle(pair)):
                 observer.note(f"{note}. Ctrl-C ends the duel")
         for note in notes:
@@ -317,12 +316,12 @@ def _measured(pair: Pair, begun: Duel, notes: Sequence[str], store: Path, observ
         writer.finish("finished")
     except KeyboardInterrupt:
         with ignored():
-            with contextlib.suppress(StoreError):  # without an end line a duel is unfinished, too
+            with contextlib.suppress(StoreError):  # a duel without an end line is unfinished, too
                 writer.finish("interrupted")
             observer.note(f"interrupted; what was finished is kept in {writer.path}")
     except Fp8benchError as error:
         results = tuple(case.result for case in cases if case.sessions)
-        if results:  # what the store did not take, or what was measured before a side was lost for good
+        if results:  # measured before the store or a side was lost
             raise DuelCutOff(error, replace(begun, results=results, troubles=(str(error),))) from None
         writer.path.unlink(missing_ok=True)
         raise
@@ -333,7 +332,7 @@ def _measured(pair: Pair, begun: Duel, notes: Sequence[str], store: Path, observ
 
 
 class SessionProgress(SilentObserver):
-    """Tells how many of all sessions of cases are done."""
+    """Reports how many of all sessions of cases are done."""
 
     def __init__(self, tell: Tell, total: int) -> None:
         self._tell, self._total, self.done = tell, total, 0
@@ -354,7 +353,7 @@ def _sessions(
         progress.doing("starting workers")
         began = time.monotonic()
         refresh(pair, request.seed, number)
-        # Half of the first session's workers were there. Those to come take their time out of the budget too.
+        # In the first session half of the workers were there already. Later starts count against the budget, too.
         starting = (time.monotonic() - began) * (1 if number else 2) * (sessions - 1 - number)
         for place, case in enumerate(cases):
             progress.done = number * len(cases) + place
@@ -364,7 +363,7 @@ def _sessions(
             if case.alive and number == 0:
                 _check_origins(pair)  # more of the user's code may have been imported by now
                 runner.check_values(case)
-            with held_back():  # what is kept is the case with all there is of it, or one more session
+            with held_back():  # either the whole case is written, or one more session
                 if number == 0 or (alive and not case.alive):
                     writer.result(case.result)
                 elif alive:
@@ -383,9 +382,9 @@ def _rule(request: Request, share: float | None) -> StoppingRule:
 
 
 def _side(side: SideWorkers, request: Request) -> DuelSide:
-    """A side with what was found out about it. What the worker says of itself wins over what holds here."""
+    """Returns a side with its environment. What its worker says of itself wins over what holds in this process."""
     worker, start = side.workers[0], side.start
-    # Their digest is that of the files this process has imported, which are this tree's.
+    # Digests of imports are computed in this process, and so of this tree's files.
     imports = request.imports if start.imports == request.imports else ()
     here = gather(worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=start.tree)
     environment = Environment({**here.facts, **worker.handshake})
@@ -411,7 +410,7 @@ def _idle(pair: Pair) -> list[str]:
 
 
 def _check_origins(pair: Pair) -> None:
-    """Raise UsageError where side A has loaded code of this tree: then it is no duel with the revision."""
+    """Raises UsageError where side A has loaded code of this tree: then it does not run the revision."""
     before, after = (side.start for side in pair)
     if before.tree is None or after.tree is None:
         return

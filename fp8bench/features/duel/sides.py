@@ -1,6 +1,6 @@
 """What makes the sides of a duel differ: an interpreter, or a working tree of another revision.
 
-The tree lies in a temporary folder that goes when its duel ends, or else at the next duel.
+The tree lies in a temporary folder, which is removed when its duel ends, or else by the next duel.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from fp8bench.store.commit_runs import commit_named
 
 PREFIX = "fp8bench-duel-"
 _LOCK = "owner.lock"
-# A folder without its lock may be one that is just being made.
+# A younger folder without a lock may be one that is just being made.
 _YOUNG_SECONDS = 60.0
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """The folder; its lock is held as long as this process lives, and so says that it does."""
+    """Yields a temporary folder; a lock in it, held as long as this process lives, keeps other duels from removing
+    it."""
     sweep()
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
@@ -64,17 +65,15 @@ def sweep() -> None:
 
 
 def package_beside(folder: Path, package: Path) -> Path:
-    """A folder that holds a link to one package and nothing else: what else lies beside it shall not come along.
-
-    `folder` is the one to make. The package may lie in a folder of installed packages.
-    """
+    """Makes a folder with a link to one package and nothing else, and returns it. The package may lie in a folder of
+    installed packages, which must not come along."""
     folder.mkdir()
     (folder / package.name).symlink_to(package, target_is_directory=True)
     return folder
 
 
 _GIT_SECONDS = 600.0
-# In a hook they name the repository that the hook is of, and would win over the folder.
+# In a git hook they name the hook's repository, and would win over the folder.
 _WHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 
 
@@ -103,11 +102,9 @@ def revision_of(repository: Path, word: str, option: str) -> str:
 
 @contextmanager
 def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterator[Path]:
-    """That commit checked out below a scratch folder, and gone afterwards, whatever happens.
-
-    Hooks do not run: one that installs something would change this tree too.
-    """
-    # git forgets the trees of duels that were killed; their folders have been swept away.
+    """Checks out the commit below a scratch folder, and removes it afterwards, whatever happens. Hooks do not run:
+    one that installs something would change this tree, too."""
+    # Have git forget the trees of killed duels, whose folders have been removed.
     for line in _git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
         path = Path(line.removeprefix("worktree "))
         if line.startswith("worktree ") and path.parent.name.startswith(PREFIX) and not path.exists():
@@ -152,10 +149,8 @@ _ASK = "import sys; print('python %d.%d.%d' % sys.version_info[:3])"
 
 
 def interpreter(word: str, option: str) -> str:
-    """The interpreter a word means: a program's name or path, or the folder of a virtual environment.
-
-    Links are not followed: a virtual environment's Python is one, and its packages hang on it.
-    """
+    """Returns the interpreter for a program's name or path, or the folder of a virtual environment. Links are not
+    followed: a virtual environment's Python is a link, and its packages depend on its place."""
     folder, given = Path(word) / "bin" / "python", f"{option} {word!r:.200}"
     program = str(folder) if Path(word).is_dir() and folder.exists() else shutil.which(word)
     if program is None:
@@ -181,18 +176,18 @@ def _version(path: str, given: str) -> tuple[int, ...]:
         raise UsageError(
             f"{given} did not say within {_SECONDS:g} s which Python it is, and was ended. Give a Python."
         ) from None
-    said = re.fullmatch(r"python (\d+)\.(\d+)\.(\d+)", done.stdout.strip())
-    if done.returncode or said is None:
+    answer = re.fullmatch(r"python (\d+)\.(\d+)\.(\d+)", done.stdout.strip())
+    if done.returncode or answer is None:
         words = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1][:200]
         raise UsageError(
             f"{given} is no Python that runs: asked for its version, it ended with status {done.returncode} and said "
             f"{words!r}. Give a Python."
         )
-    return tuple(map(int, said.groups()))
+    return tuple(map(int, answer.groups()))
 
 
 PACKAGE = Path(__file__).resolve().parents[2]
-# How the title of a side begins that is a revision of fp8bench's own.
+# The title of a side that is a revision of fp8bench itself begins so.
 OWN = "fp8bench at "
 SAME = "both sides are the same: what they differ by is noise"
 AS_IT_COMES = (
@@ -203,8 +198,8 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 @dataclass(frozen=True)
 class DuelQuestion:
-    """What makes the sides differ, as given; None is what runs here. `sessions` is how many, if given. `env_a` and
-    `env_b` are settings of allocators, as words NAME=VALUE."""
+    """What makes the sides differ, as given on the command line; None is what runs here. `env_a` and `env_b` are
+    settings of allocators, as words NAME=VALUE."""
 
     python_a: str | None = None
     python_b: str | None = None
@@ -233,8 +228,8 @@ def opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]
             replace(side, settings=own, calm=calm, title=f"{side.title} under {words_of(own)}" if own else side.title)
             for side, own in zip((before, after), settings, strict=True)
         )
-        told = tuple(note for note in notes if note != SAME or not differ)
-        yield *sides, (*told, *([] if calm else [AS_IT_COMES]))  # type: ignore[misc]
+        kept = tuple(note for note in notes if note != SAME or not differ)
+        yield *sides, (*kept, *([] if calm else [AS_IT_COMES]))  # type: ignore[misc]
 
 
 @contextmanager
@@ -312,10 +307,8 @@ def _against(
 
 
 def _own_paths(imports: tuple[str, ...]) -> list[str]:
-    """Folders with the user's own code on both sides: the working directory if there is some, and PYTHONPATH.
-
-    Folders of installed packages stay behind: they are this interpreter's.
-    """
+    """Returns folders with the user's code for both sides: the working directory if there are imports, and
+    PYTHONPATH. Folders of installed packages belong to this interpreter, and are left out."""
     here = [str(Path.cwd())] if imports else []
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return list(dict.fromkeys((*here, *(path for path in given if not _INSTALLED & {*Path(path).parts}))))

@@ -1,4 +1,4 @@
-"""A duel as values: its sides, and what each case came to on both, which is kept, and verdicts are not."""
+"""The values of a duel: its sides, and the samples of each case on both. Verdicts are computed, and not kept."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.model import DeviceFacts, Environment, Record, Request, Status, Timing
 
-# What asv, tables and gates call the sides: A is what was, B is what is.
+# The sides' names everywhere: A is what was, B is what is.
 BEFORE, AFTER = "A", "B"
 
 
 @dataclass(frozen=True)
 class DuelSide:
-    """One side: what a person calls it, its interpreter, and what that found itself to be.
-
-    `commit` is that of the code which makes the sides differ, '' where no revision was asked for;
-    `settings` are those of allocators that it was started under.
-    """
+    """One side: its name and title, its interpreter, and what that reported about itself. `commit` is that of the
+    code which makes the sides differ, '' without a revision; `settings` are of allocators."""
 
     name: str
     title: str
@@ -30,7 +27,7 @@ class DuelSide:
 
 @dataclass(frozen=True)
 class Session:
-    """The samples of one case in one session: of each side some processes, all in the same rounds."""
+    """The samples of one case in one session: of some processes a side, all in the same rounds."""
 
     before: tuple[Timing, ...]
     after: tuple[Timing, ...]
@@ -39,7 +36,7 @@ class Session:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case on both sides: what became of it, its values, and its times, a session at a time."""
+    """One case on both sides: its records, and its times by session."""
 
     before: Record
     after: Record
@@ -56,10 +53,8 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Duel:
-    """A duel: header and results. `cases` are the ids of all planned ones; `troubles` were met by the file's reader.
-
-    `sessions` is how many there should be of each case.
-    """
+    """A duel: header and results. `cases` are the ids of all planned cases, each of which should have so many
+    `sessions`; `troubles` were met when its file was read."""
 
     id: str
     started: str
@@ -81,11 +76,11 @@ class Duel:
 
 
 class NothingInCommon(UsageError):
-    """The sides would measure no case both."""
+    """The sides have no case in common."""
 
 
 class DuelCutOff(Fp8benchError):
-    """What ended it before its end, with what was measured until then."""
+    """An error that ended a duel early, with what was measured until then."""
 
     def __init__(self, error: Fp8benchError, duel: Duel) -> None:
         super().__init__(str(error))

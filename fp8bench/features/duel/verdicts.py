@@ -1,16 +1,16 @@
-"""Two sides by their samples alone, each measured in several processes: is B slower than A, and how sure is that?
+"""Judges two sides by their samples, each measured in several processes: is B slower than A, and how sure is that?
 
-Where its memory lies, how its allocator behaves: a process is faster or slower than its neighbour for reasons of its
-own, by a percent often and by half now and then. So what is compared are processes, not rounds: each gives one number,
-its best case. A side is the geometric mean of the faster three fifths of its processes: the slow modes that some fall
-into by chance stay out of it as a rule, and a smaller share gave wider intervals. What all processes of a session have
-in common (a neighbour, a clock) is taken out first: each counts by how far it is from the session's median.
+A process may be faster or slower than its neighbour for reasons of its own (where its memory lies, how its allocator
+behaves), often by a percent, sometimes by half. So processes are compared, not rounds: each gives one number, its best
+case. A side is the geometric mean of the faster three fifths of its processes, which mostly leaves out slow modes that
+some fall into by chance; a smaller share gave wider intervals. What all processes of a session have in common (a
+neighbour, a clock) is removed first: each counts by its distance from the session's median.
 
-If nothing had changed, it would be chance alone which processes of a session were called A and which B. The interval
-holds those ratios that would not put the sides further apart than chance does, by all ways of dealing the names out
-(a permutation test, turned round): exact, whatever the times are like, modes and outliers included. With two processes
-a side that takes three sessions; before that only what no noise does to a time is told. Values (errors, memory) are the
-same whenever the same code runs, so that they need no statistics.
+If nothing had changed, the names A and B would be dealt to a session's processes by chance. The interval holds those
+ratios that would not put the sides further apart than chance does, over all ways of dealing the names: an inverted
+permutation test, exact whatever the times are like, outliers and modes included. With two processes a side it takes
+three sessions; with fewer, only differences are reported that no noise makes. Values (errors, memory) are the same
+whenever the same code runs, and need no statistics.
 """
 
 from __future__ import annotations
@@ -49,25 +49,24 @@ from fp8bench.model import (
 from fp8bench.model.specs import MEAN, TIME, Better, spec_of
 
 LEAST_ROUNDS = 5
-# So much, between the nearest processes of different sides, is believed without an interval.
+# Without an interval, the nearest processes of different sides must differ by more than this.
 BELIEVED = 0.10
 _MOST_DEALS = 4096
 _HALVINGS = 12
-# Shifts below this are none.
+# Smaller shifts count as none.
 _NOTHING = 1e-9
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What the times of one case say. `ratio` is after over before, which are seconds.
+class DuelVerdict:
+    """What the times of one case say. `ratio` is after over before, which are in seconds.
 
-    Both are without what slowed a session on both sides; their product is that of the times as they were measured.
+    What slowed a session on both sides is removed from both; their product is that of the measured times.
 
-    `apart` is how much slower a side's slowest process was than its fastest, as a share, where that is more.
-    `chance` is the share of deals that put the sides as far apart, `finest` the least that it can be. `distance` is how
-    many of the deals' standard deviations they are apart, with `freedom` degrees of freedom. `rounds` are those of the
-    session that had fewest. `typical` is the ratio of the means over all calls. `error` is what one of those standard
-    deviations is, as a logarithm. Of `whole` steps where stretches of a step make up for each other.
+    `apart` is the larger share by which a side's slowest process was slower than its fastest. `chance` is the share of
+    deals that put the sides as far apart, `finest` the least it can be. `distance` is the difference in standard
+    deviations of the deals (`error`, a logarithm), with `freedom` degrees of freedom. `rounds` are those of the session
+    with fewest. `typical` is the ratio of means over all calls. `whole`: whole steps were compared.
     """
 
     verdict: Verdict
@@ -91,7 +90,7 @@ class Judged:
 
     @property
     def can_judge(self) -> bool:
-        """Whether there were processes and rounds enough for any difference to be believed, however large."""
+        """Whether there were processes and rounds enough for a difference of any size to be believed."""
         return self.resolved and self.rounds >= LEAST_ROUNDS
 
     @property
@@ -101,12 +100,12 @@ class Judged:
 
 def judge(
     sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same: float = verdicts.SAME
-) -> Judged | None:
-    """The verdict on all sessions; None without a round that all entries of some session were in."""
+) -> DuelVerdict | None:
+    """Judges all sessions; returns None if no session has a round that all of its entries were in."""
     shared = [session for session in sessions if _rounds(session)]
     if not shared:
         return None
-    # Whole steps are compared where stretches make up for each other by more than processes differ by.
+    # Whole steps are compared if stretches of a step compensate each other by more than processes differ.
     whole = 2 * sum(map(_make_up, shared)) >= len(shared)
     kept = [(session, _logs(session, whole), len(_rounds(session))) for session in shared]
     logs, of_all_calls = np.concatenate([logs for _, logs, _ in kept], axis=1)
@@ -122,23 +121,24 @@ def judge(
         verdict = Verdict.UNSURE
     middle = (_low(before) + _low(after)) / 2
     apart = math.expm1(max(float(np.ptp(before)), float(np.ptp(after))))
-    return Judged(
+    return DuelVerdict(
         verdict, ratio, math.exp(middle - deals.shift / 2), math.exp(middle + deals.shift / 2), apart,
         deals.chance(0.0), deals.finest, deals.distance, max(1, len(logs) - 1 - len(kept)), rounds, len(kept), typical,
         deals.error, whole,
     )  # fmt: skip
 
 
-def why_sure(times: Judged) -> str:
-    """Why a verdict stands where processes of one side lay further apart than what it tells; else ''."""
-    told = verdicts.SAME if times.verdict is Verdict.SAME else abs(times.ratio.point - 1)
-    if times.apart <= told:
+def why_sure(times: DuelVerdict) -> str:
+    """Explains a verdict that stands although processes of one side lay further apart than the difference; else
+    returns ''."""
+    difference = verdicts.SAME if times.verdict is Verdict.SAME else abs(times.ratio.point - 1)
+    if times.apart <= difference:
         return ""
-    apart, more = units.percent(times.apart), units.percent(told)
+    apart, more = units.percent(times.apart), units.percent(difference)
     return f"processes of one side lay {apart} apart, more than {more}; the interval has what that does by chance in it"
 
 
-def why_unsure(times: Judged) -> str:
+def why_unsure(times: DuelVerdict) -> str:
     if times.rounds < LEAST_ROUNDS:
         return f"{times.rounds} rounds a session are too few; give it more time (--budget) or rounds"
     if not times.resolved:
@@ -174,16 +174,13 @@ def _make_up(session: Session) -> bool:
 
 
 def _low(logs: NDArray[np.float64]) -> Any:
-    """The mean of those that count, in each row: three fifths of them, rounded up."""
+    """Returns the mean of the lowest three fifths of each row, rounded up in number."""
     return np.sort(logs)[..., : -(-3 * logs.shape[-1] // 5)].mean(axis=-1)
 
 
 def _without_interval(before: NDArray[np.float64], after: NDArray[np.float64]) -> Verdict:
-    """The verdict where chance cannot be told by dealing, because processes are too few.
-
-    The nearest ones of different sides must lie further apart than any two of one side, and than what noise is known
-    to do.
-    """
+    """Judges where processes are too few for an interval. The nearest processes of different sides must lie further
+    apart than any two of one side, and than known noise."""
     if min(len(before), len(after)) < 2:
         return Verdict.UNSURE
     least = max(math.log1p(BELIEVED), float(np.ptp(before)), float(np.ptp(after)))
@@ -193,7 +190,7 @@ def _without_interval(before: NDArray[np.float64], after: NDArray[np.float64]) -
 
 
 class _Deals:
-    """All ways of naming the processes of each session A and B anew; a seeded sample of them where they are many."""
+    """All ways of dealing the names A and B anew to the processes of each session; a seeded sample if they are many."""
 
     def __init__(
         self, logs: NDArray[np.float64], is_after: NDArray[np.bool_], sizes: Sequence[tuple[int, int]]
@@ -206,7 +203,7 @@ class _Deals:
             choices = (itertools.combinations(range(before + after), after) for before, after in sizes)
             named = _named(sizes, list(itertools.product(*choices)))
         else:
-            # The true one and a seeded sample: the same samples always say the same.
+            # The true deal and a seeded sample: the same samples always give the same verdict.
             draw = np.random.default_rng(0)
             deals = [
                 [draw.permutation(before + after)[:after].tolist() for before, after in sizes]
@@ -215,7 +212,7 @@ class _Deals:
             named = np.concatenate([[is_after], _named(sizes, deals)])
         self.finest = 2 / count if all(before == after for before, after in sizes) else 1 / count
         self.finest = max(self.finest, 1 / len(named))
-        # A deal and its mirror image are alike apart from the sign, and every deal has as many of each name.
+        # A deal and its mirror image differ only in sign, and every deal has as many of each name.
         self._after, self._before = (np.nonzero(names)[1].reshape(len(named), -1) for names in (named, ~named))
 
     @property
@@ -223,11 +220,9 @@ class _Deals:
         return self._apart(0.0)[1]
 
     def interval(self, level: float) -> Interval:
-        """The ratio of B to A; without bounds where dealing cannot tell chance at this level.
-
-        They are the least and the greatest shift for which chance would do as much. They are looked for from outside,
-        in halves: further in there may be shifts that it would not do as much for.
-        """
+        """Returns the ratio of B to A; without bounds if there are too few deals for this level. The bounds are the
+        least and greatest shift for which chance would do as much. They are approached from outside, by bisection,
+        because further in chance may again do less."""
         shift, low, high = self.shift, -math.inf, math.inf
         if self.finest <= 1 - level:
             reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NOTHING
@@ -263,7 +258,7 @@ class _Deals:
 
     def _apart(self, shift: float) -> tuple[NDArray[np.float64], float]:
         logs = self._logs - shift * self._is_after
-        for places in self._sessions:  # the same for every deal, since names do not change what was measured there
+        for places in self._sessions:  # the same for every deal: names do not change what was measured
             logs[places] -= np.median(logs[places])
         before, after = (_low(logs[places]) for places in (self._before, self._after))
         return after - before, float(_low(logs[self._is_after]) - _low(logs[~self._is_after]))
@@ -277,7 +272,7 @@ def _named(sizes: Sequence[tuple[int, int]], deals: Sequence[Sequence[Sequence[i
     return rows
 
 
-# They are about rounds, of which verdicts here are not made, or about noise, which is in the interval.
+# These labels are about rounds, on which verdicts here do not rest, or noise, which is in the interval.
 _OF_A_SUITE = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
 _DIRECTIONS = {
     Verdict.FASTER: Direction.BETTER, Verdict.SLOWER: Direction.WORSE, Verdict.SAME: Direction.SAME,
@@ -285,7 +280,7 @@ _DIRECTIONS = {
 }  # fmt: skip
 
 
-def judged(result: CaseResult) -> Judged | None:
+def judged(result: CaseResult) -> DuelVerdict | None:
     return judge(result.sessions) if result.measured else None
 
 
@@ -326,11 +321,9 @@ def _time(result: CaseResult) -> Comparison:
     return replace(blank, direction=way, ratio=times.ratio, p_value=p_value(times), why=why, noise=noise)
 
 
-def p_value(times: Judged) -> float | None:
-    """The chance of so great a difference if nothing had changed; None where processes are too few to say.
-
-    Beyond the least that dealing names out can tell, by Student's t.
-    """
+def p_value(times: DuelVerdict) -> float | None:
+    """Returns the chance of so great a difference if nothing had changed; None if processes are too few to say.
+    Below what the number of deals can show, Student's t is used."""
     if not times.resolved:
         return None
     if times.chance > times.finest:
@@ -338,13 +331,13 @@ def p_value(times: Judged) -> float | None:
     return min(times.chance, chance_of(times.distance, times.freedom))
 
 
-def _labels(result: CaseResult, times: Judged) -> tuple[Label, ...]:
+def _labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
     processes = [(result.before, timing) for session in result.sessions for timing in session.before]
     processes += [(result.after, timing) for session in result.sessions for timing in session.after]
     labels: list[Label] = []
     for record, timing in processes:
         finding = Finding(record.case, times.verdict, phases=best_phases(timing))
-        labels += [told.label for told in labels_of(replace(record, timing=timing), finding, None, None)]
+        labels += [entry.label for entry in labels_of(replace(record, timing=timing), finding, None, None)]
     wanted = {label for label in labels if labels.count(label) >= len(processes) / 2} - _OF_A_SUITE
     if times.uneven:
         wanted.add(Label.UNEVEN)

@@ -1,4 +1,4 @@
-"""A duel as text: who fought, a table of times, the values that differ, and how to read it."""
+"""Shows a duel: its sides, a table of times, the values that differ, and how to read them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _HOW_APART = (
 )
 _HOW_VERDICT = (
     f"verdict: worse (slower) or better (faster) if the interval lies outside +-{units.percent(BAND)}, same if it lies "
-    f"within +-{units.percent(SAME, 0)}, else unsure; without an interval (fewer than three sessions), only what "
-    f"lies beyond {units.percent(BELIEVED, 0)}, and further apart than processes of one side, is told"
+    f"within +-{units.percent(SAME, 0)}, else unsure; without an interval (fewer than three sessions), only changes "
+    f"beyond {units.percent(BELIEVED, 0)} that exceed those between processes of one side have a verdict"
 )
 
 
@@ -109,16 +109,16 @@ def _values(figures: Sequence[_Figure]) -> Iterator[Element]:
 
 
 def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
-    said = [
+    reasons = [
         (comparison.why, comparison.case if comparison.metric == TIME else f"{comparison.case} {comparison.metric}")
         for _, comparison in figures if comparison.why
     ]  # fmt: skip
-    said += [
+    reasons += [
         (record.detail, record.case.id)
         for result in duel.results for record in (result.before, result.after)
         if record.status is Status.OK and record.detail
     ]  # fmt: skip
-    alike = ((why, list(dict.fromkeys(about))) for why, about in together(said).items())
+    alike = ((why, list(dict.fromkeys(about))) for why, about in together(reasons).items())
     return [f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}: {why}"
             for why, names in alike]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Fleets from Python and notebooks."""
+"""The Python door to fleets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from fp8bench.features.fleet.view import FleetFrames
 
 
 def load_fleet(source: str | Path, store: str | Path = DEFAULT_STORE, *, machines: Iterable[str] = ()) -> FleetFrames:
-    """A fleet's machines beside each other as pandas frames: of a plan's runs in `store`, or of those in a store.
-
-    `machines` are names of some that should be in it. `.report` is all of it; `.cases`, `.machines`, `.kinds` and
-    `.alarms` are made when they are first asked for.
-    """
+    """Compares the machines of a fleet: of a plan's runs in `store`, or of all runs in a store. `machines` are names
+    of machines that should be in it. `.report` is the whole comparison; `.cases`, `.machines`, `.kinds` and
+    `.alarms` are pandas frames, made when first used."""
     return FleetFrames(fleet_report(folder("source", source), folder("store", store), names(machines)))

@@ -1,7 +1,7 @@
-"""Runs of several machines' stores put into one, as immutable files by machine and month.
+"""Copies the runs of several machines' stores into one, as immutable files by machine and month.
 
-A file is a byte for byte copy under its own name, written beside and renamed. It changes in one only case: where a run
-that had been cut off was gone on with, so that the copy is the beginning of it, the rest is appended.
+A file is copied byte for byte under its own name, written beside and renamed. It changes only where an interrupted run
+was resumed: if the copy is the beginning of the file, the rest is appended.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ _COPIES = "copies of runs that were taken, or their beginnings"
 
 @dataclass
 class Collected:
-    """What became of the files: `taken` anew by machine, `longer` than the copy that was here, `same` as before.
-
-    `left` counts what was left out for a reason that is no fault; `failed` are sentences on what is wrong, a file each,
-    `doubts` on runs that were taken all the same.
-    """
+    """What became of the files: counts of those `taken`, by machine, `longer` than the copy that was here, and the
+    `same`. `left` counts files that were left out without a fault, by reason; `failed` has a sentence for each file
+    that is wrong, `doubts` for each that was taken all the same."""
 
     taken: Counter[str] = field(default_factory=Counter)
     longer: int = 0
@@ -43,12 +41,12 @@ class Collected:
 
 
 def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Collected:
-    """Take the runs of a plan's cells, or all runs where it is None, out of stores, which are only read."""
+    """Copies the runs of a plan's cells, or all runs if it is None, out of stores, which are only read."""
     made, stores = Collected(), dict[Path, None]()
     for folder in folders:
         try:
             stores[find_store(folder, out).resolve()] = None
-        except StoreError as error:  # the others' runs are none the worse
+        except StoreError as error:  # the other stores can be read all the same
             made.failed.append(str(error))
     with keeping(f"the store {out}", "Choose another --store DIR."):
         make_store(out)
@@ -57,23 +55,23 @@ def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Colle
                 keep_plan(plan, out)
             known = {id_of(path): path for path in listing(out).everything}
             for store in stores:
-                _from(store, plan, out, known, made)
+                _collect_store(store, plan, out, known, made)
             here = listing(out)
             made.failed += [f"{note}." for note in here.notes(here.refused)]
     return made
 
 
-def _from(store: Path, plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Collected) -> None:
+def _collect_store(store: Path, plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Collected) -> None:
     there = listing(store)
     made.failed += [f"{note}." for note in there.notes(there.refused)]
     made.left[_COPIES] += len(there.copies)
-    made.failed += list(_foreign(store, set(there.everything)))
+    made.failed += list(_foreign_files(store, set(there.everything)))
     if not there.everything:
         made.failed.append(f"{store} has no runs: nothing came of the machine that it belongs to.")
     made.failed += take_each(there, partial(_take, plan, out, known, made))
 
 
-def _foreign(store: Path, runs: set[Path]) -> Iterator[str]:
+def _foreign_files(store: Path, runs: set[Path]) -> Iterator[str]:
     for path in sorted((store / "runs").rglob("*")):
         if path not in runs and path.is_file():
             begun = path.name.endswith(PARTIAL)

@@ -1,4 +1,4 @@
-"""`fp8bench fleet`: the cells of a plan, measured by many processes into one store, and where they stand."""
+"""`fp8bench fleet`: measures the cells of a plan by many processes into one store, and shows where they stand."""
 
 from __future__ import annotations
 
@@ -106,7 +106,6 @@ def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def option(text: str) -> tuple[str, str]:
-    """'partition=gpu', or a name alone."""
     name, _, value = text.partition("=")
     name = name.removeprefix("--")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", name):
@@ -199,7 +198,7 @@ def _export(plan: FleetPlan, arguments: argparse.Namespace) -> int:
         say(text)
         return EXIT_OK
     with write_outputs({"--output": (arguments.output, text)}):
-        pass  # it raises at its end
+        pass  # writes at its end, and may raise
     complain(f"{form.summary} for {len(plan.cells)} cells in {arguments.output}")
     return EXIT_OK
 

@@ -1,6 +1,6 @@
-"""A worker of a fleet, which takes the cells that wait, each in a process of its own; and who starts workers.
+"""A worker of a fleet, which measures waiting cells, each in a process of its own; and engines that start workers.
 
-These are this machine and Slurm by submitit, and a Ray cluster, cell by cell.
+Engines are this machine and Slurm, by submitit, and a Ray cluster, cell by cell.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ def tied(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """fp8bench without input; on Linux it is interrupted when the thread that calls this dies, even of SIGKILL.
-
-    Else a cell would go on beside the next one, on the same device.
-    """
+    """Starts fp8bench without input. On Linux it gets SIGTERM when the thread that calls this dies, even by SIGKILL.
+    Otherwise a cell would go on beside the next one, on the same device."""
     tie = [sys.executable, "-ISc", _TIE, str(os.getpid())] if sys.platform == "linux" else []
     error = None if output is None else subprocess.STDOUT
     return subprocess.Popen(
@@ -52,8 +50,9 @@ def tied(
     )  # fmt: skip
 
 
-def ended(*processes: subprocess.Popen[bytes]) -> int:
-    """The exit code of the last one, when all have ended; an interrupt of this process is one of them."""
+def exit_code(*processes: subprocess.Popen[bytes]) -> int:
+    """Waits for all processes, and returns the exit code of the last one; an interrupt of this process ends them
+    all."""
     code = 0
     try:
         for process in processes:
@@ -67,18 +66,16 @@ def ended(*processes: subprocess.Popen[bytes]) -> int:
     return code
 
 
-# A claim is a lock beside the one that the process of a cell takes.
+# The lock of the worker that measures a cell; the cell's process has another one.
 _CLAIM = "claim"
 
 
 def work(
     plan: FleetPlan, file: Path, store: Path, retry: bool, began: Callable[[CellState], None], only: int | None = None
 ) -> tuple[dict[int, int], dict[int, str]]:
-    """The cells that this worker had measured with their exit codes, and those that it could not take, with the reason.
-
-    It ends where none waits that it has not tried. Failed ones are tried again where `retry` says so. `began` is told
-    of each as it begins. `only` that cell is taken. Raises StoreError where nothing can be kept in the store.
-    """
+    """Measures waiting cells until none is left that was not tried; returns exit codes by cell, and why others were
+    not taken. Failed cells are tried again with `retry`. `began` is called with each cell as it begins. `only`
+    restricts it to one cell. Raises StoreError where nothing can be kept in the store."""
     from fp8bench.jobs.several_runs import exclusively  # heavy
 
     check_store(store)
@@ -91,14 +88,14 @@ def work(
                 began(state)
                 done[state.number] = _measure(plan, file, state.number, store)
         except (UsageError, StoreError) as error:
-            left[state.number] = str(error)  # another worker was faster, as a rule; else its folder takes nothing
+            left[state.number] = str(error)  # usually another worker was faster; or its folder cannot be written
     return done, left
 
 
 def _next(
     plan: FleetPlan, store: Path, retry: bool, tried: Collection[int], only: int | None, whole: set[int]
 ) -> CellState | None:
-    """`whole` are cells that were seen to be done, which stay so: reading all their runs for each cell takes long."""
+    """Returns the next cell. `whole` remembers cells that are done, because reading all their runs again takes long."""
     states = states_of(plan, store, whole)
     whole.update(state.number for state in states if state.status is CellStatus.DONE)
     waiting = (state for state in states if should_run(state, retry) and state.number not in tried)
@@ -106,16 +103,16 @@ def _next(
 
 
 def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
-    """Its exit code. An interrupt of this worker is one of the cell, which keeps what it has."""
+    """Returns the cell's exit code. An interrupt of this worker interrupts the cell, which keeps what it has."""
     from fp8bench.pipeline import now  # heavy
 
     folder, started = folder_of(plan, number, store), now()
     words = ["suite", "--plan", str(file), "--cell", str(number), "--store", str(store), "--no-report"]
     begin = time.monotonic()
-    # Sentences of a terminal's width would be cut where they are quoted.
+    # Sentences folded to a terminal's width would be cut where they are quoted.
     unfolded = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     with keeping(folder / OUTPUT, "Move it away."), (folder / OUTPUT).open("ab") as output:
-        code = ended(tied(words, output, unfolded))
+        code = exit_code(tied(words, output, unfolded))
     add_attempt(
         plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - begin, code)
     )
@@ -124,10 +121,8 @@ def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be started: so many `workers` (None: the engine's default) for the cells of a plan, into a store.
-
-    `file` is where the plan lies, `options` are the engine's own, and `stays` says that the caller waits for the end.
-    """
+    """What to start: so many `workers` (None: the engine's default) for the cells of a plan, into a store. `file` is
+    where the plan lies, `options` are the engine's own; with `stays` the caller waits for the end."""
 
     plan: FleetPlan
     file: Path
@@ -143,26 +138,22 @@ class Order:
 
     @property
     def words(self) -> list[str]:
-        """What a worker is called with, behind fp8bench."""
+        """The arguments of a worker, behind fp8bench."""
         words = ["fleet", "work", str(self.file.resolve()), "--store", str(self.store.resolve())]
         return [*words, "--retry"] if self.retry else words
 
 
 def crew(order: Order) -> None:
-    """Until its workers have ended; the store says what came of it. They end where this process is interrupted.
-
-    Raises StoreError where nothing can be kept in the store.
-    """
+    """Runs workers on this machine until all have ended; they end if this process is interrupted. Raises StoreError
+    where nothing can be kept in the store."""
     check_store(order.store)
-    ended(*(tied(order.words) for _ in range(order.workers or 1)))
+    exit_code(*(tied(order.words) for _ in range(order.workers or 1)))
 
 
 @dataclass(frozen=True)
 class StartedWorkers:
-    """Those that were started. `names` are the engine's own.
-
-    `wait` returns when all have ended, with what went wrong with the engine; an interrupt of this process ends them.
-    """
+    """Workers that were started; `names` are the engine's own. `wait` returns when all have ended, with the engine's
+    troubles; an interrupt of this process ends them."""
 
     names: Sequence[str]
     wait: Callable[[], tuple[str, ...]]
@@ -170,7 +161,7 @@ class StartedWorkers:
 
 @dataclass(frozen=True)
 class Engine:
-    """`begin` starts what is ordered; `takes` says which --option it knows, '' that it knows none."""
+    """`begin` starts an order; `takes` describes its --option, '' if it has none."""
 
     summary: str
     begin: Callable[[Order], StartedWorkers]
@@ -178,7 +169,7 @@ class Engine:
 
 
 def start(name: str, order: Order) -> StartedWorkers:
-    """Raises UsageError where the engine cannot, and StoreError where nothing can be kept in the store."""
+    """Raises UsageError where the engine cannot start, and StoreError where nothing can be kept in the store."""
     engine = ENGINES[name]
     if order.options and not engine.takes:
         raise UsageError(f"--option is not for --on {name}, which knows none. Leave it out.")
@@ -204,10 +195,8 @@ def _jobs(
     engine: str, executor: Any, order: Order, until: Callable[[Sequence[Any]], None],
     variables: Mapping[str, str | None] | None = None,
 ) -> StartedWorkers:  # fmt: skip
-    """Workers as jobs of submitit's executor, where `until` waits for their end.
-
-    Of `variables` in their environment those that are None are taken away.
-    """
+    """Starts workers as jobs of submitit's executor; `until` waits for their end. `variables` are set in their
+    environment, or removed where they are None."""
     given = (order.words, dict(variables or {}))
     try:
         jobs = [executor.submit(worked, *given) for _ in range(order.workers or 1)]
@@ -229,9 +218,9 @@ def _jobs(
 
 
 def worked(words: list[str], variables: dict[str, str | None]) -> int:
-    """In a process of submitit's: the exit code of a worker, which ends with this process, whatever ends it."""
+    """Runs in a process of submitit's: returns the exit code of a worker, which ends with this process."""
     environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
-    return ended(tied(words, environment=environment))
+    return exit_code(tied(words, environment=environment))
 
 
 # submitit's local executor hides all GPUs from its jobs unless their numbers are given to it.
@@ -239,7 +228,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def _local(order: Order) -> StartedWorkers:
-    """Processes of this machine, all at once, which go on when the command has ended."""
+    """Starts processes of this machine, which go on when the command has ended."""
     executor = _submitit().LocalExecutor(folder=order.logs)
     executor.update_parameters(timeout_min=_MINUTES)
 
@@ -253,7 +242,8 @@ def _local(order: Order) -> StartedWorkers:
 
 @contextmanager
 def _stderr_in(file: Path) -> Iterator[None]:
-    """What is started meanwhile has its stderr there: submitit's controllers print tracebacks when cancelled."""
+    """Sends the stderr of what is started meanwhile to a file: submitit's controllers print tracebacks when
+    cancelled."""
     saved = os.dup(2)
     try:
         with file.open("ab") as opened:
@@ -264,7 +254,7 @@ def _stderr_in(file: Path) -> Iterator[None]:
         os.close(saved)
 
 
-# A benchmark has its node to itself, and is not begun again on another one: the next worker goes on with what it left.
+# A benchmark has its node to itself, and Slurm does not restart it: the next worker resumes what it left.
 _SBATCH: Mapping[str, str | bool] = {"exclusive": True, "no-requeue": True}
 _PAUSE_SECONDS = 1.0
 
@@ -279,13 +269,13 @@ def _slurm(order: Order) -> StartedWorkers:
 
 
 def sbatch_options(options: Mapping[str, str]) -> dict[str, str | bool]:
-    """The defaults, with those that were given over them; 'no' takes one away."""
+    """Returns the defaults, overridden by those that were given; 'no' takes one away."""
     given = {name.replace("_", "-"): value or True for name, value in options.items()}
     return {name: value for name, value in {**_SBATCH, **given}.items() if value != "no"}
 
 
 def _out_of_queue(jobs: Sequence[Any]) -> None:
-    """submitit would ask an accounting that not every Slurm has."""
+    """Asks squeue: submitit would ask the accounting, which not every Slurm has."""
     words = ["squeue", "--noheader", "--format=%i", "--jobs", ",".join(str(job.job_id) for job in jobs)]
     while True:
         queue = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -294,7 +284,7 @@ def _out_of_queue(jobs: Sequence[Any]) -> None:
         time.sleep(_PAUSE_SECONDS)
 
 
-# Ray sets it for its tasks, and threads are part of what is measured: cells get what the submitting process has.
+# Ray sets it for its tasks. Threads are part of what is measured, so cells get the submitting process's value.
 _THREADS = "OMP_NUM_THREADS"
 _ADDRESS = "address"
 _PATIENCE_SECONDS = 30.0
@@ -302,7 +292,7 @@ _CONNECT_SECONDS = 10.0
 
 
 def _ray(order: Order) -> StartedWorkers:
-    """Cells as tasks: each on a node that offers its kind of device as a resource, and runs one at a time."""
+    """Starts cells as tasks, each on a node that offers its kind of device as a resource, one at a time."""
     if not order.stays:
         raise UsageError("Ray ends its tasks with the process that gave them. Add --wait.")
     if other := sorted(set(order.options) - {_ADDRESS}):
@@ -337,7 +327,8 @@ def _connect(ray: Any, address: str, kinds: Sequence[str]) -> None:
 
 
 def check_answers(address: str) -> None:
-    """Ray itself tries an address where nobody listens for minutes. Other forms of an address are for Ray to judge."""
+    """Fails fast, because Ray tries an address where nobody listens for minutes; other forms of address are left to
+    Ray."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
@@ -350,7 +341,7 @@ def check_answers(address: str) -> None:
 
 
 def _resource_of(kind: str) -> str:
-    """What a node is started with that has such a device."""
+    """Returns the resource that a node with such a device is started with."""
     return f"fp8bench:{kind}"
 
 
@@ -359,13 +350,13 @@ def _start_one(kind: str) -> str:
 
 
 def _until_measured(ray: Any, order: Order, cells: Sequence[int]) -> tuple[str, ...]:
-    """Cells are handed to nodes as these become free; none is tried twice."""
+    """Hands cells to nodes as these become free; none is tried twice."""
     waiting, running, troubles = list(cells), dict[Any, int](), list[str]()
     try:
         while waiting or running:
             while waiting and len(running) < (order.workers or len(cells)):
                 number = waiting.pop(0)
-                running[_handed_out(ray, order, number)] = number
+                running[_start_task(ray, order, number)] = number
             for task in ray.wait(list(running))[0]:
                 number = running.pop(task)
                 try:
@@ -382,7 +373,7 @@ def _until_measured(ray: Any, order: Order, cells: Sequence[int]) -> tuple[str, 
     return tuple(troubles)
 
 
-def _handed_out(ray: Any, order: Order, number: int) -> Any:
+def _start_task(ray: Any, order: Order, number: int) -> Any:
     cell = order.plan.cells[number]
     task = ray.remote(measured_on_node).options(
         name=f"fp8bench {order.plan.name_of(number)}", num_cpus=0, num_gpus=cell.gpus,
@@ -394,10 +385,10 @@ def _handed_out(ray: Any, order: Order, number: int) -> Any:
 
 
 def measured_on_node(words: list[str], log: str, folder: str, threads: dict[str, str]) -> int:
-    """In a process of Ray's: the exit code of a worker that takes one cell. An interrupt is one of the worker."""
+    """Runs in a process of Ray's: returns the exit code of a worker that takes one cell."""
     environment = {name: value for name, value in os.environ.items() if name != _THREADS} | threads
     with Path(log).open("ab") as output:
-        return ended(tied(words, output, environment, Path(folder) if Path(folder).is_dir() else None))
+        return exit_code(tied(words, output, environment, Path(folder) if Path(folder).is_dir() else None))
 
 
 ENGINES = {

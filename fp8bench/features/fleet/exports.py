@@ -1,4 +1,4 @@
-"""A fleet as text for schedulers that fp8bench does not call: a script for sbatch, or a Job of Kubernetes."""
+"""Writes a fleet for schedulers that fp8bench does not call: a script for sbatch, or a Job of Kubernetes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8bench.model.run import FleetPlan
 
 @dataclass(frozen=True)
 class Volume:
-    """What machines share: the scheduler's name of it, and where it is mounted."""
+    """What machines share: the scheduler's name for it, and where it is mounted."""
 
     name: str
     mount: PurePosixPath
@@ -24,10 +24,8 @@ class Volume:
 @dataclass(frozen=True)
 class Tasks:
     """What a scheduler is to start: so many `workers`, or (None) a task for each cell, of at most so many `minutes`.
-
-    `file` and `store` are the plan and the store where those machines see them, `python` is their interpreter with
-    fp8bench, in an `image` if they run containers. `options` are the scheduler's own.
-    """
+    `file`, `store` and `python` (an interpreter with fp8bench, in an `image` if there are containers) are paths on
+    those machines. `options` are the scheduler's own."""
 
     plan: FleetPlan
     file: str
@@ -53,14 +51,14 @@ class Tasks:
         return max(cell.gpus for cell in self.plan.cells)
 
     def command(self, index: str) -> str:
-        """In words of a shell: a worker, or that of the cell whose number the variable `index` has."""
+        """Returns words of a shell for a worker, or for the cell whose number the variable `index` has."""
         words = shlex.join([self.python, "-m", "fp8bench", "fleet", "work", self.file, "--store", self.store])
         return words if self.workers is not None else f'{words} --cell "${index}"'
 
 
 @dataclass(frozen=True)
 class Form:
-    """What one scheduler reads. `takes` says what its --option are; `contained` that it runs images and volumes."""
+    """What one scheduler reads. `takes` describes its --option; a `contained` one runs images and mounts volumes."""
 
     summary: str
     write: Callable[[Tasks], str]
@@ -69,7 +67,7 @@ class Form:
 
 
 def text_for(name: str, tasks: Tasks) -> str:
-    """Raises UsageError where something is lacking that the form needs, or given that it has no use for."""
+    """Raises UsageError where the form lacks something, or was given what it has no use for."""
     form = FORMS[name]
     for path in (tasks.file, tasks.store, tasks.python):
         if any("\ud800" <= letter <= "\udfff" for letter in path):
@@ -80,7 +78,7 @@ def text_for(name: str, tasks: Tasks) -> str:
 
 
 def _sbatch(tasks: Tasks) -> str:
-    """Each task has its node to itself, and is not begun again by Slurm."""
+    """Gives each task a node to itself, and has Slurm not restart it."""
     given: dict[str, str] = {
         "job-name": tasks.name, "array": f"0-{tasks.count - 1}", "nodes": "1", "ntasks": "1",
         "time": str(tasks.minutes), **({"gpus-per-node": str(tasks.gpus)} if tasks.gpus else {}),
@@ -91,7 +89,7 @@ def _sbatch(tasks: Tasks) -> str:
 
 
 def _value(name: str, value: str | bool) -> str:
-    """Quoted as sbatch reads it, which is not how a shell does."""
+    """Quotes as sbatch reads it, which is not how a shell does."""
     if isinstance(value, bool):
         return ""
     if not value.isprintable():
@@ -104,16 +102,15 @@ _LABELS = {"app": "fp8bench"}
 
 
 def _kubernetes(tasks: Tasks) -> str:
-    """No two pods share a node. A pod that failed is not started again, and the others go on: a limit for each index
-    alone says so, while a backoffLimit of the Job would end all.
-    """
+    """Lets no two pods share a node, nor a failed pod start again or end the others. Only a limit for each index
+    says the latter; the Job's own backoffLimit would end all."""
     import yaml
 
     volume = _volume_of(tasks)
     if not tasks.image:
         raise UsageError("Kubernetes runs images: give --image NAME, one with fp8bench in it.")
     apart = {"labelSelector": {"matchLabels": _LABELS}, "topologyKey": "kubernetes.io/hostname"}
-    # $$ is one $ to Kubernetes, which would put in variables itself.
+    # Kubernetes would expand variables itself; it reads $$ as one $.
     shell = f"exec {tasks.command('JOB_COMPLETION_INDEX')}".replace("$", "$$")
     job = {
         "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": tasks.name, "labels": _LABELS},
@@ -133,12 +130,11 @@ def _kubernetes(tasks: Tasks) -> str:
             }},
         },
     }  # fmt: skip
-    # Through JSON nothing refers to another place of it.
+    # The detour over JSON keeps YAML from writing references.
     return yaml.safe_dump(json.loads(json.dumps(job)), sort_keys=False, width=10**6, allow_unicode=True)
 
 
 def _volume_of(tasks: Tasks) -> Volume:
-    """What ends with its container would leave nothing."""
     if tasks.volume is None:
         raise UsageError("the runs would be lost with the machines: give --volume NAME:/MOUNT, which keeps them.")
     for option, path in (("--plan-path", tasks.file), ("--store", tasks.store)):
@@ -150,7 +146,7 @@ def _volume_of(tasks: Tasks) -> Volume:
 
 
 def _resource(plan: FleetPlan) -> str:
-    """What device plugins call its GPUs; UsageError where cells want different ones."""
+    """Returns the name that device plugins give its GPUs; raises UsageError where cells want different ones."""
     if any("@xpu" in cell.setting for cell in plan.cells):
         raise UsageError("what Kubernetes calls Intel's GPUs depends on their driver: fp8bench does not know it.")
     kinds = sorted({cell.kind for cell in plan.cells if cell.gpus})

@@ -1,4 +1,4 @@
-"""What a fleet adds to what is shown of a run: the machines that measured cells of its plan."""
+"""`show RUN --fleet`: the machines that measured cells of the run's plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report of a fleet says, as values; what it reads of a run; and how far machines are from others of a kind."""
+"""The values of a fleet's report, what it reads of a run, and how far a machine is from others of its kind."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fp8bench.model import DeviceFacts, Record, Run, Status, Timing, specs
 from fp8bench.model.run import OperationBits
 from fp8bench.report.panels import together
 
-# Names with values: what two machines have to have in common.
+# Names with values, which machines of a kind have in common.
 Fields = tuple[tuple[str, str], ...]
 
 
 class Oddity(StrEnum):
-    """What a machine is named for."""
+    """Why a machine stands out."""
 
     SLOW = "slow"
     FAST = "fast"
@@ -37,7 +37,7 @@ class Oddity(StrEnum):
 
 @dataclass(frozen=True)
 class MachineAlarm:
-    """That a machine is named, and why."""
+    """A machine that stands out, and why."""
 
     machine: str
     what: Oddity
@@ -46,8 +46,8 @@ class MachineAlarm:
 
 @dataclass(frozen=True)
 class MachineKind:
-    """Machines that compare: hardware, software and settings are the same. `differs` are the fields in which it is
-    another than the first kind; `seen_from` is the change of time from which on one of its machines would be named."""
+    """Machines with the same hardware, software and settings. `differs` are the fields in which it differs from the
+    first kind. A machine of it would be named if it took longer by the share `seen_from`."""
 
     name: str
     machines: tuple[str, ...]
@@ -59,7 +59,8 @@ class MachineKind:
 
 @dataclass(frozen=True)
 class Machine:
-    """`kinds` it was of, how many cells it has `whole` and cases `failed`, and how far its time is from the others'."""
+    """One machine: the kinds it was of, its `whole` cells, its `failed` cases, and its change of time from its
+    kind's median."""
 
     name: str
     kinds: tuple[str, ...]
@@ -71,8 +72,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a machine is from the others of its kind: `change` of its time (0.1: 10% more than their median), `score`
-    in spreads, and whether that is too far. `case` is '' for the middle over all cases."""
+    """How far a machine is from the others of its kind. `change` is the share by which its time is above their
+    median, `score` the same in spreads; `odd` if that is too far. `case` is '' for the middle over all cases."""
 
     machine: str
     case: str
@@ -83,7 +84,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class FleetFigure:
-    """One case on a kind's machines: seconds by machine, and how far each is from the others."""
+    """One case on the machines of a kind: seconds, and deviations, by machine."""
 
     case: str
     kind: str
@@ -97,8 +98,8 @@ class FleetFigure:
 
 @dataclass(frozen=True)
 class FleetReport:
-    """`why_not` says of kinds other than the first why their times are not held against the first one's; `lacking`
-    are settings that nobody has measured whole; `excluded` are sentences on what is in no figure."""
+    """`why_not` says why times of other kinds are not compared with the first one's; `lacking` are settings that
+    nobody has measured whole; `excluded` are sentences on what is in no figure."""
 
     machines: tuple[Machine, ...]
     kinds: tuple[MachineKind, ...]
@@ -111,16 +112,16 @@ class FleetReport:
 
 
 def differences(own: Fields, theirs: Fields) -> Iterator[str]:
-    """'torch 2.12.0, not 2.13.0'."""
+    """Yields for example 'torch 2.12.0, not 2.13.0'."""
     mine, yours = dict(own), dict(theirs)
     for name in dict.fromkeys((*mine, *yours)):
         if mine.get(name) != yours.get(name):
             yield f"{name} {mine.get(name, 'none'):.60}, not {yours.get(name, 'none'):.60}"
 
 
-# Of the machine; beside them name, memory and cache of its devices.
+# Facts that make a machine's hardware, beside its devices' names and memory.
 _HARDWARE = ("asv_cpu", "asv_arch", "cpu_count", "cpu_affinity")
-# Of what runs on it, and how it is set; beside them the variables that a run notes, and each device's settings.
+# Facts that make its software, beside the environment variables that a run notes and each device's settings.
 _SOFTWARE = (
     "fp8bench", "python", "torch", "torch_git", "cudnn", "cublaslt", "threads", "switches_set", "cpu_governor",
     "cpu_turbo_off", "smt", "cgroup_cpu_max", "imports_sha256",
@@ -132,10 +133,10 @@ _CAPABILITY = "CPU capability usage: "
 
 @dataclass(frozen=True)
 class MachineRun:
-    """One run. `started` is when it began, and then was gone on with; `ahead` how many seconds the last of these lies
-    after the time of its file, and `clock_ahead` what the run says. `whole` and `cut` are the settings of groups that
-    it has all of, and not; `times` are seconds by case, `errors` what its numbers came to, as text, by case and name;
-    `failed` cases with their reasons."""
+    """What a report reads of one run. `started` are its beginning and its resumptions; `ahead` is by how many
+    seconds the last of these lies after the file's time, `clock_ahead` what the run itself found. `whole` and `cut`
+    are settings of groups that it has completely, and not; `times` are seconds by case, `errors` its numerical
+    results as text, by case and name; `failed` are cases with reasons."""
 
     run: str
     machine: str
@@ -170,7 +171,7 @@ def seen_of(run: Run, file_time: float) -> MachineRun:
 
 
 def _seconds_of(timing: Timing) -> float:
-    """The middle call: one that was disturbed says nothing, and more calls make it no shorter."""
+    """Returns the median call: a disturbed one says nothing, and more calls make it no shorter."""
     return float(np.median([sum(call) for slot in timing.slots for call in slot.calls_ns])) / 1e9
 
 
@@ -179,7 +180,7 @@ def _name(record: Record) -> str:
 
 
 def _errors(record: Record) -> Iterator[tuple[str, str]]:
-    """What depends on the numbers alone: the same seed gives the same to the last bit."""
+    """Yields what depends on numbers alone: with the same seed it is the same to the last bit."""
     for measurement in record.measurements:
         if measurement.metric not in specs.PEAKS:
             yield f"{measurement.metric} of {_name(record)}", " ".join(value.hex() for value in measurement.samples)
@@ -227,28 +228,25 @@ def _shown(value: object) -> str:
     return "none" if value is None else " ".join(str(value).split())
 
 
-# Slower or faster than others of its kind is a machine by the same cases on all of them. Its distance is from the
-# median of all, in units of their median absolute deviation, so that a few odd machines do not hide themselves. How far
-# is too far for so many machines is found by simulating machines of which none is odd: a report names an honest machine
-# in at most FALSE_ALARMS of all reports, where times scatter normally (in their logarithms). Half of that belongs to
-# the machines' middle over all cases, half to the single cases together.
-# Of fewer nobody can say which one is odd.
+# Machines of a kind are compared by the cases that all of them have. A machine's distance is from the median of all, in
+# units of their median absolute deviation, so that a few odd machines do not hide themselves. How far is too far is
+# found by simulating machines of which none is odd: at most FALSE_ALARMS of all reports name an honest machine, if
+# logarithms of times scatter normally. Half of that rate goes to the middle over all cases, half to all single cases.
+# With fewer machines nobody can say which one is odd.
 LEAST_MACHINES = 4
 FALSE_ALARMS = 0.01
-# What is less than this from the others is nobody's concern, however alike they are.
+# Smaller changes are not reported, however alike the others are.
 LEAST_CHANGE = 0.05
-# Of a normal distribution, over its median absolute deviation.
+# The standard deviation of a normal distribution over its median absolute deviation.
 _NORMAL = 1.4826
 _DRAWS = 100_000
-# Rates that so many draws still tell; rarer ones by the power law that the tail follows between them, or falls below.
+# So many draws still show these rates. Rarer ones follow the power law of the tail between them, or lie below it.
 _SEEN = (1e-2, 1e-3)
 
 
 def deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Deviation]]:
-    """By case and machine, and over all cases as the case ''; `times` are seconds likewise, of one kind.
-
-    Cases and middles that fewer than LEAST_MACHINES have are left out.
-    """
+    """Returns deviations by case and machine; the case '' is the middle over all cases. `times` are seconds of one
+    kind. Cases and middles that fewer than LEAST_MACHINES machines have are left out."""
     logs = _logs(times)
     cases = {case: _in_case(case, seen, FALSE_ALARMS / 2 / len(logs)) for case, seen in logs.items()}
     middles = _middles(logs)
@@ -256,7 +254,7 @@ def deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, 
 
 
 def seen_from(times: Mapping[str, Mapping[str, float]]) -> float | None:
-    """How much more time than the others a machine has to take in its middle case to be named; None for too few."""
+    """Returns the share of time above the others from which a machine is named; None for too few machines."""
     middles = _middles(_logs(times))
     if not middles:
         return None
@@ -272,11 +270,8 @@ def _logs(times: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float
 
 
 def _middles(logs: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """How far each machine is from the mean in its middle case; of those that have at least half of the cases.
-
-    Not from the median, which is one of an odd number of machines: that one's distance would be 0, and their spread too
-    small.
-    """
+    """Returns how far each machine with at least half of the cases is from the mean, in its median case. Not from
+    the median: of an odd number of machines one would lie at 0, and the spread would come out too small."""
     centred = together(
         (machine, value - middle)
         for seen in logs.values() for middle in [float(np.mean(list(seen.values())))] for machine, value in seen.items()
@@ -304,7 +299,7 @@ def _distances(logs: Floats) -> tuple[Floats, Floats]:
 
 @cache
 def critical(machines: int, rate: float) -> float:
-    """The score that the farthest of so many honest machines exceeds at that rate."""
+    """Returns the score that the farthest of so many honest machines exceeds at that rate."""
     farthest = _simulated(machines)
     if rate >= _SEEN[1]:
         return float(np.quantile(farthest, 1 - rate))
@@ -315,7 +310,7 @@ def critical(machines: int, rate: float) -> float:
 
 @cache
 def _simulated(machines: int) -> Floats:
-    """The farthest score among honest machines; the same draws every time."""
+    """Returns the farthest scores among honest machines; always the same draws."""
     random = np.random.default_rng(machines)
     parts = []
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""What a store has of a fleet, read for a report: who is named in it, for what, and in which words."""
+"""Reads the runs of a fleet from a store, and says which machines stand out and why."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ _RUNNING = "are still being measured"
 
 
 def fleet_report(source: Path, store: Path, expected: Collection[str] = ()) -> FleetReport:
-    """Of a plan's runs in a store, or, where `source` is a store, of the plans beside its runs, else of all of them."""
+    """Reports on a plan's runs in a store; or, if `source` is a store, on the plans beside its runs, else on all its
+    runs."""
     if source.is_dir():
         store, plans = source, plans_of(source)
     else:
@@ -56,7 +57,7 @@ def fleet_report(source: Path, store: Path, expected: Collection[str] = ()) -> F
 
 
 def fleet_of(runs: Sequence[Run], store: Path) -> FleetReport | None:
-    """Of all runs in a store that are cells of the same plans as some runs; None where these are cells of none."""
+    """Reports on all runs of the store that are cells of the same plans as `runs`; None if these are of no plan."""
     wanted = {run.fleet_plan for run in runs} - {""}
     if not wanted:
         return None
@@ -74,10 +75,8 @@ def _counts(left: Counter[str]) -> list[str]:
 
 
 def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[MachineRun], Counter[str], list[str]]:
-    """Those that are wanted by their headers, how many are left out and why, and what is wrong.
-
-    One run after the other: all of them are more than memory may hold.
-    """
+    """Returns runs that are wanted by their headers, how many were left out and why, and what is wrong. Runs are
+    loaded one after the other: memory may not hold all."""
     there = listing(store)
     doubts = there.notes(there.refused)
     left = there.left
@@ -104,10 +103,8 @@ def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[MachineRun],
 
 
 def _measured_once(seen: Sequence[tuple[MachineRun, Path, int | None]]) -> tuple[list[MachineRun], list[str]]:
-    """Runs without those of several machines that have the same times to the nanosecond; and what is wrong with these.
-
-    Only one machine can have measured them, and nobody knows which.
-    """
+    """Drops runs of several machines with the same times to the nanosecond, and says so. Only one machine can have
+    measured them, and nobody knows which."""
     alike = together((samples, (run.machine, str(path))) for run, path, samples in seen if samples is not None)
     copied = {samples: runs for samples, runs in alike.items() if len({machine for machine, _ in runs}) > 1}
     doubts = [
@@ -119,8 +116,8 @@ def _measured_once(seen: Sequence[tuple[MachineRun, Path, int | None]]) -> tuple
 
 
 def _failed_cells(store: Path, plans: tuple[FleetPlan, ...]) -> list[str]:
-    """Those whose process ended without a run, where the store is the one that they were measured into, and those of
-    which files are damaged."""
+    """Describes cells whose process ended without a run, if the store is the one they were measured into, and cells
+    with damaged files."""
     return [
         f"cell {state.number} of plan {plan.id} {words}"
         for plan in plans for state in states_of(plan, store)
@@ -136,7 +133,7 @@ def report_of(
     expected: Collection[str] = (),
     excluded: Sequence[str] = (),
 ) -> FleetReport:
-    """What some runs come to. `expected` are machines of which something should have come."""
+    """Makes the report of some runs. `expected` are machines that should have sent something."""
     members = _kinds(seen)
     figures: list[FleetFigure] = []
     kinds: list[MachineKind] = []
@@ -171,7 +168,7 @@ def report_of(
 
 
 def _names() -> Iterator[str]:
-    """A, B, ..., Z, A1, ..."""
+    """Yields A, B, ..., Z, A1, ..."""
     number = 0
     while True:
         yield from (chr(ord("A") + letter) + (str(number) if number else "") for letter in range(26))
@@ -205,7 +202,7 @@ def _by_machine(seen: Sequence[MachineRun]) -> dict[str, list[MachineRun]]:
 
 
 def _of_software(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
-    """Of machines that have other software or settings than more machines of the same hardware."""
+    """Names machines whose software or settings differ from those of more machines with the same hardware."""
     for place, kind in enumerate(kinds):
         larger = next((other for other in kinds[:place] if other.hardware == kind.hardware), None)
         if larger is not None and len(larger.machines) > len(kind.machines):
@@ -215,7 +212,7 @@ def _of_software(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
 
 
 def _of_times(figures: Sequence[FleetFigure]) -> Iterator[MachineAlarm]:
-    """Of machines that are odd over all cases, and else of each case in which one is."""
+    """Names machines that are odd over all cases; others for each case in which they are."""
     overall = {(figure.kind, name) for figure in figures if not figure.case
                for name, own in figure.deviations.items() if own.odd}  # fmt: skip
     for figure in figures:
@@ -230,9 +227,9 @@ def _of_times(figures: Sequence[FleetFigure]) -> Iterator[MachineAlarm]:
 
 
 def of_coverage(seen: Sequence[MachineRun], expected: Collection[str]) -> Iterator[MachineAlarm]:
-    """Of machines whose runs were cut off, or that have not what at least half of the others have."""
+    """Names machines whose runs were cut off, that lack what at least half of the others have, or that sent nothing."""
     own = _by_machine(seen)
-    # Mappings, not sets: the same runs give the same words.
+    # Mappings keep an order: the same runs give the same words.
     whole = {machine: dict.fromkeys(setting for run in runs for setting in run.whole) for machine, runs in own.items()}
     for machine, runs in own.items():
         cut = {setting: run.run for run in runs for setting in run.cut if setting not in whole[machine]}
@@ -262,22 +259,22 @@ def _of_failures(seen: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
             yield MachineAlarm(machine, Oddity.FAILED, words)
 
 
-# A clock is wrong by times that cannot be true, and by a shared file system's clock: each is held against whoever made
-# the plan, wrote the file, or keeps the store. Where most machines differ from one of these, that one is wrong, and no
-# machine is named for it.
+# A clock is wrong if it gives impossible times, or differs from a shared file system's. It is compared with the clock
+# of whoever made the plan, wrote the file, or keeps the store. If most machines differ from one of these, that one is
+# wrong, and no machine is named.
 
-# Clocks of machines that are set by a time server differ by less.
+# Machines that are set by a time server differ by less.
 CLOCK_SECONDS = 60.0
-# Of fewer nobody can say that they are most.
+# With fewer machines there is no majority.
 _LEAST_VOTERS = 3
-# By how many seconds a run of a machine is off, and what it would be named for.
+# By how many seconds a run's clock is off, and the alarm if that is too much.
 _Hit = tuple[float, MachineAlarm]
 
 
 def _of_clocks(
     seen: Sequence[MachineRun], plans: Sequence[FleetPlan]
 ) -> tuple[tuple[MachineAlarm, ...], tuple[str, ...]]:
-    """A machine's worst one, and sentences on counterparts that most machines differ from."""
+    """Returns each machine's worst alarm, and sentences on clocks that most machines differ from."""
     machines = {run.machine for run in seen}
     against = {
         "that of whoever made the plan": list(_before_plan(seen, plans)),
@@ -319,10 +316,8 @@ def _set_back(seen: Sequence[MachineRun]) -> Iterator[_Hit]:
 
 
 def _against_stores(seen: Sequence[MachineRun]) -> tuple[float, list[_Hit]]:
-    """What most machines' clocks are ahead of their stores' file systems, and how far each is from that.
-
-    On a disk of its own a machine stamps files itself, and is not ahead by anything.
-    """
+    """Returns by how much most clocks are ahead of their stores' file systems, and how far each is from that. On a
+    disk of its own a machine stamps files itself, and is not ahead."""
     known = [(run, run.clock_ahead) for run in seen if run.clock_ahead is not None]
     common = _common(together((run.machine, ahead) for run, ahead in known))
     alike = abs(common) > CLOCK_SECONDS
@@ -335,7 +330,7 @@ def _against_stores(seen: Sequence[MachineRun]) -> tuple[float, list[_Hit]]:
 
 
 def _common(own: Mapping[str, Sequence[float]]) -> float:
-    """0 unless most machines are ahead by the same."""
+    """Returns 0 unless most machines are ahead by the same."""
     middles = [median(values) for values in own.values()]
     middle = median(middles) if len(middles) >= _LEAST_VOTERS else 0.0
     return middle if 2 * sum(abs(value - middle) <= CLOCK_SECONDS for value in middles) > len(middles) else 0.0
@@ -357,12 +352,12 @@ def _long(seconds: float) -> str:
     return f"{size / 3600:.1f} hours" if size >= 3600 else f"{size / 60:.0f} minutes"
 
 
-# Names that stand in one sentence.
+# At most so many names stand in one sentence.
 _MOST = 4
 
 
-# What a machine is named for whose bits differ: from its own, from those of most machines of its kind, or from some
-# where nobody has most on their side.
+# The alarm for a machine whose bits differ: from its own, from those of most machines of its kind, or from those of
+# some, with no majority.
 _DISSENTS = {
     "own": (Oddity.UNSTABLE, "does not repeat its own bits for the same numbers"),
     "most": (Oddity.BITS, "gives other bits than most of its kind for the same numbers"),
@@ -374,11 +369,11 @@ _DISSENTS = {
 
 
 def _of_bits(kind: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
-    """Of the machines of one kind, by all of their runs: operations, and errors of cases."""
+    """Names machines of one kind by the bits of operations and errors in all of their runs."""
     differing: dict[tuple[str, str], list[str]] = {}
-    for what, told in sorted(_answers(kind).items()):
-        steady = {machine: next(iter(values)) for machine, values in told.items() if len(values) == 1}
-        for machine in told.keys() - steady.keys():
+    for what, by_machine in sorted(_answers(kind).items()):
+        steady = {machine: next(iter(values)) for machine, values in by_machine.items() if len(values) == 1}
+        for machine in by_machine.keys() - steady.keys():
             differing.setdefault((machine, "own"), []).append(what)
         votes = Counter(steady.values())
         most, count = votes.most_common(1)[0] if votes else ("", 0)
@@ -392,16 +387,16 @@ def _of_bits(kind: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
 
 
 def _answers(kind: Sequence[MachineRun]) -> dict[str, dict[str, set[str]]]:
-    """What was told of each operation and error: all that a machine ever gave, by machine."""
-    told: dict[str, dict[str, set[str]]] = {}
+    by_machine: dict[str, dict[str, set[str]]] = {}
     for run in kind:
-        said = [(f"{bits.dtype} {bits.operation} on {bits.device}", bits.digests) for bits in run.bits if bits.digests]
-        for what, values in (*said, *((name, (value,)) for name, value in run.errors.items())):
-            told.setdefault(what, {}).setdefault(run.machine, set()).update(values)
-    return told
+        answers = [
+            (f"{bits.dtype} {bits.operation} on {bits.device}", bits.digests) for bits in run.bits if bits.digests
+        ]
+        for what, values in (*answers, *((name, (value,)) for name, value in run.errors.items())):
+            by_machine.setdefault(what, {}).setdefault(run.machine, set()).update(values)
+    return by_machine
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """'float32 product on cpu, ... and 3 more'."""
     more = len(names) - _MOST
     return ", ".join(names[:_MOST]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""The fleet that a run is of: which machines measured cells of its plan, side by side, and which are named."""
+"""The report's section on a fleet: which machines measured cells of the plan, and which stand out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet's machines beside each other, as elements for whatever shows them."""
+"""Shows a fleet's machines side by side, and where its cells stand."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def machines(report: FleetReport) -> Table:
 
 
 def charts(report: FleetReport) -> Iterator[Bars]:
-    """How far each machine is from its kind, where enough are of one."""
     groups = tuple(
         (f"kind {figure.kind}", tuple(
             Mark(name, 1 + own.change, tone=Tone.BAD if own.odd else Tone.PLAIN)
@@ -91,8 +90,8 @@ def kinds(report: FleetReport) -> Table:
 
 
 def _hardware_of(kind: MachineKind) -> str:
-    told = [value for name, value in kind.hardware if name.startswith("device ")]
-    return " + ".join(dict.fromkeys(told)) or dict(kind.hardware).get("asv_cpu", units.NONE)
+    devices = [value for name, value in kind.hardware if name.startswith("device ")]
+    return " + ".join(dict.fromkeys(devices)) or dict(kind.hardware).get("asv_cpu", units.NONE)
 
 
 def cases(report: FleetReport) -> Table:
@@ -125,8 +124,7 @@ def coverage(report: FleetReport) -> Iterator[Element]:
 
 @dataclass(frozen=True)
 class FleetFrames:
-    """A report of a fleet and its tables, each made when it is first asked for; docs/outputs.md says what their columns
-    hold."""
+    """A fleet's report and its tables as frames, each made when first used; docs/outputs.md describes the columns."""
 
     report: FleetReport
 
@@ -171,7 +169,6 @@ def why_of(state: CellState) -> str:
 
 
 def counts_of(states: Sequence[CellState]) -> str:
-    """'2 done, 1 waiting'."""
     counts = Counter(state.status for state in states)
     return ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
 
@@ -219,7 +216,7 @@ def named_for(report: FleetReport) -> dict[str, str]:
 
 
 def status_rows(plan: FleetPlan, states: Sequence[CellState]) -> Rows:
-    """A row a cell; `seconds` are those of its last attempt."""
+    """Returns a row for each cell; `seconds` are those of its last attempt."""
     rows = [
         {
             "plan": plan.id, "cell": state.number, "setting": state.cell.setting, "status": state.status.value,

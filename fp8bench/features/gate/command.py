@@ -1,6 +1,6 @@
-"""`fp8bench gate`: what fails a build, and what it says to whom.
+"""`fp8bench gate`: judges a comparison, a duel or the history, and ends with an exit code for a build.
 
-A file of thresholds: suites or patterns of cases, under each patterns of figures, and what is worse enough.
+A file of thresholds has suites or patterns of cases; below each are patterns of figures, with thresholds:
 
 gemm:
   time: {relative: 3%, smallest: 20 us}
@@ -90,7 +90,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    _check(arguments)  # of wrong usage nothing is written
+    _check(arguments)  # before anything is written
     try:
         with only_once():
             result = answer(arguments, TERMINAL)
@@ -147,9 +147,9 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 def _check(arguments: argparse.Namespace) -> None:
     given = {"A B": arguments.sides, "--duel": arguments.duel is not None, "--history": arguments.history,
              "--against": arguments.against is not None}  # fmt: skip
-    asked = " and ".join(name for name, there in given.items() if there)
-    if asked not in given:
-        words = f"{asked} were" if asked else "nothing was"
+    sources = " and ".join(name for name, there in given.items() if there)
+    if sources not in given:
+        words = f"{sources} were" if sources else "nothing was"
         raise UsageError(f"{words} given to judge. Give two sides A B, or --duel DUEL, --history, or --against REV.")
     if arguments.sides and len(arguments.sides) != 2:
         count = len(arguments.sides)
@@ -162,7 +162,7 @@ def _check(arguments: argparse.Namespace) -> None:
                  for name in ("comment", "junit", "md", "benchmark-json")})  # fmt: skip
 
 
-# Options of a suite that a duel has no use for.
+# Options of a suite that have no effect on a duel.
 _NOT_OF_A_DUEL = {
     "energy", "energy_of", "sustained", "shares", "tape", "trace", "max_batch", "memory_limit", "isolation", "apart",
 }  # fmt: skip
@@ -185,7 +185,7 @@ def _asked(file: Path) -> tuple[Request, int | None]:
 
 
 def _summarise(markdown: str) -> None:
-    """Under a GitHub job, where there is one. That it cannot be written is no reason to fail a build."""
+    """Writes below a GitHub job, if there is one. That it cannot be written is no reason to fail a build."""
     path = os.environ.get("GITHUB_STEP_SUMMARY")
     if not path:
         return
@@ -204,7 +204,7 @@ _LARGEST = 100.0
 
 
 def read_rules(file: Path) -> Rules:
-    """The rules of a file, in its order. Raises UsageError with file and line."""
+    """Returns the rules in the file's order. Raises UsageError with file and line."""
     rules: list[ThresholdRule] = []
     for case, key, node in items(file, read_mapping(file, _KIND), _KIND):
         if not case:
@@ -242,7 +242,7 @@ def _rule(file: Path, case: str, metric: str, key: yaml.Node, node: yaml.Node) -
 
 
 def _share(file: Path, node: yaml.Node) -> float:
-    """'5%' or '0.05'; a bare 5 is most likely meant as percent, and is refused."""
+    """Parses '5%' or '0.05'; a bare 5 is most likely meant as percent, and is refused."""
     number, unit = _parsed(file, node, "a share, like 5% or 0.05")
     value = number / 100 if unit == "%" else number
     if unit not in ("", "%") or not 0 <= value <= _LARGEST or (not unit and value >= 1):

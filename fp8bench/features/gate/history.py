@@ -1,7 +1,7 @@
-"""Steps in a store's history that nobody has acknowledged, where the newest run was made.
+"""Judges the steps in a store's history that nobody has acknowledged, on the newest run's machine.
 
-Suspects are duelled with the last commit that had the old level, where that is one of the repository at hand; else they
-are measured again, and must lie nearer to the new level than to the old one.
+Suspects are duelled with the last commit that had the old level, if the repository at hand has it; else they are
+measured again, and must lie nearer to the new level than to the old one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fp8bench.store.points import cell_of, followed
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 
-# So many run files are looked through for the newest commit's and the one before it.
+# At most so many run files are searched for the newest commit's and the one before it.
 _MOST_LOOKED_AT = 200
 _DERIVED = frozenset(name for name, _ in PER.values())
 
@@ -93,11 +93,9 @@ def _failures(newest: Run, store: Path) -> Iterator[Comparison]:
 
 
 def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]:
-    """The open changes where the newest run was made; of two of one series the larger.
-
-    A time is left to the time over the reference's, where that has a series, for it tells how fast the machine was,
-    too; and the time per FLOP to the time.
-    """
+    """Returns the open changes on the newest run's machine; of two changes of one series the larger. A time is left
+    out where its ratio to the reference has a series, because it also shows how fast the machine was; a time per
+    FLOP is left to the time."""
     place = from_facts(newest.environment.facts)
     here = [
         change for change in steps.changes
@@ -127,8 +125,8 @@ def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
 
 
 def _lines_of(history: History, newest: Run) -> list[Line]:
-    """Where the newest run was made, those that it has gone on with; all, where it is in no history itself. Of what
-    is counted any change is seen, and nobody asks how small a one."""
+    """Returns the series of the newest run's machine that the run has continued; all of them, if it is in no history
+    itself. Counts are left out: any change of them is seen."""
     place, commit = from_facts(newest.environment.facts), newest.environment.get("commit")
     mine: dict[tuple[object, str], bool] = {}
     lines = []

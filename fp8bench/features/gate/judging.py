@@ -1,10 +1,10 @@
 """From comparisons to a verdict: what is suspected, what a second look confirms, and what fails a build.
 
-A figure is suspected when it is worse by more than its threshold, in ratio and in difference, and is no chance among so
-many. It fails only when measured again, in a fresh process, it is so again. What rests on times measured at different
-times does not fail below 10% even then, unless the spread between runs is known: clocks, neighbours and drivers change
-in between. Of one run against another nobody knows what is noise; but most cases did not change, and how far these
-moved says how far any may move.
+A figure is suspected if it is worse by more than its threshold, in ratio and in difference, and by more than chance
+among so many. It fails only if it is so again when measured again, in a fresh process. Stored runs of different times
+do not fail below 10% even then, unless the spread between runs is known: clocks, neighbours and drivers change in
+between. Between two single runs nobody knows the noise, but most cases did not change, and how far these moved says how
+far any may move.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 from fp8bench.report.panels import together
 
-# Of what is suspected, so large a share may be chance; the second look takes nearly all of that away.
+# So large a share of suspects may be chance; the second look removes nearly all of that.
 CHANCE = 0.02
-# Fewer cases do not say how far one of them may move.
+# With fewer cases nobody can say how far one of them may move.
 LEAST_CASES = 12
-# Deviations that a second look must be off, too: it shares its baseline, and so that one's noise, with the first.
+# A second look, too, must be off by so many deviations: it shares the baseline, and its noise, with the first.
 AGAIN = 3.0
 _QUARTILE = statistics.NormalDist().inv_cdf(0.75)
-# By how much the nearer of two quartiles of n values lies too near, times the root of n.
+# The nearer of two quartiles of n values lies too near by this over the root of n.
 _NEARER = 0.888
 
 
 @dataclass(frozen=True)
 class CaseSpread:
-    """Logarithms: by how much all cases moved together, and the deviation of one of them beside that."""
+    """In logarithms: by how much all cases moved together, and the deviation of a single case from that."""
 
     shift: float
     deviation: float
@@ -51,12 +51,9 @@ class CaseSpread:
 
 
 def spread_of(logs: Sequence[float]) -> CaseSpread | None:
-    """The spread of unchanged cases among all; None for a few.
-
-    The deviation is told by the quartile that lies nearer, so that neither what became worse nor what became better
-    counts as noise, though half of the cases did. What all have in common is none of a case's own; from 10% on it is no
-    machine's mood any more, and counts.
-    """
+    """Returns the spread of unchanged cases among all; None for few cases. It uses the nearer quartile, so that
+    neither what became worse nor what became better counts as noise, even if half of the cases did. A common shift
+    is not a case's own; from 10% on it is more than a machine's mood, and counts."""
     if len(logs) < LEAST_CASES:
         return None
     low, middle, high = statistics.quantiles(logs, n=4)
@@ -66,10 +63,8 @@ def spread_of(logs: Sequence[float]) -> CaseSpread | None:
 
 
 def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
-    """Benjamini and Hochberg's rule: of those it picks, no more than `share` are expected to be chance.
-
-    Where all are chance, it picks any at all with a probability of `share`.
-    """
+    """Applies Benjamini and Hochberg's rule: at most `share` of what it picks is expected to be chance. Where all
+    are chance, it picks any at all with a probability of `share`."""
     ranked = sorted(range(len(p_values)), key=lambda place: p_values[place])
     passing = [rank for rank, place in enumerate(ranked, 1) if p_values[place] <= share * rank / len(p_values)]
     chosen = set(ranked[: max(passing, default=0)])
@@ -96,10 +91,8 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class JudgedFigure:
-    """A figure with its threshold and what the gate makes of it. `again` is the second look, if there was one.
-
-    `spread` is how far other cases of the same runs moved, where the runs are too few to tell for themselves.
-    """
+    """A figure with its threshold and outcome. `again` is the second look, if there was one. `spread` is how far
+    other cases of the same runs moved, where runs are too few to have a noise of their own."""
 
     comparison: Comparison
     threshold: Threshold
@@ -115,7 +108,7 @@ class JudgedFigure:
 
 @dataclass(frozen=True)
 class SecondLook:
-    """Suspects measured again: comparisons by case and figure, how, and why there are none if there are none."""
+    """Suspects measured again: comparisons by case and figure, and how; or why there are none (`refused`)."""
 
     comparisons: Mapping[Key, Comparison]
     how: str = ""
@@ -132,7 +125,7 @@ def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[Ju
     }
     looked = [_looked_at(comparison, rules, relative) for comparison in comparisons]
     tested = [place for place, figure in enumerate(looked) if figure.outcome not in NOT_TESTED]
-    # Where runs are too few to know how far runs lie apart, the other cases say it.
+    # Where runs are too few to have a spread of their own, the other cases give it.
     alone = together((comparisons[place].metric, place) for place in tested if is_alone(comparisons[place]))
     for places in alone.values():
         spread = spread_of([_log(looked[place]) for place in places])
@@ -142,13 +135,13 @@ def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[Ju
     p_values = {place: chance for place, chance in chances.items() if chance is not None}
     for place, news in zip(p_values, discoveries(list(p_values.values()), CHANCE), strict=True):
         if looked[place].outcome is GateOutcome.TO_CONFIRM and not news:
-            why = f"among {len(p_values)} figures, one so far off is no news"
+            why = f"among {len(p_values)} figures, one so far off is expected by chance"
             looked[place] = replace(looked[place], outcome=GateOutcome.UNSURE, why=why)
     return tuple(looked)
 
 
 def chance_of(figure: JudgedFigure) -> float | None:
-    """Of such a difference where nothing changed; None where nobody can say."""
+    """Returns the probability of such a difference where nothing changed; None if it is not known."""
     if figure.comparison.p_value is not None or figure.spread is None:
         return figure.comparison.p_value
     return figure.spread.chance(_log(figure))
@@ -177,7 +170,7 @@ def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFi
         why = "the time over the reference's, which does not tell how fast the machine was, is judged instead"
         return JudgedFigure(figure, threshold, GateOutcome.IGNORED, why)
     if exceeds(figure, threshold):
-        # What was counted would be the same again.
+        # Counts would be the same again: no second look is needed.
         outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.TO_CONFIRM
         return JudgedFigure(figure, threshold, outcome, figure.why)
     outcomes = {Direction.BETTER: GateOutcome.BETTER, Direction.UNSURE: GateOutcome.UNSURE}
@@ -189,7 +182,7 @@ def exceeds(figure: Comparison, threshold: Threshold) -> bool:
         return False
     if figure.ratio is None:  # from nothing to something
         return figure.direction is Direction.WORSE
-    # Below 10% a few stored numbers are called unsure, and are suspects all the same.
+    # Below 10% a few stored runs are unsure, and still suspects.
     surely = figure.direction is Direction.WORSE or (is_alone(figure) and figure.ratio.low > 1)
     return surely and figure.ratio.point > 1 + threshold.relative
 
@@ -211,11 +204,11 @@ def is_alone(figure: Comparison) -> bool:
 
 def _again_worse(figure: JudgedFigure, again: Comparison, rules: Rules) -> bool:
     if again.evidence is Evidence.HISTORY:
-        # One new value belongs to the new level: half of such values lie below a threshold that the level is at.
+        # One new value belongs to the new level: if that is at the threshold, half of such values lie below.
         return again.direction is Direction.WORSE
     if figure.spread and again.ratio and is_alone(again) and not figure.spread.beyond(again.ratio.point):
         return False
-    # A time over the reference's may have been settled by the time itself, which has its own smallest difference.
+    # A ratio to the reference may be settled by the time itself, which has a threshold of its own.
     same = again.metric == figure.comparison.metric
     return exceeds(again, figure.threshold if same else threshold_of(again, rules))
 
@@ -225,10 +218,10 @@ def _decides(figure: JudgedFigure) -> str:
 
 
 def _is_absent(figure: JudgedFigure, again: Comparison) -> bool:
-    """Whether a second look excludes what the first one saw; that it does not see it again is not enough."""
+    """Whether a second look excludes what the first one saw. That it does not see it again is not enough."""
     if again.ratio is None or is_exact(again):
         return True
-    # A slow-down may be hidden by what others took of the first side, and of a few runs by how far runs lie apart.
+    # A slow-down may be hidden by load on the first side, and with few runs by the spread between runs.
     least = math.log1p(figure.threshold.relative) - math.log(again.others)
     if is_alone(again):
         least -= AGAIN * figure.spread.deviation if figure.spread else math.log1p(ALONE)
@@ -262,20 +255,20 @@ def _settled(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigu
     return replace(figure, why=why, again=again)
 
 
-# Of builds with such a slow-down, in so large a share it is found, where nobody asks for another one.
+# The default share of builds in which a slow-down has to be found.
 USUAL_POWER = 0.8
-# A history of so many nights that cannot see its threshold is not young any more.
+# From so many nights on, a history that cannot see its threshold no longer counts as young.
 NIGHTS = 14
 
 
 @dataclass(frozen=True)
 class Sight:
-    """How small a slow-down of one figure would have been seen, as a share: 0.05 is 5% slower.
+    """How small a slow-down of one figure would have been found, as a share: 0.05 is 5% slower.
 
-    `seen` would have been told from chance in both looks, whatever its threshold, and `fails` would have failed by its
-    threshold, too: in as many builds as `Sights.power` says; math.inf where none would. `threshold` is the least that
-    may fail. `unknown` says why nobody knows the noise: then both are at least so large. Of a history there
-    are `nights` so far, and with `missing` more of them its threshold would be seen; None if with no number of them.
+    `seen` would have been told from chance in both looks, `fails` would also have exceeded its threshold; each in
+    `Sights.power` of builds, math.inf if none would. `threshold` is the least that may fail. `unknown` says why the
+    noise is not known: then both are lower bounds. A history has `nights` so far, and after `missing` more would see
+    its threshold; None if it never will.
     """
 
     case: str
@@ -293,13 +286,14 @@ class Sight:
 
     @property
     def is_young(self) -> bool:
-        """Whether there is hope for a history: it is short, or a few more nights would do."""
+        """Whether a history may yet see its threshold: it is short, or a few more nights would do."""
         return self.nights is not None and not self.enough and (self.nights < NIGHTS or self.missing is not None)
 
 
 @dataclass(frozen=True)
 class Sights:
-    """Those of all figures that vary, the most blind first. `required`: where one is blind, the gate ends with 4."""
+    """The sights of all figures that vary, the most blind first. If `required`, the gate ends with 4 where one is
+    blind."""
 
     figures: tuple[Sight, ...] = ()
     power: float = USUAL_POWER
@@ -327,11 +321,8 @@ NO_SIGHTS = Sights()
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """All figures judged. `title` says what was held against what, `notes` what a reader should know beside it.
-
-    `problem` says why there is nothing to judge, and `code` is the exit code that it stands for. `sights` is what
-    could have been seen.
-    """
+    """All figures judged. `title` says what was compared with what. `problem` says why there is nothing to judge,
+    with the exit `code` for that. `sights` is what could have been seen."""
 
     title: str
     judged: tuple[JudgedFigure, ...] = ()
@@ -371,7 +362,6 @@ class GateVerdict:
 
     @property
     def counts(self) -> str:
-        """'112 figures: 1 regression, 2 better, 109 fine'."""
         counts = ((len(self.of(name)), _COUNTED.get(name, name.value)) for name in GateOutcome)
         parts, total = [f"{count} {words}" for count, words in counts if count], len(self.judged)
         return f"{total} figure{'s' * (total != 1)}" + (f": {', '.join(parts)}" if parts else "")

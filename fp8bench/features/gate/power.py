@@ -1,8 +1,8 @@
-"""How small a slow-down the gate could have seen, by the rules that it judges by and the noise of the very comparison.
+"""How small a slow-down the gate could have seen, by its own rules and the noise of the very comparison.
 
-A slow-down is found if it passes both looks. Each look asks for some logarithm at least, for its interval, for its
-p-value among so many and for what stored times may say. What it finds is the true one and noise, of which looks share
-what they share runs of. `suites/gate.py` plants such slow-downs and counts how many fail.
+A slow-down is found if it passes both looks. Each look asks for a least logarithm: for its interval, for its p-value
+among so many, and for what stored times may say. What a look finds is the true slow-down and noise; looks share the
+noise of the runs that they share. `suites/gate.py` plants slow-downs and counts how many fail.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from fp8bench.features.gate.thresholds import Rules, Threshold, threshold_of
 from fp8bench.model import Comparison, Evidence, Noise
 from fp8bench.model.specs import BAND, spec_of
 
-# Slow-downs up to this are looked at, a logarithm: a thousand times.
+# The largest slow-down that is considered, a logarithm: a thousand times.
 _MOST = math.log(1000.0)
-# No noise is as far off.
+# Noise further off than so many deviations is neglected.
 _DEVIATIONS = 6.0
 _HALVINGS = 15
 _NODES = 8
-# A history gets no further in so many nights.
+# More nights than this are not considered.
 _MOST_NIGHTS = 100
 _NORMAL = NormalDist()
 
 
 class Second(StrEnum):
-    """How suspects will be looked at again."""
+    """How suspects will be measured again."""
 
     NONE = "not"
     AGAIN = "measured again"
@@ -56,18 +56,16 @@ class Second(StrEnum):
 
 
 class _Look(NamedTuple):
-    """The least logarithm that passes, and the standard deviation of what is measured for this look alone."""
+    """The least logarithm that passes, and the standard deviation of what only this look measures."""
 
     cut: float
     error: float
 
 
 def _look(fixed: float, evidence: float, error: float, freedom: float) -> _Look:
-    """A look that asks for two things: one is fixed, and the other is so much evidence against noise.
-
-    Where noise is known by a few degrees of freedom only, it may be more, as Student's distribution is wider than the
-    normal one, and the evidence is another each time, too.
-    """
+    """Makes a look that asks for two things: a fixed logarithm, and so much evidence against noise. If noise is
+    known by few degrees of freedom, it may be larger (Student's distribution is wider than the normal one), and the
+    evidence itself varies."""
     error *= math.sqrt(freedom / (freedom - 2)) if math.isfinite(freedom) else 1.0
     if evidence <= fixed:
         return _Look(fixed, error)
@@ -75,7 +73,7 @@ def _look(fixed: float, evidence: float, error: float, freedom: float) -> _Look:
 
 
 class _Looks(NamedTuple):
-    """Both, and the standard deviation of what they have in common."""
+    """Both looks, and the standard deviation of what they share."""
 
     first: _Look
     second: _Look
@@ -127,7 +125,7 @@ def _looks(figure: JudgedFigure, chance: float, second: Second, least: float) ->
     change, floor = figure.comparison, math.log1p(least)
     assert change.noise is not None
     if change.evidence is Evidence.PAIRED and not change.noise.before:
-        # Another duel has fresh processes on both sides.
+        # The second duel has fresh processes on both sides: the looks share nothing.
         error, sure = change.noise.error, math.log1p(verdicts.BAND) + _inside(change)
         evidence = max(sure, error * quantile(1 - chance, change.noise.freedom))
         other = _look(floor, sure, error, change.noise.freedom) if second is Second.DUEL else _PASSES
@@ -136,9 +134,9 @@ def _looks(figure: JudgedFigure, chance: float, second: Second, least: float) ->
     freedom, band = change.noise.freedom or math.inf, math.log1p(ALONE if is_alone(change) else BAND)
     if second is Second.NONE:
         return _Looks(_look(max(floor, math.log1p(ALONE)), first, error, freedom), _PASSES)
-    if second is Second.DUEL:  # how sure it will be nobody knows yet; it is far surer than stored runs
+    if second is Second.DUEL:  # its noise is not known yet, and far smaller than that of stored runs
         return _Looks(_look(floor, first, error, freedom), _Look(max(floor, math.log1p(verdicts.BAND)), 0.0))
-    # The first side's runs are in both looks; of the second one run is measured again.
+    # The first side's runs are in both looks; of the second side one run is measured again.
     own, shared = (math.sqrt(share) * error for share in (1 - _before(change.noise), _before(change.noise)))
     later = _look(max(floor, band, again), 0.0, own * math.sqrt(change.noise.after), freedom)
     return _Looks(_look(max(floor, 0.0 if is_alone(change) else band), first, own, freedom), later, shared)
@@ -206,10 +204,8 @@ def _nodes() -> tuple[list[float], list[float]]:
 
 
 class Newest(NamedTuple):
-    """A series of a history as it is now: what it would be judged as, its newest level, and how many nights it has.
-
-    The level is None where nights are too few to look for steps at all.
-    """
+    """A series of a history as it is now: as a comparison, its newest level, and its nights. The level is None where
+    nights are too few to look for steps."""
 
     comparison: Comparison
     level: PieceLevel | None
@@ -217,16 +213,14 @@ class Newest(NamedTuple):
 
 
 def sights_of_history(
-    series: Sequence[Newest], rules: Rules, found: int, second: Second, power: float, required: bool
+    series: Sequence[Newest], rules: Rules, changes: int, second: Second, power: float, required: bool
 ) -> Sights:
-    """What could have been seen of a history: a step that came with the last nights in which it can be found.
-
-    `found` are the changes that it has anyway.
-    """
+    """Returns which steps a history could show, if they came with the last nights in which one can be found.
+    `changes` is how many it shows anyway."""
     judged = [(level, threshold_of(level.comparison, rules)) for level in series]
     return _sorted(
         (
-            _of_series(level, _least(threshold, level.comparison.before), CHANCE / (1 + found), second, power)
+            _of_series(level, _least(threshold, level.comparison.before), CHANCE / (1 + changes), second, power)
             for level, threshold in judged if not threshold.ignored
         ),
         power, required,

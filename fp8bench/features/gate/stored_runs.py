@@ -1,8 +1,8 @@
-"""What a gate judges: two sides that were measured before, runs at different times or a stored duel.
+"""What a gate judges: two sides that were measured at different times, or a stored duel.
 
-A run or a duel that was cut off is not green for its first half: cases that were planned and never measured fail.
-Suspects of runs are duelled where the first side is a revision of the repository in the working directory, else the
-second side's are measured again. Those of a duel are duelled again, with fresh processes on both sides.
+If a run or duel was cut off, cases that were planned and never measured fail. Suspects of runs are duelled if the first
+side is a commit of the repository in the working directory, else the second side's are measured again. Suspects of a
+duel are duelled again, with fresh processes on both sides.
 """
 
 from __future__ import annotations
@@ -50,11 +50,9 @@ Confirm = Callable[[Sequence[Comparison]], SecondLook]
 
 @dataclass(frozen=True)
 class GateSource:
-    """Comparisons and what they are of. `confirm` measures suspects again, `second` says how.
-
-    `problem` says why there is nothing to judge, and `code` is the exit code that it stands for. A history has
-    `newest`, its series as they are now; the comparisons are its changes alone. `duel` is that which is judged.
-    """
+    """Comparisons to judge. `confirm` measures suspects again, `second` says how. `problem` says why there is
+    nothing to judge, with the exit `code` for that. A history has its series as they are now in `newest`; its
+    comparisons are only changes. `duel` is set if one is judged."""
 
     title: str
     comparisons: tuple[Comparison, ...] = ()
@@ -84,18 +82,16 @@ def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
 def judged(
     source: GateSource, rules: Rules, rerun: bool, observer: JobObserver, required: float | None = None
 ) -> GateVerdict:
-    """Both looks; the second only where there is something to look at, and somebody may; and what could be seen.
-
-    A slow-down as large as its threshold must be seen in the share `required` of builds. A history that has nothing to
-    compare with yet is too young for that, and no failure.
-    """
+    """Takes the first look; the second if there are suspects and `rerun` allows it; and computes what could have
+    been seen. With `required`, a slow-down as large as its threshold must be seen in that share of builds. A history
+    without anything to compare yet is too young for that, and does not fail."""
     figures = first_look(source.comparisons, rules)
     second = source.second if rerun and source.confirm is not None else Second.NONE
-    power, asked = USUAL_POWER if required is None else required, required is not None
+    power, is_required = USUAL_POWER if required is None else required, required is not None
     if source.newest:
-        sights = sights_of_history(source.newest, rules, len(figures), second, power, asked)
+        sights = sights_of_history(source.newest, rules, len(figures), second, power, is_required)
     else:
-        sights = sights_of(figures, second, power, asked)
+        sights = sights_of(figures, second, power, is_required)
     suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.TO_CONFIRM]
     if suspects and not source.problem:
         look = SecondLook({}, refused="--no-rerun")
@@ -103,7 +99,7 @@ def judged(
             observer.note(f"gate: {len(suspects)} suspected, measured again")
             look = source.confirm(suspects)
         figures = second_look(figures, look, rules)
-    too_young = asked and source.code == EXIT_BASELINE and sights.young and not sights.blind
+    too_young = is_required and source.code == EXIT_BASELINE and sights.young and not sights.blind
     code = EXIT_OK if too_young else source.code
     return GateVerdict(source.title, figures, source.notes, source.problem, code, sights)
 
@@ -111,7 +107,7 @@ def judged(
 def duelled(
     question: DuelQuestion, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver
 ) -> SecondLook:
-    """The suspects in a duel. A time over the reference's is settled by the time itself: the sides share rounds."""
+    """Duels the suspects. A ratio to the reference is settled by the time itself: the sides share rounds."""
     if request.quick:
         question = replace(question, sessions=question.sessions or SESSIONS)
     try:
@@ -136,7 +132,7 @@ def _unhurried(request: Request) -> Request:
 def duel_with(
     commit: str, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver
 ) -> SecondLook | None:
-    """The suspects of what is here in a duel with a commit; None where it is none of the repository at hand."""
+    """Duels what is here with a commit; returns None if the repository at hand does not have it."""
     if commit_named(commit, Path()) is None:
         return None
     own = Path.cwd().resolve().is_relative_to(PACKAGE.parent)
@@ -164,7 +160,7 @@ _MOST_LISTED = 5
 
 
 def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> GateSource:
-    """What two words come to. A first side that is not there is a problem and no wrong usage."""
+    """Compares two named sides. A missing first side is a problem, and not wrong usage."""
     title = f"{after} against {before}"
     missing: list[StoreError] = []
     sides = []
@@ -213,7 +209,7 @@ def _problem(compared: Compared) -> tuple[str, int]:
 
 
 def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver) -> SecondLook:
-    # The newest run that has the first of the suspects: in nearly all comparisons there is but one.
+    # The newest run with the first suspect: nearly all comparisons have only one run a side.
     newest = compared.after.sightings[suspects[0].case][-1].run
     commit = _commit_to_duel(compared, newest)
     look = duel_with(commit, newest.request, store, suspects, observer) if commit is not None else None
@@ -227,10 +223,8 @@ def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path
 
 
 def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
-    """The commit of the first side, where a duel with it would ask the same question; else None.
-
-    A duel has what is here on its second side, and one interpreter on both: what another torch costs it would not see.
-    """
+    """Returns the first side's commit if a duel with it would ask the same question; else None. A duel measures what
+    is here on its second side, with one interpreter on both: it would not see the cost of another torch."""
     here = commit_named("HEAD", Path())
     if here is None or newest.environment.get("commit") != here or compared.differing:
         return None
@@ -265,7 +259,7 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
         commit, own = duel.before.commit or None, duel.before.title.startswith(OWN)
         against, against_self = (None, commit) if own else (commit, None)
         env_a, env_b = (tuple(map("=".join, side.settings)) for side in (duel.before, duel.after))
-        # Where settings differ no interpreter was named.
+        # Where settings differ, interpreters cannot be named.
         python_a, python_b = (None, None) if env_a != env_b else (duel.before.python, duel.after.python)
         question = DuelQuestion(python_a, python_b, against, against_self, duel.sessions, env_a, env_b)
         return duelled(question, duel.request, store, suspects, observer)

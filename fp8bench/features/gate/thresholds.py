@@ -1,7 +1,7 @@
-"""How much worse a figure must be to matter: by a share, and by how much at least.
+"""How much worse a figure must be to matter: by a share, and by an amount.
 
-A figure of microseconds doubles and nobody cares; an error of 1e-7 varies by half. So both must be exceeded: the ratio
-and the difference. Its spec says by how much; a file of rules may say otherwise for suites, cases and figures.
+Both must be exceeded: a figure of microseconds doubles and nobody cares, an error of 1e-7 varies by half. A metric's
+spec has defaults; a file of rules may say otherwise for suites, cases and figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fp8bench.model.specs import spec_of
 
 @dataclass(frozen=True)
 class Threshold:
-    """What is worse enough: the ratio beyond 1 + `relative` and the difference beyond `smallest`, in its unit."""
+    """Worse enough is a ratio beyond 1 + `relative` and a difference beyond `smallest`, in the figure's unit."""
 
     relative: float
     smallest: float
@@ -25,10 +25,8 @@ class Threshold:
 
 @dataclass(frozen=True)
 class ThresholdRule:
-    """One line of a file: the figures it is for, by patterns with * and ?, and what it says of them.
-
-    None leaves the default. `place` is its file and line.
-    """
+    """One line of a file: the figures it is for, by patterns with * and ?, and their thresholds. None leaves the
+    default. `place` is its file and line."""
 
     case: str
     metric: str
@@ -46,7 +44,7 @@ Rules = tuple[ThresholdRule, ...]
 
 
 def threshold_of(figure: Comparison, rules: Rules = ()) -> Threshold:
-    """What is worse enough for a figure: the first rule that fits it, and what its spec says where that is silent."""
+    """Returns the threshold of the first rule that fits the figure, and the spec's where that is silent."""
     relative, smallest = spec_of(figure.metric).threshold
     rule = ruled_by(figure, rules)
     if rule is None:
@@ -79,5 +77,5 @@ def check_rules(rules: Rules, comparisons: tuple[Comparison, ...], file: str) ->
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """Case ids have brackets in them, which would be a class of letters."""
+    """Escapes brackets, which case ids have and which would be a class of letters."""
     return fnmatchcase(name, pattern.replace("[", "[[]"))

@@ -1,6 +1,5 @@
-"""A gate's verdict: for people, for build servers as JUnit XML (a test a figure, a suite of tests a suite) and as a
-trend, and of a duel as a comment of a pull request: one of six words, why, and a table, in 25 lines.
-"""
+"""Shows a gate's verdict: to people, to build servers as JUnit XML and as a trend, and on a duel as a comment for a
+pull request."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ _COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 
 
 def as_junit(verdict: GateVerdict) -> str:
-    """The document. Where nothing could be judged, it holds one test that is in error: it is never empty."""
+    """Writes a test for each figure, in a suite of tests for each suite. If nothing could be judged, one test is in
+    error: the document is never empty."""
     root = ET.Element("testsuites", name="fp8bench gate")
     sights = _by_figure(verdict.sights)
     for name, judged in together((figure.comparison.suite, figure) for figure in verdict.judged).items():
@@ -118,8 +118,8 @@ def _text(words: str) -> str:
 
 
 def as_trend(judged: Sequence[JudgedFigure], sights: Sights = NO_SIGHTS) -> str:
-    """What the second side came to, where it has a number, for github-action-benchmark: `customSmallerIsBetter`."""
-    told, rows = _by_figure(sights), []
+    """Writes the second side's numbers as github-action-benchmark's `customSmallerIsBetter`."""
+    sentences, rows = _by_figure(sights), []
     for figure in judged:
         after, ratio = figure.comparison.after, figure.comparison.ratio
         if after is None or not math.isfinite(after):
@@ -127,11 +127,11 @@ def as_trend(judged: Sequence[JudgedFigure], sights: Sights = NO_SIGHTS) -> str:
         row: dict[str, Any] = {"name": _title(figure), "unit": figure.comparison.unit or "ratio", "value": after}
         if ratio is not None and ratio.low < ratio.high and math.isfinite(ratio.half_width):
             row["range"] = f"\u00b1{100 * ratio.half_width:.2g}%"
-        rows.append({**row, "extra": "; ".join(filter(None, (_sentence(figure), told.get(figure.key))))})
+        rows.append({**row, "extra": "; ".join(filter(None, (_sentence(figure), sentences.get(figure.key))))})
     return json.dumps(rows, indent=1, allow_nan=False) + "\n"
 
 
-# GitHub shows a mebibyte of a step's summary at most.
+# GitHub shows at most a mebibyte of a step's summary.
 MOST_ROWS = 200
 _TITLES = {
     GateOutcome.FAILED: "Failed", GateOutcome.REGRESSION: "Regressions",
@@ -151,18 +151,16 @@ _MOST_WARNED = 5
 
 
 def page_of(verdict: GateVerdict, every: bool = False) -> Page:
-    """What failed, what is worse, what is in doubt and what is better; the rest is counted.
-
-    What could have been seen is a line, and of `every` figure a table.
-    """
+    """Shows what failed, what is worse, in doubt and better; the rest is counted. What could have been seen is one
+    line, and with `every` a table."""
     parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
     if verdict.problem:
         tone = Tone.BAD if verdict.code != EXIT_OK else Tone.DOUBT
         parts.append(Part("problem", "Why", (Text(verdict.problem, tone),)))
     unsure = Counter(figure.why for figure in verdict.of(GateOutcome.UNSURE) if figure.why)
     parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
-    told = warnings(verdict.sights, _MOST_WARNED) if verdict.sights.required else ()
-    parts += list_of("notes", "Notes", (f"- {note}" for note in (*told, *verdict.notes[:MOST_ROWS])))
+    warned = warnings(verdict.sights, _MOST_WARNED) if verdict.sights.required else ()
+    parts += list_of("notes", "Notes", (f"- {note}" for note in (*warned, *verdict.notes[:MOST_ROWS])))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
     shown = [figure for name in _TITLES for figure in verdict.of(name)]
@@ -210,7 +208,8 @@ def seen(sight: Sight) -> str:
 
 
 def summary(sights: Sights) -> str:
-    """'+3.1% in 80 of 100 builds (median of 40 figures; worst CASE time: +9.0%); the threshold is +5.0%'."""
+    """Returns for example '+3.1% in 80 of 100 builds (median of 40 figures; worst CASE time: +9.0%); the threshold
+    is +5.0%'."""
     worst, count = sights.figures[0], len(sights.figures)
     several = len({figure.threshold for figure in sights.figures}) > 1
     of = f"median of {count} figures; worst" if count > 1 else "the only figure that varies is"
@@ -258,7 +257,6 @@ def share(value: float) -> str:
 
 
 def limit(figure: JudgedFigure) -> str:
-    """What is worse enough: '5.0% and 5.00 us'."""
     threshold = figure.threshold
     smallest = value(figure.comparison, threshold.smallest) if threshold.smallest else ""
     return " and ".join(filter(None, (units.percent(threshold.relative), smallest)))
@@ -268,7 +266,7 @@ _MOST_ROWS, _MOST_WHYS = 7, 3
 
 
 class ReviewStatus(StrEnum):
-    """What a comment begins with; of several the first that is the case."""
+    """The first words of a comment; of several that apply, the first one here."""
 
     QUALITY = "quality blocked"
     REGRESSION = "regression"
@@ -278,7 +276,7 @@ class ReviewStatus(StrEnum):
     PASS = "pass"
 
 
-# Of each word the exit code, and what it means.
+# The exit code of each status, and what it means.
 WORDS = {
     ReviewStatus.QUALITY: (EXIT_REGRESSION, "Numbers became worse, or a case fails on head alone"),
     ReviewStatus.REGRESSION: (EXIT_REGRESSION, "Head is worse than base beyond a threshold"),
@@ -291,7 +289,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Review:
-    """The word, and the reasons for it, a sentence each."""
+    """The status, and the reasons for it, a sentence each."""
 
     status: ReviewStatus
     whys: tuple[str, ...] = ()
@@ -322,10 +320,8 @@ def review(verdict: GateVerdict, duel: Duel) -> Review:
 
 
 def _unlike(result: CaseResult) -> ReviewStatus | None:
-    """What a case stands for that was not measured alike on both sides.
-
-    A worker that was lost leaves no trace of what raised.
-    """
+    """Returns the status for a case that was not measured alike on both sides; None if it was. A lost worker leaves
+    no trace of what raised."""
     failed = [record for record in (result.before, result.after) if record.status is Status.FAILED]
     if len(failed) == 2 or any(not record.detail for record in failed):
         return ReviewStatus.INFRASTRUCTURE

@@ -41,14 +41,14 @@ from fp8bench.model import (
 )
 from fp8bench.model.step import Coverage, HeldProduct, Holder
 from fp8bench.report.elements import Items
-from tests.advised import BF16, FP8, NANO, answer, basis, group, only, record, run, said
+from tests.advised import BF16, FP8, NANO, advise, answer, basis, group, only, record, run
 from tests.counts import for_each
 from tests.energies import use
 from tests.learning_curves import curve, held_out, lines, rows, training
 
 
 def met(rule: str, *groups: list[Record], mode: str = "fp8", **more: object) -> Met:
-    return answer(said(*groups, **more), rule, mode).met
+    return answer(advise(*groups, **more), rule, mode).met
 
 
 TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
@@ -78,12 +78,12 @@ def test_one_group_by_one_rule(rule: str, records: list[Record], wanted: Met) ->
 def test_a_share_of_ten_percent_is_not_worth_it() -> None:
     """Products twice as fast give 5% there, and 43% where they are 60% of the step."""
     small = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}
-    found = answer(said(group(bf16=small, fp8={**small, "cast": 50, "gemm": 500})), "amdahl")
+    found = answer(advise(group(bf16=small, fp8={**small, "cast": 50, "gemm": 500})), "amdahl")
     assert found.met is Met.NO and found.figure == "10% of the step: 1.05x with products 2.00x as fast, as here"
 
 
 def test_stages_gain_or_not() -> None:
-    found = answer(said(*STAGES), "stages")
+    found = answer(advise(*STAGES), "stages")
     assert found.met is Met.NO and "training 1.3" in found.figure and "forward 0.9" in found.figure
 
 
@@ -93,21 +93,21 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
         ((ShareKind.GEMM, 0.6),), ((ShareKind.GEMM, 0.4), (ShareKind.CAST, 0.1)))]  # fmt: skip
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": 7500})
     records = [replace(lead, shares=looked[0]), replace(case, shares=looked[1])]
-    found = said(records)
+    found = advise(records)
     amdahl, casts = answer(found, "amdahl"), answer(found, "casts")
     assert (amdahl.met, amdahl.figure) == (
         Met.YES, "60% of the step: 1.43x with products 2.00x as fast, as here, estimated from shares of the step"
     )  # fmt: skip
     assert casts.met is Met.YES and casts.figure.startswith("products 2.00x, with casts 1.60x, estimated")
-    unlooked = said([lead, case])
+    unlooked = advise([lead, case])
     assert "--shares tells them" in answer(unlooked, "amdahl").figure and answer(unlooked, "casts").met is Met.UNKNOWN
-    (pair,) = basis(records).besides
-    assert predicted(pair) == predicted(basis([lead, case]).besides[0])
+    (pair,) = basis(records).cases
+    assert predicted(pair) == predicted(basis([lead, case]).cases[0])
 
 
 def test_the_cheapest_scaling_of_its_width() -> None:
-    """By what was timed beside it; one of four bits is no rival of one of eight."""
-    found = said(group(fp8=FP8, fp8_rowwise={**FP8, "cast": 1500}, nvfp4={**FP8, "gemm": 2000}))
+    """Compared with what was timed beside it; four bits are no rival of eight."""
+    found = advise(group(fp8=FP8, fp8_rowwise={**FP8, "cast": 1500}, nvfp4={**FP8, "gemm": 2000}))
     assert answer(found, "granularity").met is Met.YES
     slower = answer(found, "granularity", "fp8-rowwise")
     assert slower.met is Met.NO and "of fp8's speed" in slower.figure
@@ -118,13 +118,13 @@ def test_compiling_is_looked_at_where_it_is_an_axis() -> None:
     eager, compiled = ({**NANO, "compile": word} for word in ("no", "yes"))
     slow = group(eager, fp8={**FP8, "cast": 5000})
     fast = group(compiled, bf16={"unattributed": 9000}, fp8={"unattributed": 7000})
-    found = answer(said(slow, fast), "compile")
+    found = answer(advise(slow, fast), "compile")
     assert found.met is Met.YES and found.figure.startswith("compiled 1.29x") and "without 0.83" in found.figure
     assert met("compile", slow) is Met.UNKNOWN
 
 
 def test_a_larger_batch_may_gain_more() -> None:
-    found = said(group({**NANO, "batch": 1}, fp8={**FP8, "cast": 2500}), group({**NANO, "batch": 8}, fp8=FP8))
+    found = advise(group({**NANO, "batch": 1}, fp8={**FP8, "cast": 2500}), group({**NANO, "batch": 8}, fp8=FP8))
     assert [each.met for each in found.answers if each.rule == "batch"] == [Met.NO, Met.YES]
 
 
@@ -156,8 +156,8 @@ def model(side: int) -> list[Record]:
     return [replace(lead, tape=tape), replace(case, tape=replace(tape, phases=(PhaseCount("gemm", 3 * flops, 2, 3),)))]
 
 
-def lent(*groups: list[Record]) -> tuple[tuple[Run, Mapping[str, Finding]], ...]:
-    """Another run of this machine, whose figures answer questions; the advice is on the first one alone."""
+def with_run(*groups: list[Record]) -> tuple[tuple[Run, Mapping[str, Finding]], ...]:
+    """Another run of this machine, whose figures answer questions about the first one."""
     other = run(*groups)
     return ((other, findings(other)),)
 
@@ -165,10 +165,10 @@ def lent(*groups: list[Record]) -> tuple[tuple[Run, Mapping[str, Finding]], ...]
 @for_each(("side", "wanted"), [(512, Met.NO), (2048, Met.YES), (16384, Met.UNKNOWN)])
 def test_products_of_a_step_against_break_even(side: int, wanted: Met) -> None:
     assert met("shapes", model(side), *squares(0.5, 0.8, 1.4, 1.9), mode="nvfp4") is wanted
-    found = said(model(side), other_runs=lent(*squares(0.5, 0.8, 1.4, 1.9)))
+    found = advise(model(side), other_runs=with_run(*squares(0.5, 0.8, 1.4, 1.9)))
     assert answer(found, "shapes", "nvfp4").met is wanted
     assert {each.setting for each in found.answers} == {model(side)[0].case.setting}
-    alone = answer(said(model(side)), "shapes", "nvfp4")
+    alone = answer(advise(model(side)), "shapes", "nvfp4")
     assert alone.met is Met.UNKNOWN and alone.measure.startswith("fp8bench suite gemm --dtypes bf16,nvfp4, then")
 
 
@@ -177,14 +177,15 @@ def test_what_would_measure_a_profile_is_a_profile() -> None:
     make = {"make": "my_pkg:make", "pass": "training", "optimizer": "adamw", "compile": "no"}
     forward = {**make, "pass": "forward", "optimizer": "none"}
     training = group(make, workload="model", fp8=FP8)
-    measures = {each.rule: each.measure for each in said(training).answers if each.met is Met.UNKNOWN}
+    measures = {each.rule: each.measure for each in advise(training).answers if each.met is Met.UNKNOWN}
     assert measures["compile"] == "fp8bench profile my_pkg:make --dtypes fp8 --compile"
     assert measures["layers"] == "fp8bench sensitivity my_pkg:make --dtype fp8"
     assert measures["learns"] == "fp8bench train my_pkg:make --dtypes bf16,fp8 --seeds 5" and "stages" in measures
     assert (
-        met("stages", training, other_runs=lent(group(forward, workload="model", fp8={**FP8, "cast": 4000}))) is Met.NO
+        met("stages", training, other_runs=with_run(group(forward, workload="model", fp8={**FP8, "cast": 4000})))
+        is Met.NO
     )
-    alone = answer(said(group(forward, workload="model", fp8=FP8)), "compile").measure
+    alone = answer(advise(group(forward, workload="model", fp8=FP8)), "compile").measure
     assert alone == "fp8bench profile my_pkg:make --forward --dtypes fp8 --compile"
 
 
@@ -194,21 +195,21 @@ def holder(name: str, kind: str, flops: int, converted: bool = True, side: int =
 
 
 def test_coverage_and_experts() -> None:
-    """Of a mixture of experts of which linear layers alone are converted."""
+    """A mixture of experts of which only linear layers are converted."""
     coverage = Coverage((holder("attn", "linear", 18), holder("mlp", "experts", 73, False), holder("head", "head", 9)),
                         flops=100)  # fmt: skip
-    found = said([record("bf16", BF16, reference=True), record("fp8", FP8, coverage=coverage)])
+    found = advise([record("bf16", BF16, reference=True), record("fp8", FP8, coverage=coverage)])
     covered, experts = answer(found, "coverage"), answer(found, "experts")
     assert covered.met is Met.NO and "mlp is not: no product" in covered.figure
     assert experts.met is Met.NO and experts.figure == "experts are 73% of product FLOPs, 0% of them converted"
-    assert not {"coverage", "experts", "compile"} & {each.rule for each in said(group(fp8=FP8)).answers}
+    assert not {"coverage", "experts", "compile"} & {each.rule for each in advise(group(fp8=FP8)).answers}
 
 
 def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
     before = MemoryUse(1000 << 20, (("weights", 400 << 20), ("optimizer", 600 << 20)))
     after = MemoryUse(1010 << 20, (*before.roles, ("low_precision_weights", 10 << 20)))
     lead = record("bf16", BF16, reference=True, memory=before)
-    found = answer(said([lead, record("fp8", FP8, memory=after)]), "memory")
+    found = answer(advise([lead, record("fp8", FP8, memory=after)]), "memory")
     assert found.met is Met.NO and found.figure == (
         "1.010x of bf16's peak; what stays: weights (400 MiB), optimizer state (600 MiB); what comes on top: "
         "low-precision copies of weights (10.0 MiB)"
@@ -238,9 +239,9 @@ def test_layers_by_a_study(gaps: tuple[float, ...], wanted: Met) -> None:
     if len(gaps) > 1:  # with the map that the study found, the case bears it
         mapped = group(fp8=FP8)
         mapped[1] = replace(mapped[1], case=replace(mapped[1].case, precision_map=(("head", "bf16"),)))
-        bears = next(each for each in said(mapped, studies=(study(*gaps),)).answers if each.rule == "layers")
+        bears = next(each for each in advise(mapped, studies=(study(*gaps),)).answers if each.rule == "layers")
         assert bears.met is Met.YES and bears.figure.startswith("layers low: 1, loss +0.5%")
-    unit = said(group(fp8_unit=FP8), studies=(study(*gaps),)).answers
+    unit = advise(group(fp8_unit=FP8), studies=(study(*gaps),)).answers
     assert unit and not [each for each in unit if each.rule == "layers"], "no layer of it can stand in another model"
     other = replace(study(*gaps), params=(("size", "nano"),))
     assert met("layers", group(fp8=FP8), studies=(other,)) is Met.UNKNOWN
@@ -250,8 +251,8 @@ ADOPT, ROUTE, SCHEDULE, NOTHING = AdviceKind
 
 
 def test_a_step_that_gains_is_adopted() -> None:
-    """7.6 ms instead of 10: it predicts what was measured, with its rows, and says what it does not know."""
-    advice = only(said(group(fp8=FP8)), ADOPT)
+    """7.6 ms instead of 10: predicted as measured, with its rows, and what is not known."""
+    advice = only(advise(group(fp8=FP8)), ADOPT)
     assert advice.gain is not None and advice.gain.point == pytest.approx(10 / 7.6, rel=1e-3)
     assert advice.gain.low < advice.gain.point < advice.gain.high and advice.recipe == "--dtypes bf16,fp8"
     assert "fp8bench train --dtypes bf16,fp8" in advice.sentence
@@ -259,16 +260,14 @@ def test_a_step_that_gains_is_adopted() -> None:
 
 
 def test_what_all_calls_say_is_within_what_is_predicted() -> None:
-    """A step whose fastest calls are 1.32x as fast, and all calls 1.1x to 1.2x: either may be seen once more.
-
-    Where they contradict each other beyond the noise, all calls count.
-    """
+    """A step whose fastest calls are 1.32x as fast, and all calls 1.1x to 1.2x: either may be seen once more. Where
+    they contradict each other beyond the noise, all calls count."""
     made = basis(group(fp8=FP8))
     (case,) = (key for key in made.findings if key.endswith("/fp8"))
     uneven = replace(made.findings[case], typical=Interval(1 / 1.15, 1 / 1.2, 1 / 1.1, 0.99))
-    (pair,) = replace(made, findings={**made.findings, case: uneven}).besides
+    (pair,) = replace(made, findings={**made.findings, case: uneven}).cases
     labelled = replace(uneven, labels=(Label.UNEVEN,))
-    (other,) = replace(made, findings={**made.findings, case: labelled}).besides
+    (other,) = replace(made, findings={**made.findings, case: labelled}).cases
     assert other.speed is not None and other.speed.point == pytest.approx(1.15)
     gain = predicted(pair)
     assert gain is not None and gain.low < 1.1 < gain.point < gain.high
@@ -290,15 +289,15 @@ SMALL = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}
 def test_why_nothing_is_done(
     bf16: dict[str, int], fp8: dict[str, int], rule: str, gain: float | None, words: str
 ) -> None:
-    advice = only(said(group(bf16=bf16, fp8=fp8)), NOTHING)
+    advice = only(advise(group(bf16=bf16, fp8=fp8)), NOTHING)
     assert advice.rule == rule and words in advice.sentence
     assert (advice.gain and advice.gain.point) == (gain and pytest.approx(gain, abs=2e-3))
 
 
 def test_what_is_worth_it_is_a_persons_own_choice() -> None:
-    """A gain of 32%. What is not judged is not known."""
-    only(said(group(fp8=FP8), least=0.3), ADOPT)
-    only(said(group(fp8=FP8), least=0.4), NOTHING)
+    """A gain of 32% against thresholds; without a verdict the speed is not known."""
+    only(advise(group(fp8=FP8), least=0.3), ADOPT)
+    only(advise(group(fp8=FP8), least=0.4), NOTHING)
     made = basis(group(fp8=FP8))
     (case,) = (key for key in made.findings if key.endswith("/fp8"))
     unsure = replace(made.findings[case], verdict=Verdict.UNSURE, ratio=None, why="it was throttled")
@@ -307,9 +306,9 @@ def test_what_is_worth_it_is_a_persons_own_choice() -> None:
 
 
 def test_an_emulated_precision_has_no_advice_on_speed() -> None:
-    """However fast it seems, in several settings once."""
+    """However fast it seems; one piece of advice for several settings."""
     quick = {**BF16, "gemm": 1}
-    (advice,) = said(*(group({**NANO, "batch": batch}, level=Level.EMULATED, fp8=quick) for batch in (1, 2))).advice
+    (advice,) = advise(*(group({**NANO, "batch": batch}, level=Level.EMULATED, fp8=quick) for batch in (1, 2))).advice
     assert (advice.kind, advice.rule, advice.gain, advice.recipe, advice.case) == (NOTHING, "native", None, "", "")
     assert len(advice.settings) == 2 and "because it is emulated" in advice.sentence
 
@@ -317,26 +316,24 @@ def test_an_emulated_precision_has_no_advice_on_speed() -> None:
 @for_each("micros", [9000, 5000])
 def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: int) -> None:
     """Products are 7% of it, by the pass that looked: at most 1.075x, and a step in half the time is not believed.
-
-    One of 1.085x is within what a look may err by, and no more than the bound is predicted.
-    """
+    One of 1.085x is within what a look may err by, and no more than the bound is predicted."""
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": micros})
     looked = replace(lead, shares=Shares((Share(ShareKind.GEMM, "", False, 0.07, 1),), 1.0))
-    (pair,) = basis([looked, case]).besides
+    (pair,) = basis([looked, case]).cases
     bound, gain = bound_of(pair), predicted(pair)
     assert bound is not None and bound.point == pytest.approx(1 / 0.93) and gain is not None
     assert gain.low <= gain.point <= gain.high <= bound.high
-    advice = only(said([looked, case]), NOTHING)
+    advice = only(advise([looked, case]), NOTHING)
     assert advice.gain is None and "allows 1.08x at most" in advice.sentence
-    unbound = predicted(basis([lead, case]).besides[0])
+    unbound = predicted(basis([lead, case]).cases[0])
     assert unbound is not None and unbound.point == pytest.approx(10_000 / micros, rel=1e-3)
     beside = record("fp8", {"unattributed": 9217})
-    adopted = only(said([looked, beside], least=0.05), ADOPT)
+    adopted = only(advise([looked, beside], least=0.05), ADOPT)
     assert adopted.gain is not None and adopted.gain.point == adopted.gain.high == pytest.approx(1 / 0.93)
 
 
 def test_a_stage_that_gains_nothing_stays_high() -> None:
-    advice = only(said(*STAGES), SCHEDULE)
+    advice = only(advise(*STAGES), SCHEDULE)
     assert advice.rule == "stages" and "take fp8 for training (1.32x), and bf16 for" in advice.sentence
 
 
@@ -371,11 +368,11 @@ def test_labels_are_told_with_all_that_rests_on_these_times() -> None:
 
 def test_layers_that_a_study_found_stay_high() -> None:
     """With the map that kept the loss; between nothing and what it gains with all layers."""
-    advice = only(said(group(fp8=FP8), studies=(study(0.1, 0.005),)), ROUTE)
+    advice = only(advise(group(fp8=FP8), studies=(study(0.1, 0.005),)), ROUTE)
     assert advice.precision_map == (("head", "bf16"),) and "--precision-map head=bf16" in advice.recipe
     assert "leave head in bf16 with fp8; the loss is then +0.5% instead of +10.0%" in advice.sentence
     assert advice.gain is not None and advice.gain.low == 1 and advice.gain.high > 1.3
-    assert all(advice.kind is not ROUTE for advice in said(group(fp8=FP8), studies=(study(0.001),)).advice)
+    assert all(advice.kind is not ROUTE for advice in advise(group(fp8=FP8), studies=(study(0.001),)).advice)
 
 
 def test_layers_below_break_even_stay_high() -> None:
@@ -384,7 +381,7 @@ def test_layers_below_break_even_stay_high() -> None:
     whole = {"unattributed": 10_000}
     for bf16, nvfp4, known in ((BF16, FP8, True), (whole, {"unattributed": 7600}, False)):
         records = [record("bf16", bf16, reference=True), record("nvfp4", nvfp4, coverage=coverage)]
-        advice = only(said(records, *squares(0.5, 0.8, 1.4, 1.9, 2.0)), ROUTE, "nvfp4")
+        advice = only(advise(records, *squares(0.5, 0.8, 1.4, 1.9, 2.0)), ROUTE, "nvfp4")
         assert advice.precision_map == (("small", "bf16"),) and advice.rule == "shapes"
         assert "10% of product FLOPs" in advice.sentence
         assert (advice.gain is not None, bool(advice.case)) == (known, known)
@@ -393,12 +390,12 @@ def test_layers_below_break_even_stay_high() -> None:
 def test_a_step_that_was_not_timed_is_projected_from_its_products() -> None:
     """60% of it are products of 2048, 1.4 times as fast in nvfp4: 1.21x, which the step itself would have to show."""
     products = squares(0.5, 0.8, 1.4, 1.9)
-    (advice,) = projected(said(untimed(), *products))
+    (advice,) = projected(advise(untimed(), *products))
     assert advice.kind is ADOPT and advice.gain is not None and advice.gain.point == pytest.approx(1.207, rel=0.01)
     assert advice.gain.low < advice.gain.point < advice.gain.high and "--check does" in advice.sentence
     assert advice.case == f"{advice.settings[0]}/nvfp4"
     assert {ground.row.partition("[")[0] for ground in advice.grounds} == {"transformer", "gemm"}
-    assert [advice.kind for advice in projected(said(untimed(), *products, least=0.3))] == [NOTHING]
+    assert [advice.kind for advice in projected(advise(untimed(), *products, least=0.3))] == [NOTHING]
 
 
 def test_a_projection_wants_all_three_products_of_a_layer() -> None:
@@ -409,18 +406,18 @@ def test_a_projection_wants_all_three_products_of_a_layer() -> None:
               nvfp4={"gemm": round(8000 / speed)})
         for kind, speed in kinds.items() for side in (1024, 2048, 4096)
     ]  # fmt: skip
-    (advice,) = projected(said(untimed(), *products))
+    (advice,) = projected(advise(untimed(), *products))
     ratio = (1 / 1.4 + 2 / 2.8) / 3
     assert advice.gain is not None and advice.gain.point == pytest.approx(1 / (0.4 + 0.6 * ratio), rel=0.01)
-    assert not projected(said(untimed(), *products[:6]))
+    assert not projected(advise(untimed(), *products[:6]))
 
 
 def test_nothing_is_projected_beyond_what_was_timed() -> None:
     """Nor of a mode that the step was timed in, nor from products of which too few sizes are known."""
     products = squares(0.5, 0.8, 1.4, 1.9)
     for step in (untimed(256), untimed(16384), model(2048)):
-        assert not projected(said(step, *products))
-    assert not projected(said(untimed(), *squares(1.5, 1.6)))
+        assert not projected(advise(step, *products))
+    assert not projected(advise(untimed(), *squares(1.5, 1.6)))
 
 
 times = st.integers(500, 50_000)
@@ -436,7 +433,7 @@ def test_no_advice_is_above_amdahls_bound(
     level = Level.EMULATED if emulated else Level.NATIVE
     made = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), least=least)
     found = advised(made)
-    (pair,) = made.besides
+    (pair,) = made.cases
     bound, gain = bound_of(pair), predicted(pair)
     whole = sum(bf16.values())
     assert bound is not None and bound.point == pytest.approx(whole / (whole - bf16["gemm"]), rel=0.01)
@@ -498,7 +495,7 @@ def test_the_same_advice_about_many_settings_is_one_piece(count: int, items: int
     """With how many are alike, and the least speed of them; a few are told each by itself."""
     slow = {**FP8, "gemm": 9000}
     groups = [group({**NANO, "batch": number}, fp8={**slow, "cast": 600 * number}) for number in range(1, count + 1)]
-    (told, *_) = advice_elements(said(*groups))
+    (told, *_) = advice_elements(advise(*groups))
     assert isinstance(told, Items) and len(told.items) == items
     assert ("the like in 4 more settings, down to 0." in str(told.items[0])) == (items == 1)
 
@@ -565,7 +562,7 @@ def late(gap: float, begins: int, steps: int = 200) -> Trained:
 
 def test_a_precision_that_does_harm_late_is_left_before() -> None:
     """From 60% of the steps on: so many steps of its speed are predicted, and no adoption."""
-    found = said(group(fp8=FP8), training=late(0.05, 120))
+    found = advise(group(fp8=FP8), training=late(0.05, 120))
     advice = only(found, SCHEDULE)
     assert "first 60% of the steps (120 of 200)" in advice.sentence
     assert advice.gain is not None and advice.gain.point == pytest.approx(1 / (0.6 * 0.76 + 0.4), rel=0.01)
@@ -578,7 +575,7 @@ def test_one_that_does_none_needs_no_schedule() -> None:
     for harmless in (late(0.0, 100), late(0.05, 0), late(0.05, 20, steps=40)):
         assert harm_of(harmless, "fp8") is None
     learned = of_lines(training(), lines({"fp8": [0.0001, -0.0001, 0.0002, -0.0002, 0.0]}))
-    adopted = only(said(group(fp8=FP8), training=learned), ADOPT)
+    adopted = only(advise(group(fp8=FP8), training=learned), ADOPT)
     assert "it learns as well (within noise" in adopted.sentence
     assert not math.isnan(cost(learned).hours or 0.0)
 
@@ -588,6 +585,6 @@ def test_of_several_settings_what_most_say() -> None:
     sizes = [
         group({**NANO, "batch": batch}, fp8={**FP8, "cast": cast}) for batch, cast in ((1, 4000), (2, 600), (4, 500))
     ]
-    (table,) = checklist(said(*sizes), shared=False)
+    (table,) = checklist(advise(*sizes), shared=False)
     row = next(row for row in table.rows if row[1].text == "Is the whole step faster?")
     assert row[2].text == "yes (2 of 3)" and row[3].text.endswith("at transformer[batch=2]@cuda:0")

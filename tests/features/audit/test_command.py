@@ -78,7 +78,7 @@ def test_one_that_keeps_its_promise(kernels: str, fp8bench: Say) -> None:
 
 @pytest.mark.slow
 def test_one_that_does_not(kernels: str, tmp_path: Path, fp8bench: Say) -> None:
-    """Its code, the smallest input, both errors; JUnit with a failure; JSON with everything."""
+    """With its code, the smallest input and both errors; JUnit has a failure, JSON everything."""
     junit = tmp_path / "audit.xml"
     code, out, _ = fp8bench("audit", f"{kernels}:fallback", "--json", "--junit", str(junit))
     told = json.loads(out)
@@ -182,7 +182,6 @@ def asked(worker: Any, store: Path, threads: int = 1) -> float | None:
 
 
 def test_a_quick_look_is_taken_once_where_there_is_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is to be measured what is kept counts."""
     monkeypatch.setenv(VARIABLE, "measured")
     worker = CountingWorker()
     assert asked(worker, tmp_path) == asked(worker, tmp_path) == 1e12 and worker.looks == 1

@@ -106,7 +106,7 @@ def pythons(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository whose library does half as much in its commit (v1) as it does in its tree."""
+    """A repository whose library does half as much in its commit (v1) as in its tree."""
     folder = tmp_path / "project"
     (folder / "src" / "mylib").mkdir(parents=True)
     git(folder, "init", "-q")
@@ -121,7 +121,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def started(project: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """`fp8bench duel` with these words, in a process of its own; what is temporary lies in the test's folder."""
+    """Starts `fp8bench duel` as a process; temporary files lie in the test's folder."""
     temporary, installed = project.parent / "temporary", project.parent / "site-packages"
     for folder in (temporary, installed):
         folder.mkdir(exist_ok=True)
@@ -142,14 +142,14 @@ def duelled(project: Path, *words: str) -> tuple[int, str, str]:
 
 
 def left_nothing(project: Path) -> None:
-    """No folder, no working tree."""
+    """Neither a folder nor a working tree."""
     assert len(git(project, "worktree", "list").splitlines()) == 1
     assert not list((project.parent / "temporary").glob("fp8bench-duel-*"))
 
 
 @pytest.mark.slow
 def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) -> None:
-    """Each side runs its own library and its own packages; what fails does so on its side, and costs nothing else."""
+    """Each side runs its own library and packages; a failure stays on its side."""
     code, out, err = duelled(
         project, "--python-a", pythons[0], "--python-b", pythons[1], "--against", "v1", "suite", "./suites.py",
         "--set", "hazard=none,raise,kill,hang", "--quick", "--case-timeout", "8", "--json", "--store", "kept",
@@ -197,7 +197,7 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
 def test_an_end_in_the_middle_leaves_nothing(
     number: signal.Signals, project: Path, pythons: Sequence[str], tmp_path: Path
 ) -> None:
-    """Interrupted, it tells what there is and clears up; killed, the next duel clears up after it."""
+    """An interrupted duel reports what there is and clears up; after a kill the next duel does."""
     mark, python, suite = tmp_path / "mark", pythons[0], ["suite", "library", "--import", "suites.py"]
     words = ("--python-a", python, "--python-b", python, "--against", "v1", *suite, "--set", "hazard=wait")
     process = started(project, *words, MARK=str(mark))
@@ -216,7 +216,7 @@ def test_an_end_in_the_middle_leaves_nothing(
 
 
 def dies_at_start(project: Path, python: Path, suite: Sequence[str]) -> None:
-    """A partner that says which Python it is, and no more: nothing was measured, and nothing is kept."""
+    """A partner that answers for its version and then dies: nothing was measured, and nothing is kept."""
     python.write_text("#!/bin/sh\n[ $1 = -I ] && echo python 3.12.0 || { echo Bus error >&2; exit 7; }\n")
     python.chmod(0o755)
     code, out, err = duelled(project, "--python-a", str(python), "--against", "v1", *suite, "--store", "no")
@@ -251,7 +251,7 @@ def test_what_cannot_be_meant_is_one_sentence(
 def test_fp8bench_has_its_own_option_for_its_own_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """--against would leave it as it is, and duel a thing with itself."""
+    """--against would compare it with itself."""
     if not (ROOT / ".git").exists():
         pytest.skip("needs a checkout of fp8bench")
     monkeypatch.chdir(ROOT)

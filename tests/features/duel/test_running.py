@@ -66,7 +66,7 @@ def fakes(pair: duel_commands.Pair) -> list[Any]:
 
 
 def test_every_process_is_in_every_round() -> None:
-    """As often, with as many calls, behind one or two that are not timed; and the states are given back."""
+    """Equally often, with as many calls, after untimed ones; and states are given back."""
     pair = sides(Script(gemm_steps(MS), errors={"output_error": 0.5}), Script(gemm_steps(2 * MS), peak=77))
     progress = measured(pair, sessions=2)
     assert [len(session.before) + len(session.after) for session in progress.sessions] == [4, 4]
@@ -82,7 +82,7 @@ def test_every_process_is_in_every_round() -> None:
 
 
 def test_no_side_is_always_the_first() -> None:
-    """The order in which they are prepared is drawn, another in each session."""
+    """The order of preparing is drawn anew in each session."""
     observer = Listener()
     measured(sides(Script(), Script()), sessions=12, observer=observer)
     prepared = [doing for _, doing, _ in observer.told if doing.startswith("preparing")]
@@ -128,7 +128,7 @@ def test_what_one_side_does_fails_there(bad: Script, why: str, restarts: int) ->
 
 
 def test_memory_for_one_process_a_side() -> None:
-    """A second one does not fit in on side B: later sessions do not try again."""
+    """A second one does not fit on side B: later sessions do not try again."""
     pair = sides(Script(), Script())
     fakes(pair)[3].capacity = 0
     progress = measured(pair, sessions=3)
@@ -167,7 +167,7 @@ def test_what_does_not_compare_is_left_out(options: dict[str, Any], why: str) ->
 
 
 class Startable(FakeWorker):
-    """It can be started, and may fail to from some time on."""
+    """Can be started, and may fail to from some time on."""
 
     starts = 0
     last_start = 100
@@ -210,7 +210,7 @@ def test_several_ranks_are_no_side(tmp_path: Path) -> None:
 
 
 def test_every_session_has_fresh_processes(run_duel: Callable[..., Duel]) -> None:
-    """All cases are measured in each; what is told is what was kept."""
+    """All cases are measured in each; what is shown is what was kept."""
     pair = started({"fp32": Script(), "bf16": Script()})
     duel = run_duel(pair)
     assert duel.finished and duel.ok and duel.notes == ("a note",)
@@ -220,7 +220,7 @@ def test_every_session_has_fresh_processes(run_duel: Callable[..., Duel]) -> Non
 
 
 def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel: Callable[..., Duel]) -> None:
-    """It strikes both sides' first workers in their second session, whichever comes first."""
+    """The fault strikes both sides' first workers in their second session."""
     late = Script(faults=[Fault("slot", WorkerLost("gone"), at=9)])
     duel = run_duel(started({"fp32": Script(), "bf16": late}))
     assert [len(result.sessions) for result in duel.results] == [3, 1] and duel.results[1].failed
@@ -229,7 +229,7 @@ def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel
 
 @for_each("line", range(2, 8))
 def test_a_store_that_fails_costs_nobody_the_table(line: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What was finished before is in the file, and the error has all that was measured."""
+    """The file has what was finished before, and the error all that was measured."""
     write, written = DuelWriter._lines, [0]
 
     def full(self: DuelWriter, values: Sequence[dict[str, object]]) -> None:
@@ -255,7 +255,7 @@ def test_a_store_that_fails_costs_nobody_the_table(line: int, monkeypatch: pytes
 def test_a_side_that_does_not_start_again_ends_it(
     monkeypatch: pytest.MonkeyPatch, run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """In the second session: the first is kept and told, and the error says which side."""
+    """In the second session: the first is kept, and the error names the side."""
     pair = started({"fp32": Script()})
     fakes(pair)[3].last_start = 1
     monkeypatch.setattr(duel_commands, "run_duel", lambda *_: run_duel(pair))
@@ -270,7 +270,7 @@ def test_a_side_that_does_not_start_again_ends_it(
 def test_an_interrupt_keeps_what_was_finished(
     run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the second session's second case; exit code 130, and how much is there is told."""
+    """In the second session's second case; exit code 130."""
     struck = [Script(), Script(faults=[Fault("slot", KeyboardInterrupt(), at=9)])]  # type: ignore[arg-type]
     duel = run_duel(started(dict(zip(("fp32", "bf16"), struck, strict=True))))
     assert not duel.finished and exit_code(duel) == 130
@@ -290,14 +290,13 @@ def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tupl
 
 
 def test_a_side_with_code_of_the_other_tree_ends_it(run_duel: Callable[..., Duel], tmp_path: Path) -> None:
-    """What is installed from this tree wins over the path: that would be no duel."""
     with pytest.raises(UsageError, match=r"side A has loaded mylib, mylib.part from this tree and not"):
         run_duel(of_two_trees({"/new": ("mylib", "mylib.part")}, {"/new": ("mylib",)}))
     assert not list((tmp_path / "duels").iterdir())
 
 
 def test_code_of_its_own_tree_is_fine_even_if_that_lies_in_the_other(run_duel: Callable[..., Duel]) -> None:
-    """Where everything temporary is below the repository, say."""
+    """For example where temporary folders are below the repository."""
     found = run_duel(of_two_trees({"/old": ("mylib",), "/new": ("mylib",)}, {"/new": ("mylib",)}), 1)
     assert found.finished and found.notes == ("a note",)
 
@@ -305,7 +304,7 @@ def test_code_of_its_own_tree_is_fine_even_if_that_lies_in_the_other(run_duel: C
 def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
     run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing can differ between them; that is said before anything is measured, and kept."""
+    """Nothing can differ between them; that is said before measuring, and kept."""
     words = "neither side has loaded any code of this repository"
     said: list[int] = []
     monkeypatch.setattr(duel_commands, "refresh", lambda *_: said.append(capsys.readouterr().err.count(words)))
@@ -322,14 +321,14 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
     ],
 )
 def test_how_long_a_session_is(request_: Request, share: float | None, rule: tuple[int, int | None, float]) -> None:
-    """Least rounds, fixed ones, seconds; a budget ends it whatever was asked for."""
+    """Least rounds, fixed ones, seconds; a budget ends it in any case."""
     found = duel_commands._rule(request_, share)
     assert (found.least, found.fixed, found.budget) == rule
     assert share is None or (found.ceiling == share and found.whole)
 
 
 def written(store: Path) -> Path:
-    """A whole duel: two sessions of one case, of another one that failed after its first, and a note."""
+    """A whole duel: two sessions of one case, another that failed after its first, and a note."""
     writer = start_duel(header(), store)
     writer.note("both sides are the same")
     writer.result(result("fp32", SESSION))
@@ -347,7 +346,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_was_written_is_read(path: Path) -> None:
-    """Sessions follow their case, and what a case came to last counts. Which torch each side had is in its devices."""
+    """Sessions follow their case, whose last result counts; each side's devices name its torch."""
     duel = DuelKind().load(path)
     wanted = header(
         results=(result("fp32", SESSION, SESSION), result("bf16", SESSION, status=Status.FAILED)),
@@ -359,7 +358,6 @@ def test_what_was_written_is_read(path: Path) -> None:
 
 
 def test_a_duel_in_older_words_is_read(path: Path) -> None:
-    """Files of before say `bout`, `sitting` and `sittings`."""
     whole = DuelKind().load(path)
     text = as_older(path).read_text()
     for new, old in (("result", "bout"), ("session", "sitting"), ("sessions", "sittings")):
@@ -370,7 +368,7 @@ def test_a_duel_in_older_words_is_read(path: Path) -> None:
 
 
 def test_it_is_found_by_its_names(path: Path) -> None:
-    """Id, stem, path, the beginning of an id; a run's word means no duel."""
+    """By id, stem, path and the beginning of an id; not by a run's id."""
     store = path.parent.parent
     for words, wanted in (
         (("0a1b2c3d", "0a1b", path.stem, str(path)), path),
@@ -382,7 +380,7 @@ def test_it_is_found_by_its_names(path: Path) -> None:
 
 @for_each("cut", range(2, 2000, 97))
 def test_a_torn_file_loses_its_end_alone(tmp_path: Path, cut: int) -> None:
-    """A kill at any moment: what stands before is read, and it is not finished."""
+    """What stands before is read, and the duel is not finished."""
     path = written(tmp_path)
     raw = path.read_bytes()
     first = raw.index(b"\n") + 1

@@ -71,7 +71,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with fp8bench alone, the working directory where something is imported, PYTHONPATH without packages."""
+    """fp8bench alone, the working directory if something is imported, PYTHONPATH without packages."""
     installed = tmp_path / "lib" / "site-packages"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/mine", "", str(installed)]))
@@ -85,7 +85,7 @@ def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> None:
-    """Those of the repository, wherever they stand on the path; a virtual environment in there is none of them."""
+    """Those of the repository, wherever on the path; but not a virtual environment in it."""
     (project / "src" / "mylib.py").write_text("changed")
     with pytest.raises(UsageError, match="would change two things at once"):
         opened(DuelQuestion(against="HEAD", against_self="HEAD"), ()).__enter__()
@@ -103,7 +103,7 @@ def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> Non
 
 
 def test_a_file_that_a_revision_has_not(project: Path) -> None:
-    """Both sides run this tree's, and a note says so. Nothing else has changed, which is said too."""
+    """Both sides run this tree's, with a note; that nothing else has changed is noted, too."""
     (project / "new.py").write_text("")
     with opened(DuelQuestion(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
         assert before.imports == ("new.py", "/elsewhere/other.py")
@@ -123,7 +123,7 @@ def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monke
 
 
 def test_a_path_a_name_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links are kept: a virtual environment's Python is one, and would be another one without."""
+    """Links are not followed: a virtual environment's Python is a link."""
     (tmp_path / "env" / "bin").mkdir(parents=True)
     link = tmp_path / "env" / "bin" / "python"
     link.symlink_to(sys.executable)
@@ -194,8 +194,8 @@ def trees(commits: Path) -> list[str]:
 def test_a_tree_holds_the_revision_and_goes(
     commits: Path, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From anywhere in the repository; what is not committed stays out of it, and where it is. No hook runs, and git
-    tells hooks of which repository they are: the folder counts."""
+    """From any folder of the repository; uncommitted changes stay where they are. No hook runs; and inside a hook,
+    whose variables name another repository, the folder counts."""
     (commits / "below").mkdir()
     (commits / "file").write_text("three")
     hook = commits / ".git" / "hooks" / "post-checkout"
@@ -216,7 +216,7 @@ def test_a_tree_holds_the_revision_and_goes(
 
 @for_each("error", [KeyboardInterrupt, RuntimeError])
 def test_it_goes_however_the_body_ends(error: type[BaseException], commits: Path, temporary: Path) -> None:
-    """Files that somebody made in it go too."""
+    """With files that somebody made in it."""
     repository = repository_of(commits, OPTION)
     with contextlib.suppress(error), scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
         (tree / "made").write_text("by a build")
@@ -226,7 +226,7 @@ def test_it_goes_however_the_body_ends(error: type[BaseException], commits: Path
 
 
 def test_what_a_killed_duel_left_goes_with_the_next(commits: Path, temporary: Path) -> None:
-    """Its lock has gone with it. One that lives keeps what is its own."""
+    """Its lock has gone with it; a living duel keeps its folder."""
 
     def owner() -> tuple[subprocess.Popen[str], Path]:
         process = subprocess.Popen(
@@ -250,7 +250,7 @@ def test_what_a_killed_duel_left_goes_with_the_next(commits: Path, temporary: Pa
 
 
 def test_a_folder_that_is_just_being_made_stays(temporary: Path) -> None:
-    """Its lock may not be there yet; an old one without a lock is nobody's. Other people's names are left alone."""
+    """Its lock may not be there yet. Old folders without one go, and other users' stay."""
     young, old, other = (temporary / name for name in ("fp8bench-duel-young", "fp8bench-duel-old", "else"))
     for folder in (young, old, other):
         folder.mkdir()
@@ -262,7 +262,7 @@ def test_a_folder_that_is_just_being_made_stays(temporary: Path) -> None:
 
 
 def test_an_unknown_revision(commits: Path, tmp_path: Path) -> None:
-    """A shallow clone, as CI makes them, says how to get more."""
+    """For a shallow clone, as CI makes them, the sentence says how to get more."""
     for word in ("nope", "", "--help", "v1:file", "0" * 40):
         with pytest.raises(UsageError, match=r"is no commit of the repository .*Give a commit"):
             revision_of(repository_of(commits, OPTION), word, OPTION)
@@ -368,7 +368,7 @@ for text in {texts!r}:
 
 @pytest.mark.slow
 def test_torchs_own_parser_agrees() -> None:
-    """In a process of its own, since it keeps what it takes."""
+    """In a process of its own, because torch keeps what it takes."""
     if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
         pytest.skip("this torch has no parser without CUDA")
     code = PARSED.format(texts=TORCH_TEXTS)
@@ -378,7 +378,7 @@ def test_torchs_own_parser_agrees() -> None:
 
 
 def test_sides_are_told_apart_by_their_settings() -> None:
-    """In titles and environments; a duel's own settings of glibc leave both sides, and a note says so."""
+    """In titles and environments; a duel's own settings of glibc are dropped, with a note."""
     for env, host in (("MALLOC_ARENA_MAX=1", True), ("THP_MEM_ALLOC_ENABLE=1", False)):
         with opened(DuelQuestion(env_b=(env,)), ()) as (before, after, notes):
             name = env.partition("=")[0]
@@ -393,7 +393,6 @@ def test_sides_are_told_apart_by_their_settings() -> None:
 
 
 def test_settings_of_a_gpus_allocator_need_a_case_on_one() -> None:
-    """Else they would be ignored without a word."""
     case = PlannedCase(Case("gemm", (), "fp32", "cpu"), precisions.get("fp32").support(CPU), Work())
     with opened(DuelQuestion(env_b=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",)), ()) as (_, after, _):
         side = SideWorkers(after, [PartnerWorker(Settings(), after)], Quantisers(), (CPU,), {"one": case})
@@ -409,7 +408,7 @@ def test_settings_are_one_change_and_a_revision_another() -> None:
 
 @GLIBC
 def test_a_preloaded_library_is_looked_for_in_the_process(tmp_path: Path) -> None:
-    """The loader passes over one of another kind of machine; what it took stands in the process's own maps."""
+    """The loader ignores one of another kind of machine; the process's own maps show what it took."""
     probe = built(tmp_path)
     assert isinstance(probe, Path)
     settings = settings_of([f"LD_PRELOAD={probe}"], "--env-b")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import Judged, compared, comparisons, judge, p_value, why_unsure
+from fp8bench.features.duel.verdicts import DuelVerdict, compared, comparisons, judge, p_value, why_unsure
 from fp8bench.features.duel.view import page_of
 from fp8bench.model import (
     Comparison,
@@ -53,14 +53,14 @@ def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) 
     return found
 
 
-def known(sessions: Sequence[Session]) -> Judged:
+def known(sessions: Sequence[Session]) -> DuelVerdict:
     times = judge(sessions)
     assert times is not None
     return times
 
 
 def brute_chance(before: Seconds, after: Seconds) -> float:
-    """The share of all ways to name the processes of each session that put the sides as far apart: by plain loops."""
+    """Returns the share of all deals that put the sides as far apart, by plain loops."""
 
     def low(values: Sequence[float]) -> float:
         return statistics.fmean(sorted(values)[: math.ceil(len(values) * 3 / 5)])
@@ -83,7 +83,7 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
 
 
 def test_the_times_have_the_ratio_that_is_told() -> None:
-    """As they were measured they may say the opposite: a session that is slow on both sides weighs on one of them."""
+    """As measured they may say the opposite: a session that is slow on both sides weighs on one."""
     sides = [((25.0, 25.5), (26.25, 25.0)), ((34.25, 34.25), (32.5, 33.25)), ((25.5, 25.25), (25.25, 26.25))]
     times = known([session(*([time / 1e3 for time in side] for side in pair)) for pair in sides])
     raw = [sorted(time for pair in sides for time in pair[place])[:4] for place in (0, 1)]
@@ -102,7 +102,7 @@ def test_the_times_have_the_ratio_that_is_told() -> None:
      (0.9, 0.9, Verdict.FASTER, False), (1.1, 2.0, Verdict.SLOWER, True)],
 )  # fmt: skip
 def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verdict: Verdict, uneven: bool) -> None:
-    """Three of four calls on side B are slower. Where it is slower all the same it is said so, with the label."""
+    """Three of four calls on side B are slower: a verdict that agrees with them stands, with the label."""
     draw = np.random.default_rng(1)
 
     def process(*factors: float) -> Timing:
@@ -130,7 +130,7 @@ def paced(draw: np.random.Generator, wide: float) -> Timing:
 
 
 def test_a_side_that_varies_more_at_the_same_pace_is_no_faster() -> None:
-    """By the fastest stretches of different rounds it would be, each time."""
+    """The fastest stretches of different rounds would say that it is."""
     for seed in range(40):
         draw = np.random.default_rng(seed)
         sides = [
@@ -155,7 +155,7 @@ def test_chance_is_that_of_all_deals(slower: float) -> None:
 
 
 def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
-    """With B sped up by just less than the lower end, chance is too small an excuse; by just more, it is one."""
+    """With B sped up by a little less than the lower end chance does less, by a little more it does as much."""
     sessions = drawn(3, 4, 0.03)
     times = known(sessions)
     for end, sign in ((times.ratio.low, 1), (times.ratio.high, -1)):
@@ -173,7 +173,7 @@ def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
 @pytest.mark.slow
 @counts(20, 40)
 def test_a_change_of_a_few_percent_is_found_and_none_is_not(count: int) -> None:
-    """2.5% among processes that differ by 0.5%: in nearly all of 40 duels; without a change in none or one."""
+    """2.5% among processes that differ by 0.5%: in nearly all of 40 duels; without a change in at most one."""
     slower = [known(drawn(seed, 4, 0.025)) for seed in range(count)]
     faster = [known(drawn(seed, 4, -0.025)) for seed in range(count)]
     flat = [known(drawn(seed, 4)) for seed in range(count)]
@@ -185,7 +185,7 @@ def test_a_change_of_a_few_percent_is_found_and_none_is_not(count: int) -> None:
 
 @counts(20, 40)
 def test_slow_modes_are_no_change(count: int) -> None:
-    """Some processes take half as long again, by chance and on either side: nobody is called slower."""
+    """Some processes of either side take half as long again, by chance."""
     draw = np.random.default_rng(5)
     alarms = 0
     for _ in range(count):
@@ -222,7 +222,8 @@ def test_one_session_tells_what_no_noise_does(
 
 
 def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
-    """Eight of one process a side are as good as three of two. Six to the eighth deals are sampled, alike each time."""
+    """Eight sessions of one process a side do as well as three of two. Of 6**8 deals a sample is taken, always the
+    same."""
     pairs = [session((1e-3 * (1 + 0.001 * k),), (1.1e-3 * (1 + 0.001 * k),)) for k in range(8)]
     assert not known(pairs[:7]).resolved
     assert known(pairs).resolved and known(pairs).verdict is Verdict.SLOWER
@@ -233,7 +234,7 @@ def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
 
 
 def test_only_rounds_that_all_were_in_count() -> None:
-    """An entry's other rounds may be as fast as they like; without a common one there is nothing to say."""
+    """An entry's other rounds may be as fast as they like; without a common round there is no verdict."""
     early, late = timing([900_000], [1_000_000], [1_000_000]), timing([1_000_000], [1_000_000], start=1)
     times = known([Session((early, early), (late, late))])
     assert times.ratio.point == pytest.approx(1) and times.rounds == 2 and times.verdict is Verdict.UNSURE
@@ -251,7 +252,7 @@ SLOWER = tuple(in_nanoseconds((1000 + k, 1003 - k), (1050 + k, 1054 - k)) for k 
 
 
 def measured(**values: float) -> Record:
-    """With these values; peak_memory in bytes."""
+    """A record with these values; peak_memory in bytes."""
     found = (Measurement(name, "B" if name == "peak_memory" else "ratio", (value,)) for name, value in values.items())
     return replace(record(None), measurements=tuple(found))
 
@@ -261,7 +262,7 @@ def compared_times(*sessions: Session, before: Record | None = None, after: Reco
 
 
 def test_a_slower_side() -> None:
-    """Seconds of both sides, and a chance beyond what the deals alone can tell; of six deals nobody knows one."""
+    """With seconds of both sides, and a chance beyond what deals alone can tell; six deals tell none."""
     slower = compared_times(*SLOWER)
     assert (slower.direction, slower.evidence, slower.unit, slower.failed, slower.why) == (
         Direction.WORSE, Evidence.PAIRED, "s", False, "",
@@ -279,7 +280,7 @@ def test_a_slower_side() -> None:
 
 
 def test_values_of_one_side_and_those_that_are_no_cost() -> None:
-    """More decibels are better, and their error says the same."""
+    """More decibels are better, so only their error is compared."""
     result = CaseResult(measured(sqnr_db=30.0, utilisation_percent=3.0), measured(sqnr_db=20.0, peak_memory=8.0))
     found = {comparison.metric: comparison for comparison in compared(result)}
     assert set(found) == {"time", "peak_memory"}
@@ -301,7 +302,6 @@ def test_what_failed_or_is_other_work_is_no_comparison() -> None:
 
 @for_each("width", [40, 60, 100])
 def test_the_text_keeps_within_its_width_and_says_it_all(width: int) -> None:
-    """Who fought, ratios, failures, values that differ, what was not measured."""
     results = (
         CaseResult(measured(output_error=0.1, peak_memory=10.0), measured(output_error=0.1, peak_memory=20.0), SLOWER),
         CaseResult(record(None, "fp32"), record(None, "fp32", status=Status.FAILED, reason="it broke"), ()),

@@ -49,7 +49,7 @@ def of(plan: FleetPlan, store: Path) -> list[str]:
 
 
 def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
-    """Its run holds that group alone, and says which cell it is; the other cell is not touched."""
+    """The run holds its group alone and names the cell; the other cell is not touched."""
     now, run = measure(plan, 1, tmp_path)
     assert now and run.finished and run.cell == f"{plan.id}/1" and run.origin == "fleet" and run.bits
     assert run.clock_ahead is not None and abs(run.clock_ahead) < 1.0
@@ -64,7 +64,7 @@ def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
 def test_a_worker_reads_a_run_that_is_whole_once(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else each cell would take longer than the one before it."""
+    """Otherwise each cell would take longer than the one before."""
     whole, read = measure(plan, 1, tmp_path)[1], list[Path]()
 
     def reads(path: Path) -> tuple[Run, FileLines]:
@@ -90,7 +90,7 @@ def test_a_device_whose_bits_fail_is_measured_all_the_same(
 
 
 def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> None:
-    """And is the same run then; where machine or software differ a new one is begun beside it."""
+    """It stays the same run; a new one is begun beside it where machine or software differ."""
     _, run = measure(plan, 0, tmp_path)
     path = Path(run.path)
     head = path.read_bytes().splitlines(keepends=True)[0]
@@ -119,7 +119,7 @@ def test_two_do_not_measure_a_cell_at_a_time(plan: FleetPlan, tmp_path: Path) ->
 def test_what_failed_says_why_and_waits_for_retry(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is tried once by a worker; what another one has claimed is left to it."""
+    """A worker tries each cell once, and leaves those that another has claimed."""
     begun: list[int] = []
 
     def ends(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
@@ -149,7 +149,7 @@ def garbled(path: Path) -> None:
 
 
 def flipped(store: Path, line: int) -> None:
-    """A digit of a line of the only run changed on the disk."""
+    """Changes a digit of a line of the only run on the disk."""
     (path,) = store.rglob("*.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     lines[line] = lines[line].replace(b'"gemm', b'"gemn', 1)
@@ -171,7 +171,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 def test_what_is_damaged_is_a_state_of_its_cell(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, break_: Callable[[Path, Path], None], words: str
 ) -> None:
-    """The others are measured all the same; one of which no more than notes are damaged is done once it has a run."""
+    """Other cells are measured all the same; a cell with damaged notes only is done once it has a run."""
     if words.startswith("line"):
         measure(plan, 0, tmp_path)
     break_(folder_of(plan, 0, tmp_path), tmp_path)
@@ -184,7 +184,7 @@ def test_what_is_damaged_is_a_state_of_its_cell(
         return 0
 
     monkeypatch.setattr("fp8bench.features.fleet.engines.tied", lambda *given: given)
-    monkeypatch.setattr("fp8bench.features.fleet.engines.ended", lambda given: ends(*given))
+    monkeypatch.setattr("fp8bench.features.fleet.engines.exit_code", lambda given: ends(*given))
     done, left = work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None)
     mended, other = states_of(plan, tmp_path)
     assert other.status is CellStatus.DONE and 1 in done

@@ -15,7 +15,6 @@ from tests.older import changed_document
 
 
 def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
-    """One cell by itself, and where all stand."""
     for seen in ("gemm m=48", "is done: run"):
         code, out, err = fp8bench("suite", "--plan", str(plan), "--cell", "2", "--no-report")
         assert code == 0 and seen in out + err
@@ -49,7 +48,7 @@ def test_nonsense(plan: Path, fp8bench: Say, command: str, words: str, said: str
 
 
 def test_a_worker_says_what_came_of_it(plan: Path, fp8bench: Say, tmp_path: Path) -> None:
-    """Also where nothing waits, and why a cell failed."""
+    """Also why a cell failed, and that nothing waits."""
     assert fp8bench("suite", "--plan", str(plan), "--cell", "1", "--no-report")[0] == 0
     code, _, err = fp8bench("fleet", "work", str(plan), "--cell", "1")
     assert code == 0 and "0 of 3 cells measured here; 1 done, 2 waiting" in " ".join(err.split())

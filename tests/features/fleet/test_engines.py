@@ -77,7 +77,7 @@ def test_by_submitit_on_this_machine(plan: Path, fp8bench: Say, store: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", sampled([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]))
 def test_an_interrupt_ends_the_workers_without_a_traceback(plan: Path, store: Path, sent: int) -> None:
-    """And what they leave is measured by the next ones."""
+    """The next workers measure what is left."""
     words = [sys.executable, "-c", _MAIN, "fleet", "submit", str(plan), "--store", str(store), "--on", "local"]
     with subprocess.Popen(
         [*words, "--wait"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -103,7 +103,7 @@ def until(true: Callable[[], bool], seconds: float = 60) -> None:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("slurm")
 def test_by_slurm(plan: Path, fp8bench: Say, store: Path) -> None:
-    """Each worker a job; sbatch's own words where it takes none."""
+    """Each worker is a job; a refusal has sbatch's own words."""
     options = ("--option", "exclusive=no", "--option", "comment=cells")
     code, out, err = fp8bench("fleet", "submit", str(plan), "--on", "slurm", "--workers", "2", "--wait", *options)
     assert code == 0 and "3 done." in out, (out, err)
@@ -116,7 +116,7 @@ def test_by_slurm(plan: Path, fp8bench: Say, store: Path) -> None:
 
 
 def exported(plan: Path, fp8bench: Say, store: Path) -> None:
-    """The script of `fleet export` is taken by sbatch, and does what it says; a hostile word comes through it whole."""
+    """The exported script is taken by sbatch and does what it says; a hostile word comes through whole."""
     words, script = """it's "$(x)" \\ #1""", plan.with_name("cells.sh")
     given = ("--option", f"comment={words}", "--option", "exclusive=no", "--minutes", "7", "-o", str(script))
     assert fp8bench("fleet", "export", str(plan), "--to", "sbatch", "--store", str(store), *given)[0] == 0
@@ -173,7 +173,6 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def ports() -> list[int]:
-    """Two that are free."""
     with socket.socket() as one, socket.socket() as other:
         for held in (one, other):
             held.bind(("127.0.0.1", 0))
@@ -201,7 +200,7 @@ _FLEET = "import sys; from fp8bench.__main__ import run; sys.exit(run())"
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Its address, and the environment of its processes."""
+    """Yields its address, and the environment of its processes."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray (fp8bench[ray])")
     # amdsmi without AMD's library breaks the import of Ray.
@@ -228,7 +227,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 @pytest.mark.nightly
 def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[str, dict[str, str]]) -> None:
-    """Each once, however many may run; none for a device that no node offers. Threads are not Ray's choice."""
+    """Each once; none for a device that no node offers. Threads are not Ray's choice."""
     address, environment = cluster
     words = [sys.executable, "-c", _LOOPBACK + _FLEET, "fleet", "submit", "PLAN", "--store", str(store), "--on", "ray"]
     words += ["--option", f"address={address}", "--wait"]
@@ -257,7 +256,6 @@ def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[
 
 
 def test_what_an_engine_cannot_do_is_said_before_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And sbatch's options are for sbatch."""
     monkeypatch.setenv("PATH", str(tmp_path))
     cells = (Cell("gemm[m=16]@cpu"),)
     order = Order(FleetPlan("1a2b", "", "", Request("gemm"), cells, ""), tmp_path / "plan.json", tmp_path)
@@ -273,7 +271,6 @@ def test_what_an_engine_cannot_do_is_said_before_it_is_asked(tmp_path: Path, mon
 
 
 def test_options_are_names_and_values_and_addresses_answer() -> None:
-    """Ray would try for minutes where nobody listens."""
     assert option("partition=gpu") == ("partition", "gpu") and option("--exclusive") == ("exclusive", "")
     for text in ("", "=3", "a b=c", "$(x)=1"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected NAME=VALUE"):

@@ -27,7 +27,7 @@ _BARE = replace(_TASKS, image="", volume=None)
 
 
 def shell_of(name: str, text: str) -> str:
-    """What a node is told: as its scheduler hands it to a shell."""
+    """Returns what a node is told, as its scheduler hands it to a shell."""
     if name == "sbatch":
         return text
     content = yaml.safe_load(text)
@@ -39,7 +39,6 @@ def shell_of(name: str, text: str) -> str:
 
 @for_each(("name", "workers"), [("sbatch", None), ("sbatch", 3), ("k8s", None)])
 def test_the_command_arrives_whole(name: str, workers: int | None, tmp_path: Path) -> None:
-    """Whatever paths are called, and however a shell would read them."""
     folder = tmp_path / _HOSTILE.replace("/", "")
     folder.mkdir()
     program = folder / "python"
@@ -87,7 +86,7 @@ def test_what_is_lacking_is_said(name: str, tasks: Tasks, words: str) -> None:
 
 
 def strict(models: Any, kind: str, value: object, where: str) -> None:
-    """Every field is one that the model has, of its type; its package would pass over those that it does not know."""
+    """Checks that every field is one of the model's, of its type; its package would ignore unknown ones."""
     if inner := re.fullmatch(r"([Ll]ist|[Dd]ict)\[(?:str, ?)?(.+)\]", kind):
         assert isinstance(value, list | dict), where
         for item in value.values() if isinstance(value, dict) else value:

@@ -22,7 +22,7 @@ _GONE_SECONDS = 60
 
 
 def processes(words: Path) -> dict[int, str]:
-    """Those with this path on their command line, and what they are."""
+    """Returns processes with this path on their command line, and what they are."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -52,12 +52,12 @@ def victims(at_work: dict[int, str], first: int, moments: random.Random) -> tupl
 
 
 def whole_runs(store: Path) -> dict[str, tuple[str, bytes]]:
-    """Cell and bytes of each, by file."""
+    """Returns cell and bytes of each whole run, by file."""
     return {str(path): (run.cell, path.read_bytes()) for path in run_files(store) if is_whole(run := load_run(path))}
 
 
 def ended(words: list[str], log: Path, tmp_path: Path, longest: float, moments: random.Random) -> tuple[int, str]:
-    """How a command ended, and whom it lost; '' where it was faster than the kill."""
+    """Returns how a command ended and whom it lost; '' where it was faster than the kill."""
     with log.open("wb") as out:
         command = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
     name = ""
@@ -86,10 +86,8 @@ def ended(words: list[str], log: Path, tmp_path: Path, longest: float, moments: 
 )
 @pytest.mark.timeout(7200)
 def test_killed_at_any_moment(kills: int, longest: float, plan: Path, store: Path, tmp_path: Path) -> None:
-    """And then to the end: a whole run of every cell, one alone, and those that were whole before are untouched.
-
-    So many kills, in as many fleets as that takes. What is left of a worker of ours ends by itself.
-    """
+    """Afterwards every cell gets one whole run, and those that were whole before are untouched. So many kills, in as
+    many fleets as that takes. Workers that are left end by themselves."""
     log, moments = tmp_path / "log", random.Random(kills)
     struck: Counter[str] = Counter()
     fleets = 0

@@ -18,7 +18,7 @@ from tests.counts import for_each
 def fleet(
     random: np.random.Generator, machines: int, cases: int, spread: float, **odd: float
 ) -> dict[str, dict[str, float]]:
-    """Times of honest machines: each is a little slow or fast in all it does, and in each case; `odd` are factors."""
+    """Times of honest machines, each a little slow or fast in everything, and in each case; `odd` are factors."""
     logs = random.normal(0, spread, (1 + cases, machines))
     return {
         f"case {case}": {
@@ -37,7 +37,7 @@ def odd(times: dict[str, dict[str, float]]) -> list[Deviation]:
     ("machines", "reports"), [(5, 100), *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in (4, 5, 8))]
 )
 def test_honest_fleets_are_left_alone_as_often_as_is_said(machines: int, reports: int) -> None:
-    """With 6 cases each; the bound is what 1% gives by chance in one of a thousand tests."""
+    """With 6 cases each; 1% gives more than the bound by chance in one of a thousand tests."""
     random = np.random.default_rng(machines)
     alarms = sum(bool(odd(fleet(random, machines, 6, 0.1))) for _ in range(reports))
     assert alarms <= reports * FALSE_ALARMS + 3.1 * math.sqrt(reports * FALSE_ALARMS)
@@ -45,7 +45,6 @@ def test_honest_fleets_are_left_alone_as_often_as_is_said(machines: int, reports
 
 @for_each(("machines", "slow"), [(4, ("m1",)), (8, ("m1",)), (8, ("m1", "m5", "m7")), (16, ("m3",))])
 def test_what_is_slow_is_named_and_nobody_else(machines: int, slow: tuple[str, ...]) -> None:
-    """Three of eight do not hide each other."""
     times = fleet(np.random.default_rng(1), machines, 5, 0.01, **dict.fromkeys(slow, 2.0))
     assert {own.machine for own in odd(times) if not own.case} == set(slow)
     assert seen_from(times) is not None
@@ -59,7 +58,7 @@ def test_a_machine_that_is_odd_in_one_case_alone() -> None:
 
 
 def test_too_few_and_too_alike() -> None:
-    """Three say nothing; among equal ones a small change is nobody's concern, and a large one is."""
+    """Three machines show nothing; among equal ones a small change is ignored, and a large one is not."""
     assert deviations(fleet(np.random.default_rng(3), 3, 4, 0.01, m0=9.0)) == {}
     equal = {"a": dict.fromkeys("wxyz", 1.0)}
     assert not odd(equal) and seen_from(equal) == LEAST_CHANGE
@@ -68,7 +67,7 @@ def test_too_few_and_too_alike() -> None:
 
 
 def test_cells_that_are_missing_are_named_in_the_order_of_the_runs() -> None:
-    """Not in that of a set, which is another in every process."""
+    """A set would have another order in every process."""
     settings = [f"setting {number}" for number in range(12)]
     runs = [
         MachineRun(machine, machine, "", (), 0.0, None, (), (), tuple(whole), (), {}, {}, {}, ())

@@ -36,14 +36,14 @@ Plant = Callable[[dict[str, Any], Lines], object]
 
 
 class Fleet:
-    """Stores of machines that are made of measured runs."""
+    """Stores of machines, made of measured runs."""
 
     def __init__(self, folder: Path, plan: Path, runs: list[Lines]) -> None:
         self.folder, self.plan, self.runs, self.count = folder, plan, runs, 0
         self._random = random.Random(1)
 
     def add(self, name: str, plant: Plant = lambda head, lines: None, factor: float = 1.0) -> None:
-        """A machine: 1% beside the others in all it does, and in each case; `factor` is how much slower it is."""
+        """Adds a machine whose times scatter by 1%, in everything and by case; `factor` makes it slower."""
         own = self._random.gauss(0, 0.01)
         for run in self.runs:
             self.count += 1
@@ -62,7 +62,7 @@ class Fleet:
                 file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def plan_moved(self, **by: float) -> None:
-        """It was made earlier or later than its runs say."""
+        """Moves the plan's time before or after what its runs say."""
         content: dict[str, Any] = changed_document(self.plan)
         content["fleet"]["created"] = _later(content["fleet"]["created"], **by)
         self.plan = self.folder.parent / "moved.json"
@@ -82,7 +82,7 @@ def _clock(**by: float) -> Plant:
 
 
 def _bits(head: dict[str, Any], lines: Lines) -> None:
-    """A product's last bit, as a digest tells it."""
+    """Changes a product's last bit, as its digest shows."""
     head["bits"][0]["digests"] = ["0123456789abcdef"]
 
 
@@ -92,7 +92,7 @@ def _error(head: dict[str, Any], lines: Lines) -> None:
 
 
 def _dead(head: dict[str, Any], lines: Lines) -> None:
-    """Killed in its first cell: a header alone."""
+    """Killed in its first cell: only a header is left."""
     del lines[1 if head["cell"].endswith("/0") else 0 :]
 
 
@@ -131,12 +131,11 @@ def reported(fleet: Fleet, fp8bench: Say, *words: str) -> tuple[int, str]:
 
 
 def named(out: str) -> dict[tuple[str, str], str]:
-    """Why, by machine and problem, in a report as JSON."""
+    """Returns why, by machine and problem, from a report as JSON."""
     return {(alarm["machine"], alarm["what"]): alarm["words"] for alarm in json.loads(out)["alarms"]}
 
 
 def test_an_honest_fleet_is_left_alone(fleet: Fleet, fp8bench: Say) -> None:
-    """And says from where on a machine would be named."""
     code, out = reported(fleet, fp8bench, "--json")
     report = json.loads(out)
     assert code == 0 and report["alarms"] == [] and 0.05 <= report["kinds"][0]["seen_from"] < 0.5
@@ -144,7 +143,6 @@ def test_an_honest_fleet_is_left_alone(fleet: Fleet, fp8bench: Say) -> None:
 
 
 def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
-    """All in one fleet, and nobody else."""
     fleet.add("slow", factor=2.0)
     fleet.add("corrupt", _bits)
     fleet.add("wrong", _error)
@@ -183,7 +181,7 @@ def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8ben
 def test_a_clock_that_is_off_by_less_than_the_plans_age(
     measured: tuple[Path, list[Lines]], fp8bench: Say, tmp_path: Path, server: float
 ) -> None:
-    """By the clock of a shared store, though their times could be true; where that is wrong, by most machines'."""
+    """Seen by the clock of a shared store; if that is wrong, by most machines' clocks."""
     made = Fleet(tmp_path / "stores", *measured)
     made.plan_moved(days=-3)
     off = {"day": -86400.0, "behind": -600.0, "ahead": 600.0, "alike": 30.0}
@@ -203,14 +201,14 @@ def test_a_clock_that_is_off_by_less_than_the_plans_age(
 
 
 def test_a_wrong_clock_of_whoever_planned_names_no_machine(fleet: Fleet, fp8bench: Say) -> None:
-    """All six began before the plan that they followed was made."""
+    """All six seem to have begun before their plan was made."""
     fleet.plan_moved(hours=2)
     code, out = reported(fleet, fp8bench)
     assert code == 0 and "that of whoever made the plan: that one may be wrong" in out
 
 
 def test_the_report_of_a_cell_has_its_fleet(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
-    """As a section of the ordinary page, and in frames; of other runs nothing."""
+    """As a section of the page, and in frames; other runs have none."""
     fleet.add("slow", factor=3.0)
     assert reported(fleet, fp8bench, "--json")[0] == 3
     store, page, section = str(tmp_path / "all"), tmp_path / "page.html", '<section id="fleet"'
@@ -237,7 +235,7 @@ def test_a_run_of_no_plan_has_no_fleet(empty: Fleet, fp8bench: Say, tmp_path: Pa
 
 
 def test_like_with_like_only(fleet: Fleet, fp8bench: Say) -> None:
-    """Other hardware stands beside with a ratio; other software with the field that differs, and no ratio."""
+    """Other hardware stands beside with a ratio; other software with the differing field and no ratio."""
     fleet.add("other", _fact(asv_cpu="Another CPU", cpu_count=64), factor=0.5)
     fleet.add("old", _fact(torch="2.12.0+cpu"))
     code, out = reported(fleet, fp8bench, "--json")
@@ -251,7 +249,7 @@ def test_like_with_like_only(fleet: Fleet, fp8bench: Say) -> None:
 def test_machines_that_share_the_cells_lack_nothing(
     measured: tuple[Path, list[Lines]], fp8bench: Say, tmp_path: Path
 ) -> None:
-    """Each cell is measured once, by whoever was free; what nobody has measured is told of."""
+    """Each cell is measured once; cells that nobody has measured are named."""
     for place, name in enumerate(("one", "two", "three")):
         made = Fleet(tmp_path / "stores", measured[0], measured[1][place : place + 1])
         made.count = place
@@ -264,7 +262,7 @@ def test_machines_that_share_the_cells_lack_nothing(
 
 
 def test_two_that_differ_are_both_told_of(empty: Fleet, fp8bench: Say) -> None:
-    """With nobody else there, nobody knows which is right; and of fewer than four no time is odd."""
+    """Without a third nobody knows which is right; and with fewer than four no time is odd."""
     empty.add("one")
     empty.add("two", _bits, factor=9.0)
     empty.add("silent", lambda head, lines: head.update(bits=[]))
@@ -334,7 +332,7 @@ class Planted(Workload):
 
 @pytest.mark.slow
 def test_machines_that_really_are_slow_or_wrong(tmp_path: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight measure the same cell one after the other, under names of their own: one does more, one flips a bit."""
+    """Eight names measure one cell in turn: one does more work, one flips a bit."""
     (tmp_path / "planted_suite.py").write_text(REAL)
     monkeypatch.chdir(tmp_path)
     with forgotten(tmp_path):

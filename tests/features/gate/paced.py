@@ -36,7 +36,8 @@ class Paced(Workload):
 
 
 class PacedFolder:
-    """Its bf16 takes so many steps: a regression, planted where no digest of the suite sees it, or committed."""
+    """A folder with a suite whose bf16 takes so many steps: the regression may be planted unseen by digests, or
+    committed."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.store = path, path / ".fp8bench"
@@ -62,7 +63,7 @@ class PacedFolder:
         )  # fmt: skip
 
     def measure(self, *words: str) -> str:
-        """A run of it as it is; its id."""
+        """Measures a run of it as it is, and returns its id."""
         done = self.run("suite", "./mine.py", "--dtypes", "fp32,bf16", "--no-report", *words)
         assert done.returncode in (0, 3), done.stderr
         return next(run_files(self.store)).stem.rpartition("-")[2]

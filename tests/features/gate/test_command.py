@@ -39,7 +39,7 @@ def test_nothing_is_worse(store: Path, say: Say) -> None:
 
 
 def test_a_regression_that_cannot_be_confirmed_here(store: Path, say: Say) -> None:
-    """It fails, says that nobody has confirmed it, and why; all files are written."""
+    """It fails and says why nobody has confirmed it; all files are written."""
     history(store, 1.0, 1.5)
     code, out, err = say(commit(0), commit(1), "--junit", "out.xml", "--md", "out.md", "--benchmark-json", "out.json")
     assert code == 1 and "1 regression" in out and "not measured again" in out and "suspected" in err
@@ -49,7 +49,6 @@ def test_a_regression_that_cannot_be_confirmed_here(store: Path, say: Say) -> No
 
 
 def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: Say) -> None:
-    """Whatever the machine may do with it."""
     history(store, 1.0, 1.08)
     code, out, _ = say(commit(0), commit(1), "--no-rerun")
     assert code == 4 and "1 to confirm" in out and "--no-rerun" in out
@@ -60,7 +59,7 @@ def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: S
 
 @for_each(("times", "code"), [(1.0, 4), (1.5, 1)])
 def test_what_it_could_have_seen_may_be_required(tmp_path: Path, say: Say, times: float, code: int) -> None:
-    """One run against one cannot see 5%: code 4 if that is asked for, after a regression."""
+    """One run against one cannot see 5%: code 4 if that is required, unless there is a regression."""
     history(tmp_path, 1.0, times)
     words = (commit(0), commit(1), "--no-rerun", "--store", str(tmp_path), "--junit", "out.xml")
     assert say(*words)[0] == (1 if times > 1 else 0)
@@ -71,7 +70,7 @@ def test_what_it_could_have_seen_may_be_required(tmp_path: Path, say: Say, times
 
 
 def test_the_jobs_summary(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Appended to what is there; one that cannot be written fails no build."""
+    """Appended to what is there; if it cannot be written, no build fails."""
     history(store, 1.0, 1.5)
     Path("summary.md").write_text("before\n")
     for path in ("summary.md", "no/such/folder"):
@@ -82,7 +81,7 @@ def test_the_jobs_summary(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 
 
 def test_thresholds_from_a_file(store: Path, say: Say) -> None:
-    """Higher ones let it pass; a file that speaks of nothing is refused, and leaves no green file behind."""
+    """Higher ones let it pass; a file whose rules fit nothing is refused, and no green file is left behind."""
     history(store, 1.0, 1.5)
     Path("wide.yaml").write_text("gemm:\n  '*time': {relative: 60%}\n")
     assert say(commit(0), commit(1), "--no-rerun", "--thresholds", "wide.yaml")[0] == 0
@@ -98,7 +97,7 @@ def test_thresholds_from_a_file(store: Path, say: Say) -> None:
 def test_a_duel_where_it_asks_the_same_question(
     tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Scalar]
 ) -> None:
-    """With what is here, and one torch on both sides: a slower torch would be cleared, and so would another commit."""
+    """A duel measures what is here, with one torch: it would clear a slower torch, or another commit."""
     monkeypatch.chdir(tmp_path)
     git(Path(), "init", "-q")
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
@@ -117,7 +116,7 @@ def test_a_duel_where_it_asks_the_same_question(
 
 
 def test_a_case_that_failed_or_was_never_measured(store: Path, say: Say) -> None:
-    """Code 3 where it is new; what failed before, too, is known, and another run that has the case mends it."""
+    """Code 3 where that is new; a known failure is not, and another run with the case mends it."""
     history(store, 1.0)
     failed = tuple(records(status=Status.FAILED))
     keep(store, run_at(1, records=failed))
@@ -151,7 +150,6 @@ def changed(**changes: Any) -> tuple[Record, ...]:
     ],
 )  # fmt: skip
 def test_never_green_for_nothing(tmp_path: Path, say: Say, runs: list[Run], code: int, expected: str) -> None:
-    """A file that a build server shows in red."""
     for run in runs:
         keep(tmp_path, run)
     words = ("--store", str(tmp_path), "--junit", "out.xml", "--benchmark-json", "out.json")
@@ -191,7 +189,7 @@ def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None
 
 @pytest.mark.slow
 def test_what_another_run_makes_of_a_suspect(tmp_path: Path) -> None:
-    """In a fresh process, kept as a run of its own: confirmed; cleared, where a slow run was slow by chance; failed."""
+    """In a fresh process, kept as a run of its own: confirmed, cleared or failed."""
     folder = PacedFolder(tmp_path)
     (tmp_path / "rules.yaml").write_text(RULES)
     sides = []
@@ -212,7 +210,7 @@ def test_what_another_run_makes_of_a_suspect(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=SLOW)
 def repository(tmp_path_factory: pytest.TempPathFactory) -> PacedFolder:
-    """Two commits, measured one after the other; the second takes three times as long. A gate has held them apart."""
+    """Two commits, measured one after the other and gated; the second takes three times as long."""
     found = PacedFolder(tmp_path_factory.mktemp("repository"))
     for steps in (20_000, 60_000):
         found.commit(steps)
@@ -222,7 +220,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> PacedFolder:
 
 @pytest.fixture(scope="module")
 def duel(repository: PacedFolder) -> Path:
-    """With the commit that the baseline is of: code 1, and the duel is kept."""
+    """With the commit of the baseline: code 1, and the duel is kept."""
     done = repository.run("gate", "HEAD~1", "HEAD", "--junit", "gated.xml")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "in duel" in done.stdout and "it was so again" in done.stdout
@@ -238,7 +236,7 @@ def test_commits_are_settled_by_a_duel(repository: PacedFolder, duel: Path) -> N
 
 
 def test_a_duel_of_another_commit_cannot_be_repeated(repository: PacedFolder, duel: Path) -> None:
-    """Nor has one that was cut off any result, which is code 3."""
+    """And a duel that was cut off has no result: code 3."""
     git(repository.path, "commit", "-q", "--allow-empty", "-m", "later")
     done = repository.run("gate", "--duel", str(duel))
     assert done.returncode == 1 and "the duel was of commit" in " ".join(done.stdout.split())

@@ -46,7 +46,7 @@ def case(
     ratio: float = 1.0, spread: float = 0.002, precision: str = "bf16", error: float = 1e-3,
     before: dict[str, Any] | None = None, after: dict[str, Any] | None = None, sessions: bool = True,
 ) -> CaseResult:  # fmt: skip
-    """One case: how much slower it became, what its error is on head (1e-3 on base), how its sides ended."""
+    """One case: how much slower it became, its error on head (1e-3 on base), how its sides ended."""
     sides = [
         record(None, precision, **{"measurements": (Measurement("sum_error", "", (value,)),), **(changes or {})})
         for value, changes in ((1e-3, before), (error, after))
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
 
 @for_each("name", CASES)
 def test_the_word(name: str) -> None:
-    """A reason for each word but pass, and in 25 lines."""
+    """With a reason for each word but pass, in 25 lines."""
     results, notes, expected = CASES[name]
     verdict, duel = verdict_of(results, notes)
     reviewed = review(verdict, duel)
@@ -104,7 +104,7 @@ def test_a_case_that_was_cut_off() -> None:
 
 
 def test_what_the_table_says() -> None:
-    """Change with its interval, and what could have been seen; what was counted is exact."""
+    """Changes with intervals, and what could have been seen; counts are exact."""
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
     rows = [line for line in comment(review(verdict, duel), verdict, duel, "x").splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
@@ -117,7 +117,7 @@ def test_what_the_table_says() -> None:
 
 @pytest.mark.slow
 def test_many_cases_are_25_lines() -> None:
-    """Of every kind at once, with reasons that are books and notes."""
+    """Of every kind at once, with very long reasons and notes."""
 
     def wordy(record: Record, place: int) -> Record:
         reason = record.reason and record.reason + "\n# x" * 99
@@ -139,7 +139,7 @@ CONFIG = "suite: ./mine.py\ndtypes: [fp32, bf16]\nsessions: 1\n"
 
 
 class Job:
-    """A job on a checkout with two commits: the action's own scripts, in the shell that GitHub runs them in."""
+    """A job on a checkout with two commits: the action's own scripts, in the shell that GitHub uses."""
 
     def __init__(self, path: Path) -> None:
         self.repository, self.temp = PacedFolder(path), path.parent / "temp"
@@ -165,7 +165,7 @@ class Job:
         )  # fmt: skip
 
     def compared(self, base: str) -> tuple[dict[str, str], str]:
-        """The outputs and the comment of the step that compares."""
+        """Returns the outputs and the comment of the step that compares."""
         (self.temp / "output").unlink(missing_ok=True)
         done = self.step("compare", BASE=base)
         assert done.returncode == 0, done.stderr
@@ -204,7 +204,7 @@ def test_the_action_on_two_commits(job: Job, slow: object) -> None:
 
 
 def test_an_action_that_cannot_compare(job: Job) -> None:
-    """It says so all the same: no such commit, a program that is not there."""
+    """For lack of the commit, or of a program: it says so all the same."""
     first = job.repository.commit(20_000)
     outputs, text = job.compared("0" * 40)
     assert outputs == {"code": "2", "status": "infrastructure error"} and "is no commit of the repository" in text
@@ -221,7 +221,7 @@ def test_the_verdict_of_the_action(job: Job) -> None:
 
 
 def test_the_comment_of_the_action_replaces_its_own(job: Job) -> None:
-    """By what it begins with; where nobody may write, the job goes on."""
+    """Known by its beginning; without the right to write, the job goes on."""
     (job.temp / "comment.md").write_text("# fp8bench: pass\n")
     calls = job.temp / "calls"
     for mine, expected in (("", "--method POST issue"), ("17", "--method PATCH comments/17")):
@@ -235,7 +235,7 @@ def test_the_comment_of_the_action_replaces_its_own(job: Job) -> None:
 
 
 def test_the_action_says_what_it_takes() -> None:
-    """No expression within a script, every input with a default, and the statuses by their words."""
+    """No expression within a script, a default for every input, and all words for statuses."""
     assert ACTION["runs"]["using"] == "composite"
     for step in STEPS.values():
         assert "${{" not in step["run"] and step["shell"] == "bash"

@@ -33,7 +33,7 @@ def bf16_history(store: Path, *milliseconds: float) -> None:
 
 
 def test_a_step_fails_until_it_is_acknowledged(store: Path, fp8bench: Say) -> None:
-    """By the time over the reference's, once for a series, with the commits it lies between."""
+    """By the ratio to the reference, once for a series, with the commits it lies between."""
     bf16_history(store, *STEPPED)
     code, out, _ = fp8bench("gate", "--history", "--no-rerun", "--junit", "out.xml", "--md", "out.md")
     assert code == 1 and "bf16 relative_time" in out and "bf16 time " not in out
@@ -46,7 +46,7 @@ def test_a_step_fails_until_it_is_acknowledged(store: Path, fp8bench: Say) -> No
 
 
 def test_a_slower_reference_is_a_regression_of_its_own(store: Path, fp8bench: Say) -> None:
-    """What is held against it is as it was. Of 50%: it fails, and says why nobody confirmed it."""
+    """By 50%: it fails, and says why nobody confirmed it."""
     history(store, *STEPPED)
     code, out, err = fp8bench("gate", "--history")
     assert code == 1 and "fp32 time " in out and "bf16" not in out and "seconds_per" not in out
@@ -57,7 +57,7 @@ Look = tuple[tuple[JudgedFigure, ...], list[Comparison]]
 
 
 def looked_again(store: Path) -> Look:
-    """All figures of the history after both looks, and which were suspected at first."""
+    """Returns all figures of the history after both looks, and which were suspected at first."""
     found = source.of_history(store, TERMINAL)
     figures = first_look(found.comparisons)
     suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.TO_CONFIRM]
@@ -69,7 +69,7 @@ def looked_again(store: Path) -> Look:
 def test_a_second_look_must_lie_near_the_new_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
-    """Whoever measures it: here a run by hand."""
+    """By a run made by hand."""
     bf16_history(tmp_path, *STEPPED)
     asked: list[set[str]] = []
 
@@ -87,7 +87,7 @@ def test_a_second_look_must_lie_near_the_new_level(
 def test_a_duel_with_the_commit_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
-    """Its case is the run's, and its time settles the time over the reference's."""
+    """Its case is the run's, and its time settles the ratio to the reference."""
     bf16_history(tmp_path, *STEPPED)
     asked: list[tuple[str, list[str]]] = []
 
@@ -128,7 +128,7 @@ REQUIRED = ("gate", "--history", "--require-power", "80%")
 def test_a_history_that_must_see_its_thresholds(
     tmp_path: Path, fp8bench: Say, milliseconds: Sequence[float], code: int, words: str
 ) -> None:
-    """Blind is 4 after 14 nights, young passes with a warning; without the option all of them do, as they did."""
+    """A blind one is 4 after 14 nights, a young one passes with a warning; without the option both pass."""
     bf16_history(tmp_path, *milliseconds)
     xml, page = tmp_path / "out.xml", tmp_path / "out.md"
     where = ("--no-rerun", "--store", str(tmp_path))
@@ -145,7 +145,7 @@ def test_a_history_that_must_see_its_thresholds(
 
 
 def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp8bench: Say) -> None:
-    """Its tree was changed; and a series that nobody goes on with fails no night."""
+    """Its tree had changes; and a series that has ended fails no night."""
     bf16_history(store, *NOISY)
     keep(store, run_at(len(NOISY), facts={"dirty": True}))
     assert fp8bench(*REQUIRED, "--no-rerun")[0] == 4
@@ -156,7 +156,7 @@ def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp
 
 
 def test_a_case_that_fails_now(store: Path, fp8bench: Say) -> None:
-    """Code 3, the first time; and half a run is not green."""
+    """Code 3, the first time; and half a run does not pass."""
     history(store, *FLAT)
     for number, code in ((len(FLAT), 3), (len(FLAT) + 1, 0)):
         keep(store, run_at(number, records=tuple(records(status=Status.FAILED))))
@@ -168,7 +168,6 @@ def test_a_case_that_fails_now(store: Path, fp8bench: Say) -> None:
 
 
 def test_never_green_for_nothing(store: Path, fp8bench: Say) -> None:
-    """No store, no runs, no case measured, too few commits: each says so."""
     code, _, err = fp8bench("gate", "--history")
     assert code == 2 and "is not there" in err
     (store / "runs").mkdir(parents=True)
@@ -183,7 +182,7 @@ def test_never_green_for_nothing(store: Path, fp8bench: Say) -> None:
 
 
 def test_a_night_that_measured_nothing_of_this_commit(store: Path, fp8bench: Say) -> None:
-    """The newest run is of the commit before: code 3, though all that is there is fine."""
+    """The newest run is of the commit before: code 3, though all figures are fine."""
     git(Path(), "init", "-q")
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
     history(store, *FLAT[:-1])

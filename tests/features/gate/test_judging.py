@@ -39,7 +39,7 @@ from tests.fakes import steady
 
 
 def figure(times: float, **changes: object) -> Comparison:
-    """A time of 1 ms that became so many times as long, sure to 1%, by a duel unless changed."""
+    """A time of 1 ms that became so many times as long, by a duel, known to 1%."""
     where = Direction.WORSE if times > 1.01 else Direction.BETTER if times < 0.99 else Direction.SAME
     change = Comparison(
         "gemm[m=64]@cpu/bf16", "gemm", "time", "s", where, Evidence.PAIRED, 1e-3, 1e-3 * times,
@@ -49,7 +49,7 @@ def figure(times: float, **changes: object) -> Comparison:
 
 
 def stored(times: float, **changes: object) -> Comparison:
-    """One stored run against another: what `compare` makes of it."""
+    """One stored run against another, as `compare` has it."""
     where = Direction.WORSE if times > 1.1 else Direction.UNSURE
     given = {"evidence": Evidence.CROSS_RUN, "p_value": None, "direction": where, "labels": ("cross-run",)}
     return figure(times, **{**given, **changes})
@@ -98,12 +98,11 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
     ],
 )  # fmt: skip
 def test_a_first_look(change: Comparison, outcome: GateOutcome) -> None:
-    """Beyond both thresholds, sure to be worse, and no chance."""
     assert first_look([change])[0].outcome is outcome
 
 
 def test_chance_among_many() -> None:
-    """One p-value of 1% is news alone, and none among a hundred."""
+    """A p-value of 1% is significant alone, and not among a hundred."""
     suspect = figure(1.06, p_value=0.01)
     others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
     assert first_look([suspect])[0].outcome is GateOutcome.TO_CONFIRM
@@ -112,7 +111,6 @@ def test_chance_among_many() -> None:
 
 
 def test_the_rule_of_benjamini_and_hochberg() -> None:
-    """As scipy has it."""
     generator = np.random.default_rng(3)
     for _ in range(200):
         p_values = generator.uniform(size=generator.integers(1, 60)) ** generator.integers(1, 6)
@@ -171,7 +169,7 @@ def test_what_a_second_look_does(first: Comparison, again: Comparison | None, ou
 
 
 def test_without_a_second_look() -> None:
-    """What may fail fails and says that nobody confirmed it; the rest stays a suspect."""
+    """What may fail fails, unconfirmed; the rest stays a suspect."""
     for change, outcome in (
         (stored(1.2), GateOutcome.REGRESSION), (stored(1.08), GateOutcome.TO_CONFIRM),
         (figure(1.06), GateOutcome.REGRESSION), (exact(1.05), GateOutcome.REGRESSION),
@@ -182,8 +180,8 @@ def test_without_a_second_look() -> None:
 
 
 def test_what_is_ignored() -> None:
-    """A time beside one over the reference's, unless a rule speaks of it: in a duel there is none. A rule is about
-    numbers: a case that fails does so all the same."""
+    """A time beside its ratio to the reference, unless a rule names it. Rules are about numbers: a failed case still
+    fails."""
     both = [stored(1.5), stored(1.0, metric="relative_time", unit="x", before=0.5, after=0.5)]
     assert [judged.outcome for judged in first_look(both)] == [GateOutcome.IGNORED, GateOutcome.UNSURE]
     assert first_look(both, (ThresholdRule("gemm", "time", 0.1),))[0].outcome is GateOutcome.TO_CONFIRM
@@ -205,7 +203,7 @@ def test_what_is_ignored() -> None:
     ],
 )
 def test_exit_codes(outcomes: str, code: int, headline: str) -> None:
-    """The first that fits; a problem is never green."""
+    """The first that fits; a problem never passes."""
     fine = first_look([figure(1.0)])[0]
     verdict = GateVerdict("b against a", tuple(replace(fine, outcome=GateOutcome[name]) for name in outcomes.split()))
     assert (verdict.exit_code, verdict.headline) == (code, headline)
@@ -230,18 +228,16 @@ USUAL = (Setting(1, 1, 0.02), Setting(5, 5, 0.02, noise="one-sided"))
     ids=lambda setting: setting.words,
 )  # fmt: skip
 def test_of_100_cases_nothing_alarms(setting: Setting) -> None:
-    """In at most one build of a hundred."""
     assert false_alarms(setting, BUILDS) <= MOST
 
 
 @for_each("setting", [Setting(1, 1, 0.01), Setting(3, 1, 0.02), Setting(5, 5, 0.01)])
 def test_what_was_planted_is_found(setting: Setting) -> None:
-    """30%, among a hundred cases."""
     assert found(setting, 1.3, 20) >= 0.9
 
 
 def test_a_spread_is_that_of_unchanged_cases() -> None:
-    """Half of all cases becoming worse, or better, is no noise; nor is what all have in common."""
+    """If half of all cases become worse, or better, that is no noise; nor is a common shift."""
     usual = [0.02 * ((7 * n) % 20 - 9.5) / 6 for n in range(20)]
     even, shifted, everything, alike = map(
         spread_of, (usual, [log + 0.05 for log in usual], [log + 0.3 for log in usual], [0.0] * 20)
@@ -270,7 +266,7 @@ def seen_of(
 @counts(60, 400)
 @for_each("between", [0.01, 0.03])
 def test_as_often_as_it_says_a_history_fails_what_is_planted(count: int, between: float) -> None:
-    """80 of 100, give or take what so many builds and an unknown noise do."""
+    """In 80 of 100 builds, within what chance and an unknown noise allow."""
     row = trial(nights(30, between), count)
     away = 0.08 + 3 * math.sqrt(0.16 / count)
     assert abs(row.told - 0.8) < away and abs(row.failed - 0.8) < away
@@ -288,7 +284,7 @@ def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
 
 
 def test_noise_decides_what_is_seen_and_the_threshold_what_fails() -> None:
-    """More noise, more figures, a higher power, another look: each makes it less."""
+    """More noise, more figures, a higher power or another look: each makes it see less."""
     (usual,) = seen_of(figure(1.0, noise=DUEL), second=Second.DUEL)
     assert 0.015 < usual.seen < 0.04 and usual.fails > usual.threshold == 0.05 and usual.enough
     wide = Interval(1.0, 0.96, 1.04, 0.99)
@@ -304,7 +300,7 @@ def test_noise_decides_what_is_seen_and_the_threshold_what_fails() -> None:
 
 
 def test_stored_runs() -> None:
-    """A known spread; a few runs beside a dozen of cases; a few runs alone, whose noise nobody knows."""
+    """With a known spread; with one from a dozen cases; and with none."""
     (many,) = seen_of(figure(1.0, evidence=Evidence.CROSS_RUN, noise=MANY))
     assert 0.05 < many.seen < 0.1 and not many.unknown
     dozen = [
@@ -322,7 +318,7 @@ def test_stored_runs() -> None:
 
 
 def test_a_duel_without_an_interval() -> None:
-    """Few processes do not tell how far processes lie apart, and of few rounds nothing is believed."""
+    """Few processes have no interval, and few rounds are not believed."""
     for many, rounds, known in ((4, 5, True), (2, 5, False), (4, 4, False)):
         slots = [steady(1000 + n, rounds) for n in range(4)]
         time = next(compared(result("bf16", *[Session(tuple(slots[:2]), tuple(slots[2:]))] * many)))
@@ -363,7 +359,7 @@ def test_a_young_history_and_a_blind_one(noise: float, count: int, young: bool, 
 
 
 def test_a_relative_loss_that_is_always_the_same_sees_its_threshold() -> None:
-    """Of a tenth of what others go by."""
+    """Its threshold, and its least change, are a tenth and less of a time's."""
     (loss,) = history((LEAST_SPREAD, 14), metric="relative_loss").figures
     assert loss.enough and 0.001 < loss.seen < loss.threshold == 0.002
     (time,) = history((LEAST_SPREAD, 14)).figures
@@ -371,7 +367,7 @@ def test_a_relative_loss_that_is_always_the_same_sees_its_threshold() -> None:
 
 
 def test_how_many_nights_are_missing() -> None:
-    """The fewest with which the threshold is seen, at the same noise; 11 where there is no noise to know yet."""
+    """The fewest with which the threshold is seen, at the same noise; 11 where there is no noise yet."""
     (none,) = history((0.01, 4)).figures
     assert none.missing == 7
     noise = next(sight / 10000 for sight in range(100, 300) if not history((sight / 10000, 15)).figures[0].enough)
@@ -382,7 +378,7 @@ def test_how_many_nights_are_missing() -> None:
 
 
 def test_the_least_step_is_the_code_s_own() -> None:
-    """A level that has just begun shows no step; longer ones show smaller ones, down to a limit."""
+    """A level that has just begun shows no step; longer ones show smaller steps, down to a limit."""
     assert least_step(PieceLevel(0.01, 20, 5), 0.01) == (math.inf, math.inf)
     least = [least_step(PieceLevel(0.01, count, count), 0.01)[0] for count in (11, 14, 30, 100)]
     assert least == sorted(least, reverse=True) and least[-1] > 0.015
@@ -395,7 +391,8 @@ def verdict(sights: Sights, *outcomes: GateOutcome, **changes: object) -> GateVe
 
 
 def test_how_it_ends() -> None:
-    """4 where it is required and something is blind, after what failed and what is worse; a young history passes."""
+    """4 where it is required and something is blind, but failures and regressions come first; a young history
+    passes."""
     blind, young = history((0.05, 30)), history((0.05, 3))
     assert verdict(blind, GateOutcome.FINE).exit_code == 4
     assert "none would have been seen" in verdict(blind, GateOutcome.FINE).headline
@@ -407,7 +404,7 @@ def test_how_it_ends() -> None:
 
 
 def test_words() -> None:
-    """One line for all, with the worst and the threshold beside it; why, where nobody knows or nights are missing."""
+    """One line for all, with the worst and the threshold; and why, where noise is unknown or nights are missing."""
     sights = history((0.01, 30), (0.05, 30), (0.01, 3))
     young, worst, best = sights.figures
     assert (young.nights, worst.nights, best.nights) == (3, 30, 30) and seen(young) == "nothing"

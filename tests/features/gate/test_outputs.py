@@ -42,7 +42,7 @@ def parsed(verdict: GateVerdict, tmp_path_factory: pytest.TempPathFactory) -> JU
 
 
 def test_junit(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A test a figure; regressions fail, what failed is in error, what has no number is skipped."""
+    """A test for each figure: regressions fail, failed cases are errors, figures without a number are skipped."""
     xml = parsed(ALL, tmp_path_factory)
     count = len(GateOutcome)
     assert (xml.tests, xml.failures, xml.errors, xml.skipped) == (2 * count, 2, 2, 4)
@@ -68,7 +68,7 @@ def test_junit_of_any_words(tmp_path_factory: pytest.TempPathFactory, case: str,
 
 
 def test_markdown() -> None:
-    """A table for what matters, and no more of it than GitHub shows."""
+    """A table of what matters, at most as long as GitHub shows."""
     page = MarkdownIt("commonmark").enable("table").render(markdown.render(page_of(ALL)))
     for title in (
         "2 failed and 2 regressions",
@@ -86,7 +86,6 @@ def test_markdown() -> None:
 
 
 def test_text() -> None:
-    """Narrow, and says all that failed and why."""
     text = render(page_of(ALL))
     assert all(len(line) <= 100 for line in text.splitlines())
     assert all(f"because {words}" in text for words in ("regression", "to confirm", "unsure (2)"))
@@ -95,7 +94,6 @@ def test_text() -> None:
 
 
 def test_trend() -> None:
-    """Each that has a number."""
     judged_ones = (*ALL.judged[:2], judged(GateOutcome.NONE, after=None), judged(GateOutcome.FINE, after=float("inf")))
     rows = json.loads(as_trend(judged_ones))
     assert [(row["name"], row["unit"], row["value"], row["range"]) for row in rows] == [

@@ -1,0 +1,172 @@
+"""What the kernels of the audit's own trial are built of: a row of a table names a kernel and replaces a step of it.
+
+All are written on torch alone, so that each runs on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8bench.formats.grids import E2M1, E4M3
+from fp8bench.formats.operators import values
+from fp8bench.formats.recipes import (
+    BLOCK_POWER_OF_TWO,
+    MX,
+    NVFP4,
+    NVFP4_SQUARE,
+    ROW_POWER_OF_TWO,
+    SQUARE_POWER_OF_TWO,
+    TENSOR,
+    Treatment,
+)
+from fp8bench.model.promises import Signature
+
+BF16 = torch.bfloat16
+FP8, ROWS = Treatment(E4M3, TENSOR), Treatment(E4M3, ROW_POWER_OF_TWO)
+BLOCKS, SQUARES = Treatment(E4M3, BLOCK_POWER_OF_TWO), Treatment(E4M3, SQUARE_POWER_OF_TWO)
+MXFP8, MXFP4 = Treatment(E4M3, MX), Treatment(E2M1, MX)
+NV = Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)
+Step = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
+LARGEST, _LEAST = 448.0, 1e-30
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, its promise, and the `code` that an audit has to find, '' if it is honest. If it `remembers`, its
+    function takes a dict before the arguments, which is empty at first. `thread` is public: the mistake happened
+    there. `baseline` is what its time is compared with."""
+
+    name: str
+    signature: Signature
+    function: Callable[..., Any]
+    code: str = ""
+    thread: str = ""
+    baseline: Callable[..., Any] | None = None
+    remembers: bool = False
+
+    def made(self) -> Callable[..., Any]:
+        """Returns the function, with an empty memory of its own."""
+        return partial(self.function, {}) if self.remembers else self.function
+
+
+def rounded(x: Tensor, treatment: Treatment) -> Tensor:
+    return values(x, treatment.fmt, treatment.scaling)
+
+
+def product(a: Tensor, b: Tensor, first: Treatment = FP8, second: Treatment | None = None) -> Tensor:
+    """Multiplies honestly, by fp8bench's own emulation."""
+    return (rounded(a, first) @ rounded(b, second or first).t()).to(BF16)
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def rows_amax(x: Tensor) -> Tensor:
+    return x.abs().amax(1, keepdim=True)
+
+
+def over_448(amax: Tensor) -> Tensor:
+    return amax.clamp(min=_LEAST) / LARGEST
+
+
+def exponent(amax: Tensor) -> Tensor:
+    """The least power of two under which nothing is beyond the largest element."""
+    mantissa, power = torch.frexp(over_448(amax))
+    return torch.ldexp(torch.ones_like(mantissa), power - (mantissa == 0.5).to(power.dtype))
+
+
+def codes(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+
+
+def saturated(scaled: Tensor) -> Tensor:
+    return codes(scaled).float()
+
+
+def no_subnormals(scaled: Tensor) -> Tensor:
+    elements = saturated(scaled)
+    return torch.where(elements.abs() < 2.0**-6, 0.0, elements)
+
+
+def to_steps(whole: Step) -> Step:
+    """Casts to e4m3; `whole` makes whole numbers of distances from zero in steps of the grid."""
+
+    def cast(scaled: Tensor) -> Tensor:
+        steps = torch.exp2(scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
+        return (whole(scaled.abs() / steps) * steps * scaled.sign()).clamp(-LARGEST, LARGEST)
+
+    return cast
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Reads, scales and casts a matrix; `shown` makes the scale that decodes from the one that encoded."""
+
+    read: Step = same
+    amax: Step = lambda x: x.abs().amax()
+    scale: Step = over_448
+    cast: Step = saturated
+    shown: Step = same
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.read(x).float()
+        scale = self.scale(self.amax(x))
+        return self.cast(x / scale), self.shown(scale)
+
+
+PLAIN = Operand()
+
+
+def kernel(
+    first: Operand = PLAIN,
+    second: Operand | None = None,
+    sums: Product = lambda a, b: a @ b.t(),
+    out: Step = lambda sums: sums.to(BF16),
+) -> Product:
+    """A product of two operands, whose scales are applied to its sums; `second` is like the first by default."""
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        (left, down), (right, across) = first(a), (second or first)(b)
+        return out(sums(left, right) * (down * across.t()))
+
+    return run
+
+
+def cast_of(operand: Operand) -> Step:
+    def run(x: Tensor) -> Tensor:
+        elements, scale = operand(x)
+        return elements * scale
+
+    return run
+
+
+def parts(size: int, kept: torch.dtype = torch.float32) -> Product:
+    """Sums of `size` products each; they, and what they are added to, are kept in a dtype."""
+
+    def sums(a: Tensor, b: Tensor) -> Tensor:
+        total = torch.zeros(len(a), len(b), dtype=kept)
+        for at in range(0, a.shape[1], size):
+            total = total + (a[:, at : at + size] @ b[:, at : at + size].t()).to(kept)
+        return total.float()
+
+    return sums
+
+
+def in_blocks(x: Tensor, cast: Step = saturated) -> Tensor:
+    """Casts blocks of 32 of each row under powers of two, and decodes them."""
+    filled = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 32))
+    blocks = filled.view(len(x), -1, 32)
+    scale = exponent(blocks.abs().amax(-1, keepdim=True))
+    return (cast(blocks / scale) * scale).flatten(1)[:, : x.shape[1]]
+
+
+def by_blocks(cast: Step = saturated) -> Product:
+    return lambda a, b: (in_blocks(a, cast) @ in_blocks(b, cast).t()).to(BF16)
