@@ -218,7 +218,7 @@ def test_arms_of_another_length_are_not_compared(monkeypatch: pytest.MonkeyPatch
 def test_layers_alone() -> None:
     arms = layer_arms("kv", Arm("fp32"), [Arm("bf16"), Arm("bf16", "fp8@0=bf16")], 3)
     assert [arm.kv for arm in arms] == ["fp32@0=fp8", "fp32@1=fp8", "fp32@2=fp8"]
-    with pytest.raises(UsageError, match="no arm has weights"):
+    with pytest.raises(UsageError, match="no arm keeps weights"):
         layer_arms("weights", Arm("fp32"), [Arm("bf16", "fp8")], 3)
 
 
