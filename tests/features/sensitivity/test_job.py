@@ -13,7 +13,7 @@ import pytest
 from fp8bench.cli.option_types import precision_map
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.sensitivity.command import command_of
-from fp8bench.features.sensitivity.job import DRAWS, StudyQuestion, groups_of, opened, write_map
+from fp8bench.features.sensitivity.job import DRAWS, StudyQuestion, groups_of, open_study, write_map
 from fp8bench.features.sensitivity.study import By, Study
 from fp8bench.measure.handle import Worker
 from fp8bench.model import Case, DeviceFacts, Request
@@ -76,7 +76,7 @@ def low_of(case: Case) -> frozenset[str]:
 def studied(trainer: Trainer, by: By = By.LAYER, tolerance: float = 0.05) -> tuple[Study, Told]:
     """The study at its end, and what was told."""
     told: Told = []
-    runs = opened(StudyQuestion(ASKED, by, 5, tolerance), (CPU,), None, trainer)
+    runs = open_study(StudyQuestion(ASKED, by, 5, tolerance), (CPU,), None, trainer)
     runs.run(lambda *words: told.append(words))
     return runs.study, told
 
