@@ -51,7 +51,7 @@ class Size(enum.Enum):
     @property
     def repeats(self) -> int:
         """Repeats of what takes about a second."""
-        return self.of(5, 1)
+        return self.choose(5, 1)
 
 
 # Steps the states of the command `_mission` (two of bf16, one of fp8) in a bare loop, for the memory that they need.

@@ -15,7 +15,7 @@ from fp8bench.analysis.samples import step_samples
 from fp8bench.analysis.tapes import product_work
 from fp8bench.analysis.verdicts import common_rounds
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.ablate.kind import KEPT, MOST_BY_SHAPLEY, AblatedArm, AblatedOption, Ablation, arms_of
+from fp8bench.features.ablate.values import KEPT, MOST_BY_SHAPLEY, AblatedArm, AblatedOption, Ablation, arms_of
 from fp8bench.files import compact, keeping, sealed, stamp, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import quantisers_for

@@ -17,7 +17,7 @@ import numpy as np
 
 from fp8bench import units
 from fp8bench.analysis.stats import Floats, Resampled, best_case
-from fp8bench.features.ablate.kind import AblatedArm, Ablation
+from fp8bench.features.ablate.values import AblatedArm, Ablation
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import encode
 from fp8bench.model.stopping import LEAST_ROUNDS

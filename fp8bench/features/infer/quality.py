@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, RolloutGap
+from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, RolloutGap, ServedModel
 from fp8bench.model import DeviceFacts, Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
@@ -61,6 +61,14 @@ def weights_in(path: Path, config: GPTConfig, device: str) -> Callable[[str], Te
     counts = [math.prod(shape) for shape, _ in shapes.values()]
     parts = dict(zip(shapes, torch.split_with_sizes(numbers, counts), strict=True))
     return lambda name: parts[name].view(shapes[name][0]).float().to(device)
+
+
+def _checkpoint_weights(model: ServedModel, config: GPTConfig, device: str) -> Callable[[str], Tensor]:
+    from fp8bench.features.train.lab.checkpoint import weights
+
+    # A checkpoint has weights in the order of the model's parameters.
+    trained = dict(zip(served_shapes(config), weights(model.weights, model.arm), strict=True))
+    return lambda name: trained[name].to(device, torch.float32)
 
 
 # Makes an arm's model for texts of (sequences, positions).
@@ -145,14 +153,7 @@ def _served(task: QualityTask) -> tuple[Serve, Tensor, str]:
     text = torch.tensor(model.text, device=device)
     config = replace(model.config, sequence=max(text.shape[1] - 1, 1 if model.config.modern else model.config.sequence))
     if model.arm:
-        from fp8bench.features.train.lab.checkpoint import weights
-
-        # A checkpoint has weights in the order of the model's parameters.
-        trained = dict(zip(served_shapes(config), weights(model.weights, model.arm), strict=True))
-
-        def weight(name: str) -> Tensor:
-            return trained[name].to(device, torch.float32)
-
+        weight = _checkpoint_weights(model, config, device)
     elif model.weights:
         weight = weights_in(Path(model.weights), model.config, device)
     else:

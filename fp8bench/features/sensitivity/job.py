@@ -194,6 +194,7 @@ class StudyRuns:
             trial = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
             self.add(draws=(*self.study.draws, train(f"the reference, draw {draw}", trial)))
         for name, kind, names in groups:
+            layer_map: PrecisionMap
             if self.reference.precision != UNTOUCHED:
                 precision, layer_map = self.reference.precision, ((name, self.low.precision),)
             else:  # an untouched model has no layers to map; in a converted copy the others stay as they came

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from fp8bench.errors import UnknownName
-from fp8bench.features.ablate.kind import AblatedArm, AblatedOption, Ablation, AblationKind, arms_of
+from fp8bench.features.ablate.kind import AblationKind
 from fp8bench.features.ablate.run import AblationQuestion, options_of, planned_arms
+from fp8bench.features.ablate.values import AblatedArm, AblatedOption, Ablation, arms_of
 from fp8bench.features.ablate.view import Savings, rows_of, seconds_of, sentences, value_of
 from fp8bench.model import Interval, Level, Request
 from fp8bench.model.codec import decode, encode

@@ -1,0 +1,82 @@
+"""Values of `ablate`: options, arms and the whole ablation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fp8bench.model import Level, Scalar
+
+KEPT = "ablation.json"
+# Subsets of more options are more arms than memory and patience allow.
+MOST_BY_SHAPLEY = 4
+
+
+@dataclass(frozen=True)
+class AblatedOption:
+    """A precision, or the value `on` of an axis, which without the option has the value `off` ('': its default)."""
+
+    name: str
+    precision: str = ""
+    axis: str = ""
+    on: str = ""
+    off: str = ""
+
+
+@dataclass(frozen=True)
+class AblatedArm:
+    """A step with these options. `rounds` are seconds, scaled to the tokens of the arm without options; `why` says why
+    something is missing."""
+
+    options: tuple[str, ...]
+    case: str
+    level: Level = Level.NATIVE
+    why: str = ""
+    rounds: tuple[float, ...] = ()
+    memory: float | None = None
+    error: float | None = None
+    joules: float | None = None
+    labels: tuple[str, ...] = ()
+
+    @property
+    def timed(self) -> bool:
+        """Whether its time is a speed that compares with others."""
+        return bool(self.rounds) and self.level is Level.NATIVE and not self.why
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """All arms, the one without options first; `control` are the rounds of its copy, for the noise floor."""
+
+    suite: str
+    setting: tuple[tuple[str, Scalar], ...]
+    device: str
+    device_name: str
+    reference: str
+    options: tuple[AblatedOption, ...]
+    arms: tuple[AblatedArm, ...]
+    error: str = ""
+    control: tuple[float, ...] = ()
+    shapley: bool = False
+    started: str = ""
+    environment: Mapping[str, Scalar | None] = field(default_factory=dict)
+    path: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(option.name for option in self.options)
+
+    def arm(self, options: Sequence[str]) -> AblatedArm:
+        wanted = tuple(name for name in self.names if name in options)
+        return next(arm for arm in self.arms if arm.options == wanted)
+
+
+def arms_of(names: Sequence[str], shapley: bool) -> Iterator[tuple[str, ...]]:
+    """Yields no option, each alone, each added to those before it, each left out; 3k - 1 arms from three options on."""
+    wanted = [(), *((name,) for name in names)]
+    wanted += [tuple(names[:count]) for count in range(2, len(names) + 1)]
+    wanted += [tuple(other for other in names if other != name) for name in names]
+    if shapley:
+        wanted += [some for count in range(len(names) + 1) for some in itertools.combinations(names, count)]
+    yield from dict.fromkeys(wanted)
