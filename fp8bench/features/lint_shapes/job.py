@@ -16,11 +16,17 @@ from fp8bench.formats.hardware import CLASSES, DeviceClass, device_class
 from fp8bench.formats.product_rules import OUTPUTS, Objection, Product, Sides, missing, objections, te_objections
 from fp8bench.formats.recipe_support import in_formats_of
 from fp8bench.formats.recipes import Recipe
+from fp8bench.measure.handle import claimed
+from fp8bench.measure.limits import Limits
+from fp8bench.model import Request
+from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS, features_of, models, sides_of, usual_tokens
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from fp8bench.report.elements import printable
+from fp8bench.workloads.model import Model
 
 
 @dataclass(frozen=True)
@@ -95,13 +101,7 @@ def shapes_of_own_model(maker: str) -> list[LinearShape]:
     """Runs one step of the user's model on a CPU, and returns the linear layers that it called."""
     # Here, because they import numpy, which --help does without.
     from fp8bench.jobs.profile import function_named
-    from fp8bench.measure.handle import claimed
-    from fp8bench.measure.limits import Limits
-    from fp8bench.model import Request
-    from fp8bench.model.words import UNTOUCHED
     from fp8bench.pipeline import examine, worker_for
-    from fp8bench.plan.make import make_plan
-    from fp8bench.workloads.model import Model
 
     request = Request(Model.name, ("fp8",), ("cpu",), UNTOUCHED, axes=(("make", (function_named(maker),)),))
     with claimed(True), worker_for(request, None) as worker:
