@@ -1,4 +1,4 @@
-"""What options save: planted costs come out, additive ones as additive, others as acting on one another."""
+"""Planted costs of options come out, additive ones as additive, others as interacting."""
 
 from __future__ import annotations
 
@@ -208,7 +208,6 @@ WAITS = """until = time.perf_counter() + 0.0008 - 0.0003 * first - 0.0003 * (fir
 
 
 def ablated(fp8bench: Say, folder: Path, body: str, rounds: int) -> Any:
-    """What is said of a suite of two options whose step does this."""
     (folder / "planted.py").write_text(SUITE.replace("BODY", body))
     words = ("planted", "--import", str(folder / "planted.py"), "--options", "first=yes,second=yes")
     with forgotten(folder):

@@ -1,4 +1,4 @@
-"""lint-shapes from words to text, rows and exit codes."""
+"""lint-shapes' text, rows and exit codes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def say(store: Path, fp8bench: Say) -> Say:
     ],
 )  # fmt: skip
 def test_what_fits_and_what_does_not_is_told(say: Say, tmp_path: Path, words: str, code: int, said: str) -> None:
-    """And ends with 0 where every product fits on some device. What padding does not mend stands apart."""
     file = tmp_path / "shapes.csv"
     file.write_text("m,n,k,name,layout\n64,64,64,straight,\n64,64,64,turned,row\n")
     ended, out, _ = say(*words.replace("FILE", str(file)).split())

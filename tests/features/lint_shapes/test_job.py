@@ -55,7 +55,6 @@ BOTH = [LinearShape("a", 1, 2, 3, "fp32", True), LinearShape("b", 1, 2, 3)]
     ],
 )
 def test_lines_and_csv_say_the_same(tmp_path: Path, name: str, text: str, shapes: list[LinearShape]) -> None:
-    """Comments, blank lines, blanks, another order of columns."""
     assert shapes_of_file(file_of(tmp_path, name, text)) == shapes
 
 
@@ -82,7 +81,6 @@ def test_lines_and_csv_say_the_same(tmp_path: Path, name: str, text: str, shapes
     ],
 )
 def test_nonsense_gets_its_place_and_a_sentence(tmp_path: Path, name: str, text: str | bytes, said: str) -> None:
-    """Never a traceback."""
     with pytest.raises(UsageError) as raised:
         shapes_of_file(file_of(tmp_path, name, text))
     assert said in str(raised.value) and "\n" not in str(raised.value)
@@ -108,7 +106,6 @@ def test_any_text_is_shapes_or_a_sentence(tmp_path_factory: pytest.TempPathFacto
 
 
 def test_models_have_their_layers_and_their_tokens() -> None:
-    """Or those that one asks for."""
     gpt2 = shapes_of_model("gpt2", None)
     assert [shape.name for shape in gpt2] == ["qkv", "out", "up", "down", "head"] and gpt2[-1].outputs == 50257
     for model, asked, tokens in (("gpt2", None, 8192), ("nano", None, 192), ("nano", 7, 7)):
@@ -201,7 +198,6 @@ def test_what_padding_costs_by_hand() -> None:
 
 
 def test_a_padded_product_fits() -> None:
-    """Padding once is enough, for torch and for Transformer Engine."""
     for mode, device in itertools.product(scaled_modes(), CLASSES):
         for m, n, k in itertools.product((1, 17, 50257), repeat=3):
             found = lint(LinearShape("", m, n, k), mode, device)

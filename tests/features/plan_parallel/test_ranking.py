@@ -1,4 +1,4 @@
-"""The ways to cut a training: all of them, in the right order, and what is said to each kind."""
+"""All ways to divide a training, their order, and which kinds are worth it."""
 
 from __future__ import annotations
 

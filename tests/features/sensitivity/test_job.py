@@ -1,4 +1,4 @@
-"""A study run by run: which cases are trained, what a fault costs, and when it has found its map."""
+"""Which cases a study trains, what a fault costs, and when its search for a map ends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ def low_of(case: Case) -> frozenset[str]:
 
 
 def studied(trainer: Trainer, by: By = By.LAYER, tolerance: float = 0.05) -> tuple[Study, Told]:
-    """The study at its end, and what was told."""
     told: Told = []
     runs = open_study(StudyQuestion(ASKED, by, 5, tolerance), (CPU,), None, trainer)
     runs.run(lambda *words: told.append(words))
@@ -112,7 +111,6 @@ def test_by_kind_whole_kinds_are_low() -> None:
 
 
 def test_the_worst_are_taken_out_until_a_map_keeps_the_loss() -> None:
-    """Each map is trained; it is what a suite takes."""
     bad = ("blocks.1.mlp.down", "head", "blocks.0.attn.out")
     trainer = Trainer(costs(*bad))
     study, told = studied(trainer)

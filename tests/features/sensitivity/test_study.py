@@ -1,4 +1,4 @@
-"""What losses say: gaps, noise, the order of layers, the map that is suggested, and how that is told."""
+"""Gaps, noise, the order of layers, the suggested map and its sentences, all from given losses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ STUDY = Study(
 
 
 def probe(name: str, loss: float | None, error: float | None = 0.1, kind: str = "mlp") -> LayerTrial:
-    """A layer low: the loss of its only step, or a failure."""
     failure = "" if loss is not None else "crash"
     return LayerTrial(name, kind, "bf16", ((name, "fp8"),), (name,), 0, () if loss is None else (loss,), error, failure)
 
@@ -67,7 +66,6 @@ def test_a_loss_may_be_zero_or_below(wanted: float, loss: float, gap: float, say
 
 
 def test_the_noise_is_the_largest_gap_of_another_draw_and_judges_gaps() -> None:
-    """Either way; there is none where no draw has a loss."""
     assert STUDY.noise == pytest.approx(0.05)
     assert replace(STUDY, draws=STUDY.draws[1:]).noise == pytest.approx(0.03)
     assert replace(STUDY, draws=()).noise is None
@@ -89,7 +87,6 @@ def test_the_worst_come_first() -> None:
 
 
 def test_the_first_candidate_that_keeps_the_loss_is_suggested() -> None:
-    """It has the most layers low; a better loss is kept, too."""
     candidates = (probe("all", 2.5), probe("fewer", None), probe("fewest", 2.01), probe("none", 2.0))
     study = replace(STUDY, candidates=candidates)
     assert [study.keeps(trial) for trial in candidates] == [False, False, True, True]
