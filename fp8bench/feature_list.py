@@ -1,8 +1,8 @@
-"""The features there are: a folder each below fp8bench/features, found there and named nowhere else.
+"""Finds the features: folders below fp8bench/features, which are named nowhere else.
 
-A feature is a command or a family of them that the rest of fp8bench does without. Its docstring is the command's help.
-What it adds to others lies in modules of fixed names: `command` to the command line, `kind` to what is stored and
-shown, `section` to the report of runs.
+A feature is a command, or a family of them, that the rest of fp8bench does without. Its docstring is the command's
+help. Modules of fixed names extend the core: `command` the command line, `kind` what is stored and shown, `section` the
+report of runs.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ _FOLDER = Path(__file__).parent / "features"
 
 @cache
 def feature_names() -> tuple[str, ...]:
-    """In the order of their names; none where the folder is left out."""
+    """Returns all names, sorted; none where the folder is left out."""
     return tuple(sorted(path.parent.name for path in _FOLDER.glob("*/__init__.py")))
 
 
 def feature_help(name: str) -> str:
-    """What the feature's command is for, in the words of its docstring."""
     words = (importlib.import_module(f"fp8bench.features.{name}").__doc__ or "").partition("\n")[0]
     return words[:1].lower() + words[1:].rstrip(".")
 
 
 def feature_parts(part: str) -> Iterator[ModuleType]:
-    """The modules of that name that features have."""
+    """Imports each feature's module of that name, where it has one."""
     for name in feature_names():
         if (_FOLDER / name / f"{part}.py").is_file():
             yield importlib.import_module(f"fp8bench.features.{name}.{part}")

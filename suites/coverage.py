@@ -1,8 +1,7 @@
-"""Whether an interval holds what the long run says: `python -m suites.coverage --minutes 60 --out FOLDER`.
+"""Counts how many intervals hold the long run: `python -m suites.coverage --minutes 60 --out FOLDER`.
 
-Cases are measured again and again, each time by the command that anybody types, in a fresh process, under loads that
-are planted: so many busy loops beside it. What is true of a case is the median of what all its other runs say. Runs add
-up: what stands in the folder's rows.jsonl is not measured again, and is read from every processor's folder apart.
+Cases are measured again and again by a plain command in a fresh process, beside 0 to 8 busy loops. The truth of a case
+is the median of all its other runs. A folder's rows.jsonl keeps its runs, which must come from one processor.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer", "fp32,bf16", "width=256", "fused=yes"),
     "transformer": ("transformer", "fp32,bf16", "size=nano"),
 }
-# What is checked beside the times takes longer than they do, and moves none of them.
+# Left out, because they take longer than the times and do not change them.
 QUICKER = {"FP8BENCH_TAPE": "off", "FP8BENCH_CEILINGS": "off"}
 _SEEN = 0.02
-# What rows are told by.
+# Rows are grouped by each of these.
 _BY: dict[str, Callable[[Row], str]] = {
     "load": lambda row: str(row["load"]),
     "case": lambda row: str(row["case"]),
@@ -53,7 +52,7 @@ _BY: dict[str, Callable[[Row], str]] = {
 
 
 def measured(case: str, load: int, store: Path) -> list[Row]:
-    """A row for every ratio of a run; by its rounds alone, and as it is printed."""
+    """Runs a case, and returns a row for each ratio: by the run's rounds alone, and as printed."""
     before = set(run_files(store))
     began, at_start = time.time(), os.getloadavg()[0]
     suite, dtypes, *axes = CASES[case]
@@ -83,7 +82,7 @@ def rows_of(run: Run, facts: Row) -> list[Row]:
 
 
 def measure(folder: Path, minutes: float) -> None:
-    """What is missing, a turn of all cases at each load after the other, until time is up."""
+    """Measures what is missing until time is up, all cases at each load in turn."""
     rows, until = Rows(folder), time.monotonic() + 60 * minutes
     for turn in range(RUNS):
         for load in LOADS:
@@ -94,7 +93,7 @@ def measure(folder: Path, minutes: float) -> None:
 
 
 def judged_again(folder: Path) -> list[Row]:
-    """What this code says of the samples that are there, in the order in which they were measured."""
+    """Judges the kept samples by this code, in the order in which they were measured."""
     names = ("case", "load", "began", "loadavg")
     facts = {row["run"]: {name: row[name] for name in names} for row in Rows(folder).all}
     runs = sorted((load_run(path) for path in run_files(folder / "store")), key=lambda run: run.started)
@@ -108,8 +107,8 @@ def judged_again(folder: Path) -> list[Row]:
     return rows
 
 
-def told(rows: Sequence[Row]) -> Iterator[str]:
-    """How many intervals hold the median of the other runs, by load and by case; how many verdicts are wrong."""
+def table_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields lines: the share of intervals that hold the median of the other runs, and how many verdicts are wrong."""
     heads = ("runs", "rounds alone", "as printed", "half-width", "no interval", "wrong")
     yield f"{'':20}" + "".join(f"{head:>14}" for head in heads)
     for name, of in _BY.items():
@@ -122,11 +121,11 @@ def told(rows: Sequence[Row]) -> Iterator[str]:
                 width = statistics.median(math.log(row["high"] / row["low"]) / 2 for row in judged)
                 wrong = sum(_wrong(row, rows) for row in judged)
                 shown = (len(judged), percent(alone), percent(printed), percent(width), len(some) - len(judged), wrong)
-                yield f"{f'{name} {value}':20}" + "".join(f"{one:>14}" for one in shown)
+                yield f"{f'{name} {value}':20}" + "".join(f"{cell:>14}" for cell in shown)
 
 
 def _truth(row: Row, rows: Sequence[Row]) -> float:
-    return statistics.median(one["point"] for one in rows if one["of"] == row["of"] and one is not row)
+    return statistics.median(other["point"] for other in rows if other["of"] == row["of"] and other is not row)
 
 
 def _holds(row: Row, rows: Sequence[Row], which: str) -> bool:
@@ -134,7 +133,7 @@ def _holds(row: Row, rows: Sequence[Row], which: str) -> bool:
 
 
 def _wrong(row: Row, rows: Sequence[Row]) -> bool:
-    """Faster where it is slower, or the same where it surely is not."""
+    """Whether a verdict has the wrong sign, or says the same where the long run differs by more than _SEEN."""
     truth = _truth(row, rows)
     same = row["verdict"] == "same" and not 1 - _SEEN <= truth <= 1 + _SEEN
     return same or (row["verdict"] == "faster" and truth > 1) or (row["verdict"] == "slower" and truth < 1)
@@ -142,13 +141,13 @@ def _wrong(row: Row, rows: Sequence[Row]) -> bool:
 
 def main() -> int:
     asked = options(
-        __doc__, minutes=(0.0, "how long to measure; 0 tells what is there"),
+        __doc__, minutes=(0.0, "how long to measure; 0 shows what is there"),
         out=(Path(tempfile.gettempdir(), "fp8bench-coverage"), "the folder"),
         again=(False, "judge the kept samples anew, by this code"),
     )  # fmt: skip
     measure(asked.out, asked.minutes)
     rows = judged_again(asked.out) if asked.again else Rows(asked.out).all
-    for line in told([row for row in rows if sum(other["of"] == row["of"] for other in rows) > 2]):
+    for line in table_lines([row for row in rows if sum(other["of"] == row["of"] for other in rows) > 2]):
         say(line)
     return 0
 

@@ -2,8 +2,7 @@
 
     python -m suites.inference_fixture fp8bench/features/infer/nano-python.bin
 
-What is written is all parameters one after the other, in bf16, in the order of the model's own list. The text that
-quality is read on is left out of the training.
+The file has all parameters in bf16, in the order of the model's own list. The text that quality is read on is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ STEPS, BATCH, RATE, WARM = 1000, 8, 4e-3, 60
 
 
 def tokens_of(folder: Path) -> torch.Tensor:
-    """All sources of the standard library but those held out, as ASCII, other characters as question marks."""
+    """Reads all sources of the standard library but those held out, in ASCII codes."""
     paths = [path for path in sorted(folder.glob("*.py")) if path.name not in HELD_OUT]
     text = "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
     return torch.tensor(list(text.encode("ascii", errors="replace")), dtype=torch.int64)

@@ -1,9 +1,8 @@
-"""Kill runs at random moments, and see whether the store keeps its promise.
+"""Kills runs at random moments, and checks that the store loses nothing: `python -m suites.kill --kills 1000`.
 
-`python -m suites.kill --kills 1000 --json PATH`: a run is started, its parent, its worker or both are killed (SIGKILL)
-at a random moment, the store is examined, the run is resumed, killed again, and so on until a start that nobody kills
-has finished it; then the next run begins. After every kill: the store opens, what lay in the file lies in it still,
-and no process is left. After every resumption: only what was missing was measured.
+The parent of a run, its worker or both are killed (SIGKILL) at a random moment, the store is checked, and the run is
+resumed and killed again until a start that is not killed finishes it. After each kill the store must open, the file
+must still begin with what it held, and no process may be left; a resumption may measure only what was missing.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Nap(Workload):
         return Work(1.0)
 
     def prepare(self, setup):
-        # Every group is in the store before the next one is prepared: this log is what the store is held against.
+        # A group is in the store before the next one is prepared, so the store must hold all but the last logged one.
         with open("prepared.log", "a") as log:
             log.write(f"{setup.case.param('place')}\\n")
 
@@ -54,7 +53,7 @@ class Nap(Workload):
             time.sleep(0.005)
 """
 VICTIMS = ("parent", "worker", "both")
-# Most of a start is torch's import; half of the kills aim at the time when records are written.
+# Most of a start is torch's import, so half of the kills aim at the time when records are written.
 _LONGEST_START = 4.0
 _MEASURING = 1.5
 _PATIENCE = 300.0
@@ -63,7 +62,7 @@ _MOST_KILLS = 24  # of a run
 
 @dataclass
 class Tally:
-    """What the kills have come to."""
+    """Counts of kills and of what they did."""
 
     kills: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
@@ -76,7 +75,7 @@ class Tally:
 
 
 class Promise(AssertionError):
-    """What the store promises was not kept."""
+    """The store broke its promise."""
 
 
 def promise(holds: bool, words: str) -> None:
@@ -85,13 +84,13 @@ def promise(holds: bool, words: str) -> None:
 
 
 def start(suite: Path, store: Path, words: Sequence[str]) -> subprocess.Popen[str]:
-    """A run, or its resumption, in a process of its own."""
+    """Starts a run, or resumes it."""
     command, pipe = [*FP8BENCH, "suite", *words, "--store", str(store)], subprocess.PIPE
     return subprocess.Popen(command, cwd=suite.parent, stdout=pipe, stderr=pipe, text=True, env=environment())
 
 
 def _stat(pid: int | str) -> list[str]:
-    """State, parent and more of a process; nothing of one that has ended, as one that waits to be reaped has."""
+    """Returns a process's state, parent and so on; an empty list for one that has ended, zombies included."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -100,7 +99,7 @@ def _stat(pid: int | str) -> list[str]:
 
 
 def children(parent: int) -> list[int]:
-    """The processes that a process has started."""
+    """Returns the ids of a process's children."""
     pids = [path.name for path in Path("/proc").glob("[0-9]*")]
     return [int(pid) for pid in pids if str(parent) in _stat(pid)[1:2]]
 
@@ -113,13 +112,12 @@ def wait_until_gone(pids: Sequence[int], seconds: float) -> list[int]:
 
 
 def content(store: Path) -> bytes:
-    """What the run's file holds; nothing where there is none."""
     path = next(run_files(store), None)
     return path.read_bytes() if path else b""
 
 
 def wait_for_the_moment(process: subprocess.Popen[str], store: Path, chance: random.Random) -> str:
-    """Sleep until a random moment: of the whole start, or of the time in which records are written."""
+    """Sleeps until a random moment of the whole start, or of the time when records are written."""
     if chance.random() < 0.5:
         time.sleep(chance.uniform(0.0, _LONGEST_START))
         return "any"
@@ -131,7 +129,7 @@ def wait_for_the_moment(process: subprocess.Popen[str], store: Path, chance: ran
 
 
 def kill(process: subprocess.Popen[str], store: Path, chance: random.Random, tally: Tally) -> None:
-    """Kill the parent, the worker or both; too late where one of them was not there any more."""
+    """Kills the parent, the worker or both; counts as too late if the victim had ended."""
     victim = chance.choice(VICTIMS)
     moment = wait_for_the_moment(process, store, chance)
     workers = children(process.pid)
@@ -152,13 +150,13 @@ def kill(process: subprocess.Popen[str], store: Path, chance: random.Random, tal
 
 
 def prepared(folder: Path) -> list[int]:
-    """The places of the groups that were prepared since the last start, in their order."""
+    """Returns the places of groups that were prepared since the last start, in order."""
     log = folder / "prepared.log"
     return list(dict.fromkeys(int(line) for line in log.read_text().split())) if log.exists() else []
 
 
 def whole_places(run: Run | None) -> set[int]:
-    """The places of the groups that are all there."""
+    """Returns the places of complete groups."""
     if run is None:
         return set()
     missing = missing_groups(run)
@@ -166,9 +164,9 @@ def whole_places(run: Run | None) -> set[int]:
 
 
 def examine(store: Path, before: bytes, kept: Run | None, tally: Tally) -> Run | None:
-    """The store after a process that began with `kept` has ended, however it did.
+    """Checks the store after a process that began with `kept` has ended.
 
-    It opens; what lay in the file lies in it still; every group that was finished is there; none was done twice.
+    It must open and still begin with `before`; finished groups must be there, and none may be measured twice.
     """
     path, begun = next(run_files(store), None), prepared(store.parent)
     if path is None:
@@ -176,7 +174,6 @@ def examine(store: Path, before: bytes, kept: Run | None, tally: Tally) -> Run |
         return None
     promise(path.read_bytes().startswith(before), "what was written was changed")
     run = load_run(path)
-    # A group is in the store before the next one is prepared.
     lost = set(begun[:-1]) - whole_places(run)
     promise(not lost, f"groups {sorted(lost)} were finished and are not there")
     again = set(begun) & whole_places(kept)
@@ -191,14 +188,14 @@ def examine(store: Path, before: bytes, kept: Run | None, tally: Tally) -> Run |
 
 
 def check_whole(run: Run, tally: Tally) -> None:
-    """A run that came to its end has all its groups and cases."""
+    """Checks that a finished run has all groups and cases."""
     promise(run.finished and not missing_groups(run), "the run is not finished")
     promise(len(run.records) == run.plan.num_cases, "cases lack records")
     tally.failed_cases += sum(record.status is Status.FAILED for record in run.records)
 
 
 def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> None:
-    """One run from its start to its end, killed on the way at most so many times."""
+    """Takes one run from start to end, with at most so many kills."""
     suite, store = folder / "nap_suite.py", folder / "store"
     suite.write_text(SUITE)
     tally.runs += 1
@@ -218,7 +215,7 @@ def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> No
         kept = examine(store, before, kept, tally)
         if code == -signal.SIGKILL:
             continue
-        # Nobody killed the parent: the run went on to its end, or said why it could not.
+        # The parent was not killed: the run finished, or said why it could not.
         promise(code in (0, 3), f"exit {code}: {err[-500:]}")
         if kept is None or not kept.finished:
             promise(code == 3 and "worker crashed" in err, f"unfinished without a reason: {err[-500:]}")
@@ -229,9 +226,9 @@ def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> No
 
 
 def trials(kills: int, seed: int, keep: Callable[[Tally], object] = str) -> Tally:
-    """So many kills, over as many runs as that takes. A broken promise is kept in words, and its store too.
+    """Does so many kills, over as many runs as that takes; keeps the store of a broken promise.
 
-    `keep` is handed the tally after every run, so that trials that are interrupted themselves are not lost.
+    `keep` gets the tally after every run, so that interrupted trials are not lost.
     """
     chance, tally = random.Random(seed), Tally()
     while (missing := kills - tally.kills.total()) > 0:
@@ -251,7 +248,6 @@ def main() -> int:
     begun = time.monotonic()
 
     def report(tally: Tally, aloud: bool = False) -> None:
-        """With what it was made under."""
         command = f"python -m suites.kill --kills {tally.kills.total()} --seed {asked.seed}"
         seconds = round(time.monotonic() - begun, 1)
         tell({"command": command, **vars(tally), "seconds": seconds, **conditions()}, asked.json, aloud)

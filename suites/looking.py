@@ -1,8 +1,8 @@
-"""What looking at operators costs: `python -m suites.looking`, about a minute.
+"""Measures what watching operators costs: `python -m suites.looking`, about a minute.
 
-Steps with and without somebody looking in turn, by the fastest of each: with the recorder of tapes, and with what times
-operators for shares. Shares are then held against those of torch's profiler on the same step, whose self times are put
-into kinds by the same rules.
+Steps with and without a watcher take turns, and the fastest of each count: with the recorder of tapes, and with the
+timer of operators for shares. Shares are then compared with torch's profiler on the same step, its self times put into
+kinds by the same rules.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from fp8bench.tape.timed_calls import OperatorTimes, shares_of
 from fp8bench.worker.bench import Bench
 from suites.trials import least_seconds, options, say, seconds
 
-# The most that an operator may take while it is looked at.
+# The most that watching may add to an operator.
 MOST_SECONDS = 30e-6
 _CASES = (("transformer", "fp32"), ("transformer", "fp8"), ("mlp", "bf16"))
 _STEPS = 9
 
 
 def recording(bench: Bench, case: Case, facts: DeviceFacts, repeats: int) -> tuple[int, float, float]:
-    """How many operators a step calls, views too; seconds that recording adds to each, and that counting takes."""
+    """Returns how many operators a step calls, the seconds that recording adds to each, and those of counting."""
     with precisions.get(case.precision).scope():
         workload = workloads.get(case.workload)
         state = workload.prepare(bench._setup(case, facts))
@@ -57,7 +57,7 @@ def recording(bench: Bench, case: Case, facts: DeviceFacts, repeats: int) -> tup
 
 
 def tapes(repeats: int) -> Iterator[float]:
-    """Seconds an operator."""
+    """Yields the seconds that recording adds to an operator."""
     corpus = prepare_corpus(None, Path(".fp8bench/data"))
     bench = Bench(Settings(corpus=corpus.path))
     facts = tuple(device for device in bench.probe() if device.key == "cpu")
@@ -70,7 +70,6 @@ def tapes(repeats: int) -> Iterator[float]:
 
 
 def _blocks() -> tuple[nn.Module, torch.Tensor]:
-    """A stack of blocks with attention."""
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
     return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(4, 128, 256)
 
@@ -81,7 +80,7 @@ def _convolutions() -> tuple[nn.Module, torch.Tensor]:
 
 
 def compared(made: Callable[[], tuple[nn.Module, torch.Tensor]]) -> tuple[float, dict[str, tuple[float, float]], int]:
-    """Seconds that looking adds to an operator, shares by kind here and by torch's profiler, and how many operators."""
+    """Returns the seconds that watching adds to an operator, shares by kind (ours, the profiler's), and the count."""
     torch.manual_seed(0)
     model, batch = made()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -114,7 +113,7 @@ def _share(parts: Sequence[Share], kind: ShareKind) -> float:
 
 
 def main() -> int:
-    """1 where looking takes longer than it may, or a kind's share is further off than asked."""
+    """Ends with 1 if watching takes too long, or a share is too far off."""
     asked = options(
         __doc__, repeats=(30, "steps of each kind with the recorder of tapes"),
         most=(0.05, "how far a share may be from that of torch's profiler"),

@@ -1,4 +1,4 @@
-"""Loops as people write them, of many styles: small models, optimizers, batches and habits, all of them healthy."""
+"""Healthy training loops in the many styles that people write: models, optimizers, batches and habits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WELL_STEPS = 1000
 
 @dataclass
 class Loop:
-    """A loop as people write it; plants change what it consists of."""
+    """A training loop; illnesses are planted by changing its parts."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -82,7 +82,7 @@ def drawn(seed: int, number: int) -> torch.Generator:
 
 
 def vectors(seed: int, size: int = 32, classes: int = 10, wrong: float = 0.1) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """What a network that is drawn at random calls normal vectors, some of them wrongly."""
+    """Labels random vectors by a random network, a share `wrong` of them at random."""
     start = drawn(seed, -1)
     first, second = torch.randn(16, 32, generator=start), torch.randn(32, classes, generator=start)
 
@@ -108,7 +108,7 @@ def images(seed: int, size: int = 16) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 
 def chains(seed: int, size: int = 16, length: int = 12, words: int = 24) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Sequences in which every word says what may come next."""
+    """Draws sequences from a Markov chain."""
     table = (2 * torch.randn(words, words, generator=drawn(seed, -1))).softmax(-1)
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def chains(seed: int, size: int = 16, length: int = 12, words: int = 24) -> Call
 
 
 class Recurrent(nn.Module):
-    """An LSTM over a table's rows; its logits are those of the next words."""
+    """An LSTM language model."""
 
     def __init__(self, words: int = 24, width: int = 32) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Recurrent(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A layer that stays, and a product of two narrow ones beside it that learns."""
+    """A frozen layer with a trained low-rank adapter (LoRA)."""
 
     def __init__(self, inner: nn.Linear, rank: int = 4) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Adapted(nn.Module):
 
 
 class Nano(nn.Module):
-    """fp8bench's own GPT, its layers in fp32, which gives back its loss."""
+    """fp8bench's own GPT in fp32, which returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,9 @@ def convolutions() -> nn.Sequential:
 
 
 def adam(model: nn.Module, rate: float = 2e-3, **more: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=rate, fused=True, **more)
+    return torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=rate, fused=True, **more
+    )
 
 
 def sgd(model: nn.Module, rate: float = 0.05, **more: Any) -> torch.optim.Optimizer:
@@ -189,7 +191,7 @@ def made(model: nn.Module, make: Callable[..., torch.optim.Optimizer], batch: An
 
 
 def bytes_of(seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Of fp8bench's own sources."""
+    """Draws windows of fp8bench's own sources."""
     text = b"".join(path.read_bytes() for path in sorted(Path(fp8bench.__file__).parent.glob("analysis/*.py")))
     every = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
@@ -201,7 +203,7 @@ def bytes_of(seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 
 def tables(seed: int, size: int = 32) -> Loop:
-    """A table whose gradients are sparse, an optimizer of its own for what reads it."""
+    """An embedding with sparse gradients; the head has an optimizer of its own."""
     answers = torch.randint(6, (40,), generator=drawn(seed, -1))
     table, head = nn.EmbeddingBag(40, 16, sparse=True, mode="mean"), nn.Linear(16, 6)
 
@@ -229,9 +231,9 @@ def two_optimizers(seed: int) -> Loop:
 
 
 def rival(seed: int, watches_judge: bool = False) -> Loop:
-    """A generator and what tells its points from real ones, which trains in turn with it."""
+    """A GAN: the generator and its judge train in turn."""
     model, judge = (nn.Sequential(nn.Linear(a, 32), nn.ReLU(), nn.Linear(32, b)) for a, b in ((4, 2), (2, 1)))
-    own, other = (torch.optim.Adam(one.parameters(), lr=1e-3) for one in (model, judge))
+    own, other = (torch.optim.Adam(part.parameters(), lr=1e-3) for part in (model, judge))
 
     def made_up(number: int) -> Tensor:
         points: Tensor = model(torch.randn(64, 4, generator=drawn(seed + 7, number)))
@@ -272,7 +274,7 @@ def regression(seed: int, noise: float) -> Loop:
 
 
 def mixed(seed: int) -> Loop:
-    """Two kinds of batches in turn, of which one is far easier and larger."""
+    """Alternates two kinds of batches, one far easier and with larger inputs."""
     usual, other = vectors(seed), vectors(seed + 50, wrong=0.0)
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -283,7 +285,7 @@ def mixed(seed: int) -> Loop:
 
 
 def changed_text(seed: int) -> Loop:
-    """Another kind of text from the middle on."""
+    """Changes the kind of text halfway."""
     first, second = chains(seed), chains(seed + 50)
     return made(
         Recurrent(), lambda model: adam(model, 5e-3), clip=1.0,
@@ -303,7 +305,7 @@ def words_of_a_bag(seed: int) -> Loop:
 
 
 def random_labels(seed: int) -> Loop:
-    """From which nothing can be learned but how often each is."""
+    """Labels that depend on nothing: only their frequencies can be learned."""
     loop = made(mlp(), sgd, vectors(seed, 64))
     loop.batches(lambda x, y: (x, (x[:, 0] * 1e4).long().remainder(10)))
     return loop
@@ -330,7 +332,7 @@ def wave(step: int) -> float:
 
 
 def by_closure(loop: Loop) -> Loop:
-    """LBFGS asks for the loss several times a step, all of them of one large batch."""
+    """Steps by a closure, as LBFGS needs, always on one large batch."""
 
     def advance() -> None:
         inputs, targets = loop.batch(0)

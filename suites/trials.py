@@ -1,4 +1,4 @@
-"""What trials share: their options, tables that are printed, rows that are kept, processes, loads, times in turns."""
+"""What trials share: options, printed tables, kept rows, processes, loads, and times taken in turns."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import fp8bench
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = Path(fp8bench.__file__).resolve().parents[1]
 FP8BENCH = (sys.executable, "-m", "fp8bench")
-# It ends with whoever started it.
+# Ends with the process that started it.
 _BUSY = "import os\nown = os.getppid()\nwhile os.getppid() == own: sum(range(100_000))"
 Row = dict[str, Any]
 
 
 def options(description: str | None, **known: tuple[Any, str]) -> argparse.Namespace:
-    """The options of a trial: the default of each, False for a switch or a type where there is none, and its help."""
+    """Parses options from (default, help): False makes a switch, and a type an option without a default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (default, words) in known.items():
         if default is False:
@@ -40,12 +40,12 @@ def options(description: str | None, **known: tuple[Any, str]) -> argparse.Names
 
 
 def say(words: str) -> None:
-    """Print a line at once: a trial takes long."""
+    """Prints a line at once, because a trial takes long."""
     print(words, flush=True)
 
 
 def tell(document: Mapping[str, Any], path: Path | None = None, aloud: bool = True) -> None:
-    """Print it as JSON, and write that there, too."""
+    """Prints a document as JSON, and writes it to a file."""
     text = json.dumps(document, indent=1)
     if path:
         path.write_text(text + "\n")
@@ -54,7 +54,7 @@ def tell(document: Mapping[str, Any], path: Path | None = None, aloud: bool = Tr
 
 
 class Table:
-    """Figures by row, each printed when it is known; those that are float are shares, in percent."""
+    """Prints rows of figures as they come; floats are shares, shown in percent."""
 
     def __init__(self, title: str, *heads: str, name: int = 14) -> None:
         self._name, self._widths = name, [max(len(head), 7) + 2 for head in heads]
@@ -68,7 +68,7 @@ class Table:
 
 
 class Rows:
-    """What was done, in a file of a folder: nothing of it is done again."""
+    """Rows in a file of a folder, from which an interrupted trial goes on."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,14 +83,14 @@ class Rows:
         say(str(row))
 
     def of(self, **fields: Any) -> list[Row]:
-        """Those with these values."""
+        """Returns the rows with these values."""
         return [row for row in self.all if all(row.get(name) == value for name, value in fields.items())]
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This one, in which processes import the fp8bench of this one, and these trials.
+    """Returns an environment whose processes import this fp8bench and these trials.
 
-    asv takes PYTHONPATH away from its processes, and gives them ASV_PYTHONPATH instead.
+    asv replaces PYTHONPATH by ASV_PYTHONPATH in its processes.
     """
     path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"), str(ROOT))))
     return {**os.environ, "PYTHONPATH": path, "ASV_PYTHONPATH": path, **(more or {})}
@@ -99,7 +99,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def ran(
     words: Sequence[str], folder: Path | None = None, ends: Sequence[int] = (0,), more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own, with more in its environment; one that ends otherwise was not measured."""
+    """Runs a command. Raises RuntimeError if it ends with another code than one of `ends`."""
     done = subprocess.run(words, cwd=folder, env=environment(more), capture_output=True, text=True, check=False)
     if done.returncode not in ends:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr[-500:]}")
@@ -107,7 +107,7 @@ def ran(
 
 
 def conditions() -> Row:
-    """What a result was made under."""
+    """Returns the versions, machine and load that a result was made under."""
     words = ["git", "rev-parse", "--short=8", "HEAD"]
     commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return {
@@ -119,14 +119,14 @@ def conditions() -> Row:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder that goes."""
+    """Makes a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="fp8bench-") as folder:
         yield Path(folder)
 
 
 @contextmanager
 def load(count: int) -> Iterator[None]:
-    """So many busy processes beside what is done here."""
+    """Keeps so many processes busy meanwhile."""
     busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
     try:
         time.sleep(3 if count else 0)
@@ -138,13 +138,13 @@ def load(count: int) -> Iterator[None]:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Processor time of one thread, which other work on the machine moves little."""
+    """Returns the CPU time of this thread, which other work on the machine changes little."""
     start = time.thread_time()
     call()
     return time.thread_time() - start
 
 
 def least_seconds(turns: int, *calls: Callable[[], object]) -> list[float]:
-    """The least time of each, called in turns after a first one that does not count."""
+    """Calls all in turns, and returns the least time of each; the first turn does not count."""
     times = [[seconds(call) for call in calls] for _ in range(turns + 1)]
     return [min(column) for column in zip(*times[1:], strict=True)]

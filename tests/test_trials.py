@@ -1,4 +1,4 @@
-"""What trials share: kept rows, tables, processes and loads."""
+"""Kept rows, tables, processes and loads of trials."""
 
 from __future__ import annotations
 

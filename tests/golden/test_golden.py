@@ -350,8 +350,8 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
     plain = json.loads((VALUES / f"{value}.json").read_text())
     if kind == "sensitivity":
         study = decode(Study, plain)
-        yield "fp8bench.features.sensitivity.job.studied", lambda *words: study
-        yield "fp8bench.features.sensitivity.job.kept", lambda *words: study
+        yield "fp8bench.features.sensitivity.job.run_study", lambda *words: study
+        yield "fp8bench.features.sensitivity.job.keep_study", lambda *words: study
         return
     facts = decode(DeviceFacts, plain["device"])
     if kind == "audit":

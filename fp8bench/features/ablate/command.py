@@ -1,4 +1,4 @@
-"""`fp8bench ablate`: options of one step, each alone, added to those before it, and left out of all of them."""
+"""`fp8bench ablate`: measures what each option of a step saves: alone, added to others, and left out of all."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.features.ablate.run import AblationQuestion, ablated, kept
+    from fp8bench.features.ablate.run import AblationQuestion, ablate, keep
     from fp8bench.features.ablate.view import page_of, rows_of, value_of
 
     own = ":" in arguments.target
@@ -74,6 +74,6 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         case_timeout=arguments.case_timeout,
     )  # fmt: skip
     question = AblationQuestion(request, arguments.options, arguments.shapley)
-    ablation = kept(ablated(question, arguments.store, observer), arguments.store)
+    ablation = keep(ablate(question, arguments.store, observer), arguments.store)
     page, value, rows = partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation)
     return CommandResult(ablation, page, value, rows, code=EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED)

@@ -18,7 +18,7 @@ from fp8bench.store.kept_lines import fitting
 
 
 class AblationKind(Kind[Ablation]):
-    """It belongs to no history: its arms are measured for one another."""
+    """Ablations have no history, because their arms are measured for one another."""
 
     name = "ablation"
     holds = Ablation
@@ -29,8 +29,8 @@ class AblationKind(Kind[Ablation]):
             for path in (Path(word), Path(word) / KEPT):
                 if path.is_file() and path.name == KEPT:
                     return path
-        known = fitting(word, {path: self.names(path) for path in _files(store)})
-        return known[0] if len(known) == 1 else None
+        matches = fitting(word, {path: self.names(path) for path in _files(store)})
+        return matches[0] if len(matches) == 1 else None
 
     def names(self, path: Path) -> tuple[str, ...]:
         return path.parent.name.rpartition("-")[2], path.parent.name

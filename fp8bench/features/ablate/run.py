@@ -1,4 +1,4 @@
-"""All arms of an ablation as one group of an ordinary run: prepared together, timed in the same rounds."""
+"""Measures all arms of an ablation as one group of an ordinary run: prepared together, timed in the same rounds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.report.panels import value_of
 from fp8bench.report.topics.memory import PEAK
 
-# Options that have a name of their own: an axis, its value with the option, and without.
+# By name: the axis that an option sets, its value with the option, and without.
 NAMED = {
     "compile": ("compile", "yes", "no"),
     "checkpointing": ("checkpointing", "blocks", "no"),
@@ -47,14 +47,14 @@ NAMED = {
     "fused-optimizer": ("fused", "yes", "no"),
     "static-kv": ("static", "yes", "no"),
 }
-# Steps whose useful FLOPs of products differ by so much are not the same work.
-_OTHER = 0.05
+# Steps whose useful FLOPs of products differ by a larger share are not the same work.
+_SAME_WORK = 0.05
 _ERRORS = ("gradient_error", "output_error", "relative_error")
 
 
 @dataclass(frozen=True)
 class AblationQuestion:
-    """`request` is the run of the arm without options: its one precision, and its axes."""
+    """`request` is the run of the arm without options, with one precision."""
 
     request: Request
     options: tuple[str, ...]
@@ -62,7 +62,7 @@ class AblationQuestion:
 
 
 def _takes(axis: Axis, value: str) -> bool:
-    """Several suites call an axis alike: a layout is one of images in some, of matrices in others."""
+    """Whether the axis has this value: suites use one name for different axes, as layouts of images and matrices."""
     try:
         axis.values([value])
     except UsageError:
@@ -71,18 +71,18 @@ def _takes(axis: Axis, value: str) -> bool:
 
 
 def option_of(word: str, workload: Workload, facts: DeviceFacts) -> AblatedOption:
-    """A precision, a named option, or AXIS=VALUE. Raises UnknownName, or UsageError for a value that is none."""
+    """Parses a precision, a named option, or AXIS=VALUE. Raises UnknownName, or UsageError for a wrong value."""
     axes = {axis.name: axis for axis in sound_axes(workload, facts)}
     name, given, value = word.partition("=")
-    named = {own: option for own, option in NAMED.items() if option[0] in axes and _takes(axes[option[0]], option[1])}
+    named = {
+        known: option for known, option in NAMED.items() if option[0] in axes and _takes(axes[option[0]], option[1])
+    }
     if word in named:
         axis, on, off = named[word]
         return AblatedOption(word, axis=axis, on=on, off=off)
     if given and name in axes:
         return AblatedOption(word, axis=name, on=value)
-    if not given and word in precisions.names():
-        return AblatedOption(word, precision=precisions.canonical(word))
-    if not given and ":" in word:
+    if not given and (word in precisions.names() or ":" in word):
         return AblatedOption(word, precision=precisions.canonical(word))
     known = [*named, *(f"{axis}=" for axis in axes), *precisions.names()]
     raise UnknownName(f"option of suite {workload.name}", word, known)
@@ -91,27 +91,25 @@ def option_of(word: str, workload: Workload, facts: DeviceFacts) -> AblatedOptio
 def options_of(question: AblationQuestion, facts: DeviceFacts) -> tuple[AblatedOption, ...]:
     workload = workloads.get(question.request.suite)
     options = tuple(option_of(word, workload, facts) for word in question.options)
-    for kind in ("precision", "axis"):
-        given = [option for option in options if getattr(option, kind)]
-        for option in given:
-            alike = [other.name for other in given if kind == "precision" or other.axis == option.axis]
-            if len(alike) > 1:
-                what = "precisions" if kind == "precision" else f"values of {option.axis}"
-                raise UsageError(
-                    f"--options {','.join(alike)} are {what}: a step has only one at a time. Leave out all but one."
-                )
+    for option in options:  # a precision has no axis
+        alike = [other.name for other in options if other.axis == option.axis]
+        if len(alike) > 1:
+            what = f"values of {option.axis}" if option.axis else "precisions"
+            raise UsageError(
+                f"--options {','.join(alike)} are {what}: a step has only one at a time. Leave out all but one."
+            )
     if len(options) < 2:
-        raise UsageError("--options needs two or more: of one alone a suite says it all. Give bf16,compile, say.")
+        raise UsageError("--options needs two or more: for a single one run a suite. Give bf16,compile, say.")
     if question.shapley and len(options) > MOST_BY_SHAPLEY:
         raise UsageError(
-            f"--shapley measures all subsets, and of {len(options)} options there are {2 ** len(options)}. Give "
+            f"--shapley measures all subsets, and {len(options)} options have {2 ** len(options)}. Give "
             f"{MOST_BY_SHAPLEY} options at most."
         )
     return options
 
 
-def ablated(question: AblationQuestion, store: Path, observer: JobObserver) -> Ablation:
-    """Measure all arms. An interrupt raises KeyboardInterrupt: of arms cut off halfway nothing can be said."""
+def ablate(question: AblationQuestion, store: Path, observer: JobObserver) -> Ablation:
+    """Measures all arms. An interrupt raises KeyboardInterrupt: arms cut off halfway say nothing."""
     request = question.request
     resolved = resolve(request, os.environ)
     corpus, switches = resolved.corpus(store), resolved.switches
@@ -131,19 +129,20 @@ def ablated(question: AblationQuestion, store: Path, observer: JobObserver) -> A
         )  # fmt: skip
         with observer.measuring() as watch:
             records = GroupMeasurement(group, {device.key: device}, worker, watch, method, meters.of(device)).run()
-    return _told(question, options, device, planned, records, environment)
+    return _ablation_of(question, options, device, planned, records, environment)
 
 
 def planned_arms(
     question: AblationQuestion, options: Sequence[AblatedOption], facts: Sequence[DeviceFacts], corpus: str | None
 ) -> dict[tuple[str, ...], PlannedCase]:
-    """A case for each arm. What an arm's device refuses is in it, with the reason."""
+    """Plans a case for each arm; a case that the device refuses has its reason."""
     arms: dict[tuple[str, ...], PlannedCase] = {}
-    named = {option.name: option for option in options}
+    by_name = {option.name: option for option in options}
     off = {option.axis: (option.off,) for option in options if option.off}
-    for names in arms_of(list(named), question.shapley):
-        on = {named[name].axis: (named[name].on,) for name in names if named[name].axis}
-        precision = next((named[name].precision for name in names if named[name].precision), "")
+    for names in arms_of(list(by_name), question.shapley):
+        chosen = [by_name[name] for name in names]
+        on = {option.axis: (option.on,) for option in chosen if option.axis}
+        precision = next((option.precision for option in chosen if option.precision), "")
         axes = {**dict(question.request.axes), **off, **on}
         dtypes = (precision,) if precision else question.request.dtypes
         groups = make_plan(replace(question.request, dtypes=dtypes, axes=tuple(axes.items())), facts, corpus, False)
@@ -151,14 +150,14 @@ def planned_arms(
             axis = next(name for name, _ in groups.groups[0].cases[0].case.params
                         if len({group.cases[0].case.param(name) for group in groups}) > 1)  # fmt: skip
             raise UsageError(
-                f"suite {question.request.suite} has {len(groups.groups)} cases by itself, and an ablation is of one. "
+                f"suite {question.request.suite} has {len(groups.groups)} cases, and an ablation measures one. "
                 f"Choose: --set {axis}={groups.groups[0].cases[0].case.param(axis)}, say."
             )
         arms[names] = groups.groups[0].cases[0]
     return arms
 
 
-def _told(
+def _ablation_of(
     question: AblationQuestion, options: tuple[AblatedOption, ...], device: DeviceFacts,
     planned: Iterable[tuple[str, ...]], records: Sequence[Record], environment: Environment,
 ) -> Ablation:  # fmt: skip
@@ -174,7 +173,7 @@ def _told(
         energy, paired = energy_figures(record), record in together
         why = record.reason or ("" if paired else "memory has no room for it beside the others: no common rounds")
         why = why or other_work(record, first, share)
-        # Alone: the first arm's inputs and work may be others', which is asked here as what this arm is.
+        # By itself, because findings of several records assume that all do the same work.
         (finding,) = find([record], {})
         why = why or ", ".join(label.value for label in finding.hard)
         arms.append(
@@ -194,24 +193,21 @@ def _told(
 
 
 def other_work(record: Record, first: Record, share: float) -> str:
-    """What says that an arm's products are not those of the first one, for as many tokens; '' where nobody can tell."""
+    """Says how an arm's products differ from the first arm's for as many tokens; '' if they do not, or no tape says."""
     own, base = record.tape, first.tape
     if own is None or base is None or any(tape.unknown or tape.unwritten for tape in (own, base)):
         return ""
     wanted = product_work(base).useful
-    # Of another batch nobody knows what is padding and what is computed again: more is no doubt, less is.
+    # In another batch more work may be padding or recomputation; only less work is suspicious.
     useful = product_work(own, base).useful if share == 1 else min(wanted, share * product_work(own).useful)
-    if abs(useful - wanted) <= _OTHER * max(useful, wanted):
+    if abs(useful - wanted) <= _SAME_WORK * max(useful, wanted):
         return ""
-    did, others = (units.count(flops, "FLOP") for flops in (useful, wanted))
-    return f"other work: for as many tokens its products do {did}, those of the first arm {others}"
+    own_flops, first_flops = (units.count(flops, "FLOP") for flops in (useful, wanted))
+    return f"other work: for as many tokens its products do {own_flops}, those of the first arm {first_flops}"
 
 
 def _rounds(record: Record, rounds: Collection[int], share: float) -> tuple[float, ...]:
-    """Seconds of whole steps in the rounds that all arms were in, as if steps had as many tokens as the first one's.
-
-    Of emulated ones, which have few rounds, all of them.
-    """
+    """Returns seconds of whole steps times `share`, in these rounds; of an emulated arm, which has few, in all."""
     if record.timing is None:
         return ()
     numbers = (slot.round for slot in record.timing.slots)
@@ -220,7 +216,8 @@ def _rounds(record: Record, rounds: Collection[int], share: float) -> tuple[floa
     return tuple(share * seconds for number, seconds in samples if emulated or number in rounds)
 
 
-def kept(ablation: Ablation, store: Path) -> Ablation:
+def keep(ablation: Ablation, store: Path) -> Ablation:
+    """Writes the ablation into the store, and returns it with its path."""
     path = store / "ablations" / f"{stamp(ablation.started)}-{secrets.token_hex(4)}" / KEPT
     with keeping(f"the ablation {path}", "Choose another --store DIR."):
         write_whole(path, compact(sealed(encode(replace(ablation, path="")))) + "\n")

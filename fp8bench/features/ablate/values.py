@@ -1,4 +1,4 @@
-"""What is ablated, and what each arm came to."""
+"""Values of `ablate`: options, arms and the whole ablation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 
 from fp8bench.model import Level, Scalar
 
-# The file of one, in a folder of its own.
 KEPT = "ablation.json"
-# Of more options all subsets are more arms than fit into memory, and into anybody's patience.
+# Subsets of more options are more arms than memory and patience allow.
 MOST_BY_SHAPLEY = 4
 
 
 @dataclass(frozen=True)
 class AblatedOption:
-    """A precision, or a value of an axis; `off` is what the axis has without it, '' what the suite has by itself."""
+    """A precision, or the value `on` of an axis, which without the option has the value `off` ('': its default)."""
 
     name: str
     precision: str = ""
@@ -27,10 +26,8 @@ class AblatedOption:
 
 @dataclass(frozen=True)
 class AblatedArm:
-    """Options that hold together, and what was measured with them.
-
-    `rounds` are seconds of whole steps, scaled to the tokens of the arm without options. `why` says what there is not.
-    """
+    """A step with these options. `rounds` are seconds, scaled to the tokens of the arm without options; `why` says why
+    something is missing."""
 
     options: tuple[str, ...]
     case: str
@@ -44,14 +41,13 @@ class AblatedArm:
 
     @property
     def timed(self) -> bool:
-        """Whether its time is a speed, and may be held against others'."""
+        """Whether its time is a speed that compares with others."""
         return bool(self.rounds) and self.level is Level.NATIVE and not self.why
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """Arms in the order in which they were asked for: none, alone, cumulative, left out. `control` is the first arm
-    once more, which says what identical code differs by."""
+    """All arms, the one without options first; `control` are the rounds of its copy, for the noise floor."""
 
     suite: str
     setting: tuple[tuple[str, Scalar], ...]
@@ -77,7 +73,7 @@ class Ablation:
 
 
 def arms_of(names: Sequence[str], shapley: bool) -> Iterator[tuple[str, ...]]:
-    """None, each alone, each added to those before it, each left out: 3k - 1 of three options or more, each once."""
+    """Yields no option, each alone, each added to those before it, each left out; 3k - 1 arms from three options on."""
     wanted = [(), *((name,) for name in names)]
     wanted += [tuple(names[:count]) for count in range(2, len(names) + 1)]
     wanted += [tuple(other for other in names if other != name) for name in names]

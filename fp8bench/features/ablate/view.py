@@ -1,6 +1,6 @@
-"""What options save (alone, cumulative, left out, by Shapley), and as a page: the whole in a sentence, the arms.
+"""Computes what options save (alone, added, left out, by Shapley) and shows it.
 
-Arms take turns in the same rounds, so that the same draws of rounds say what any two of them differ by.
+Arms took turns in the same rounds, so differences between any two are resampled with the same draws of rounds.
 """
 
 from __future__ import annotations
@@ -33,39 +33,40 @@ _ENDS = ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2)
 
 @dataclass(frozen=True)
 class Savings:
-    """In seconds of a step, with intervals; None of arms whose time is no speed."""
+    """Savings in seconds of a step, with intervals; None where an arm's time is no speed."""
 
     ablation: Ablation
 
     def alone(self, name: str) -> Interval | None:
-        """What it saves by itself, in seconds of a step, as all that follow."""
-        return self.saved((((), 1), ((name,), -1)))
+        return self._sum((((), 1), ((name,), -1)))
 
     def cumulative(self, name: str) -> Interval | None:
+        """What it saves added to the options before it."""
         place = self.ablation.names.index(name)
-        return self.saved(((self.ablation.names[:place], 1), (self.ablation.names[: place + 1], -1)))
+        return self._sum(((self.ablation.names[:place], 1), (self.ablation.names[: place + 1], -1)))
 
     def left_out(self, name: str) -> Interval | None:
-        """What is lost where it alone is left out of the whole."""
-        return self.saved(((self._but(name), 1), (self.ablation.names, -1)))
+        """What is lost when only this option is missing."""
+        return self._sum(((self._but(name), 1), (self.ablation.names, -1)))
 
-    def beside(self, name: str) -> Interval | None:
-        """What it saves more where all others are on than alone: above 0 it needs them, below 0 they overlap."""
-        return self.saved(((self._but(name), 1), (self.ablation.names, -1), ((), -1), ((name,), 1)))
+    def gain_from_others(self, name: str) -> Interval | None:
+        """What it saves more with all others than alone: above 0 it needs them, below 0 they overlap."""
+        return self._sum(((self._but(name), 1), (self.ablation.names, -1), ((), -1), ((name,), 1)))
 
     def interaction(self) -> Interval | None:
+        """What all options save together beyond the sum of what each saves alone."""
         alone = [((name,), 1.0) for name in self.ablation.names]
-        return self.saved((*alone, (self.ablation.names, -1), ((), 1.0 - len(alone))))
+        return self._sum((*alone, (self.ablation.names, -1), ((), 1.0 - len(alone))))
 
     def average(self, name: str) -> Interval | None:
-        """Shapley's share of the whole: what it saves, averaged over all orders in which options can be added."""
+        """Shapley's share of the whole: the mean saving over all orders of adding options."""
         others = self._but(name)
         terms: list[tuple[Sequence[str], float]] = []
         for count in range(len(others) + 1):
             weight = 1 / (len(self.ablation.names) * math.comb(len(others), count))
             for subset in itertools.combinations(others, count):
                 terms += [(subset, weight), ((*subset, name), -weight)]
-        return self.saved(terms)
+        return self._sum(terms)
 
     def speed_up(self, arm: AblatedArm) -> Interval | None:
         first = self.ablation.arms[0]
@@ -73,20 +74,20 @@ class Savings:
             return None
         return _ratio(first.rounds, arm.rounds)
 
-    def saved(self, terms: Sequence[tuple[Sequence[str], float]]) -> Interval | None:
-        """The sum of arms' seconds, each so many times; None unless all are timed."""
+    def _sum(self, terms: Sequence[tuple[Sequence[str], float]]) -> Interval | None:
+        """Adds up arms' seconds, each times a factor; None unless all arms are timed."""
         arms = [(self.ablation.arm(options), times) for options, times in terms]
         if not all(arm.timed for arm, _ in arms):
             return None
-        known = [(resampled(arm.rounds), times) for arm, times in arms]
-        point = sum(times * math.exp(case.point) for case, times in known)
-        draws: Floats = np.sum([times * np.exp(case.resampled) for case, times in known], axis=0)
+        cases = [(resampled(arm.rounds), times) for arm, times in arms]
+        point = sum(times * math.exp(case.point) for case, times in cases)
+        draws: Floats = np.sum([times * np.exp(case.resampled) for case, times in cases], axis=0)
         by_round: Floats = np.sum([times * np.array(arm.rounds) for arm, times in arms], axis=0)
         return _interval(point, draws, by_round)
 
     @property
     def floor(self) -> float | None:
-        """By what share identical code differs in these rounds: how far its interval reaches."""
+        """The share by which identical code may differ in these rounds."""
         first = self.ablation.arms[0]
         if not self.ablation.control or not first.timed:
             return None
@@ -97,24 +98,24 @@ class Savings:
 
 
 def seconds_of(arm: AblatedArm) -> float | None:
-    """Of the fastest quarter of the rounds."""
+    """Returns the mean of the fastest quarter of the rounds."""
     return math.exp(resampled(arm.rounds).point) if arm.rounds else None
 
 
 @cache
 def resampled(rounds: tuple[float, ...]) -> Resampled:
-    """The best case of whole steps; arms with as many rounds draw the same ones."""
+    """Resamples the best case of whole steps; arms with equally many rounds draw the same ones."""
     return best_case(np.array(rounds, dtype=np.float64)[:, None])
 
 
-def _ratio(one: tuple[float, ...], other: tuple[float, ...]) -> Interval:
-    own, base = resampled(one), resampled(other)
-    draws: Floats = np.exp(own.resampled - base.resampled)
-    return _interval(math.exp(own.point - base.point), draws, np.array(one) / np.array(other))
+def _ratio(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
+    numerator, denominator = resampled(above), resampled(below)
+    draws: Floats = np.exp(numerator.resampled - denominator.resampled)
+    return _interval(math.exp(numerator.point - denominator.point), draws, np.array(above) / np.array(below))
 
 
 def _interval(point: float, draws: Floats, by_round: Floats) -> Interval:
-    """Between the outer half-percents of the resamples; of few rounds, whose resamples say little, their range."""
+    """Returns the central 99% of the resamples; with few rounds, whose resamples say little, the rounds' range."""
     if few := len(by_round) < LEAST_ROUNDS:
         low, high = by_round.min(), by_round.max()
     else:
@@ -122,7 +123,7 @@ def _interval(point: float, draws: Floats, by_round: Floats) -> Interval:
     return Interval(point, min(float(low), point), max(float(high), point), 0.0 if few else _LEVEL)
 
 
-# What is often said of low precision with all that goes with it.
+# The speed-up that is often quoted for low precision with the options that go with it.
 _QUOTED = (3.0, 4.0)
 _LEGEND = (
     "saves: in seconds of a step; below 0 it costs; [low, high]: 99% of these rounds, or their range",
@@ -137,10 +138,9 @@ _LEGEND = (
 def page_of(ablation: Ablation, charts: bool = False) -> Page:
     title = f"ablation of {ablation.suite} on {ablation.device}"
     setting = f"{show_params(ablation.setting)} ({ablation.device_name})"
-    answer: list[Element] = [Text(f"{sentence}.") for sentence in sentences(ablation)]
     chart = list(_waterfall(ablation)) if charts else []
     parts = [
-        Part("answer", "", tuple(answer)),
+        Part("answer", "", tuple(Text(f"{sentence}.") for sentence in sentences(ablation))),
         Part("options", "what each option saves of a step", (_options(ablation),)),
         Part("arms", "arms, all timed in the same rounds", (_arms(ablation), *_labels(ablation), *chart)),
     ]
@@ -152,13 +152,12 @@ def page_of(ablation: Ablation, charts: bool = False) -> Page:
 def sentences(ablation: Ablation) -> Iterator[str]:
     first, whole = ablation.arms[0], ablation.arm(ablation.names)
     names = listed(list(ablation.names))
+    emulated = "emulated: its time is no speed"
     if not first.timed:
-        why = first.why or "emulated: its time is no speed"
-        yield f"nothing can be said of speed: the step without options has none ({why})"
+        yield f"nothing can be said of speed: the step without options has none ({first.why or emulated})"
         return
     if not whole.timed:
-        why = whole.why or "emulated: its time is no speed"
-        yield f"{names} together have no speed here: {why}"
+        yield f"{names} together have no speed here: {whole.why or emulated}"
         if whole.level is Level.EMULATED and not whole.why:
             yield "the often-quoted '3 to 4 times' of low precision with other options: not testable here"
         return
@@ -190,11 +189,11 @@ def _interplay(ablation: Ablation) -> Iterator[str]:
     else:
         yield f"{'they need one another' if gained.point > 0 else 'they overlap'}: {beyond} {_range(gained)}"
     for name in ablation.names if len(ablation.names) > 2 else ():
-        beside = savings.beside(name)
-        if beside is not None and not beside.low <= 0 <= beside.high:
-            word = "needs another" if beside.point > 0 else "overlaps with another"
-            much = f"{units.seconds(abs(beside.point))} {'less' if beside.point > 0 else 'more'}"
-            yield f"{name} {word}: beside the rest a step takes {much} than by what it saves alone"
+        gain = savings.gain_from_others(name)
+        if gain is not None and not gain.low <= 0 <= gain.high:
+            word = "needs another" if gain.point > 0 else "overlaps with another"
+            amount = f"{units.seconds(abs(gain.point))} {'less' if gain.point > 0 else 'more'}"
+            yield f"{name} {word}: with the others a step takes {amount} than by what it saves alone"
 
 
 def _options(ablation: Ablation) -> Element:
@@ -274,7 +273,7 @@ def value_of(ablation: Ablation) -> dict[str, Any]:
     figures = {
         name: {
             "alone": encode(savings.alone(name)), "cumulative": encode(savings.cumulative(name)),
-            "left_out": encode(savings.left_out(name)), "beside_the_others": encode(savings.beside(name)),
+            "left_out": encode(savings.left_out(name)), "beside_the_others": encode(savings.gain_from_others(name)),
             "shapley": encode(savings.average(name)) if ablation.shapley else None,
         }
         for name in ablation.names

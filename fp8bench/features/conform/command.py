@@ -1,4 +1,4 @@
-"""`fp8bench conform`: whether native casts and products give what their emulation gives, bit by bit."""
+"""`fp8bench conform`: compares native casts and products with their emulation, bit by bit."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fp8bench.report.panels import together
 from fp8bench.report.words.naming import listed
 
 _LEGEND = (
-    "order: every element is what a sum of the same products in another order is rounded to; it conforms",
-    "units: every element is what this GPU's units sum in fewer bits than float32 has, to the bit; it conforms",
-    "rounding: each is the exact result's neighbour, and not always the nearest one",
+    "order: every element is what the same products give when they are summed in another order; it conforms",
+    "units: every element is what this GPU's units give, which sum in fewer bits than float32 has; it conforms",
+    "rounding: each is a neighbour of the exact result, but not always the nearest one",
     "overflow: what lies beyond the largest number becomes something else (NaN, infinity, the largest)",
     "layout: rows, columns or a whole operand stand in another place; scale: a factor that should not be there",
     "accumulation: sums as if kept in fewer bits than the recipe says (its option accumulator)",
     "unexplained: none of these explains all elements that differ",
-    "at most: numbers of the result's own dtype in between, of a cast steps of its format",
+    "at most: the largest distance, in numbers of the result's dtype; in casts, of their format",
 )
 
 
@@ -56,20 +56,20 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    facts, tried = conformity(arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL)
-    conforms = all(mode.conforms for mode in tried)
-    modes = [{**encode(mode), "conforms": mode.conforms} for mode in tried]
-    document = {"device": encode(facts), "conforms": conforms, "modes": modes}
-    tell(arguments, partial(page_of, facts, tried, arguments.all), lambda: document)
+    facts, modes = conformity(arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL)
+    conforms = all(mode.conforms for mode in modes)
+    values = [{**encode(mode), "conforms": mode.conforms} for mode in modes]
+    document = {"device": encode(facts), "conforms": conforms, "modes": values}
+    tell(arguments, partial(page_of, facts, modes, arguments.all), lambda: document)
     if not conforms:
         return EXIT_REGRESSION
-    return EXIT_OK if any(mode.compared for mode in tried) else EXIT_FAILED
+    return EXIT_OK if any(mode.compared for mode in modes) else EXIT_FAILED
 
 
 def conformity(
     dtypes: Sequence[str], device: str | None, seed: int, imports: tuple[str, ...], observer: JobObserver
 ) -> tuple[DeviceFacts, list[ModeConformity]]:
-    """The device, and what was found of each precision; by default of all that it does, emulated ones included."""
+    """Compares each precision on the device; by default all that it does, emulated ones included."""
     named = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
     with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
         facts = device_named(device or "", worker.probe())
@@ -85,7 +85,7 @@ def conformity(
                 mode = precisions.get(name).mode
                 try:
                     conformed = worker.within(COMPILE_SECONDS).conform(name, facts)
-                except WorkerError as error:  # another precision may do all the same
+                except WorkerError as error:  # other precisions may still work
                     conformed = (Conformity(mode, "all of it", "", why=str(error)),)
                     worker.restart()
                 conformities.append(ModeConformity(mode, support, conformed))
@@ -93,9 +93,9 @@ def conformity(
 
 
 def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], whole: bool = False) -> Page:
-    """The verdict, a line for each precision, what differs, and what was not done and why.
+    """Shows the verdict, a row for each precision, what differs, and what was not done and why.
 
-    What differs by the order of sums alone is counted, and emulated precisions that conform are named, unless `whole`.
+    Unless `whole`, differences by the order of sums are only counted, and emulated precisions that conform only named.
     """
     good = all(mode.conforms for mode in conformities)
     parts = [Part("verdict", "", (Text(_verdict(conformities), Tone.GOOD if good else Tone.BAD),))]
@@ -120,13 +120,12 @@ def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], whole: b
             parts.append(Part(name, "", (Text(f"{len(same_kind)} products of {modes} {what} (--all lists them)"),)))
     if undone := list(_undone(conformities)):
         parts.append(Part("undone", "not done here", (Items(tuple(map(Text, undone))),)))
-    return Page(
-        f"native against emulated on {facts.key} ({facts.name}, torch {facts.torch})", "", tuple(parts), _LEGEND
-    )
+    title = f"native against emulated on {facts.key} ({facts.name}, torch {facts.torch})"
+    return Page(title, "", tuple(parts), _LEGEND)
 
 
 def _undone(conformities: Sequence[ModeConformity]) -> Iterator[str]:
-    """A line for each reason: 'mxfp4, mxfp8 and nvfp4, 3 products: ...'."""
+    """Yields a line for each reason, like 'mxfp4, mxfp8 and nvfp4, 3 casts and products: ...'."""
     by_reason = together((case.why, case) for mode in conformities for case in mode.found if case.difference is None)
     for why, members in by_reason.items():
         modes = listed(list(dict.fromkeys(member.mode for member in members)), 20)

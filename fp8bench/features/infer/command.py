@@ -1,4 +1,4 @@
-"""`fp8bench infer`: prefill and decode with a cache and weights in low precision, and what that does to predictions."""
+"""`fp8bench infer`: times prefill and decode with low-precision caches or weights, and compares predictions."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fp8bench.model.request import whole_number
 from fp8bench.nn.served import CARRIERS
 from fp8bench.nn.sizes import SERVED_SIZES
 
+_CONTEXTS_LIKE = "Give 256,1024,2048,4096, say."
 _ARMS = "bf16,kv=fp8,weights=int8,kv=fp8+weights=int8"
 _TOKENS = {False: 8192, True: 2048}
 _BATCHES = {False: (1, 8, 16, 32, 64, 128, 256, 512, 4096), True: (1, 16, 128, 1024)}
@@ -47,11 +48,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=types.whole(whole_number(1, 1 << 14)), default=1, metavar="N", help="sequences; default 1")
     words = f"{LEAST_CONTEXTS} contexts or more, for the line; default 256,1024,2048,4096"
     add("--contexts", metavar="A,B", help=words)
-    add(
-        "--sweep",
-        choices=("batch",),
-        help="batch: up to which batch arms pay, by one layer's product at 1, 8, 16, ... 4096 rows",
-    )
+    words = "batch: up to which batch arms pay, by one layer's product at 1, 8, 16, ... 4096 rows"
+    add("--sweep", choices=("batch",), help=words)
     words = (
         "also sample texts in each arm, and say how far the reference's log-probabilities of these tokens are from it"
     )
@@ -71,14 +69,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, then tell; after an interrupt what was found."""
-    from fp8bench.features.infer.job import answered
+    """After an interrupt, shows what was measured until then."""
+    from fp8bench.features.infer.job import answer_question
 
     check_outputs(arguments)
     question, trained = _question(arguments)
     command = shlex.join(["fp8bench", *sys.argv[1:]])
     with only_once():
-        answer = answered(question, arguments.store, command, TERMINAL, trained)
+        answer = answer_question(question, arguments.store, command, TERMINAL, trained)
         tell(arguments, partial(page_of, answer), partial(value_of, answer), partial(rows_of, answer))
     return EXIT_OK if answer.finished else EXIT_INTERRUPTED
 
@@ -101,7 +99,7 @@ def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedMod
 
 
 def _model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel | None]:
-    """The size that is timed, and the trained model that quality is read on, if it is another than usual."""
+    """Returns the size to time, and the model to read quality on: None for the usual one."""
     from fp8bench.jobs.profile import function_named
 
     if arguments.make and (arguments.trained or arguments.size):
@@ -125,11 +123,7 @@ def _contexts(arguments: argparse.Namespace) -> tuple[int, ...]:
     try:
         contexts = tuple(sorted({int(word) for word in arguments.contexts.split(",")}))
     except ValueError:
-        raise UsageError(
-            f"--contexts {arguments.contexts!r} is no list of whole numbers. Give 256,1024,2048,4096, say."
-        ) from None
+        raise UsageError(f"--contexts {arguments.contexts!r} is no list of whole numbers. {_CONTEXTS_LIKE}") from None
     if len(contexts) < LEAST_CONTEXTS and not arguments.sweep:
-        raise UsageError(
-            f"--contexts has {len(contexts)} and a line needs {LEAST_CONTEXTS}. Give 256,1024,2048,4096, say."
-        )
+        raise UsageError(f"--contexts has {len(contexts)}, and a line needs {LEAST_CONTEXTS} or more. {_CONTEXTS_LIKE}")
     return contexts

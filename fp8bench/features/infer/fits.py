@@ -1,10 +1,10 @@
-"""Times over contexts as a line, where two lines cross, and what resampling rounds makes of both.
+"""Fits a line to the times over contexts, finds where two lines cross, and gives both intervals by resampling rounds.
 
-A context's figure is the best case of its rounds, as everywhere in fp8bench. Rounds of one context are resampled
-together for all arms, which were measured in the same ones, and of each context by themselves. So few rounds say less
-than their resamples do: a resample's spread is widened as Student's t widens that of a mean.
+A context's figure is the best case of its rounds, as everywhere in fp8bench. All arms were measured in the same rounds,
+so these are resampled together; each context is resampled by itself. Few rounds say less than their resamples suggest,
+so the spread of resamples is widened as Student's t widens that of a mean.
 
-And up to how many rows of a product arms of weights pay, what takes the gain away, and what ceilings say beside it.
+For `--sweep batch`: up to how many rows low-precision weights pay, what takes the gain away, and what ceilings predict.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.stats import Floats, best_case
 from fp8bench.features.infer.values import LEAST_CONTEXTS, BatchGain, BatchSweep, ContextCrossing, TimeLine, is_of
 from fp8bench.model import Interval, Record, Run
+from fp8bench.model.measured import Ceiling
 from fp8bench.nn.served import CARRIERS, ServedArm, ServedShape, step_bytes
 
-# What intervals are called, and the share of resamples that they hold: by simulated sweeps these hold the truth in 95
-# of 100, from 10 rounds on. The fastest of few rounds are a little slower than those of many.
+# An interval that is called LEVEL spans the share _DRAWN of resamples: in simulated sweeps of 10 rounds and more, such
+# intervals hold the truth in 95 of 100.
 LEVEL, _DRAWN = 0.95, 0.99
 _ENDS = ((1 - _DRAWN) / 2, (1 + _DRAWN) / 2)
-# Contexts at which two lines are held against each other.
+# At so many contexts two lines are compared.
 _PLACES = 256
 
 
 @dataclass(frozen=True)
 class LineDraws:
-    """The fitted a and b, those of each resample (resamples, 2), and how far each context lies above: seconds."""
+    """A fitted line: `point` is a and b, `draws` those of each resample (resamples, 2).
+
+    `above` is how many seconds each measured context lies above the line, `off` the largest such distance as a share of
+    the context's time.
+    """
 
     point: Floats
     draws: Floats
@@ -49,18 +54,18 @@ class LineDraws:
         return TimeLine(a, b, self.off)
 
     def at(self, contexts: Floats) -> Floats:
-        """Seconds of each resample at contexts: (resamples, contexts)."""
+        """Returns each resample's seconds at these contexts: (resamples, contexts)."""
         seconds: Floats = self.draws[:, :1] + self.draws[:, 1:] * contexts
         return seconds
 
 
 def fastest(samples: Sequence[float]) -> float:
-    """The best case of rounds: what a context's line is fitted to, so that a figure is not beside its own line."""
+    """Returns the rounds' best case, which the line is fitted to as well, so that a printed figure lies on its line."""
     return math.exp(best_case(np.array(samples, dtype=np.float64)[:, None]).point)
 
 
 def line_of(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
-    """The line through seconds by context, each context weighed by its own time; None of fewer than four."""
+    """Fits seconds over contexts by least squares of relative errors; None for fewer than LEAST_CONTEXTS contexts."""
     if len(rounds) < LEAST_CONTEXTS:
         return None
     contexts, points, logs = sorted(rounds), [], []
@@ -80,26 +85,29 @@ def line_of(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
 
 
 def widening(rounds: int) -> float:
-    """How much wider Student's t of so many rounds, less one, is than the normal distribution; what the spread of their
-    resamples lacks; and how much slower the fastest of few rounds are than those of many, by simulation."""
+    """Returns the factor by which the spread of resamples is too small for so few rounds.
+
+    It is Student's t over the normal distribution's 1.96, times what resampling n values loses of their spread, times
+    how much slower the fastest of few rounds are than the fastest of many (found by simulation).
+    """
     freedom = max(1, rounds - 1)
     t = 1.96 + 2.37 / freedom + 2.8 / freedom**2 + 5.6 / freedom**3  # within 1% from 2 degrees on
     return t / 1.96 * math.sqrt(rounds / freedom) * (1 + 6 / rounds)
 
 
 def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -> ContextCrossing:
-    """Where the arm's line crosses, within what was measured and nowhere else.
+    """Returns where the arm's line crosses the reference's, within the measured contexts only.
 
-    The interval has every context at which resamples do not agree which of the two is faster, or do by less than some
-    measured context lies off what the lines say of it: no resample shows that times are no line.
+    The interval holds every context at which resamples disagree on which of the two is faster, or agree by less than
+    the lines miss some measured context by: resampling cannot show that times do not follow a line.
     """
     first, last = min(contexts), max(contexts)
     places = np.geomspace(first, last, _PLACES)
     known = reference.point[0] + reference.point[1] * np.array(sorted(contexts))
     miss = float((np.abs(arm.above - reference.above) / known).max())
-    beside = miss * (reference.point[0] + reference.point[1] * places)
+    margin = miss * (reference.point[0] + reference.point[1] * places)
     ends_of = np.quantile(arm.at(places) - reference.at(places), _ENDS, axis=0)
-    low, high = ends_of[0] - beside, ends_of[1] + beside
+    low, high = ends_of[0] - margin, ends_of[1] + margin
     signs = np.where(high < 0, 1, np.where(low > 0, -1, 0))
     ends = tuple(bool(sign > 0) if sign else None for sign in (signs[0], signs[-1]))
     faster = ends[0], ends[1]
@@ -107,9 +115,9 @@ def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -
         return ContextCrossing(None, first, last, faster)
     a, b = arm.point - reference.point
     at = float(min(max(-a / b, first), last))
-    # From the last place of the one's to the first of the other's: lines cross once.
-    own, others = np.flatnonzero(signs == signs[0])[-1], np.flatnonzero(signs == signs[-1])[0]
-    return ContextCrossing(at, min(float(places[own]), at), max(float(places[others]), at), faster)
+    # Lines cross once: the interval lies between the last place with the first sign and the first with the last.
+    start, end = np.flatnonzero(signs == signs[0])[-1], np.flatnonzero(signs == signs[-1])[0]
+    return ContextCrossing(at, min(float(places[start]), at), max(float(places[end]), at), faster)
 
 
 Phases = Mapping[str, float]
@@ -120,7 +128,7 @@ def swept(run: Run, arms: Sequence[ServedArm], layer: tuple[int, int], rows: tup
 
 
 def gains_of(run: Run, arms: Sequence[ServedArm]) -> Iterator[BatchGain]:
-    """By the ratios of the suite's own verdicts; beside what is measured what ceilings say."""
+    """Yields each arm's gain over the reference, from the ratios that the suite's own verdicts use."""
     verdicts = findings(run)
     leads = {int(record.case.param("m")): record for record in run.records if record.is_reference}
     for arm in arms[1:]:
@@ -139,15 +147,15 @@ def gains_of(run: Run, arms: Sequence[ServedArm]) -> Iterator[BatchGain]:
         yield BatchGain(arm, crossings, pays, worst.size, cause, computed_rows(own[min(own)], arm))
 
 
-# A product that takes less than so many times what it takes of one row has a time that is fixed.
+# Below this ratio of the time of many rows to that of the fewest, a product's time counts as fixed.
 _FIXED = 1.5
 
 
 def cause_of(first: Phases, last: Phases, reference: Phases, arm: ServedArm) -> str:
-    """What an arm loses by: its seconds by phase at the fewest rows and where it loses most, and the reference's there.
+    """Names what an arm loses by, from its seconds by phase at the fewest rows and at the rows where it loses most.
 
-    A time that hardly depends on the rows is what a launch and reading the weight take; one that grows is what is
-    computed, of which dequantising is the part that the reference has not.
+    A time that hardly depends on the rows goes into launching and reading the weight. One that grows is computation, of
+    which only dequantising is not in the reference's too.
     """
     lost = {phase: seconds - reference.get(phase, 0.0) for phase, seconds in last.items()}
     if max(lost, key=lambda phase: lost[phase]) == "cast":
@@ -158,21 +166,22 @@ def cause_of(first: Phases, last: Phases, reference: Phases, arm: ServedArm) -> 
 
 
 def computed_rows(record: Record, arm: ServedArm) -> float | None:
-    """Below how many rows a product of the arm is bound by the bytes of its weight, by the ceilings of its device."""
-    ceiling = record.ceiling
-    if ceiling is None or not ceiling.flops or not ceiling.bytes:
+    """Returns below how many rows reading the weight bounds the arm's product; None without measured ceilings."""
+    flops_per_byte = _flops_per_byte(record.ceiling)
+    if flops_per_byte is None:
         return None
     outputs, inputs = int(record.case.param("n")), int(record.case.param("k"))
     shape = ServedShape(0, 0, 1, 1, 1, 1, (("blocks.0.weight", (outputs, inputs)),))
-    each = step_bytes(shape, replace(arm, kv=""), 1, 0).weights / (outputs * inputs)
-    return each * ceiling.flops / (2 * ceiling.bytes)
+    bytes_per_weight = step_bytes(shape, replace(arm, kv=""), 1, 0).weights / (outputs * inputs)
+    return bytes_per_weight * flops_per_byte / 2
 
 
 def computed_batch(run: Run, reference: ServedArm) -> float | None:
-    """The batch from which the reference's own products are bound by arithmetic, so that fewer bytes gain nothing."""
-    ceiling = next(
-        (record.ceiling for record in run.records if record.is_reference and record.ceiling is not None), None
-    )
-    if ceiling is None or not ceiling.flops or not ceiling.bytes:
-        return None
-    return CARRIERS[reference.carrier] * ceiling.flops / (2 * ceiling.bytes)
+    """Returns the batch from which arithmetic bounds the reference's products, so that fewer bytes gain nothing."""
+    ceilings = [record.ceiling for record in run.records if record.is_reference and record.ceiling is not None]
+    flops_per_byte = _flops_per_byte(ceilings[0]) if ceilings else None
+    return None if flops_per_byte is None else CARRIERS[reference.carrier] * flops_per_byte / 2
+
+
+def _flops_per_byte(ceiling: Ceiling | None) -> float | None:
+    return ceiling.flops / ceiling.bytes if ceiling is not None and ceiling.flops and ceiling.bytes else None

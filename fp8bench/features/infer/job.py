@@ -1,7 +1,6 @@
-"""Asks and measures: quality in a worker of its own, then decode over contexts and a prompt by the ordinary pipeline.
+"""Reads quality in a worker of its own, then times decode over contexts, and a prompt, by the ordinary pipeline.
 
-Arms without a kernel of their own are not timed: what emulates them takes a time that nobody would have. They have
-bytes and quality.
+Arms without a kernel of their own have bytes and quality but no times: nobody would serve by what emulates them.
 """
 
 from __future__ import annotations
@@ -59,24 +58,26 @@ from fp8bench.units import size
 RankedArms = tuple[tuple[ServedArm, ArmQuality], ...]
 _MODULE = "fp8bench.features.infer.quality"
 SHIPPED, WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.bin")
-# Left out of the shipped model's training; its positions.
+# Modules left out of the shipped model's training, and the positions that it has.
 HELD_OUT, WINDOW = ("argparse.py", "statistics.py", "textwrap.py"), 128
 _LIMIT = 1800.0
-# By whether it is quick.
+# By whether --quick is given.
 _CONTEXTS = {False: (256, 1024, 2048, 4096), True: (128, 512, 1024, 2048)}
 
 
-def answered(
+def answer_question(
     question: ServingQuestion, store: Path, command: str, observer: JobObserver, trained: ServedModel | None = None
 ) -> ServingAnswer:
-    """Quality is that of `trained`, where there is one, of a maker's model, or of the one that is shipped. An interrupt
-    ends it early: what was found until then is the answer. A whole one is kept beside its runs."""
+    """Reads quality on `trained` where given, else on the maker's model or the shipped one, then times.
+
+    After an interrupt, returns what was measured until then. A finished answer is also kept in the store.
+    """
     settings = Settings(question.threads, question.seed)
     with claimed(True), ProcessWorker(settings, module=_MODULE) as worker:
         facts = device_named(question.device, worker.probe())
         model = trained or shipped(question.tokens)
         if question.is_own:
-            OWN_SHAPES[question.size] = ServedShape(*_asked(worker, "shape", question.size, facts, question.seed))
+            OWN_SHAPES[question.size] = ServedShape(*_ask(worker, "shape", question.size, facts, question.seed))
             question, model = checked(question), ServedModel(question.size)
         _check_memory(question, facts)
         quality, layers, spared = _qualities(question, model, facts, worker, observer)
@@ -92,7 +93,7 @@ def answered(
     return answer
 
 
-def _asked(worker: Worker, name: str, *arguments: Any) -> Any:
+def _ask(worker: Worker, name: str, *arguments: Any) -> Any:
     try:
         return getattr(cast(Any, worker.within(_LIMIT)), name)(*arguments)
     except WorkerFault as fault:
@@ -100,7 +101,7 @@ def _asked(worker: Worker, name: str, *arguments: Any) -> Any:
 
 
 def checked(question: ServingQuestion) -> ServingQuestion:
-    """With the usual contexts where it names none. Raises UsageError for what its model has not."""
+    """Fills in the usual contexts where none are named. Raises UsageError for positions or layers the model lacks."""
     shape, usual = served_shape(question.size), _CONTEXTS[question.quick]
     few = tuple(sorted({shape.sequence * part // 8 for part in (1, 2, 4, 8)}))
     contexts = question.contexts or (few if usual[-1] > shape.sequence else usual)
@@ -116,8 +117,8 @@ def checked(question: ServingQuestion) -> ServingQuestion:
 
 def _check_memory(question: ServingQuestion, facts: DeviceFacts) -> None:
     shape, lead, longest = served_shape(question.size), question.arms[0], max(question.contexts)
-    whole = step_bytes(shape, lead, question.batch, longest, shape.experts).total  # the reference's, of all experts
-    least = max(served_memory(shape, question.batch, longest), whole)
+    reference = step_bytes(shape, lead, question.batch, longest, shape.experts).total  # with all experts
+    least = max(served_memory(shape, question.batch, longest), reference)
     if facts.memory_bytes and least > facts.memory_bytes:
         raise UsageError(
             f"{question.size} with --batch {question.batch} at a context of {max(question.contexts)} takes "
@@ -131,14 +132,14 @@ def shipped(tokens: int) -> ServedModel:
 
 
 def held_out_text(tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Windows of this Python's own sources that the shipped model was not trained on, as ASCII."""
+    """Returns windows of the modules that the shipped model was not trained on, in ASCII codes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT)
     return _windows(text.encode("ascii", errors="replace"), WINDOW, tokens)
 
 
 def _windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Spread over all of a text: one module's beginning is all imports."""
+    """Cuts windows spread over the whole text: the beginning of a module is all imports."""
     count = min(max(2, tokens // length), (len(ids) - 1) // length)
     starts = [place * ((len(ids) - length - 1) // count) for place in range(count)]
     return tuple(tuple(ids[start : start + length + 1]) for start in starts)
@@ -147,59 +148,60 @@ def _windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[int, .
 def _qualities(
     question: ServingQuestion, model: ServedModel, facts: DeviceFacts, worker: Worker, observer: JobObserver
 ) -> tuple[Quality, RankedArms, RankedArms]:
-    """Of all arms; of layers low alone, the worst first; and of all layers low, and of those but the worst."""
+    """Returns the quality of all arms; for --check-layers also of single low layers, the worst first, and of all layers
+    low with and without the worst."""
     lead, *others = question.arms
     arms = [_within(arm, model.layers) for arm in question.arms]
-    if any(arm != asked for arm, asked in zip(arms, question.arms, strict=True)):
-        whose = f"{model.name}, of {model.layers} layers"
-        observer.note(f"quality is read on {whose}: exceptions of later ones are not in it")
+    if arms != list(question.arms):
+        whose = f"{model.name}, which has {model.layers} layers"
+        observer.note(f"quality is read on {whose}: exceptions for later layers are left out")
     alone = layer_arms(question.check_layers, lead, others, model.layers)
     rolls_out = len(arms) if question.rollout else 0
     task = QualityTask(model, question.tokens, (*arms, *alone), facts, question.seed, rolls_out)
     with observer.counting() as tell:
         tell(0, 1, "models", "quality on the same tokens")
-        quality: Quality = _asked(worker, "quality", task)
+        quality: Quality = _ask(worker, "quality", task)
         ranked = sorted(zip(alone, quality.arms[len(others) :], strict=True), key=lambda pair: -pair[1].kl)
-        both = spared_arms(question.check_layers, [arm for arm, _ in ranked])
-        again: tuple[ArmQuality, ...] = ()
-        if both:
-            again = _asked(worker, "quality", replace(task, arms=(lead, *both), rolls_out=0)).arms
-    return replace(quality, arms=quality.arms[: len(others)]), tuple(ranked), tuple(zip(both, again, strict=True))
+        spared: RankedArms = ()
+        if ranked:
+            both = spared_arms(question.check_layers, [arm for arm, _ in ranked])
+            qualities = _ask(worker, "quality", replace(task, arms=(lead, *both), rolls_out=0)).arms
+            spared = tuple(zip(both, qualities, strict=True))
+    return replace(quality, arms=quality.arms[: len(others)]), tuple(ranked), spared
 
 
 def _within(arm: ServedArm, layers: int) -> ServedArm:
-    """Exceptions of layers that the model of quality has not are left out: its quality is that of the usual format."""
+    """Drops exceptions for layers beyond those of the model that quality is read on."""
 
-    def kept(word: str) -> str:
+    def without_later(word: str) -> str:
         usual, *exceptions = word.split("@")
         few = [exception for exception in exceptions if int(exception.partition("=")[0].split("-")[-1]) < layers]
         return "@".join([usual, *few])
 
-    return replace(arm, kv=kept(arm.kv), weights=kept(arm.weights))
+    return replace(arm, kv=without_later(arm.kv), weights=without_later(arm.weights))
 
 
 def layer_arms(what: str, lead: ServedArm, others: Sequence[ServedArm], layers: int) -> list[ServedArm]:
-    """For each layer an arm in which it alone is low, in the format of the first arm that has one."""
+    """Returns an arm for each layer, in which that layer alone is low, in the format of the first arm that has one."""
     if not what:
         return []
     low = next((word for arm in others if (word := getattr(arm, what))), "")
     if not low:
-        raise UsageError(f"--check-layers {what}: no arm has {what} in a format. Give --arms {what}=fp8, say.")
+        raise UsageError(f"--check-layers {what}: no arm keeps {what} in low precision. Give --arms {what}=fp8, say.")
     usual = low.split("@")[0]
-    return [
-        replace(lead, kv=word) if what == "kv" else replace(lead, weights=word)
-        for word in (f"{lead.carrier}@{layer}={usual}" for layer in range(layers))
-    ]
+    return [_with_format(lead, what, f"{lead.carrier}@{layer}={usual}") for layer in range(layers)]
+
+
+def _with_format(arm: ServedArm, what: str, word: str) -> ServedArm:
+    return replace(arm, kv=word) if what == "kv" else replace(arm, weights=word)
 
 
 def spared_arms(what: str, ranked: Sequence[ServedArm]) -> list[ServedArm]:
-    """Of arms with one layer low, the worst first: that with all of them low, and that with the worst quarter high."""
-    if not ranked:
-        return []
+    """Returns an arm with all layers low, and one with the worst quarter of the ranked layers high."""
     pairs = [low_layer(arm, what) for arm in ranked]
     high = [layer for layer, _ in pairs[: max(1, len(pairs) // 4)]]
     words = (pairs[0][1], pairs[0][1] + "".join(f"@{layer}={ranked[0].carrier}" for layer in sorted(high)))
-    return [replace(ranked[0], kv=word) if what == "kv" else replace(ranked[0], weights=word) for word in words]
+    return [_with_format(ranked[0], what, word) for word in words]
 
 
 def _timed(
@@ -226,7 +228,7 @@ def _timed(
         return run
 
     if question.batches:
-        _, outputs, inputs = max(served_shape(question.size).kept, key=lambda one: one[1] * one[2])
+        _, outputs, inputs = max(served_shape(question.size).kept, key=lambda layer: layer[1] * layer[2])
         arms = [arm for arm in native if not arm.kv]
         run = measured("gemm", arms, shape=[f"{batch}x{outputs}x{inputs}" for batch in question.batches])
         return replace(answer, sweep=swept(run, arms, (outputs, inputs), question.batches), runs=(run.id,))
@@ -243,11 +245,11 @@ def _timed(
 
 
 def experts_read(decode: Run, question: ServingQuestion) -> float | None:
-    """Of a layer, in the mean, by the reference's step at the longest context."""
+    """Returns how many experts a layer reads in the mean, in the reference's step at the longest context."""
     for record in decode.records:
-        counted = record.measurement("distinct_experts")
-        if record.is_reference and _context(record) == question.contexts[-1] and counted and counted.samples:
-            return counted.samples[0] / served_shape(question.size).layers
+        experts = record.measurement("distinct_experts")
+        if record.is_reference and _context(record) == question.contexts[-1] and experts and experts.samples:
+            return experts.samples[0] / served_shape(question.size).layers
     return None
 
 
@@ -256,7 +258,7 @@ def _context(record: Record) -> int:
 
 
 def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
-    best = findings(decode)
+    found = findings(decode)
     reference: LineDraws | None = None
     for arm in native:
         records = sorted((_context(record), record) for record in decode.records if is_of(record, arm))
@@ -274,57 +276,59 @@ def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run
             None if line is None else line.line, crossing,
             None if prompt is None or prompt.timing is None else fastest(step_samples(prompt.timing)), why,
             (_joules(prompt), _joules(records[-1][1] if records else None)),
-            doubts=tuple(dict.fromkeys(label.value for _, record in records for label in best[record.case.id].hard)),
+            doubts=tuple(dict.fromkeys(label.value for _, record in records for label in found[record.case.id].hard)),
         )  # fmt: skip
 
 
 def _joules(record: Record | None) -> float | None:
-    """Of a token that goes in or comes out: the step's, over all tokens of the batch."""
+    """Returns joules a token: the step's, over all tokens of its batch."""
     figures = None if record is None else energy_figures(record)
     return None if record is None or figures is None else figures.gross.middle / record.work.tokens
 
 
-# Models that are trained under one name and served under another.
+# Some models are trained under one name and served under another.
 _SERVED_AS = {"gpt2-124m": "gpt2"}
 _WITH_EXPERTS = "nano-moe"
 
 
 def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str]:
-    """What 'ID' or 'ID:ARM' means, the reference without an arm, and the size that is timed for it. Raises UsageError
-    for what has no cache of keys and values, or no checkpoint."""
-    named, _, asked = word.partition(":")
-    path = training_named(named, store)
+    """Returns the checkpoint that 'ID' or 'ID:ARM' names (without an arm the reference's), and the size to time for it.
+
+    Raises UsageError for a training without a checkpoint, or whose model has no cache of keys and values.
+    """
+    name, _, arm_name = word.partition(":")
+    path = training_named(name, store)
     training = load_head(path)
-    arm = asked or training.arms[0].name
-    called = f"the training {training.id}"
-    own = next((each for each in training.arms if each.name == arm), None)
-    if own is None:
-        raise UsageError(f"{called} has no arm {arm!r:.80}. It has {', '.join(each.name for each in training.arms)}.")
-    settings = own.taken(training.request.settings)
+    arms = {arm.name: arm for arm in training.arms}
+    arm_name = arm_name or training.arms[0].name
+    subject = f"the training {training.id}"
+    if arm_name not in arms:
+        raise UsageError(f"{subject} has no arm {arm_name!r:.80}. It has {', '.join(arms)}.")
+    settings = arms[arm_name].taken(training.request.settings)
     refusals = (
         (settings.arch not in ("gpt", "moe"),
          f"is of --arch {settings.arch}, of which no cache is served: gpt and moe are"),
         (settings.parallel not in ("", "ddp"), f"is cut by --parallel {settings.parallel}: a rank has a part of it"),
-        (settings.lora > 0, "keeps adapters of --lora alone in its checkpoint"),
+        (settings.lora > 0, "keeps only the adapters of --lora in its checkpoint"),
         (settings.master != "fp32", f"keeps weights as --master {settings.master}: fp32 ones are read"),
     )  # fmt: skip
     for wrong, why in refusals:
         if wrong:
-            raise UsageError(f"{called} {why}. Choose another training.")
-    kept = newest_checkpoint(path)
-    if kept is None:
+            raise UsageError(f"{subject} {why}. Choose another training.")
+    checkpoint = newest_checkpoint(path)
+    if checkpoint is None:
         steps, every = training.request.steps, training.request.keep
         raise UsageError(
-            f"{called} has no checkpoint: it was trained {steps} steps, with --keep {every}. Train it again with "
+            f"{subject} has no checkpoint: it was trained {steps} steps, with --keep {every}. Train it again with "
             f"--keep {max(1, steps // 2)}, say."
         )
-    folder, place = kept
-    words = f"{arm} of training {training.id}, step {place.step} of {training.request.steps}"
+    folder, place = checkpoint
+    words = f"{arm_name} of training {training.id}, step {place.step} of {training.request.steps}"
     config = config_of(settings, training.text.vocabulary)
     folder = folder / "rank-0" if training.request.ranks else folder
     text = _windows(_tokens(training.text.held_out), config.sequence, tokens)
     size = _WITH_EXPERTS if config.experts else _SERVED_AS.get(settings.model, settings.model)
-    return ServedModel(words, config, str(folder), arm, text), size
+    return ServedModel(words, config, str(folder), arm_name, text), size
 
 
 def _tokens(span: TokenSpan) -> array[int]:

@@ -1,8 +1,8 @@
-"""What an arm does to a model's predictions, token by token on the same text as the reference's.
+"""Compares an arm's predictions with the reference's, token by token on the same text.
 
-Teacher-forced: every token is given, whatever an arm would have said. All arms have one batch and the same kernels;
-what another kernel does to the reference is the floor. Log-probabilities are in fp64, from logits as they came. Run as
-a program, it is the process of the worker that reads them.
+Texts are teacher-forced: each position sees the true tokens before it. All arms get the same batch and kernels; the
+reference by another attention kernel gives the floor. Log-probabilities are computed in fp64 from the logits as they
+come. Run as a program, this module is the worker's process.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from fp8bench.worker.switches import unchanged
 
 _BOOTSTRAPS = 2000
 _TAIL = 0.999
-# Ratios beyond which PPO clips.
+# PPO clips ratios outside of these.
 _CLIP = (0.8, 1.2)
-# Random tokens of a model of one's own come in texts of so many.
+# The length of random texts, for a model that brings no tokens.
 WINDOW = 128
 RANDOM_WEIGHTS, RANDOM_TOKENS = (f"random {what}: arithmetic only" for what in ("weights", "tokens"))
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Log-probabilities (texts, positions, ids), those of the true next tokens, and what each layer passed on."""
+    """Log-probabilities (texts, positions, ids), those of the true next tokens, and each layer's output."""
 
     logs: Tensor
     true: Tensor
@@ -55,7 +55,7 @@ class Predictions:
 
 
 def weights_in(path: Path, config: GPTConfig, device: str) -> Callable[[str], Tensor]:
-    """The weights of a file of bf16 numbers, in the model's own order."""
+    """Reads a file of bf16 numbers: all weights in the model's own order."""
     numbers = torch.from_numpy(np.fromfile(path, dtype="<i2").astype(np.int16)).view(torch.bfloat16)
     shapes = served_shapes(config)
     counts = [math.prod(shape) for shape, _ in shapes.values()]
@@ -63,20 +63,20 @@ def weights_in(path: Path, config: GPTConfig, device: str) -> Callable[[str], Te
     return lambda name: parts[name].view(shapes[name][0]).float().to(device)
 
 
-def _trained_weights(model: ServedModel, config: GPTConfig, device: str) -> Callable[[str], Tensor]:
-    """Of a checkpoint, whose weights come in the order of the model's parameters."""
+def _checkpoint_weights(model: ServedModel, config: GPTConfig, device: str) -> Callable[[str], Tensor]:
     from fp8bench.features.train.lab.checkpoint import weights
 
-    kept = dict(zip(served_shapes(config), weights(model.weights, model.arm), strict=True))
-    return lambda name: kept[name].to(device, torch.float32)
+    # A checkpoint has weights in the order of the model's parameters.
+    trained = dict(zip(served_shapes(config), weights(model.weights, model.arm), strict=True))
+    return lambda name: trained[name].to(device, torch.float32)
 
 
-# Makes the model of an arm, for texts of (sequences, positions).
+# Makes an arm's model for texts of (sequences, positions).
 Serve = Callable[[ServedArm, tuple[int, int]], Decoder | OwnDecoder]
 
 
 def quality_of(task: QualityTask, maker: Callable[[], Any] | None = None) -> Quality:
-    """Of a model with a config, or of the one that `maker` makes."""
+    """Compares all arms of a model with a config, or of the one that `maker` makes."""
     serve, text, caution = _served(task) if maker is None else _own(task, maker)
     lead, *others = task.arms
 
@@ -94,10 +94,12 @@ def quality_of(task: QualityTask, maker: Callable[[], Any] | None = None) -> Qua
 
 
 def rollout_gap(serve: Serve, arm: ServedArm, trainer: ServedArm, text: Tensor, seed: int) -> RolloutGap:
-    """The arm goes on from the first half of each text, token by token from its cache; the trainer scores what came at
-    once. All arms are given the same random numbers."""
+    """Has the arm continue the first half of each text token by token, and the trainer score all these tokens at once.
+
+    All arms sample with the same random numbers.
+    """
     start, length = text.shape[1] // 2, text.shape[1]
-    tokens, sizes, said = text.clone(), (text.shape[0], length - 1), []
+    tokens, sizes, sampled = text.clone(), (text.shape[0], length - 1), []
     model, generator = serve(arm, sizes), torch.Generator(str(text.device)).manual_seed(seed)
     for at in range(start, length):
         first = 0 if at == start else at - 1
@@ -105,13 +107,13 @@ def rollout_gap(serve: Serve, arm: ServedArm, trainer: ServedArm, text: Tensor, 
         logs = F.log_softmax(model.forward(tokens[:, first:at], first, SilentPhases())[:, -1].double(), -1)
         chosen = torch.multinomial(logs.exp(), 1, generator=generator)
         tokens[:, at : at + 1] = chosen
-        said.append(logs.gather(-1, chosen))
+        sampled.append(logs.gather(-1, chosen))
     scored = _predicted(serve(trainer, sizes), tokens).true[:, start - 1 :]
-    return gap_of(scored - torch.cat(said, 1))
+    return gap_of(scored - torch.cat(sampled, 1))
 
 
 def gap_of(gaps: Tensor) -> RolloutGap:
-    """Of log-probabilities (texts, tokens), the trainer's less those they were sampled by."""
+    """Sums up differences of log-probabilities (texts, tokens): the trainer's less the sampler's."""
     ratios = gaps.exp()
     clipped = (ratios < _CLIP[0]) | (ratios > _CLIP[1])
 
@@ -127,7 +129,7 @@ def gap_of(gaps: Tensor) -> RolloutGap:
 
 
 def _own(task: QualityTask, maker: Callable[[], Any]) -> tuple[Serve, Tensor, str]:
-    """A copy of what it makes for each arm; random tokens where it gives none."""
+    """Serves a copy of the maker's model for each arm, on its own tokens or on random ones."""
     name, device = task.model.name, task.facts.key
     model, ids = make_model(maker, name, task.seed, task.facts)
     if ids is not None and ids.shape[1] > 2:
@@ -151,7 +153,7 @@ def _served(task: QualityTask) -> tuple[Serve, Tensor, str]:
     text = torch.tensor(model.text, device=device)
     config = replace(model.config, sequence=max(text.shape[1] - 1, 1 if model.config.modern else model.config.sequence))
     if model.arm:
-        weight = _trained_weights(model, config, device)
+        weight = _checkpoint_weights(model, config, device)
     elif model.weights:
         weight = weights_in(Path(model.weights), model.config, device)
     else:
@@ -188,7 +190,7 @@ def _predicted(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:
 def _compared(own: Predictions, reference: Predictions) -> ArmQuality:
     kl = (reference.logs.exp() * (reference.logs - own.logs)).sum(-1).clamp(min=0)
     alike = own.logs.argmax(-1) == reference.logs.argmax(-1)
-    apart = (~alike).nonzero()
+    differing = (~alike).nonzero()
     quarter = max(1, kl.shape[1] // 4)
     streams = tuple(
         float((mine - theirs).norm() / theirs.norm())
@@ -197,13 +199,13 @@ def _compared(own: Predictions, reference: Predictions) -> ArmQuality:
     return ArmQuality(
         float(kl.mean()), float(kl.flatten().quantile(_TAIL)), float(kl[:, :quarter].mean()),
         float(kl[:, -quarter:].mean()), float(alike.double().mean()),
-        (int(apart[0, 0]), int(apart[0, 1])) if len(apart) else None, streams, _over_texts(reference.true - own.true),
-        own.bits,
+        (int(differing[0, 0]), int(differing[0, 1])) if len(differing) else None, streams,
+        _over_texts(reference.true - own.true), own.bits,
     )  # fmt: skip
 
 
 def _over_texts(by_token: Tensor) -> Interval:
-    """The mean of what is known of each token, texts resampled whole."""
+    """Returns the mean over tokens; its interval resamples whole texts, as tokens of one text are not independent."""
     by_text = by_token.mean(1).cpu().numpy()
     count = len(by_text)
     draws = np.random.default_rng(0).integers(count, size=(_BOOTSTRAPS, count))
@@ -212,11 +214,10 @@ def _over_texts(by_token: Tensor) -> Interval:
 
 
 class InferBench(Bench):
-    """Answers what arms do to a model's predictions."""
+    """The worker of `infer`."""
 
     def shape(self, maker: str, facts: DeviceFacts, seed: int) -> tuple[Any, ...]:
-        """The fields of the ServedShape of the model that a function makes. Raises UsageError for one that cannot be
-        served."""
+        """Returns the fields of the maker's ServedShape. Raises UsageError for a model that cannot be served."""
         self._selected(facts)
         with unchanged(), apart(), float32_products("highest"):
             model, _ = make_model(named(maker), maker, seed, facts)

@@ -1,4 +1,4 @@
-"""What is asked of a served model, and what was found: arms, lines over the context, and quality token by token."""
+"""Values of `infer`: arms, the question, lines over the context, quality token by token, and the whole answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fp8bench.protocols.axes import one_of
 from fp8bench.registry import precisions
 from fp8bench.store.kept_lines import Log
 
-# Fewer are no line.
+# Fewer contexts make no line.
 LEAST_CONTEXTS = 4
 _PARSERS = {
     "kv": format_parser(KV_FORMATS), "weights": format_parser(WEIGHT_FORMATS), "carrier": one_of(*CARRIERS),
@@ -35,13 +35,13 @@ _PARSERS = {
 
 
 def arm_in_words(word: str, carrier: str) -> ServedArm:
-    """'bf16', 'kv=fp8', 'kv=fp8@0-1=bf16+weights=int8'; UsageError for what is none of it."""
+    """Parses 'bf16', 'kv=fp8' or 'kv=fp8@0-1=bf16+weights=int8'. Raises UsageError for anything else."""
     if word in CARRIERS:
         return ServedArm(word)
     arm = ServedArm(carrier)
     for part in word.split("+"):
         key, equals, value = part.partition("=")
-        if "@" in key:  # the issue's own spelling of an exception: kv@0-3=bf16
+        if "@" in key:  # exceptions are also written kv@0-3=bf16
             key, _, layers = key.partition("@")
             value = f"{getattr(arm, key, '') or arm.carrier}@{layers}={value}"
         try:
@@ -56,7 +56,7 @@ def arm_in_words(word: str, carrier: str) -> ServedArm:
 
 
 def word_of(arm: ServedArm, carrier: str) -> str:
-    """The shortest that says it, beside arms of that carrier."""
+    """Writes an arm as short as it can be beside arms of this carrier."""
     parts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
     parts += ["activations=low"] if arm.low_inputs else []
     if not parts:
@@ -82,7 +82,7 @@ def is_of(record: Record, arm: ServedArm) -> bool:
 
 
 def check_arm(arm: ServedArm, shape: ServedShape) -> None:
-    """Raise for layers that the model has not, and for rows that no format cuts."""
+    """Raises UsageError for layers that the model lacks, or rows that a format cannot divide into groups."""
     for word in (arm.kv, arm.weights):
         layer_formats(word, shape.layers)
     check_groups(shape, arm)
@@ -90,8 +90,10 @@ def check_arm(arm: ServedArm, shape: ServedShape) -> None:
 
 @dataclass(frozen=True)
 class ServingQuestion:
-    """`arms` begin with the reference. `size` is a served model's name, or a maker's; without `contexts` they are the
-    usual ones that it has positions for."""
+    """`arms` begin with the reference. `size` is a served model's name, or 'module:function' of one's own.
+
+    Without `contexts`, the usual ones within the model's positions are measured.
+    """
 
     size: str
     arms: tuple[ServedArm, ...]
@@ -113,9 +115,11 @@ class ServingQuestion:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that quality is read on. One with a config has `weights` in a file of bf16 numbers, or in the folder of
-    a checkpoint as those of an `arm`, or '' for random ones, and `text`. One without is what a maker of that name
-    gives, with its own tokens or random ones."""
+    """The model that quality is read on. Without a config, `name` is 'module:function' of one's own.
+
+    `weights` is a file of bf16 numbers, or the folder of a checkpoint that has them of this `arm`, or '' for random
+    weights.
+    """
 
     name: str
     config: GPTConfig | None = None
@@ -130,8 +134,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class QualityTask:
-    """What a worker needs; `tokens` are as many as a maker's model without text is read on. The first so many of the
-    arms roll out."""
+    """What a worker needs. `tokens` counts random tokens, for a model that brings no text; the first `rolls_out` arms
+    sample texts."""
 
     model: ServedModel
     tokens: int
@@ -143,13 +147,12 @@ class QualityTask:
 
 @dataclass(frozen=True)
 class ArmQuality:
-    """Of one arm on the same tokens as the reference, teacher-forced, from logits kept in fp32.
+    """One arm's predictions against the reference's, on the same tokens.
 
-    `kl` is the mean over tokens, `kl_tail` the 99.9% quantile; `early` and `late` are means over the first and the last
-    quarter of positions. `same_top` is the share of tokens whose likeliest next one is the reference's, and
-    `parts_at` the first (text, position) where it is not, None where it always is. `streams` are the relative errors
-    of what each layer passes on, `log_perplexity` ln of the ratio of perplexities, resampled text by text.
-    `bits` are those of a parameter, counted from what is stored.
+    `kl` is the mean over tokens, `kl_tail` its 99.9% quantile, `early` and `late` the means over the first and last
+    quarter of positions. `same_top` is the share of tokens with the reference's likeliest successor, `parts_at` the
+    first (text, position) with another. `streams` are relative errors of each layer's output, `log_perplexity` is ln of
+    the ratio of perplexities, `bits` are stored bits a parameter.
     """
 
     kl: float
@@ -169,13 +172,12 @@ class ArmQuality:
 
 @dataclass(frozen=True)
 class RolloutGap:
-    """Of tokens that an arm sampled a step at a time, and that the reference scored at once, as a trainer does what was
-    rolled out: the log-probability that the reference gives a token, less the arm's.
+    """How the reference's log-probabilities of an arm's sampled tokens differ from the arm's own: reference less arm.
 
-    `mean` and `largest` are of its size. `ratio` is the mean of its exponential, the importance ratio, over texts: 1 of
-    the same weights, whatever the arithmetic; `least` and `most` are the ends of that. `clipped` is the share of tokens
-    that PPO's usual clip takes, `kl` the arm's divergence from the reference (Schulman's k3), and `effective` the share
-    of samples that the ratios leave, by token, and by text with the product of its tokens' ratios.
+    `mean` and `largest` are of the absolute gap. `ratio` is the mean importance ratio, exp(gap): 1 for the same weights
+    in any arithmetic; `least` and `most` are its extremes. `clipped` is the share of tokens that PPO's usual clip
+    takes, `kl` the divergence by Schulman's k3, `effective` the share of samples that the ratios leave, by token, and
+    by text with the product of its tokens' ratios.
     """
 
     tokens: int
@@ -191,9 +193,11 @@ class RolloutGap:
 
 @dataclass(frozen=True)
 class Quality:
-    """`itself` is the reference once more, which must be no different; `floor` is the reference by another kernel;
-    `arms` are all others, in the order they were asked for. `caution` says why it is arithmetic only. `rollouts` are of
-    all arms, the reference's own first: its steps against itself at once."""
+    """`itself` is the reference a second time, which must not differ; `floor` the reference by another kernel.
+
+    `arms` and `rollouts` follow the question's order; only `rollouts` have the reference too. `caution` says why
+    figures show arithmetic only, as with random weights.
+    """
 
     model: str
     tokens: int
@@ -207,8 +211,8 @@ class Quality:
 
 @dataclass(frozen=True)
 class TimeLine:
-    """TPOT = a + b * context: seconds, and seconds a token of context, with the largest distance of a measured context
-    from the line as a share of its time."""
+    """TPOT = a + b * context, in seconds and seconds a token of context. `off` is the largest distance of a measured
+    context from the line, as a share of its time."""
 
     a: Interval
     b: Interval
@@ -217,9 +221,9 @@ class TimeLine:
 
 @dataclass(frozen=True)
 class ContextCrossing:
-    """Where one arm's line crosses the reference's: None where neither is sure to be faster at both measured ends.
+    """Where an arm's line crosses the reference's; `at` is None where they surely cross nowhere, or it is not sure.
 
-    `faster` says whether the arm is sure to be faster at the shortest and at the longest context; None is not sure.
+    `faster` says whether the arm is faster at the shortest and at the longest context; None where that is not sure.
     """
 
     at: float | None
@@ -230,10 +234,11 @@ class ContextCrossing:
 
 @dataclass(frozen=True)
 class ArmTimes:
-    """One arm's times: TPOT by context, its line and its crossing, TTFT of a prompt, joules a token in and out.
+    """One arm's times: TPOT by context, its line and crossing, a prompt's TTFT, joules a token in and out.
 
-    `why` says why it has none; `kernel` what multiplies, '' where nothing of its own does; `doubts` are labels that
-    leave a verdict of the runs nothing to judge."""
+    `why` says why there are none, `kernel` names what multiplies ('' where the arm has no kernel), and `doubts` are
+    labels of its runs that allow no verdict.
+    """
 
     arm: ServedArm
     tpot: tuple[tuple[int, float], ...] = ()
@@ -248,9 +253,11 @@ class ArmTimes:
 
 @dataclass(frozen=True)
 class BatchGain:
-    """Up to how many rows an arm pays: crossings (rows, low, high, whether it begins to pay), or where there is none
-    whether it `pays` at all, None for what nobody can tell. `worst` are the rows where it loses most and `cause` what
-    by, '' where it surely loses nowhere; below `computed` rows its product is bound by the bytes of its weight."""
+    """Up to how many rows an arm pays. `crossings` are (rows, low, high, whether it begins to pay there).
+
+    Without a crossing, `pays` says whether it pays at all, None where that is not sure. It loses most at `worst` rows,
+    by `cause` ('' if it surely loses nowhere). Below `computed` rows, reading the weight bounds the product.
+    """
 
     arm: ServedArm
     crossings: tuple[tuple[float, float, float, bool], ...]
@@ -262,8 +269,8 @@ class BatchGain:
 
 @dataclass(frozen=True)
 class BatchSweep:
-    """Of a layer's product. Past `bound` rows the reference's own is bound by arithmetic, so that fewer bytes gain
-    nothing; None where no ceilings are known."""
+    """The gains of a layer's product over its rows. Past `bound` rows arithmetic bounds the reference's own product, so
+    that fewer bytes gain nothing; None without measured ceilings."""
 
     layer: tuple[int, int]
     rows: tuple[int, ...]
@@ -273,9 +280,8 @@ class BatchSweep:
 
 @dataclass(frozen=True)
 class ServingAnswer:
-    """All that was found, of which the view makes sentences. `layers` are arms with one layer low, the worst first, and
-    `spared` that with all of them low and that with all but the worst; `experts` are those of a layer that a step reads
-    in the mean."""
+    """Everything that was measured. `layers` are arms with a single low layer, the worst first; `spared` are the arm
+    with all layers low and that with all but the worst. `experts` counts those that a step reads in a layer."""
 
     question: ServingQuestion
     device: str
@@ -291,11 +297,12 @@ class ServingAnswer:
     experts: float | None = None
 
     def moved(self, arm: ServedArm) -> StepBytes:
-        asked = self.question
-        return step_bytes(served_shape(asked.size), arm, asked.batch, asked.contexts[-1], self.experts)
+        """Returns the bytes that a step reads at the longest context."""
+        question = self.question
+        return step_bytes(served_shape(question.size), arm, question.batch, question.contexts[-1], self.experts)
 
     def quality_of(self, arm: ServedArm) -> ArmQuality | None:
-        """Of the reference, the floor."""
+        """Returns the noise floor for the reference."""
         if self.quality is None:
             return None
         return (self.quality.floor, *self.quality.arms)[self.question.arms.index(arm)]

@@ -1,4 +1,4 @@
-"""The answer in at most 20 lines: a row an arm, where arms cross, and what quality they cost beside its floor."""
+"""Shows the answer in at most 20 lines: a row an arm, where arms pay, and their quality beside its floor."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def page_of(answer: ServingAnswer) -> Page:
     if answer.quality is not None and answer.quality.rollouts:
         parts.append([_rollouts(answer, answer.quality.rollouts)])
     if answer.layers:
-        parts.append([_layers(answer), *_to_paste(answer)])
+        parts.append([
+            _layers(answer), Text("with the worst high:"), Code(f"fp8bench infer --arms {spared_word(answer)}"),
+        ])  # fmt: skip
     parts[-1] += [Text(words) for words in _stored(answer)]
     made = tuple(Part(f"part-{number}", "", tuple(elements)) for number, elements in enumerate(parts) if elements)
     return Page(title, "", made, _LEGEND)
@@ -61,9 +63,8 @@ def _name(answer: ServingAnswer, arm: ServedArm) -> str:
 
 
 def carrier_of(answer: ServingAnswer) -> str:
-    """That of the arms that keep something in a format: what a word without one means."""
-    kept = [arm.carrier for arm in answer.question.arms if arm.kv or arm.weights]
-    return kept[0] if kept else "bf16"
+    """Returns the carrier that an arm's word leaves out: that of the low-precision arms."""
+    return next((arm.carrier for arm in answer.question.arms if arm.kv or arm.weights), "bf16")
 
 
 def _times(answer: ServingAnswer) -> Table:
@@ -90,19 +91,22 @@ def _times(answer: ServingAnswer) -> Table:
 
 
 def _costs(answer: ServingAnswer) -> Table:
-    known = {time.arm: time for time in answer.times}
+    times_of = {time.arm: time for time in answer.times}
     moved = {arm: answer.moved(arm) for arm in answer.question.arms}
 
     def share(arm: ServedArm) -> str | None:
-        times = known.get(arm)
+        times = times_of.get(arm)
         if times is None or not times.tpot or not answer.bandwidth:
             return None
         part = moved[arm].total / times.tpot[-1][1] / answer.bandwidth
         return "cached" if part > 1 else units.percent(part, 0)
 
-    def of(arm: ServedArm, say: Callable[[ArmQuality], str]) -> str | None:
-        quality = answer.quality_of(arm)
-        return None if quality is None else say(quality)
+    def by_quality(heading: str, show: Callable[[ArmQuality], str], number: bool = True) -> Col[ServedArm]:
+        def cell(arm: ServedArm) -> str | None:
+            quality = answer.quality_of(arm)
+            return None if quality is None else show(quality)
+
+        return Col(heading, cell, number=number)
 
     def mebibytes(count: int) -> str:
         return f"{count / 2**20:.3g}"
@@ -112,13 +116,13 @@ def _costs(answer: ServingAnswer) -> Table:
         Col("W MiB", lambda arm: mebibytes(moved[arm].weights), number=True),
         Col("kv", lambda arm: mebibytes(moved[arm].kv), number=True),
         Col("of copy", share, number=True, when=answer.bandwidth is not None),
-        Col("bits", lambda arm: of(arm, lambda one: f"{one.bits:.1f}"), number=True),
-        Col("KL", lambda arm: of(arm, lambda one: _short(one.kl, 1)), number=True),
-        Col("99.9%", lambda arm: of(arm, lambda one: _short(one.kl_tail, 0)), number=True),
-        Col("late", lambda arm: of(arm, lambda one: f"{one.late / one.early:.1f}x" if one.early else "-"), number=True),
-        Col("top", lambda arm: of(arm, lambda one: units.percent(one.same_top)), number=True),
-        Col("parts", lambda arm: of(arm, _parts)),
-        Col("1e3 ln ppl", lambda arm: of(arm, _ratio), number=True),
+        by_quality("bits", lambda quality: f"{quality.bits:.1f}"),
+        by_quality("KL", lambda quality: _short(quality.kl, 1)),
+        by_quality("99.9%", lambda quality: _short(quality.kl_tail, 0)),
+        by_quality("late", lambda quality: f"{quality.late / quality.early:.1f}x" if quality.early else "-"),
+        by_quality("top", lambda quality: units.percent(quality.same_top)),
+        by_quality("parts", _parts, number=False),
+        by_quality("1e3 ln ppl", _ratio),
     ]  # fmt: skip
     return table("costs", "", cols, answer.question.arms)
 
@@ -143,13 +147,13 @@ def _rollouts(answer: ServingAnswer, gaps: Sequence[RolloutGap]) -> Table:
 
 
 def _parts(arm: ArmQuality) -> str:
-    """The first layer whose stream is another, and the first token whose likeliest successor is."""
+    """Names the first layer whose output differs, and the first token whose likeliest successor does."""
     layer = units.NONE if arm.first_layer is None else f"L{arm.first_layer}"
     return layer if arm.parts_at is None else f"{layer} {arm.parts_at[0]}.{arm.parts_at[1]}"
 
 
 def _short(value: float, digits: int) -> str:
-    """'2.7e-3'."""
+    """Writes a number like 2.7e-3."""
     mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if value else "0"
 
@@ -159,7 +163,7 @@ def _ratio(arm: ArmQuality) -> str:
 
 
 def _interval(value: Interval, shown: str, times: float = 1.0) -> str:
-    """The value and how far its interval reaches, whichever side reaches further."""
+    """Writes the point and how far its interval reaches on the longer side."""
     reach = times * max(value.high - value.point, value.point - value.low)
     return f"{shown.format(times * value.point)} +-{shown.replace('+', '').format(reach)}"
 
@@ -188,7 +192,7 @@ def _crossings(answer: ServingAnswer) -> Iterator[str]:
         if crossing is not None and crossing.at is not None:
             words = "pays from" if crossing.faster[1] else "pays up to"
             place = f"a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f})"
-            if time.doubts:  # as a verdict, it is taken away
+            if time.doubts:  # such labels withhold a verdict, here too
                 yield f"{name} against {reference}: not told; lines cross at {place}{off}{doubt}"
             else:
                 yield f"{name} {words} {place} against {reference}{off}"
@@ -231,9 +235,8 @@ def _ends(faster: tuple[bool | None, bool | None]) -> str:
 
 
 def _derived(answer: ServingAnswer, arm: ServedArm) -> str:
-    """By bytes alone at the longest context: a step reads fewer at every one, so that the lines cross nowhere."""
-    both = [answer.moved(each).total for each in (answer.question.arms[0], arm)]
-    return f"{both[0] / both[1]:.1f}x"
+    """Returns the gain by bytes alone, at the longest context, where it is largest."""
+    return f"{answer.moved(answer.question.arms[0]).total / answer.moved(arm).total:.1f}x"
 
 
 def _quality(answer: ServingAnswer) -> Iterator[str]:
@@ -274,20 +277,15 @@ def _layers(answer: ServingAnswer) -> Table:
     return table("layers", "one layer low at a time, the worst first", cols, rows)
 
 
-def _to_paste(answer: ServingAnswer) -> Iterator[Element]:
-    yield Text("with the worst high:")
-    yield Code(f"fp8bench infer --arms {spared_word(answer)}")
-
-
 def spared_word(answer: ServingAnswer) -> str:
-    """The arm that leaves the worst layers high, in words of the command line."""
+    """Writes the arm with the worst layers high as --arms takes it."""
     what = answer.question.check_layers
     word = str(getattr(answer.spared[-1][0], what))
     return f"{what}={word.replace('=' + answer.question.arms[0].carrier, '=' + carrier_of(answer))}"
 
 
 def value_of(answer: ServingAnswer) -> dict[str, Any]:
-    """Everything, with the FLOPs of a prompt: those of attention apart."""
+    """Returns the whole answer for JSON, with the FLOPs of a prompt and the bytes of a step."""
     question = answer.question
     config, prompt = served_shape(question.size), answer.prompt
     attention = attention_flops(config, question.batch, prompt * (prompt + 1) / 2)
@@ -298,7 +296,6 @@ def value_of(answer: ServingAnswer) -> dict[str, Any]:
 
 
 def rows_of(answer: ServingAnswer) -> Rows:
-    """A row an arm; numbers with all their digits."""
     rows = []
     for time in answer.times:
         quality, moved = answer.quality_of(time.arm), answer.moved(time.arm)

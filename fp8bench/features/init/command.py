@@ -1,4 +1,4 @@
-"""`fp8bench init`: the files by which a project of one's own is measured, here and for every pull request."""
+"""`fp8bench init`: writes the files that measure a project of your own, here and for every pull request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8bench.errors import EXIT_OK, UsageError
 
 EXAMPLES = ("fp8bench init", "fp8bench suite --config fp8bench.yaml --quick  # what it has written runs")
 _CONFIG, _SUITE, _WORKFLOW = "fp8bench.yaml", "fp8bench_suite.py", ".github/workflows/fp8bench.yml"
-# A store that is committed changes with each run, so that no commit is ever what was measured.
+# A committed store changes with each run, so that no commit would ever be what was measured.
 _IGNORED = ".fp8bench/"
 _NEXT = f"""Try it:             fp8bench suite --config {_CONFIG} --quick
 Put your code into: {_SUITE}

@@ -1,4 +1,4 @@
-"""`fp8bench lint-shapes`: which products native low precision would refuse, before anybody has the device."""
+"""`fp8bench lint-shapes`: finds products that native low precision would refuse, without the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, model_named, tell
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
-from fp8bench.features.lint_shapes.job import Judgement, LinearShape, ShapeFinding, ShapeOutcome, look
+from fp8bench.features.lint_shapes.job import Judgement, ShapeFinding, ShapeOutcome, lint_shapes
 from fp8bench.formats.product_rules import Sides, conditions
 from fp8bench.model.request import whole_number
 from fp8bench.report.columns import Col, table
@@ -19,14 +19,14 @@ from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 
-# So many products are named; more are counted.
+# More products are only counted.
 _MOST_NAMES = 4
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Which products of linear layers native FP8, MX and NVFP4 would refuse on each class of devices, why, and what "
-        "padding would cost. Needs no device, and measures nothing."
+        "padding would cost. Needs no device, and times nothing."
     )
     parser.epilog = (
         "Exit codes: 0 every product fits as it is on some of the devices, in every mode; 2 wrong usage; 3 some "
@@ -34,50 +34,57 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("name", nargs="?", metavar="MODEL", help="the same as --model NAME")
-    add("--model", metavar="NAME", help="gpt2, llama3-8b, llama3-70b, deepseek-v3, or a size of the suite transformer")
-    words = "layers instead: lines of MxNxK and a name, CSV, or a YAML list; M tokens, N features out, K in"
+    words = "gpt2, llama3-8b, llama3-70b, deepseek-v3, a size of the suite transformer, or MODULE:FUNCTION of your own"
+    add("--model", metavar="NAME", help=words)
+    words = "layers instead: lines of MxNxK and a name, or CSV; M tokens, N features out, K in"
     add("--shapes", type=types.path, metavar="FILE", help=words)
-    words = "rows of a model's activations; default 8192, or what a step of a transformer has"
+    words = "rows of a known model's activations; default 8192, or those of a transformer's step"
     add("--tokens", type=types.whole(whole_number(1)), metavar="N", help=words)
-    words = "forward, input-gradient, weight-gradient; default all three of every layer"
+    words = "forward, input-gradient, weight-gradient; default all three"
     add("--products", type=types.words, default=(), metavar="A,B", help=words)
-    words = "modes, as in suite; default those of fp8, fp8-rowwise, fp8-block, mxfp8, mxfp4 and nvfp4 that a device has"
+    words = "as in suite; default those of fp8, fp8-rowwise, fp8-block, mxfp8, mxfp4 and nvfp4 that a device has"
     shared(parser, "--dtypes", help=words)
     words = "classes: a100, l40s, h100, b200, rtx5090, mi300x, mi350x, cpu (or hopper, sm90, gfx950, ...); default all"
     shared(parser, "--devices", help=words)
     shared(parser, "--json", help="print the findings as JSON instead")
-    words = "also write them there as rows, one a product, mode and device; '-' prints them instead"
+    words = "also write them there, a row for each product, mode and device; '-' prints them instead"
     shared(parser, "--csv", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    looked = look(
+    lint = lint_shapes(
         model_named(arguments), arguments.shapes, arguments.tokens, arguments.products, arguments.dtypes,
         arguments.devices,
     )  # fmt: skip
     tell(
-        arguments, partial(page_of, looked.title, looked.findings),
-        partial(value_of, looked.source, looked.findings), partial(rows_of, looked.findings),
+        arguments, partial(page_of, lint.title, lint.findings), partial(value_of, lint.source, lint.findings),
+        partial(rows_of, lint.findings),
     )  # fmt: skip
-    return EXIT_FAILED if homeless(looked.findings) else EXIT_OK
+    return EXIT_FAILED if fitting_nowhere(lint.findings) else EXIT_OK
 
 
 def page_of(title: str, findings: Sequence[ShapeFinding]) -> Page:
-    """What fits where, what does not and why, what is missing, where there is any; at last one sentence."""
+    """Shows what fits where, what does not and why, and a conclusion; leaves out parts that have nothing."""
     by_outcome = {
         outcome: [finding for finding in findings if finding.torch.outcome is outcome] for outcome in ShapeOutcome
     }
-    refused = _by_reason(by_outcome[ShapeOutcome.REFUSED], lambda finding: _why(finding.torch, mended=False), findings)
+    padded = together(
+        ((_name(finding), finding.product.sides, finding.torch.padded), finding)
+        for finding in by_outcome[ShapeOutcome.PAD]
+    )
+    refused = _by_reason(by_outcome[ShapeOutcome.REFUSED], lambda finding: _why(finding.torch, padding=False), findings)
     sections: dict[str, Sequence[Element]] = {
         "products that fit as they are; -: there is no such product": [_overview(findings)],
         "refused, and no padding helps": _items(refused),
-        "refused unless they are padded, and what that costs more": _padded(by_outcome[ShapeOutcome.PAD]),
+        "refused unless they are padded, and what that costs more": (
+            [table("padded", "", _PADDED, padded.values())] if padded else []
+        ),
         "why there is no such product": _items(_reasons(by_outcome[ShapeOutcome.MISSING])),
         "Transformer Engine, where it says more than torch": _items(_of_te(findings)),
         "what these products need besides their shape": _items(_needs(findings)),
     }
-    parts = [Part(f"part-{n}", words, tuple(found)) for n, (words, found) in enumerate(sections.items()) if found]
+    parts = [Part(f"part-{n}", words, tuple(part)) for n, (words, part) in enumerate(sections.items()) if part]
     return Page(title, "", (*parts, Part("conclusion", "", (Text(conclusion(findings)),))))
 
 
@@ -87,8 +94,7 @@ def _items(lines: Iterable[str]) -> list[Element]:
 
 
 def conclusion(findings: Sequence[ShapeFinding]) -> str:
-    """Whether everything fits somewhere, in one sentence."""
-    lost = homeless(findings)
+    lost = fitting_nowhere(findings)
     if not lost:
         return "Every product fits as it is on some of these devices, in every mode."
     by_mode = together((finding.mode, finding) for finding in lost)
@@ -98,7 +104,7 @@ def conclusion(findings: Sequence[ShapeFinding]) -> str:
 
 
 def _overview(findings: Sequence[ShapeFinding]) -> Table:
-    counts = together((_place(finding), finding.torch.outcome is ShapeOutcome.FITS) for finding in _there(findings))
+    counts = together((_place(finding), finding.torch.outcome is ShapeOutcome.FITS) for finding in _existing(findings))
 
     def fitting(mode: str) -> Col[str]:
         return Col(mode, lambda device: _count(counts.get((mode, device))), number=True)
@@ -107,7 +113,7 @@ def _overview(findings: Sequence[ShapeFinding]) -> Table:
     return table("fitting", "", (Col[str]("device", str), *map(fitting, modes)), devices)
 
 
-def _there(findings: Iterable[ShapeFinding]) -> list[ShapeFinding]:
+def _existing(findings: Iterable[ShapeFinding]) -> list[ShapeFinding]:
     return [finding for finding in findings if finding.torch.outcome is not ShapeOutcome.MISSING]
 
 
@@ -115,12 +121,6 @@ def _count(fits: Sequence[bool] | None) -> Field:
     if fits is None:
         return Field(units.NONE)
     return Field("all", tone=Tone.GOOD) if all(fits) else Field(f"{sum(fits)} of {len(fits)}", tone=Tone.DOUBT)
-
-
-def _padded(wrong: Sequence[ShapeFinding]) -> list[Element]:
-    """A row for every product and what padding would make of it; under it who objects, and where."""
-    grouped = together(((_name(finding), finding.product.sides, finding.torch.padded), finding) for finding in wrong)
-    return [table("padded", "", _PADDED, grouped.values())] if grouped else []
 
 
 def _sides(sides: Sides | None) -> str:
@@ -143,20 +143,21 @@ _PADDED: tuple[Col[list[ShapeFinding]], ...] = (
 
 
 def _of_te(findings: Sequence[ShapeFinding]) -> Iterator[str]:
-    """What it objects to where torch has the product and says nothing of the kind."""
-    has = (ShapeOutcome.FITS, ShapeOutcome.PAD)
-    more = [
+    """Yields what Transformer Engine objects to where torch takes the product, padded or not, and does not object."""
+    by_torch = (ShapeOutcome.FITS, ShapeOutcome.PAD)
+    stricter = [
         finding
         for finding in findings
-        if finding.te and finding.torch.outcome in has and _beyond(finding.te, finding.torch)
+        if finding.te and finding.torch.outcome in by_torch and _stricter(finding.te, finding.torch)
     ]
-    return _by_reason(
-        more, lambda finding: [objection.why for objection in finding.te.objections] if finding.te else [], findings
-    )
+
+    def why(finding: ShapeFinding) -> list[str]:
+        return [objection.why for objection in finding.te.objections] if finding.te else []
+
+    return _by_reason(stricter, why, findings)
 
 
-def _beyond(te: Judgement, torch: Judgement) -> bool:
-    """Whether it asks for more than torch's padding gives, or refuses."""
+def _stricter(te: Judgement, torch: Judgement) -> bool:
     if te.outcome is not ShapeOutcome.PAD:
         return te.outcome is ShapeOutcome.REFUSED
     assert te.padded is not None
@@ -164,10 +165,9 @@ def _beyond(te: Judgement, torch: Judgement) -> bool:
 
 
 def _needs(findings: Sequence[ShapeFinding]) -> Iterator[str]:
-    there = _there(findings)
     needs = {
         _place(finding): conditions(finding.product.scheme, finding.device)
-        for finding in there
+        for finding in _existing(findings)
         if finding.product.scheme is not None
     }
     for words, places in together((words, place) for place, words in needs.items() if words).items():
@@ -179,17 +179,17 @@ def _needs(findings: Sequence[ShapeFinding]) -> Iterator[str]:
 def _by_reason(
     some: Sequence[ShapeFinding], why: Callable[[ShapeFinding], list[str]], findings: Sequence[ShapeFinding]
 ) -> Iterator[str]:
-    """One line for all that are what they are for the same reasons."""
+    """Yields a line for each list of reasons that several findings share."""
     for reasons, same in together(("; ".join(why(finding)), finding) for finding in some).items():
         yield f"{reasons}: {_products(same, findings)}, {_places(dict.fromkeys(map(_place, same)))}"
 
 
-def _why(judgement: Judgement, mended: bool = True) -> list[str]:
-    """The objections and whose they are; those that padding answers too, unless they are left out."""
+def _why(judgement: Judgement, padding: bool = True) -> list[str]:
+    """Lists the objections and whose they are; without `padding`, only those that padding cannot answer."""
     return [
         f"{objection.why} ({objection.source})"
         for objection in judgement.objections
-        if mended or objection.multiples is None
+        if padding or objection.multiples is None
     ]
 
 
@@ -201,13 +201,13 @@ def _products(some: Sequence[ShapeFinding], findings: Sequence[ShapeFinding]) ->
 
 
 def _reasons(findings: Iterable[ShapeFinding]) -> Iterator[str]:
-    """Each objection of torch's once, whose it is, and in which modes on which devices."""
+    """Yields each of torch's objections once, with the modes and devices that it holds for."""
     for why, where in together((why, _place(finding)) for finding in findings for why in _why(finding.torch)).items():
         yield f"{why}: {_places(where)}"
 
 
 def _places(places: Iterable[tuple[str, str]]) -> str:
-    """'fp8, fp8-rowwise on l40s, h100; fp8-block on h100'."""
+    """Writes modes and devices like 'fp8, fp8-rowwise on l40s, h100; fp8-block on h100'."""
     devices = together(dict.fromkeys(places))
     modes = together((tuple(names), mode) for mode, names in devices.items())
     return "; ".join(f"{', '.join(same)} on {', '.join(names)}" for names, same in modes.items())
@@ -222,7 +222,6 @@ def _name(finding: ShapeFinding) -> str:
 
 
 def value_of(source: str, findings: Sequence[ShapeFinding]) -> dict[str, object]:
-    """`source` is the model or the file."""
     documents = [
         {
             **_product(finding),
@@ -231,13 +230,12 @@ def value_of(source: str, findings: Sequence[ShapeFinding]) -> dict[str, object]
         }
         for finding in findings
     ]
-    return {"source": source, "fits": not homeless(findings), "findings": documents}
+    return {"source": source, "fits": not fitting_nowhere(findings), "findings": documents}
 
 
 def rows_of(findings: Sequence[ShapeFinding]) -> Rows:
-    """Shares are shares, nothing stands for what is not."""
     rows = [
-        {**_product(finding), "by": by, **_told(judgement)}
+        {**_product(finding), "by": by, **_columns(judgement)}
         for finding in findings
         for by, judgement in (("torch", finding.torch), ("Transformer Engine", finding.te))
         if judgement is not None
@@ -253,7 +251,7 @@ def _product(finding: ShapeFinding) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _told(judgement: Judgement) -> dict[str, object]:
+def _columns(judgement: Judgement) -> dict[str, object]:
     m, n, k = judgement.padded or (None, None, None)
     flops, sizes = (judgement.more_flops, judgement.more_bytes) if judgement.padded else (None, None)
     return {
@@ -268,13 +266,9 @@ def _judgement(judgement: Judgement) -> dict[str, object]:
     return {"outcome": judgement.outcome.value, "objections": objections, **costs}
 
 
-def homeless(findings: Sequence[ShapeFinding]) -> list[ShapeFinding]:
-    """One finding for each product and mode that fits on none of the devices as it is."""
-    first: dict[tuple[LinearShape, str, str], ShapeFinding] = {}
-    housed = set()
-    for finding in findings:
-        key = (finding.shape, finding.kind, finding.mode)
-        first.setdefault(key, finding)
-        if finding.torch.outcome is ShapeOutcome.FITS:
-            housed.add(key)
-    return [shape_finding for key, shape_finding in first.items() if key not in housed]
+def fitting_nowhere(findings: Sequence[ShapeFinding]) -> list[ShapeFinding]:
+    """Returns one finding for each product and mode that fits on none of the devices as it is."""
+    by_product = together(((finding.shape, finding.kind, finding.mode), finding) for finding in findings)
+    return [
+        same[0] for same in by_product.values() if all(each.torch.outcome is not ShapeOutcome.FITS for each in same)
+    ]

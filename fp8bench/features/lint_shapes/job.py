@@ -1,4 +1,4 @@
-"""Linear layers held against what devices can run: those of a model, or those that a file names."""
+"""Checks the products of linear layers against what devices can run; layers come from a model or a file."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from fp8bench.formats.hardware import CLASSES, DeviceClass, device_class
 from fp8bench.formats.product_rules import OUTPUTS, Objection, Product, Sides, missing, objections, te_objections
 from fp8bench.formats.recipe_support import in_formats_of
 from fp8bench.formats.recipes import Recipe
+from fp8bench.measure.handle import claimed
+from fp8bench.measure.limits import Limits
+from fp8bench.model import Request
+from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS, features_of, models, sides_of, usual_tokens
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from fp8bench.report.elements import printable
+from fp8bench.workloads.model import Model
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear layer: so many tokens, features out and features in.
-
-    `output` is the type of its products; `row_major` says that their second operands lie row by row.
-    """
+    """A linear layer. `output` is the dtype of its products; `row_major`: their second operands lie row by row."""
 
     name: str
     tokens: int
@@ -49,7 +52,7 @@ class ShapeOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """An outcome and why. `padded` are the sides that would do, and what they cost more, as shares."""
+    """An outcome and why. `padded` are sides that would fit; what they cost more is a share."""
 
     outcome: ShapeOutcome
     objections: tuple[Objection, ...] = ()
@@ -60,9 +63,9 @@ class Judgement:
 
 @dataclass(frozen=True)
 class ShapeFinding:
-    """One product of one layer in one mode on one class of devices: what torch says, and Transformer Engine.
+    """One product of one layer in one mode on one class of devices, as torch and Transformer Engine judge it.
 
-    `te` is None where it has no recipe for it, or nothing to do with the device.
+    `te` is None where Transformer Engine has no recipe for it, or no support of the device.
     """
 
     shape: LinearShape
@@ -77,33 +80,64 @@ class ShapeFinding:
 LARGEST = (1 << 31) - 1
 MOST_SHAPES = 10_000
 _LAYOUTS = ("column", "row")
+# Kinds of weights whose products are scaled matrix products; convolutions are none.
+_LINEAR_KINDS = ("linear", "conv1d", "experts", "head")
 _NAMES = ("m", "n", "k", "name", "output", "layout")
 _SIZE = re.compile(r"(\S+?)[xX*](\S+?)[xX*](\S+)")
 
 
 def shapes_of_model(model: str, tokens: int | None) -> list[LinearShape]:
+    if ":" in model or model.endswith(".py"):
+        if tokens is not None:
+            raise UsageError("--tokens goes with known models: the batch of your own says its rows. Leave it out.")
+        return shapes_of_own_model(model)
     if model not in models():
         raise UnknownName("model", model, models())
     rows = tokens or usual_tokens(model)
     return [LinearShape(layer, rows, *features) for layer, features in features_of(model).items()]
 
 
+def shapes_of_own_model(maker: str) -> list[LinearShape]:
+    """Runs one step of the user's model on a CPU, and returns the linear layers that it called."""
+    # Here, because they import numpy, which --help does without.
+    from fp8bench.jobs.profile import function_named
+    from fp8bench.pipeline import examine, worker_for
+
+    request = Request(Model.name, ("fp8",), ("cpu",), UNTOUCHED, axes=(("make", (function_named(maker),)),))
+    with claimed(True), worker_for(request, None) as worker:
+        facts = worker.probe()
+        plan, limits = make_plan(request, facts, None), Limits()
+        examine(plan, facts, worker, limits)
+        (planned,) = (planned for planned in plan.groups[0].cases if planned.case.precision == "fp8")
+        (device,) = (fact for fact in facts if fact.key == "cpu")
+        coverage = worker.within(limits.numbers(planned.work)).coverage(planned.case, device)
+    shapes = [
+        LinearShape(holder.name, product.m, product.n, product.k)
+        for holder in (coverage.holders if coverage else ())
+        if holder.kind in _LINEAR_KINDS
+        for product in holder.products
+        if not product.backward
+    ]
+    if not shapes:
+        raise UsageError(f"{maker} calls no linear layer. `fp8bench profile {maker}` lists its products.")
+    return list(dict.fromkeys(shapes))
+
+
 def shapes_of_file(path: Path) -> list[LinearShape]:
-    """Those of a file: CSV and YAML by their endings, else a line each, 'MxNxK' and perhaps a name."""
+    """Reads CSV where the file ends in .csv, else lines of 'MxNxK' with or without a name."""
     text = _text(path)
-    readers = {".csv": _of_csv, ".yaml": _of_yaml, ".yml": _of_yaml}
     shapes: list[LinearShape] = []
-    for number, given in readers.get(path.suffix.lower(), _of_lines)(text, str(path)):
+    for number, given in (_of_csv if path.suffix.lower() == ".csv" else _of_lines)(text, str(path)):
         place = f"{path}:{number}"
         if len(shapes) == MOST_SHAPES:
             raise UsageError(f"{place}: more than {MOST_SHAPES} shapes. Give the others in another file.")
         shapes.append(_shape(given, place))
     if not shapes:
-        raise UsageError(f"{path} has no shape in it. Give lines like '8192x4096x4096 out', CSV or a YAML list.")
+        raise UsageError(f"{path} has no shape in it. Give lines like '8192x4096x4096 out', or CSV.")
     return shapes
 
 
-# What a line or an entry says, by the names of _NAMES, and the number of the line.
+# The line's number and what it says, by the names of _NAMES.
 Given = Iterator[tuple[int, Mapping[str, str]]]
 
 
@@ -113,7 +147,7 @@ def _text(path: Path) -> str:
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}). Give a file of shapes, or --model NAME.") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{path} is no text in UTF-8. Give lines of MxNxK, CSV or a YAML list.") from None
+        raise UsageError(f"{path} is no text in UTF-8. Give lines of MxNxK, or CSV.") from None
 
 
 def _of_lines(text: str, path: str) -> Given:
@@ -133,7 +167,7 @@ def _of_csv(text: str, path: str) -> Given:
                 continue
             if titles is None:
                 titles = [cell.lower() for cell in cells]
-                _check_names("column", titles, f"{path}:{reader.line_num}")
+                _check_columns(titles, f"{path}:{reader.line_num}")
                 continue
             if len(cells) > len(titles):
                 raise UsageError(f"{path}:{reader.line_num}: {len(cells)} cells under {len(titles)} columns.")
@@ -142,52 +176,15 @@ def _of_csv(text: str, path: str) -> Given:
         raise UsageError(f"{path}:{reader.line_num}: this is no CSV ({error}).") from None
 
 
-def _check_names(kind: str, names: list[str], place: str) -> None:
-    """Columns of CSV, or keys of YAML: the known ones, once each, no side left out."""
+def _check_columns(names: list[str], place: str) -> None:
     for name in names:
         if name not in _NAMES:
-            raise UsageError(f"{place}: {UnknownName(kind, name, _NAMES)}")
+            raise UsageError(f"{place}: {UnknownName('column', name, _NAMES)}")
     if len(set(names)) != len(names):
-        raise UsageError(f"{place}: a {kind} stands there twice. Keep one of each.")
+        raise UsageError(f"{place}: a column stands there twice. Keep one of each.")
     lacking = [side for side in "mnk" if side not in names]
     if lacking:
-        raise UsageError(f"{place}: there is no {kind} {lacking[0]}. Give m, n and k, perhaps name, output and layout.")
-
-
-def _of_yaml(text: str, path: str) -> Given:
-    import yaml
-
-    try:
-        root = yaml.compose(text, yaml.SafeLoader)  # nodes alone: nothing is made of tags, and an alias is one node
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = f"{path}:{mark.line + 1}" if mark else path
-        raise UsageError(f"{place}: this is no YAML ({error.problem}).") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"{path}: this is no YAML ({type(error).__name__}).") from None
-    if root is None:
-        return
-    if not isinstance(root, yaml.SequenceNode):
-        raise UsageError(f"{path}:{root.start_mark.line + 1}: expected a list of shapes, like '- 8192x4096x4096 out'.")
-    for node in root.value:
-        number = node.start_mark.line + 1
-        if isinstance(node, yaml.ScalarNode):
-            yield from ((number, shape) for _, shape in _of_lines(node.value, path))
-        elif isinstance(node, yaml.MappingNode):
-            yield number, _mapping(node, f"{path}:{number}")
-        else:
-            raise UsageError(f"{path}:{number}: expected MxNxK, or m, n and k by name, not a list.")
-
-
-def _mapping(node: object, place: str) -> dict[str, str]:
-    """The scalars of a YAML mapping, as they are written."""
-    scalars: dict[str, str] = {}
-    for key, value in node.value:  # type: ignore[attr-defined]
-        if not isinstance(key.value, str) or not isinstance(value.value, str):
-            raise UsageError(f"{place}: expected words and numbers, not lists.")
-        scalars[key.value] = value.value
-    _check_names("key", [key.value for key, _ in node.value], place)  # type: ignore[attr-defined]
-    return scalars
+        raise UsageError(f"{place}: there is no column {lacking[0]}. Give m, n and k, perhaps name, output and layout.")
 
 
 def _shape(given: Mapping[str, str], place: str) -> LinearShape:
@@ -220,35 +217,35 @@ USUAL_MODES = ("fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nv
 
 
 @dataclass(frozen=True)
-class Look:
-    """What was looked at, in words, and what was found."""
+class ShapeLint:
+    """All findings; `source` is the model or the file."""
 
     source: str
     title: str
     findings: tuple[ShapeFinding, ...]
 
 
-def look(
+def lint_shapes(
     model: str | None,
     file: Path | None,
     tokens: int | None,
     products: Sequence[str] = (),
     dtypes: Sequence[str] = (),
     devices: Sequence[str] = (),
-) -> Look:
-    """Every product of a model's layers, or of those in a file, in each mode on each class of devices."""
+) -> ShapeLint:
+    """Checks each product of a model's or a file's layers, in each mode on each class of devices."""
     classes = list(dict.fromkeys(device_class(word) for word in devices)) or list(CLASSES)
     for word in products:
         if word not in PRODUCTS:
             raise UnknownName("product", word, PRODUCTS)
     modes = modes_of(dtypes, classes)
     source, shapes = _shapes(model, file, tokens)
-    findings = examine(shapes, list(dict.fromkeys(products)) or list(PRODUCTS), modes, classes)
+    findings = judge_all(shapes, list(dict.fromkeys(products)) or list(PRODUCTS), modes, classes)
     if not findings:
         raise UsageError(
             "weight gradients stay in bf16 in these modes, and nothing else was asked for: widen --products."
         )
-    return Look(source, _title(source, shapes, findings), tuple(findings))
+    return ShapeLint(source, _title(source, shapes, findings), tuple(findings))
 
 
 def _shapes(model: str | None, file: Path | None, tokens: int | None) -> tuple[str, list[LinearShape]]:
@@ -256,14 +253,14 @@ def _shapes(model: str | None, file: Path | None, tokens: int | None) -> tuple[s
         return model, shapes_of_model(model, tokens)
     if file is None or model is not None:
         given = "both --model and --shapes were" if file is not None else "neither --model nor --shapes was"
-        raise UsageError(f"{given} given. Give --model NAME for the layers of a known model, or --shapes FILE.")
+        raise UsageError(f"{given} given. Give --model NAME for the layers of a model, or --shapes FILE.")
     if tokens is not None:
-        raise UsageError("--tokens goes with --model: in a file every shape says its own M. Leave it out.")
+        raise UsageError("--tokens goes with --model: in a file each shape has its own M. Leave it out.")
     return str(file), shapes_of_file(file)
 
 
 def _title(source: str, shapes: Sequence[LinearShape], findings: Sequence[ShapeFinding]) -> str:
-    """'gpt2 with 8192 tokens: 15 products of 5 layers'."""
+    """Writes a title like 'gpt2 with 8192 tokens: 15 products of 5 layers'."""
     tokens = {shape.tokens for shape in shapes}
     rows = f" with {tokens.pop()} tokens" if len(tokens) == 1 else ""
     products = len({(finding.shape, finding.kind) for finding in findings})
@@ -272,19 +269,19 @@ def _title(source: str, shapes: Sequence[LinearShape], findings: Sequence[ShapeF
 
 
 def modes_of(words: Sequence[str], devices: Sequence[DeviceClass]) -> list[RecipePrecision]:
-    """The modes of some words; without any, the usual ones that some device has (all of them if none has any)."""
+    """Parses modes; without any, returns the usual ones that some device has, or all if none has any."""
     modes = {mode.mode: mode for mode in map(_scaled, words or USUAL_MODES)}
-    there = [mode for mode in modes.values() if words or any(_is_there(mode, device) for device in devices)]
-    return there or list(modes.values())
+    native = [mode for mode in modes.values() if words or any(_has(device, mode) for device in devices)]
+    return native or list(modes.values())
 
 
-def examine(
+def judge_all(
     shapes: Sequence[LinearShape],
     kinds: Sequence[str],
     modes: Sequence[RecipePrecision],
     devices: Sequence[DeviceClass],
 ) -> list[ShapeFinding]:
-    """Every combination, layer by layer. A product that a recipe leaves in bf16 is none of these."""
+    """Judges every combination, layer by layer, but for weight gradients that a recipe leaves in bf16."""
     return [
         ShapeFinding(shape, kind, mode.mode, device, product, judge(product, device), judge_by_te(product, device))
         for shape in shapes
@@ -336,6 +333,6 @@ def _scaled(word: str) -> RecipePrecision:
     return precision
 
 
-def _is_there(mode: RecipePrecision, device: DeviceClass) -> bool:
+def _has(device: DeviceClass, mode: RecipePrecision) -> bool:
     recipe = in_formats_of(device, mode.recipe)
     return missing(Product(512, 512, 512, recipe.input, recipe.weight), device) is None

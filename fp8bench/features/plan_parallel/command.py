@@ -1,6 +1,6 @@
-"""`fp8bench plan-parallel`: how to cut a training for many GPUs, by formulas held against what is published.
+"""`fp8bench plan-parallel`: ranks the ways to divide a training among GPUs, by formulas checked on published figures.
 
-`--topology h100` is a file that is shipped. A file says what joins GPUs, one number a line; units may stand behind.
+`--topology h100` names a shipped file. Such a file describes the GPUs and their links; units may follow the numbers.
 
 node: 8          # GPUs of a node
 memory: 80 GiB   # of each of them
@@ -51,12 +51,12 @@ from fp8bench.features.plan_parallel.ranking import (
     Ruling,
     Say,
     calibrated,
-    checkpointed,
     memory_band,
     outside,
     pace_band,
     ranking,
     rulings,
+    with_least_checkpointing,
     with_rate,
 )
 from fp8bench.model.codec import encode
@@ -76,8 +76,8 @@ FIRST_OPTIONS = "--gpus --topology --batch --sequence --dtype --calibrate --reci
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Every way to divide a training among N GPUs (DDP, FSDP, TP with sequence parallelism, PP, CP): memory and "
-        "tokens a second of each GPU by formulas. Pace has a band where --calibrate gives a measured training: the one "
-        "in which it was told of published machines that were held out. Measures nothing."
+        "tokens a second of each GPU by formulas. With --calibrate, paces have a band: how far off formulas were on "
+        "published machines that were held out. Measures nothing."
     )
     parser.epilog = "Exit codes: 0 fine; 2 wrong usage; 3 no way fits."
     add = parser.add_argument
@@ -99,13 +99,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--zero-1", action="store_true", help=words)
     words = "a whole training measured on such GPUs, in tokens/s of each: llama3-8b,FSDP8,6667,dtype=bf16,batch=16"
     add("--calibrate", metavar="MODEL,LAYOUT,PACE", help=words)
-    words = (
-        "how FP8 products are scaled: its rate is bf16's by published trainings; default: the file's, else tensorwise"
-    )
+    words = "how FP8 products are scaled, which sets their rate from bf16's; default: the file's rate, else tensorwise"
     add("--recipe", choices=[*RECIPES], help=words)
-    words = "the loss is compiled, and takes a third of the memory: torchtitan's is from April 2025 on"
+    words = "the loss is compiled, and takes a third of the memory, as torchtitan's from April 2025 on"
     add("--compiled-loss", action="store_true", help=words)
-    words = "watts that a GPU may take, and took where rates or the training were measured: 500/700"
+    words = "a GPU's watts now, over its watts where rates or the training were measured: 500/700"
     add("--power-limit", type=_watts, metavar="W/W", help=words)
     words = "which activations backward computes again; default auto: the least with which something fits"
     add("--checkpointing", choices=(_AUTO, *Checkpointing), default=_AUTO, help=words)
@@ -117,22 +115,22 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    asked = _asked(arguments)
+    question = _question(arguments)
     if arguments.checkpointing == _AUTO:
-        asked, plans = checkpointed(asked)
+        question, plans = with_least_checkpointing(question)
     else:
-        plans = ranking(asked)
+        plans = ranking(question)
     if not plans:
         raise UsageError(
-            f"{asked.batch} sequences cannot be dealt out evenly to {asked.gpus} GPUs in any way. Give --batch a "
+            f"{question.batch} sequences cannot be dealt out evenly to {question.gpus} GPUs in any way. Give --batch a "
             "multiple of them."
         )
-    page = partial(page_of, asked, plans[: arguments.top])
-    tell(arguments, page, partial(value_of, asked, plans), partial(rows_of, asked, plans))
+    page = partial(page_of, question, plans[: arguments.top])
+    tell(arguments, page, partial(value_of, question, plans), partial(rows_of, question, plans))
     return EXIT_OK if plans[0].fits else EXIT_FAILED
 
 
-def _asked(arguments: argparse.Namespace) -> ParallelQuestion:
+def _question(arguments: argparse.Namespace) -> ParallelQuestion:
     arguments.model = model_named(arguments)
     for name in ("model", "gpus", "topology"):
         if getattr(arguments, name) is None:
@@ -162,14 +160,14 @@ def _asked(arguments: argparse.Namespace) -> ParallelQuestion:
 
 def _watts(text: str) -> float:
     try:
-        limit, of = map(float, text.split("/"))
+        limit, before = map(float, text.split("/"))
     except ValueError:
-        limit = of = 0.0
-    if not (0 < limit <= of < math.inf):
+        limit = before = 0.0
+    if not (0 < limit <= before < math.inf):
         raise argparse.ArgumentTypeError(
             f"expected two numbers of watts like 500/700, the lower first, got {text!r:.80}"
         )
-    return limit / of
+    return limit / before
 
 
 _CUTS = {"ddp": "copies", "fsdp": "shards", "tp": "tensor", "pp": "pipeline", "cp": "context", "vp": "virtual"}
@@ -185,10 +183,10 @@ def _training(text: str, planned: Load) -> MeasuredTraining:
         raise UsageError(f"--calibrate {text!r:.80} is too short. {_TRAINING}.")
     cuts: dict[str, int] = {}
     for cut in words[1].split("+"):
-        said = re.fullmatch(r"([a-z]+) ?([1-9]\d{0,5})", cut.strip().lower(), re.ASCII)
-        if said is None or said[1] not in _CUTS or _CUTS[said[1]] in cuts:
+        match = re.fullmatch(r"([a-z]+) ?([1-9]\d{0,5})", cut.strip().lower(), re.ASCII)
+        if match is None or match[1] not in _CUTS or _CUTS[match[1]] in cuts:
             raise UsageError(f"--calibrate: {cut!r:.80} is no part of a layout. {_TRAINING}.")
-        cuts[_CUTS[said[1]]] = int(said[2])
+        cuts[_CUTS[match[1]]] = int(match[2])
     layout, given = ParallelLayout(**cuts), dict(word.partition("=")[::2] for word in words[3:])
     positive = types.whole(whole_number(1, 1 << 30))
     try:
@@ -227,30 +225,30 @@ def _shipped() -> list[str]:
 
 _FORM = "Expected six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`."
 _KIND = FileKind("--topology", "description of GPUs", _FORM)
-# What a number of each line is multiplied by, and the unit that may stand behind it; node and memory have their own.
+# The factor and the unit of each line; node and memory are read apart.
 _FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
 _UNIT = {"inside": "GB/s", "between": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
-# Less is a number without its unit.
+# Less memory than this is a number whose unit was forgotten.
 _LEAST_MEMORY = 1 << 30
 _NAMES = ("node", "memory", *_FACTORS)
 
 
 def read_topology(file: Path) -> Topology:
-    """Of a file, or of one that is shipped, by its name. Raises UsageError with file and line."""
+    """Reads a file, or the shipped one of that name. Raises UsageError with file and line."""
     if not file.suffix and not file.exists():
         if file.name not in _shipped():
             raise UnknownName("topology", str(file)[:80], _shipped(), f"{', '.join(_shipped())}, or a YAML file")
         name, file = file.name, Path(__file__).parent / "topologies" / f"{file.name}.yaml"
         complain(f"--topology {name}: {file.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')} ({file})")
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, key, node in items(file, read_mapping(file, _KIND), _KIND):
         if name not in _NAMES:
             raise UsageError(f"{place(file, key)}: unknown key {name!r:.80}. Known: {', '.join(_NAMES)}.")
-        found[name] = _value(file, name, node)
-    missing = [name for name in _NAMES if name not in found]
+        values[name] = _value(file, name, node)
+    missing = [name for name in _NAMES if name not in values]
     if missing:
         raise UsageError(f"{file}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. {_FORM}")
-    return Topology(node=int(found.pop("node")), **found)
+    return Topology(node=int(values.pop("node")), **values)
 
 
 def _value(file: Path, name: str, node: yaml.Node) -> float:
@@ -272,101 +270,99 @@ def _value(file: Path, name: str, node: yaml.Node) -> float:
 
 
 _LEGEND = (
-    "memory: of a GPU, by formulas, with the band in which they describe the published trainings that they were set on",
+    "memory: of a GPU, by formulas; its band: how far off they are on the published trainings that they were fitted to",
     "tokens/s: of a GPU, by formulas; its band: the largest error on machines held out, '-' where none was",
     "waits: the share of a step in which products wait for TP, CP, FSDP or DDP; idle: a pipeline's ends",
     "tight: it fits unless memory is at the upper end of its band",
     "what a GPU has: DDP: the whole model, some of the sequences; FSDP: the same, its weights and moments shared out",
     "TP: a part of each product; PP: some layers, VP: in that many stretches; CP: a part of each sequence",
 )
-# What the formulas are worth, with every answer.
+# Every answer says what the formulas are worth.
 _ERRORS = (
     f"Pace, by leave-one-machine-out: {HELD_OUT_WORDS}. Without a training it was {UNCALIBRATED_WORDS}. Memory and "
-    f"FLOPs: nothing was held out; of 28 published figures that they were set on they are off at most: {WORST_ERRORS}."
+    f"FLOPs: nothing was held out; on the 28 published figures that formulas were fitted to: {WORST_ERRORS} at most."
 )
-# Seconds of a small message within a node: an assumption, which the sentence names.
+# Seconds of a small message within a node: assumed, and printed as such.
 _MESSAGE = 1e-5
-# Shorter steps are made of launches.
+# In shorter steps launches decide, which formulas leave out.
 _SHORT = 0.02
 
 
-def page_of(asked: ParallelQuestion, plans: Sequence[Planned]) -> Page:
-    load = asked.load
+def page_of(question: ParallelQuestion, plans: Sequence[Planned]) -> Page:
+    load = question.load
     title = (
-        f"{asked.model.name} ({units.count(asked.model.weights)} weights) on {asked.gpus} "
-        f"GPU{'' if asked.gpus == 1 else 's'} of {units.size(asked.topology.memory)}: {asked.batch} sequences of "
-        f"{load.sequence} tokens a step, {load.precision}, checkpointing {load.checkpointing}"
+        f"{question.model.name} ({units.count(question.model.weights)} weights) on {question.gpus} "
+        f"GPU{'' if question.gpus == 1 else 's'} of {units.size(question.topology.memory)}: {question.batch} sequences "
+        f"of {load.sequence} tokens a step, {load.precision}, checkpointing {load.checkpointing}"
     )
-    matrix = [Part("matrix", "each kind of division by itself", (_matrix(asked),))] if asked.gpus > 1 else []
-    parts = [Part("ranking", "", (*map(Text, _remarks(asked, plans)), _ranking(asked, plans))), *matrix,
+    matrix = [Part("matrix", "each kind of division by itself", (_matrix(question),))] if question.gpus > 1 else []
+    parts = [Part("ranking", "", (*map(Text, _remarks(question, plans)), _ranking(question, plans))), *matrix,
              Part("errors", "", (Text(_ERRORS),))]  # fmt: skip
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _remarks(asked: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]:
+def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]:
     if not plans[0].fits:
-        level = "" if asked.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
+        level = "" if question.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
         yield f"No way fits: more GPUs, a smaller batch, shorter sequences{level}."
     if plans[0].pace.step < _SHORT:
         yield (
-            f"A step takes {units.seconds(plans[0].pace.step)} by these formulas, which know no launches: in steps "
+            f"A step takes {units.seconds(plans[0].pace.step)} by these formulas, which leave out launches: in steps "
             f"below {units.seconds(_SHORT)} those decide, and the paces here mean nothing."
         )
-
-    if asked.by is None:
+    if question.by is None:
         yield (
-            "No whole training has calibrated these rates: paces say which layout is faster, and not how fast it is. "
-            f"By ceilings of products they were {UNCALIBRATED_WORDS}. One measured training sets them: --calibrate "
+            "No whole training has calibrated these rates: paces say which layout is faster, not how fast it is. By "
+            f"ceilings of products they were {UNCALIBRATED_WORDS}. Give a measured training: --calibrate "
             "MODEL,LAYOUT,PACE."
         )
     else:
         yield (
-            f"By {asked.by.model.name} with {asked.by.layout.words} at {asked.by.pace:g} tokens/s of a GPU, products "
-            f"reach {asked.topology.bf16 / 1e12:.0f} TFLOP/s in bf16 and {asked.topology.fp8 / 1e12:.0f} in FP8."
+            f"By {question.by.model.name} with {question.by.layout.words} at {question.by.pace:g} tokens/s of a GPU, "
+            f"products reach {question.topology.bf16 / 1e12:.0f} TFLOP/s in bf16 and "
+            f"{question.topology.fp8 / 1e12:.0f} in FP8."
         )
-    if asked.derated:
-        yield "Rates follow the power limit by its 2/3 power, which no published training holds: paces have no band."
-    if (kept := asked.load.kept) != STATES["fp32"]:
+    if question.derated:
+        yield "Rates are scaled by the 2/3 power of the power limit, which nothing confirms: paces have no band."
+    if (kept := question.load.kept) != STATES["fp32"]:
         way = plans[0]
-        wide = memory_of(asked.model, way.layout, replace(way.load, states="fp32")).total
+        wide = memory_of(question.model, way.layout, replace(way.load, states="fp32")).total
         yield (
-            f"States take {kept.total} bytes a weight instead of {STATES['fp32'].total}: this layout takes "
+            f"States take {kept.total} bytes a weight instead of {STATES['fp32'].total}: the first way takes "
             f"{units.percent(1 - way.memory.total / wide, 0)} less than with those in fp32 ({units.size(wide)}). "
-            "FP8-LM tells of 29%, 28% and 39% less for its GPT-7B, 13B and 175B on H100s, with --zero-1; by these "
-            "formulas it is 33%, 37% and 43%: they leave out 6 to 13 GiB that its trainings took besides."
+            "FP8-LM reports 29%, 28% and 39% less for its GPT-7B, 13B and 175B on H100s, with --zero-1; these formulas "
+            "give 33%, 37% and 43%, because they leave out 6 to 13 GiB that its trainings took besides."
         )
-    if asked.load.rlhf:
+    if question.load.rlhf:
         memory = plans[0].memory
-        told = ("actor", memory.states), ("critic", memory.critic), ("reference and reward", memory.frozen)
-        sizes = ", ".join(f"{name} {units.size(size)}" for name, size in told)
+        models = ("actor", memory.states), ("critic", memory.critic), ("reference and reward", memory.frozen)
+        sizes = ", ".join(f"{name} {units.size(size)}" for name, size in models)
         yield (
-            f"RLHF: of the first way weights, gradients and moments take {sizes}; one model works at a "
-            "time. tokens/s are of the actor's update alone: no rollouts, no other "
-            "model's passes. FP8-LM tells of 62% less for states and 32% less for weights (LLaMA-7B); by these "
-            "formulas --states fp8-lm has 62% and 50%, all copies in FP8. Bytes between steps are those of "
-            "`fp8bench suite transformer --set models=rlhf`, which holds four small models; no large RLHF was held "
-            "against them."
+            f"RLHF: in the first way weights, gradients and moments take {sizes}; one model works at a time. tokens/s "
+            "are of the actor's update alone, without rollouts and other models' passes. FP8-LM reports 62% less for "
+            "states and 32% less for weights (LLaMA-7B); --states fp8-lm gives 62% and 50%, all copies in FP8. Only "
+            "four small models were checked, by `fp8bench suite transformer --set models=rlhf`."
         )
-    if asks := _scale_traffic(asked, plans[0]).messages:
+    if count := _scale_traffic(question, plans[0]).messages:
         yield (
-            f"Scales: with one for each whole tensor the first way waits in a step for {asks} messages of 4 bytes, the "
-            f"largest magnitude over {plans[0].layout.tensor} GPUs before each cast of a tensor that TP cuts. That is "
-            f"in no pace here: at {units.seconds(_MESSAGE)} each {units.seconds(asks * _MESSAGE)} of "
-            f"{units.seconds(plans[0].pace.step)}. Scales of rows and blocks ask nobody."
+            f"Scales: with one for each whole tensor, a step of the first way waits for {count} messages of 4 bytes: "
+            f"the largest magnitude over {plans[0].layout.tensor} GPUs before each cast of a tensor that TP cuts. "
+            f"Paces leave that out: at {units.seconds(_MESSAGE)} each it is {units.seconds(count * _MESSAGE)} of "
+            f"{units.seconds(plans[0].pace.step)}. Scales of rows and blocks need no messages."
         )
-    if what := outside(asked.model, asked.gpus, asked.load.sequence):
+    if what := outside(question.model, question.gpus, question.load.sequence):
         yield f"No published training is like this: {'; '.join(what)}. Bands are a guess here."
 
 
-def _scale_traffic(asked: ParallelQuestion, way: Planned) -> ScaleTraffic:
-    """Of a GPU in a step, where TP cuts tensors that have one scale each."""
-    if way.layout.tensor == 1 or way.load.precision != "fp8" or asked.recipe not in ("", "tensorwise"):
+def _scale_traffic(question: ParallelQuestion, way: Planned) -> ScaleTraffic:
+    """Counts a GPU's messages in a step where TP cuts tensors that have one scale each; else none."""
+    if way.layout.tensor == 1 or way.load.precision != "fp8" or question.recipe not in ("", "tensorwise"):
         return ScaleTraffic(0, 0.0)
-    blocks = -(-asked.model.layers // way.layout.pipeline)
+    blocks = -(-question.model.layers // way.layout.pipeline)
     return scale_traffic_of_cuts(blocks * way.load.micro_batches, way.layout.tensor)
 
 
-def _ranking(asked: ParallelQuestion, plans: Sequence[Planned]) -> Table:
+def _ranking(question: ParallelQuestion, plans: Sequence[Planned]) -> Table:
     def fits(way: Planned) -> Field:
         word = ("tight", Tone.DOUBT) if way.tight else ("yes", Tone.GOOD) if way.fits else ("no", Tone.BAD)
         return Field(word[0], tone=word[1])
@@ -378,44 +374,42 @@ def _ranking(asked: ParallelQuestion, plans: Sequence[Planned]) -> Table:
         Col("band", lambda way: f"±{units.percent(memory_band(way.layout), 0)}", number=True),
         Col("fits", fits),
         Col("tokens/s", lambda way: units.count(way.tokens), number=True),
-        Col("band", lambda way: _band(asked, way), number=True, show=lambda band: f"±{units.percent(band, 0)}"),
+        Col("band", lambda way: _band(question, way), number=True, show=lambda band: f"±{units.percent(band, 0)}"),
         Col("waits", lambda way: units.percent(way.pace.waits, 0), number=True),
         Col("idle", lambda way: units.percent(way.pace.idle, 0), number=True),
     ]
     return table("ranking", "", cols, plans)
 
 
-def _band(asked: ParallelQuestion, way: Planned) -> float | None:
-    return None if asked.derated else pace_band(asked.by, asked.model, way.layout, way.load, asked.recipe)
+def _band(question: ParallelQuestion, way: Planned) -> float | None:
+    return None if question.derated else pace_band(question.by, question.model, way.layout, way.load, question.recipe)
 
 
-def _matrix(asked: ParallelQuestion) -> Table:
+def _matrix(question: ParallelQuestion) -> Table:
     cols: list[Col[Ruling]] = [
         Col("kind", lambda ruling: ruling.kind),
         Col("worth it", lambda ruling: ruling.say, tone=lambda row: Tone.GOOD if row.say is Say.YES else Tone.PLAIN),
         Col("why", lambda ruling: ruling.why, below=True),
     ]
-    return table("matrix", "", cols, rulings(asked))
+    return table("matrix", "", cols, rulings(question))
 
 
-def value_of(asked: ParallelQuestion, plans: Sequence[Planned]) -> dict[str, object]:
-    beyond, matrix = outside(asked.model, asked.gpus, asked.load.sequence), encode(rulings(asked))
-    ways = rows_of(asked, plans)[1]
-    return {"asked": encode(asked), "outside": beyond, "ways": ways, "matrix": matrix, "errors": _ERRORS}
+def value_of(question: ParallelQuestion, plans: Sequence[Planned]) -> dict[str, object]:
+    beyond, matrix = outside(question.model, question.gpus, question.load.sequence), encode(rulings(question))
+    ways = rows_of(question, plans)[1]
+    return {"asked": encode(question), "outside": beyond, "ways": ways, "matrix": matrix, "errors": _ERRORS}
 
 
-def rows_of(asked: ParallelQuestion, plans: Sequence[Planned]) -> Rows:
-    rows = [_row(asked, way) for way in plans]
+def rows_of(question: ParallelQuestion, plans: Sequence[Planned]) -> Rows:
+    rows: list[dict[str, object]] = []
+    for way in plans:
+        pace = asdict(way.pace)
+        rows.append({
+            **asdict(way.layout), "micro_batches": way.load.micro_batches, "fits": way.fits, "tight": way.tight,
+            "memory_bytes": way.memory.total, **{f"{name}_bytes": size for name, size in asdict(way.memory).items()},
+            "tokens_per_second": way.tokens, "step_seconds": way.pace.step, "bubble": pace.pop("bubble"),
+            **{f"{name}_seconds": seconds for name, seconds in pace.items()},
+            **{f"scale_{name}": number for name, number in _scale_traffic(question, way)._asdict().items()},
+            "memory_band": memory_band(way.layout), "pace_band": _band(question, way),
+        })  # fmt: skip
     return tuple(rows[0]), rows
-
-
-def _row(asked: ParallelQuestion, way: Planned) -> dict[str, object]:
-    pace = asdict(way.pace)
-    return {
-        **asdict(way.layout), "micro_batches": way.load.micro_batches, "fits": way.fits, "tight": way.tight,
-        "memory_bytes": way.memory.total, **{f"{name}_bytes": size for name, size in asdict(way.memory).items()},
-        "tokens_per_second": way.tokens, "step_seconds": way.pace.step, "bubble": pace.pop("bubble"),
-        **{f"{name}_seconds": seconds for name, seconds in pace.items()},
-        **{f"scale_{name}": number for name, number in _scale_traffic(asked, way)._asdict().items()},
-        "memory_band": memory_band(way.layout), "pace_band": _band(asked, way),
-    }  # fmt: skip

@@ -1,8 +1,8 @@
-"""A training on many GPUs before it runs: the model, how it is cut, what joins the GPUs; what it takes, by formulas.
+"""Predicts by formulas what memory and time a training takes on many GPUs, before it runs.
 
-Weights, gradients and two moments in fp32 are 16 bytes a weight, sharded by FSDP; products read bf16 copies. FP8
-products save none of it: their codes last as long as a product. What FP8-LM keeps does: 6 bytes a weight, and copies of
-one byte. Activations are bf16, cut by TP along the sequence between products.
+Weights, gradients and two moments in fp32 are 16 bytes a weight, which FSDP shards; products read bf16 copies. FP8
+products save none of it, because their codes last only as long as the product. FP8-LM's states do: 6 bytes a weight and
+copies of one byte. Activations are bf16; TP divides them along the sequence between products.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Checkpointing(StrEnum):
-    """What backward computes again: nothing, every other product of a block, or all of it."""
+    """What backward computes again: nothing, every other product of a block, or the whole block."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -21,7 +21,7 @@ class Checkpointing(StrEnum):
 
 @dataclass(frozen=True)
 class DecoderModel:
-    """A dense decoder in Llama's manner (three products a feed-forward block) or, not `gated`, in GPT's (two)."""
+    """A dense decoder like Llama (three products in a feed-forward block) or, not `gated`, like GPT (two)."""
 
     name: str
     vocabulary: int
@@ -34,12 +34,12 @@ class DecoderModel:
 
     @property
     def key_width(self) -> int:
-        """Features of all keys, or of all values."""
+        """Features of all keys together, or of all values."""
         return self.width * self.key_heads // self.heads
 
     @property
     def block_products(self) -> int:
-        """Weights of the linear layers of a block."""
+        """Weights of a block's linear layers."""
         return self.width * (2 * self.width + 2 * self.key_width + (3 if self.gated else 2) * self.hidden)
 
     @property
@@ -48,7 +48,7 @@ class DecoderModel:
 
     @property
     def ends(self) -> int:
-        """Weights of the embedding, and as many of the head."""
+        """Weights of the embedding; the head has as many."""
         return self.vocabulary * self.width
 
     @property
@@ -56,21 +56,20 @@ class DecoderModel:
         return self.layers * self.block + 2 * self.ends + self.width
 
     def token_flops(self, sequence: int) -> float:
-        """Forward and backward: 6 a weight, the embedding left out, and the half of attention that is not masked."""
+        """Forward and backward: 6 a weight but for the embedding, and the unmasked half of attention."""
         return 6.0 * (self.weights - self.ends) + self.attention_flops(sequence)
 
     def attention_flops(self, sequence: int) -> float:
-        """Of a token's scores and their product with the values, in all layers."""
+        """FLOPs a token of scores and their product with the values, in all layers."""
         return 6.0 * self.layers * self.width * sequence
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How many ways a training is cut: whole copies, copies whose states are sharded, and within a copy.
+    """Into how many parts each kind of division cuts a training.
 
-    `copies` have all states each (DDP), `shards` share them (FSDP, ZeRO-3). `tensor` cuts every layer, and activations
-    between products along the sequence; `pipeline` cuts the layers, into `virtual` stages a GPU; `context` cuts the
-    sequence.
+    `copies` keep all states each (DDP), `shards` share them (FSDP, ZeRO-3). `tensor` divides every layer, and the
+    sequence between products; `pipeline` divides the layers, into `virtual` stages a GPU; `context` the sequence.
     """
 
     copies: int = 1
@@ -86,7 +85,7 @@ class ParallelLayout:
 
     @property
     def inner(self) -> int:
-        """GPUs that work on the same sequences."""
+        """How many GPUs work on the same sequences."""
         return self.tensor * self.pipeline * self.context
 
     @property
@@ -98,12 +97,12 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class Load:
-    """What a step of it is: `local` sequences for the GPUs that work on the same ones, in `micro_batches`.
+    """What one step does: `local` sequences for the GPUs that share them, in `micro_batches`.
 
-    `narrow_gather`: FSDP gathers weights in FP8. `hidden_tensor`: half of what TP sends hides behind its products
-    (async TP). `fused_loss`: the loss is compiled, so that nothing of it is written in fp32. `states` is one of STATES.
-    `rlhf`: three more models as large lie in memory: a critic, which is trained too, a reference and a reward model.
-    `zero_one`: copies keep weights and gradients whole, and share out what the optimizer keeps (ZeRO-1).
+    `narrow_gather`: FSDP gathers weights in FP8. `hidden_tensor`: half of TP's traffic hides behind products (async
+    TP). `fused_loss`: the loss is compiled, and writes nothing in fp32. `states` is one of STATES. `rlhf`: memory holds
+    three more models of this size: a critic that trains, a reference and a reward model. `zero_one`: copies share out
+    the optimizer's states (ZeRO-1).
     """
 
     sequence: int
@@ -126,8 +125,8 @@ class Load:
 
 @dataclass(frozen=True)
 class KeptStates:
-    """Bytes that a training keeps of each weight: what is updated, its gradient, both moments; those of the copy that
-    products read, as it is sent and as it lies in memory: Hopper multiplies FP8 codes in one orientation alone."""
+    """Bytes that a training keeps of each weight. `copy` is what products read, as sent; `lying` the same in memory,
+    more in FP8, as Hopper multiplies its codes in one orientation only."""
 
     weight: int
     gradient: int
@@ -145,16 +144,16 @@ class KeptStates:
         return self.optimizer + self.gradient
 
 
-# FP8-LM (arXiv 2310.18313): fp16 master weights, FP8 gradients and first moments, fp16 second moments, each tensor with
-# one scale; weights and gradients travel in FP8.
+# FP8-LM (arXiv 2310.18313): fp16 master weights and second moments, FP8 gradients and first moments, a scale a tensor.
+# Weights and gradients travel in FP8.
 STATES = {"fp32": KeptStates(4, 4, 4, 4, copy=2, lying=2), "fp8-lm": KeptStates(2, 1, 1, 2, copy=1, lying=2)}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """GPUs and what joins them: bytes a second that each sends within a node and beyond it, bytes of memory.
+    """GPUs and their links: bytes of memory, bytes a second that each sends inside a node and between nodes.
 
-    `bf16` and `fp8` are FLOPs a second that products reach, not those of a datasheet.
+    `bf16` and `fp8` are FLOPs a second that products reach, not a datasheet's.
     """
 
     node: int
@@ -169,17 +168,17 @@ class Topology:
 
 
 _BF16, _FP8 = 2, 1
-# A reference and a reward model, of which only what products read is kept.
+# The reference and the reward model, which keep only what products read.
 _FROZEN = 2
-# Of a number that the head gives: bf16, fp32 with its logarithms' and their gradient; eagerly one copy more; by a
-# compiled loss itself and its gradient, both bf16.
+# Bytes a logit: in bf16, and in fp32 with its logarithm and gradient; eager code keeps one more copy; a compiled loss
+# keeps only the logit and its gradient, both in bf16.
 _LOGIT, _EAGER_LOGIT, _FUSED_LOGIT = 12, 16, 4
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """`gathered` are weights and gradients that are not sharded, `kept` activations for backward, `block` those of the
-    block at work, `logits` what the head and the loss take; `critic` and `frozen` what other models of RLHF keep."""
+    """Bytes by what takes them. `gathered` are unsharded weights and gradients, `kept` activations for backward,
+    `block` those of the running block; `critic` and `frozen` are RLHF's other models."""
 
     states: float
     gathered: float
@@ -195,7 +194,7 @@ class GpuMemory:
 
 
 def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMemory:
-    """Of the GPU that holds most: in a pipeline the first one's activations, and the last one's logits."""
+    """Returns an upper bound over GPUs: in a pipeline, the first stage's activations with the last stage's logits."""
     tokens = load.sequence * load.local / load.micro_batches / layout.context
     layers = -(-model.layers // layout.pipeline)
     stage = (layers * model.block + model.ends * (2 if layout.pipeline == 1 else 1)) / layout.tensor
@@ -207,27 +206,24 @@ def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMem
     stays = gathered if layout.pipeline > 1 or ranks == 1 else 0.0  # else one model is gathered at a time
     logit = _FUSED_LOGIT if load.fused_loss else _LOGIT if load.compiled else _EAGER_LOGIT
     return GpuMemory(
-        states=states,
-        gathered=gathered,
-        kept=_kept(model, load) * tokens * layers * in_flight / layout.tensor,
-        block=_block(model, layout) * tokens,
-        logits=logit * tokens * model.vocabulary / layout.tensor,
-        critic=(states + stays) * load.rlhf,
+        states, gathered,
+        kept=_kept(model, load) * tokens * layers * in_flight / layout.tensor, block=_block(model, layout) * tokens,
+        logits=logit * tokens * model.vocabulary / layout.tensor, critic=(states + stays) * load.rlhf,
         frozen=_FROZEN * load.kept.copy * stage / ranks * load.rlhf,
-    )
+    )  # fmt: skip
 
 
 def _gathered(model: DecoderModel, layout: ParallelLayout, kept: KeptStates, stage: float) -> float:
-    if layout.pipeline > 1:  # nothing is sharded again between micro-batches, gradients are summed as they are kept
+    if layout.pipeline > 1:  # weights stay gathered between micro-batches, and gradients are summed unsharded
         return (kept.lying + kept.gradient) * stage
     if layout.shards * layout.context == 1:
         return kept.lying * stage
-    # Two blocks, one ahead of its time; the head; the gradients of one block, in bf16 and as they are sent.
+    # Two blocks, one of them prefetched; the head; one block's gradients, in bf16 and as they are sent.
     return (2 * kept.lying * model.block + _BF16 * model.ends + (_BF16 + kept.gradient) * model.block) / layout.tensor
 
 
 def _kept(model: DecoderModel, load: Load) -> float:
-    """Bytes of a token in one layer."""
+    """Returns bytes a token and layer."""
     width, keys, hidden = model.width, model.key_width, model.hidden
     if load.checkpointing is Checkpointing.FULL:
         return _BF16 * width
@@ -237,22 +233,22 @@ def _kept(model: DecoderModel, load: Load) -> float:
 
 
 def _block(model: DecoderModel, layout: ParallelLayout) -> float:
-    """Bytes of a token while a block is computed again: all that it makes, two gradients of its widest part, and with
-    TP its inputs as they are gathered, forward and backward."""
+    """Returns bytes a token while a block is computed again: all its activations, two gradients of its widest part, and
+    with TP its gathered inputs, forward and backward."""
     width, keys, hidden = model.width, model.key_width, model.hidden
     own = _BF16 * (8 * width + 4 * keys + (6 if model.gated else 4) * hidden) / layout.tensor
     return own + (4 * _BF16 * width * (layout.tensor - 1) / layout.tensor)
 
 
-# Attention's kernels reach so much of what products reach, and do their scores once more in backward.
+# Attention's kernels reach this share of the products' rate, and compute scores again in backward.
 _ATTENTION = 0.55
 _ATTENTION_AGAIN = 0.5
 
 
 @dataclass(frozen=True)
 class StepPace:
-    """Seconds of a step: `products` (attention among them), `tensor` and `context` stand in their way, `shards` and
-    `copies` run beside them and count where they take longer. A pipeline is idle for the share `bubble` of its work."""
+    """Seconds of a step. Products (with attention) wait for the traffic of `tensor` and `context`; that of `shards` and
+    `copies` runs beside them and counts where it takes longer. A pipeline idles for the share `bubble` of its work."""
 
     products: float
     tensor: float
@@ -267,7 +263,7 @@ class StepPace:
 
     @property
     def exposed(self) -> float:
-        """Seconds that products wait for weights and gradients. Gradients of copies are sent during backward."""
+        """Seconds that products wait for weights and gradients; copies send theirs during backward, two thirds."""
         return max(0.0, self.shards - self.products) + max(0.0, self.copies - self.products * 2 / 3)
 
     @property
@@ -291,7 +287,7 @@ def pace_of(model: DecoderModel, layout: ParallelLayout, load: Load, topology: T
         products=_products(model, layout, load, topology, tokens),
         tensor=_tensor(model, layout, load, topology, tokens * layers),
         context=_context(model, layout, load, topology, tokens * layers),
-        shards=_shards(layout, load, topology, stage),
+        shards=_shard_bytes(layout, load, stage) / topology.link(layout.tensor * layout.shards * layout.context),
         copies=_copies(layout, load, topology, stage),
         bubble=(layout.pipeline - 1) / (layout.virtual * load.micro_batches),
     )
@@ -316,14 +312,14 @@ def _products(model: DecoderModel, layout: ParallelLayout, load: Load, topology:
 
 
 def _tensor(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
-    """Four gathers and four sums a layer, each of all activations; six where forward is done again."""
+    """Four gathers and four sums of all activations a layer; six each where forward is computed again."""
     times = 12 if load.checkpointing is Checkpointing.FULL else 8
     sent = times * _BF16 * work * model.width * (layout.tensor - 1) / layout.tensor
     return sent / topology.link(layout.tensor) * (0.5 if load.hidden_tensor else 1.0)
 
 
 def _context(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
-    """Keys and values of the other GPUs, forward, and backward with their gradients: what attention does not hide."""
+    """Sends keys and values forward, and with their gradients backward; returns what attention does not hide."""
     if layout.context == 1:
         return 0.0
     sent = 3 * 2 * _BF16 * work * model.key_width * (layout.context - 1) / layout.tensor
@@ -333,16 +329,16 @@ def _context(model: DecoderModel, layout: ParallelLayout, load: Load, topology: 
     return max(0.0, sent / topology.link(layout.tensor * layout.context) - attention)
 
 
-def _shards(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> float:
-    """Weights twice, in every micro-batch where there is no pipeline that keeps them; gradients once."""
+def _shard_bytes(layout: ParallelLayout, load: Load, stage: float) -> float:
+    """Weights are gathered twice, in each micro-batch unless a pipeline keeps them; gradients are sent once."""
     ranks = layout.shards * layout.context
     gathers = 2 * (load.micro_batches if layout.pipeline == 1 else 1)
     each = gathers * (_FP8 if load.narrow_gather else load.kept.copy) + load.kept.gradient
-    return each * stage * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
+    return each * stage * (ranks - 1) / ranks
 
 
 def _copies(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> float:
-    """Gradients of every copy, summed by a ring; by ZeRO-1 they go to owners, and weights come back."""
+    """A ring sums gradients over copies; with ZeRO-1 they go to their owners, and weights come back."""
     own = stage / (layout.shards * layout.context)
     each = load.kept.gradient + (load.kept.copy if load.zero_one else load.kept.gradient)
     return each * own * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)

@@ -1,11 +1,11 @@
-"""Every way to cut a training for so many GPUs, those that fit the fastest first, and what speaks for each kind.
+"""Ranks every way to divide a training among GPUs: those that fit, the fastest first.
 
-Memory has the band within which formulas describe the published trainings that they were set on, pace the one in which
-it was told of machines that were held out, where a training calibrates it (reports/plan_parallel/published.toml).
+Memory's band is how far formulas are off on the published trainings that they were fitted to; pace's is how far they
+were off on machines that were held out (reports/plan_parallel/published.toml).
 
-Products of a training reach less than products by themselves, by how much differs between machines and their software:
-so paces by rates that no whole training has calibrated are for an order of layouts, and carry no band. One training
-sets both rates; FP8's is bf16's times what recipes gave in published trainings.
+Products within a training are slower than by themselves, by an amount that differs between machines. So paces without a
+calibrating training only order layouts, and have no band. One training sets both rates: FP8's is bf16's times the ratio
+that its recipe reached in published trainings.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fp8bench.features.plan_parallel.formulas import (
     tokens_a_second,
 )
 
-# Narrower products than these keep a GPU less busy than its rates say.
+# Narrower products keep a GPU less busy than its rates say.
 _NARROW = 1024
-# Rate of FP8 products over bf16's in whole trainings, casts included: the middle of published machines.
+# FP8's rate over bf16's in whole trainings, casts included: the median of published machines.
 RECIPES = {"tensorwise": 1.38, "rowwise": 1.09, "mxfp8": 1.29}
 DEFAULT_RECIPE = "tensorwise"
-# Between the cube root (voltage falls with the clock) and the limit itself (it does not): no published training tells.
+# Between 1/3 (voltage falls with the clock) and 1 (it does not): no published training tells.
 POWER_EXPONENT = 2 / 3
 _LEAST_RATE, _MOST_RATE, _HALVINGS = 1e9, 1e18, 60
 
 
 class LayoutKind(StrEnum):
-    """What a pace was off by alike."""
+    """Kinds of layouts; within one, paces were off by similar amounts."""
 
     DATA = "DDP or FSDP"
     MODEL = "TP or PP"
@@ -57,8 +57,9 @@ def kind_of(model: DecoderModel, layout: ParallelLayout) -> LayoutKind:
     return LayoutKind.MODEL if layout.tensor > 1 or layout.pipeline > 1 else LayoutKind.DATA
 
 
-# How far a pace told from another training of the same machine was off at most, each of 8 published machines left out
-# in turn: by that one's kind, its own, and whether both are of one dtype. Other pairs have too few machines for a band.
+# The largest error of a pace predicted from another training of the same machine, each of 8 published machines left out
+# in turn: by the kind of that training, the predicted kind, and whether their dtypes agree. Other pairs have too few
+# machines for a band.
 HELD_OUT = {
     (LayoutKind.DATA, LayoutKind.DATA, True): 0.24, (LayoutKind.DATA, LayoutKind.DATA, False): 0.28,
     (LayoutKind.DATA, LayoutKind.MODEL, True): 0.20, (LayoutKind.DATA, LayoutKind.CONTEXT, True): 0.29,
@@ -70,13 +71,13 @@ HELD_OUT_WORDS = (
     "59 of 106 on the one that has long sequences)"
 )
 UNCALIBRATED_WORDS = "34% to 396% too fast in 44 published trainings, by 89% in the middle"
-# Of one published machine alone, so that nothing of it was held out.
+# Published of a single machine, so that none could be held out.
 _ALONE = "mxfp8"
 
 
 @dataclass(frozen=True)
 class MeasuredTraining:
-    """Tokens a second of each GPU of one whole training, on the GPUs that are planned for."""
+    """One whole training on such GPUs; `pace` in tokens a second of each."""
 
     model: DecoderModel
     layout: ParallelLayout
@@ -85,7 +86,7 @@ class MeasuredTraining:
 
 
 def calibrated(topology: Topology, training: MeasuredTraining, recipe: str = DEFAULT_RECIPE) -> Topology:
-    """The GPUs, with rates by which the formulas come to what was measured. UsageError where none do."""
+    """Sets the rates by which formulas give the measured pace. Raises UsageError if no rates do."""
     least, most = _LEAST_RATE, _MOST_RATE
     for _ in range(_HALVINGS):
         rate = math.sqrt(least * most)
@@ -114,7 +115,7 @@ def pace_with(topology: Topology, training: MeasuredTraining) -> float:
 def pace_band(
     by: MeasuredTraining | None, model: DecoderModel, layout: ParallelLayout, load: Load, recipe: str
 ) -> float | None:
-    """How far paces of that kind were off on machines that were held out; None where nothing was."""
+    """Returns the largest error of such paces on machines that were held out; None where none could be."""
     if by is None:
         return None
     same = by.load.precision == load.precision
@@ -123,15 +124,15 @@ def pace_band(
     return HELD_OUT.get((kind_of(by.model, by.layout), kind_of(model, layout), same))
 
 
-# So much of a GPU's memory a plan may take: the rest is the driver's and the libraries'.
+# The share of a GPU's memory that a plan may take: the rest is for the driver and libraries.
 USABLE = 0.97
-# In shorter pieces of a sequence attention's kernels are less busy than formulas say.
+# Shorter pieces of a sequence keep attention's kernels less busy than formulas say.
 _SHORTEST = 4096
-# From here on a sequence is long enough to be cut.
+# From this length on CP is worth it.
 _LONG = 32768
-# Paces within so much of each other are one: the simpler layout comes first.
+# Paces within this ratio count as equal: the simpler layout comes first.
 _ALIKE = 1.02
-# Models that have published trainings; from what to what these go; by what formulas that were set on them are off.
+# Models with published trainings, the ranges of those, and the errors of the formulas that were fitted to them.
 MODELS = {
     model.name: model
     for model in (
@@ -146,9 +147,9 @@ WORST_ERRORS = "memory by 12.1%, flops by 0.1%"
 
 @dataclass(frozen=True)
 class ParallelQuestion:
-    """A training: `batch` sequences a step in all. `load` says how a step is done; its sizes are each layout's.
+    """A training of `batch` sequences a step in all; `load` without its sizes, which each layout sets.
 
-    Rates of the topology are those of the training `by`, where there is one; `derated`: of another power limit.
+    A training `by` has set the topology's rates, where given; `derated` ones are scaled to another power limit.
     """
 
     model: DecoderModel
@@ -163,8 +164,8 @@ class ParallelQuestion:
 
 @dataclass(frozen=True)
 class Planned:
-    """One way, with what it takes; `tokens` are those a second and GPU. A `tight` one fits unless its memory is at the
-    upper end of its band."""
+    """One way to divide a training; `tokens` a second of each GPU. A `tight` one does not fit at the upper end of its
+    memory's band."""
 
     layout: ParallelLayout
     load: Load
@@ -176,20 +177,19 @@ class Planned:
 
     @property
     def kinds(self) -> int:
-        layout = self.layout
-        return sum(
-            count > 1 for count in (layout.copies, layout.shards, layout.tensor, layout.pipeline, layout.context)
-        )
+        """How many kinds of division it has."""
+        cut = self.layout
+        return sum(count > 1 for count in (cut.copies, cut.shards, cut.tensor, cut.pipeline, cut.context))
 
 
 def memory_band(layout: ParallelLayout) -> float:
-    """How far the formulas are from the published trainings of that kind that they were set on, as a share."""
+    """Returns how far formulas are off on published trainings of that kind, as a share."""
     return 0.05 if layout.tensor == layout.pipeline == 1 else 0.15
 
 
-def ranking(asked: ParallelQuestion) -> tuple[Planned, ...]:
-    """All ways that divide evenly: those that fit first, the fastest of them first; others by what they lack."""
-    plans = [best for layout in layouts(asked) if (best := _best(asked, layout)) is not None]
+def ranking(question: ParallelQuestion) -> tuple[Planned, ...]:
+    """Returns all ways that divide evenly: those that fit, the fastest first, then others by their memory."""
+    plans = [best for layout in layouts(question) if (best := _best(question, layout)) is not None]
 
     def place(way: Planned) -> tuple[float, ...]:
         if not way.fits:
@@ -199,11 +199,11 @@ def ranking(asked: ParallelQuestion) -> tuple[Planned, ...]:
     return tuple(sorted(plans, key=place))
 
 
-def layouts(asked: ParallelQuestion) -> Iterator[ParallelLayout]:
-    """TP up to a node, as many as heads allow; PP by whole layers; CP by whole sequences; the rest are copies, or
-    shards, or shards within a node that are copied."""
-    model, gpus = asked.model, asked.gpus
-    for tensor in _divisors(min(asked.topology.node, gpus)):
+def layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
+    """Yields TP within a node, as far as heads divide; PP by whole layers; CP of the sequence. What remains are copies,
+    shards, or shards within a node with copies between nodes."""
+    model, gpus = question.model, question.gpus
+    for tensor in _divisors(min(question.topology.node, gpus)):
         if gpus % tensor or model.key_heads % tensor:
             continue
         for pipeline in _divisors(gpus // tensor):
@@ -211,43 +211,39 @@ def layouts(asked: ParallelQuestion) -> Iterator[ParallelLayout]:
                 continue
             for context in _divisors(gpus // tensor // pipeline):
                 ranks = gpus // tensor // pipeline // context
-                piece = asked.load.sequence / context
-                if piece % tensor or asked.batch % ranks or (context > 1 and piece < _SHORTEST):
+                piece = question.load.sequence / context
+                if piece % tensor or question.batch % ranks or (context > 1 and piece < _SHORTEST):
                     continue
                 inner = ParallelLayout(tensor=tensor, pipeline=pipeline, context=context)
-                for shards in sorted({1, ranks, _within_a_node(asked.topology, inner, ranks)}):
+                in_node = question.topology.node // (tensor * context)
+                for shards in sorted({1, ranks, in_node if in_node > 1 and ranks % in_node == 0 else ranks}):
                     for virtual in (1, 2) if 1 < pipeline <= model.layers // 2 else (1,):
                         yield replace(inner, shards=shards, copies=ranks // shards, virtual=virtual)
-
-
-def _within_a_node(topology: Topology, inner: ParallelLayout, ranks: int) -> int:
-    room = topology.node // (inner.tensor * inner.context)
-    return room if room > 1 and ranks % room == 0 else ranks
 
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _best(asked: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
-    """With the micro-batches that are fastest among those that fit; with the most where none does."""
-    local = asked.batch * layout.inner // asked.gpus
-    options = [_planned(asked, layout, local, count) for count in _divisors(local)]
+def _best(question: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
+    """Chooses the fastest number of micro-batches that fits; the most where none does."""
+    local = question.batch * layout.inner // question.gpus
+    options = [_planned(question, layout, local, count) for count in _divisors(local)]
     fitting = [option for option in options if option.fits]
     return max(fitting, key=lambda plan: plan.tokens) if fitting else options[-1]
 
 
-def _planned(asked: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> Planned:
-    load = replace(asked.load, local=local, micro_batches=count)
-    memory = memory_of(asked.model, layout, load)
-    pace = pace_of(asked.model, layout, load, asked.topology)
-    usable = USABLE * asked.topology.memory
+def _planned(question: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> Planned:
+    load = replace(question.load, local=local, micro_batches=count)
+    memory = memory_of(question.model, layout, load)
+    pace = pace_of(question.model, layout, load, question.topology)
+    usable = USABLE * question.topology.memory
     fits, tight = memory.total <= usable, memory.total * (1 + memory_band(layout)) > usable
     return Planned(layout, load, memory, pace, tokens_a_second(layout, load, pace), fits, fits and tight)
 
 
 class Say(StrEnum):
-    """What the model and the GPUs say to a way of cutting."""
+    """Whether a kind of division is worth it."""
 
     YES = "yes"
     NO = "no"
@@ -255,23 +251,25 @@ class Say(StrEnum):
 
 @dataclass(frozen=True)
 class Ruling:
-    """One row of the matrix that guides to parallelism have, with the figures of this training."""
+    """Whether one kind of division is worth it for this training, and why."""
 
     kind: str
     say: Say
     why: str
 
 
-def rulings(asked: ParallelQuestion) -> tuple[Ruling, ...]:
-    """When each kind is worth it: rules of thumb, of which the ranking knows the figures."""
-    model, topology, load = asked.model, asked.topology, asked.load
-    usable, gpus = USABLE * topology.memory, asked.gpus
+def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
+    """Says by rules of thumb which kinds of division are worth it; the ranking has the figures."""
+    model, topology, load = question.model, question.topology, question.load
+    usable, gpus = USABLE * topology.memory, question.gpus
     alone = memory_of(model, ParallelLayout(copies=gpus), replace(load, local=1, micro_batches=1)).total
     sharded = memory_of(model, ParallelLayout(shards=gpus), replace(load, local=1, micro_batches=1)).total
-    tokens = asked.batch * load.sequence / gpus
-    dealt = asked.batch % gpus == 0
-    undealt = "" if dealt else f"; but {asked.batch} sequences cannot be dealt out evenly to {gpus} GPUs"
-    hidden = _tokens_that_hide(asked)
+    tokens = question.batch * load.sequence / gpus
+    dealt = question.batch % gpus == 0
+    undealt = "" if dealt else f"; but {question.batch} sequences cannot be dealt out evenly to {gpus} GPUs"
+    # Tokens of a GPU's step from which on products take as long as what FSDP sends.
+    sent = (2 * (1 if load.narrow_gather else load.kept.copy) + load.kept.gradient) * (gpus - 1) / gpus
+    hidden = sent * (topology.fp8 if load.precision == "fp8" else topology.bf16) / (6 * topology.link(gpus))
     room = units.size(usable)
     rows = (
         ("DDP", alone <= usable and dealt,
@@ -280,10 +278,10 @@ def rulings(asked: ParallelQuestion) -> tuple[Ruling, ...]:
         ("FSDP", gpus > 1 and sharded <= usable and tokens >= hidden and dealt,
          (f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
           f"GPU and step, and computing takes as long as what it sends from {units.count(hidden)} on{undealt}")),
-        ("TP", gpus > 1 and (sharded > usable or asked.batch < gpus),
+        ("TP", gpus > 1 and (sharded > usable or question.batch < gpus),
          ("worth it where FSDP does not fit, or there are fewer sequences than GPUs; within the "
           f"{topology.node} GPUs of a node alone, because products wait for what it sends")),
-        ("PP", gpus > topology.node and (tokens < hidden or asked.batch < gpus),
+        ("PP", gpus > topology.node and (tokens < hidden or question.batch < gpus),
          ("worth it between nodes where a GPU has too few tokens for FSDP, or there are fewer sequences than GPUs; "
           "with 4 micro-batches a stage or more, because stages are idle at both ends of a step")),
         ("CP", load.sequence >= _LONG, f"worth it for sequences from {_LONG} tokens on; these have {load.sequence}"),
@@ -292,18 +290,10 @@ def rulings(asked: ParallelQuestion) -> tuple[Ruling, ...]:
     return tuple(Ruling(kind, Say.YES if yes else Say.NO, why) for kind, yes, why in rows)
 
 
-def _tokens_that_hide(asked: ParallelQuestion) -> float:
-    """Tokens of a GPU's step from which on products take as long as what FSDP sends."""
-    load, gpus = asked.load, asked.gpus
-    sent = (2 * (1 if load.narrow_gather else load.kept.copy) + load.kept.gradient) * (gpus - 1) / gpus
-    rate = asked.topology.fp8 if load.precision == "fp8" else asked.topology.bf16
-    return sent * rate / (6 * asked.topology.link(gpus))
-
-
-def checkpointed(asked: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Planned, ...]]:
-    """With the least that is computed again with which something fits; with all of it where nothing does."""
+def with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Planned, ...]]:
+    """Ranks with the least checkpointing with which some way fits; with full checkpointing where none does."""
     for level in Checkpointing:
-        other = replace(asked, load=replace(asked.load, checkpointing=level))
+        other = replace(question, load=replace(question.load, checkpointing=level))
         plans = ranking(other)
         if plans and plans[0].fits:
             break
@@ -311,14 +301,14 @@ def checkpointed(asked: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Plann
 
 
 def outside(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
-    """What of a training no published one is like, each with what those have: there bands are no more than a guess."""
+    """Names what lies outside of all published trainings, with their range: bands are a guess there."""
     aspects: tuple[tuple[str, Callable[[int], str], int, tuple[int, int]], ...] = (
         ("GPUs", str, gpus, PUBLISHED_GPUS),
         ("weights", units.count, model.weights, PUBLISHED_WEIGHTS),
         ("tokens a sequence", str, sequence, PUBLISHED_SEQUENCES),
     )
     return tuple(
-        f"{show(asked)} {what} (published: {show(least)} to {show(most)})"
-        for what, show, asked, (least, most) in aspects
-        if not least <= asked <= most
+        f"{show(value)} {what} (published: {show(least)} to {show(most)})"
+        for what, show, value, (least, most) in aspects
+        if not least <= value <= most
     )

@@ -1,4 +1,4 @@
-"""What can be checked here in a minute, each check in plain words. A check can fail; none is for show."""
+"""Checks of the harness that take a minute on this machine; each of them can fail."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NATIVE = Support(Level.NATIVE, "self-test")
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What was checked, whether it held, and what was seen."""
+    """One check: what it says, whether it held, and what was seen."""
 
     what: str
     held: bool
@@ -56,7 +56,7 @@ class SelfCheck:
 
 
 def checks(device: str = "cpu") -> Iterator[SelfCheck]:
-    """All checks, each as it is done; what is timed is timed on that device."""
+    """Yields each check as it is done; timings are taken on `device`."""
     yield rounding()
     yield switches()
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +108,7 @@ def product(side: int) -> Params:
     )  # fmt: skip
 
 
-# Sides of a product of some tenths of a millisecond.
+# The side of a product that takes some tenths of a millisecond.
 SIDE, GPU_SIDE = 256, 2048
 
 
@@ -117,7 +117,7 @@ def _planted(side: int, extra: int, device: str = "cpu") -> Case:
 
 
 def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
-    """The same product twice is never called different; one with 10 to 20% of extra work is called slower."""
+    """Checks that an identical product is not called different, and one with 10 to 20% of extra work slower."""
     side = GPU_SIDE if facts.accelerated else SIDE
     arms = [
         MeasuredArm(key, PlannedCase(_planted(side, extra, facts.key), NATIVE, Work()), facts)
@@ -152,7 +152,7 @@ def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
     best = min(range(5), key=lambda number: sum(timing.slots[number].calls_ns[0]))
     cells = timing.slots[best].calls_ns[0]
     rest = sum(ns for phase, ns in zip(timing.segments.phases, cells, strict=True) if phase == UNATTRIBUTED)
-    # Several ranks have the one, data of records the other.
+    # These two come only with several ranks, and with data that is read from records.
     wanted = [phase for phase in Phase if phase not in (Phase.COMMUNICATION, Phase.DECODE)]
     missing = [phase for phase in wanted if phase not in timing.segments.phases]
     share = rest / sum(cells)
@@ -199,7 +199,7 @@ def orphan() -> SelfCheck:
 
 
 def wait_until(condition: Callable[[], bool], limit: float) -> float | None:
-    """Seconds until the condition holds, None if it does not within the limit."""
+    """Returns the seconds until the condition holds; None if it does not within the limit."""
     start = time.monotonic()
     while time.monotonic() - start < limit:
         if condition():
@@ -209,7 +209,7 @@ def wait_until(condition: Callable[[], bool], limit: float) -> float | None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process still runs; one that only waits to be reaped does not."""
+    """Whether a process still runs; a zombie does not."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

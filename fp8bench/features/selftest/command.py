@@ -1,4 +1,4 @@
-"""`fp8bench selftest`: check the harness itself."""
+"""`fp8bench selftest`: checks the harness itself."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from fp8bench.model.request import whole_number
 
 def add(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--power", action="store_true", help="how often verdicts are right, on injected slow-downs")
-    add("--device", default="cpu", metavar="NAME", help="cpu, cuda, cuda:1: what is timed is timed there; default cpu")
-    words = "trials an operation, with --power; default 20"
+    add("--power", action="store_true", help="instead, count how often verdicts on injected slow-downs are right")
+    add("--device", default="cpu", metavar="NAME", help="where to time: cpu, cuda, cuda:1; default cpu")
+    words = "with --power: trials of each operation; default 20"
     add("--trials", type=types.whole(whole_number(1)), metavar="N", help=words)
-    add("--operation", action="append", metavar="NAME", help="small, medium or step, with --power; default all")
-    add("--json", type=types.path, metavar="PATH", help="with --power, also write the figures there")
+    add("--operation", action="append", metavar="NAME", help="with --power: small, medium or step; default all")
+    add("--json", type=types.path, metavar="PATH", help="with --power: also write the figures there")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """A line a check, as each is done; or the table of the power experiment, and 3 if a verdict had the wrong sign."""
     if arguments.power:
         from fp8bench.features.selftest.power import power_table, run_power
 
@@ -32,15 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("trials", "operation", "json"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"--{name} goes with --power, which was not given. Add --power, or leave --{name} out.")
-    return _checks(arguments.device)
-
-
-def _checks(device: str) -> int:
-    """3 if a check does not hold."""
     from fp8bench.features.selftest.checks import checks
 
     failed = 0
-    for check in checks(device):
+    for check in checks(arguments.device):
         failed += not check.held
         say(f"{'ok  ' if check.held else 'FAIL'}  {check.what}\n        seen: {check.seen}\n")
     say(f"{failed} checks failed\n" if failed else "all checks held\n")

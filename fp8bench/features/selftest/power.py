@@ -1,12 +1,12 @@
-"""How often is a verdict right? Slow-downs of known size, planted in real steps, judged by the real estimator.
+"""Counts how often verdicts are right: slow-downs of known size in real steps, judged by the real estimator.
 
-Each trial runs, interleaved in the same rounds through the real worker: the reference, its control, a candidate that
-is identical (a verdict on it is a false alarm), and candidates with about 1, 2.5, 5 and 10% of extra work. A
-comparison may use so many seconds of its own three arms' slots (reference, control, candidate), as if it had the
-machine's measuring to itself. States are made anew every few trials, so that luck with memory layout is drawn again.
+Each trial interleaves in the same rounds of a real worker: the reference, its control, an identical candidate (any
+verdict of a difference is a false alarm), and candidates with about 1, 2.5, 5 and 10% of extra work. A comparison may
+use a fixed number of seconds of its own three arms, as if nothing else were measured. States are made anew every few
+trials, so that luck with memory layout is drawn again.
 
-Some candidates are slower on k of n calls only, in the same order again and again or at random, by 5 to 300% in the
-mean. None of them may be called faster, nor the same, where so many calls were measured that three periods are in them.
+Some candidates are slower on k of n calls only, periodically or at random, by 5 to 300% in the mean. None of them may
+be called faster, nor the same if three periods of calls were measured.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ EVERY = "every call"
 SHARES = ((1, 2), (3, 4), (1, 4), (1, 10), (9, 10), (1, 20))
 MEANS = (0.05, 0.1, 0.3, 1.0, 3.0)
 _PERIODS = 3
-# No single call is made slower than this: five trials of it would take minutes.
+# No call is made slower than this, or five trials would take minutes.
 _LONGEST_CALL = 0.25
 TRIALS_PER_STATE = 5
 _TINY_PROBE = 200
 _TINY_SECONDS = 5e-8
 _SIZING_ROUNDS = 20
-# What is kept of the environment beside the figures.
+# Facts of the environment that are written beside the figures.
 _KEPT = ("machine", "system", "python", "torch", "cpu_count", "threads", "commit", "dirty")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What is slowed down, and how many seconds a comparison of it may take. `key` is its word on a command line."""
+    """What is slowed down, its name on the command line (`key`), and the seconds that a comparison may take."""
 
     key: str
     name: str
@@ -69,7 +69,7 @@ class Operation:
 
 
 def operations(corpus: str, facts: DeviceFacts) -> tuple[Operation, ...]:
-    """Two products and a transformer's step; on a processor 0.3 ms and 2 ms on one core of 2023, and the nano one's."""
+    """Returns two products and a transformer's step; on one core of 2023 the products take 0.3 and 2 ms."""
     if facts.accelerated:
         return (
             Operation("small", f"product of {GPU_SIDE}", "fp32", product(GPU_SIDE), 2.0),
@@ -93,7 +93,7 @@ def _transformer(size: str, batch: int, sequence: int, corpus: str) -> Params:
 
 @dataclass(frozen=True)
 class Plant:
-    """A slow-down: by so much in the mean over all calls, `part` of `whole` of which are slower."""
+    """A slow-down by the share `mean` over all calls, of which `part` of `whole` are slower."""
 
     mean: float
     part: int = 1
@@ -108,7 +108,7 @@ PLANTS = tuple(map(Plant, EFFECTS))
 
 
 def uneven(number: int, seconds: float) -> tuple[Plant, ...]:
-    """Two slow-downs of some calls of a step of so many seconds, in both orders; others for each number."""
+    """Returns two slow-downs of some calls only, in both orders, for a step of so many seconds; `number` picks them."""
     kinds = [
         (mean, *share) for mean, share in itertools.product(MEANS, SHARES)
         if seconds * (1 + mean * share[1] / share[0]) <= _LONGEST_CALL or mean == MEANS[0]
@@ -120,7 +120,7 @@ def uneven(number: int, seconds: float) -> tuple[Plant, ...]:
 
 @dataclass(frozen=True)
 class PowerOutcome:
-    """One comparison: what it said, how long its three arms took, the ratio it found, its candidate's calls."""
+    """One comparison: its verdict, the seconds of its three arms, the ratio found, and the candidate's calls."""
 
     verdict: str
     seconds: float
@@ -133,7 +133,7 @@ class PowerOutcome:
 
 @dataclass
 class Arms:
-    """All comparisons of one operation, by planted effect."""
+    """All comparisons of one operation, by planted slow-down."""
 
     operation: str
     step_seconds: float = 0.0
@@ -143,15 +143,15 @@ class Arms:
     seconds: float = 0.0
 
     def extra(self, plant: Plant) -> int:
-        """How many tiny calls make it, on a call that is slower."""
+        """Returns how many tiny calls make up the slow-down of one slower call."""
         return round(plant.mean * plant.whole / plant.part * self.step_seconds / self.tiny_seconds)
 
 
 @dataclass(frozen=True)
 class PowerRow:
-    """The figures of one operation and effect; or of all that hit some calls only, in one order.
+    """Figures of one operation and effect, or of all slow-downs of some calls in one order.
 
-    `too_few` such comparisons had calls too few for three periods, and are in no other number.
+    `too_few` comparisons had too few calls for three periods, and count in no other figure.
     """
 
     operation: str
@@ -169,18 +169,17 @@ class PowerRow:
 
     @property
     def uneven(self) -> bool:
-        """Whether some calls only were made slower."""
         return self.order != EVERY
 
     @property
     def wrong_signs(self) -> int:
-        """Injected slow-downs called faster; of those that hit some calls only, also those called the same."""
+        """Slow-downs called faster; uneven ones also where they are called the same."""
         return (self.faster if self.planted > 0 else 0) + (self.same if self.uneven else 0)
 
 
 @dataclass(frozen=True)
 class Power:
-    """What the experiment came to."""
+    """The experiment's result; `loads` are load averages, sorted."""
 
     rows: tuple[PowerRow, ...]
     loads: tuple[float, ...]
@@ -189,7 +188,7 @@ class Power:
 def run_power(
     words: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver, device: str = "cpu"
 ) -> Power:
-    """The experiment on operations (all without words), its figures written to `path` after every trial."""
+    """Runs the experiment on the named operations, or all; writes figures to `path` after every trial."""
     for word in words or ():
         if word not in OPERATIONS:
             raise UnknownName("operation", word, OPERATIONS)
@@ -223,7 +222,7 @@ def measure_power(
 ) -> Arms:
     start = time.monotonic()
     result = Arms(operation.name)
-    # What a tiny call takes: from the step with none and with about half as much again.
+    # Times a tiny call: the step with none, and with about half as much work again.
     result.step_seconds = bare = _best_seconds(worker, operation, facts, 0)
     probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
     result.tiny_seconds = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
@@ -275,7 +274,6 @@ def _trial(
         arm.slots.clear()
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
-        """The real judge, and the end of this comparison's own time."""
         return decided(case, reference, control) or _cost(case, reference, control) >= operation.seconds
 
     session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), judge, seed, lambda arm, share: None)
@@ -296,14 +294,14 @@ def _trial(
 
 
 def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
-    """Seconds of the slots of a comparison's three arms, over the rounds the candidate was in."""
+    """Returns the seconds that a comparison's three arms took in the candidate's rounds."""
     rounds = {slot.round for slot in case.slots}
     timings = [case, reference] + ([control] if control is not None else [])
     return sum(slot.wall_seconds for timing in timings for slot in timing.slots if slot.round in rounds)
 
 
 def summarise(result: Arms) -> list[PowerRow]:
-    """A row for each effect on every call, and one for each order of those on some; `found` is the median ratio."""
+    """Returns a row for each effect on every call, and one for each order of effects on some calls."""
     rows = [_row(result.operation, plant.mean, found) for plant in PLANTS if (found := result.outcomes.get(plant))]
     for order in ORDERS:
         plants = [plant for plant in result.outcomes if plant.order == order]
@@ -337,7 +335,6 @@ def power_table(power: Power) -> str:
         heading + f"{'unsure':>8}{'time a verdict':>24}",
     ]
     for row in rows:
-        # What was injected: '5.0%', or in which order some calls were slower.
         planted = row.order if row.uneven else percent(row.planted)
         typical, longest = seconds(row.seconds_median, 2), seconds(row.seconds_longest, 2)
         lines.append(
@@ -361,7 +358,7 @@ def power_table(power: Power) -> str:
 
 
 def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> None:
-    """The figures and every single comparison, written anew after each trial so that nothing is lost."""
+    """Writes all figures and comparisons anew."""
     content = {
         "environment": environment,
         "rows": [asdict(row) for result in results for row in summarise(result)],

@@ -13,7 +13,7 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
-from fp8bench.features.sensitivity.study import By, LayerTrial, Study, Suffers, as_words, last_of, value_of
+from fp8bench.features.sensitivity.study import By, LayerTrial, LossVerdict, Study, as_words, last_of, value_of
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Request
@@ -22,7 +22,7 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Code, Element, Field, Page, Part, Table, Text, Tone
-from fp8bench.report.panels import show_params, together
+from fp8bench.report.panels import show_params
 from fp8bench.workloads.model import Model
 
 EXAMPLES = (
@@ -39,18 +39,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the reference's own training failed, 130 interrupted."
     add = parser.add_argument
-    words = "a model of your own, as profile takes it, instead of the transformer; its steps are on its one batch"
+    words = "a model of your own instead, as profile takes it; it trains on its one batch"
     add("target", nargs="?", metavar="MODULE:FUNCTION", help=words)
     add("--size", metavar="NAME", help="the model, as in suite transformer; default nano")
     add("--dtype", default="fp8", metavar="DTYPE", help="the low precision; default fp8")
-    words = "the precision of the rest; default bf16, and of a model of your own untouched: as it came"
+    words = "the precision of the other layers; default bf16; of a model of your own untouched (as it came)"
     add("--reference", metavar="DTYPE", help=words)
     add("--by", choices=("layer", "kind"), default="layer", help="what is low at a time; default layer")
     words = "training steps of every run; default 50"
     add("--steps", type=types.whole(whole_number(1, 100_000)), default=50, metavar="N", help=words)
     words = "the largest loss gap that a suggested map may have; default 1"
     add("--tolerance", type=types.number(PERCENT), default=1.0, metavar="PERCENT", help=words)
-    words = "also the largest error of its first gradients; it tells layers apart where no loss of a few steps does"
+    words = "the largest error of its first gradients, too: these tell layers apart where losses of few steps do not"
     add("--gradient-tolerance", type=types.number(PERCENT), metavar="PERCENT", help=words)
     shared(parser, "--seed", help="for data and weights; default 0")
     shared(parser, "--threads")
@@ -68,15 +68,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, keep, tell. An interrupt ends it early: what was run is told all the same."""
-    from fp8bench.features.sensitivity.job import kept, write_map
+    """After an interrupt, shows and keeps what was trained until then."""
+    from fp8bench.features.sensitivity.job import keep_study, write_map
 
     check_outputs(arguments)
     with only_once():
         study = _study(arguments, TERMINAL)
         try:
-            study = kept(study, arguments.store)
-        finally:  # what the store does not take is told at least
+            study = keep_study(study, arguments.store)
+        finally:  # if the store takes nothing, the study is at least shown
             code = _result(study).told(arguments)
             if arguments.write_map is not None:
                 write_map(study, arguments.write_map)
@@ -84,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.features.sensitivity.job import kept, write_map
+    from fp8bench.features.sensitivity.job import keep_study, write_map
 
-    study = kept(_study(arguments, observer), arguments.store)
+    study = keep_study(_study(arguments, observer), arguments.store)
     if arguments.write_map is not None:
         write_map(study, arguments.write_map)
     return _result(study)
@@ -100,13 +100,15 @@ def _result(study: Study) -> CommandResult:
 
 
 def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
-    from fp8bench.features.sensitivity.job import StudyQuestion, studied
+    from fp8bench.features.sensitivity.job import StudyQuestion, run_study
 
     check_files({"--write-map": arguments.write_map})
     target = arguments.target or ""
     for option in ("size", "data") if target else ():
         if getattr(arguments, option) is not None:
-            raise UsageError(f"--{option} is of the transformer, and {target} is a model of your own. Leave one out.")
+            raise UsageError(
+                f"--{option} goes with the transformer, and {target} is a model of your own. Leave one out."
+            )
     axis = ("make", (target,)) if target else ("size", (arguments.size or "nano",))
     request = Request(
         Model.name if target else "transformer", (arguments.dtype,), (arguments.device,) if arguments.device else (),
@@ -116,16 +118,21 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
     )  # fmt: skip
     gradients = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
     question = StudyQuestion(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
-    return studied(question, arguments.store, observer)
+    return run_study(question, arguments.store, observer)
 
 
 _LEGEND = (
-    "loss gap: of the same steps, weights and data, relative to the reference's loss; above 0 is worse",
+    "loss gap: after the same steps from the same weights and data, relative to the reference's loss; above 0 is worse",
     "within the noise: no larger than what another draw of the reference's weights does to its loss",
     "gradient error: of all gradients of the first step, relative to the reference's; it sees what a loss does not",
-    "order: failed runs, gaps beyond the noise, then gradient errors; together: the root of the sum of squares",
+    "order: failed runs, gaps beyond the noise, then gradient errors",
 )
-_TONES = {Suffers.FAILED: Tone.BAD, Suffers.WORSE: Tone.BAD, Suffers.BETTER: Tone.GOOD, Suffers.NOISE: Tone.DOUBT}
+_TONES = {
+    LossVerdict.FAILED: Tone.BAD,
+    LossVerdict.WORSE: Tone.BAD,
+    LossVerdict.BETTER: Tone.GOOD,
+    LossVerdict.NOISE: Tone.DOUBT,
+}
 
 
 def page_of(study: Study) -> Page:
@@ -133,11 +140,12 @@ def page_of(study: Study) -> Page:
     what = f"{study.low} ({study.level}) in {text} at a time, {study.reference} in the rest"
     elements: list[list[Element]] = [[Text(what), Text(_reference(study))]]
     if study.probes:
-        elements += [[_probes(study)], [Text(words) for words in _groups(study)]]
+        elements.append([_probes(study)])
     if study.candidates:
         elements += [[_candidates(study)], list(_suggestion(study))]
-    elements += [[Text(f"stored in {study.path}")]] if study.path else []
-    parts = tuple(Part(f"part-{n}", "", tuple(found)) for n, found in enumerate(elements))
+    if study.path:
+        elements.append([Text(f"stored in {study.path}")])
+    parts = tuple(Part(f"part-{n}", "", tuple(part)) for n, part in enumerate(elements))
     title = f"sensitivity of {study.workload} {show_params(study.params)} on {study.device}"
     return Page(title, "", parts, _LEGEND)
 
@@ -145,8 +153,9 @@ def page_of(study: Study) -> Page:
 def _reference(study: Study) -> str:
     if study.baseline.loss is None:
         return f"the reference itself failed: {study.baseline.failure or 'it was not run'}"
-    last = last_of(study.steps)
-    words = f"reference: loss {study.baseline.loss:.4f}, the mean of the last {last} of {study.steps} steps"
+    words = (
+        f"reference: loss {study.baseline.loss:.4f}, the mean of the last {last_of(study.steps)} of {study.steps} steps"
+    )
     words += " on its one batch" if "make" in dict(study.params) else ""
     others = [_percent(gap) for draw in study.draws if (gap := study.gap(draw)) is not None]
     if others:
@@ -161,23 +170,10 @@ def _probes(study: Study) -> Table:
         Col("kind", lambda trial: trial.kind, when=not by_kind),
         Col("loss gap", lambda trial: _gap(study, trial), number=True),
         Col("gradient error", lambda trial: units.percent(trial.gradient_error), number=True),
-        Col("verdict", lambda trial: study.suffers(trial).value, tone=lambda trial: _TONES[study.suffers(trial)]),
+        Col("verdict", lambda trial: study.verdict(trial).value, tone=lambda trial: _TONES[study.verdict(trial)]),
         Col("why", lambda trial: trial.failure, below=True),
     ]
     return table("probes", "", cols, study.ranking)
-
-
-def _groups(study: Study) -> Iterator[str]:
-    if study.by is By.KIND:
-        return
-    words = [(probe.name, probe.name.split(".")) for probe in study.probes]
-    kinds = ((probe.kind, probe.name) for probe in study.probes)
-    places = ((".".join(parts[:2]) if len(parts) > 2 else name, name) for name, parts in words)
-    for title, named in (("by kind", kinds), ("by place", places)):
-        errors = study.together(together(named))
-        if len(errors) > 1:
-            shown = ", ".join(f"{name} {units.percent(error)}" for name, error in errors.items())
-            yield f"gradient errors together, {title}: {shown}"
 
 
 def _candidates(study: Study) -> Table:
@@ -208,8 +204,8 @@ def _suggestion(study: Study) -> Iterator[Element]:
         why = "every map was tried" if study.finished else "it was interrupted before all maps were tried"
         words = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {why}"
         if study.undecided:
-            words = f"no map is suggested: every gap lies within the noise of {_noise(study)}, so that no layer can be "
-            words += f"told from another, nor {study.low} from {study.reference}; --steps with more steps may tell"
+            words = f"no map is suggested: every gap lies within the noise of {_noise(study)}, which tells neither one "
+            words += f"layer from another nor {study.low} from {study.reference}; more --steps may"
         yield Text(words)
         return
     gap = study.gap(trial)
@@ -221,14 +217,12 @@ def _suggestion(study: Study) -> Iterator[Element]:
         f"within the tolerance of {tolerance}"
     )
     if study.noise is not None and study.tolerance < study.noise:
-        yield Text(
-            f"mind: the tolerance is below the noise of {_noise(study)}, so that a gap may be within it by chance"
-        )
+        yield Text(f"mind: the tolerance is below the noise of {_noise(study)}: a gap may be within it by chance")
     yield Code(command_of(study, trial))
 
 
 def command_of(study: Study, trial: LayerTrial) -> str:
-    """What measures that map beside the reference: on one line, for who copies it."""
+    """Returns the command, on one line, that measures this map against the reference."""
     params = dict(study.params)
     own = f"fp8bench profile {shlex.quote(str(params.get('make')))}"
     words = [own if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"]
@@ -253,14 +247,13 @@ def _noise(study: Study) -> str:
 
 
 def rows_of(study: Study) -> Rows:
-    """A row a run; numbers with all their digits, nothing for what is not known."""
     parts = (("reference", (study.baseline,)), ("draw", study.draws), ("low", study.ranking))
     rows = [
         {
             "part": part, "name": trial.name, "kind": trial.kind, "precision": trial.precision,
             "precision_map": as_words(trial.precision_map), "layers_low": len(trial.low), "draw": trial.draw,
             "loss": trial.loss, "loss_gap": study.gap(trial), "noise": study.noise,
-            "gradient_error": trial.gradient_error, "says": study.suffers(trial).value,
+            "gradient_error": trial.gradient_error, "says": study.verdict(trial).value,
             "keeps_loss": study.keeps(trial) if part == "candidate" else None, "failure": trial.failure,
         }
         for part, trials in (*parts, ("candidate", study.candidates)) for trial in trials

@@ -1,4 +1,4 @@
-"""What a precision costs layer by layer: names are checked before anything is started, cases are made by the plan."""
+"""Trains with one layer or kind low at a time, then with maps that leave out the worst, until one keeps the loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fp8bench.workloads.model import MADE
 
 @dataclass(frozen=True)
 class StudyQuestion:
-    """What a person asks: `request` is the run of the two cases, low and reference; `tolerance` is a share."""
+    """`request` is a run of two cases, the low precision and the reference; tolerances are shares."""
 
     request: Request
     by: By
@@ -42,13 +42,13 @@ class StudyQuestion:
     gradient_tolerance: float | None = None
 
 
-def studied(question: StudyQuestion, store: Path, observer: JobObserver) -> Study:
-    """Train all that a study needs. An interrupt ends it early: the study comes as far as it was."""
+def run_study(question: StudyQuestion, store: Path, observer: JobObserver) -> Study:
+    """Trains all runs of a study; after an interrupt, returns what was trained until then."""
     request = question.request
-    check(request)
+    check_precisions(request)
     corpus = resolve(request, os.environ).corpus(store)
     with claimed(request.isolation), worker_for(request, corpus) as worker:
-        runs = opened(question, worker.probe(), corpus.identity if corpus is not None else None, worker)
+        runs = open_study(question, worker.probe(), corpus.identity if corpus is not None else None, worker)
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         runs.add(started=now(), environment=environment)
         try:
@@ -58,11 +58,12 @@ def studied(question: StudyQuestion, store: Path, observer: JobObserver) -> Stud
         except KeyboardInterrupt:
             observer.note("interrupted; what was trained is shown")
         finally:
-            MADE.clear()  # what makers gave in this process, where there is no other
+            MADE.clear()  # models that were made in this process, with --no-isolation
         return runs.study
 
 
-def kept(study: Study, store: Path) -> Study:
+def keep_study(study: Study, store: Path) -> Study:
+    """Writes the study into the store, and returns it with its path."""
     path = store / "sensitivity" / f"{stamp(study.started)}-{secrets.token_hex(4)}.json"
     with keeping(f"the study {path}", "Choose another --store DIR."):
         write_whole(path, compact(sealed(value_of(study))) + "\n")
@@ -70,7 +71,7 @@ def kept(study: Study, store: Path) -> Study:
 
 
 def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
-    """What a store has in `sensitivity/*.json`: what can be read, oldest first, and a sentence on each other file."""
+    """Reads a store's studies, oldest first, and returns a sentence on each file that is none."""
     studies, troubles = [], []
     for path in sorted((store / "sensitivity").glob("*.json")):
         try:
@@ -81,10 +82,10 @@ def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
 
 
 def write_map(study: Study, path: Path) -> None:
-    """Write the suggested map there, as a file for --precision-map. Raises UsageError where none is suggested."""
+    """Writes the suggested map as a file for --precision-map. Raises UsageError if none is suggested."""
     trial = study.suggested
     if trial is None:
-        raise UsageError(f"no map is suggested, so that {path} was not written. The tables above say why.")
+        raise UsageError(f"no map is suggested, so {path} was not written. The tables above say why.")
     head = f"{study.low} in {trial.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
     write_map_file(path, head, study.stated_map(trial) or tuple((name, study.low) for name in trial.low))
 
@@ -94,19 +95,18 @@ def write_map_file(path: Path, head: str, precision_map: PrecisionMap) -> None:
         write_whole(path, "\n".join([f"# {head}", *(f"{key}={mode}" for key, mode in precision_map), ""]))
 
 
-def check(request: Request) -> None:
+def check_precisions(request: Request) -> None:
     check_names(request)
     low, reference = map(precisions.get, (*request.dtypes, request.reference or ""))
     if low.mode == reference.mode:
         raise UsageError(
-            f"--dtype and --reference are both {low.mode}, so that no layer would differ. Give --reference a higher "
-            "precision."
+            f"--dtype and --reference are both {low.mode}: no layer would differ. Give --reference a higher precision."
         )
     for precision in (low, reference):
         if precision.unit_scaled:
             raise UsageError(
-                f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole: no layer of it can "
-                "stand in a model of another precision. Choose fp8."
+                f"{precision.mode} needs a model that is unit-scaled as a whole: its layers mix with no others. "
+                "Choose fp8."
             )
     if reference.rank > low.rank:
         raise UsageError(
@@ -120,8 +120,8 @@ def check(request: Request) -> None:
         )
 
 
-def opened(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> StudyRuns:
-    """A study before its first run. Raises for a precision that the device refuses."""
+def open_study(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> StudyRuns:
+    """Plans a study without running it. Raises UsageError for a precision that the device refuses."""
     request, limits = question.request, Limits(question.request.case_timeout)
     plan = make_plan(request, facts, corpus)
     (group,) = plan.groups
@@ -133,7 +133,7 @@ def opened(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | 
             raise UsageError(f"{planned.case.precision} cannot be run on {planned.case.device}: {planned.skip}.")
     precision = precisions.get(low.case.precision)
     device = next(fact for fact in facts if fact.key == low.case.device)
-    layers = _layers_of(low, device, worker.within(limits.numbers(low.work)))
+    layers = _layers(low, device, worker.within(limits.numbers(low.work)))
     high = precision.carried_by or precision.mode
     study = Study(
         low.case.workload, low.case.params, device.key, low.case.precision, reference.case.precision,
@@ -143,8 +143,8 @@ def opened(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | 
     return StudyRuns(study, low.case, reference.case, layers, high, device, low.work, limits, worker)
 
 
-def _layers_of(planned: PlannedCase, device: DeviceFacts, bench: AskedBench) -> tuple[Layer, ...]:
-    """Those of a suite by its parameters; those of a model of one's own that can be converted, by its coverage."""
+def _layers(planned: PlannedCase, device: DeviceFacts, bench: AskedBench) -> tuple[Layer, ...]:
+    """Returns a suite's layers by its parameters, or those of a user's model that can be converted."""
     workload = workloads.get(planned.case.workload)
     if not workload.examined:
         return sound_layers(workload, workload.layers(dict(planned.case.params)))
@@ -152,16 +152,16 @@ def _layers_of(planned: PlannedCase, device: DeviceFacts, bench: AskedBench) -> 
     return tuple(Layer(holder.name, holder.kind) for holder in coverage.holders if holder.converted) if coverage else ()
 
 
-# Other draws of the reference's weights, whose losses show what a gap means.
+# So many other draws of the reference's weights show how much of a gap is noise.
 DRAWS = 2
 _ALL = "all layers"
 
 
 @dataclass
 class StudyRuns:
-    """Asks the worker for one training run after the other; `study` is as far as it has come.
+    """Runs one training after the other in the worker; `study` grows with each.
 
-    `low` and `reference` are the two cases without a map, `high` is what layers that stay high have without one.
+    `low` and `reference` are the cases without a map; `high` is the mode of layers that stay high without one.
     """
 
     study: Study
@@ -182,24 +182,29 @@ class StudyRuns:
         groups = groups_of(self.layers, self.study.by)
         total = 1 + DRAWS + len(groups) + 1
 
-        def trained(words: str, trial: LayerTrial, gradients: bool = False, more: int = 0) -> LayerTrial:
+        def train(words: str, trial: LayerTrial, gradients: bool = False, more: int = 0) -> LayerTrial:
             tell(self.done, total + more, "trainings", f"training with {words}")
             self.done += 1
-            return self._trained(trial, gradients)
+            return self._train(trial, gradients)
 
-        self.add(baseline=trained("the reference", self.study.baseline))
+        self.add(baseline=train("the reference", self.study.baseline))
         if self.study.baseline.failure:
             return
         for draw in range(1, DRAWS + 1):
             trial = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
-            self.add(draws=(*self.study.draws, trained(f"the reference, draw {draw}", trial)))
+            self.add(draws=(*self.study.draws, train(f"the reference, draw {draw}", trial)))
         for name, kind, names in groups:
-            trial = LayerTrial(name, kind, *self._alone(name, names), names)
-            self.add(probes=(*self.study.probes, trained(f"{name} low", trial, gradients=True)))
+            layer_map: PrecisionMap
+            if self.reference.precision != UNTOUCHED:
+                precision, layer_map = self.reference.precision, ((name, self.low.precision),)
+            else:  # an untouched model has no layers to map; in a converted copy the others stay as they came
+                precision, layer_map = self.low.precision, self._map_of(names)
+            trial = LayerTrial(name, kind, precision, layer_map, names)
+            self.add(probes=(*self.study.probes, train(f"{name} low", trial, gradients=True)))
         for more, (name, left) in enumerate(self._candidates()):
             trial = LayerTrial(name, "", self.low.precision, self._map_of(left), left)
             gradients = more == 0 or self.study.gradient_tolerance is not None
-            self.add(candidates=(*self.study.candidates, trained(name, trial, gradients, more)))
+            self.add(candidates=(*self.study.candidates, train(name, trial, gradients, more)))
             if self.study.keeps(self.study.candidates[-1]):
                 return
 
@@ -209,23 +214,16 @@ class StudyRuns:
         yield name, tuple(left)
         for worst in self.study.ranking:
             name = f"{_ALL} but {worst.name}" if name == _ALL else f"{name}, {worst.name}"
-            for gone in worst.low:
-                del left[gone]
+            for layer_name in worst.low:
+                del left[layer_name]
             if left:
                 yield name, tuple(left)
 
     def _map_of(self, names: Sequence[str]) -> PrecisionMap:
         return map_of(self.layers, names, (self.low.precision, self.reference.precision), self.high)
 
-    def _alone(self, name: str, names: Sequence[str]) -> tuple[str, PrecisionMap]:
-        """The precision and the map of a case that has these layers low and no others."""
-        if self.reference.precision != UNTOUCHED:
-            return self.reference.precision, ((name, self.low.precision),)
-        # What came untouched has no layers of ours: the others of a converted copy stay as they came.
-        return self.low.precision, self._map_of(names)
-
-    def _trained(self, trial: LayerTrial, gradients: bool) -> LayerTrial:
-        """The trial with its losses, and the error of its first gradients; or with the reason why it has none."""
+    def _train(self, trial: LayerTrial, gradients: bool) -> LayerTrial:
+        """Returns the trial with its losses, or with the reason why it failed."""
         case = replace(self.low, precision=trial.precision, precision_map=trial.precision_map)
         steps = self.study.steps
         bench = self.worker.within(self.limits.numbers(self.work) + self.limits.first(self.work, steps))
@@ -241,7 +239,7 @@ class StudyRuns:
 
 
 def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str, ...]]]:
-    """What is taken low at a time: a name for it, its kind, and the layers."""
+    """Returns what is low at a time: (name, kind, names of layers)."""
     if by is By.LAYER:
         return [(layer.name, layer.kind, (layer.name,)) for layer in layers]
     kinds = dict.fromkeys(layer.kind for layer in layers)
@@ -249,7 +247,7 @@ def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str
 
 
 def _unsound(losses: Sequence[float], steps: int) -> str:
-    """Why losses are none to compare; '' if they are."""
+    """Says why losses cannot be compared; '' if they can."""
     wrong = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if wrong is not None:
         return f"the loss is {losses[wrong - 1]} in step {wrong}"

@@ -1,4 +1,4 @@
-"""What options save: planted costs come out, additive ones as additive, others as acting on one another."""
+"""Planted costs of options come out, additive ones as additive, others as interacting."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_additive_costs_come_out_additive() -> None:
         for name, saved in SAVES.items():
             for ask in (savings.alone, savings.cumulative, savings.left_out):
                 inside, calls = inside + holds(ask(name), scale * saved), calls + 1
-        assert holds(savings.interaction(), 0.0) and all(holds(savings.beside(name), 0.0) for name in NAMES)
+        assert holds(savings.interaction(), 0.0) and all(holds(savings.gain_from_others(name), 0.0) for name in NAMES)
         assert any("additive within these rounds" in sentence for sentence in sentences(known))
     assert calls >= 40 and inside == calls
 
@@ -111,8 +111,8 @@ def test_options_that_need_one_another_come_out_so() -> None:
     for seed in range(10):
         known = ablation(interacting, seed)
         savings = Savings(known)
-        assert not holds(savings.interaction(), 0.0) and not holds(savings.beside("b"), 0.0)
-        assert holds(savings.beside("c"), 0.0)
+        assert not holds(savings.interaction(), 0.0) and not holds(savings.gain_from_others("b"), 0.0)
+        assert holds(savings.gain_from_others("c"), 0.0)
         told = "; ".join(sentences(known))
         assert "they need one another" in told and "b needs another" in told
         assert holds(savings.alone("b"), 0.0) and not holds(savings.left_out("b"), 0.0)
@@ -123,7 +123,7 @@ def test_shares_by_shapley_add_up_to_the_whole_and_are_an_oracles() -> None:
     assert decode(Ablation, encode(known)) == known and rows_of(known)[0][0] == "arm" and len(rows_of(known)[1]) == 8
     assert set(value_of(known)["saved"]["options"]) == set(NAMES)
     shares = [Savings(known).average(name) for name in NAMES]
-    whole = Savings(known).saved((((), 1), (NAMES, -1)))
+    whole = Savings(known)._sum((((), 1), (NAMES, -1)))
     assert whole is not None
     assert math.isclose(sum(share.point for share in shares if share), whole.point, rel_tol=1e-9)
     seconds = {frozenset(arm.options): seconds_of(arm) or 0.0 for arm in known.arms}
@@ -208,7 +208,6 @@ WAITS = """until = time.perf_counter() + 0.0008 - 0.0003 * first - 0.0003 * (fir
 
 
 def ablated(fp8bench: Say, folder: Path, body: str, rounds: int) -> Any:
-    """What is said of a suite of two options whose step does this."""
     (folder / "planted.py").write_text(SUITE.replace("BODY", body))
     words = ("planted", "--import", str(folder / "planted.py"), "--options", "first=yes,second=yes")
     with forgotten(folder):

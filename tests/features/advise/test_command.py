@@ -16,7 +16,7 @@ from fp8bench.features.advise import job as advise
 from fp8bench.features.advise.decide import advised
 from fp8bench.features.advise.job import checkable, checked, checks_of, keep_checks, load_checks
 from fp8bench.features.advise.values import Advice, AdviceKind, Checked, Ground
-from fp8bench.features.sensitivity.job import kept
+from fp8bench.features.sensitivity.job import keep_study
 from fp8bench.model import Environment, Interval, Level, Request, Run
 from fp8bench.protocols import SilentObserver
 from tests.advised import FP8, NANO, basis, group, run
@@ -31,7 +31,7 @@ def test_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
     keep(run(group(fp8=FP8)), store)
     code, _, err = fp8bench("advise", "last", "--write-map", "map.txt")
     assert code == 2 and "no layer of the run" in err and not Path("map.txt").exists()
-    kept(study(0.1, 0.005), store)
+    keep_study(study(0.1, 0.005), store)
     (store / "sensitivity" / "torn.json").write_text("{")
     code, out, _ = fp8bench("advise", "last", "--write-map", "map.txt", "--md", "advice.md")
     assert code == 0 and "torn.jsonisnostudy" in "".join(out.split()) and "--precision-map map.txt" in out

@@ -1,4 +1,4 @@
-"""Inference: what an arm is, lines and crossings by simulation, quality on a trained model, and the answer in lines."""
+"""Words of arms, lines and crossings by simulation, quality on a trained model, and the shown answer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,6 @@ def test_who_has_a_kernel(dtype: str, level: Level, words: str) -> None:
 
 
 def test_every_arm_does_the_same_work() -> None:
-    """Tokens and FLOPs are those of the parameters, whatever is kept in which format."""
     workload = workloads.get("decode")
     work = workload.work({"size": "llama3-8b", "batch": 3, "context": 8192})
     assert work.tokens == 3
@@ -97,7 +96,6 @@ def noisy(random: np.random.Generator, rounds: int, spread: float) -> np.ndarray
 
 
 def swept(seed: int, rounds: int, spread: float, a: float, b: float) -> dict[int, tuple[float, ...]]:
-    """Rounds of a line."""
     random = np.random.default_rng(seed)
     return {context: tuple(((a + b * context) * noisy(random, rounds, spread)).tolist()) for context in CONTEXTS}
 
@@ -218,7 +216,7 @@ def test_arms_of_another_length_are_not_compared(monkeypatch: pytest.MonkeyPatch
 def test_layers_alone() -> None:
     arms = layer_arms("kv", Arm("fp32"), [Arm("bf16"), Arm("bf16", "fp8@0=bf16")], 3)
     assert [arm.kv for arm in arms] == ["fp32@0=fp8", "fp32@1=fp8", "fp32@2=fp8"]
-    with pytest.raises(UsageError, match="no arm has weights"):
+    with pytest.raises(UsageError, match="no arm keeps weights"):
         layer_arms("weights", Arm("fp32"), [Arm("bf16", "fp8")], 3)
 
 

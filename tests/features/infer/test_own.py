@@ -1,4 +1,4 @@
-"""Models of one's own, and which batch: what is asked of a worker, and what is said of a product by its rows."""
+"""Models of one's own, and up to which batch arms pay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two sides of one model: what an arm samples and how the reference scores it, against truths that are known."""
+"""Rollouts that an arm samples and the reference scores, against known truths."""
 
 from __future__ import annotations
 

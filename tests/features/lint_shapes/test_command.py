@@ -1,13 +1,16 @@
-"""lint-shapes from words to text, rows and exit codes."""
+"""lint-shapes' text, rows and exit codes."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fp8bench import pipeline
+from fp8bench.measure.handle import LocalWorker
 from tests.commands import Say, unfolding
 from tests.counts import for_each
 
@@ -30,7 +33,6 @@ def say(store: Path, fp8bench: Say) -> Say:
     ],
 )  # fmt: skip
 def test_what_fits_and_what_does_not_is_told(say: Say, tmp_path: Path, words: str, code: int, said: str) -> None:
-    """And ends with 0 where every product fits on some device. What padding does not mend stands apart."""
     file = tmp_path / "shapes.csv"
     file.write_text("m,n,k,name,layout\n64,64,64,straight,\n64,64,64,turned,row\n")
     ended, out, _ = say(*words.replace("FILE", str(file)).split())
@@ -43,6 +45,8 @@ def test_what_fits_and_what_does_not_is_told(say: Say, tmp_path: Path, words: st
         ("", "neither --model nor --shapes"),
         ("gpt2 --shapes a.txt", "both --model and --shapes"),
         ("gpt3", "Did you mean 'gpt2'"),
+        ("net.py", "names no function"),
+        ("net.py:make --tokens 4", "--tokens goes with known models"),
         ("--shapes absent.txt", "cannot be read"),
         ("--shapes absent.txt --tokens 4", "--tokens goes with --model"),
         ("gpt2 --tokens 0", "expected a whole number from 1"),
@@ -59,6 +63,31 @@ def test_what_fits_and_what_does_not_is_told(say: Say, tmp_path: Path, words: st
 def test_bad_usage_is_one_sentence(say: Say, words: str, said: str) -> None:
     code, out, err = say(*words.split())
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+
+
+NET = """
+import torch
+from torch import nn
+
+def make():
+    body = nn.Sequential(nn.Linear(32, 50), nn.ReLU(), nn.Linear(50, 32), nn.Unflatten(0, (1, 16)))
+    return nn.Sequential(body, nn.Conv1d(16, 8, 1), nn.Linear(32, 16)), torch.randn(16, 32)
+
+def images():
+    return nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8)
+"""
+
+
+def test_layers_of_a_model_of_ones_own(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each linear layer that a step calls, with the rows of its batch; a convolution is no scaled product."""
+    Path("net.py").write_text(NET)
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    code, out, _ = say("net.py:make", "--devices", "h100", "--dtypes", "fp8", "--json")
+    shapes = {(row["layer"], row["m"], row["n"], row["k"]) for row in json.loads(out)["findings"]
+              if row["product"] == "forward"}  # fmt: skip
+    assert code == 3 and shapes == {("0.0", 16, 50, 32), ("0.2", 16, 32, 50), ("2", 8, 16, 32)}
+    code, _, err = say("net.py:images")
+    assert code == 2 and "calls no linear layer" in err
 
 
 def test_no_torch_is_needed() -> None:

@@ -1,4 +1,4 @@
-"""Files of shapes: three ways of writing the same, and what nobody can mean.
+"""Files of shapes, as lines or CSV, and nonsense in them.
 
 Then products, modes and devices put together; and the lint against what the suites refuse themselves.
 """
@@ -19,7 +19,7 @@ from fp8bench.features.lint_shapes.job import (
     LinearShape,
     ShapeFinding,
     ShapeOutcome,
-    examine,
+    judge_all,
     modes_of,
     shapes_of_file,
     shapes_of_model,
@@ -50,15 +50,11 @@ BOTH = [LinearShape("a", 1, 2, 3, "fp32", True), LinearShape("b", 1, 2, 3)]
         ("a", "\ufeff8192*4096*1024 out\n17x33x48", WANTED),
         ("a.csv", "m,n,k,name\n8192,4096,1024,out\n\n17,33,48,\n", WANTED),
         ("a.CSV", 'name, K ,n,m\n"out",1024,4096,8192\n,48,33,17\n', WANTED),
-        ("a.yaml", "- 8192x4096x1024 out\n- 17x33x48\n", WANTED),
-        ("a.yml", "- {m: 8192, n: 4096, k: 1024, name: out}\n- m: 17\n  n: 33\n  k: 48\n", WANTED),
         ("b.csv", "m,n,k,name,output,layout\n1,2,3,a,fp32,row\n1,2,3,b,,\n", BOTH),
-        ("b.yaml", "- {m: 1, n: 2, k: 3, name: a, output: fp32, layout: row}\n- {m: 1, n: 2, k: 3, name: b}\n", BOTH),
         ("c.txt", "1x2x3 \x1b[31mred", [LinearShape("[31mred", 1, 2, 3)]),  # nothing that a terminal obeys
     ],
 )
-def test_three_ways_of_writing_shapes(tmp_path: Path, name: str, text: str, shapes: list[LinearShape]) -> None:
-    """Comments, blank lines, blanks, another order of columns."""
+def test_lines_and_csv_say_the_same(tmp_path: Path, name: str, text: str, shapes: list[LinearShape]) -> None:
     assert shapes_of_file(file_of(tmp_path, name, text)) == shapes
 
 
@@ -82,20 +78,9 @@ def test_three_ways_of_writing_shapes(tmp_path: Path, name: str, text: str, shap
         ("a.csv", 'm,n,k\n1,2,"3\n', "this is no CSV"),
         ("a.csv", "m,n,k,output\n1,2,3,fp8\n", "a.csv:2: unknown output 'fp8'"),
         ("a.csv", "m,n,k,layout\n1,2,3,rows\n", "a.csv:2: unknown layout of the second operand 'rows'"),
-        ("a.yaml", "a: b\n", "a.yaml:1: expected a list of shapes"),
-        ("a.yaml", "- 1x2x3\n- [1, 2]\n", "a.yaml:2: expected MxNxK"),
-        ("a.yaml", "- {m: 1, n: 2}\n", "a.yaml:1: there is no key k"),
-        ("a.yaml", "- {m: 1, n: 2, k: [3]}\n", "a.yaml:1: expected words and numbers"),
-        ("a.yaml", "- {m: 1, m: 1, n: 2, k: 3}\n", "a.yaml:1: a key stands there twice"),
-        ("a.yaml", "- {m: 1, n: 2, k: 3, outptu: fp32}\n", "a.yaml:1: unknown key 'outptu'. Did you mean 'output'"),
-        ("a.yaml", "- ~\n", "a.yaml:1: '~' is no shape"),
-        ("a.yaml", '- "1x2x3\n', "this is no YAML"),
-        ("a.yaml", "- " + "[" * 3000, "this is no YAML"),
-        ("a.yaml", "", "has no shape in it"),
     ],
 )
 def test_nonsense_gets_its_place_and_a_sentence(tmp_path: Path, name: str, text: str | bytes, said: str) -> None:
-    """Never a traceback."""
     with pytest.raises(UsageError) as raised:
         shapes_of_file(file_of(tmp_path, name, text))
     assert said in str(raised.value) and "\n" not in str(raised.value)
@@ -110,7 +95,7 @@ def test_files_that_cannot_be_read_or_have_too_many(tmp_path: Path) -> None:
         shapes_of_file(path)
 
 
-@given(st.sampled_from(["a.txt", "a.csv", "a.yaml"]), st.text(max_size=60) | st.binary(max_size=60).map(repr))
+@given(st.sampled_from(["a.txt", "a.csv"]), st.text(max_size=60) | st.binary(max_size=60).map(repr))
 def test_any_text_is_shapes_or_a_sentence(tmp_path_factory: pytest.TempPathFactory, name: str, text: str) -> None:
     path = file_of(tmp_path_factory.mktemp("shapes"), name, text.encode("utf-8", "surrogatepass"))
     try:
@@ -121,7 +106,6 @@ def test_any_text_is_shapes_or_a_sentence(tmp_path_factory: pytest.TempPathFacto
 
 
 def test_models_have_their_layers_and_their_tokens() -> None:
-    """Or those that one asks for."""
     gpt2 = shapes_of_model("gpt2", None)
     assert [shape.name for shape in gpt2] == ["qkv", "out", "up", "down", "head"] and gpt2[-1].outputs == 50257
     for model, asked, tokens in (("gpt2", None, 8192), ("nano", None, 192), ("nano", 7, 7)):
@@ -142,7 +126,7 @@ SIDES = (16, 17, 24, 32, 48, 50257)
 
 
 def lint(shape: LinearShape, mode: str, device: DeviceClass, kind: str = "forward") -> ShapeFinding:
-    (found,) = examine([shape], [kind], modes_of([mode], [device]), [device])
+    (found,) = judge_all([shape], [kind], modes_of([mode], [device]), [device])
     return found
 
 
@@ -187,7 +171,7 @@ def test_the_mlp_suite_agrees_on_a_whole_block(tokens: int) -> None:
         params: dict[str, Scalar] = {"tokens": tokens, "width": width, "hidden": hidden}
         params |= {"gated": "no", "pass": "training"}
         shapes = [LinearShape("up", tokens, hidden, width), LinearShape("down", tokens, width, hidden)]
-        found = examine(shapes, tuple(PRODUCTS), modes_of(["fp8"], [H100]), [H100])
+        found = judge_all(shapes, tuple(PRODUCTS), modes_of(["fp8"], [H100]), [H100])
         fits = all(finding.torch.outcome is ShapeOutcome.FITS for finding in found)
         assert fits == (mlp.support(params, precision, FACTS[H100]).level is Level.NATIVE)
 
@@ -214,7 +198,6 @@ def test_what_padding_costs_by_hand() -> None:
 
 
 def test_a_padded_product_fits() -> None:
-    """Padding once is enough, for torch and for Transformer Engine."""
     for mode, device in itertools.product(scaled_modes(), CLASSES):
         for m, n, k in itertools.product((1, 17, 50257), repeat=3):
             found = lint(LinearShape("", m, n, k), mode, device)
@@ -230,7 +213,7 @@ def test_options_of_modes_count() -> None:
     assert lint(shape, "fp8:formats=e5m2", H100).torch.outcome is ShapeOutcome.REFUSED
     assert lint(shape, "fp8-e5m2", MI350X).torch.outcome is ShapeOutcome.FITS
     modes = modes_of(["fp8:weight-gradient=bf16"], [H100])
-    assert [finding.kind for finding in examine([shape], tuple(PRODUCTS), modes, [H100])] == [
+    assert [finding.kind for finding in judge_all([shape], tuple(PRODUCTS), modes, [H100])] == [
         "forward",
         "input-gradient",
     ]

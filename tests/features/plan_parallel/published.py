@@ -1,7 +1,7 @@
-"""Published trainings on many GPUs, which the formulas are held against.
+"""Published trainings on many GPUs, to compare the formulas with.
 
-Pace is told of machines that are held out: what formulas have of published rows (the share that attention reaches, what
-recipes give) is found by the others, one training of the machine itself calibrates it, and its other rows are judged.
+Paces are predicted for machines that are held out: the other machines' rows fit the formulas (attention's share, what
+recipes give), one training of the machine itself calibrates them, and its other rows are judged.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from fp8bench.features.plan_parallel.ranking import MODELS, LayoutKind, Measured
 
 GIB = 1 << 30
 TABLE = tomllib.loads((Path(__file__).parents[3] / "reports/plan_parallel/published.toml").read_text(encoding="utf-8"))
-# What formulas are held against by bands: bytes of a GPU, model FLOPs a second.
+# Figures with bands: bytes of a GPU, model FLOPs a second.
 FIGURES = ("memory", "flops")
 _LOAD = ("sequence", "local", "micro_batches", "precision", "compiled", "hidden_tensor", "narrow_gather", "fused_loss")
-# Shares that attention's kernels may reach of what products reach: what is chosen among.
+# The fit chooses attention's share of the products' rate among these.
 _SHARES = (0.35, 0.45, 0.55, 0.65, 0.75)
 Kinds = tuple[LayoutKind, LayoutKind, bool]
-# A band is told of a pair of kinds that so many machines have.
+# A pair of kinds has a band if so many machines have it.
 LEAST_MACHINES = 3
 
 
 @dataclass(frozen=True)
 class Published:
-    """A row: what was run on what, the figures that were told, and how far formulas may be from each of them."""
+    """A published training with its figures, and how far off formulas may be on each."""
 
     name: str
     machine: str
@@ -56,7 +56,7 @@ class Published:
 
 
 class Held(NamedTuple):
-    """A figure beside the formula's, by how much that is off and may be."""
+    """By how much the formula is off on a figure, and may be."""
 
     row: Published
     figure: str
@@ -87,7 +87,7 @@ def published() -> tuple[Published, ...]:
 
 
 def held() -> Iterator[Held]:
-    """Memory and FLOPs of every row. FLOPs are those of the tokens that were told, whatever the formula's pace."""
+    """Compares memory and FLOPs of every row; FLOPs are computed from the published pace."""
     for row in published():
         told = {
             "memory": memory_of(row.model, row.layout, row.load).total / GIB,
@@ -98,7 +98,7 @@ def held() -> Iterator[Held]:
 
 
 def trainings() -> tuple[Published, ...]:
-    """Those of which formulas tell the pace: how much slower kernels are without a compiler is no matter of them."""
+    """Returns compiled trainings with a pace; formulas know nothing of uncompiled kernels."""
     return tuple(row for row in published() if "pace" in row.figures and row.load.compiled)
 
 
@@ -107,13 +107,13 @@ def measured(row: Published) -> MeasuredTraining:
 
 
 def uncalibrated() -> list[float]:
-    """Errors of paces by the ceilings of products alone, of the machines of which these are published."""
+    """Returns errors of paces by published ceilings of products alone."""
     rows = (row for row in trainings() if row.topology.bf16)
     return [pace_with(row.topology, measured(row)) / row.figures["pace"] - 1 for row in rows]
 
 
 class HeldOut(NamedTuple):
-    """A pace told by another training of a machine, of which nothing else was known; its kind, and that one's."""
+    """The error of a row's pace, predicted from one other training of its machine."""
 
     machine: str
     by: Published
@@ -127,8 +127,7 @@ class HeldOut(NamedTuple):
 
 
 def _ratios(rows: Sequence[Published]) -> Iterator[tuple[str, str, float]]:
-    """What FP8 gave: machine, recipe, and rate over bf16's, of each FP8 row that differs in nothing else from one in
-    bf16."""
+    """Yields machine, recipe, and FP8's rate over bf16's for pairs of rows that differ in nothing else."""
     for row in rows:
         for plain in rows:
             alike = replace(row.load, precision="bf16") == plain.load and row.layout == plain.layout
@@ -143,7 +142,7 @@ def _ratios(rows: Sequence[Published]) -> Iterator[tuple[str, str, float]]:
 
 
 def recipes_of(rows: Sequence[Published]) -> dict[str, float]:
-    """The middle over machines of the middle of each."""
+    """Returns the median over machines of each one's median."""
     ratios: dict[str, dict[str, list[float]]] = {}
     for machine, recipe, ratio in _ratios(rows):
         ratios.setdefault(recipe, {}).setdefault(machine, []).append(ratio)
@@ -151,7 +150,7 @@ def recipes_of(rows: Sequence[Published]) -> dict[str, float]:
 
 
 def _pairs(rows: Sequence[Published], recipes: Mapping[str, float]) -> Iterator[HeldOut]:
-    """Of one recipe, as a plan has one; of those that `recipes` has."""
+    """Predicts each row from each other row of its machine and recipe."""
     for by in rows:
         told: dict[str, Topology] = {}
         for row in rows:
@@ -165,7 +164,7 @@ def _pairs(rows: Sequence[Published], recipes: Mapping[str, float]) -> Iterator[
 
 
 def _fitted(rows: Sequence[Published], patch: pytest.MonkeyPatch) -> None:
-    """What formulas have of published rows, found by these."""
+    """Fits attention's share and the recipes' ratios to these rows."""
     misses: dict[float, float] = {}
     for share in _SHARES:
         patch.setattr(formulas, "_ATTENTION", share)
@@ -178,7 +177,7 @@ def _fitted(rows: Sequence[Published], patch: pytest.MonkeyPatch) -> None:
 
 @cache
 def held_out() -> tuple[HeldOut, ...]:
-    """One machine left out after the other."""
+    """Leaves out one machine after the other."""
     rows = trainings()
     pairs: list[HeldOut] = []
     for machine in dict.fromkeys(row.machine for row in rows):
@@ -189,7 +188,7 @@ def held_out() -> tuple[HeldOut, ...]:
 
 
 def bands(pairs: Sequence[HeldOut], least: int = LEAST_MACHINES) -> dict[Kinds, float]:
-    """By the kinds of a pair, of those that so many machines have: the largest error."""
+    """Returns the largest error for each pair of kinds that at least so many machines have."""
     alike: dict[Kinds, list[HeldOut]] = {}
     for pair in pairs:
         alike.setdefault(pair.kinds, []).append(pair)
@@ -201,7 +200,7 @@ def bands(pairs: Sequence[HeldOut], least: int = LEAST_MACHINES) -> dict[Kinds, 
 
 
 def within(pairs: Sequence[HeldOut], machines: Collection[str] = ()) -> tuple[int, int]:
-    """Of how many pairs the bands that the other machines set say something, and how many are within these."""
+    """Returns how many pairs have a band that the other machines set, and how many lie within it."""
     inside: list[bool] = []
     for machine in machines or {pair.machine for pair in pairs}:
         others = bands([pair for pair in pairs if pair.machine != machine], LEAST_MACHINES - 1)

@@ -1,4 +1,4 @@
-"""Paces told from one measured training: how far off on machines that were held out; nothing else has a band."""
+"""Paces predicted from one measured training have the band of machines that were held out; others have none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODEL, FSDP, LOAD = MODELS["llama3-8b"], ParallelLayout(shards=8), Load(8192, 2)
 
 @pytest.mark.slow
 def test_bands_are_the_errors_of_machines_that_were_held_out() -> None:
-    """To the percent, upwards: they grow nowhere but here, in the docs and in every answer at once."""
+    """Rounded up to a percent."""
     assert {kinds: math.ceil(100 * error) / 100 for kinds, error in bands(held_out()).items()} == HELD_OUT
 
 
@@ -80,7 +80,6 @@ def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 @for_each("recipe", list(RECIPES))
 @for_each("precision", ["bf16", "fp8"])
 def test_what_calibrates_comes_out(recipe: str, precision: str) -> None:
-    """Whatever the rates were, and in the ratio of the recipe."""
     training = MeasuredTraining(MODEL, FSDP, replace(LOAD, precision=precision), 5000.0)
     found = calibrated(H100, training, recipe)
     assert pace_with(found, training) == pytest.approx(5000.0, rel=1e-6)
@@ -95,7 +94,6 @@ def test_a_pace_that_links_cannot_carry_is_refused() -> None:
 
 
 def test_what_nothing_was_held_out_of_has_no_band() -> None:
-    """Without a training; of narrow TP; of a recipe that one machine has."""
     by = MeasuredTraining(MODEL, FSDP, LOAD, 5000.0)
     narrow = replace(LOAD, precision="fp8")
     assert pace_band(None, MODEL, FSDP, LOAD, "tensorwise") is None

@@ -1,4 +1,4 @@
-"""plan-parallel from words to text, rows and exit codes; its file, and nonsense in it."""
+"""plan-parallel's text, rows and exit codes, and its topology file."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_an_answer_is_worth_is_said(say: Say, topology: Path, words: str, c
 
 
 def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
-    """And gives a band to what published machines say something of; a power limit takes it away again."""
+    """It also gives paces a band, which a power limit takes away."""
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--json", "--checkpointing", "selective")
     given = (*given, "--batch", "16")
 

@@ -1,4 +1,4 @@
-"""The ways to cut a training: all of them, in the right order, and what is said to each kind."""
+"""All ways to divide a training, their order, and which kinds are worth it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fp8bench.features.plan_parallel.ranking import (
     USABLE,
     ParallelQuestion,
     Say,
-    checkpointed,
     layouts,
     ranking,
     rulings,
+    with_least_checkpointing,
 )
 
 H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 660e12, 980e12)
@@ -55,7 +55,7 @@ def test_more_is_computed_again_only_where_nothing_fits_otherwise() -> None:
     """8B fits on eight GPUs as it is; 70B needs them all, and more; 405B fits in no way."""
     levels = {}
     for model, gpus in (("llama3-8b", 8), ("llama3-70b", 24), ("llama3-405b", 8)):
-        question, plans = checkpointed(asked(model, gpus))
+        question, plans = with_least_checkpointing(asked(model, gpus))
         levels[model] = question.load.checkpointing, plans[0].fits if plans else None
     assert levels["llama3-8b"] == (Checkpointing.NONE, True)
     assert levels["llama3-70b"][0] is not Checkpointing.NONE and levels["llama3-70b"][1] is True

@@ -44,7 +44,6 @@ def test_false_alarms_and_missed_slow_downs_are_noticed(same: float, slowed: flo
 
 @for_each(("facts", "side"), [(CPU, checks.SIDE), (H200, checks.GPU_SIDE)])
 def test_what_is_timed_is_timed_on_the_device_asked_for(facts: DeviceFacts, side: int) -> None:
-    """With a product that takes long enough there."""
     worker = Scripted(lambda key, case: 300_000 * (1.12 if key == "slowed" else 1.0), tuple(range(len(PHASES))))
     assert all(check.held for check in checks.verdicts(worker, facts))
     assert {case.param("base.m") for case in worker.prepared} == {side}
@@ -61,7 +60,6 @@ def test_what_is_planted_runs(bench: Bench) -> None:
 
 @for_each("factor", [1.0, 0.999, 1.001])
 def test_wrong_rounding_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Truncated, or away from zero: midpoints show what whole codes do not."""
     right = quantise.round_to
     if factor != 1:
         monkeypatch.setattr(quantise, "round_to", lambda x, fmt, out=None: right(x * factor, fmt))
@@ -70,7 +68,6 @@ def test_wrong_rounding_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_switch_that_stays_set_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TF32 left on would change every later fp32 case."""
     assert checks.switches().held
     before = torch.get_float32_matmul_precision()
 
@@ -129,7 +126,6 @@ def test_a_loss_that_goes_unnoticed_is_noticed(notices: bool, recovers: bool, he
 
 
 def test_an_orphan_that_lives_on_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 'parent' that names a process which does not end with it."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"]) as survivor:
         monkeypatch.setattr(checks, "_PARENT", f"import time\nprint({survivor.pid}, flush=True)\ntime.sleep(60)\n")
         monkeypatch.setattr(checks, "wait_until", lambda condition, limit: wait_until(condition, 0.3))
@@ -139,7 +135,7 @@ def test_an_orphan_that_lives_on_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_alive_tells_the_living_from_the_dead() -> None:
-    """A process that only waits to be reaped is dead; waiting ends at its limit."""
+    """A zombie is dead; waiting ends at its limit."""
     assert alive(os.getpid()) and wait_until(lambda: False, 0.05) is None
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         assert wait_until(lambda: not alive(process.pid), 60) is not None

@@ -69,7 +69,7 @@ def test_a_row_counts_verdicts_and_takes_medians() -> None:
 
 
 def test_slow_downs_of_some_calls_have_rows_of_their_own() -> None:
-    """By their order; 'same' is wrong, and what saw fewer than three periods is counted apart."""
+    """'same' is wrong for them, and comparisons of fewer than three periods are counted apart."""
     result = by_hand()
     result.outcomes[Plant(0.3, 1, 10, "periodic")] = [
         outcome(Verdict.SAME, calls=30), outcome(Verdict.UNSURE, calls=30), outcome(Verdict.FASTER, calls=29),
@@ -109,7 +109,6 @@ def slowing(per_call: float) -> Scripted:
 
 @for_each("per_call", [50.0, 2000.0])
 def test_effects_are_sized_by_what_a_tiny_call_really_costs(per_call: float) -> None:
-    """On this machine, measured before the first trial."""
     result = measure_power(slowing(per_call), CPU, operations("text:0", CPU)[0], 0, 0)
     assert result.step_seconds == pytest.approx(3e-4, rel=0.01)
     for plant, share in (*((Plant(effect), effect) for effect in EFFECTS), (Plant(0.05, 1, 4, "random"), 0.2)):
@@ -134,7 +133,6 @@ def test_a_trial_judges_every_effect_once() -> None:
 
 
 def test_a_comparison_ends_when_its_own_time_is_up() -> None:
-    """What its three arms took, over the rounds it was in."""
     operation = Operation("small", "short", "fp32", operations("t", CPU)[0].params, 0.2)
     for row in summarise(measure_power(slowing(50.0), CPU, operation, 1, 0)):
         assert row.seconds_longest < 0.2 + 3 * 64 * 9e-3  # looks come at intervals

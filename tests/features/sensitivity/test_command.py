@@ -50,8 +50,8 @@ def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
         ("--by head", "invalid choice: 'head'"),
         ("--json --csv -", "would both print"),
         ("--data nowhere.txt", "--data nowhere.txt cannot be read"),
-        ("net.py:make --size nano", "--size is of the transformer, and net.py:make"),
-        ("net.py:make --data text.txt", "--data is of the transformer"),
+        ("net.py:make --size nano", "--size goes with the transformer"),
+        ("net.py:make --data text.txt", "--data goes with"),
         ("nowhere.py:make", "nowhere.py"),
         ("--write-map nowhere/map", "cannot be written"),
     ],
@@ -62,7 +62,6 @@ def test_what_cannot_be_meant_is_one_sentence(words: str, said: str, say: Say) -
 
 
 def test_a_study_is_told_kept_and_written(store: Path, say: Say) -> None:
-    """One row a kind, the same numbers in the store's JSON and in the CSV."""
     code, out, err = say(*FEW, "--csv", "rows.csv")
     assert (code, complaints(err)) == (0, "") and out.startswith("sensitivity of transformer size=nano")
     assert "no map is suggested: every gap lies within the noise" in out
@@ -117,7 +116,6 @@ def test_a_reference_that_fails_ends_it(say: Say, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_interrupt_tells_what_there_is(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 130; the table and the store have what was trained."""
     inner, calls = Bench.losses, []
 
     def interrupted(self: Bench, *arguments: object) -> tuple[float, ...]:
@@ -133,7 +131,6 @@ def test_an_interrupt_tells_what_there_is(say: Say, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_store_that_takes_nothing_costs_nobody_the_table(store: Path, say: Say) -> None:
-    """Which is printed before the error."""
     store.mkdir()
     (store / "sensitivity").write_text("no folder")
     code, out, err = say("net.py:make", "--steps", "1")
@@ -142,7 +139,6 @@ def test_a_store_that_takes_nothing_costs_nobody_the_table(store: Path, say: Say
 
 @pytest.mark.slow
 def test_a_study_runs_in_a_process_of_its_own_and_imports_no_torch(store: Path) -> None:
-    """The parent stays light; a terminal that is none sees no progress."""
     code = (
         "import sys\nfrom fp8bench.cli.main import main\n"
         f"code = main({['sensitivity', *FEW, '--csv', '-']!r})\n"

@@ -1,4 +1,4 @@
-"""A study run by run: which cases are trained, what a fault costs, and when it has found its map."""
+"""Which cases a study trains, what a fault costs, and when its search for a map ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from fp8bench.cli.option_types import precision_map
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.sensitivity.command import command_of
-from fp8bench.features.sensitivity.job import DRAWS, StudyQuestion, groups_of, opened, write_map
+from fp8bench.features.sensitivity.job import DRAWS, StudyQuestion, groups_of, open_study, write_map
 from fp8bench.features.sensitivity.study import By, Study
 from fp8bench.measure.handle import Worker
 from fp8bench.model import Case, DeviceFacts, Request
@@ -74,9 +74,8 @@ def low_of(case: Case) -> frozenset[str]:
 
 
 def studied(trainer: Trainer, by: By = By.LAYER, tolerance: float = 0.05) -> tuple[Study, Told]:
-    """The study at its end, and what was told."""
     told: Told = []
-    runs = opened(StudyQuestion(ASKED, by, 5, tolerance), (CPU,), None, trainer)
+    runs = open_study(StudyQuestion(ASKED, by, 5, tolerance), (CPU,), None, trainer)
     runs.run(lambda *words: told.append(words))
     return runs.study, told
 
@@ -112,7 +111,6 @@ def test_by_kind_whole_kinds_are_low() -> None:
 
 
 def test_the_worst_are_taken_out_until_a_map_keeps_the_loss() -> None:
-    """Each map is trained; it is what a suite takes."""
     bad = ("blocks.1.mlp.down", "head", "blocks.0.attn.out")
     trainer = Trainer(costs(*bad))
     study, told = studied(trainer)

@@ -1,4 +1,4 @@
-"""What losses say: gaps, noise, the order of layers, the map that is suggested, and how that is told."""
+"""Gaps, noise, the order of layers, the suggested map and its sentences, all from given losses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fp8bench.features.sensitivity.command import page_of
 from fp8bench.features.sensitivity.study import (
     By,
     LayerTrial,
+    LossVerdict,
     Study,
-    Suffers,
     as_words,
     last_of,
     map_of,
@@ -35,7 +35,6 @@ STUDY = Study(
 
 
 def probe(name: str, loss: float | None, error: float | None = 0.1, kind: str = "mlp") -> LayerTrial:
-    """A layer low: the loss of its only step, or a failure."""
     failure = "" if loss is not None else "crash"
     return LayerTrial(name, kind, "bf16", ((name, "fp8"),), (name,), 0, () if loss is None else (loss,), error, failure)
 
@@ -57,25 +56,24 @@ def test_gaps_are_relative_to_the_reference() -> None:
 @for_each(
     ("wanted", "loss", "gap", "says"),
     [
-        (0.0, 0.0, 0.0, Suffers.NOISE), (0.0, 0.5, math.inf, Suffers.WORSE), (0.0, -0.5, -math.inf, Suffers.BETTER),
-        (-2.0, -1.0, 0.5, Suffers.WORSE), (-2.0, -3.0, -0.5, Suffers.BETTER),
+        (0.0, 0.0, 0.0, "within the noise"), (0.0, 0.5, math.inf, "worse"), (0.0, -0.5, -math.inf, "better"),
+        (-2.0, -1.0, 0.5, "worse"), (-2.0, -3.0, -0.5, "better"),
     ],
 )  # fmt: skip
-def test_a_loss_may_be_zero_or_below(wanted: float, loss: float, gap: float, says: Suffers) -> None:
+def test_a_loss_may_be_zero_or_below(wanted: float, loss: float, gap: float, says: str) -> None:
     study, trial = replace(STUDY, baseline=replace(BASE, losses=(wanted,)), draws=()), probe("a", loss)
-    assert study.gap(trial) == gap and study.suffers(trial) is says
+    assert study.gap(trial) == gap and study.verdict(trial) == says
 
 
 def test_the_noise_is_the_largest_gap_of_another_draw_and_judges_gaps() -> None:
-    """Either way; there is none where no draw has a loss."""
     assert STUDY.noise == pytest.approx(0.05)
     assert replace(STUDY, draws=STUDY.draws[1:]).noise == pytest.approx(0.03)
     assert replace(STUDY, draws=()).noise is None
     assert replace(STUDY, draws=(probe("x", None),)).noise is None
-    said = {loss: STUDY.suffers(probe("a", loss)) for loss in (2.0, 2.09, 1.91, 2.11, 1.89)}
-    assert list(said.values()) == [Suffers.NOISE] * 3 + [Suffers.WORSE, Suffers.BETTER]
-    assert STUDY.suffers(probe("a", None)) is Suffers.FAILED
-    assert replace(STUDY, draws=()).suffers(probe("a", 2.01)) is Suffers.WORSE
+    said = {loss: STUDY.verdict(probe("a", loss)) for loss in (2.0, 2.09, 1.91, 2.11, 1.89)}
+    assert list(said.values()) == [LossVerdict.NOISE] * 3 + [LossVerdict.WORSE, LossVerdict.BETTER]
+    assert STUDY.verdict(probe("a", None)) is LossVerdict.FAILED
+    assert replace(STUDY, draws=()).verdict(probe("a", 2.01)) is LossVerdict.WORSE
 
 
 def test_the_worst_come_first() -> None:
@@ -89,19 +87,11 @@ def test_the_worst_come_first() -> None:
 
 
 def test_the_first_candidate_that_keeps_the_loss_is_suggested() -> None:
-    """It has the most layers low; a better loss is kept, too."""
     candidates = (probe("all", 2.5), probe("fewer", None), probe("fewest", 2.01), probe("none", 2.0))
     study = replace(STUDY, candidates=candidates)
     assert [study.keeps(trial) for trial in candidates] == [False, False, True, True]
     assert study.suggested is candidates[2] and replace(study, candidates=candidates[:2]).suggested is None
     assert study.keeps(probe("better", 0.1)) and replace(study, tolerance=0.0).keeps(probe("same", 2.0))
-
-
-def test_errors_of_layers_are_put_together() -> None:
-    """As the root of the sum of squares; a group whose errors are not known is left out."""
-    study = replace(STUDY, probes=(probe("a", 2.0, 0.3), probe("b", 2.0, 0.4), probe("c", None, None)))
-    errors = study.together({"both": ("a", "b"), "one": ("a", "c"), "none": ("c", "d")})
-    assert errors == {"both": pytest.approx(0.5), "one": pytest.approx(0.3)}
 
 
 def told(study: Study) -> str:
