@@ -1,4 +1,4 @@
-"""Replayed amaxes: the scales are those of a training, bit by bit; overflow and underflow are counted by hand."""
+"""Replayed amaxes: scales of a training bit by bit, overflow and underflow counted by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.values import Arm, LayerReading
-from fp8bench.features.train.verdicts.histories import Trace, best_of, replayed, scales_of, traces_of, ways
+from fp8bench.features.train.verdicts.histories import Trace, best_of, delayed_ways, replayed, scales_of, traces_of
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import Amax, Delayed
 from fp8bench.model import Params
@@ -27,12 +27,12 @@ DELAYED = Arm("fp8-delayed", "fp8-delayed", native=False)
 
 
 def reading(step: int, role: str = "input", layer: str = "head", *, arm: str = "fp8-delayed", seed: int = 0) -> Any:
-    """With an amax that tells its step."""
+    """Its amax tells its step."""
     return LayerReading(arm, seed, step, layer, role, 1.0 + step, 0.5, 0.0, 1.0, 0.0)
 
 
 def trace_of(draw: random.Random, length: int) -> list[float]:
-    """Amaxes over the whole of float32's range, among them zeros, infinities, NaN and subnormal numbers."""
+    """Amaxes over all of float32, among them zeros, infinities, NaN and subnormals."""
     odd = (0.0, math.inf, math.nan, 1e-45, 1e-40, 3e38, 1.0)
     return [draw.choice(odd) if draw.random() < 0.15 else 2.0 ** draw.uniform(-30, 30) for _ in range(length)]
 
@@ -61,7 +61,7 @@ def test_the_most_recent_is_a_history_of_one() -> None:
     amaxes = trace_of(random.Random(1), 50)
     recent, longer = (scales_of(amaxes, way, 448.0) for way in (Delayed(1, Amax.MAX), Delayed(64, Amax.MOST_RECENT)))
     assert recent.tolist() == longer.tolist()
-    assert len(set(ways())) == len(list(ways())) == 6 * 3 * 3
+    assert len(set(delayed_ways())) == len(list(delayed_ways())) == 6 * 3 * 3
 
 
 def test_overflow_and_underflow_by_hand() -> None:
@@ -118,13 +118,13 @@ def test_the_scales_are_those_of_a_real_training(corpus: Corpus) -> None:
 
 def test_the_best_way_cuts_off_least_and_then_leaves_least_idle() -> None:
     trace = Trace("a", Role.GRADIENT, tuple(2.0 if step % 7 == 3 else 1.0 for step in range(200)))
-    best = best_of([replay for way in ways() for replay in replayed([trace], way)])
+    best = best_of([replay for way in delayed_ways() for replay in replayed([trace], way)])
     assert (best.margin, best.interval) == (1, 1) and best.history in (1, 4)
 
 
 @for_each(("readings", "settings", "why"), [
-    ([reading(0), reading(10)], (), "of head input in fp8-delayed there are 2 amaxes in 11 steps"),
-    ([], (), "nothing was watched of fp8-delayed"),
+    ([reading(0), reading(10)], (), "head input in fp8-delayed has 2 amaxes in 11 steps"),
+    ([], (), "fp8-delayed was not watched"),
     ([reading(0)], (("micro_batches", 2),), "casts each tensor 2 times a step"),
 ])  # fmt: skip
 def test_amaxes_that_are_not_of_every_cast_are_refused(
