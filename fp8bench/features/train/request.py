@@ -223,8 +223,8 @@ class TrainerSettings:
     )  # fmt: skip
     metric: tuple[str, ...] = option(
         (), Rule("functions of your own, like my_pkg:f", lambda value: isinstance(value, tuple) and all(value)),
-        "measure arms after the last step by f(model, held_out), which returns a number or several by name: higher is "
-        "better, with =lower lower is", "MODULE:FUNCTION[=lower],...", WHAT,
+        "measure arms after the last step by f(model, held_out), which returns a number or several by name; more is "
+        "better, unless =lower is added", "MODULE:FUNCTION[=lower],...", WHAT,
     )  # fmt: skip
     dropout: float = option(
         0.0, number("a share from 0 to below 1", lambda value: 0 <= value < 1),

@@ -348,17 +348,13 @@ class LoopOptimizer:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
         self._parameters = list(parameters.values())
-        kept = settings.gradients
+        own, kept = self._parameters, settings.gradients
         parts = 1 if settings.parallel == "zero" else settings.micro_batches  # an owner receives their mean, once
-        self.gradients = (
-            Gradients(self._parameters) if kept == "fp32" else LowGradients(self._parameters, parts, kept == "fp8")
-        )
+        self.gradients = Gradients(own) if kept == "fp32" else LowGradients(own, parts, kept == "fp8")
         self._groups = list(_groups(parameters, settings))
         self._rule = RULES.get(settings.optimizer)
-        first, second = _BETAS[settings.optimizer]
-        self._betas = (
-            first if settings.beta1 < 0 else settings.beta1, second if settings.beta2 < 0 else settings.beta2
-        )  # fmt: skip
+        beta1, beta2 = _BETAS[settings.optimizer]
+        self._betas = settings.beta1 if settings.beta1 >= 0 else beta1, settings.beta2 if settings.beta2 >= 0 else beta2
         self._epsilon = settings.eps or _EPSILONS.get(settings.optimizer, EPSILON)
         self._rounded = rounded_update(settings.updates)
         layers = [parameter for name, parameter in parameters.items() if kind_of(name, parameter.ndim) == "layer"]

@@ -106,11 +106,6 @@ def _advanced(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
     return tuple(_merged_lines([answer.lines for answer in answers]))
 
 
-def _validations(answers: Sequence[tuple[StreamLine, ...]]) -> tuple[StreamLine, ...]:
-    """Every rank evaluates the whole text with the same weights; only scales may be a rank's own."""
-    return tuple(_merged_lines(answers))
-
-
 def _costs(answers: Sequence[ArmCost]) -> ArmCost:
     """The memory of the rank that takes most, with that of each rank; the reason, if one rank has none."""
     whole = most_memory([answer.memory or answer.why for answer in answers])
@@ -233,7 +228,8 @@ _MERGED: dict[type, Callable[..., StreamLine]] = {
 }  # fmt: skip
 
 
-MERGES: Merges = {"advance": _advanced, "validate": _validations, "alone": _costs}
+# All ranks evaluate the whole text with the same weights; only scales may be a rank's own.
+MERGES: Merges = {"advance": _advanced, "validate": lambda answers: tuple(_merged_lines(answers)), "alone": _costs}
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ nn/tensor_scales.py; a test compares the two. How other scales would have change
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -80,7 +80,14 @@ def traces_of(training: Training, lines: Iterable[StreamLine], arm: Arm) -> tupl
                 "scaling needs that of every step. Train with --stride 1."
             )
     cast = _layers_cast(line for readings in tensors.values() for line in readings.values())
-    return tuple(_trace(layer, role, readings) for (layer, role, _), readings in tensors.items() if layer in cast)
+    traces = []
+    for (layer, role, _), readings in tensors.items():
+        if layer in cast:
+            ordered = [readings[step] for step in sorted(readings)]
+            # The infinite amax of a tensor that is not finite enters no history.
+            amax = tuple(math.inf if reading.not_finite else reading.amax for reading in ordered)
+            traces.append(Trace(layer, role, amax, tuple(reading.smallest for reading in ordered)))
+    return tuple(traces)
 
 
 def _layers_cast(readings: Iterable[LayerReading]) -> set[str]:
@@ -93,13 +100,6 @@ def _layers_cast(readings: Iterable[LayerReading]) -> set[str]:
             scaled.add(reading.layer)
     products = {layer for layer, kinds in roles.items() if len(kinds) == len(_ROLES)}
     return products & scaled or products
-
-
-def _trace(layer: str, role: Role, readings: Mapping[int, LayerReading]) -> Trace:
-    """A tensor that is not finite has an infinite amax, which enters no history."""
-    ordered = [reading for _, reading in sorted(readings.items())]
-    amax = tuple(math.inf if reading.not_finite else reading.amax for reading in ordered)
-    return Trace(layer, role, amax, tuple(reading.smallest for reading in ordered))
 
 
 def delayed_ways(

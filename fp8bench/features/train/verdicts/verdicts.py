@@ -200,17 +200,21 @@ def _arm_verdict(
     least = least_fall(margin)
     diverged = tuple(
         seed for seed, curve in own.items()
-        if (arm.name, seed) in curves and _diverged(curve, curves[arm.name, seed], least)
+        if (ended := curves.get((arm.name, seed))) is not None and not curve.blew_up
+        and (ended.blew_up or (ended.fall <= 0 and curve.fall >= least))  # no lower than it began
     )  # fmt: skip
     judged = judge(pairs, margin, looks)
     void = Counter(why for _, why in voids).most_common(1)[0][0] if voids else None
     if judged.why is Why.FEW_PAIRS and void in INCURABLE:
         judged = replace(judged, more_seeds=None, void=void)
+    fell_back = any(FALLBACK in curve.events for (name, _), curve in curves.items() if name == arm.name)
+    same_bits = bool(pairs) and all(pair.same_bits for pair in pairs) and arm.precision != reference.precision
     if diverged:
         judged = JudgedArm(Learned.DIVERGED, judged.gap, judged.held_out)
     elif not learned:
         judged = JudgedArm(Learned.DID_NOT_LEARN)
-    elif why := _why_not_its_precision(reference, arm, pairs, curves):
+    elif fell_back or same_bits:
+        why = Why.FALLBACK if fell_back else Why.SAME_BITS
         judged = replace(judged, learned=Learned.INCONCLUSIVE, why=why, more_seeds=None)
         learned = False
     speed, lengths = None, {curve.steps for curve in own.values()}
@@ -220,18 +224,6 @@ def _arm_verdict(
     either = {seed: curve.passed | curves.get((arm.name, seed), empty).passed for seed, curve in own.items()}
     passed = tuple((seed, tuple(sorted(steps))) for seed, steps in either.items() if steps)
     return ArmVerdict(arm, judged, pairs, voids, diverged, speed, passed)
-
-
-def _why_not_its_precision(reference: Arm, arm: Arm, pairs: Sequence[Pair], curves: Mapping[Key, Curve]) -> Why | None:
-    if any(FALLBACK in curve.events for (name, _), curve in curves.items() if name == arm.name):
-        return Why.FALLBACK
-    same = bool(pairs) and all(pair.same_bits for pair in pairs)
-    return Why.SAME_BITS if same and arm.precision != reference.precision else None
-
-
-def _diverged(reference: Curve, arm: Curve, least: float) -> bool:
-    """Whether the arm ended without a finite loss, or no lower than it began while its reference learned."""
-    return not reference.blew_up and (arm.blew_up or (arm.fall <= 0 and reference.fall >= least))
 
 
 def _pairs(
