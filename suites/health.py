@@ -300,25 +300,25 @@ def main() -> int:
     parser.add_argument("--streams", type=Path, required=True, help="folder in which trainings are kept")
     parser.add_argument("--part", action="append", choices=PARTS, default=[], help="train it, where it is not kept")
     parser.add_argument("--report", type=Path, help="write confusion.json and confusion.md there")
-    asked = parser.parse_args()
-    for part in asked.part:
+    arguments = parser.parse_args()
+    for part in arguments.part:
         for study in PARTS[part]:
-            keep(study, asked.streams)
+            keep(study, arguments.streams)
             say(study.name)
-    judged = [row for part in SORTS if (row := judge_well(part, asked.streams)) is not None]
-    setting, every = judge_well("setting", asked.streams), together(judged)
-    wells, ills = [*judged, every, *([setting] if setting is not None else [])], judge_ill(asked.streams)
+    judged = [row for part in SORTS if (row := judge_well(part, arguments.streams)) is not None]
+    setting, joint = judge_well("setting", arguments.streams), together(judged)
+    wells, ills = [*judged, joint, *([setting] if setting is not None else [])], judge_ill(arguments.streams)
     text = page(wells, ills)
     say(text)
-    if asked.report:
-        asked.report.mkdir(parents=True, exist_ok=True)
+    if arguments.report:
+        arguments.report.mkdir(parents=True, exist_ok=True)
         well = [{**asdict(row), "at_most": row.at_most} for row in wells]
         result = {**conditions(), "rules": [rule.name for rule in RULES], "well": well}
-        result |= {"ill": [asdict(row) for row in ills], "seconds_a_line": cost(asked.streams)}
-        (asked.report / "confusion.json").write_text(json.dumps(result, indent=1) + "\n")
-        (asked.report / "confusion.md").write_text(text)
+        result |= {"ill": [asdict(row) for row in ills], "seconds_a_line": cost(arguments.streams)}
+        (arguments.report / "confusion.json").write_text(json.dumps(result, indent=1) + "\n")
+        (arguments.report / "confusion.md").write_text(text)
     missed = [row.illness for row in ills if row.found < row.seeds]
-    return 0 if not missed and every.at_most <= 1 else 1  # nothing judged is no number, and not fine
+    return 0 if not missed and joint.at_most <= 1 else 1  # nothing judged is no number, and not fine
 
 
 if __name__ == "__main__":

@@ -356,38 +356,38 @@ def summary(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     which = "tune: thresholds may be set by them; judge: those that are reported"
-    asked = options(
+    arguments = options(
         __doc__, folder=(Path, "where rows are kept"), seeds=("judge", which), only=("", "names with this"),
         kinds=("ill well", "which of them"), kept=(False, "judge what is kept, and train nothing"),
         report=("", "folder that gets all rows"),
     )  # fmt: skip
     torch.set_num_threads(1)
-    (asked.folder / "lead").mkdir(parents=True, exist_ok=True)
+    (arguments.folder / "lead").mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
 
     def add(row: Row) -> None:
         rows.append(row)
         say(json.dumps(row))
 
-    for kind in KINDS if "ill" in asked.kinds else ():
-        for seed in SEEDS[asked.seeds]:
-            there = not asked.kept or path_of(asked.folder, kind.style, seed, kind).exists()
-            if there and asked.only in f"{kind.words} ({kind.style})":
-                add(ill(asked.folder, kind, seed))
-    for kind in LEADS if "lead" in asked.kinds else ():
-        for seed in SEEDS[asked.seeds]:
-            if asked.only in f"{kind.words} ({kind.style})":
-                add(lead(asked.folder / "lead", kind, seed))
-    for seed in WELL_SEEDS[asked.seeds] if "well" in asked.kinds else ():
+    for kind in KINDS if "ill" in arguments.kinds else ():
+        for seed in SEEDS[arguments.seeds]:
+            there = not arguments.kept or path_of(arguments.folder, kind.style, seed, kind).exists()
+            if there and arguments.only in f"{kind.words} ({kind.style})":
+                add(ill(arguments.folder, kind, seed))
+    for kind in LEADS if "lead" in arguments.kinds else ():
+        for seed in SEEDS[arguments.seeds]:
+            if arguments.only in f"{kind.words} ({kind.style})":
+                add(lead(arguments.folder / "lead", kind, seed))
+    for seed in WELL_SEEDS[arguments.seeds] if "well" in arguments.kinds else ():
         for style in STYLES:
-            there = not asked.kept or path_of(asked.folder, style, seed).exists()
-            if there and asked.only in style:
-                add(well(asked.folder, style, seed))
+            there = not arguments.kept or path_of(arguments.folder, style, seed).exists()
+            if there and arguments.only in style:
+                add(well(arguments.folder, style, seed))
     summary(rows)
-    if asked.report:
-        Path(asked.report).mkdir(parents=True, exist_ok=True)
-        text = "".join(json.dumps(row) + "\n" for row in ({**conditions(), "seeds": asked.seeds}, *rows))
-        (Path(asked.report) / "rows.jsonl").write_text(text)
+    if arguments.report:
+        Path(arguments.report).mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(row) + "\n" for row in ({**conditions(), "seeds": arguments.seeds}, *rows))
+        (Path(arguments.report) / "rows.jsonl").write_text(text)
 
 
 if __name__ == "__main__":

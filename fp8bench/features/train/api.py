@@ -25,7 +25,7 @@ from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.kind import TrainingKind, line_of, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
 from fp8bench.features.train.progress import on_terminal, outward
-from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest, request_with_defaults
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all
 from fp8bench.features.train.values import (
@@ -120,7 +120,7 @@ def train(
         options["isolation"] = False
         LIVE[name] = cast(Callable[[], Any], make)
     own = {name: options.pop(name) for name in list(options) if name in keywords_of(TrainingRequest)}
-    request = asked(
+    request = request_with_defaults(
         quick, steps, seeds, names(dtypes), margin=margin / 100, **fields_given(TrainingRequest, own),
         settings=TrainerSettings(
             **options, make=name, skip=names(skip), precision_map=pairs(precision_map), rates=pairs(rates)

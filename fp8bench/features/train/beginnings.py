@@ -109,19 +109,19 @@ def _tokenized(source: _Source, other_data: str | None, merges: int, folder: Pat
     )
 
 
-def _token_file(source: _Source, digest: str, asked: int, folder: Path) -> tuple[Merges, int, Path]:
+def _token_file(source: _Source, digest: str, merge_count: int, folder: Path) -> tuple[Merges, int, Path]:
     """The merges, the number of tokens to train on, and the file. Merges are learnt from the training part only."""
-    if not asked:
+    if not merge_count:
         path = folder / f"{digest[:16]}.tokens"
         tokens = encoded(source.train + source.held_out, ())
         if not path.is_file() or path.read_bytes() != tokens:  # a crash may leave a wrong file of the right length
             replace_tokens(path, tokens)
         return (), len(source.train), path
-    key = f"{digest[:16]}-{len(source.train)}-{asked}"
+    key = f"{digest[:16]}-{len(source.train)}-{merge_count}"
     path, notes = folder / f"{key}.tokens", folder / f"{key}.json"
     known = _noted(notes, path)
     if known is None:
-        merges = learnt_merges(source.train, asked)
+        merges = learnt_merges(source.train, merge_count)
         train = encoded(source.train, merges)
         tokens = train + encoded(source.held_out, merges)
         replace_tokens(path, tokens)

@@ -25,7 +25,7 @@ from fp8bench.features.train.request import (
     WHAT,
     TrainerSettings,
     TrainingRequest,
-    asked,
+    request_with_defaults,
 )
 from fp8bench.features.train.values import KeptTraining, Training, TrainingEvent, TrainingObserver
 from fp8bench.measure.environment import command_line
@@ -122,7 +122,7 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
     sweep: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.sweep:
         sweep[name] = (*sweep.get(name, ()), *values)
-    return asked(arguments.quick, **{
+    return request_with_defaults(arguments.quick, **{
         **own,
         "settings": TrainerSettings(**settings),
         "margin": arguments.margin / 100,
@@ -170,12 +170,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_same(arguments: argparse.Namespace, training: Training) -> None:
     """Raise where the file of --config differs from what the training began with, but for what its command line set."""
-    asked, begun = request_from(arguments), training.request
+    now, begun = request_from(arguments), training.request
     typed = {word.partition("=")[0] for word in training.command.split()}
     for name, where in getattr(arguments, "configured", {}).items():
         if f"--{name.replace('_', '-')}" in typed:
             continue
-        for given, was in ((asked, begun), (asked.settings, begun.settings)):
+        for given, was in ((now, begun), (now.settings, begun.settings)):
             if hasattr(was, name) and getattr(given, name) != getattr(was, name):
                 raise UsageError(
                     f"{where} is {getattr(given, name)}, and training {training.id} began with {getattr(was, name)}. "
@@ -189,8 +189,8 @@ def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
 
     try:
         wanted = arguments.store, arguments.live, arguments.on_alarm, arguments.wandb
-        with only_once(), on_terminal() as observer, outward(observer, *wanted) as told:
-            yield told
+        with only_once(), on_terminal() as observer, outward(observer, *wanted) as outer:
+            yield outer
     except NotKept as error:
         kept = cast(KeptTraining, error.run)
         tell(arguments, *TrainingKind().view(kept))

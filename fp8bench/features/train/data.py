@@ -213,14 +213,14 @@ def send_training(kept: KeptTraining, verdicts: TrainingVerdicts, project: str, 
     shared: dict[str, Any] = {"project": project, "group": f"fp8bench {training.id}"}
     config_of_all = {**told_of(training.environment), "command": training.command, "training": training.id}
     config_of_all |= {"device": f"{training.device.key}: {training.device.name}", "text": training.text.identity}
-    asked = {"request": encode(training.request), "parameters": training.parameters}
+    request_config = {"request": encode(training.request), "parameters": training.parameters}
     for (name, seed), curve in series_of(kept).items():
-        config = {**config_of_all, **asked, "arm": encode(arms[name]), "seed": seed}
+        config = {**config_of_all, **request_config, "arm": encode(arms[name]), "seed": seed}
         with sending(**shared, name=f"{name} seed {seed}", job_type="arm", config=config) as sent:
             for step, values in curve.items():
                 sent.log(values, step=step)
     words = {summary.arm.name: of_arm(summary, verdicts) for summary in summaries_of(kept, verdicts)}
-    config = {**config_of_all, **asked, "verdicts": words}
+    config = {**config_of_all, **request_config, "verdicts": words}
     with sending(**shared, name=f"training {training.id}", job_type="verdict", config=config) as sent:
         figures = summed_up(kept, verdicts)
         sent.log({f"{arm}/{name}": value for arm, own in figures.items() for name, value in own.items()})

@@ -1,8 +1,8 @@
 """Named experiments: small trainings, each with a hypothesis about one figure of every arm, and a verdict on it.
 
 The figure is compared with the reference's in the same seed, which has the same weights and batches. The hypothesis is
-confirmed where the interval of 99% over seeds agrees with it and the mean is at least `least`; refuted where `least` is
-outside the interval; else open.
+confirmed where the whole interval of 99% over seeds is on its side and the mean is at least `least`; refuted where the
+interval excludes `least`; else open.
 """
 
 from __future__ import annotations

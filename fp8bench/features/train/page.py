@@ -169,8 +169,8 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
         Col("rule", lambda rule: rule.name), Col("looks at", lambda rule: rule.looks_at),
         Col("alarms at", lambda rule: rule.alarms_at), Col("why there", lambda rule: rule.because),
     ]  # fmt: skip
-    if told := [rule for rule in RULES if rule.name in struck]:
-        yield table("rules", "The rules that alarmed", rules, told)
+    if alarmed := [rule for rule in RULES if rule.name in struck]:
+        yield table("rules", "The rules that alarmed", rules, alarmed)
 
 
 # Points of a line, and at most so many arms have their tensors drawn.

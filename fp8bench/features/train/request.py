@@ -156,11 +156,7 @@ class TrainerSettings:
     )  # fmt: skip
     optimizer: str = _choice("adamw", OPTIMIZERS, "what updates the weights; default {default}")
     beta1: float = option(
-        -1.0,
-        _BETA,
-        "first moment's decay, sgd's momentum; default adamw 0.9, sgd 0.9, lion 0.9",
-        "NUMBER",
-        LEARNING,
+        -1.0, _BETA, "first moment's decay, sgd's momentum; default adamw 0.9, sgd 0.9, lion 0.9", "NUMBER", LEARNING
     )
     beta2: float = option(-1.0, _BETA, "second moment's decay; default adamw 0.999, lion 0.99", "NUMBER", LEARNING)
     eps: float = option(
@@ -393,9 +389,7 @@ class TrainingRequest:
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
     ranks: int | None = _as_in_a_run(
-        None,
-        "ranks",
-        "train every arm in so many processes together, each on its own GPU if there are GPUs",
+        None, "ranks", "train every arm in so many processes together, each on its own GPU if there are GPUs"
     )
 
     def __post_init__(self) -> None:
@@ -410,7 +404,9 @@ TRAINING_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of
 QUICK_STEPS = 60
 
 
-def asked(quick: bool, steps: int | None, seeds: int | None, dtypes: tuple[str, ...], **more: Any) -> TrainingRequest:
+def request_with_defaults(
+    quick: bool, steps: int | None, seeds: int | None, dtypes: tuple[str, ...], **more: Any
+) -> TrainingRequest:
     usual = TrainingRequest()
     steps = (QUICK_STEPS if quick else usual.steps) if steps is None else steps
     seeds = (1 if quick else usual.seeds) if seeds is None else seeds

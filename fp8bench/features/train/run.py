@@ -233,7 +233,7 @@ def _trained(
 ) -> KeptTraining:
     place = writer.places[-1] if writer.places else ResumePlace(0, 0, 0)
     first, at_begin = place.number, place.number == place.step == 0
-    out, pace, fresh = dict(place.out), SeedPace(), not resumed or at_begin
+    out, pace, from_start = dict(place.out), SeedPace(), not resumed or at_begin
     observer.begun(training)
     try:
         _measure_memory(training, worker, writer, observer)
@@ -244,9 +244,9 @@ def _trained(
         with Meters(energy=False) as meters:
             device = meters.of(training.device).device if training.device.accelerated else None
             for number, turn in enumerate(turns.turns[first:], first):
-                SeedRun(training, number, turn, worker, writer, observer, pace, out, device).run(fresh)
-                fresh = True
-        _measure_energy(training, worker, writer, observer, apart=bool(turns.cut))
+                SeedRun(training, number, turn, worker, writer, observer, pace, out, device).run(from_start)
+                from_start = True
+        _measure_energy(training, worker, writer, observer, in_pairs=bool(turns.cut))
         _largest_batches(training, worker, writer, observer)
         writer.finish("finished")
     except KeyboardInterrupt:
@@ -289,7 +289,7 @@ def _measure_memory(training: Training, worker: Worker, writer: TrainingWriter, 
 
 
 def _measure_energy(
-    training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver, apart: bool
+    training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver, in_pairs: bool
 ) -> None:
     """In windows of each arm's own, with further steps of the arms that the last seed left in memory."""
     request, facts = training.request, training.device
@@ -303,7 +303,7 @@ def _measure_energy(
             meter = meters.of(facts)
             if meter.kind is SourceKind.NONE:
                 uses = {arm.name: EnergyUse(SourceKind.NONE, why=meter.why) for arm in missing}
-            elif apart:
+            elif in_pairs:
                 uses = {arm.name: EnergyUse(meter.kind.value, why=APART) for arm in missing}
             else:
                 uses = _in_windows(training, missing, worker, meter, observer)

@@ -105,10 +105,10 @@ class SeedRun:
     _tried: set[str] = field(default_factory=set)
     _stopped: set[str] = field(default_factory=set)
 
-    def run(self, fresh: bool) -> None:
+    def run(self, from_start: bool) -> None:
         """Train from the first step, or from the newest place that can be resumed, to the last step."""
         self._health = Health(self.training.arms, self.training.request.settings)
-        if fresh:
+        if from_start:
             self.writer.keep(self.place, 0, None, tuple(self.out.items()))
         while True:
             try:
@@ -275,7 +275,7 @@ class SeedRun:
             yield TrainingEvent(self.turn.arms[0].name, self.seed, 0, UNPAIRED, words)
 
     def _new(self, lines: Sequence[StreamLine]) -> Iterator[StreamLine]:
-        """The lines; where the reference is trained once more, only its times, as figures of the arm beside it."""
+        """The lines; if the reference is trained again, only its times, as figures of the arm it is paired with."""
         for line in lines:
             if line.arm != self._again or not self._again:
                 yield line

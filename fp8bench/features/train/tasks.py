@@ -110,7 +110,7 @@ def _check_sequence(option: str, sequence: int) -> None:
 
 
 def check_metrics(request: TrainingRequest) -> None:
-    """Raise UsageError for a metric that names no function. A worker calls it before the first step."""
+    """Raise UsageError for a metric that names no function. A worker calls the metric once before the first step."""
     from fp8bench.jobs.profile import function_named
 
     for metric in request.settings.metric:

@@ -383,8 +383,8 @@ def _ending(kept: KeptTraining) -> Iterator[str]:
         yield f"cut off in seed {seed} after {many(step + 1, 'step')}: all figures are of what was kept"
     if costs := dict(_watching(kept)):
         most = max(costs, key=costs.__getitem__)
-        every = many(kept.training.request.stride, "step")
-        yield f"watched: every {every}, which took {units.percent(costs[most])} of a step's time at most ({most})"
+        stride = many(kept.training.request.stride, "step")
+        yield f"watched: every {stride}, which took {units.percent(costs[most])} of a step's time at most ({most})"
     store = shlex.quote(str(Path(kept.path).parent.parent.parent))
     yield f"stored in {kept.path}"
     yield f"curves, tensors by layer and events: fp8bench report {kept.training.id} --store {store}"

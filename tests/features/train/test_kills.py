@@ -137,11 +137,7 @@ def test_a_rank_that_is_killed_costs_no_bit(parallel: str, tmp_path: Path) -> No
     assert all("several ranks" in cost.energy.why for cost in whole.of(ArmCost) if cost.energy)
     (cost,) = [cost for cost in whole.of(ArmCost) if cost.arm == "fp32" and cost.memory]
     assert cost.memory is not None and len(cost.memory.ranks) == 2
-    kept, weights, count = (
-        dict(cost.kept)["weights"],
-        dict(cost.memory.roles)["weights"],
-        whole.training.parameters,
-    )
+    kept, weights, count = (dict(cost.kept)["weights"], dict(cost.memory.roles)["weights"], whole.training.parameters)
     if parallel == "zero":  # of whole weights nobody has half
         assert 0.4 < kept / (4 * count) < 0.6 and weights == kept + 4 * count
     elif parallel == "fsdp":  # whole weights are there at the highest point, beside a rank's own

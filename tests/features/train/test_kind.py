@@ -21,14 +21,7 @@ from fp8bench.features.train.kind import (
     training_files,
     training_named,
 )
-from fp8bench.features.train.values import (
-    ArmCost,
-    LayerReading,
-    StepFigure,
-    StreamLine,
-    TrainingEvent,
-    Validation,
-)
+from fp8bench.features.train.values import ArmCost, LayerReading, StepFigure, StreamLine, TrainingEvent, Validation
 from fp8bench.model import MemoryUse
 from fp8bench.store.runs.run_file import start_run
 from tests.commands import Say, environment

@@ -10,14 +10,7 @@ from typing import Any
 
 from fp8bench.features.train.health.steps import LEARNED, HealthAlarm, HealthRule, Remedy, newest, noise_of_values
 from fp8bench.features.train.health.tensors import Before, FigureRule, TensorRule, Verdict, octaves, of
-from fp8bench.features.train.values import (
-    GRADIENTS_LEFT,
-    MOMENTS_GONE,
-    OTHERS_TRAIN,
-    LayerReading,
-    StepFigure,
-    StepRow,
-)
+from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN, LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
 # No rule over losses looks further back.

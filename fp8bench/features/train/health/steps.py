@@ -274,7 +274,7 @@ class GradientScale(HealthRule[StepRow]):
     last = 3
     keep = 20
     octaves = 1.9
-    apart = 1.0
+    beyond = 1.0
     noise = 5.0
     looks_at = f"the last {last} steps, and the {keep} before"
     alarms_at = (
@@ -293,9 +293,9 @@ class GradientScale(HealthRule[StepRow]):
         before, last = norms[: -self.last], norms[-self.last :]
         if len(before) < self.keep:
             return None
-        moved, loss = (median(some[-self.last :]) - median(some[: -self.last]) for some in (norms, losses))
+        moved, loss = (median(logs[-self.last :]) - median(logs[: -self.last]) for logs in (norms, losses))
         gap = min(last) - max(before) if moved > 0 else min(before) - max(last)
-        if abs(moved) < max(self.octaves, self.noise * noise_of_values(before)) or gap < self.apart:
+        if abs(moved) < max(self.octaves, self.noise * noise_of_values(before)) or gap < self.beyond:
             return None
         if min(abs(loss), abs(loss - moved)) > 0.5:
             return None

@@ -69,9 +69,10 @@ class TokenWindows:
 
     def in_order(self, batch: int, most: int) -> list[Batch]:
         """At most `most` windows that do not overlap, spread evenly over the text, as batches."""
-        every = (self._places - 1) // self._length + 1
-        count = min(most, every)
-        starts = np.arange(count, dtype=np.uint64) * np.uint64(every) // np.uint64(count) * np.uint64(self._length)
+        all_windows = (self._places - 1) // self._length + 1
+        count = min(most, all_windows)
+        numbers = np.arange(count, dtype=np.uint64) * np.uint64(all_windows) // np.uint64(count)
+        starts = numbers * np.uint64(self._length)
         return [self._batch(self._ids(starts[first : first + batch])) for first in range(0, count, batch)]
 
     def _ids(self, starts: NDArray[np.uint64]) -> NDArray[np.uint16]:

@@ -101,8 +101,8 @@ class Lab(Bench):
         return ArmCost(arm.name, task.seed, kept=kept, memory=use)
 
     def try_alone(self, task: SeedTask, memory_limit: int | None) -> int | None:
-        """Returns the peak bytes of two steps of the task's only arm, or None where it does not fit into
-        `memory_limit`."""
+        """Returns the peak bytes of two steps of the task's only arm, None where they cannot be counted. Raises the
+        device's memory error where they do not fit into `memory_limit`."""
         (arm,), device = task.arms, self._start_over(task)
         with self._running(precisions.get(arm.precision)):
             return try_batch(made_alone(task, arm), device, task.facts.index, memory_limit)

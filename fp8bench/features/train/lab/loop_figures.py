@@ -19,7 +19,7 @@ from fp8bench.features.train.lab.readings import Number
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN
 from fp8bench.nn.linear import Linear
 
-# Inputs are compared by at most so many of their values.
+# Inputs are compared by at most this many of their values.
 _LOOKED_AT = 1 << 12
 # With fewer examples, or fewer values in each, equal ones are no surprise.
 _LEAST_COPIES = 8

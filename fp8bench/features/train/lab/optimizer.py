@@ -131,8 +131,8 @@ class _BFloat16:
     def __init__(self, like: Tensor) -> None:
         self.operand = Operand(torch.zeros_like(like, dtype=torch.bfloat16))
 
-    def add(self, fresh: Tensor, first: bool) -> None:
-        self.operand = Operand((fresh if first else fresh + self.operand.data).to(torch.bfloat16))
+    def add(self, gradient: Tensor, first: bool) -> None:
+        self.operand = Operand((gradient if first else gradient + self.operand.data).to(torch.bfloat16))
 
     def restored(self) -> Tensor:
         return self.operand.data.to(torch.float32)
@@ -159,8 +159,8 @@ class AutomaticScale:
     def operand(self) -> Operand:
         return Operand(self._codes, self._inverse)
 
-    def add(self, fresh: Tensor, first: bool) -> None:
-        total = fresh if first else fresh + self.restored()
+    def add(self, gradient: Tensor, first: bool) -> None:
+        total = gradient if first else gradient + self.restored()
         amax = largest_magnitude(total)
         if first:
             scale, _ = current_scale(amax * self._micro_batches, E4M3, ScaleRounding.EXACT)
@@ -395,7 +395,7 @@ class LoopOptimizer:
     def kept(self) -> dict[str, list[Tensor]]:
         kept = [group.bucket.kept() for group in self._groups]
         moments = {
-            name: [tensor for some in kept for tensor in some[order]]
+            name: [tensor for tensors in kept for tensor in tensors[order]]
             for order, name in enumerate(("first moment", "second moment", "steps"))
         }
         return {"weights": self.weights.kept(), "gradients": self.gradients.kept(), **moments}

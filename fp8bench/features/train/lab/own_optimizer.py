@@ -34,8 +34,8 @@ class TorchOptimizer:
         updates: str = "fp32",
     ) -> None:  # fmt: skip
         self._own, self._schedule = _made(name, model, make, schedule)
-        held = [parameter for group in self._own.param_groups for parameter in group["params"]]
-        changed = set(map(id, getattr(self._own, "trained", held)))
+        optimized = [parameter for group in self._own.param_groups for parameter in group["params"]]
+        changed = set(map(id, getattr(self._own, "trained", optimized)))
         self.parameters = {path: parameter for path, parameter in model.named_parameters() if id(parameter) in changed}
         if len(self.parameters) < len(changed):
             raise UsageError(f"{name}: its optimizer has parameters that are not the model's. Make it from the model.")
@@ -173,6 +173,6 @@ class HighAccumulation(torch.optim.Optimizer):
 
 def _taken(master: nn.Parameter, parameter: Tensor) -> None:
     assert parameter.grad is not None
-    fresh = parameter.grad.to(torch.float32)
-    master.grad = fresh if master.grad is None else master.grad + fresh
+    gradient = parameter.grad.to(torch.float32)
+    master.grad = gradient if master.grad is None else master.grad + gradient
     parameter.grad = None

@@ -184,7 +184,7 @@ class OwnTrainer(Trainer):
         if self.conversion is None:
             return None
         other = OwnTrainer(self._task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
-        held = Conversion(
+        converted = Conversion(
             other._model, lambda layer: self._arithmetics.get(layer.name), skip=self._settings.skip,
             keys=dict(self._settings.precision_map), multiples=self._multiples(),
         ).held  # fmt: skip
@@ -195,7 +195,7 @@ class OwnTrainer(Trainer):
         def step() -> None:
             other._loss_on(batch, _SILENT).backward()  # type: ignore[no-untyped-call]
 
-        coverage = coverage_of(other._model, held, step, multiple=multiple)
+        coverage = coverage_of(other._model, converted, step, multiple=multiple)
         return replace(coverage, loss=other.loss_words)
 
 

@@ -124,7 +124,8 @@ def _check_same(answers: Sequence[RankLines]) -> None:
 
 
 def _check_batches(answers: Sequence[RankLines]) -> None:
-    """All ranks mean the same batch, and their parts add up to it, as often as there are more ranks than parts."""
+    """All ranks mean the same batch, and their parts add up to it, times the number of ranks that read the same
+    part."""
     for looked_at in _by_position([answer.batches for answer in answers]):
         step, _, whole = looked_at[0]
         for rank, (_, _, other) in enumerate(looked_at):

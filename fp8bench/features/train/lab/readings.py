@@ -153,15 +153,17 @@ def _piece(x: Tensor, left: Tensor | None) -> Figures:
 
 
 def _merged(parts: Sequence[Figures]) -> Figures:
-    every = {name: torch.stack([torch.as_tensor(part[name]) for part in parts]) for name in parts[0] if name != "count"}
+    stacked = {
+        name: torch.stack([torch.as_tensor(part[name]) for part in parts]) for name in parts[0] if name != "count"
+    }
     counts = [float(part["count"]) for part in parts]
-    shares = torch.tensor(counts, dtype=torch.float64, device=every["mean"].device) / sum(counts)
-    mean = (shares * every["mean"]).sum()
+    shares = torch.tensor(counts, dtype=torch.float64, device=stacked["mean"].device) / sum(counts)
+    mean = (shares * stacked["mean"]).sum()
     merged: Figures = {"count": sum(counts), "mean": mean}
-    merged["variance"] = (shares * (every["variance"] + (every["mean"] - mean).square())).sum()
+    merged["variance"] = (shares * (stacked["variance"] + (stacked["mean"] - mean).square())).sum()
     ways = {"amax": torch.amax, "smallest": torch.amin, "signal": torch.linalg.vector_norm,
             "noise": torch.linalg.vector_norm}  # fmt: skip
-    return {name: ways.get(name, torch.sum)(value) for name, value in every.items()} | merged
+    return {name: ways.get(name, torch.sum)(value) for name, value in stacked.items()} | merged
 
 
 def _range(x: Tensor, amax: float | None, cast: TensorCast) -> Figures:

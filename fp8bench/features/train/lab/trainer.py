@@ -373,7 +373,7 @@ class Trainer:
             buffer.copy_(remembered.statistics[name])
 
     def validate(self, last: bool = False) -> tuple[StreamLine, ...]:
-        """The losses on held-out text; `last` adds the looks that only a finished training gets.
+        """The losses on held-out text; `last` adds those that only a finished training gets.
 
         What casts remember is restored, so that validation changes no later step.
         """

@@ -49,7 +49,7 @@ class ModelWatch:
     """The modules and parameters of one model that are watched. `scales` alone change from step to step."""
 
     def __init__(self, model: nn.Module, arm: str = "", seed: int = 0, examples: int = 1, inside: bool = True) -> None:
-        """`examples` is the size of a micro-batch, the unit of the noise scale. Without `inside`, only weights."""
+        """`examples` is the number in a micro-batch; the noise scale counts them. Without `inside`, only weights."""
         self._arm, self._seed, self._examples = arm, seed, examples
         self.scales: dict[str, float] = {}
         self.model = model
@@ -132,7 +132,7 @@ class FaultyTensor:
 
 
 class Finder:
-    """Looks at tensors until one is not finite, and waits for each."""
+    """Looks at tensors, waiting for each, until one is not finite."""
 
     def __init__(self) -> None:
         self.place: FaultyTensor | None = None

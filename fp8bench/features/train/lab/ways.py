@@ -145,9 +145,9 @@ class ZeroTensors(FullySharded):
     def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Each norm is its owner's; `own` may be several figures of all parameters, one after the other."""
         squares = torch.stack(list(own)).to(torch.float64).square().view(-1, len(self._own))
-        every = squares.new_zeros(len(squares), len(self._wholes))
-        every[:, self.mine(range(len(self._wholes)))] = squares
-        return list(self._group.added(every).sqrt().to(torch.float32).flatten())
+        placed = squares.new_zeros(len(squares), len(self._wholes))
+        placed[:, self.mine(range(len(self._wholes)))] = squares
+        return list(self._group.added(placed).sqrt().to(torch.float32).flatten())
 
     def faults(self) -> tuple[str, ...]:
         """Parameters have to be present."""

@@ -58,15 +58,15 @@ class Void(StrEnum):
 class Curve:
     """One arm in one seed: its rows in the order of steps, of which `steps` were asked for.
 
-    `beside` are the seconds of the reference's steps measured alongside, where they differ from the reference's rows.
-    `passed` are steps that rewinds passed over: their rows have no loss, and no comparison uses them.
+    `reference_seconds` are times of the reference's steps next to this arm, where they differ from those in the
+    reference's rows. `passed` are steps that rewinds passed over: their rows have no loss, and no comparison uses them.
     """
 
     steps: int
     rows: tuple[StepRow, ...] = ()
     held_out: Mapping[int, float] = field(default_factory=dict)
     events: frozenset[str] = frozenset()
-    beside: Mapping[int, float] = field(default_factory=dict)
+    reference_seconds: Mapping[int, float] = field(default_factory=dict)
     passed: frozenset[int] = frozenset()
 
     @property
@@ -115,7 +115,7 @@ def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
     rows: dict[Key, dict[int, StepRow]] = defaultdict(dict)
     held_out: dict[Key, dict[int, float]] = defaultdict(dict)
     events: dict[Key, set[str]] = defaultdict(set)
-    beside: dict[Key, dict[int, float]] = defaultdict(dict)
+    reference_seconds: dict[Key, dict[int, float]] = defaultdict(dict)
     passed: dict[Key, set[int]] = defaultdict(set)
     lines = tuple(lines)
     ends = arrivals(lines)
@@ -130,7 +130,7 @@ def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
             if line.kind == REWOUND:
                 passed[key].update(range(int(dict(line.values)["first"]), line.step + 1))
         elif isinstance(line, StepFigure) and line.name == REFERENCE_SECONDS:
-            beside[key][line.step] = line.value
+            reference_seconds[key][line.step] = line.value
     for key, steps_passed in passed.items():
         if like := next(iter(rows[key].values()), None):
             empty = replace(like, loss=math.nan, gradient_norm=math.nan, seconds=0.0, skipped=True)
@@ -138,7 +138,7 @@ def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
     return {
         key: Curve(
             ends.get(key[1], steps), tuple(row for _, row in sorted(own.items())), held_out[key],
-            frozenset(events[key]), beside[key], frozenset(passed[key]),
+            frozenset(events[key]), reference_seconds[key], frozenset(passed[key]),
         )
         for key, own in rows.items() if own
     }  # fmt: skip

@@ -280,7 +280,7 @@ def _verdict(request: TrainingRequest, verdict: ScoreVerdict, values: _Values, o
     if name.startswith(TASK):
         floor = -math.log(1 - DECIDING) / (ITEMS * len(pairs))
         chance = CHANCES[name.removeprefix(TASK).partition("@")[0]]
-        above = [_widened(gap_of([value - chance for value in some]), floor) for some in (own, old)]
+        above = [_widened(gap_of([value - chance for value in scores]), floor) for scores in (own, old)]
         return _judged(verdict, _widened(gap_of([before - new for new, before in pairs]), floor), request.margin,
                        not any(gap and gap.decides and gap.decides.low > 0 for gap in above))  # fmt: skip
     if min(old) <= 0:

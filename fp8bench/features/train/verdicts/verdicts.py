@@ -344,11 +344,11 @@ def _log_speed(reference: Curve, arm: Curve) -> float | None:
     if UNPAIRED in arm.events:
         return None
     usual = {row.step: row.seconds for row in reference.rows}
-    beside = arm.beside or usual
+    base_seconds = arm.reference_seconds or usual
     logs = [
         math.log(new.tokens / new.seconds * base / old.tokens)
         for old, new in zip(reference.rows, arm.rows, strict=True)
-        if (base := beside.get(new.step, 0.0)) > 0 and new.seconds > 0
+        if (base := base_seconds.get(new.step, 0.0)) > 0 and new.seconds > 0
     ]
     return statistics.median(logs) if logs else None
 

@@ -289,9 +289,7 @@ def test_a_gap_is_to_the_reference_at_the_arms_rate() -> None:
     for other, told in ((0.039, 0), (0.01, 1)):
         lines = [replace(line, arm=line.arm.replace(OTHER.name, arms[1].name)) for line in gap(0.04, other)]
         events = Health(arms).see(lines)
-        assert len(events) == told and all(
-            f"behind that of {arms[1].name} over" in event.words for event in events
-        )
+        assert len(events) == told and all(f"behind that of {arms[1].name} over" in event.words for event in events)
 
 
 def test_large_updates_alarm_before_a_jump_and_not_after_it() -> None:

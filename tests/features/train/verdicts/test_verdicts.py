@@ -264,7 +264,7 @@ def test_noise_of_common_batches_cancels() -> None:
 def test_times_are_compared_with_the_reference_beside_the_arm() -> None:
     """Without one there is no speed, nor with fewer than five seeds."""
     arm = of(falling(), seconds=0.005)
-    slow = replace(arm, beside=dict.fromkeys(range(STEPS), 0.02))
+    slow = replace(arm, reference_seconds=dict.fromkeys(range(STEPS), 0.02))
     assert speed(arm).raw.point == pytest.approx(2) and speed(slow).raw.point == pytest.approx(4)
     alone = replace(arm, events=frozenset({UNPAIRED}))
     assert adjusted_speed([(of(falling()), alone)] * SEEDS) is None
