@@ -172,11 +172,9 @@ def resume_training(
 
 
 def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingFrames:
-    """A training as pandas frames: a KeptTraining, or a stored one by id, folder, or 'last'.
-
-    `.training` is the training; `.arms`, `.steps`, `.readings`, `.figures`, `.validations`, `.costs` and `.events` are
-    made on first access.
-    """
+    """A training as pandas frames: a KeptTraining, or a stored one by id, folder, or 'last'. `.training` is the
+    training; `.arms`, `.steps`, `.readings`, `.figures`, `.validations`, `.costs` and `.events` are made on first
+    access."""
     if not isinstance(training, KeptTraining):
         training = read_training(training_named(str(training), folder("store", store)))
     return TrainingFrames(training)
@@ -260,10 +258,8 @@ class _LoopCallback:
 
 
 def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any:
-    """A callback for transformers' Trainer that watches what it trains; options are those of `watch`.
-
-    If a training raises, its hooks are removed by the next one, or by `on_train_end`.
-    """
+    """A callback for transformers' Trainer that watches what it trains; options are those of `watch`. If a training
+    raises, its hooks are removed by the next one, or by `on_train_end`."""
     base: Any = _package("transformers").TrainerCallback
 
     class WatchCallback(_LoopCallback, base):  # type: ignore[misc]
@@ -281,10 +277,8 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
 
 
 def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
-    """A callback for Lightning's Trainer that watches what it trains; options are those of `watch`.
-
-    The loss is the one that backward begins with.
-    """
+    """A callback for Lightning's Trainer that watches what it trains; options are those of `watch`. The loss is the one
+    that backward begins with."""
     base: Any = _package("lightning.pytorch", "pytorch_lightning").Callback
 
     class WatchCallback(_LoopCallback, base):  # type: ignore[misc]

@@ -66,10 +66,8 @@ _MAKE_ROOM = "What was kept before is in it; make room, or choose another --stor
 @dataclass(frozen=True)
 class ResumePlace:
     """Where a training can be resumed: before a step of a turn, counted from 0, with `length` bytes of its stream.
-
     `folder` is that of the checkpoint, '' before a turn's first step, which needs none. `out` says why arms are no
-    longer trained. `digest` is of the stream's lines at that time, '' in older files.
-    """
+    longer trained. `digest` is of the stream's lines at that time, '' in older files."""
 
     number: int
     step: int

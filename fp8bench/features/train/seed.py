@@ -86,9 +86,7 @@ class _Lost(Exception):
 @dataclass
 class SeedRun:
     """Runs one turn: all arms of a seed where they fit into memory, else some of them. `place` counts turns from 0.
-
-    `out` says why arms are no longer trained. `device` reads how busy the device is, where that is possible.
-    """
+    `out` says why arms are no longer trained. `device` reads how busy the device is, where that is possible."""
 
     training: Training
     place: int

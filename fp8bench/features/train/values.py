@@ -27,11 +27,9 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Tokens to train on, to validate on (held out), and of another kind if there are any.
-
-    `tokens` is 'bytes' (a token a byte), 'bpe' (tokens from 256 on are `merges` of two tokens each), or 'given' (a
-    token file, whose bytes are unknown). `identity` identifies the text by its digest.
-    """
+    """Tokens to train on, to validate on (held out), and of another kind if there are any. `tokens` is 'bytes' (a token
+    a byte), 'bpe' (tokens from 256 on are `merges` of two tokens each), or 'given' (a token file, whose bytes are
+    unknown). `identity` identifies the text by its digest."""
 
     train: TokenSpan
     held_out: TokenSpan
@@ -60,11 +58,9 @@ class ArmRole(StrEnum):
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train the model: a precision, and settings that differ from the training's.
-
-    `name` is unique in a training. `native` says that the device multiplies in this precision; else its speed means
-    nothing. `skip` says why it is not trained.
-    """
+    """One way to train the model: a precision, and settings that differ from the training's. `name` is unique in a
+    training. `native` says that the device multiplies in this precision; else its speed means nothing. `skip` says why
+    it is not trained."""
 
     name: str
     precision: str
@@ -100,11 +96,8 @@ class SeedTask:
 
 @dataclass(frozen=True)
 class ArmState:
-    """An arm before its first step.
-
-    `tokens` is the number in one of its steps. `bytes_per_parameter` is kept between two steps, by purpose, as counted
-    from the tensors.
-    """
+    """An arm before its first step. `tokens` is the number in one of its steps. `bytes_per_parameter` is kept between
+    two steps, by purpose, as counted from the tensors."""
 
     arm: str
     parameters: int
@@ -167,10 +160,8 @@ class StepRow(StreamLine):
 @dataclass(frozen=True)
 class LayerReading(StreamLine):
     """Figures of one tensor of one layer in a watched step, defined in docs/watching.md. Shares are of all elements.
-
     `role` is input, weight or gradient (of the output). `scale` is the geometric mean of the scales of blocks, 1
-    without scales. `signal_to_noise` is None where nothing was rounded.
-    """
+    without scales. `signal_to_noise` is None where nothing was rounded."""
 
     layer: str
     role: str
@@ -228,11 +219,9 @@ class StepFigure(StreamLine):
 
 @dataclass(frozen=True)
 class Validation(StreamLine):
-    """The loss per token on text that was never trained on; `of` says which text, and how it was evaluated.
-
-    `of` is 'held-out', 'other-text', 'position:0-127' or 'quantised:fp8'. `bytes` is the length of the tokens' text, if
-    known.
-    """
+    """The loss per token on text that was never trained on; `of` says which text, and how it was evaluated. `of` is
+    'held-out', 'other-text', 'position:0-127' or 'quantised:fp8'. `bytes` is the length of the tokens' text, if
+    known."""
 
     of: str
     loss: float
@@ -252,10 +241,8 @@ class Validation(StreamLine):
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
     """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
-    'resumed', 'pairs' (not all arms fit into memory), or one of the kinds named above.
-
-    `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
-    """
+    'resumed', 'pairs' (not all arms fit into memory), or one of the kinds named above. `layer` and `tensor` say where,
+    `values` what was seen there, `remedy` what may help."""
 
     kind: str
     words: str
@@ -267,12 +254,9 @@ class TrainingEvent(StreamLine):
 
 @dataclass(frozen=True)
 class ArmCost(StreamLine):
-    """What one arm takes, measured in passes of its own, each of which makes a line.
-
-    `kept` is the counted bytes in memory between two steps by purpose, `memory` the peak of a step with no other arm in
-    memory, `capacity` the largest batch, `energy` that of steps like the last ones. `why` says why the figure is
-    missing.
-    """
+    """What one arm takes, measured in passes of its own, each of which makes a line. `kept` is the counted bytes in
+    memory between two steps by purpose, `memory` the peak of a step with no other arm in memory, `capacity` the largest
+    batch, `energy` that of steps like the last ones. `why` says why the figure is missing."""
 
     step: int = 0
     kept: tuple[tuple[str, int], ...] = ()
@@ -305,12 +289,9 @@ class KeptTraining:
 
 @dataclass(frozen=True)
 class RankLines:
-    """One rank's lines of some steps, and what shows whether the ranks still train the same model.
-
-    `same` are digests of what all ranks must have in common. `batches` has, for each checked step, digests of the
-    tokens that this rank read, and of the whole step, of which ranks read `shares` parts. `faults` are errors that this
-    rank found.
-    """
+    """One rank's lines of some steps, and what shows whether the ranks still train the same model. `same` are digests
+    of what all ranks must have in common. `batches` has, for each checked step, digests of the tokens that this rank
+    read, and of the whole step, of which ranks read `shares` parts. `faults` are errors that this rank found."""
 
     lines: tuple[StreamLine, ...]
     same: tuple[tuple[str, int], ...] = ()

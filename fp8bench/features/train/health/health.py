@@ -30,10 +30,8 @@ REST = 50
 
 
 class Health:
-    """Reads the stream of a training and raises alarms: one for each episode, however long it lasts.
-
-    After a resume it is given the stored lines again; the alarms of those are dropped by the caller.
-    """
+    """Reads the stream of a training and raises alarms: one for each episode, however long it lasts. After a resume it
+    is given the stored lines again; the alarms of those are dropped by the caller."""
 
     def __init__(self, arms: Sequence[Arm], settings: TrainerSettings | None = None) -> None:
         self._arms = {arm.name: arm for arm in arms}
@@ -179,10 +177,7 @@ def outcome(
     alarm: TrainingEvent, step: int, before: Iterable[StreamLine], trials: Mapping[RemedyTrial, Sequence[StreamLine]]
 ) -> TrainingEvent:
     """An event that says which remedies helped, and by how much: the alarm stays away, or the loss is lower than the
-    unchanged arm's.
-
-    `before` are the arm's lines up to `step`, where the trials began.
-    """
+    unchanged arm's. `before` are the arm's lines up to `step`, where the trials began."""
     known = [line for line in before if line.arm == alarm.arm and line.seed == alarm.seed and line.step < step]
     (as_it_was, *_), losses = trials, {trial: _loss(lines) for trial, lines in trials.items()}
     again = {trial: _alarmed(alarm, trial, known, lines) for trial, lines in trials.items()}

@@ -53,11 +53,9 @@ def newest(length: int) -> Any:
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
-    """One kind of trouble in a training.
-
-    Its texts say how far back it looks, at which figure it alarms, and why there. With `compares` it also reads the
-    rows of the arms that its own is compared with. While the rule named by `until` alarms, this one is silent.
-    """
+    """One kind of trouble in a training. Its texts say how far back it looks, at which figure it alarms, and why there.
+    With `compares` it also reads the rows of the arms that its own is compared with. While the rule named by `until`
+    alarms, this one is silent."""
 
     name: ClassVar[str]
     reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
@@ -172,11 +170,9 @@ class UpdateBurst(HealthRule[StepRow]):
 
 
 class LossPlateau(HealthRule[Any]):
-    """The loss stands still although gradients are as large as before and the rate is high: nothing is learned.
-
-    Silent where losses are so noisy that their means may agree by chance, and where a cross entropy equals the entropy
-    of the predictions: then there is nothing more to learn.
-    """
+    """The loss stands still although gradients are as large as before and the rate is high: nothing is learned. Silent
+    where losses are so noisy that their means may agree by chance, and where a cross entropy equals the entropy of the
+    predictions: then there is nothing more to learn."""
 
     name = "plateau"
     reads = StepRow | StepFigure

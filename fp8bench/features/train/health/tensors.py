@@ -301,10 +301,8 @@ class EmbeddingCollapse(FigureRule):
 
 
 class LayerStill(HealthRule[Any]):
-    """The weights of one layer hardly change while those of others do: no gradient reaches them.
-
-    Embeddings are left out: a batch has few rows of a large vocabulary.
-    """
+    """The weights of one layer hardly change while those of others do: no gradient reaches them. Embeddings are left
+    out: a batch has few rows of a large vocabulary."""
 
     name = "layer-stands-still"
     reads = LayerReading | StepFigure

@@ -91,11 +91,9 @@ class TokenWindows:
 def windows_by_step(
     text: TrainingText, shift: float, steps: int, length: int, device: str, vocabulary: int
 ) -> tuple[TrainingText, Callable[[int], TokenWindows]]:
-    """Returns the text with its held-out parts, and the windows that each step reads.
-
-    From the share `shift` of the steps on they come from the other kind of text, whose last tenth is then held out as
-    the other text. With a `shift` of 0 that tenth is the held-out text, and the first kind is the other.
-    """
+    """Returns the text with its held-out parts, and the windows that each step reads. From the share `shift` of the
+    steps on they come from the other kind of text, whose last tenth is then held out as the other text. With a `shift`
+    of 0 that tenth is the held-out text, and the first kind is the other."""
     first, changes_at = TokenWindows(text.train, length, device, vocabulary), round(shift * steps)
     if changes_at >= steps or text.other is None:
         return text, lambda step: first
@@ -136,10 +134,8 @@ class _Sums:
 
 
 class Evaluation:
-    """Computes a model's losses on the validation windows, which are the same every time.
-
-    `layers` are those that take a precision; `scaled` gives the arithmetic of a layer the scales that ranks share.
-    """
+    """Computes a model's losses on the validation windows, which are the same every time. `layers` are those that take
+    a precision; `scaled` gives the arithmetic of a layer the scales that ranks share."""
 
     def __init__(
         self, text: TrainingText, config: GPTConfig, layers: Sequence[Layer], facts: DeviceFacts, scaled: Scaled

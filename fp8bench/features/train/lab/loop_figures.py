@@ -135,10 +135,8 @@ _plain_backward = torch.autograd.backward
 
 @contextmanager
 def listening(begins: Listener, ended: Listener) -> Iterator[None]:
-    """Call `begins` and `ended` around every backward but those inside another one, as checkpoints run them.
-
-    Every way into backward passes through `torch.autograd.backward`, which is wrapped while there is a listener.
-    """
+    """Call `begins` and `ended` around every backward but those inside another one, as checkpoints run them. Every way
+    into backward passes through `torch.autograd.backward`, which is wrapped while there is a listener."""
     listener = begins, ended
     _listeners.append(listener)
     torch.autograd.backward = _backward  # type: ignore[assignment]
@@ -173,11 +171,8 @@ def _number(tensors: Tensor | Sequence[Tensor]) -> Tensor | None:
 
 class GradientSketches:
     """Compares each weight's gradient with its layer: both times one fixed vector, the latter from the layer's inputs
-    and output gradients, summed over its uses in a step.
-
-    A product with a vector costs little beside the layer's own. Nothing is drawn at random, and of inputs only these
-    products are kept.
-    """
+    and output gradients, summed over its uses in a step. A product with a vector costs little beside the layer's own.
+    Nothing is drawn at random, and of inputs only these products are kept."""
 
     def __init__(self) -> None:
         self._expected: dict[nn.Parameter, Tensor] = {}

@@ -47,10 +47,8 @@ _ROUND = 128
 
 
 def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
-    """The sizes of a model for a vocabulary, with the settings' batch and sequence.
-
-    Experts of a mixture are half as wide as the mlp they replace: the two that a token visits do as much work as it.
-    """
+    """The sizes of a model for a vocabulary, with the settings' batch and sequence. Experts of a mixture are half as
+    wide as the mlp they replace: the two that a token visits do as much work as it."""
     if settings.model not in SIZES:
         raise UnknownName("model", settings.model, SIZES)
     size = SIZES[settings.model]

@@ -186,10 +186,8 @@ def joint(norms: Sequence[Tensor]) -> Tensor:
 def clippings_of(
     norms: list[Tensor], norm: Tensor, scale: float, most: float, clipped: Sequence[str]
 ) -> tuple[list[Tensor], Tensor]:
-    """Returns what the gradient of each parameter is divided by, and by how much all of them together shrink.
-
-    `clipped` names the group with which each parameter is clipped.
-    """
+    """Returns what the gradient of each parameter is divided by, and by how much all of them together shrink. `clipped`
+    names the group with which each parameter is clipped."""
     groups = list(dict.fromkeys(clipped))
     if not most or len(groups) == 1:
         clipping = (norm / most).clamp(min=1.0) if most else torch.ones_like(norm)
@@ -298,11 +296,8 @@ class EightBitWeights(HalfWeights):
 
 
 class StochasticWeights(HalfWeights):
-    """bf16 weights that are rounded up or down at random, with the probability given by the distance.
-
-    The mean of many roundings is the value, so that updates too small for bf16 are not lost. Each step draws from a
-    seed of its own.
-    """
+    """bf16 weights that are rounded up or down at random, with the probability given by the distance. The mean of many
+    roundings is the value, so that updates too small for bf16 are not lost. Each step draws from a seed of its own."""
 
     def _stored(self) -> Storage:
         self._drawn = torch.Generator(self._parameters[0].device)

@@ -24,10 +24,7 @@ from fp8bench.user_code import own_words
 
 class TorchOptimizer:
     """A torch optimizer with the interface of LoopOptimizer. `factor` multiplies the rates of one step; `rate` is that
-    of the first group.
-
-    Whether a step is skipped is decided on the host, which waits for the device once more.
-    """
+    of the first group. Whether a step is skipped is decided on the host, which waits for the device once more."""
 
     def __init__(
         self, name: str, model: nn.Module, make: Callable[..., Any], schedule: Callable[..., Any] | None,
@@ -126,10 +123,8 @@ def _made(
 
 class HighAccumulation(torch.optim.Optimizer):
     """`trained` are the model's parameters and `masters` their float32 copies in the same order: clip and read the
-    gradients of `masters`.
-
-    `updates` is the format to which each update is rounded: fp8 (E4M3, scaled by tensor), bf16, or fp32 for none.
-    """
+    gradients of `masters`. `updates` is the format to which each update is rounded: fp8 (E4M3, scaled by tensor), bf16,
+    or fp32 for none."""
 
     def __init__(
         self,

@@ -200,11 +200,9 @@ class OwnTrainer(Trainer):
 
 
 def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
-    """Build every arm of a task, take a step of each, and return how much of the model each converts.
-
-    Raises UsageError for what cannot be trained: no model or batch, batches that change when read again, nothing
-    converted, a step that fails.
-    """
+    """Build every arm of a task, take a step of each, and return how much of the model each converts. Raises UsageError
+    for what cannot be trained: no model or batch, batches that change when read again, nothing converted, a step that
+    fails."""
     coverages = []
     for number, arm in enumerate(task.arms):
         trainer = OwnTrainer(task, arm)

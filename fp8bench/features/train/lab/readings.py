@@ -43,11 +43,9 @@ _CARRIERS = {torch.bfloat16: BF16, torch.float16: FP16}
 
 @dataclass(frozen=True)
 class TensorCast:
-    """How a tensor was cast: the format and scaling of its elements, as far as known.
-
-    `scale` multiplied it, where it does not come from the tensor alone. `left` are the rounded values that a product
-    takes, None where nothing was rounded.
-    """
+    """How a tensor was cast: the format and scaling of its elements, as far as known. `scale` multiplied it, where it
+    does not come from the tensor alone. `left` are the rounded values that a product takes, None where nothing was
+    rounded."""
 
     fmt: Format | None = None
     scaling: Scaling | None = None
@@ -86,10 +84,8 @@ def figures_of(x: Tensor, cast: TensorCast | None = None) -> Figures:
 
 def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
     """The figures of healthy values on a CPU, where the least and largest magnitude spare most of the work; else None.
-
     Magnitudes are compared as integers, which order them and have half as many bits for bfloat16. Comparing with a
-    number takes ten times as long on a CPU.
-    """
+    number takes ten times as long on a CPU."""
     values, count = x.to(torch.float32), x.numel()
     shift = 16 if x.dtype == torch.bfloat16 else 0
     magnitude = _MAGNITUDE >> shift
@@ -167,10 +163,8 @@ def _merged(parts: Sequence[Figures]) -> Figures:
 
 
 def _range(x: Tensor, amax: float | None, cast: TensorCast) -> Figures:
-    """How much of a format's range the values use, and what they are multiplied by.
-
-    `amax` is their largest magnitude, if that is known and all are finite.
-    """
+    """How much of a format's range the values use, and what they are multiplied by. `amax` is their largest magnitude,
+    if that is known and all are finite."""
     if cast.fmt is None:
         return {}
     figures: Figures = {"largest": cast.fmt.largest}
@@ -302,9 +296,7 @@ _KIB = 1024
 
 def attention_score(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """The largest magnitude of q k / sqrt(head width) that enters softmax, over all heads of the first sequence.
-
-    Queries are (batch, heads, tokens, width). Keys may have fewer heads, which neighbouring queries share.
-    """
+    Queries are (batch, heads, tokens, width). Keys may have fewer heads, which neighbouring queries share."""
     queries, keys = (tensor[0].detach().to(torch.float32) for tensor in (q, k))
     if len(keys) != len(queries):
         keys = keys.repeat_interleave(len(queries) // len(keys), 0)
@@ -325,9 +317,7 @@ def embedding_spread(weight: Tensor) -> Tensor:
 
 def batch_norm_drift(x: Tensor, mean: Tensor, channels_last: bool) -> Tensor:
     """How many of the batch's standard deviations a running mean is off, as the root mean square over channels.
-
-    `channels_last` says where channels are: in the last dimension, or, as in torch's own layers, in the second.
-    """
+    `channels_last` says where channels are: in the last dimension, or, as in torch's own layers, in the second."""
     channels = x.detach().to(torch.float32).transpose(0, -1 if channels_last else 1).flatten(1)
     deviation, batch = torch.std_mean(channels, 1, correction=0)
     return ((mean - batch) / deviation).square().mean().sqrt()

@@ -373,10 +373,8 @@ class Trainer:
             buffer.copy_(remembered.statistics[name])
 
     def validate(self, last: bool = False) -> tuple[StreamLine, ...]:
-        """The losses on held-out text; `last` adds those that only a finished training gets.
-
-        What casts remember is restored, so that validation changes no later step.
-        """
+        """The losses on held-out text; `last` adds those that only a finished training gets. What casts remember is
+        restored, so that validation changes no later step."""
         who, before = (self.arm.name, self._task.seed, self.step), self._remembered()
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
@@ -410,11 +408,9 @@ class Trainer:
         }
 
     def take_over(self, other: Trainer, memory: dict[str, Any]) -> None:
-        """Continue from another arm's memory with this arm's own settings and precision.
-
-        A layer whose arithmetic differs from the other arm's cannot use what that one remembers: the step before is
-        repeated without an update, which gives it scales from earlier casts.
-        """
+        """Continue from another arm's memory with this arm's own settings and precision. A layer whose arithmetic
+        differs from the other arm's cannot use what that one remembers: the step before is repeated without an update,
+        which gives it scales from earlier casts."""
         same = {name for name, arithmetic in self._arithmetics.items() if _alike(arithmetic, other._arithmetics[name])}
         known = {name: tensors for name, tensors in memory["remembered"]["arithmetics"].items() if name in same}
         remembered = {"arithmetics": known, "statistics": memory["remembered"]["statistics"]}

@@ -23,10 +23,8 @@ _CYCLE_BEGINS = 1 / 25
 
 
 def share_of_rate(settings: TrainerSettings, step: int, steps: int) -> float:
-    """The share of the full learning rate in a step, counted from 0: a linear warm-up, then the schedule.
-
-    One-cycle rises and falls along cosines, as torch's does. Plateau is flat here: PlateauShare is its factor.
-    """
+    """The share of the full learning rate in a step, counted from 0: a linear warm-up, then the schedule. One-cycle
+    rises and falls along cosines, as torch's does. Plateau is flat here: PlateauShare is its factor."""
     floor, name = settings.floor, settings.schedule
     if name == "one-cycle":
         top, last = max(0.0, settings.warmup * steps - 1), steps - 1

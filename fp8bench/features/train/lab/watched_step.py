@@ -104,11 +104,9 @@ Scale = Callable[[], float]
 
 @dataclass(frozen=True)
 class FaultyTensor:
-    """The first tensor that was not finite, of a parameter or layer by its path in the model.
-
-    `amax` is the largest finite magnitude, `share` the share of elements that are not finite, `scale` what the tensor
-    was multiplied by before it was rounded, None where it was not.
-    """
+    """The first tensor that was not finite, of a parameter or layer by its path in the model. `amax` is the largest
+    finite magnitude, `share` the share of elements that are not finite, `scale` what the tensor was multiplied by
+    before it was rounded, None where it was not."""
 
     layer: str
     tensor: str
@@ -202,11 +200,9 @@ def not_finite_words(place: FaultyTensor | None, loss: float, norm: float) -> st
 
 
 class WatchedStep:
-    """Collects figures of tensors by layer and role, and others by name and layer, until `stack` is unwound.
-
-    Gradient noise comes from the differences between micro-batches: there is none for a step of one, nor where a
-    gradient is taken away as soon as it has arrived.
-    """
+    """Collects figures of tensors by layer and role, and others by name and layer, until `stack` is unwound. Gradient
+    noise comes from the differences between micro-batches: there is none for a step of one, nor where a gradient is
+    taken away as soon as it has arrived."""
 
     def __init__(self, watch: ModelWatch, stack: ExitStack, micro_batches: int) -> None:
         self.tensors: dict[tuple[str, str], Figures] = {}

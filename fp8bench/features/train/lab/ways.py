@@ -185,10 +185,8 @@ _MOST_NOTED = 1024
 
 
 class _Note(NamedTuple):
-    """Samples of an exchange: of what this rank sent, after its largest magnitude, and of what it received.
-
-    Shapes are (numbers) and (ranks, numbers) where tokens were gathered, the other way round where they were scattered.
-    """
+    """Samples of an exchange: of what this rank sent, after its largest magnitude, and of what it received. Shapes are
+    (numbers) and (ranks, numbers) where tokens were gathered, the other way round where they were scattered."""
 
     sent: Tensor
     received: Tensor

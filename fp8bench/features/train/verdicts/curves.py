@@ -56,11 +56,9 @@ class Void(StrEnum):
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm in one seed: its rows in the order of steps, of which `steps` were asked for.
-
-    `reference_seconds` are times of the reference's steps next to this arm, where they differ from those in the
-    reference's rows. `passed` are steps that rewinds passed over: their rows have no loss, and no comparison uses them.
-    """
+    """One arm in one seed: its rows in the order of steps, of which `steps` were asked for. `reference_seconds` are
+    times of the reference's steps next to this arm, where they differ from those in the reference's rows. `passed` are
+    steps that rewinds passed over: their rows have no loss, and no comparison uses them."""
 
     steps: int
     rows: tuple[StepRow, ...] = ()
@@ -324,10 +322,8 @@ def settled_by_more(gap: Gap, bound: float) -> tuple[float, int] | None:
 
 def bound_of_one(gap: float, chaos: float) -> Interval | None:
     """What a gap of one seed says about that seed, from what one ulp did in it: Student's t with one degree of freedom.
-    None where the ulp did nothing.
-
-    Both differences share the reference's own chance, which makes their ratio slightly narrower than that.
-    """
+    None where the ulp did nothing. Both differences share the reference's own chance, which makes their ratio slightly
+    narrower than that."""
     reach = quantile(SHOWN, 1) * abs(chaos)
     return Interval(gap, gap - reach, gap + reach, SHOWN) if reach else None
 

@@ -45,11 +45,8 @@ _LEAST_POINTS = 10
 
 @dataclass(frozen=True)
 class ArmVerdict:
-    """The verdict on one arm, its pairs, and why other seeds have no pair.
-
-    `speed` is None where it is unknown or means nothing. `passed` are the steps of each seed whose batches the arm or
-    its reference passed over after a rewind.
-    """
+    """The verdict on one arm, its pairs, and why other seeds have no pair. `speed` is None where it is unknown or means
+    nothing. `passed` are the steps of each seed whose batches the arm or its reference passed over after a rewind."""
 
     arm: Arm
     judged: JudgedArm
@@ -305,10 +302,8 @@ def _jackknifed(point: float, others: Sequence[float]) -> Interval:
 
 
 def log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
-    """The logarithm of how many times fewer steps the arm takes; minus infinity for less than a third as many.
-
-    None where the better loss does not fall, or was not followed so far back.
-    """
+    """The logarithm of how many times fewer steps the arm takes; minus infinity for less than a third as many. None
+    where the better loss does not fall, or was not followed so far back."""
     rise = statistics.fmean(arm.endpoint - reference.endpoint for reference, arm in pairs)
     better, sign = (1, -1.0) if rise < 0 else (0, 1.0)
     place = _place_above([pair[better].losses for pair in pairs], sign * rise)
@@ -317,9 +312,7 @@ def log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
 
 def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None:
     """The logarithm of the step at which the mean of curves was `rise` above its endpoint, over the endpoint's step.
-
-    Minus infinity where that is before the last two thirds; None where losses there do not fall throughout.
-    """
+    Minus infinity where that is before the last two thirds; None where losses there do not fall throughout."""
     steps = len(curves[0])
     places = np.log(np.arange(1, steps + 1) / (steps - (last_of(steps) - 1) / 2))
     losses = np.array(curves).mean(axis=0)
