@@ -283,4 +283,4 @@ def test_scales_of_a_training_are_taken_by_another(store: Path, local: None, say
                 if (line.arm, line.layer, line.role) == ("fp8", "blocks.0.mlp.up", "weight")}  # fmt: skip
     assert scale == pytest.approx(448 / amax)
     code, _, err = say(*TINY, "--arch", "mlp", "--scales-from", "last")
-    assert code == 2 and "has no scale of window, which --model nano multiplies by." in err
+    assert code == 2 and "has no scale for window, a layer of --model nano." in err
