@@ -106,7 +106,7 @@ def told_answers(loop: Loop) -> None:
 
 
 def forgets_moments(loop: Loop) -> None:
-    """As after loading a checkpoint with only weights."""
+    """Like loading a checkpoint that has only weights."""
     loop.optimizer.load_state_dict({**loop.optimizer.state_dict(), "state": {}})
 
 

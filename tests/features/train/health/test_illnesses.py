@@ -24,7 +24,7 @@ def test_every_rule_has_one() -> None:
 
 
 def test_bounds_of_rates() -> None:
-    """Clopper and Pearson's, one-sided: for 0 in n it is 1 - 0.05^(1/n); others from tables."""
+    """Expected are the one-sided bounds of Clopper and Pearson: 1 - 0.05^(1/n) for 0 of n, the others from tables."""
     assert upper_bound(0, 50_000) == pytest.approx(1 - 0.05 ** (1 / 50_000), rel=1e-6)
     assert upper_bound(1, 10) == pytest.approx(0.394163, abs=1e-6)
     assert upper_bound(5, 100) == pytest.approx(0.102253, abs=1e-6)
@@ -36,7 +36,7 @@ def test_without_trainings_there_are_no_rows(tmp_path: Path) -> None:
 
 
 def test_a_training_that_was_cut_off_counts_as_far_as_it_came(tmp_path: Path) -> None:
-    """If it is well; of an ill one it is unknown what its rule would have found."""
+    """That holds for a healthy one; for an ill one it is unknown whether its rule would have alarmed."""
     rows = [
         StepRow("bf16", 0, step, 3 - step / 1000, 1e-3, 1.0, 0.0, 50.0, 1e-3, 1.0, 256, 0.01) for step in range(600)
     ]
@@ -54,7 +54,7 @@ def test_a_training_that_was_cut_off_counts_as_far_as_it_came(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", sampled(["lag"], ["gradient-norm-spike", "lag", "batch-norm-drift"]))
 def test_a_planted_illness_is_found(rule: str, tmp_path: Path) -> None:
-    """By the real trainer; no rule alarms before it."""
+    """The real trainer runs; no rule alarms before the illness begins."""
     study = next(study for study in PARTS["ill"] if study.illness is not None and study.illness.rule == rule)
     keep(study, tmp_path)
     (row,) = judge_ill(tmp_path)

@@ -217,7 +217,7 @@ WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
 
 @for_each(("name", "lines", "step"), [(name, *row) for name, row in ILL.items()])
 def test_what_is_ill_is_found(name: str, lines: Callable[[], Iterable[StreamLine]], step: int) -> None:
-    """Once, in the step that shows it. In a training of one seed the margin alone decides."""
+    """A rule alarms once, in the step that shows it. With one seed the margin alone decides."""
     arms = (ARM, FP8, OTHER) if name == "loss-gap" else ()
     assert alarms(lines(), *arms) == [(name, step)]
     if arms:
@@ -232,15 +232,15 @@ def test_what_is_well_raises_no_alarm(name: str) -> None:
 
 
 def test_every_rule_has_an_illness_and_texts_with_its_constants() -> None:
-    """As numbers or shares; counts of earlier lines with or without the line that is judged."""
+    """Texts give constants as numbers or shares; counts of earlier lines include or exclude the judged line."""
     assert {rule.name for rule in RULES} == set(ILL) and len(set(ILL)) == len(RULES)
     for rule in RULES:
         assert rule.remedies and rule.because, rule.name
         words = f"{rule.looks_at} {rule.alarms_at}"
-        told = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", words)}
+        outcome_of = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", words)}
         missing = {
             name: value for name, value in constants_of(rule).items()
-            if not {value, round(100 * value, 6), *((value + 1, value - 1) if name in COUNTS else ())} & told
+            if not {value, round(100 * value, 6), *((value + 1, value - 1) if name in COUNTS else ())} & outcome_of
         }  # fmt: skip
         assert not missing, rule.name
 
@@ -286,14 +286,14 @@ def test_a_gap_names_its_cause(name: str, reference: float, own: float, apart: f
 def test_a_gap_is_to_the_reference_at_the_arms_rate() -> None:
     rate = (("rate", 4e-3),)
     arms = ARM, Arm("bf16 rate=0.004", "bf16", ArmRole.OTHER_RATE, rate), Arm("fp8", "fp8", settings=rate)
-    for other, told in ((0.039, 0), (0.01, 1)):
+    for other, outcome_of in ((0.039, 0), (0.01, 1)):
         lines = [replace(line, arm=line.arm.replace(OTHER.name, arms[1].name)) for line in gap(0.04, other)]
         events = Health(arms).see(lines)
-        assert len(events) == told and all(f"behind that of {arms[1].name} over" in event.words for event in events)
+        assert len(events) == outcome_of and all(f"behind that of {arms[1].name} over" in event.words for event in events)
 
 
 def test_large_updates_alarm_before_a_jump_and_not_after_it() -> None:
-    """However long they are large; a new episode alarms again."""
+    """There is one alarm however long updates stay large; a new episode alarms again."""
 
     def lines(burst: int) -> Iterator[StepRow]:
         return rows(
@@ -330,7 +330,7 @@ def test_arms_and_seeds_are_apart() -> None:
 
 
 def test_events_in_the_stream_raise_no_alarm() -> None:
-    """Stored lines, with their alarms, are given again after a resume."""
+    """After a resume, stored lines are read again together with their alarms."""
     health = Health((ARM,))
     lines = list(rows(80, gradient_norm=lambda step: 18.0 if step == 60 else 1.0))
     first = health.see(lines[:70])
@@ -362,8 +362,8 @@ def alarm_of(lines: Sequence[StreamLine]) -> TrainingEvent:
     return event
 
 
-def told(losses: Sequence[float], lags: Sequence[float]) -> TrainingEvent:
-    """Of the arm as it was, a history of 1 and a margin of 1, in this order, from step 30 to 90."""
+def outcome_of(losses: Sequence[float], lags: Sequence[float]) -> TrainingEvent:
+    """Three trials in order: the unchanged arm, a history of 1, a margin of 1; each runs from step 30 to 90."""
     alarm, lines = alarm_of(BEHIND), dict[RemedyTrial, list[StreamLine]]()
     for trial, loss, lag in zip(trials_of(alarm, DELAYED, SETTINGS), losses, lags, strict=True):
         lines[trial] = [replace(FP8_ROW, arm=trial.arm.name, step=step, loss=loss) for step in range(30, 90)]
@@ -372,7 +372,8 @@ def told(losses: Sequence[float], lags: Sequence[float]) -> TrainingEvent:
 
 
 def test_what_changes_the_arm_is_tried() -> None:
-    """With the unchanged arm, under own names. What states are kept in cannot change in the middle."""
+    """The unchanged arm is tried too; all have names of their own. The precision of states cannot change in the
+    middle."""
     trials, own = trials_of(alarm_of(BEHIND), DELAYED, SETTINGS), replace(SETTINGS, rate=0.01)
     assert [(trial.arm.name, trial.arm.precision, trial.settings) for trial in trials] == [
         ("fp8: as it was", "fp8-delayed:history=16", own), (f"fp8: {SHORTER}", "fp8-delayed:history=1", own),
@@ -396,7 +397,7 @@ def test_what_changes_the_arm_is_tried() -> None:
     ((math.nan, 2.9, math.nan), (2.0, 2.0, 2.0), SHORTER),  # a loss that is finite again
 ])  # fmt: skip
 def test_what_helped(losses: tuple[float, ...], lags: tuple[float, ...], remedy: str) -> None:
-    event = told(losses, lags)
+    event = outcome_of(losses, lags)
     assert event.kind == "tried-fix" and event.remedy == remedy
     assert event.words.startswith(remedy or "nothing that was tried helped")
     assert (event.arm, event.step, event.layer, event.tensor) == ("fp8", 40, "blocks.0.mlp.up", "input")
@@ -405,7 +406,7 @@ def test_what_helped(losses: tuple[float, ...], lags: tuple[float, ...], remedy:
 
 
 def test_the_words() -> None:
-    assert told((3.0, 2.94, 3.3), (2.0, 0.0, 2.0)).words == (
+    assert outcome_of((3.0, 2.94, 3.3), (2.0, 0.0, 2.0)).words == (
         f"{SHORTER} helped most, from step 30 on: {SHORTER}: no alarm, a loss 2.0% lower; {MARGIN}: the alarm again, a "
         "loss 10.0% higher; as it was: the alarm again"
     )

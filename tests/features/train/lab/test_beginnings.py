@@ -71,7 +71,7 @@ def test_the_held_out_part_of_the_other_text_is_not_trained_on(corpus: Corpus) -
 
 
 def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
-    """Bit for bit, in every precision and seed."""
+    """Weights are equal bit for bit, in every precision and seed."""
     lab = lab_of(task_of(corpus, "bf16", "fp8"))
     lab.advance("fp8", 5)
     lab.save(str(tmp_path / "kept"))
@@ -88,7 +88,7 @@ def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: P
 
 @pytest.mark.slow
 def test_a_training_that_begins_with_another_one(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its id, with an arm or the reference."""
+    """The other is named by its id, with an arm or without, which means the reference."""
     write_tokens(Path("text"))
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))
     request = TrainingRequest(
@@ -132,7 +132,7 @@ def model_of(lab: Lab, arm: str = "bf16") -> nn.Module:
 
 @pytest.mark.parametrize("wrap", ["plain", "within", "module", "safetensors"])
 def test_arms_begin_with_the_bits_of_a_file(corpus: Corpus, tmp_path: Path, wrap: str) -> None:
-    """However trainers store them."""
+    """The file may have any layout that trainers use."""
     other = lab_of(task_of(corpus, "bf16", seed=9))
     state = {name: tensor.detach().clone() for name, tensor in model_of(other).state_dict().items()}
     file = tmp_path / "weights.safetensors"

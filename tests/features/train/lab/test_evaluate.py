@@ -74,7 +74,7 @@ def plain_losses(model: LanguageModel, span: TokenSpan) -> tuple[Tensor, Tensor]
 
 
 def test_a_validation_is_what_a_plain_loop_over_the_text_finds(text: TrainingText) -> None:
-    """By token, by byte, by position; positions are parts of the held-out text."""
+    """Losses by token, by byte and by position; positions are parts of the held-out text."""
     model, evaluation = made(text)
     by_kind = looks(model, evaluation)
     targets, losses = plain_losses(model, text.held_out)
@@ -108,7 +108,7 @@ def test_a_token_file_has_no_perplexity_by_byte(text: TrainingText) -> None:
 
 @for_each("mode", ["fp8", "nvfp4"])
 def test_a_quantised_model_is_the_same_weights_in_that_precision(text: TrainingText, mode: str) -> None:
-    """Every layer but the head; the model is unchanged afterwards."""
+    """Every layer but the head is quantised; the model is unchanged afterwards."""
     model, evaluation = made(text)
     by_kind = looks(model, evaluation)
     assert by_kind == looks(model, evaluation)
@@ -122,7 +122,7 @@ def test_a_quantised_model_is_the_same_weights_in_that_precision(text: TrainingT
 
 @for_each(("mode", "settings"), [("fp8-delayed", {}), ("nvfp4", {}), ("bf16", {"arch": "cnn"})])
 def test_validations_change_no_later_step(corpus: Corpus, mode: str, settings: dict[str, Any]) -> None:
-    """Neither histories nor counters of stochastic rounding nor running statistics."""
+    """They leave histories, counters of stochastic rounding and running statistics alone."""
     looked, unseen = (lab_of(task_of(corpus, mode, steps=3, **settings)) for _ in range(2))
     steps = []
     for _ in range(3):
@@ -143,7 +143,7 @@ def span(tmp_path: Path) -> TokenSpan:
 
 
 def test_a_window_and_the_tokens_that_follow(span: TokenSpan) -> None:
-    """Nothing outside the stretch; its first and last windows are drawn, too."""
+    """A window lies inside its stretch; the first and the last one are drawn, too."""
     windows = TokenWindows(span, 595, "cpu", 1000)
     tokens, targets = windows.drawn(0, 3, 0, 100)
     assert tokens.shape == targets.shape == (100, 595) and tokens.is_contiguous()
@@ -152,7 +152,7 @@ def test_a_window_and_the_tokens_that_follow(span: TokenSpan) -> None:
 
 
 def test_windows_depend_on_seed_and_step_only(span: TokenSpan) -> None:
-    """Neither on earlier draws nor on how a step is cut."""
+    """Neither earlier draws nor how a step is split changes them."""
     windows, again = TokenWindows(span, 8, "cpu", 1000), TokenWindows(span, 8, "cpu", 1000)
     first = [windows.drawn(5, step, 0, 12)[0] for step in range(20)]
     assert all(torch.equal(again.drawn(5, step, 0, 12)[0], first[step]) for step in reversed(range(20)))
@@ -164,7 +164,7 @@ def test_windows_depend_on_seed_and_step_only(span: TokenSpan) -> None:
 
 
 def test_draws_are_fixed_for_good(span: TokenSpan) -> None:
-    """A stored training continues with the same text under another numpy."""
+    """So a stored training continues with the same text under another numpy."""
     words = np.random.Philox(key=3, counter=11 << 192).random_raw(3)
     tokens, _ = TokenWindows(span, 8, "cpu", 1000).drawn(3, 11, 0, 3)
     assert tokens[:, 0].tolist() == [100 + int(word) % 592 for word in words] == [632, 395, 281]
@@ -179,7 +179,7 @@ def test_places_are_drawn_evenly(span: TokenSpan) -> None:
 
 @for_each("most", [1, 5, 73, 74, 75, 1000])
 def test_validation_reads_windows_of_all_parts_in_order(span: TokenSpan, most: int) -> None:
-    """No two overlap; all that there are cover the stretch up to less than a window."""
+    """Windows do not overlap; with as many as fit, they cover all but less than a window."""
     batches = TokenWindows(span, 8, "cpu", 1000).in_order(4, most)
     starts = torch.cat([tokens[:, 0] for tokens, _ in batches]).tolist()
     assert len(starts) == min(most, 74) and starts[0] == 100
@@ -222,7 +222,7 @@ def figures(task: SeedTask, predict: Callable[[Tensor], Tensor]) -> dict[str, fl
 
 
 def test_a_model_that_learnt_nothing_scores_at_chance(task: SeedTask) -> None:
-    """Exactly for constant logits, within the error of so many questions for random ones."""
+    """Constant logits score exactly chance; random ones within the error of so many questions."""
     for name, share in figures(task, lambda rows: torch.zeros(*rows.shape, 256)).items():
         assert share == pytest.approx(CHANCES[name.split(":")[1].split("@")[0]]), name
     generator = torch.Generator().manual_seed(0)

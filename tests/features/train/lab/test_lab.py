@@ -34,7 +34,7 @@ def losses(lab: Lab, arm: str, steps: int) -> list[float]:
 
 
 def test_arms_of_a_seed_are_paired(corpus: Corpus) -> None:
-    """The repeat equals the reference bit for bit however steps are interleaved; another seed starts elsewhere."""
+    """The repeat equals the reference bit for bit, however steps are interleaved; another seed starts elsewhere."""
     arms = (Arm("bf16", "bf16", ArmRole.REFERENCE), Arm("again", "bf16", ArmRole.REPEAT))
     lab = lab_of(task_of(corpus, *arms, Arm("other", "bf16", ArmRole.OTHER_SEED), "fp32"))
     begun, fp32, rest = losses(lab, "bf16", 2), losses(lab, "fp32", 1), losses(lab, "bf16", 1)
@@ -44,7 +44,7 @@ def test_arms_of_a_seed_are_paired(corpus: Corpus) -> None:
 
 
 def test_products_in_another_precision_are_reported(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, before its first step, by the numbers of a product."""
+    """They are reported once, before the arm's first step; the numbers of a product show them."""
     assert not events(lab_of(task_of(corpus, "fp8")).advance("fp8", 2))
     monkeypatch.setattr(Fp8, "arithmetic", lambda self, facts: PlainArithmetic(torch.bfloat16))
     lines = lab_of(task_of(corpus, "fp8")).advance("fp8", 2)
@@ -55,7 +55,7 @@ def test_products_in_another_precision_are_reported(corpus: Corpus, monkeypatch:
 
 
 def test_fewer_bits_in_the_sums_are_further_from_float32_sums(corpus: Corpus) -> None:
-    """In the first steps, before trainings diverge."""
+    """Measured in the first steps, before trainings diverge."""
     modes = ["fp8", *(f"fp8:accumulator={bits}" for bits in (14, 8, 4, 2))]
     lab = lab_of(task_of(corpus, *modes, batch=8))
     exact, *short = ([(row.loss, row.gradient_norm) for row in rows(lab.advance(mode, 3))] for mode in modes)
@@ -65,7 +65,7 @@ def test_fewer_bits_in_the_sums_are_further_from_float32_sums(corpus: Corpus) ->
 
 @pytest.mark.nightly
 def test_few_enough_bits_in_the_sums_are_a_loss_gap(corpus: Corpus) -> None:
-    """Over three seeds: 14 or 8 bits show nothing in so short a training, 2 bits do."""
+    """In so short a training of three seeds, 14 or 8 bits show nothing and 2 bits do."""
     gaps = dict.fromkeys(("fp8:accumulator=short", "fp8:accumulator=8", "fp8:accumulator=2"), 0.0)
     for seed in range(3):
         lab = lab_of(task_of(corpus, "fp8", *gaps, seed=seed, steps=40, rate=3e-3, batch=16))
@@ -76,7 +76,7 @@ def test_few_enough_bits_in_the_sums_are_a_loss_gap(corpus: Corpus) -> None:
 
 
 def test_o3_of_ms_amp_trains_as_o2_does(corpus: Corpus) -> None:
-    """Bit for bit: casting a weight that is already FP8 under a power of two changes nothing."""
+    """Losses are equal bit for bit: casting a weight that is already FP8 under a power of two changes nothing."""
     arms = [Arm(name, level.precision, settings=level.settings) for name, level in LEVELS.items()]
     lab = lab_of(task_of(corpus, "bf16", *arms, batch=2))
     plain, o1, o2, o3 = (losses(lab, name, 6) for name in ("bf16", *LEVELS))
@@ -84,7 +84,7 @@ def test_o3_of_ms_amp_trains_as_o2_does(corpus: Corpus) -> None:
 
 
 def test_nudged_arms_differ_as_rounding_does(corpus: Corpus) -> None:
-    """Slightly; equal bits would prove nothing."""
+    """The difference is small but not zero: equal bits would prove nothing."""
     nudged = [Arm(word, "fp32", settings=(("nudge", word),)) for word in ("ulp", "order")]
     lab = lab_of(task_of(corpus, "fp32", *nudged, batch=2))
     plain, *others = (losses(lab, name, 12) for name in ("fp32", "ulp", "order"))
@@ -106,7 +106,7 @@ def test_an_arm_that_cannot_be_built_raises_when_it_is_used(corpus: Corpus, tmp_
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's own
 def test_a_compiled_arm_learns_what_an_eager_one_does(corpus: Corpus) -> None:
-    """Forward and backward as one graph; the held-out text is looked at by the model itself."""
+    """Forward and backward are one graph; validations use the model that is not compiled."""
     task = task_of(corpus, "bf16", Arm("compiled", "bf16", settings=(("compile", "yes"),)), micro_batches=2)
     lab = lab_of(task)
     assert losses(lab, "compiled", 4) == pytest.approx(losses(lab, "bf16", 4), rel=2e-3)
@@ -114,7 +114,7 @@ def test_a_compiled_arm_learns_what_an_eager_one_does(corpus: Corpus) -> None:
 
 
 def test_micro_batches_checkpointing_and_dropout(corpus: Corpus) -> None:
-    """A block that is computed again has the dropout that it had; two micro-batches are one batch of twice the size."""
+    """A recomputed block has the dropout that it had; two micro-batches are one batch of twice the size."""
     settings: tuple[dict[str, Any], ...] = (
         {"dropout": 0.5}, {"dropout": 0.5, "checkpointing": "blocks"}, {"batch": 4}, {"batch": 2, "micro_batches": 2},
     )  # fmt: skip
@@ -134,7 +134,7 @@ def test_attention_in_the_arms_precision(corpus: Corpus) -> None:
 
 
 def test_further_steps_repeat_the_last_ones(corpus: Corpus) -> None:
-    """They are real steps, which change that arm's weights only."""
+    """They are real steps, and change only that arm's weights."""
     lab = lab_of(task_of(corpus, "fp32", "bf16", steps=3))
     for arm in ("fp32", "bf16"):
         lab.advance(arm, 3)
@@ -157,7 +157,7 @@ def test_clipping_by_group_is_recorded_as_a_share_of_all_gradients(corpus: Corpu
 
 
 def test_a_table_that_collapses_is_seen_as_the_model_sees_it(corpus: Corpus) -> None:
-    """In four bits, most of which are lost, while the stored weights stay apart."""
+    """The model reads it in four bits, where most rows coincide, while the stored weights differ."""
     spread = {}
     for word in ("fp16", "custom:format=e2m1:scaling=none"):
         lab = lab_of(task_of(corpus, "bf16", steps=1, precision_map=(("embed", word),)))
@@ -207,7 +207,7 @@ def test_the_first_tensor_that_is_not_finite_is_found(
 
 
 def test_overflowing_gradients_are_found_in_backward(corpus: Corpus) -> None:
-    """With the loss scale. Skipped steps change nothing, and twenty in a row end the arm."""
+    """The loss scale makes them overflow. Skipped steps change nothing, and twenty in a row end the arm."""
     lab = lab_of(task_of(corpus, "fp16", loss_scale=OVERFLOWING, on_nan="skip", steps=30))
     before = weights_of(lab, "fp16")
     lines = lab.advance("fp16", 30)
@@ -232,7 +232,7 @@ def test_lower_rate_halves_the_rate(corpus: Corpus) -> None:
 
 
 def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus) -> None:
-    """No policy is applied, no step repeated, and training goes on."""
+    """No policy is applied, no step is repeated, and training goes on."""
     lab = lab_of(task_of(corpus, "fp16", loss_scale="dynamic", scale_growth=3, steps=30))
     lab._trainers["fp16"]._loss_scale.scale = 2.0**32
     lines = lab.advance("fp16", 30)
@@ -244,7 +244,7 @@ def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus) -> None:
 
 
 def test_an_arm_that_is_not_finite_is_not_kept(corpus: Corpus, tmp_path: Path) -> None:
-    """The others are kept; after a restore it has stopped."""
+    """The other arms are kept; after a restore this one has stopped."""
     task = task_of(corpus, "bf16", "fp8")
     lab = lab_of(task)
     spoil(lab, "fp8", "head.weight", float("inf"))
@@ -255,7 +255,7 @@ def test_an_arm_that_is_not_finite_is_not_kept(corpus: Corpus, tmp_path: Path) -
 
 
 def test_a_repeated_step_leaves_what_casts_remember(corpus: Corpus) -> None:
-    """Even with every tensor looked at."""
+    """That holds even where every tensor is looked at."""
     lab = lab_of(task_of(corpus, "fp8-delayed:history=4", "nvfp4", rate=1e-30))
     for arm in ("fp8-delayed:history=4", "nvfp4"):
         trainer = lab._trainers[arm]
@@ -271,7 +271,7 @@ def test_a_repeated_step_leaves_what_casts_remember(corpus: Corpus) -> None:
 
 
 def test_a_faulty_tensor_has_the_scale_of_that_moment() -> None:
-    """A delayed scale as it stood; a current one is 1 for a tensor with infinities."""
+    """A delayed scale is reported as it was; a current one is 1 for a tensor with infinities."""
     x, lost = torch.full((32, 32), 2.0), torch.full((32, 32), 2.0)
     lost[0, 0] = float("inf")
     for mode, scale in (("fp8", 1.0), ("fp8-delayed", 448 / 2)):

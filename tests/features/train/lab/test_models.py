@@ -24,7 +24,7 @@ PLAIN = PlainArithmetic(torch.float32)
 
 @for_each("arch", ARCHITECTURES)
 def test_the_layers_named_are_those_that_ask_for_an_arithmetic(arch: str) -> None:
-    """In order, each once; and the model learns from one batch."""
+    """They come in order, each once; and the model learns from one batch."""
     asked = []
 
     def choose(name: str) -> Arithmetic:

@@ -77,7 +77,8 @@ def step(optimizer: LoopOptimizer, rate: float = 1e-2, divisor: float = 1.0, ski
 
 
 def test_it_is_adamw_by_hand() -> None:
-    """With gradients scaled by 1024 and clipped to a quarter; matrices decay, and kinds have their own rates."""
+    """Gradients are scaled by 1024 and clipped to a quarter; matrices decay, and kinds of weights have rates of their
+    own."""
     optimizer, own = made(rates=(("embedding", 0.5), ("norm", 2.0)), weight_decay=0.1)
     weights = [weight.double() for weight in values_of(own)]
     first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
@@ -108,7 +109,7 @@ def test_it_is_adamw_by_hand() -> None:
     ],
 )  # fmt: skip
 def test_bytes_of_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, ...]) -> None:
-    """With a float32 scale a tensor, before the first step as after it. A skipped step changes nothing."""
+    """A tensor has a float32 scale, before the first step as after it. A skipped step changes nothing."""
     optimizer, own = made(**settings)
     count, names = sum(weight.numel() for weight in own), ("weights", "gradients", "first moment", "second moment")
     with optimizer.weights.present():
@@ -134,7 +135,7 @@ def test_bytes_of_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, 
 
 
 def test_weights_of_ms_amps_o3_are_fp8_in_passes_and_fp16_in_updates() -> None:
-    """Bytes a weight by the published table: 11, 6 (of 16: 62.5% less), and 7 for a layer."""
+    """Bytes a weight follow the published table: 11, 6 (62.5% less than 16), and 7 for a layer."""
     count, layer = sum(math.prod(shape) for shape in SHAPES.values()), math.prod(SHAPES["blocks.0.mlp.up.weight"])
     sizes = {}
     for name, level in LEVELS.items():
@@ -157,7 +158,7 @@ def test_weights_of_ms_amps_o3_are_fp8_in_passes_and_fp16_in_updates() -> None:
 
 @for_each("kind", ["bf16", "fp8"])
 def test_gradients_are_rounded_with_every_micro_batch(kind: str) -> None:
-    """As by hand: the rounded sum so far plus the new part, rounded again."""
+    """The sum so far is rounded, the new part added, and the result rounded again."""
     optimizer, own = made(gradients=kind, micro_batches=2)
     parts = gradients(1), gradients(2)
     backward(optimizer, own, *parts)
@@ -198,7 +199,8 @@ def test_an_automatic_scale_backs_off_and_comes_back() -> None:
 
 
 def test_stochastic_rounding_keeps_the_mean_and_what_bf16_has() -> None:
-    """To the two neighbours only, as often as the distance says; bf16 values and those not finite stay."""
+    """A value goes to one of its two neighbours, as often as the distance says; bf16 values, infinities and NaN
+    stay."""
     drawn = torch.Generator().manual_seed(0)
     for value in (1.0 + 2.0**-9, -3.0 - 2.0**-8, 1e-30 * (1 + 2.0**-10), 7.3):
         x = torch.full((200_000,), value)
@@ -282,7 +284,7 @@ def test_rules_are_torchs(settings: dict[str, Any], make: Any, near: float, skip
 
 
 def test_lion_is_that_of_the_paper() -> None:
-    """Algorithm 2 in double precision."""
+    """The oracle is the paper's algorithm 2 in double precision."""
     weights = [weight.detach().double() for weight in parameters().values()]
     moments = [torch.zeros_like(weight) for weight in weights]
     for step, own in enumerate(trained(optimizer="lion")):

@@ -120,7 +120,7 @@ def half_scaler() -> Any:
 
 @for_each("parts", [1, 3])
 def test_the_loop_is_the_same_and_says_everything(parts: int) -> None:
-    """A row a step, in the order of the steps; readings of every second one."""
+    """There is a row for each step, in their order, and readings of every second one."""
     losses, lines = watched(5, parts=parts)
     net = Net()
     assert losses == trained(net, adam(net.parameters()), 5, parts)
@@ -143,7 +143,7 @@ def test_the_loop_is_the_same_and_says_everything(parts: int) -> None:
 @for_each("parts", [1, 4])
 @for_each("scaled", [False, True])
 def test_a_loss_that_is_made_outside_is_what_backward_begins_with(parts: int, scaled: bool) -> None:
-    """To the bit for one part; nothing in the training changes by it."""
+    """It is equal to the bit where there is one part, and recording it changes nothing in the training."""
     alone = Logits()
     expected = trained(alone, adam(alone.parameters()), 6, parts, half_scaler() if scaled else None)
     losses, lines = watched(6, net=Logits(), parts=parts, scaler=half_scaler() if scaled else None)
@@ -153,7 +153,7 @@ def test_a_loss_that_is_made_outside_is_what_backward_begins_with(parts: int, sc
 
 
 def test_a_closure_a_fused_optimizer_and_a_scaler() -> None:
-    """Gradients that are made inside the optimizer's step; those that a GradScaler has scaled, or skips."""
+    """Gradients may be made inside the optimizer's step, or be scaled or skipped by a GradScaler."""
     plain, lines = watched(4, lambda some: torch.optim.SGD(some, lr=0.1), health=False)
     net, told = Net(), Lines()
     optimizer, generator = torch.optim.SGD(net.parameters(), lr=0.1), torch.Generator().manual_seed(1)
@@ -180,7 +180,7 @@ def test_a_closure_a_fused_optimizer_and_a_scaler() -> None:
 
 
 def test_lines_are_kept_step_by_step_and_survive_what_ends_the_loop(tmp_path: Path) -> None:
-    """As JSON, one a line; rows that were not told yet, too, and nothing stays attached."""
+    """Lines are JSON. At the end, rows still waiting are written too, and no hook stays attached."""
     net, path = Net(), tmp_path / "steps.jsonl"
     optimizer = adam(net.parameters())
     before_the_end = []
@@ -204,7 +204,7 @@ def test_lines_are_kept_step_by_step_and_survive_what_ends_the_loop(tmp_path: Pa
 
 @pytest.mark.slow
 def test_inside_a_compiled_module_nobody_looks() -> None:
-    """Its loss, norms, weights and updates are there, and it is compiled as often as without."""
+    """Its loss, norms, weights and updates are recorded, and it is compiled no more often than without a recorder."""
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]  # a reset keeps the counts of the tests before
@@ -218,7 +218,7 @@ def test_inside_a_compiled_module_nobody_looks() -> None:
 
 
 def test_a_loss_that_nobody_can_find_is_said() -> None:
-    """Without it a step has no row, and everything else."""
+    """A step without a loss has no row, but all other lines."""
     net, lines = nn.Linear(4, 3), Lines()
     optimizer = adam(net.parameters())
     with fp8bench.watch(net, optimizer, told=lines.extend, stride=1) as loop:
@@ -247,7 +247,7 @@ def test_bad_options_are_refused() -> None:
 
 
 def test_other_backwards_give_no_loss() -> None:
-    """A second model in the loop, a checkpoint's inner backward, and autograd.grad."""
+    """These are a second model in the loop, a checkpoint's inner backward, and autograd.grad."""
     net, other, lines = Logits(), Logits(), Lines()
     optimizer = adam(net.parameters())
     tokens = torch.arange(10)
@@ -361,7 +361,8 @@ def cosines(
 
 @for_each("name", MODULES)
 def test_gradients_of_weights_are_those_of_their_layers(name: str) -> None:
-    """However many parts add up. A reversed or zeroed gradient shows; rounding turns it slightly."""
+    """However many parts add up, the cosine is near 1. A reversed or zeroed gradient shows; rounding turns it
+    slightly."""
     layers = MODULES[name][2]
     for parts in (1, 3):
         seen = cosines(name, parts)
@@ -375,7 +376,7 @@ def test_gradients_of_weights_are_those_of_their_layers(name: str) -> None:
 
 
 def test_predictions_of_a_cross_entropy() -> None:
-    """However the loss is scaled; nothing for other losses."""
+    """The scale of the loss does not matter; other losses have no such figures."""
     torch.manual_seed(0)
     logits, targets = (3 * torch.randn(8, 5)).requires_grad_(), torch.arange(8) % 5
     loss = F.cross_entropy(logits, targets)
@@ -392,7 +393,7 @@ def test_predictions_of_a_cross_entropy() -> None:
 
 @for_each("copies", [0, 1, 3, 15])
 def test_copies_in_a_batch_are_counted(copies: int) -> None:
-    """As by comparing all pairs, in any order and dtype."""
+    """The oracle compares all pairs; examples come in any order and dtype."""
     for drawn in (torch.randn(16, 3, 5), torch.randint(0, 9000, (16, 40)), torch.randn(16, 20).bfloat16()):
         drawn[1 : copies + 1] = drawn[0]
         x = drawn[torch.randperm(16)]
@@ -415,7 +416,7 @@ def test_little_data_has_few_figures() -> None:
 
 
 def test_different_inputs_have_different_fingerprints() -> None:
-    """By any of their values, whatever container holds them; large ones by a sample."""
+    """Any value counts, whatever container holds it; large inputs are sampled."""
     x = torch.randn(64, 3000)
     same, changed = x.clone(), x.clone()
     changed[5] += 1e-3
@@ -453,7 +454,7 @@ def loop(steps: int, change: Change = lambda *_: None, zero: Change = lambda mod
 
 
 def test_a_forgotten_zero_grad_is_seen_in_its_first_step() -> None:
-    """Clearing to None, to zeros, or by an own rule counts as clearing."""
+    """Setting gradients to None, to zeros, or clearing them by code of one's own are all clearing."""
     (figure,) = named(loop(12, zero=lambda module, optimizer, step: step < 5 and optimizer.zero_grad()), GRADIENTS_LEFT)
     assert figure.step == 5
     for well in (

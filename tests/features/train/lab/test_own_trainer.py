@@ -124,7 +124,7 @@ def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float
 
 
 def test_an_untouched_arm_is_the_loop_written_by_hand() -> None:
-    """Losses bit for bit, with torch's optimizer and schedule."""
+    """Losses are equal bit for bit, with torch's optimizer and schedule."""
     lines = rows(trained(task_of("sgd", "untouched", clip=0.0), "untouched"))
     assert [row.loss for row in lines] == by_hand(MAKERS["sgd"], 12)
     assert [row.rate for row in lines] == pytest.approx([0.1] * 4 + [0.05] * 4 + [0.025] * 4)
@@ -132,7 +132,7 @@ def test_an_untouched_arm_is_the_loop_written_by_hand() -> None:
 
 @for_each("name", ["function", "loader", "sgd", "single", "numpy"])
 def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) -> None:
-    """The first loss of fp32 is that of the untouched model, fp8's is another; a repeated task gives the same."""
+    """In fp32 the first loss is that of the untouched model, in fp8 another; a repeated task gives the same."""
     task = task_of(name, "untouched", "fp32", "fp8")
     lab = lab_of(task)
     untouched, fp32, fp8 = (rows(lab.advance(arm.name, 6)) for arm in task.arms)
@@ -145,7 +145,7 @@ def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) ->
 @for_each("name", ["sgd", "loader"])
 @for_each("mode", ["fp8-delayed", "untouched"])
 def test_a_checkpoint_goes_on_to_the_same_bits(name: str, mode: str, tmp_path: Path) -> None:
-    """With moments, schedules, running means and delayed scales, in the middle of an epoch."""
+    """The checkpoint lies in the middle of an epoch and has moments, schedules, running means and delayed scales."""
     task = task_of(name, mode)
     whole, lab = rows(trained(task, mode)), lab_of(task)
     lab.advance(mode, 7)
@@ -160,7 +160,7 @@ def test_micro_batches_are_the_next_batches() -> None:
 
 
 def test_watched_steps_read_what_layers_cast() -> None:
-    """Scales and noise of converted layers; only tensors for an untouched arm."""
+    """Converted layers have scales and noise; an untouched arm has readings of tensors only."""
     lines = trained(task_of("function", "fp8"), "fp8")
     readings = [line for line in lines if isinstance(line, LayerReading) and line.step == 0]
     assert {(line.layer, line.role) for line in readings} >= {
@@ -260,7 +260,7 @@ def test_other_seeds_have_other_weights_and_nudges_move_them() -> None:
 
 
 def test_every_cast_uses_the_stored_scales(tmp_path: Path) -> None:
-    """The reference does not."""
+    """The reference's casts do not."""
     amaxes = {"input": 4.0, "weight": 0.5, "gradient": 2.0}
     known = tuple(("fp8", layer, role, amax) for layer in ("first", "head") for role, amax in amaxes.items())
     task, usual = (task_of("function", "untouched", "fp8", **settings) for settings in ({"scales": known}, {}))

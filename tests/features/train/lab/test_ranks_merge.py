@@ -69,7 +69,7 @@ def test_parts_of_a_batch_come_to_the_batch_however_often_it_is_read() -> None:
 
 
 def test_a_reading_is_that_of_all_parts_together() -> None:
-    """As if the parts were one tensor with that scale; scales that differ from the least to the largest."""
+    """It is that of one tensor with that scale; where scales differ, the least and the largest are given."""
     torch.manual_seed(0)
     parts = [torch.randn(64, 32), 3 * torch.randn(64, 32) + 1]
     scale = torch.tensor(100.0)

@@ -146,7 +146,7 @@ def test_stored_scales_stay_in_every_step_and_after_a_resume(corpus: Corpus, tmp
 
 
 def test_a_branch_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
-    """As the arm itself, bit for bit; with another precision or rate from the same weights."""
+    """Unchanged, the branch equals the arm bit for bit; another precision or rate starts from the same weights."""
     task, mode = task_of(corpus, "fp8-delayed", steps=20), "fp8-delayed"
     lab, folder, settings = lab_of(task), str(tmp_path / "kept"), task.settings
     lab.advance(mode, 3)

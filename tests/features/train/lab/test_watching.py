@@ -265,7 +265,7 @@ def test_watching_changes_no_loss(lines: list[StreamLine], corpus: Corpus) -> No
 
 
 def test_every_layer_is_read_once_a_watched_step(lines: list[StreamLine]) -> None:
-    """For each role, whatever the micro-batches and how often a block is computed."""
+    """Each role is read once, whatever the micro-batches and however often a block is recomputed."""
     keys = [(line.arm, line.step, line.layer, line.role) for line in lines if isinstance(line, LayerReading)]
     assert len(set(keys)) == len(keys) and {step for _, step, _, _ in keys} == {0, 2, 4}
     products = {(layer, role.value) for layer in LAYERS for role in Role}
@@ -393,7 +393,7 @@ def test_noise_of_gradients_is_that_of_their_definition() -> None:
 @for_each(("heads", "key_heads", "tokens"), [(4, 4, 30), (4, 2, 300)])
 @for_each("causal", [True, False])
 def test_the_largest_attention_score(heads: int, key_heads: int, tokens: int, causal: bool) -> None:
-    """Of those that softmax gets, all computed at once."""
+    """The oracle computes all scores that softmax gets at once."""
     q, k = torch.randn(2, heads, tokens, 16), torch.randn(2, key_heads, tokens, 16)
     k[0, 1, -1] = 9 * q[0, heads // key_heads, 5]  # a key that only later queries may see
     scores = q[0] @ k[0].repeat_interleave(heads // key_heads, 0).transpose(-1, -2) / 4

@@ -47,7 +47,7 @@ def around(middle: float, scale: float = 1.0) -> list[float]:
 
 
 def test_intervals_are_those_of_a_t_test() -> None:
-    """By scipy, at both levels."""
+    """The oracle is scipy, at both levels."""
     gaps = [0.011, 0.004, -0.003, 0.02, 0.009, 0.001]
     gap = gap_of(gaps)
     assert gap is not None and gap.decides is not None and gap.shown is not None
@@ -127,7 +127,7 @@ def test_so_many_more_seeds_decide_in_four_of_five(gap: float) -> None:
 def test_so_many_more_seeds_settle_a_finer_bound_in_most_studies(
     effect: float, tails: float | None, seeds: int
 ) -> None:
-    """With a spread of 0.2%, also with heavy tails."""
+    """Seeds spread by 0.2%, normally or with heavy tails."""
     draw, settled, named = np.random.default_rng(seeds), 0, 0
     for _ in range(300):
         noise = draw.normal(0, 1, 2000) if tails is None else draw.standard_t(tails, 2000) / 2**0.5
@@ -157,12 +157,12 @@ SWEPT = (CANDIDATE, *(Arm(f"fp8 rate={rate}", "fp8", settings=(("rate", rate),),
 NOISE = [0.0, 0.001, -0.001, 0.002, -0.002]
 
 
-def of_ends(*arms: Arm, **ends: Sequence[float]) -> tuple[TrainingVerdicts, dict[str, Learned]]:
-    lines_told: list[StreamLine] = []
+def verdicts_of_ends(*arms: Arm, **ends: Sequence[float]) -> tuple[TrainingVerdicts, dict[str, Learned]]:
+    lines: list[StreamLine] = []
     for name, own in ends.items():
         for seed, loss in enumerate(own):
-            lines_told += [*rows(name, seed, curve(100, loss)), held_out(name, seed, 99, loss + 0.1)]
-    verdicts = verdicts_of(training(*arms), lines_told)
+            lines += [*rows(name, seed, curve(100, loss)), held_out(name, seed, 99, loss + 0.1)]
+    verdicts = verdicts_of(training(*arms), lines)
     return verdicts, {said.arm.name: said.judged.learned for said in verdicts.arms}
 
 
@@ -172,10 +172,10 @@ def test_an_arm_is_not_better_than_a_reference_at_a_worse_rate() -> None:
     planted = {
         name: [end + noise * (1 + place) / 4 for noise in NOISE] for place, (name, end) in enumerate(ends.items())
     }
-    alone, learned = of_ends(CANDIDATE, **planted)
+    alone, learned = verdicts_of_ends(CANDIDATE, **planted)
     assert learned == {"fp8": Learned.BETTER} and "tune bf16 first" in words.answer(alone.arms[0], alone)
     planted |= {"bf16 rate=0.0005": [2.05] * 5, "bf16 rate=0.002": [2.0 - noise for noise in NOISE]}
-    tuned, learned = of_ends(*OTHERS, *SWEPT, **planted)
+    tuned, learned = verdicts_of_ends(*OTHERS, *SWEPT, **planted)
     assert (tuned.reference, tuned.rates, learned["fp8"]) == ("bf16 rate=0.002", 3, Learned.WITHIN_NOISE)
     others = {said.arm.name for said in tuned.arms if said.judged.why is Why.OTHER_RATE}
     assert others == {"fp8 rate=0.0005", "fp8 rate=0.002"}
@@ -187,7 +187,7 @@ def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
         "bf16": [2.03 + noise for noise in NOISE], "bf16 rate=0.002": [2.0 + noise / 2 for noise in NOISE],
         "fp8": [1.95 + noise for noise in NOISE], "fp8 rate=0.0005": [2.0] * 5, "fp8 rate=0.002": [6.0] * 5,
     }  # fmt: skip
-    verdicts, learned = of_ends(OTHERS[1], *SWEPT, **planted)
+    verdicts, learned = verdicts_of_ends(OTHERS[1], *SWEPT, **planted)
     assert learned == {
         "fp8": Learned.BETTER, "fp8 rate=0.0005": Learned.INCONCLUSIVE, "fp8 rate=0.002": Learned.DIVERGED,
     }  # fmt: skip
@@ -214,7 +214,7 @@ def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -
     assert wrong <= 0.02 * studies
 
 
-@for_each(("arms", "gaps", "lines_told"), [
+@for_each(("arms", "gaps", "lines"), [
     ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0005]},
      "a loss more than 0.84% worse is excluded in seed 0 (95%, by what one ulp does there; other seeds"),
     ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0]}, "gives no bound"),
@@ -222,16 +222,16 @@ def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -
     ((CHAOS, CANDIDATE), {"fp8": [0.002, 0.001], "bf16 one ulp": [0.0005]}, "is excluded (95%); 2 seeds count"),
 ])  # fmt: skip
 def test_one_seed_is_bounded_by_what_one_ulp_does_in_it(
-    arms: tuple[Arm, ...], gaps: Mapping[str, list[float]], lines_told: str
+    arms: tuple[Arm, ...], gaps: Mapping[str, list[float]], lines: str
 ) -> None:
     verdicts = verdicts_of(training(*arms, seeds=len(gaps["fp8"])), lines(gaps))
     assert (verdicts.chaos is not None) == (CHAOS in arms)
     assert verdicts.chaos is None or verdicts.chaos.gap == pytest.approx(gaps[CHAOS.name][0])
-    assert lines_told in words.answer(verdicts.arms[0], verdicts)
+    assert lines in words.answer(verdicts.arms[0], verdicts)
 
 
 def test_the_bound_of_one_seed_holds_as_often_as_it_says() -> None:
-    """With the same chance in reference, arm and ulp: in at least 95 of 100, whatever the effect."""
+    """With equal noise in reference, arm and ulp it holds in at least 95 of 100, whatever the effect."""
     draw = np.random.default_rng(3)
     for effect in (0.0, 0.01):
         reference, arm, ulp = draw.normal(0, 0.003, (3, 40_000))
@@ -243,10 +243,10 @@ def test_the_bound_of_one_seed_holds_as_often_as_it_says() -> None:
 @for_each("seeds", [5, 10])
 def test_what_could_be_detected_is_detected_in_four_of_five(seeds: int) -> None:
     seen, reach = least_seen(0.01, seeds)
-    draw, lines_told, studies = np.random.default_rng(seeds), 0, 2000
+    draw, lines, studies = np.random.default_rng(seeds), 0, 2000
     for own in draw.normal(seen, 0.01, (studies, seeds)):
-        lines_told += own.mean() - reach * own.std(ddof=1) / 0.01 > 0
-    assert reach < seen and 0.78 <= lines_told / studies <= 0.95
+        lines += own.mean() - reach * own.std(ddof=1) / 0.01 > 0
+    assert reach < seen and 0.78 <= lines / studies <= 0.95
 
 
 FEW, MANY = 200, 10_000
@@ -256,14 +256,14 @@ NEAR, FAR = 0.005, 0.05
 
 @for_each("name", ["Gaussian", "heavy tails"])
 def test_what_differs_by_nothing_is_seldom_called_and_what_was_planted_is_found(name: str) -> None:
-    """Of 200 more than six are called in one of two hundred trials. Planted is twice the margin, with noise of half of
-    it."""
+    """More than six false calls in 200 happen in one of two hundred trials. The planted effect is twice the margin, the
+    noise half the margin."""
     assert false_alarms(noises()[name], FEW, FAR) <= 6 / FEW
     assert found(noises()[name], FEW, NEAR, 0.02) > 0.9 and found(noises()[name], FEW, NEAR, -0.02) == 0.0
 
 
 def test_real_nudged_arms_were_never_called() -> None:
-    """In the committed file of twenty studies."""
+    """The data are the committed file of twenty studies."""
     kept = json.loads(TRAINED.read_text())
     nudged = {name: counts for name, counts in kept["verdicts"].items() if name.startswith(("ulp", "order"))}
     assert sum(sum(counts.values()) for counts in nudged.values()) >= 20
@@ -274,7 +274,7 @@ def test_real_nudged_arms_were_never_called() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["Gaussian"], sorted(noises())))
 def test_of_ten_thousand_at_most_one_in_a_hundred_is_called(name: str) -> None:
-    """Up to a spread as large as the margin; beyond it no more often than the interval says."""
+    """That holds up to a spread as large as the margin; beyond it the interval's own rate holds."""
     for spread, most in ((NEAR, 0.01), (0.01, 0.01), (FAR, 0.013)):
         assert false_alarms(noises()[name], MANY, spread) <= most
 
@@ -286,14 +286,14 @@ def test_looking_again_after_more_seeds_is_a_second_chance_to_be_wrong() -> None
 
 @pytest.mark.slow
 def test_seeds_for_twice_the_margin() -> None:
-    """Five where seeds are half a margin apart."""
+    """There are five where seeds are half a margin apart."""
     asked = [seeds_for(noises()["Gaussian"], 500, spread, 0.02) or 0 for spread in (NEAR, 0.01, 0.02)]
     assert asked[0] == 5 and asked == sorted(asked)
 
 
 @pytest.mark.nightly
 def test_intervals_of_a_mean_hold_the_truth() -> None:
-    """Student's do over five seeds; a bootstrap does not, and is not used."""
+    """Student's interval does over five seeds; a bootstrap does not, and is not used."""
     for noise in noises().values():
         shares = coverage(noise, 2000)
         assert shares["Student's t"] >= SHOWN - 0.02 and shares["bootstrap"] < 0.88

@@ -65,7 +65,7 @@ def test_the_most_recent_is_a_history_of_one() -> None:
 
 
 def test_overflow_and_underflow_by_hand() -> None:
-    """E4M3: the first cast is not scaled; then amaxes double, and each cast is an octave beyond the one before."""
+    """In E4M3 the first cast is not scaled; then amaxes double, so each cast is an octave beyond the one before."""
     growing = Trace("a", Role.INPUT, (448.0, 448.0, 896.0, 1792.0, 1792.0), (1.0, 1e-3, 2e-3, 1.0, 1e-3))
     (replay,) = replayed([growing], Delayed(1, Amax.MOST_RECENT))
     # Scales: 1, 1, 1, 1/2, 1/4. Up to 2^-10 becomes 0: of these the last alone.
@@ -84,14 +84,14 @@ def test_longer_histories_overflow_less_and_leave_more_idle() -> None:
 
 @for_each("amax", [0.1, 0.3, 1 / 3, 7e-4, 1234.567])
 def test_an_amax_that_stays_overflows_nowhere(amax: float) -> None:
-    """Though quotient and product are rounded, and the product may lie one unit above the largest value."""
+    """Quotient and product are rounded, and the product may lie one unit above the largest value."""
     (replay,) = replayed([Trace("a", Role.WEIGHT, (amax,) * 20)], Delayed(4))
     assert replay.overflow == (1 / 20 if amax > 448 else 0)
 
 
 def test_amaxes_come_from_the_lines_of_a_training() -> None:
-    """In the order of steps, a trace for each tensor and seed; a step that is not finite enters no amax. What has no
-    product is left out, and in an arm that scales anything what it does not scale."""
+    """There is a trace for each tensor and seed, in the order of steps; a step that is not finite enters no amax.
+    Tensors without a product are left out and, in an arm with scales, those without one."""
     lines = [reading(1), reading(0), replace(reading(2), not_finite=0.5), reading(0, arm="fp8"), reading(0, "output")]
     lines += [reading(0, role) for role in ("weight", "gradient")]
     trace, *_ = traces_of(training(DELAYED), lines, DELAYED)
@@ -104,7 +104,7 @@ def test_amaxes_come_from_the_lines_of_a_training() -> None:
 
 
 def test_the_scales_are_those_of_a_real_training(corpus: Corpus) -> None:
-    """Of all layers but the head, which stays in bf16; replayed from what was watched at every step."""
+    """Scales are replayed from amaxes of every step, for all layers but the head, which stays in bf16."""
     task = replace(task_of(corpus, DELAYED, steps=4, model="nano"), stride=1)
     lines = lab_of(task).advance(DELAYED.name, 4)
     traces = traces_of(training(DELAYED), lines, DELAYED)

@@ -48,8 +48,8 @@ def energy_of(
 
 
 def test_energy_to_a_loss_is_joules_of_a_step_times_steps() -> None:
-    """Half the joules, 0.9 times fewer steps; bounds are those of windows and seeds. Far worse learning gives a lower
-    bound."""
+    """Planted are half the joules and 0.9 times the steps; bounds come from windows and seeds. Far worse learning gives
+    a lower bound."""
     energy = energy_of(use([0.99, 1.0, 1.01]))
     assert energy.joules is not None and energy.to_loss is not None and energy.why == ""
     assert (energy.joules.middle, energy.joules.low, energy.joules.high) == (1.0, 0.99, 1.01)
@@ -71,7 +71,7 @@ def test_energy_to_a_loss_is_joules_of_a_step_times_steps() -> None:
     ({"fewer": None}, "its steps to the same loss are unknown"),
 ])  # fmt: skip
 def test_missing_energy_has_a_reason(given: dict[str, Any], why: str) -> None:
-    """Joules of a step are there all the same."""
+    """The joules of a step are given all the same."""
     energy = energy_of(**given)
     assert energy.joules is not None and energy.to_loss is None and energy.why.startswith(why)
     none = energy_of(use([], why=TOO_FEW))
@@ -97,7 +97,7 @@ def answered(chance: random.Random, share: float) -> list[float]:
 
 
 def test_the_verdict_finds_what_was_planted_and_seldom_what_was_not() -> None:
-    """In 500 trainings: as often wrong as a level of 99% lets; ten points are nearly always found."""
+    """In 500 trainings it is wrong no more often than a level of 99% allows; ten points are nearly always found."""
     chance, wrong, missed = random.Random(7), 0, 0
     for _ in range(500):
         (same,) = score_verdicts(scored("task:copy", answered(chance, 0.8), answered(chance, 0.8)))
@@ -117,7 +117,7 @@ def test_scores_at_chance_give_no_verdict() -> None:
 
 
 def test_equal_answers_still_have_an_interval() -> None:
-    """Of 640 questions it reaches 0.7 points: -ln(0.01) of them."""
+    """With 640 questions it reaches 0.7 points, which is -ln(0.01)/640."""
     (alike,) = score_verdicts(scored("task:cloze", [0.5] * 5, [0.5] * 5))
     assert alike.worse and alike.worse.decides and alike.learned is Learned.WITHIN_NOISE
     assert alike.worse.decides.high == pytest.approx(-math.log(0.01) / 640)
@@ -134,7 +134,7 @@ def test_a_metric_says_which_way_is_better(metric: str, name: str, learned: Lear
 
 
 def test_quantised_losses_are_compared_with_the_reference_and_its_own_with_bf16() -> None:
-    """Without a loss in bf16, with the reference alone."""
+    """An arm without a loss in bf16 is compared with the reference alone."""
     looks = [
         Validation(arm, seed, 100, f"quantised:{mode}", loss * (1 + 1e-3 * (seed - 2)), 1000, 1000)
         for arm, of_nvfp4 in (("bf16", 2.1), ("fp8", 2.2)) for seed in range(5)

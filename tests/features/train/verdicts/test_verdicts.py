@@ -186,7 +186,7 @@ def test_how_far_a_reference_has_to_fall() -> None:
 
 
 def test_held_out_losses_are_compared_at_the_same_step() -> None:
-    """At the last that both have, if it is finite and late enough; other texts do not count."""
+    """It is the last step that both have, if it is finite and late enough; other texts do not count."""
     told = [line for line in lines({"fp8": SAME}) if not isinstance(line, Validation)]
     for seed in range(5):
         told += [held_out("bf16", seed, 90, 3.0), held_out("fp8", seed, 90, 3.3), held_out("bf16", seed, 99, 2.0)]
@@ -262,7 +262,7 @@ def test_noise_of_common_batches_cancels() -> None:
 
 
 def test_times_are_compared_with_the_reference_beside_the_arm() -> None:
-    """Without one there is no speed, nor with fewer than five seeds."""
+    """Without the reference's times there is no speed, nor with fewer than five seeds."""
     arm = of(falling(), seconds=0.005)
     slow = replace(arm, reference_seconds=dict.fromkeys(range(STEPS), 0.02))
     assert speed(arm).raw.point == pytest.approx(2) and speed(slow).raw.point == pytest.approx(4)
