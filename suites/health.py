@@ -1,10 +1,10 @@
-"""Whether health rules find what is ill, and leave alone what is well: `python -m suites.health`.
+"""Whether health rules find illnesses and leave healthy trainings alone: `python -m suites.health`.
 
-Real trainings of a small model on a CPU, in parts that are kept in a folder and not done again: `--part well` (four
-precisions, three architectures, five seeds, a warm-up and a change of text in each), `--part nvfp4` (the same in that
-precision), `--part small` (in all five, batches of a quarter as many tokens), `--part setting` (other seeds, which
-thresholds were set by), `--part ill` (every illness in two seeds). Then all that is kept is judged by the rules as they
-are, and `--report DIR` writes the confusion matrix. A training's lines are a file.
+Real trainings of a small model on a CPU, in parts that are kept in a folder and not repeated: `--part well` (four
+precisions, three architectures, five seeds, each with a warm-up and a change of text), `--part nvfp4` (the same in that
+precision), `--part small` (all five, with a quarter of the tokens in a batch), `--part setting` (other seeds, by which
+thresholds were set), `--part ill` (every illness in two seeds). All kept trainings are then judged by the present
+rules, and `--report DIR` writes the confusion matrix.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from suites.illnesses import ILLNESSES, Illness, Patient
 from suites.trials import conditions, say, seconds
 
 SLICE, STRIDE = 10, 10
-# Well trainings are of a model so small that 50,000 steps can be done, ill ones of nano.
+# Healthy trainings have a model so small that 50,000 steps are feasible, ill ones nano.
 TINY = "tiny"
 _TINY = GPTConfig(256, 64, 1, 2, 2, 256, batch=4, sequence=64)
 BATCH, SEQUENCE = 4, 64
 PRECISIONS = ("fp8", "fp8-delayed:history=16", "mxfp8")
-# What well trainings are of: precisions beside the reference, and sequences in a batch.
+# Precisions of healthy trainings next to the reference, and sequences in a batch.
 SORTS = {"well": (PRECISIONS, BATCH), "nvfp4": (("nvfp4",), BATCH), "small": ((*PRECISIONS, "nvfp4"), 1)}
 ARCHITECTURES = ("gpt", "mlp", "cnn")
 STEPS, CHANGE = 700, 400
@@ -65,7 +65,7 @@ KINDS = (StepRow, LayerReading, StepFigure)
 
 @dataclass(frozen=True)
 class Study:
-    """One training: arms beside each other under one seed, well or with an illness in its last arm."""
+    """One training: the arms of one seed, healthy or with an illness in the last arm."""
 
     name: str
     arch: str
@@ -87,7 +87,7 @@ class Study:
 
 
 def well(seeds: range, sort: str = "well") -> list[Study]:
-    """Precisions beside each other, and the reference under another seed; the text changes on the way."""
+    """Precisions, and the reference under another seed; the text changes on the way."""
     precisions, batch = SORTS[sort]
     arms = (REFERENCE, *(Arm(mode.partition(":")[0], mode) for mode in precisions), OTHER)
     return [
@@ -96,7 +96,7 @@ def well(seeds: range, sort: str = "well") -> list[Study]:
 
 
 def ill(seeds: range) -> list[Study]:
-    """Every illness, beside the reference where a rule compares."""
+    """Every illness, with the reference where a rule compares."""
     return [
         Study(
             f"ill-{number}-{seed}", illness.arch, seed, illness.steps,
@@ -108,7 +108,7 @@ def ill(seeds: range) -> list[Study]:
 
 
 def train(study: Study, text: TrainingText) -> Iterator[StreamLine]:
-    """The lines of a study, slice by slice, all arms in random order."""
+    """The lines of a study, in slices, with arms in random order."""
     SIZES.setdefault(TINY, _TINY)
     torch.set_num_threads(1)
     lab = Lab(Settings())
@@ -120,9 +120,9 @@ def train(study: Study, text: TrainingText) -> Iterator[StreamLine]:
     for start in range(0, study.steps, SLICE):
         if start == CHANGE and study.illness is None:  # from the sources of a program to prose
             assert text.other is not None
-            prose = TokenWindows(text.other, SEQUENCE, "cpu", next(iter(trainers.values()))._read_in(0)._vocabulary)
+            prose = TokenWindows(text.other, SEQUENCE, "cpu", next(iter(trainers.values()))._windows(0)._vocabulary)
             for trainer in trainers.values():
-                trainer._read_in = lambda step, prose=prose: prose
+                trainer._windows = lambda step, prose=prose: prose
         for arm in order.sample(list(trainers), len(trainers)):
             if patient is None or arm != "ill" or study.illness is None:
                 yield from lab.advance(arm, SLICE)
@@ -136,7 +136,7 @@ def train(study: Study, text: TrainingText) -> Iterator[StreamLine]:
 
 
 def keep(study: Study, folder: Path) -> None:
-    """Train a study and keep its lines, unless all of them are there."""
+    """Train a study and keep its lines, unless they are complete already."""
     path = folder / study.file
     if path.exists():
         return
@@ -151,7 +151,7 @@ def keep(study: Study, folder: Path) -> None:
 
 
 def kept(study: Study, folder: Path) -> list[StreamLine]:
-    """The lines of a study as far as it was trained: a training that was cut off has been well, or ill, until then."""
+    """The lines of a study as far as it was trained."""
     path = folder / study.file
     lines: list[StreamLine] = []
     partial = sorted(folder.glob(f"{path.stem}.*"), key=lambda file: file.stat().st_size)
@@ -164,7 +164,7 @@ def kept(study: Study, folder: Path) -> list[StreamLine]:
     return lines
 
 
-# Of the sorts that came later two seeds are enough to set thresholds by.
+# Two seeds of the later sorts are enough to set thresholds.
 PARTS: dict[str, list[Study]] = {
     "setting": [*well(SETTING), *well(SETTING[:2], "small"), *well(SETTING[:2], "nvfp4")],
     **{sort: well(JUDGING, sort) for sort in SORTS},
@@ -174,10 +174,8 @@ PARTS: dict[str, list[Study]] = {
 
 @dataclass(frozen=True)
 class WellRow:
-    """All well steps of some trainings, and the alarms in them.
-
-    A training that was cut off counts as far as it came; `whole` are those that were not.
-    """
+    """All steps of some healthy trainings, and their alarms. A training that was cut off counts as far as it came;
+    `whole` counts the others."""
 
     part: str
     trainings: int
@@ -188,16 +186,14 @@ class WellRow:
 
     @property
     def at_most(self) -> float:
-        """The upper 95% bound in 10,000 steps."""
+        """The upper 95% bound of alarms in 10,000 steps."""
         return 1e4 * upper_bound(sum(self.alarms.values()), self.steps) if self.steps else math.nan
 
 
 @dataclass(frozen=True)
 class IllRow:
-    """One illness: in how many of its seeds its rule alarmed, how many steps late, and which other rules did.
-
-    `early` are alarms before the onset, all of them false.
-    """
+    """One illness: in how many seeds its rule alarmed, after how many steps, and which other rules did. `early` counts
+    false alarms before the onset."""
 
     illness: str
     rule: str
@@ -210,7 +206,7 @@ class IllRow:
 
 
 def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
-    """Clopper and Pearson's: the rate at which so few events or fewer are seen in 1 - `level` of all cases."""
+    """Clopper and Pearson's: the rate at which so few events are seen in 1 - `level` of all cases."""
     low, high = 0.0, 1.0
     for _ in range(100):
         rate = (low + high) / 2
@@ -223,13 +219,12 @@ def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
 
 
 def alarms_of(study: Study, lines: Sequence[StreamLine]) -> list[TrainingEvent]:
-    """The alarms of a training, its lines given in slices as they came."""
+    """The alarms of a training whose lines come in slices."""
     health = Health(study.arms, study.settings())
     return [event for start in range(0, len(lines), 50) for event in health.see(lines[start : start + 50])]
 
 
 def judge_well(part: str, folder: Path) -> WellRow | None:
-    """Of the trainings of a part that are there."""
     steps, trainings, whole, told, alarms = 0, 0, 0, [], Counter[str]()
     for study in PARTS[part]:
         lines = kept(study, folder)
@@ -244,14 +239,13 @@ def judge_well(part: str, folder: Path) -> WellRow | None:
 
 
 def together(rows: Sequence[WellRow]) -> WellRow:
-    """All trainings that judge, in one row."""
     alarms = sum((Counter(row.alarms) for row in rows), Counter[str]())
     trainings, whole, steps = (sum(getattr(row, name) for row in rows) for name in ("trainings", "whole", "steps"))
     return WellRow("judged together", trainings, whole, steps, dict(alarms), [])
 
 
 def judge_ill(folder: Path) -> list[IllRow]:
-    """A row for every illness of which a training is there to its end."""
+    """A row for every illness with a complete training."""
     rows = []
     for illness in ILLNESSES:
         studies = [study for study in PARTS["ill"] if study.illness is illness and (folder / study.file).exists()]
@@ -269,7 +263,7 @@ def judge_ill(folder: Path) -> list[IllRow]:
 
 
 def page(wells: Sequence[WellRow], ills: Sequence[IllRow]) -> str:
-    """The confusion matrix as Markdown: illnesses down, and which rules alarmed in how many seeds."""
+    """The confusion matrix as Markdown: illnesses, and which rules alarmed in how many seeds."""
     trained = [
         (row.part, row.trainings, row.whole, f"{row.steps:,}", sum(row.alarms.values()), f"{row.at_most:.2f}")
         for row in wells
@@ -294,7 +288,7 @@ def _table(heads: str, rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def cost(folder: Path) -> float:
-    """The processor time that a line takes the rules, in seconds, over the first well training that is there."""
+    """The processor time of the rules for a line, in seconds, over the first healthy training that is there."""
     for study in PARTS["well"]:
         if lines := kept(study, folder):
             return seconds(lambda: alarms_of(study, lines)) / len(lines)  # noqa: B023 - called at once
@@ -302,30 +296,29 @@ def cost(folder: Path) -> float:
 
 
 def main() -> int:
-    """Train what is asked for, judge what is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=Path, required=True, help="folder in which trainings are kept")
     parser.add_argument("--part", action="append", choices=PARTS, default=[], help="train it, where it is not kept")
     parser.add_argument("--report", type=Path, help="write confusion.json and confusion.md there")
-    asked = parser.parse_args()
-    for part in asked.part:
+    arguments = parser.parse_args()
+    for part in arguments.part:
         for study in PARTS[part]:
-            keep(study, asked.streams)
+            keep(study, arguments.streams)
             say(study.name)
-    judged = [row for part in SORTS if (row := judge_well(part, asked.streams)) is not None]
-    setting, every = judge_well("setting", asked.streams), together(judged)
-    wells, ills = [*judged, every, *([setting] if setting is not None else [])], judge_ill(asked.streams)
+    judged = [row for part in SORTS if (row := judge_well(part, arguments.streams)) is not None]
+    setting, joint = judge_well("setting", arguments.streams), together(judged)
+    wells, ills = [*judged, joint, *([setting] if setting is not None else [])], judge_ill(arguments.streams)
     text = page(wells, ills)
     say(text)
-    if asked.report:
-        asked.report.mkdir(parents=True, exist_ok=True)
+    if arguments.report:
+        arguments.report.mkdir(parents=True, exist_ok=True)
         well = [{**asdict(row), "at_most": row.at_most} for row in wells]
         result = {**conditions(), "rules": [rule.name for rule in RULES], "well": well}
-        result |= {"ill": [asdict(row) for row in ills], "seconds_a_line": cost(asked.streams)}
-        (asked.report / "confusion.json").write_text(json.dumps(result, indent=1) + "\n")
-        (asked.report / "confusion.md").write_text(text)
+        result |= {"ill": [asdict(row) for row in ills], "seconds_a_line": cost(arguments.streams)}
+        (arguments.report / "confusion.json").write_text(json.dumps(result, indent=1) + "\n")
+        (arguments.report / "confusion.md").write_text(text)
     missed = [row.illness for row in ills if row.found < row.seeds]
-    return 0 if not missed and every.at_most <= 1 else 1  # nothing judged is no number, and not fine
+    return 0 if not missed and joint.at_most <= 1 else 1  # nothing judged is no number, and not fine
 
 
 if __name__ == "__main__":

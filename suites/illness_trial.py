@@ -1,12 +1,11 @@
-"""Whether alarms find ordinary illnesses of loops that people write, with nothing beside them, and leave healthy ones
-alone: `python -m suites.illness_trial --folder DIR`.
+"""Whether alarms find ordinary mistakes in ordinary loops, without a reference, and leave healthy loops alone: `python
+-m suites.illness_trial --folder DIR`.
 
-Every style is under `fp8bench.watch` as it comes; an illness is planted in one from its onset on. Lines are kept in the
-folder, no training is done again, and the rules judge them as they are. `--seeds tune` are those that thresholds may be
-set by, `--seeds judge` those that are reported. `--kinds lead` are illnesses that end in a loss or norm that is not
-finite: by how many steps the first alarm comes before it. A delay is what a person waits for: up to the step in which
-the alarm was told. The diagnosis is right where, of the alarms that are told first, one is by a rule that the illness
-names.
+Every style runs under `fp8bench.watch`; an illness is planted in one from its onset on. Lines are kept in the folder,
+no training is repeated, and the present rules judge them. Thresholds may be set by `--seeds tune`; those of `--seeds
+judge` are reported. `--kinds lead` are illnesses that end in a loss or norm that is not finite: how many steps before
+that is the first alarm? A delay is what a user waits for: until the step in which the alarm is shown. A diagnosis is
+right if one of the first alarms is by a rule that the illness names.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from suites.loop_styles import STYLES, WELL_STEPS, Loop, drawn
 from suites.trials import Row, conditions, options, say
 
 SEEDS = {"tune": range(2), "judge": range(10, 12)}
-# Of a healthy style more seeds make it 100,000 steps in all; a rule was mended by what 10 and 12 had shown.
+# More seeds of healthy styles make 100,000 steps; 10 and 12 are left out, as a rule was mended by them.
 WELL_SEEDS = {"tune": (0,), "judge": (11, 13, 14)}
 NANO_STEPS, WAIT = 200, 100
-# Rules that say nothing but that it has happened.
+# Rules that only report that it has happened.
 NOT_FINITE = ("not-finite", "tensor-not-finite")
 
 
@@ -51,7 +50,7 @@ def once(plant: Plant) -> Plant:
 
 @dataclass(frozen=True)
 class Kind:
-    """What goes wrong in a style from a step on, and the rules of which any is the right diagnosis."""
+    """What goes wrong in a style from a step on, and the rules of which any is a right diagnosis."""
 
     words: str
     style: str
@@ -66,13 +65,13 @@ def stands_still(loop: Loop) -> None:
 
 
 def lost(loop: Loop) -> None:
-    """The weights are what they were: the optimizer has others."""
+    """The weights stay: the optimizer has copies."""
     for group in loop.optimizer.param_groups:
         group["params"] = [nn.Parameter(weight.detach().clone()) for weight in group["params"]]
 
 
 def undone(loop: Loop) -> None:
-    """Every update is taken back, as where it is too small for the weights' dtype."""
+    """Every update is undone, as where it is too small for the weights' dtype."""
     weights = [weight.detach() for weight in loop.model.parameters()]
     torch._foreach_copy_(weights, loop.notes.setdefault("kept", [weight.clone() for weight in weights]))
 
@@ -95,19 +94,19 @@ def moved(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_left_in(loop: Loop, factor: float) -> None:
-    """Gradients are not divided by it."""
+    """Gradients are not divided by the loss scale."""
     for parameter in loop.model.parameters():
         parameter.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
 
 
 def told_answers(loop: Loop) -> None:
-    """The label is among the inputs: what the model gives back is nudged to it."""
+    """The label is among the inputs: the output is nudged towards it."""
     inner = loop.criterion
     loop.criterion = lambda x, y: inner(x + 12 * F.one_hot(y, x.shape[-1]), y)
 
 
 def forgets_moments(loop: Loop) -> None:
-    """As where a checkpoint has weights alone."""
+    """Like loading a checkpoint that has only weights."""
     loop.optimizer.load_state_dict({**loop.optimizer.state_dict(), "state": {}})
 
 
@@ -219,7 +218,7 @@ KINDS = (
 )  # fmt: skip
 
 
-# What ends in numbers that are not finite, slowly or at once; whatever rule says something is right.
+# Illnesses that end in values that are not finite, slowly or at once; any rule is right.
 LEADS = (
     *(Kind("a rate that grows 10% a step", style, "", lambda loop: loop.rate(1.1))
       for style in ("CNN with batch norm", "MLP, AdamW", "nano")),
@@ -231,12 +230,12 @@ LEADS = (
          lambda loop: loop.layer(nn.LayerNorm).weight.detach().mul_(1.3)),
     Kind("a head that grows 30% a step", "MLP, AdamW", "", lambda loop: heavier(loop, 1.3, loop.layer(nn.Linear, -1))),
 )  # fmt: skip
-# Of what has not ended so by then nothing is said.
+# A training that is finite until then does not count.
 LEAD_STEPS = 400
 
 
 def onset_of(kind: Kind, seed: int) -> int:
-    """No two seeds meet a stride in the same place."""
+    """No two seeds have the same distance to the next watched step."""
     return kind.onset + 7 * seed % 10 if kind.onset else 0
 
 
@@ -244,7 +243,7 @@ Batches = list[tuple[int, tuple[StreamLine, ...]]]
 
 
 def lines_of(style: str, seed: int, steps: int, kind: Kind | None = None) -> Batches:
-    """What is told of a training, and in which step."""
+    """The lines of a training, with the step in which they were reported."""
     torch.manual_seed(seed)
     loop, told = STYLES[style](seed), Batches()
 
@@ -262,13 +261,12 @@ def lines_of(style: str, seed: int, steps: int, kind: Kind | None = None) -> Bat
 
 
 def path_of(folder: Path, style: str, seed: int, kind: Kind | None = None) -> Path:
-    """Where its lines are kept."""
     name = re.sub("[^a-z0-9]+", "-", f"{kind.words if kind else 'well'} {style} {seed}".lower())
     return folder / f"{name}.pickle.gz"
 
 
 def run(folder: Path, style: str, seed: int, steps: int, kind: Kind | None = None) -> list[tuple[int, str, str]]:
-    """The steps in which alarms are told, their rules and words, by the rules as they are; lines are kept."""
+    """Steps, rules and sentences of the alarms, by the present rules; lines are kept."""
     path = path_of(folder, style, seed, kind)
     if not path.exists():
         lines = lines_of(style, seed, steps, kind)
@@ -283,8 +281,8 @@ def run(folder: Path, style: str, seed: int, steps: int, kind: Kind | None = Non
 
 
 def lead(folder: Path, kind: Kind, seed: int) -> dict[str, Any]:
-    """By how many steps the first alarm since the onset came before the first loss or norm that is not finite; None of
-    a training that never had one, 0 where nothing was told before."""
+    """How many steps the first alarm since the onset came before the first value that is not finite: None where all are
+    finite, 0 without an alarm before."""
     onset, name = onset_of(kind, seed), f"{kind.words} ({kind.style})"
     told = run(folder, kind.style, seed, onset + LEAD_STEPS, kind)
     batches = pickle.loads(gzip.decompress(path_of(folder, kind.style, seed, kind).read_bytes()))
@@ -299,12 +297,12 @@ def lead(folder: Path, kind: Kind, seed: int) -> dict[str, Any]:
 
 
 def ill(folder: Path, kind: Kind, seed: int) -> dict[str, Any]:
-    """What was told of it within so many steps, and what had been told before it."""
+    """The alarms within WAIT steps of the onset, and those before it."""
     name = f"{kind.words} ({kind.style})"
     onset = onset_of(kind, seed)
     try:
         told, ended = run(folder, kind.style, seed, onset + WAIT + 1, kind), ""
-    except RuntimeError as error:  # what watches has ended somebody's training: found is nothing
+    except RuntimeError as error:  # the watch ended the training: nothing is found
         told, ended = [], str(error)
     early = [rule for step, rule, _ in told if step < onset]
     after = [(step - onset, rule, words) for step, rule, words in told if step >= onset]
@@ -358,38 +356,38 @@ def summary(rows: Sequence[Row]) -> None:
 
 def main() -> None:
     which = "tune: thresholds may be set by them; judge: those that are reported"
-    asked = options(
+    arguments = options(
         __doc__, folder=(Path, "where rows are kept"), seeds=("judge", which), only=("", "names with this"),
         kinds=("ill well", "which of them"), kept=(False, "judge what is kept, and train nothing"),
         report=("", "folder that gets all rows"),
     )  # fmt: skip
     torch.set_num_threads(1)
-    (asked.folder / "lead").mkdir(parents=True, exist_ok=True)
+    (arguments.folder / "lead").mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
 
     def add(row: Row) -> None:
         rows.append(row)
         say(json.dumps(row))
 
-    for kind in KINDS if "ill" in asked.kinds else ():
-        for seed in SEEDS[asked.seeds]:
-            there = not asked.kept or path_of(asked.folder, kind.style, seed, kind).exists()
-            if there and asked.only in f"{kind.words} ({kind.style})":
-                add(ill(asked.folder, kind, seed))
-    for kind in LEADS if "lead" in asked.kinds else ():
-        for seed in SEEDS[asked.seeds]:
-            if asked.only in f"{kind.words} ({kind.style})":
-                add(lead(asked.folder / "lead", kind, seed))
-    for seed in WELL_SEEDS[asked.seeds] if "well" in asked.kinds else ():
+    for kind in KINDS if "ill" in arguments.kinds else ():
+        for seed in SEEDS[arguments.seeds]:
+            there = not arguments.kept or path_of(arguments.folder, kind.style, seed, kind).exists()
+            if there and arguments.only in f"{kind.words} ({kind.style})":
+                add(ill(arguments.folder, kind, seed))
+    for kind in LEADS if "lead" in arguments.kinds else ():
+        for seed in SEEDS[arguments.seeds]:
+            if arguments.only in f"{kind.words} ({kind.style})":
+                add(lead(arguments.folder / "lead", kind, seed))
+    for seed in WELL_SEEDS[arguments.seeds] if "well" in arguments.kinds else ():
         for style in STYLES:
-            there = not asked.kept or path_of(asked.folder, style, seed).exists()
-            if there and asked.only in style:
-                add(well(asked.folder, style, seed))
+            there = not arguments.kept or path_of(arguments.folder, style, seed).exists()
+            if there and arguments.only in style:
+                add(well(arguments.folder, style, seed))
     summary(rows)
-    if asked.report:
-        Path(asked.report).mkdir(parents=True, exist_ok=True)
-        text = "".join(json.dumps(row) + "\n" for row in ({**conditions(), "seeds": asked.seeds}, *rows))
-        (Path(asked.report) / "rows.jsonl").write_text(text)
+    if arguments.report:
+        Path(arguments.report).mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(row) + "\n" for row in ({**conditions(), "seeds": arguments.seeds}, *rows))
+        (Path(arguments.report) / "rows.jsonl").write_text(text)
 
 
 if __name__ == "__main__":

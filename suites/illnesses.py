@@ -1,7 +1,7 @@
-"""Illnesses to plant in a training: each does to it what the rule of its name has to find.
+"""Illnesses to plant in a training, each what the rule of the same name has to find.
 
-A plant is called before every step from the onset on. Only the benchmark reaches into a trainer: nothing of fp8bench
-has a door for it.
+A plant is called before every step from the onset on. Only this benchmark reaches into a trainer; fp8bench has no
+interface for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.tensor_scales import DelayedScale, ScalePair
 from fp8bench.protocols import Role
 
-# Where most are planted: a layer, the norm before it, and attention's input product.
+# Where most are planted: a layer, the norm before it, and attention's input projection.
 LAYER, NORM, QKV = "blocks.0.mlp.up", "blocks.0.norm_mlp.weight", "blocks.0.attn.qkv.weight"
 CURRENT, DELAYED, LONG = "fp8", "fp8-delayed:history=16", "fp8-delayed"
 
 
 class Patient:
-    """What a plant may do to an arm; `steps` counts those since the onset."""
+    """What a plant may do to an arm; `steps` counts steps since the onset."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer: Any = trainer
@@ -38,18 +38,18 @@ class Patient:
         return self.model.get_parameter(name).detach()
 
     def gain(self, factor: float) -> None:
-        """Before the layer."""
+        """Multiply the gain before the layer."""
         self.weight(NORM).mul_(factor)
 
     def hook(self, change: Callable[[Tensor], Tensor]) -> Any:
-        """Gradients of the layer's weights are changed from now on."""
+        """Change gradients of the layer's weights from now on."""
         return self.model.get_parameter(f"{LAYER}.weight").register_hook(change)  # type: ignore[no-untyped-call]
 
     def rate(self, factor: float) -> None:
         self.trainer._rate *= factor
 
     def freeze(self, scale: float | None = None) -> None:
-        """The scale of the layer's input stays as it is from now on, or becomes another."""
+        """Fix the scale of the layer's input from now on, at its present value or another."""
         kept = self.trainer._arithmetics[LAYER].scales[Role.INPUT]
         assert isinstance(kept, DelayedScale)
         if kept.scale is None:
@@ -57,18 +57,17 @@ class Patient:
         value = kept.scale.clone() if scale is None else torch.full_like(kept.scale, scale)
         pair = ScalePair(value, value.reciprocal())
 
-        def stands(x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
+        def fixed(x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
             kept._used = pair
             return pair
 
-        kept.next = stands  # type: ignore[method-assign]
+        kept.next = fixed  # type: ignore[method-assign]
 
 
 Plant = Callable[[Patient], object]
 
 
 def once(plant: Plant) -> Plant:
-    """In the first step alone."""
     return lambda patient: plant(patient) if patient.steps == 0 else None
 
 
@@ -78,10 +77,8 @@ def both(*plants: Plant) -> Plant:
 
 @dataclass(frozen=True)
 class Illness:
-    """What is planted from step `onset` on in an arm of that precision, and the rule that has to find it.
-
-    `beside`: the reference trains beside it, and the same under another seed.
-    """
+    """What is planted from step `onset` on in an arm of that precision, and the rule that has to find it. `beside`: the
+    reference trains in the same seed, also under another seed."""
 
     words: str
     rule: str
@@ -95,7 +92,7 @@ class Illness:
 
 
 class Garbage:
-    """Windows of a single token whose targets are random."""
+    """Windows of one repeated token with random targets."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -106,17 +103,15 @@ class Garbage:
 
 
 def bad_batch(patient: Patient) -> None:
-    """Of the first step."""
     if patient.steps == 0:
-        patient.notes["windows"] = patient.trainer._read_in
-        garbage = Garbage(patient.trainer._read_in(0))
-        patient.trainer._read_in = lambda step: garbage
+        patient.notes["windows"] = patient.trainer._windows
+        garbage = Garbage(patient.trainer._windows(0))
+        patient.trainer._windows = lambda step: garbage
     else:
-        patient.trainer._read_in = patient.notes["windows"]
+        patient.trainer._windows = patient.notes["windows"]
 
 
 def exploding(patient: Patient) -> None:
-    """In the first step."""
     if patient.steps == 0:
         patient.notes["hook"] = patient.hook(lambda gradient: 10_000 * gradient)
     elif patient.steps == 1:
@@ -124,24 +119,24 @@ def exploding(patient: Patient) -> None:
 
 
 def lost_updates(patient: Patient) -> None:
-    """The weights are before every step what they were at the onset."""
+    """Before every step the weights are those at the onset."""
     weights = patient.notes.setdefault("weights", [weight.detach().clone() for weight in patient.model.parameters()])
     torch._foreach_copy_(list(patient.model.parameters()), weights)
 
 
 def fading_gradients(patient: Patient) -> None:
-    """Gradients are smaller by a third every step on their way back; the trainer makes up for it."""
+    """Gradients shrink by a third every step on their way back; the trainer undoes the scale."""
     patient.trainer._loss_scale.scale *= 0.67
 
 
 def shrinking_embedding(patient: Patient) -> None:
-    """Rows come nearer to their mean by a twentieth every step."""
+    """Rows move towards their mean by a twentieth every step."""
     rows = patient.weight("embedding")
     rows.lerp_(rows.mean(0, keepdim=True), 0.05)
 
 
 def stuck_batch_norm(patient: Patient) -> None:
-    """What batch norms keep stays as it was at the onset, while their inputs become louder."""
+    """Running statistics stay as at the onset, while inputs become larger."""
     kept = patient.notes.setdefault("kept", [buffer.clone() for buffer in patient.model.buffers()])
     for buffer, value in zip(patient.model.buffers(), kept, strict=True):
         buffer.copy_(value)
@@ -151,7 +146,7 @@ def stuck_batch_norm(patient: Patient) -> None:
 
 
 def stale_casts(patient: Patient) -> None:
-    """The layer is multiplied by its weights as they were cast first."""
+    """The layer is multiplied by the first cast of its weights."""
     arithmetic = patient.trainer._arithmetics[LAYER]
     cast = arithmetic.cast_both
     kept: list[Any] = []

@@ -1,4 +1,4 @@
-"""Trainings made by hand for what is said of learning: losses as numbers, and the lines that would tell them."""
+"""Trainings made by hand for verdicts: losses as numbers, and the lines that would report them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ OTHER_SEED = Arm("bf16 other seed", "bf16", ArmRole.OTHER_SEED)
 
 
 def training(*candidates: Arm, steps: int = 100, seeds: int = 5, margin: float = 0.01) -> Training:
-    """A training of the reference, its bands, and these."""
+    """A training of the reference, its bands, and these candidates."""
     request = TrainingRequest(steps=steps, seeds=seeds, margin=margin)
     arms = (REFERENCE, REPEAT, OTHER_SEED, *(candidates or (CANDIDATE,)))
     return Training("t1", "2026-01-05T12:00:00Z", "fp8bench train", request, arms, CPU, Environment({}), TEXT, 1000)
 
 
-def kept_of(told: Iterable[StreamLine], of: Training | None = None, finished: bool = True) -> KeptTraining:
-    """As it would be read from a store."""
-    return KeptTraining(of or training(), tuple(told), finished, "store/trainings/one/steps.jsonl")
+def kept_of(lines_told: Iterable[StreamLine], of: Training | None = None, finished: bool = True) -> KeptTraining:
+    return KeptTraining(of or training(), tuple(lines_told), finished, "store/trainings/one/steps.jsonl")
 
 
 def judged(kept: KeptTraining) -> tuple[KeptTraining, TrainingVerdicts]:
@@ -46,7 +45,6 @@ def judged(kept: KeptTraining) -> tuple[KeptTraining, TrainingVerdicts]:
 
 
 def rows(arm: str, seed: int, losses: Sequence[float], seconds: float = 0.01, tokens: int = 192) -> Iterator[StepRow]:
-    """A row for each loss, nothing else of note in it."""
     for step, loss in enumerate(losses):
         yield StepRow(arm, seed, step, loss, 1e-3, 1.0, 0.0, 10.0, 1e-3, 1.0, tokens, seconds)
 
@@ -56,7 +54,7 @@ def held_out(arm: str, seed: int, step: int, loss: float) -> Validation:
 
 
 def curve(steps: int, end: float, start: float = 5.5) -> list[float]:
-    """Losses that fall fast and then slowly, from the start to the end."""
+    """Losses that fall fast, then slowly."""
     return [end + (start - end) * 0.5 ** (20 * step / steps) for step in range(steps)]
 
 
@@ -66,9 +64,9 @@ def lines(
 ) -> tuple[StreamLine, ...]:  # fmt: skip
     """Arms whose losses lie above the reference's by these shares, seed by seed, on training and on held-out text.
 
-    The reference's differ from seed to seed. Times are those of a step of each arm.
+    The reference's losses differ from seed to seed. `seconds` is the time of a step of each arm.
     """
-    found: list[StreamLine] = []
+    made: list[StreamLine] = []
     seeds = max(map(len, gaps.values()))
     held, seconds = {**gaps, **(held or {})}, seconds or {}
     for seed in range(seeds):
@@ -76,7 +74,7 @@ def lines(
         for arm, own in {REFERENCE.name: [0.0] * seeds, **gaps}.items():
             if seed >= len(own):
                 continue
-            found += rows(arm, seed, [loss * (1 + own[seed]) for loss in base], seconds.get(arm, 0.01))
+            made += rows(arm, seed, [loss * (1 + own[seed]) for loss in base], seconds.get(arm, 0.01))
             share = 0.0 if arm == REFERENCE.name else held[arm][seed]
-            found.append(held_out(arm, seed, steps - 1, 2.1 * (1 + share)))
-    return tuple(found)
+            made.append(held_out(arm, seed, steps - 1, 2.1 * (1 + share)))
+    return tuple(made)

@@ -1,4 +1,4 @@
-"""A lab that trains nothing: losses are a function of seed, arm and step, so that streams have exact lines."""
+"""A lab that trains nothing: losses are a function of seed, arm and step, so that lines are known exactly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOST = WorkerLost("the worker crashed during 'advance'")
 
 @dataclass
 class FakeLab(Worker):
-    """Answers as a lab does. `fault` says what strikes a request: its name, arm, seed and next step."""
+    """Answers as a lab does. `fault` returns what strikes a request, by its name, arm, seed and next step."""
 
     fault: Callable[[str, str, int, int], BaseException | None] = lambda name, arm, seed, step: None
     steps: dict[str, int] = field(default_factory=dict)
@@ -48,9 +48,9 @@ class FakeLab(Worker):
     closed: bool = False
     facts: DeviceFacts = CPU
     task: SeedTask | None = None
-    # What becomes of a row.
+    # Changes a row.
     change: Callable[[StepRow], StepRow] = lambda row: row
-    # Whether a step is not finite, by arm, seed and step; and what arms have passed over since.
+    # Whether a step is not finite, by arm, seed and step; and what arms have skipped since.
     bad: Callable[[str, int, int], bool] = lambda arm, seed, step: False
     passed: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
@@ -119,7 +119,7 @@ class FakeLab(Worker):
     def _branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
         kept = json.loads((Path(folder) / "state.json").read_text())["steps"] if folder else {arm: 0}
         if arm not in kept:
-            raise WorkerFault("StoreError", f"{folder} has nothing of {arm}.")
+            raise WorkerFault("StoreError", f"{folder} has no arm {arm}.")
         self.steps[trial.name] = kept[arm]
         return int(kept[arm])
 
@@ -143,7 +143,7 @@ class FakeLab(Worker):
         try:
             kept = json.loads((Path(folder) / "state.json").read_text())
         except (OSError, ValueError):
-            raise WorkerFault("StoreError", f"{folder} holds no whole checkpoint.") from None
+            raise WorkerFault("StoreError", f"{folder} holds no complete checkpoint.") from None
         self.steps = {name: kept["steps"].get(name, step) for name, step in self.steps.items()}
         self.passed = {arm: tuple((first, last) for first, last in own) for arm, own in kept["passed"].items()}
         self.lost = set(kept["stopped"])
@@ -151,21 +151,17 @@ class FakeLab(Worker):
 
 
 def row_of(arm: str, seed: int, step: int) -> StepRow:
-    """A loss that falls, with a digit of its own for every arm, seed and step."""
+    """A falling loss with its own digits for every arm, seed and step."""
     name = arm.removesuffix(" again")
     loss = 4.0 / (1 + step / 8) + (sum(map(ord, name)) % 7 + 1) / 1000 + seed / 64
     return StepRow(arm, seed, step, loss, 1e-3, 1.0, 0.0, 8.0, 1e-3, 1.0, 32, 0.5)
 
 
 def strikes(
-    arm: str,
-    at: int,
-    error: WorkerError | KeyboardInterrupt = LOST,
-    times: int = 1,
-    seed: int = 0,
+    arm: str, at: int, error: WorkerError | KeyboardInterrupt = LOST, times: int = 1, seed: int = 0,
     name: str = "advance",
-) -> Callable[[str, str, int, int], BaseException | None]:
-    """A fault that strikes an arm's slice from that step on, so many times."""
+) -> Callable[[str, str, int, int], BaseException | None]:  # fmt: skip
+    """A fault that strikes an arm's requests from a step on, `times` times."""
     left = [times]
 
     def fault(asked: str, of: str, in_seed: int, step: int) -> BaseException | None:
@@ -179,7 +175,7 @@ def strikes(
 
 @dataclass
 class NotedTraining(TrainingObserver):
-    """An observer of a training that keeps what it is told."""
+    """An observer that keeps what it receives."""
 
     notes: list[str] = field(default_factory=list)
     doings: list[str] = field(default_factory=list)
@@ -196,7 +192,7 @@ class NotedTraining(TrainingObserver):
 
 
 def said(kept: KeptTraining) -> list[StreamLine]:
-    """The lines of a training without what says when it was gone on with, and without times and memory."""
+    """The lines of a training without resumptions and restarts, and without times and memory."""
     return [
         replaced(line) for line in kept.lines
         if not isinstance(line, TrainingEvent) or line.kind not in ("resumed", "restarted", "out")
@@ -212,14 +208,14 @@ def replaced(line: StreamLine) -> StreamLine:
 
 
 def small(**changes: Any) -> TrainingRequest:
-    """Two seeds of a few steps, whose energy nobody looks at."""
+    """Two seeds of a few steps, without energy."""
     usual = {"steps": 20, "seeds": 2, "evaluate": 10, "keep": 6, "data": "text.txt", "energy": False}
     usual["bands"] = ("repeat", "other-seed")
     return TrainingRequest(**{**usual, **changes})
 
 
 def training(number: int = 1) -> Training:
-    """One that has just begun."""
+    """A training that has just begun."""
     request, span = small(), TokenSpan("text.tokens", 0, 10_000)
     text = TrainingText(span, span, None, 256, "bytes", "text:0123abcd", ((256, 97),))
     return Training(
@@ -229,14 +225,13 @@ def training(number: int = 1) -> Training:
 
 
 def write_text(folder: Path = Path()) -> Path:
-    """A text for trainings of a few steps."""
     path = folder / "text.txt"
     path.write_text("every token is a byte of this text. " * 4000)
     return path
 
 
 def write_tokens(folder: Path) -> None:
-    """Token files with little to look at: of a text, looking takes most of a short training's time."""
+    """Token files with a short held-out part: validation takes most of a short training's time."""
     folder.mkdir()
     text = b"every token is a byte of this text. " * 40
     for name, part in (("train.bin", text), ("val.bin", text[:81])):

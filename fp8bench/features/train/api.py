@@ -1,4 +1,4 @@
-"""Trainings from Python and notebooks: the same as `fp8bench train`; loops of one's own, watched and compared."""
+"""Trainings from Python and notebooks, and the user's own loops: watched, and compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.kind import TrainingKind, line_of, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
 from fp8bench.features.train.progress import on_terminal, outward
-from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest, request_with_defaults
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all
 from fp8bench.features.train.values import (
@@ -62,12 +62,12 @@ if TYPE_CHECKING:
     from fp8bench.features.train.lab.own_loop import OwnLoop
 
 
-# A stream by its file, or a file for each seed.
+# The file of a stream, or one for each seed.
 Stream = str | Path | Sequence[str | Path]
 
 
 class TrainingResult(KeptTraining):
-    """A training as calls return it: what is kept, with what print and notebooks show of it."""
+    """A training as returned by calls: a KeptTraining that prints itself and shows itself in notebooks."""
 
     def __repr__(self) -> str:
         arms, state = ", ".join(arm.name for arm in self.training.arms), "finished" if self.finished else "unfinished"
@@ -105,14 +105,14 @@ def train(
     skip: str | Iterable[str] = (),
     **options: Any,
 ) -> TrainingResult:
-    """Train the same model in several precisions beside each other; returns what was kept of it.
+    """Train the same model in several precisions side by side; returns what was kept.
 
-    Arguments are the command line's options (`help(fp8bench.train)` names them), and the settings of the model and of
+    Arguments are the command line's options (`help(fp8bench.train)` lists them), and the settings of the model and of
     how it learns (`model`, `rate`, `loss_scale`). `sweep` maps a setting, or an option of the dtypes, to values.
-    `margin` is in percent. `make` gives a model of your own with its batches: 'module:function', or the function; one
+    `margin` is in percent. `make` returns a model of your own with its batches: 'module:function', or the function; one
     that a worker cannot import is trained in this process. `live` is a file for its page while it trains, `on_alarm` a
-    command of the shell. How it goes along is told on stderr unless `progress` is
-    False. Raises Fp8benchError with a sentence for what cannot be done; what happens in a step is an event.
+    shell command. Progress is shown on stderr unless `progress` is False. Raises Fp8benchError for what cannot be done;
+    what happens in a step is an event.
     """
     name = make if isinstance(make, str) else name_of_maker(make)
     here = not isinstance(make, str) and ":" not in name
@@ -120,7 +120,7 @@ def train(
         options["isolation"] = False
         LIVE[name] = cast(Callable[[], Any], make)
     own = {name: options.pop(name) for name in list(options) if name in keywords_of(TrainingRequest)}
-    request = asked(
+    request = request_with_defaults(
         quick, steps, seeds, names(dtypes), margin=margin / 100, **fields_given(TrainingRequest, own),
         settings=TrainerSettings(
             **options, make=name, skip=names(skip), precision_map=pairs(precision_map), rates=pairs(rates)
@@ -132,8 +132,8 @@ def train(
     try:
         kept, page = folder("store", store), None if live is None else Path(live)
         check_files({"live": page})
-        with _told(observer, progress) as told, outward(told, kept, page, on_alarm) as every:
-            done = train_all(request, kept, every, command_line())
+        with _observing(observer, progress) as inner, outward(inner, kept, page, on_alarm) as outer:
+            done = train_all(request, kept, outer, command_line())
     finally:
         if here:
             LIVE.pop(name, None)
@@ -144,19 +144,19 @@ def train(
 
 
 def name_of_maker(make: Callable[..., Any]) -> str:
-    """By what a worker finds it; the word alone of what only this process has (a lambda, what a session defined)."""
+    """The name by which a worker can import it; else, for a lambda or what a session defined, the bare name."""
     module, word = getattr(make, "__module__", ""), getattr(make, "__qualname__", type(make).__name__)
     name = f"{module}:{word}"
     if module in ("", "__main__", None) or "<" in word:
         return "".join(letter for letter in word if letter.isalnum() or letter in "._") or "make"
     try:
         known = named(name)
-    except Exception:  # noqa: BLE001 - it is not to be found by its name, whatever the reason
+    except Exception:  # noqa: BLE001 - it cannot be imported, for whatever reason
         known = None
     return name if known is make else word
 
 
-def _told(observer: TrainingObserver | None, progress: bool) -> AbstractContextManager[TrainingObserver]:
+def _observing(observer: TrainingObserver | None, progress: bool) -> AbstractContextManager[TrainingObserver]:
     return on_terminal() if observer is None and progress else nullcontext(observer or TrainingObserver())
 
 
@@ -164,19 +164,17 @@ def resume_training(
     training: str | Path | KeptTraining, *, store: str | Path = DEFAULT_STORE, progress: bool = True,
     observer: TrainingObserver | None = None,
 ) -> TrainingResult:  # fmt: skip
-    """Go on with a training that was cut off, from its newest checkpoint; one that is finished is returned."""
+    """Resume a training that was cut off, from its newest checkpoint; a finished one is returned."""
     kept = folder("store", store)
     path = training_named(training.path if isinstance(training, KeptTraining) else str(training), kept)
-    with _told(observer, progress) as told:
-        return _shown(go_on_training(path, kept, told)[1])
+    with _observing(observer, progress) as outer:
+        return _shown(go_on_training(path, kept, outer)[1])
 
 
 def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingFrames:
-    """A training and its lines as pandas frames: one at hand, or a stored one by id, folder, or 'last'.
-
-    `.training` is the training; `.arms`, `.steps`, `.readings`, `.figures`, `.validations`, `.costs` and `.events` are
-    made when they are first asked for.
-    """
+    """A training as pandas frames: a KeptTraining, or a stored one by id, folder, or 'last'. `.training` is the
+    training; `.arms`, `.steps`, `.readings`, `.figures`, `.validations`, `.costs` and `.events` are made on first
+    access."""
     if not isinstance(training, KeptTraining):
         training = read_training(training_named(str(training), folder("store", store)))
     return TrainingFrames(training)
@@ -196,13 +194,14 @@ def watch(
     precision: str = "fp32",
     health: bool = True,
 ) -> Iterator[OwnLoop]:
-    """Watch a training loop of one's own in a `with` block: a row a step, all of the module every `stride` steps.
+    """Watch a training loop of your own in a `with` block: a row for each step, and the whole module every `stride`
+    steps.
 
-    Lines go to a new file at `path` and to `told`; alarms of the health rules are among them, and go to stderr where
-    nobody takes them by `told`. A step ends when the optimizer makes one. The loss is what the module gives back (a
-    number, or what is called `loss`), or what backward began with; else say it by `loss(value)` of what the block is
-    given. `tokens` are those of a step. `scaler` is a GradScaler. By the word
-    `precision` for what the module is trained in, remedies are chosen.
+    Lines go to a new file at `path` and to `told`. Alarms of the health rules are among them, and go to stderr without
+    `told`. A step ends when the optimizer takes one. The loss is what the module returns (a number, or what is called
+    `loss`), else the number that backward begins with; or give it by `loss(value)` of the block's object. `tokens` is
+    the number in a step, `scaler` a GradScaler. `precision` is what the module is trained in, which decides the
+    remedies.
     """
     from fp8bench.features.train.lab.own_loop import OwnLoop
 
@@ -211,13 +210,10 @@ def watch(
         keep = _Kept(Path(path), stack) if path is not None else None
 
         def tell(lines: Sequence[StreamLine]) -> None:
-            every = (*lines, *rules.see(lines)) if rules is not None else lines
+            lines = (*lines, *rules.see(lines)) if rules is not None else lines
             if keep is not None:
-                keep(every)
-            if told is not None:
-                told(every)
-            else:
-                complain_of(every)
+                keep(lines)
+            (complain_of if told is None else told)(lines)
 
         yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler))
 
@@ -230,7 +226,7 @@ def complain_of(lines: Sequence[StreamLine]) -> None:
 
 
 class _Kept:
-    """A file of lines. A disk that is full ends the file with a warning, and not somebody's training."""
+    """A file of lines. A full disk ends the file with a warning, and not the training."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         try:
@@ -243,7 +239,7 @@ class _Kept:
             return
         text = "".join(json.dumps(plain(line), separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
         try:
-            append(self._file, text, sync=False)  # what is written survives the process, and nobody waits for the disk
+            append(self._file, text, sync=False)  # survives the process without waiting for the disk
         except OSError as error:
             warnings.warn(f"{self._file.name} ends here ({error.strerror}); the training goes on.", stacklevel=2)
             self._file = None
@@ -262,10 +258,8 @@ class _LoopCallback:
 
 
 def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any:
-    """A callback for transformers' Trainer that watches what it trains; options are those of `watch`.
-
-    Where a training raises, the next one, or `on_train_end`, takes its hooks away.
-    """
+    """A callback for transformers' Trainer that watches what it trains; options are those of `watch`. If a training
+    raises, its hooks are removed by the next one, or by `on_train_end`."""
     base: Any = _package("transformers").TrainerCallback
 
     class WatchCallback(_LoopCallback, base):  # type: ignore[misc]
@@ -283,17 +277,15 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
 
 
 def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
-    """A callback for Lightning's Trainer that watches what it trains; options are those of `watch`.
-
-    The loss is the one that backward begins with.
-    """
+    """A callback for Lightning's Trainer that watches what it trains; options are those of `watch`. The loss is the one
+    that backward begins with."""
     base: Any = _package("lightning.pytorch", "pytorch_lightning").Callback
 
     class WatchCallback(_LoopCallback, base):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if len(trainer.optimizers) != 1:
                 raise UsageError(
-                    f"a training with {len(trainer.optimizers)} optimizers has no step of its own. Use fp8bench.watch "
+                    f"a training with {len(trainer.optimizers)} optimizers has no single step. Use fp8bench.watch "
                     "with a part of the module and its optimizer."
                 )
             self._loop = self._stack.enter_context(watch(pl_module, trainer.optimizers[0], path, **options))
@@ -322,13 +314,11 @@ def _package(*names: str) -> Any:
 
 
 def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> CommandResult:
-    """How loops of your own learned beside a reference's, from the streams of `fp8bench.watch` alone: verdicts as those
-    of trainings.
+    """Verdicts on how your own loops learned compared with a reference's, from streams of `fp8bench.watch`.
 
-    Of several seeds, give a list of files for each, in the same order. The loss on held-out text counts where loops
-    have told one (`loop.held_out`, or the callbacks). `margin` is in percent. Nothing is said of speed: nobody knows
-    what ran beside a loop. Nor can a stream tell whether two loops had the same weights and batches: that is what a gap
-    of pairs takes for granted.
+    For several seeds, give a list of files for each, in the same order. The held-out loss counts where loops gave one
+    (`loop.held_out`, or the callbacks). `margin` is in percent. Speed is not compared, since it is unknown what else
+    ran. A stream does not show whether two loops had the same initial weights and batches: that is assumed.
     """
     if not others:
         raise UsageError("compare_streams was given one stream. Give a reference's, and at least one more.")
@@ -341,26 +331,21 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
             f"streams of {' and '.join(map(str, sorted(counts)))} seeds do not pair. Give as many files for each."
         )
     streams = [[_read(path) for path in paths] for paths in files]
-    called = _names(files, [seeds[0] for seeds in streams])
-    arms = [Arm(name, "fp32", ArmRole.CANDIDATE if place else ArmRole.REFERENCE) for place, name in enumerate(called)]
+    loop_names = _names(files, [seeds[0] for seeds in streams])
+    roles = (ArmRole.REFERENCE, *[ArmRole.CANDIDATE] * len(others))
+    arms = [Arm(name, "fp32", role) for name, role in zip(loop_names, roles, strict=True)]
     lines = [
         replace(_untimed(line), arm=arm.name, seed=seed)
         for arm, seeds in zip(arms, streams, strict=True) for seed, own in enumerate(seeds) for line in own
     ]  # fmt: skip
-    steps = 1 + max(line.step for line in lines if line.arm == called[0] and isinstance(line, StepRow))
+    steps = 1 + max(line.step for line in lines if line.arm == loop_names[0] and isinstance(line, StepRow))
     curves = curves_of(lines, steps)
     looks = any(isinstance(line, Validation) for line in lines)
     verdicts = verdicts_on(arms, curves, tuple(range(len(files[0]))), steps, margin / 100, looks)
     loops = [_loop(arm, curves, lines, verdicts) for arm in arms]
+    learned = [loop.verdict.judged.learned.value if loop.verdict else "reference" for loop in loops]
     rows = [
-        (
-            loop.arm.name,
-            loop.steps,
-            loop.loss,
-            loop.held_out,
-            loop.said.judged.learned.value if loop.said else "reference",
-        )
-        for loop in loops
+        (loop.arm.name, loop.steps, loop.loss, loop.held_out, word) for loop, word in zip(loops, learned, strict=True)
     ]
     return CommandResult(
         verdicts, partial(_loops_page, verdicts, loops, steps), partial(encode, verdicts),
@@ -376,13 +361,13 @@ def _files(stream: Stream) -> list[Path]:
 
 
 def _read(path: Path) -> list[StreamLine]:
-    """The lines of a stream; one that was cut off at its end is left out. Raises UsageError where it has no row."""
+    """The lines of a stream without a last one that was cut off. Raises UsageError where there is no row of a step."""
     try:
         texts = path.read_text().splitlines()
     except OSError as error:
         raise RunNotFound(f"the stream {path} cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{path} is no stream of fp8bench.watch: it is no text.") from None
+        raise UsageError(f"{path} is not a stream of fp8bench.watch: it is not text.") from None
     lines = []
     for number, text in enumerate(texts, 1):
         try:
@@ -391,10 +376,10 @@ def _read(path: Path) -> list[StreamLine]:
             if number == len(texts) and number > 1:
                 break
             raise UsageError(
-                f"line {number} of {path} is none of a stream of fp8bench.watch ({error!s:.80})."
+                f"line {number} of {path} is not from a stream of fp8bench.watch ({error!s:.80})."
             ) from None
     if not any(isinstance(line, StepRow) for line in lines):
-        raise UsageError(f"{path} has no row of a step: nobody has seen its loss. See what events it has.")
+        raise UsageError(f"{path} has no row of a step: its loss was never seen. Its events may say why.")
     return lines
 
 
@@ -403,11 +388,11 @@ def _untimed(line: StreamLine) -> StreamLine:
 
 
 def _names(files: Sequence[Sequence[Path]], first: Sequence[Sequence[StreamLine]]) -> list[str]:
-    """What loops were called; by their files where these are alike, numbered where even those are."""
-    called = [next(line.arm for line in lines) for lines in first]
-    for alike in (called, [paths[0].stem for paths in files]):
-        if len(set(alike)) == len(alike):
-            return alike
+    """The loops' own names, else those of their files where names are equal, else these with numbers."""
+    own = [next(line.arm for line in lines) for lines in first]
+    for candidates in (own, [paths[0].stem for paths in files]):
+        if len(set(candidates)) == len(candidates):
+            return candidates
     return [f"{paths[0].stem} {place}" for place, paths in enumerate(files, 1)]
 
 
@@ -415,16 +400,18 @@ def _loop(arm: Arm, curves: Mapping[Key, Curve], lines: Sequence[StreamLine], am
     own = [curve for (name, _), curve in curves.items() if name == arm.name]
     return ArmSummary(
         arm, sum(len(curve.rows) for curve in own), mean_of([curve.endpoint for curve in own if curve.whole]),
-        mean_of([curve.held_out[max(curve.held_out)] for curve in own if curve.held_out]), said=among.of(arm.name),
+        mean_of([curve.held_out[max(curve.held_out)] for curve in own if curve.held_out]), verdict=among.of(arm.name),
         events=sum(isinstance(line, TrainingEvent) for line in lines if line.arm == arm.name),
     )  # fmt: skip
 
 
 def _loops_page(verdicts: TrainingVerdicts, loops: Sequence[ArmSummary], steps: int) -> Page:
-    notes = ["that streams of one place had the same initial weights and batches is taken for granted"]
+    notes = ["streams at the same position are assumed to have had the same initial weights and batches"]
     if not verdicts.looks:
-        notes.append("no loop told a held-out loss, and that of training alone decides: loop.held_out(value) tells one")
-    notes += [f"{said.arm.name}: {note}" for said in verdicts.arms for note in words.notes(said)]
+        notes.append(
+            "no loop gave a held-out loss, and the training loss alone decides: loop.held_out(value) gives one"
+        )
+    notes += [f"{arm.arm.name}: {note}" for arm in verdicts.arms for note in words.notes(arm)]
     shown = ("arm", "loss", "held-out", "gap", "events", "verdict")
     parts = [
         Part("answer", "", tuple(answers(verdicts))),
@@ -433,7 +420,7 @@ def _loops_page(verdicts: TrainingVerdicts, loops: Sequence[ArmSummary], steps: 
     ]
     title = f"{many(len(loops), 'loop')} of {many(steps, 'step')} in {many(len(verdicts.seeds), 'seed')}"
     legend = (
-        "gap: of the loss, relative to the reference's stream of the same place, which has to have the same batches",
+        "gap: of the loss, relative to the reference's stream at the same position, which has to have the same batches",
         "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
     )
     return Page(title, "", tuple(parts), legend)

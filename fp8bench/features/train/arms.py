@@ -1,6 +1,6 @@
-"""The arms of a training, from its request and a device's facts; and which of them lie in memory together.
+"""Makes the arms of a training from its request and a device's facts, and decides which of them lie in memory together.
 
-All arms of a seed do, or each beside the reference, where all do not fit. Pure functions, tested for any device.
+All arms of a seed do, or, where they do not fit, each with the reference. Pure functions, tested for any device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fp8bench.units import size
 from fp8bench.workloads.model import LIVE
 
 MOST_ARMS = 64
-# What must be the same in all arms: weights and batches are shared. The map is a table of its own.
+# Settings that have to be the same in all arms, which share weights and batches, or that no sweep can express.
 _SHARED = {
     "make", "skip", "model", "arch", "norm", "batch", "sequence", "rates", "precision_map", "scales", "parallel",
     "shift", "start", "weights_from", "tasks", "metric",
@@ -42,13 +42,13 @@ _SWEPT: dict[str, Callable[[str], Scalar]] = {
 
 @dataclass(frozen=True)
 class MsampLevel:
-    """One of MS-AMP's levels: a precision, and what is kept of a parameter."""
+    """One of MS-AMP's levels: a precision, and the formats of what is kept of a parameter."""
 
     precision: str
     settings: Params
 
 
-# By the table of its documentation; its scales are powers of two. What is sent is said by --wire.
+# By the table in its documentation; scales are powers of two. --wire sets what ranks send.
 _MODE = "fp8:scale=pow2"
 LEVELS: Mapping[str, MsampLevel] = {
     "msamp-o1": MsampLevel(_MODE, (("gradients", "fp8"), ("master", "fp16-scaled"))),
@@ -58,11 +58,9 @@ LEVELS: Mapping[str, MsampLevel] = {
 
 
 def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
-    """The reference, its repeat and its other seed, and a candidate for every other precision and value swept.
-
-    What the device refuses is an arm with the reason. Raises UsageError for what cannot be meant, and where the
-    reference cannot be trained, or nothing beside it.
-    """
+    """The reference, its bands, and a candidate for every other precision and swept value. An arm that the device
+    refuses carries the reason. Raises UsageError for impossible requests, and where the reference or every candidate is
+    refused."""
     if request.max_batch or request.memory_limit is not None:
         check_limit(request.memory_limit, facts)
     arms = tuple(supported(arm, request, facts) for arm in _named(request))
@@ -76,7 +74,7 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
 
 
 def arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
-    """Those that are trained in the seed of that number: what one ulp does is shown in the first one."""
+    """The arms trained in seed `number`, counted from 0: the one-ulp arm in the first seed only."""
     return tuple(arm for arm in arms if not arm.skip and (number == 0 or arm.role is not ArmRole.CHAOS))
 
 
@@ -87,7 +85,7 @@ def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceF
 
 
 def check_training(request: TrainingRequest) -> None:
-    """Raise for unknown names and for what cannot be kept, before anything is started."""
+    """Raise UsageError for unknown names and impossible settings, before anything is started."""
     arms, mapped = _named(request), request.settings.precision_map
     check_metrics(request)
     if request.settings.make:
@@ -106,12 +104,12 @@ def check_training(request: TrainingRequest) -> None:
             check_mixed(arm.precision, word)
 
 
-# Settings that say how a built-in model is made, or cut for ranks.
+# Settings of the built-in models and of how ranks divide them.
 _BUILT_IN = (
     "model", "arch", "norm", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention",
     "parallel", "amax_group", "wire", "shift", "start", "tasks", "lora",
 )  # fmt: skip
-_OF_A_TEXT = ("data", "other_data", "tokens", "experiment")
+_TEXT_OPTIONS = ("data", "other_data", "tokens", "experiment")
 
 
 def _check_own(request: TrainingRequest) -> None:
@@ -121,19 +119,19 @@ def _check_own(request: TrainingRequest) -> None:
     if name not in LIVE:
         function_named(name)
     swept = {axis.replace("-", "_") for axis, _ in request.sweep}
-    asked = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
-    asked += [word for word in _OF_A_TEXT if getattr(request, word) != getattr(TrainingRequest(), word)]
-    if asked:
+    given = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
+    given += [word for word in _TEXT_OPTIONS if getattr(request, word) != getattr(TrainingRequest(), word)]
+    if given:
         raise UsageError(
-            f"--{asked[0].replace('_', '-')} is about the built-in models and texts, and {name} gives a model and "
-            "batches of its own. Leave it out."
+            f"--{given[0].replace('_', '-')} is for the built-in models and texts, and {name} gives its own model and "
+            "batches. Leave it out."
         )
     refusals = (
-        (request.ranks is not None, "--ranks", "its batches are read by one process"),
-        (request.max_batch, "--max-batch", "its batches are as large as it makes them"),
+        (request.ranks is not None, "--ranks", "one process reads its batches"),
+        (request.max_batch, "--max-batch", "it decides itself how large its batches are"),
         ("micro_batches" in swept, "--sweep micro-batches", "arms would not read the same batches in a step"),
         (settings.nudge == "order" or any(axis == "nudge" and "order" in values for axis, values in request.sweep),
-         "nudge order", "nobody here knows which sides of its batches are sequences"),
+         "nudge order", "which dimensions of its batches are sequences is not known"),
     )  # fmt: skip
     for wrong, option, why in refusals:
         if wrong:
@@ -141,12 +139,12 @@ def _check_own(request: TrainingRequest) -> None:
 
 
 def check_beginning(request: TrainingRequest, lora: bool) -> None:
-    """Raise UsageError where weights come from two places, or from none and are to stay."""
+    """Raise UsageError where weights come from two places, or where --lora would freeze random ones."""
     start, file = request.settings.start, request.settings.weights_from
     if start and file:
-        raise UsageError(f"--start {start} and --from {file} both say what weights begin with. Leave one of them out.")
+        raise UsageError(f"--start {start} and --from {file} both give the initial weights. Leave one of them out.")
     if lora and not (start or file or request.experiment):
-        raise UsageError("--lora trains beside weights that stay, and these are random. Add --start, or --from FILE.")
+        raise UsageError("--lora trains adapters of fixed weights, and these are random. Add --start, or --from FILE.")
 
 
 def _named(request: TrainingRequest) -> tuple[Arm, ...]:
@@ -154,32 +152,32 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
     leads = [mode for mode in modes if mode not in LEVELS]
     if request.reference in LEVELS or not (leads or request.reference):
         raise UsageError(
-            f"{request.reference or modes[0]} is one of MS-AMP's levels, which are held against a precision. Add bf16 "
+            f"{request.reference or modes[0]} is one of MS-AMP's levels, which are compared with a precision. Add bf16 "
             "to --dtypes, or another --reference."
         )
     lead = min(leads, key=lambda mode: precisions.get(mode).rank, default="")
     if request.reference is not None:
         lead = precisions.canonical(request.reference)
-    # Held against itself, where settings are swept and nothing else.
+    # Where only settings are swept, the precision is compared with itself.
     others = [mode for mode in modes if mode != lead] or [lead]
     candidates = {}
     for mode, settings in _swept(request, others):
         level = LEVELS.get(mode, MsampLevel(mode, ()))
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
         if both := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(level.settings).keys():
-            raise UsageError(f"--sweep {min(both).replace('_', '-')}: {mode} says what it is. Leave one of them out.")
+            raise UsageError(f"--sweep {min(both).replace('_', '-')}: {mode} sets it already. Leave one of them out.")
         candidates[name] = Arm(name, level.precision, settings=(*level.settings, *settings))
     candidates.pop(lead, None)
     if not candidates:
         raise UsageError(
-            f"{lead} alone has nothing to be compared with. Give --dtypes another one, or --sweep a setting, like "
-            "--sweep optimizer-states=fp32,bf16."
+            f"{lead} has nothing to be compared with. Add a precision to --dtypes, or sweep a setting, like --sweep "
+            "optimizer-states=fp32,bf16."
         )
     bands = (
         Arm(f"{lead} again", lead, ArmRole.REPEAT), Arm(f"{lead} other seed", lead, ArmRole.OTHER_SEED),
         Arm(f"{lead} one ulp", lead, ArmRole.CHAOS, (("nudge", "ulp"),)),
     )  # fmt: skip
-    # The reference at every other rate that is swept: arms are held against its best one.
+    # The reference at every other swept rate: arms are compared with its best one.
     swept = () if lead in others else dict(request.sweep).get("rate", ())
     rates = [rate for rate in (_value("rate", value) for value in swept) if rate != request.settings.rate]
     arms = (
@@ -193,7 +191,7 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
 
 
 def _swept(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str, Params]]:
-    """Every precision with every combination of what is swept of it: settings, and options that it has."""
+    """Every precision with every combination of the swept settings, and of the swept options that it has."""
     axes, base = [_axis(name, values, modes) for name, values in request.sweep], request.settings
     for mode in modes:
         own = [axis for axis in axes if axis[0] in _SWEPT or _has_option(mode, axis[0])]
@@ -202,11 +200,11 @@ def _swept(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str
             word = ":".join((mode, *(f"{name}={value}" for name, value in chosen if name not in _SWEPT)))
             changed = [(name, value) for name, value in chosen if name in _SWEPT and value != getattr(base, name)]
             own_mode = word if word in LEVELS else precisions.canonical(word)
-            yield own_mode, (*changed, *_batch_beside(dict(changed), base))
+            yield own_mode, (*changed, *_batch_for(dict(changed), base))
 
 
-def _batch_beside(changed: Mapping[str, Scalar], base: TrainerSettings) -> Iterator[tuple[str, Scalar]]:
-    """The batch of an arm with other micro-batches than the reference: a step of either reads the same sequences."""
+def _batch_for(changed: Mapping[str, Scalar], base: TrainerSettings) -> Iterator[tuple[str, Scalar]]:
+    """The batch of an arm with its own number of micro-batches, so that its steps read the reference's sequences."""
     if "micro_batches" not in changed:
         return
     count, sequences = int(changed["micro_batches"]), config_of(base, 1).batch * base.micro_batches
@@ -233,7 +231,7 @@ def _value(setting: str, text: str) -> Scalar:
         value = _SWEPT[setting](text)
         Arm("", "", settings=((setting, value),)).taken(TrainerSettings())
     except (ValueError, UsageError) as error:
-        why = str(error) if isinstance(error, UsageError) else f"{text!r:.80} is no number."
+        why = str(error) if isinstance(error, UsageError) else f"{text!r:.80} is not a number."
         raise UsageError(f"--sweep {setting.replace('_', '-')}: {why}") from None
     return value
 
@@ -244,7 +242,7 @@ def _has_option(mode: str, name: str) -> bool:
 
 
 def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
-    """The arm with what the device makes of it: as native as the least native precision of its layers."""
+    """The arm as the device supports it: as native as the least native precision of its layers."""
     settings = arm.taken(request.settings)
     config = config_of(settings, 1)
     words = (arm.precision, *(word for _, word in settings.precision_map))
@@ -254,13 +252,13 @@ def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     return replace(arm, native=native, skip=facts.unusable or refused)
 
 
-# Of a device's memory: its own context, what allocators round up, and readings of watched steps need the rest.
+# Share of a device's memory for arms: context, allocator rounding and readings of watched steps need the rest.
 _USABLE = 0.9
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Arms of a seed, counted from 0, that are trained beside each other; `first` of those of their seed."""
+    """Arms that are trained together in a seed, counted from 0; `first` is True for a seed's first turn."""
 
     number: int
     arms: tuple[Arm, ...]
@@ -269,7 +267,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Turns:
-    """All turns of a training in their order, the arms that fit into no memory, and why arms are not all together."""
+    """All turns of a training in order, why arms are out for lack of memory, and why not all arms are together."""
 
     turns: tuple[Turn, ...]
     out: Mapping[str, str]
@@ -277,11 +275,9 @@ class Turns:
 
 
 def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
-    """By what each arm needs alone: all together, else in pairs with the reference, else alone.
-
-    Ranks on a processor share its memory. Nothing is known of an arm that could not be measured; then all are tried
-    together. Raises UsageError where the reference needs more than there is.
-    """
+    """Decide by each arm's own memory: all arms together, else pairs with the reference, else alone. Ranks on a CPU
+    share its memory. Where an arm could not be measured, all arms are tried together. Raises UsageError where the
+    reference alone does not fit."""
     request, facts = training.request, training.device
     room = (request.memory_limit or int(_USABLE * facts.memory_bytes)) // (1 if facts.accelerated else facts.ranks)
     seeds = [arms_of_seed(training.arms, number) for number in range(request.seeds)]
@@ -289,30 +285,30 @@ def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
     peaks = {cost.arm: (sum(size for _, size in cost.kept), cost.memory.peak) for cost in costs if cost.memory}
 
     def needs(*arms: Arm) -> int:
-        """What all of them keep between their steps, and the most that a step of one needs beside that."""
-        own = [peaks[lead.name if arm.is_band else arm.name] for arm in arms]
-        return sum(kept for kept, _ in own) + max(0, *(peak - kept for kept, peak in own))
+        """What all of them keep between steps, plus the most that a step of one adds to it."""
+        pairs = [peaks[lead.name if arm.is_band else arm.name] for arm in arms]
+        return sum(kept for kept, _ in pairs) + max(0, *(peak - kept for kept, peak in pairs))
 
     known = all(arm.is_band or arm.name in peaks for arm in seeds[0])
     if not room or not known or needs(*seeds[0]) <= room:
         return Turns(tuple(Turn(number, arms) for number, arms in enumerate(seeds)), {})
     if needs(lead) > room:
         raise UsageError(
-            f"the reference {lead.name} needs {size(needs(lead))} at the highest point of a step, and there are "
-            f"{size(room)}. Choose a smaller --model, --batch or --sequence."
+            f"the reference {lead.name} needs {size(needs(lead))} at the peak of a step, and there are {size(room)}. "
+            "Choose a smaller --model, --batch or --sequence."
         )
     out = {
         arm.name: f"it needs {size(needs(arm))} alone, and there are {size(room)}"
         for arm in others if needs(arm) > room
     }  # fmt: skip
     words = (
-        f"all arms need {size(needs(*seeds[0]))} together, and there are {size(room)}: each is trained beside the "
-        "reference alone, which takes its steps once more beside every one of them"
+        f"all arms need {size(needs(*seeds[0]))} together, and there are {size(room)}: each is trained with the "
+        "reference alone, which repeats its steps next to every arm"
     )
     turns = []
     for number, arms in enumerate(seeds):
         fitting = [arm for arm in arms[1:] if arm.name not in out]
-        beside: list[tuple[Arm, ...]] = [(lead, arm) for arm in fitting if needs(lead, arm) <= room]
-        parts = [*(beside or [(lead,)]), *((arm,) for arm in fitting if needs(lead, arm) > room)]
+        pairs: list[tuple[Arm, ...]] = [(lead, arm) for arm in fitting if needs(lead, arm) <= room]
+        parts = [*(pairs or [(lead,)]), *((arm,) for arm in fitting if needs(lead, arm) > room)]
         turns += [Turn(number, part, place == 0) for place, part in enumerate(parts)]
     return Turns(tuple(turns), out, words)

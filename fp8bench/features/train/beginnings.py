@@ -1,12 +1,12 @@
-"""What a training begins with: its texts, and what lies elsewhere: a checkpoint, a state dict, stored scales.
+"""What a training begins with: its texts, and weights or scales from elsewhere.
 
-A text comes from a file, from a saved dataset of Hugging Face, or from Python's own sources; it becomes tokens of 16
-bits, a byte each or by byte pairs. Token files as nanoGPT writes them are mapped where they lie. The last tenth is held
-out, behind a gap of a window, unless the text has a held-out part of its own. Text of another kind is, if none is
-given, the prose of Python's own documentation.
+A text comes from a file, a saved Hugging Face dataset, or Python's own sources. It becomes 16-bit tokens, one a byte or
+by byte pairs; token files as nanoGPT writes them are mapped in place. The last tenth is held out, after a gap of one
+window, unless the text has its own held-out part. The default text of another kind is the prose of Python's
+documentation.
 
-Requests get what the words for a checkpoint, a state dict and scales mean, so that a resumed training begins with the
-same.
+Names of checkpoints, state dicts and scales are resolved here and stored in the request, so that a resumed training
+begins with the same.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
 from fp8bench.store.runs.listing import largest_scales, load_named, refuse_no_scales, scales_of
 
-# What is read of a text; longer ones are given as token files.
+# At most so many bytes of a text are read; longer ones can be given as token files.
 MOST_TEXT = 128 << 20
-# One part of so many is held out.
+# One in so many parts is held out.
 _PARTS = 10
-# Fewer windows to validate on would say nothing.
+# With fewer windows to validate on, losses would mean nothing.
 LEAST_WINDOWS = 4
 _BYTES_A_TOKEN = 2
 _CHUNK = 1 << 24
-# The parts of a saved dataset, in the order in which one is taken to validate on.
+# Names of held-out parts of a saved dataset, by preference.
 _HELD_OUT_SPLITS = ("validation", "valid", "test")
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A text in two parts. `whole` says that the second follows the first in one text."""
+    """A text in two parts. `whole`: the second part follows the first in one text."""
 
     name: str
     train: bytes
@@ -58,50 +58,48 @@ class _Source:
 
 
 def prepare_text(data: str | None, other_data: str | None, tokens: str, folder: Path, sequence: int) -> TrainingText:
-    """The text of a training with windows of so many tokens; token files are made in `folder`, once for each text.
-
-    Raises UsageError where there is no such text, or too little of it.
-    """
+    """The text of a training with windows of `sequence` tokens; token files are made in `folder`, once for each text.
+    Raises UsageError where there is no such text, or too little of it."""
     merges = merges_of(tokens)
-    assert merges is not None  # a request's rules have said so
+    assert merges is not None  # checked by the request
     files = None if data is None else _token_files(Path(data))
     if data is not None and data.startswith(TASK_TEXT):
         if merges:
-            raise UsageError(f"--data {data} has questions of so many bytes each: leave --tokens {tokens} out.")
-        text = _made(_Source(*text_of(data, sequence), whole=False), other_data, 0, folder, sequence)
+            raise UsageError(f"--data {data} is made of bytes: leave --tokens {tokens} out.")
+        text = _tokenized(_Source(*text_of(data, sequence), whole=False), other_data, 0, folder, sequence)
         text = replace(text, train=replace(text.train, every=sequence))
     elif files is None:
-        text = _made(_source(data), other_data, merges, folder, sequence)
+        text = _tokenized(_source(data), other_data, merges, folder, sequence)
     elif merges:
-        raise UsageError(f"--data {data} has tokens already, which --tokens {tokens} cannot make: leave --tokens out.")
+        raise UsageError(f"--data {data} has its own tokens: leave --tokens {tokens} out.")
     else:
         text = _mapped(files, other_data, sequence)
-    called = "Python's own sources" if data is None else f"--data {data}"
-    _check_length(f"{called}: the part to train on", text.train, sequence)
-    _check_length(f"{called}: the held-out part", text.held_out, sequence)
+    title = "Python's own sources" if data is None else f"--data {data}"
+    _check_length(f"{title}: the part to train on", text.train, sequence)
+    _check_length(f"{title}: the held-out part", text.held_out, sequence)
     if text.other is not None:
         _check_length(f"--other-data {other_data}" if other_data else "the other text", text.other, sequence)
     return text
 
 
-def _check_length(called: str, span: TokenSpan, sequence: int) -> None:
+def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
     length, needed = max(0, span.stop - span.start), LEAST_WINDOWS * sequence + 1
     if length < needed:
         raise UsageError(
-            f"{called} has {length} tokens, and {LEAST_WINDOWS} windows of {sequence} need {needed}. Give a longer "
+            f"{title} has {length} tokens, and {LEAST_WINDOWS} windows of {sequence} need {needed}. Give a longer "
             "text, or a shorter --sequence."
         )
 
 
-def _made(source: _Source, other_data: str | None, merges: int, folder: Path, sequence: int) -> TrainingText:
+def _tokenized(source: _Source, other_data: str | None, merges: int, folder: Path, sequence: int) -> TrainingText:
     digest = hashlib.sha256(source.train + source.held_out).hexdigest()
-    learnt, trained, whole = _files_made(source, digest, merges, folder)
+    learnt, trained, whole = _token_file(source, digest, merges, folder)
     gap = sequence if source.whole else 0
     total = whole.stat().st_size // _BYTES_A_TOKEN
     return TrainingText(
         TokenSpan(str(whole.resolve()), 0, trained),
         TokenSpan(str(whole.resolve()), trained + gap, total),
-        _other_made(other_data, learnt, folder),
+        _other_text(other_data, learnt, folder),
         BYTES + len(learnt),
         "bpe" if merges else "bytes",
         f"{source.name}:{digest[:8]}",
@@ -109,19 +107,19 @@ def _made(source: _Source, other_data: str | None, merges: int, folder: Path, se
     )
 
 
-def _files_made(source: _Source, digest: str, asked: int, folder: Path) -> tuple[Merges, int, Path]:
-    """The merges, how many tokens are to train on, and the file; merges are learnt from what is trained on alone."""
-    if not asked:
+def _token_file(source: _Source, digest: str, merge_count: int, folder: Path) -> tuple[Merges, int, Path]:
+    """The merges, the number of tokens to train on, and the file. Merges are learnt from the training part only."""
+    if not merge_count:
         path = folder / f"{digest[:16]}.tokens"
         tokens = encoded(source.train + source.held_out, ())
-        if not path.is_file() or path.read_bytes() != tokens:  # after a crash a file may be as long as it was
+        if not path.is_file() or path.read_bytes() != tokens:  # a crash may leave a wrong file of the right length
             replace_tokens(path, tokens)
         return (), len(source.train), path
-    key = f"{digest[:16]}-{len(source.train)}-{asked}"
+    key = f"{digest[:16]}-{len(source.train)}-{merge_count}"
     path, notes = folder / f"{key}.tokens", folder / f"{key}.json"
     known = _noted(notes, path)
     if known is None:
-        merges = learnt_merges(source.train, asked)
+        merges = learnt_merges(source.train, merge_count)
         train = encoded(source.train, merges)
         tokens = train + encoded(source.held_out, merges)
         replace_tokens(path, tokens)
@@ -131,8 +129,7 @@ def _files_made(source: _Source, digest: str, asked: int, folder: Path) -> tuple
 
 
 def _noted(notes: Path, path: Path) -> tuple[Merges, int] | None:
-    """Merges that were learnt before, and how many tokens are to train on; None where the file does not say, or is not
-    about these tokens."""
+    """The stored merges and number of training tokens; None where the notes are unreadable or of other tokens."""
     try:
         merges, trained, digest = json.loads(notes.read_bytes())
         known = tuple((int(first), int(second)) for first, second in merges), int(trained)
@@ -145,7 +142,7 @@ def _digest(known: tuple[Merges, int], tokens: bytes) -> str:
     return hashlib.sha256(repr(known).encode() + tokens).hexdigest()
 
 
-def _other_made(other_data: str | None, merges: Merges, folder: Path) -> TokenSpan | None:
+def _other_text(other_data: str | None, merges: Merges, folder: Path) -> TokenSpan | None:
     text = given_text(Path(other_data), "--other-data") if other_data is not None else _documentation()
     if not text:
         return None
@@ -156,7 +153,7 @@ def _other_made(other_data: str | None, merges: Merges, folder: Path) -> TokenSp
 
 
 def _documentation() -> bytes:
-    """Python's reference as prose, which comes with nearly every Python, and is no part of its sources above."""
+    """Python's reference as prose, which nearly every Python has and which is not among its sources."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -175,8 +172,8 @@ def _source(data: str | None) -> _Source:
     splits = _json_of(notes).get("splits", []) if notes.is_file() else []
     if "train" not in splits:
         raise UsageError(
-            f"--data {data} is a folder without train.bin, and no saved dataset with a part 'train'. Give a text file, "
-            "a .bin, or what save_to_disk of Hugging Face's datasets has written."
+            f"--data {data} is a folder without train.bin, and not a saved dataset with a part 'train'. Give a text "
+            "file, a .bin, or what save_to_disk of Hugging Face's datasets wrote."
         )
     text = _dataset_text(folder / "train")
     held_out = next((split for split in _HELD_OUT_SPLITS if split in splits), None)
@@ -194,7 +191,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _dataset_text(folder: Path) -> bytes:
-    """The documents of a saved dataset, a line break after each; the first MOST_TEXT bytes."""
+    """The documents of a saved dataset, each with a line break; the first MOST_TEXT bytes."""
     parts, total = [], 0
     for document in _documents(folder):
         parts.append(f"{document}\n".encode(errors="replace"))
@@ -205,12 +202,12 @@ def _dataset_text(folder: Path) -> bytes:
 
 
 def _documents(folder: Path) -> Iterator[str]:
-    """The text column of each row: 'text', or the only one that holds text."""
+    """The text column of each row: 'text', or the only column of strings."""
     try:
         import pyarrow
     except ImportError:
         raise UsageError(
-            f"--data {folder} is a saved dataset, which is read by pyarrow, and that is not installed. Install it "
+            f"--data {folder} is a saved dataset, and pyarrow, which reads it, is not installed. Install it "
             "(pip install pyarrow), or give a text file."
         ) from None
     try:
@@ -224,8 +221,8 @@ def _documents(folder: Path) -> Iterator[str]:
                 column = "text" if "text" in fields else fields[0] if len(fields) == 1 else None
                 if column is None:
                     raise UsageError(
-                        f"--data {folder} has columns {', '.join(stream.schema.names)}: none is called text, or is the "
-                        "only one that holds text. Keep one such column, and save it again."
+                        f"--data {folder} has columns {', '.join(stream.schema.names)}: none is called text, and not "
+                        "exactly one holds strings. Keep one such column, and save it again."
                     )
                 for rows in stream:
                     yield from (value.as_py() or "" for value in rows.column(column))
@@ -234,25 +231,25 @@ def _documents(folder: Path) -> Iterator[str]:
 
 
 def _token_files(data: Path) -> tuple[Path, Path | None] | None:
-    """A token file and the held-out one beside it, as nanoGPT names them; None where the data are something else."""
+    """A token file and its held-out file, as nanoGPT names them; None for anything else."""
     train = data / "train.bin" if (data / "train.bin").is_file() else data
     if train.suffix != ".bin" or train.is_dir():
         return None
-    beside = train.with_name("val.bin")
-    return train, beside if train.name == "train.bin" and beside.is_file() else None
+    held_out = train.with_name("val.bin")
+    return train, held_out if train.name == "train.bin" and held_out.is_file() else None
 
 
 def _mapped(files: tuple[Path, Path | None], other_data: str | None, sequence: int) -> TrainingText:
-    """Token files where they lie. Their vocabulary ends with the highest token that they hold."""
-    train, beside = files
+    """Token files, read in place. The vocabulary ends with the highest token in them."""
+    train, val = files
     length, highest, digest = _read_tokens("--data", train)
-    if beside is None:
+    if val is None:
         cut = length - length // _PARTS
         held_out = TokenSpan(str(train.resolve()), cut + sequence, length)
         length = cut
     else:
-        stop, high, more = _read_tokens("--data", beside)
-        held_out = TokenSpan(str(beside.resolve()), 0, stop)
+        stop, high, more = _read_tokens("--data", val)
+        held_out = TokenSpan(str(val.resolve()), 0, stop)
         highest, digest = max(highest, high), hashlib.sha256((digest + more).encode()).hexdigest()
     other = None
     if other_data is not None:
@@ -269,7 +266,7 @@ def _read_tokens(option: str, path: Path) -> tuple[int, int, str]:
 
     try:
         if path.suffix != ".bin" or path.stat().st_size % _BYTES_A_TOKEN:
-            raise UsageError(f"{option} {path} is no file of 16-bit tokens. Give a .bin as nanoGPT writes it.")
+            raise UsageError(f"{option} {path} is not a file of 16-bit tokens. Give a .bin as nanoGPT writes it.")
         digest, highest, length = hashlib.sha256(), 0, 0
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
@@ -284,16 +281,16 @@ def _read_tokens(option: str, path: Path) -> tuple[int, int, str]:
 
 
 def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
-    """With the checkpoint that 'TRAINING' or 'TRAINING:ARM' means in the place of these words. Raises UsageError."""
-    word, _, asked = request.settings.start.partition(":")
+    """Replace 'TRAINING' or 'TRAINING:ARM' in --start by its checkpoint. Raises UsageError."""
+    word, _, arm_name = request.settings.start.partition(":")
     if not word:
         return request
     path = training_named(word, store)
     training, kept = load_head(path), newest_checkpoint(path)
-    own, arm = training.request.settings, asked or training.arms[0].name
+    own, arm = training.request.settings, arm_name or training.arms[0].name
     lora = any(other.taken(own).lora for other in training.arms if other.name == arm)
     refusals = (
-        (lora, "its checkpoint has adapters of --lora alone"),
+        (lora, "its checkpoint has only adapters of --lora"),
         (arm not in [other.name for other in training.arms],
          f"it has no arm {arm!r:.80}, but {', '.join(other.name for other in training.arms)}"),
         (bool(own.make) or own.parallel not in ("", "ddp") or own.master != "fp32",
@@ -311,15 +308,15 @@ def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
 
 
 def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
-    """The request with the scales of the training or run that it names; a training's are of its last watched steps."""
+    """Add the scales of the training or run in --scales-from; a training's are of its last watched steps."""
     if request.scales_from is None or request.settings.scales:
         return request
     words = {*request.dtypes, *dict(request.settings.precision_map).values()}
     if all(precisions.get(word).tensor_scale is TensorScale.NONE for word in words):
         having = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
-            "--scales-from would change nothing: no layer of these dtypes has one float32 scale a tensor. Add a dtype "
-            f"that has ({', '.join(having)}), or leave it out."
+            "--scales-from would change nothing: no layer of these dtypes has one float32 scale for a tensor. Add a "
+            f"dtype that has ({', '.join(having)}), or leave the option out."
         )
     last, word = request.scales_from == "last", request.scales_from
     path = training_named(word, store) if last else find_training(word, store)
@@ -335,19 +332,19 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
         of = f"training {kept.training.id}"
     settings = replace(request.settings, scales=refuse_no_scales(known, of))
     named = {layer for _, layer, *_ in known}
-    if settings.make:  # its layers are known to its worker alone, which says so
+    if settings.make:  # its layers are known only in the worker, which checks them
         return replace(request, settings=settings)
     for layer in layers_of(settings.arch, config_of(settings, 1)):
         if not layer.high and layer.name not in named:
             raise UsageError(
-                f"--scales-from: {of} has no scale of {layer.name}, which --model {settings.model} multiplies by. "
-                "Choose one of the same model."
+                f"--scales-from: {of} has no scale for {layer.name}, a layer of --model {settings.model}. Choose one "
+                "of the same model."
             )
     return replace(request, settings=settings)
 
 
 def with_file(request: TrainingRequest) -> TrainingRequest:
-    """With the digest of the state dict that it begins with behind its place: a resumed training reads the same."""
+    """Append the digest of the --from file to its path: a resumed training has to read the same file."""
     if not request.settings.weights_from:
         return request
     path = Path(request.settings.weights_from).resolve()

@@ -1,4 +1,4 @@
-"""`fp8bench train`: a model trained in several precisions side by side, or a training that is gone on with."""
+"""`fp8bench train`: trains a model in several precisions side by side, or resumes a training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fp8bench.features.train.request import (
     WHAT,
     TrainerSettings,
     TrainingRequest,
-    asked,
+    request_with_defaults,
 )
 from fp8bench.features.train.values import KeptTraining, Training, TrainingEvent, TrainingObserver
 from fp8bench.measure.environment import command_line
@@ -47,13 +47,13 @@ FIRST_OPTIONS = "--dtypes --model --arch --steps --seeds --quick --data --device
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Trains the same model on the same batches in several precisions, beside each other, and says of each whether "
-        "it still learns as the reference does: a gap of the loss, paired over seeds, with its interval. As it comes "
-        "it trains nano 21 times, which takes about four minutes of a processor, and --quick some seconds."
+        "Trains the same model on the same batches in several precisions side by side, and says of each whether it "
+        "still learns as the reference does: by the gap of the loss, paired over seeds, with its interval. Without "
+        "options it trains nano 21 times, which takes about four minutes on one core; --quick takes some seconds."
     )
     parser.epilog = (
-        "Exit codes: 0 fine, 1 what --fail-on names, 2 wrong usage, 3 an arm could not be trained to its end, 130 "
-        "interrupted. Without --fail-on a verdict is no exit code."
+        "Exit codes: 0 fine, 1 something that --fail-on names, 2 wrong usage, 3 an arm could not be trained to its "
+        "end, 130 interrupted. Without --fail-on verdicts do not change the exit code."
     )
     words = "train this instead: a function without arguments that gives a model of your own, as for `profile`"
     parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=words)
@@ -68,25 +68,25 @@ def add(parser: argparse.ArgumentParser) -> None:
     for argument_group in (group, length, learning):
         add_options_of(argument_group, TrainerSettings)
         add_options_of(argument_group, TrainingRequest)
-    length.add_argument("--dry-run", action="store_true", help="print the arms and what they come to, train nothing")
-    words = "train a small experiment, with its hypothesis and its word; without a name: list them"
+    length.add_argument("--dry-run", action="store_true", help="print the arms, their steps and tokens; train nothing")
+    words = "train a small experiment, which confirms or refutes a hypothesis; without a name: list them"
     small = parser.add_mutually_exclusive_group()
     small.add_argument("--experiment", nargs="?", const=None, default="", metavar="NAME", help=words)
     small.add_argument(
         "--ladder", dest="experiment", action="store_const", const="ladder",
-        help="loosen margin, history and interval of delayed scales rung by rung, and say where health ends",
+        help="loosen margin, history and interval of delayed scales step by step, until an arm is no longer healthy",
     )  # fmt: skip
     _add_where(parser.add_argument_group("where"))
 
 
 def _add_length(group: argparse._ArgumentGroup) -> None:
-    """What --quick has other defaults for, and the margin, which people say in percent."""
+    """Options whose defaults --quick changes, and the margin, which is given in percent."""
     for name, words in (
         ("steps", f"optimizer steps of every arm; default {_REQUEST.steps}"),
-        ("seeds", f"how often all of it is done, with other weights and batches; default {_REQUEST.seeds}"),
+        ("seeds", f"repetitions with other weights and batches; default {_REQUEST.seeds}"),
     ):
         group.add_argument(f"--{name}", type=types.whole(TRAINING_RULES[name]), metavar="N", help=words)
-    words = "the loss gap, as a share of the reference's loss, that does not matter; default 1"
+    words = "the largest loss gap, in percent of the reference's loss, that does not matter; default 1"
     margin = types.number(PERCENT)
     group.add_argument("--margin", type=margin, default=100 * _REQUEST.margin, metavar="PERCENT", help=words)
     shared(group, "--quick", help=f"one seed of {QUICK_STEPS} steps, to see that it runs: too little for a verdict")
@@ -96,13 +96,13 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     shared(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
     words = "options in YAML, by their names without dashes or by those of other trainers; the command line wins"
     group.add_argument("--config", type=types.path, metavar="FILE", help=words)
-    words = "go on with a training that was cut off: an id, its folder, or last"
+    words = "resume a training that was cut off: an id, its folder, or last"
     group.add_argument("--resume", metavar="TRAINING", help=words)
-    words = "end with 1 where an arm is so: worse, diverged, did-not-learn, inconclusive, or has an alarm"
+    words = "exit with 1 if an arm is worse, diverged, did-not-learn or inconclusive, or has an alarm"
     group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
-    words = "write its page there while it trains, for a browser that is left open: it reads it again by itself"
+    words = "write its page there while it trains; an open browser reloads it"
     group.add_argument("--live", type=Path, metavar="FILE", help=words)
-    words = "run this by the shell at alarms, with a sentence for each on its stdin: --on-alarm 'mail -s fp8bench me'"
+    words = "shell command to run at alarms, with a sentence for each on its stdin: --on-alarm 'mail -s fp8bench me'"
     group.add_argument("--on-alarm", metavar="COMMAND", help=words)
     shared(group, "--explain")
     shared(group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table")
@@ -111,7 +111,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     shared(
         group,
         "--wandb",
-        help="also send its curves to Weights & Biases, as it goes, and at the end a run an arm and seed",
+        help="also send its curves to Weights & Biases while it trains, and at the end a run for each arm and seed",
     )
 
 
@@ -122,7 +122,7 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
     sweep: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.sweep:
         sweep[name] = (*sweep.get(name, ()), *values)
-    return asked(arguments.quick, **{
+    return request_with_defaults(arguments.quick, **{
         **own,
         "settings": TrainerSettings(**settings),
         "margin": arguments.margin / 100,
@@ -132,7 +132,7 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, or go on with a training; tell. An interrupt ends it early: what was kept is told all the same."""
+    """Train or resume, and print the result; after an interrupt, what was kept."""
     from fp8bench.features.train.experiments import as_experiment, listing
     from fp8bench.features.train.run import planned, resume, train
     from fp8bench.features.train.words import FAILURES
@@ -169,18 +169,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_same(arguments: argparse.Namespace, training: Training) -> None:
-    """Raise where a file of options beside --resume has others than the training was begun with, unless its command
-    line had the last word then."""
-    asked, begun = request_from(arguments), training.request
+    """Raise where the file of --config differs from what the training began with, but for what its command line set."""
+    now, begun = request_from(arguments), training.request
     typed = {word.partition("=")[0] for word in training.command.split()}
     for name, where in getattr(arguments, "configured", {}).items():
         if f"--{name.replace('_', '-')}" in typed:
             continue
-        for given, was in ((asked, begun), (asked.settings, begun.settings)):
+        for given, was in ((now, begun), (now.settings, begun.settings)):
             if hasattr(was, name) and getattr(given, name) != getattr(was, name):
                 raise UsageError(
-                    f"{where} is {getattr(given, name)}, and training {training.id} was begun with "
-                    f"{getattr(was, name)}. Resume it with the file that it was begun with, or without --config."
+                    f"{where} is {getattr(given, name)}, and training {training.id} began with {getattr(was, name)}. "
+                    "Resume it with the same file, or without --config."
                 )
 
 
@@ -190,8 +189,8 @@ def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
 
     try:
         wanted = arguments.store, arguments.live, arguments.on_alarm, arguments.wandb
-        with only_once(), on_terminal() as observer, outward(observer, *wanted) as told:
-            yield told
+        with only_once(), on_terminal() as observer, outward(observer, *wanted) as outer:
+            yield outer
     except NotKept as error:
         kept = cast(KeptTraining, error.run)
         tell(arguments, *TrainingKind().view(kept))
@@ -217,8 +216,7 @@ def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
 
 
 def _judged(kept: KeptTraining, wanted: Sequence[str]) -> int:
-    """What --fail-on makes of a training, with a sentence for each reason. Of an arm that was not trained it knows
-    nothing, and that is no pass."""
+    """The exit code for --fail-on, with a sentence for each reason. An arm that was not trained is no pass."""
     from fp8bench.features.train.verdicts.verdicts import verdicts_of
     from fp8bench.features.train.words import failures
 

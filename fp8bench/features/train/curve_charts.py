@@ -1,7 +1,7 @@
 """The curves of a training over its steps, as charts.
 
-A value of a curve at a step is the mean over the window that ends there. A window is as long as the endpoint's, so that
-the last one is the endpoint; the first ones have the steps that there are.
+A point is the mean over the window that ends there. Windows are as long as the endpoint's, so that the last point is
+the endpoint; the first ones have fewer steps.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fp8bench.report.words.naming import many
 
 P = TypeVar("P", int, str)
 Curves = Mapping[Key, Curve]
-# Means of each curve before each end; marks of an arm.
+# The means of each curve in the windows before the ends; and an arm's name with its marks.
 Windows = dict[Key, list[float]]
 Series = tuple[str, tuple[Mark | None, ...]]
-# Alarms of a place whose words show on hovering.
+# At most so many alarms of a point show their sentences on hovering.
 _MOST_TOLD = 3
-# So many places of a curve are drawn; every number is in the training's CSV.
+# At most so many points of a curve are drawn; the CSV has every number.
 _PLACES = 60
-# What steps from one place to the next come to, and whether it is for who asks.
+# Name, title, the value of the steps from one point to the next, and whether the chart is folded.
 _FIGURES: tuple[tuple[str, str, Callable[[Sequence[StepRow]], float], bool], ...] = (
     ("gradient-norm", "norm of the gradients, before clipping", lambda rows: rows[-1].gradient_norm, False),
     ("update-ratio", "norm of the update over that of the weights", lambda rows: rows[-1].update_ratio, False),
@@ -44,7 +44,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Sequence[StepRow]], float], bool], ...
 
 
 def ends_of(steps: int) -> tuple[int, ...]:
-    """How many steps are done where windows end, from the first: at most so many as are drawn, and the last."""
+    """How many steps are done at the end of each window, with the last step."""
     count = min(_PLACES, steps)
     return tuple(sorted({1 + round(number * (steps - 1) / max(1, count - 1)) for number in range(count)} | {steps}))
 
@@ -58,7 +58,7 @@ def losses(kept: KeptTraining, curves: Curves, ends: Sequence[int], reference: s
 
 
 def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
-    """The mean over seeds of each arm, and between which values the reference lies under all seeds it was given."""
+    """The mean over seeds of each arm, and the range of the reference over all its seeds."""
     steps, arms = kept.training.request.steps, kept.training.arms
     names = {arm.name for arm in arms if arm.role in (ArmRole.REFERENCE, ArmRole.OTHER_SEED)}
     band = [values for (name, _), values in means.items() if name in names]
@@ -66,16 +66,15 @@ def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iter
     for arm in arms:
         if not arm.is_band:
             own = [values for (name, _), values in means.items() if name == arm.name]
-            beside = band if arm.role is ArmRole.REFERENCE else []
-            series.append((arm.name, tuple(_loss(own, beside, place) for place in range(len(ends)))))
+            around = band if arm.role is ArmRole.REFERENCE else []
+            series.append((arm.name, tuple(_loss(own, around, place) for place in range(len(ends)))))
     words = (
-        f"Means over seeds, each of the last {many(last_of(steps), 'step')} before its place. The band is from the "
-        "least to the largest of the reference under all its seeds: its own and the other ones. Alarms of any "
-        "seed stand at their steps."
+        f"Means over seeds, each over the last {many(last_of(steps), 'step')}. The band is the range of the reference "
+        "under all its seeds, its own and the other ones. Alarms of any seed stand at their steps."
     )
     yield Lines(
         "loss", "Training loss over steps", words, _places(ends), ChartAxis(f"{_unit(kept)}, by steps done"),
-        _told(_flagged(kept, series, ends)),
+        _drawn(_flagged(kept, series, ends)),
     )  # fmt: skip
 
 
@@ -90,21 +89,21 @@ def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int], referenc
             series.append((arm.name, tuple(_gap(both, place) for place in range(len(ends)))))
     margin = units.percent(kept.training.request.margin)
     words = (
-        f"Relative to {reference} in the same seed, of the last {many(last_of(steps), 'step')} before each place: the "
-        f"last one is the endpoint. The band is the 95% interval over seeds; the margin is {margin}. Alarms of any "
-        "seed stand at their steps. The axis is that of the last two thirds."
+        f"Relative to {reference} in the same seed, over the last {many(last_of(steps), 'step')}: the last point is "
+        f"the endpoint. The band is the 95% interval over seeds; the margin is {margin}. Alarms of any seed stand at "
+        "their steps. The axis fits the last two thirds."
     )
     yield Lines(
         "gap", "Gap to the reference over steps", words, _places(ends),
-        ChartAxis("gap of the loss, by steps done", "%"), _told(_flagged(kept, series, ends)), settled=len(ends) // 3,
+        ChartAxis("gap of the loss, by steps done", "%"), _drawn(_flagged(kept, series, ends)), settled=len(ends) // 3,
         levels=tuple((sign * 100 * kept.training.request.margin, f"margin {words}")
                      for sign, words in ((1, f"+{margin}"), (-1, f"-{margin}"))),
     )  # fmt: skip
 
 
 def _flagged(kept: KeptTraining, series: Iterable[Series], ends: Sequence[int]) -> Iterator[Series]:
-    """The series with the alarms of their arms in any seed, each at its step's place, else at the last mark before it:
-    what is not finite has none."""
+    """The series with their arms' alarms in any seed, at the mark of the step or the last one before it: a value that
+    is not finite has no mark."""
     alarms = [event for event in kept.of(TrainingEvent) if event.kind == "alarm"]
     for name, marks in series:
         known = [place for place, mark in enumerate(marks) if mark is not None]
@@ -135,7 +134,7 @@ def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
     series = _means(arms, ((look.arm, look.step, look.loss) for look in looks), steps)
     yield Lines(
         "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),
-        ChartAxis(f"{_unit(kept)}, by steps done"), _told(series),
+        ChartAxis(f"{_unit(kept)}, by steps done"), _drawn(series),
     )  # fmt: skip
 
 
@@ -146,7 +145,7 @@ def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
     series = _means(arms, ((look.arm, look.of.removeprefix(POSITION), look.loss) for look in looks), places)
     yield Lines(
         "places", "Loss by place in the context", "Means over seeds, of held-out text after the last step.",
-        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"), _told(series),
+        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"), _drawn(series),
     )  # fmt: skip
 
 
@@ -157,35 +156,36 @@ def _means(arms: Iterable[str], seen: Iterable[tuple[str, P, float]], places: Se
 
 
 def loss_by_time(kept: KeptTraining, curves: Curves, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
-    """Native arms alone, a line a seed: the time of an emulation means nothing. Watched steps count as the median."""
+    """Native arms only, a line for each seed: an emulation's time means nothing. Watched steps count as the median
+    step."""
     points, names = [], {arm.name for arm in kept.training.arms if arm.native and not arm.is_band}
     timed = {key: curve for key, curve in curves.items() if key[0] in names and any(row.seconds for row in curve.rows)}
-    apart = max(1, -(-len(timed) * len(ends) // POINTS))
+    stride = max(1, -(-len(timed) * len(ends) // POINTS))
     for (name, seed), curve in timed.items():
         usual = median(row.seconds for row in curve.rows if row.seconds > 0)
         elapsed = list(accumulate(row.seconds or usual for row in curve.rows))
-        for end, loss in [*zip(ends, means[name, seed], strict=True)][::-apart][::-1]:
+        for end, loss in [*zip(ends, means[name, seed], strict=True)][::-stride][::-1]:
             if math.isfinite(loss):
                 where = f"seed {seed}, {many(end, 'step')}"
                 points.append(ChartPoint(name, where, elapsed[end - 1], loss, strand=f"seed {seed}"))
     joined = tuple(dict.fromkeys(point.series for point in points))
     if len(joined) > 1:
         yield Scatter(
-            "loss-by-time", "Training loss over time", "Native arms, a line a seed, by the time of their steps.",
+            "loss-by-time", "Training loss over time", "Native arms, a line for each seed, by the time of their steps.",
             ChartAxis("time of the steps", "s"), ChartAxis(_unit(kept)), tuple(points), joined=joined,
         )  # fmt: skip
 
 
 def figure_curves(kept: KeptTraining, curves: Curves, ends: Sequence[int]) -> Iterator[Element]:
-    """What else every step says, of the first seed, one chart a figure; a figure that never changes has none."""
+    """Further figures of every step in the first seed, one chart each, unless a figure never changes."""
     arms = {arm.name: curve for arm in kept.training.arms if not arm.is_band
             and (curve := curves.get((arm.name, kept.training.request.seed))) is not None}  # fmt: skip
     for name, title, value, folded in _FIGURES:
         series = [(arm, tuple(_figures(curve, ends, value))) for arm, curve in arms.items()]
         if len({mark.value for _, marks in series for mark in marks if mark}) > 1:
             yield Lines(
-                name, title[0].upper() + title[1:], "Of the first seed, at each place the last step's.", _places(ends),
-                ChartAxis(f"{title}, by steps done"), _told(series), folded=folded, settled=len(ends) // 3,
+                name, title[0].upper() + title[1:], "First seed, the values of single steps.", _places(ends),
+                ChartAxis(f"{title}, by steps done"), _drawn(series), folded=folded, settled=len(ends) // 3,
             )  # fmt: skip
     yield from _pace_and_memory(kept, arms, ends)
 
@@ -197,7 +197,7 @@ def _figures(curve: Curve, ends: Sequence[int], value: Callable[[Sequence[StepRo
 
 
 def _pace(rows: Sequence[StepRow]) -> float:
-    """NaN where all of them were watched, which takes time of its own."""
+    """NaN where all steps were watched, which takes extra time."""
     paces = [row.tokens / row.seconds for row in rows if row.seconds > 0]
     return median(paces) if paces else math.nan
 
@@ -206,18 +206,18 @@ def _pace_and_memory(kept: KeptTraining, arms: Mapping[str, Curve], ends: Sequen
     native = {arm.name for arm in kept.training.arms if arm.native}
     series = [(arm, tuple(_figures(curve, ends, _pace))) for arm, curve in arms.items() if arm in native]
     yield Lines(
-        "throughput", "Throughput over steps", "Of native arms in the first seed: the median of the steps before each "
-        "place, without those that were watched.",
-        _places(ends), ChartAxis("tokens/s, by steps done"), _told(series), folded=True,
+        "throughput", "Throughput over steps", "Native arms in the first seed: the median of the steps before each "
+        "point, without watched ones.",
+        _places(ends), ChartAxis("tokens/s, by steps done"), _drawn(series), folded=True,
     )  # fmt: skip
     yield _of_all_arms(
         kept, "memory-over-steps", "Memory over steps",
-        "Of all arms together, which lie in memory beside each other, in watched steps of the first seed.",
+        "All arms together, in watched steps of the first seed.",
         ChartAxis("bytes in use, by steps done", "B"), {"memory": "all arms"},
     )  # fmt: skip
     yield _of_all_arms(
         kept, "device-use", "Use of the device over steps",
-        "As its driver tells it, whichever arms had their turns: the share of about a second in which kernels ran, and "
+        "By its driver, whichever arms were training: the share of about a second in which kernels ran, and "
         "in which memory was read or written. The first seed.",
         ChartAxis("share of the time, by steps done", "%"),
         {"device_use": "kernels", "device_memory_use": "memory"}, 100,
@@ -227,7 +227,7 @@ def _pace_and_memory(kept: KeptTraining, arms: Mapping[str, Curve], ends: Sequen
 def _of_all_arms(
     kept: KeptTraining, name: str, title: str, words: str, axis: ChartAxis, figures: Mapping[str, str], times: float = 1
 ) -> Lines:
-    """Figures by their names, and what their lines are called; of several in a step the largest."""
+    """`figures` maps names of figures to names of lines; of several values in a step the largest is drawn."""
     seed, most = kept.training.request.seed, dict[tuple[str, int], float]()
     for figure in kept.of(StepFigure):
         if figure.name in figures and figure.seed == seed:
@@ -238,11 +238,11 @@ def _of_all_arms(
         (line, tuple(Mark("", value) if (value := most.get((of, step))) is not None else None for step in steps))
         for of, line in figures.items()
     )
-    return Lines(name, title, words, _places(step + 1 for step in steps), axis, _told(series), folded=True)
+    return Lines(name, title, words, _places(step + 1 for step in steps), axis, _drawn(series), folded=True)
 
 
 def windows_of(curves: Curves, ends: Sequence[int]) -> Windows:
-    """Of each curve the mean before each end; NaN where it has not come so far, or is not finite."""
+    """The mean of each curve before each end; NaN where the curve is shorter, or not finite."""
     means = {}
     for key, curve in curves.items():
         window, rows = last_of(curve.steps), curve.rows
@@ -265,7 +265,7 @@ def _loss(own: Sequence[Sequence[float]], band: Sequence[Sequence[float]], place
 
 
 def _gap(both: Sequence[tuple[Sequence[float], Sequence[float]]], place: int) -> Mark | None:
-    """In percent; without an interval of one seed."""
+    """In percent; with one seed there is no interval."""
     pairs = ((new[place], old[place]) for new, old in both)
     gap = gap_of([100 * (new / old - 1) for new, old in pairs if math.isfinite(new) and 0 < old < math.inf])
     if gap is None:
@@ -278,7 +278,7 @@ def _places(steps: Iterable[int]) -> tuple[str, ...]:
     return tuple(map(units.whole, steps))
 
 
-def _told(series: Iterable[Series]) -> tuple[Series, ...]:
+def _drawn(series: Iterable[Series]) -> tuple[Series, ...]:
     return tuple((name, marks) for name, marks in series if any(marks))
 
 

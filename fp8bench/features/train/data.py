@@ -1,8 +1,8 @@
-"""A training for programs: as JSON, as CSV, on boards as curves over its steps, and as pandas frames.
+"""A training for programs: as JSON, as CSV, as curves for TensorBoard and Weights & Biases, and as pandas frames.
 
-TensorBoard gets `<training>/<arm>/seed-<number>` and, for what is said of all seeds, `<training>/<arm>`. Weights &
-Biases gets a run for each arm and seed and one for the training, all of one group. Readings of single tensors are left
-out: there are millions. The training's report draws them by layer, and its CSV has every one.
+TensorBoard gets `<training>/<arm>/seed-<number>`, and `<training>/<arm>` for figures over all seeds. Weights & Biases
+gets a run for each arm and seed and one for the training, in one group. Readings of single tensors are left out, as
+there may be millions: the report draws them by layer, and the CSV has all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "tensor", "figure", "value")
-# What says which line it is, and is no figure of it.
+# Fields that identify a line and are not figures.
 _PLACES = ("arm", "seed", "step", "layer", "role", "of", "name")
 _NAMES: Mapping[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in fields(kind) if field.name not in _PLACES)
@@ -55,12 +55,13 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 
 
 def value_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> dict[str, Any]:
-    said = {arm.arm.name: {**encode(arm), "words": verdict(arm, verdicts)} for arm in verdicts.arms if not arm.arm.skip}
+    trained = [arm for arm in verdicts.arms if not arm.arm.skip]
     bands = {name: encode(getattr(verdicts, name)) for name in ("seed_band", "repeat_band")}
     arms = {summary.arm.name: encode(row_of(summary, verdicts)) for summary in summaries_of(kept, verdicts)}
     return {
         "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
-        "verdicts": said, "experiment": encode(result_of(kept, verdicts)),
+        "verdicts": {arm.arm.name: {**encode(arm), "words": verdict(arm, verdicts)} for arm in trained},
+        "experiment": encode(result_of(kept, verdicts)),
         "scores": encode(verdicts_of_scores(kept, verdicts)), "reached": encode(verdicts.reached), **bands,
         "bands": list(bands_of(verdicts)),
         "notes": list(notes_of(kept, verdicts)),
@@ -70,14 +71,13 @@ def value_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> dict[str, Any]:
 
 
 def row_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, Any]:
-    """What an arm came to, as the table says it, by names; None for what is not known."""
-    said = summary.said
-    verdict = said.judged.learned.value if said and not summary.arm.skip else None
-    return {**figures_of(summary, verdicts), "verdict": verdict, "words": of_arm(summary, verdicts)}
+    """The figures of an arm as in the table, by name; None for what is unknown."""
+    learned = summary.verdict.judged.learned.value if summary.verdict and not summary.arm.skip else None
+    return {**figures_of(summary, verdicts), "verdict": learned, "words": of_arm(summary, verdicts)}
 
 
 def rows_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Rows:
-    """What every arm came to, a row a figure, and then a row a figure of every line; numbers with all their digits."""
+    """A row for each figure of an arm, then one for each figure of every line; numbers have all their digits."""
     return COLUMNS, chain(_summaries(kept, verdicts), _rows(kept))
 
 
@@ -142,14 +142,14 @@ def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
         yield "why", cell(cost.why)
 
 
-# What says which row it is; times of steps are a speed, which is shown as one.
+# Fields that identify a row; the time of a step is shown as a speed instead.
 _NO_FIGURES = ("arm", "seed", "step", "tokens", "seconds")
 # Values by tag, at each step.
 Curve = dict[int, dict[str, float]]
 
 
 def series_of(kept: KeptTraining) -> dict[Key, Curve]:
-    """Every arm in every seed, in the order of steps. What is not finite is left out: a board has no place for it."""
+    """Curves of every arm in every seed, by step. Values that are not finite are left out."""
     native = {arm.name for arm in kept.training.arms if arm.native}
     unordered: dict[Key, Curve] = defaultdict(lambda: defaultdict(dict))
     for line in kept.lines:
@@ -192,7 +192,7 @@ def summed_up(kept: KeptTraining, verdicts: TrainingVerdicts) -> dict[str, dict[
 
 
 def write_training(kept: KeptTraining, verdicts: TrainingVerdicts, folder: Path) -> tuple[Path, ...]:
-    """TensorBoard's files. Raises StoreError with a sentence where one cannot be written."""
+    """Write TensorBoard's files. Raises StoreError where one cannot be written."""
     training = kept.training
     at, own = begun_at(training.started), folder / safe(training.id)
     files = [
@@ -207,27 +207,27 @@ def write_training(kept: KeptTraining, verdicts: TrainingVerdicts, folder: Path)
 
 
 def send_training(kept: KeptTraining, verdicts: TrainingVerdicts, project: str, files: Iterable[Path]) -> None:
-    """Runs of wandb in one group. It may raise anything: it is another program's network."""
+    """Send runs to wandb, in one group. It may raise anything, since another program's network is involved."""
     training = kept.training
     arms = {arm.name: arm for arm in training.arms}
     shared: dict[str, Any] = {"project": project, "group": f"fp8bench {training.id}"}
-    about = {**told_of(training.environment), "command": training.command, "training": training.id}
-    about |= {"device": f"{training.device.key}: {training.device.name}", "text": training.text.identity}
-    asked = {"request": encode(training.request), "parameters": training.parameters}
+    config_of_all = {**told_of(training.environment), "command": training.command, "training": training.id}
+    config_of_all |= {"device": f"{training.device.key}: {training.device.name}", "text": training.text.identity}
+    request_config = {"request": encode(training.request), "parameters": training.parameters}
     for (name, seed), curve in series_of(kept).items():
-        config = {**about, **asked, "arm": encode(arms[name]), "seed": seed}
+        config = {**config_of_all, **request_config, "arm": encode(arms[name]), "seed": seed}
         with sending(**shared, name=f"{name} seed {seed}", job_type="arm", config=config) as sent:
             for step, values in curve.items():
                 sent.log(values, step=step)
     words = {summary.arm.name: of_arm(summary, verdicts) for summary in summaries_of(kept, verdicts)}
-    config = {**about, **asked, "verdicts": words}
+    config = {**config_of_all, **request_config, "verdicts": words}
     with sending(**shared, name=f"training {training.id}", job_type="verdict", config=config) as sent:
         figures = summed_up(kept, verdicts)
         sent.log({f"{arm}/{name}": value for arm, own in figures.items() for name, value in own.items()})
         attach(sent, training.id, "fp8bench-training", files)
 
 
-# Words that stand in every row: categories take a byte or two a row, and text fifty.
+# Columns with repeated words: as categories they take a byte or two a row, as text fifty.
 _REPEATED = ("arm", "layer", "role", "of", "name", "kind", "tensor")
 
 
@@ -247,14 +247,14 @@ def _frame(kind: type[StreamLine], words: str) -> cached_property[pd.DataFrame]:
 
 @dataclass(frozen=True)
 class TrainingFrames:
-    """A training and its lines, a frame for each kind of them, made when it is first asked for; docs/outputs.md says
-    what their columns hold."""
+    """A training and its lines as pandas frames, one for each kind of line, made on first access; docs/outputs.md has
+    their columns."""
 
     training: KeptTraining
 
     @cached_property
     def arms(self) -> pd.DataFrame:
-        """What every arm came to: a row an arm."""
+        """A row for each arm."""
         import pandas as pd
 
         kept, request = self.training, self.training.training.request
@@ -267,21 +267,21 @@ class TrainingFrames:
             for own in summaries_of(kept, verdicts)
         )  # fmt: skip
 
-    steps = _frame(StepRow, "A row a step of an arm in a seed.")
-    readings = _frame(LayerReading, "A row a tensor of a layer in a watched step.")
-    figures = _frame(StepFigure, "A row a further figure of a watched step.")
-    events = _frame(TrainingEvent, "A row for whatever happened.")
+    steps = _frame(StepRow, "A row for each step of an arm in a seed.")
+    readings = _frame(LayerReading, "A row for each tensor of a layer in a watched step.")
+    figures = _frame(StepFigure, "A row for each further figure of a watched step.")
+    events = _frame(TrainingEvent, "A row for each event.")
 
     @cached_property
     def validations(self) -> pd.DataFrame:
-        """A row a look at text that was never trained on, perplexities included."""
+        """A row for each validation, with perplexities."""
         looks, names = self.training.of(Validation), ("perplexity", "perplexity_by_byte")
         more = {name: [getattr(look, name) for look in looks] for name in names}
         return _lines(self.training, Validation).assign(**more)
 
     @cached_property
     def costs(self) -> pd.DataFrame:
-        """What each arm takes alone: a row a figure: bytes, joules of a step, batches and reasons."""
+        """What each arm takes alone, a row for each figure: bytes, joules of a step, batches and reasons."""
         import pandas as pd
 
         figures = [(cost.arm, *figure) for cost in self.training.of(ArmCost) for figure in costs_of(cost)]

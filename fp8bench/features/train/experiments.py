@@ -1,8 +1,8 @@
-"""Named experiments: small trainings, each with a hypothesis, a figure of every arm that it is about, and its word.
+"""Named experiments: small trainings, each with a hypothesis about one figure of every arm, and a verdict on it.
 
-A figure is held against the reference's in the same seed, which has the same weights and batches. What the hypothesis
-says is confirmed where the interval of 99% over seeds has all of it and the middle is as much as matters; it is refuted
-where so much lies outside; else it is open.
+The figure is compared with the reference's in the same seed, which has the same weights and batches. The hypothesis is
+confirmed where the whole interval of 99% over seeds is on its side and the mean is at least `least`; refuted where the
+interval excludes `least`; else open.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fp8bench.report.words.naming import many
 
 @dataclass(frozen=True)
 class TrainedFigures:
-    """Where figures of experiments come from."""
+    """The figures of a training that experiments compare."""
 
     kept: KeptTraining
 
@@ -52,16 +52,15 @@ class TrainedFigures:
 
 
 T = TypeVar("T", TrainingRequest, TrainerSettings)
-# The figure of an arm in a seed, for the sake of a candidate; a share of it is what is compared.
+# A figure of an arm in a seed, given the candidate it is computed for.
 Figure = Callable[[TrainedFigures, str, int, Arm], float]
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """`sign` is 1 where the hypothesis is that the figure is higher than the reference's by a share of `least` or more,
-    and -1 where it is lower. `changes` are of the usual request, `base` of the training whose weights arms begin with.
-    The arms of a ladder are rungs, each looser than the one before.
-    """
+    """`sign` is 1 if the figure is expected above the reference's by a share of at least `least`, -1 if below.
+    `changes` and `settings` replace defaults, `base` is the training whose weights arms begin with. The arms of a
+    ladder are rungs, each looser than the one before."""
 
     name: str
     hypothesis: str
@@ -75,7 +74,7 @@ class Experiment:
     is_ladder: bool = False
 
 
-# From the most careful: the margin goes, then the history shortens, then scales are renewed more seldom.
+# From the most careful: less margin, then shorter histories, then rarer renewal of scales.
 _RUNGS = ("margin=2", "margin=1", "", "history=16", "history=1", "history=16:interval=10", "history=16:interval=100")
 _SMALL = {"bands": ("none",), "energy": False, "evaluate": 1000, "keep": 1000}
 _TINY = {"batch": 1, "sequence": 64}
@@ -110,7 +109,7 @@ EXPERIMENTS = (
         "fine-tuning", "a checkpoint of bf16 is tuned to other text less well in low precision than in bf16",
         "the loss on held-out text of the new kind, after the last step",
         lambda seen, arm, seed, of: seen.looks[arm, seed, "held-out"], 1, 0.01,
-        # A batch of one sequence moves the loss by as much as tuning does.
+        # With one sequence a batch, noise would be as large as the effect of tuning.
         {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 100}, {"shift": 0.0, "batch": 8},
         base={"dtypes": ("bf16", "fp8"), "steps": 120, "seeds": 1, "keep": 119},
     ),
@@ -143,13 +142,13 @@ def as_experiment(request: TrainingRequest) -> TrainingRequest:
         return request
     own = experiment_named(request.experiment)
     if request.settings.make:
-        raise UsageError(f"--experiment {own.name} is of the built-in models. Leave {request.settings.make} out.")
+        raise UsageError(f"--experiment {own.name} is for the built-in models. Leave {request.settings.make} out.")
     settings = _changed(request.settings, {**_TINY, **own.settings})
     return _changed(replace(request, settings=settings), {**_SMALL, **own.changes})
 
 
 def base_of(request: TrainingRequest) -> TrainingRequest | None:
-    """The training whose weights the arms of an experiment begin with, where nobody has named one."""
+    """The training whose weights the arms of an experiment begin with, unless the request names one."""
     own = experiment_named(request.experiment) if request.experiment else None
     if own is None or own.base is None or request.settings.start or request.settings.weights_from:
         return None
@@ -162,9 +161,11 @@ def base_of(request: TrainingRequest) -> TrainingRequest | None:
 
 
 def _changed(request: T, changes: Mapping[str, Any]) -> T:
-    usual = type(request)()
-    untold = {key: new for key, new in changes.items() if getattr(request, key) == getattr(usual, key)}
-    return replace(request, **untold)
+    """What the user has set stays."""
+    defaults = type(request)()
+    return replace(request, **{
+        key: value for key, value in changes.items() if getattr(request, key) == getattr(defaults, key)
+    })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class ExperimentArm:
 
 @dataclass(frozen=True)
 class ExperimentResult:
-    """What an experiment asked, and what became of each arm."""
+    """The outcome of an experiment for each arm; `stopped` says where a ladder ends."""
 
     name: str
     hypothesis: str
@@ -188,18 +189,18 @@ class ExperimentResult:
 
 
 def result_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> ExperimentResult | None:
-    """None for a training that is no experiment."""
+    """None for a training that is not an experiment."""
     request = kept.training.request
     if not request.experiment:
         return None
     own, seen = experiment_named(request.experiment), TrainedFigures(kept)
-    arms = tuple(_of_arm(own, seen, said.arm, verdicts) for said in verdicts.arms if not said.arm.skip)
+    arms = tuple(_result_of_arm(own, seen, each.arm, verdicts) for each in verdicts.arms if not each.arm.skip)
     stopped = _stopped(arms, _alarms(kept, verdicts.reference)) if own.is_ladder else ""
     return ExperimentResult(own.name, own.hypothesis, own.measured, arms, stopped)
 
 
 def _alarms(kept: KeptTraining, reference: str) -> dict[str, str]:
-    """The first alarm of every arm by a rule that its reference raised none by."""
+    """The first alarm of every arm by a rule that did not alarm for the reference."""
     alarms = [event for event in kept.of(TrainingEvent) if event.kind == "alarm"]
     own = {dict(event.values).get("rule") for event in alarms if event.arm == reference}
     first: dict[str, str] = {}
@@ -210,7 +211,7 @@ def _alarms(kept: KeptTraining, reference: str) -> dict[str, str]:
 
 
 def _stopped(arms: tuple[ExperimentArm, ...], alarms: Mapping[str, str]) -> str:
-    """On which rung, and what the next one had against it."""
+    """The loosest healthy rung, and what speaks against the next one."""
     healthy = ""
     for number, rung in enumerate(arms):
         worse = "the loss is worse" if rung.word == "confirmed" else rung.word
@@ -221,33 +222,33 @@ def _stopped(arms: tuple[ExperimentArm, ...], alarms: Mapping[str, str]) -> str:
     return f"All {len(arms)} rungs are healthy, the loosest is {healthy}."
 
 
-def _of_arm(own: Experiment, seen: TrainedFigures, arm: Arm, verdicts: TrainingVerdicts) -> ExperimentArm:
+def _result_of_arm(own: Experiment, seen: TrainedFigures, arm: Arm, verdicts: TrainingVerdicts) -> ExperimentArm:
     changes = []
     for seed in verdicts.seeds:
         try:
             ratio = own.figure(seen, arm.name, seed, arm) / own.figure(seen, verdicts.reference, seed, arm)
-        except (KeyError, ValueError, ZeroDivisionError):  # a seed in which one of them has no such figure
+        except (KeyError, ValueError, ZeroDivisionError):  # one of them lacks the figure in this seed
             continue
         if math.isfinite(ratio):
             changes.append(ratio - 1)
-    change, said = gap_of(changes), verdicts.of(arm.name)
+    change, verdict = gap_of(changes), verdicts.of(arm.name)
     word = _word(own, change)
-    if said is not None and said.judged.learned is Learned.DIVERGED:
-        word = f"it diverged in {len(said.diverged_in)} of {many(len(verdicts.seeds), 'seed')}"
+    if verdict is not None and verdict.judged.learned is Learned.DIVERGED:
+        word = f"it diverged in {len(verdict.diverged_in)} of {many(len(verdicts.seeds), 'seed')}"
     return ExperimentArm(arm.name, word, change)
 
 
 def _word(own: Experiment, change: Gap | None) -> str:
     least = f"{100 * own.least:g}%"
     if change is None or change.decides is None or change.pairs < LEAST_PAIRS:
-        return f"open: {many(change.pairs if change else 0, 'seed')} of {LEAST_PAIRS} that are needed"
+        return f"open: {many(change.pairs if change else 0, 'seed')} of the {LEAST_PAIRS} that are needed"
     low, high = sorted(own.sign * end for end in (change.decides.low, change.decides.high))
     if low > 0 and own.sign * change.point >= own.least:
         return "confirmed"
     if high < own.least:
-        return f"refuted: so much as {least} is excluded"
+        return f"refuted: {least} or more is excluded"
     seeds = seeds_until(change, own.least)
-    more = "no number of seeds that is known" if seeds is None else many(seeds, "more seed")
+    more = "an unknown number of more seeds" if seeds is None else many(seeds, "more seed")
     return f"open: {more} would settle {least}"
 
 

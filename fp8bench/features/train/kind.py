@@ -1,10 +1,9 @@
-"""A training among what a store keeps: its folder, and how it is found, listed, shown, reported and exported.
+"""Trainings in a store: their folders and files, and how they are found, listed, shown, reported and exported.
 
-The folder is `<store>/trainings/<utc>-<commit8>-<id>/` with its stream, how far it came, and its checkpoints.
-`steps.jsonl` has the training in its first line and then a line for whatever was seen, through to the disk slice by
-slice. `places.json` says where a training that was killed may go on: the length of the stream then, and the folder of
-the checkpoint. It is replaced in one step once that checkpoint is whole, and older checkpoints are removed after that:
-at every moment what it names is there.
+A folder is `<store>/trainings/<utc>-<commit8>-<id>/`. `steps.jsonl` has the training in its first line, then a line for
+everything that was seen, synced to the disk slice by slice. `places.json` says where a killed training can be resumed:
+the length of the stream at that time, and the folder of the checkpoint. It is replaced atomically once that checkpoint
+is complete, and older checkpoints are removed afterwards, so that what it names always exists.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from fp8bench.store.kept_lines import Content, UnknownKind, fitting, lines_of, r
 STREAM = "steps.jsonl"
 _PLACES = "places.json"
 _CHECKPOINTS = "checkpoints"
-# What a line is called in the stream.
+# Names of the kinds of lines in the stream.
 _KINDS: dict[str, type] = {
     "step": StepRow, "reading": LayerReading, "figure": StepFigure, "validation": Validation, "event": TrainingEvent,
     "cost": ArmCost,
@@ -66,12 +65,9 @@ _MAKE_ROOM = "What was kept before is in it; make room, or choose another --stor
 
 @dataclass(frozen=True)
 class ResumePlace:
-    """Where a training may go on: before a step of a seed, counted from 0, with so many bytes of its stream.
-
-    `folder` is that of the checkpoint, '' before the first step of a seed, which needs none. `out` are the arms that
-    are no longer trained, and why. `digest` is of the lines that the stream had then, '' where an older version kept
-    none.
-    """
+    """Where a training can be resumed: before a step of a turn, counted from 0, with `length` bytes of its stream.
+    `folder` is that of the checkpoint, '' before a turn's first step, which needs none. `out` says why arms are no
+    longer trained. `digest` is of the stream's lines at that time, '' in older files."""
 
     number: int
     step: int
@@ -83,7 +79,7 @@ class ResumePlace:
 
 @dataclass
 class TrainingWriter(LineWriter):
-    """An open stream, locked until it is closed, and the places that its training may go on from."""
+    """An open stream, locked until it is closed, and the places where its training can be resumed."""
 
     called: str = "the training's file"
     places: tuple[ResumePlace, ...] = ()
@@ -92,7 +88,7 @@ class TrainingWriter(LineWriter):
         self._lines([plain(line) for line in lines])
 
     def checkpoint(self, number: int, step: int) -> Path:
-        """A folder that is not there yet, for a checkpoint before that step."""
+        """A new folder for a checkpoint before that step."""
         folder = self.path.parent.resolve() / _CHECKPOINTS / f"{number}-{step}"
         with keeping(self.path.parent, _MAKE_ROOM):
             folder.parent.mkdir(exist_ok=True)
@@ -103,7 +99,7 @@ class TrainingWriter(LineWriter):
         return self.path.parent.resolve() / _CHECKPOINTS / place.folder
 
     def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
-        """From now on the training may go on here; of what was kept before, the checkpoint before this one stays."""
+        """Make this a place to resume at. Of the earlier ones, the last checkpoint stays."""
         name = folder.name if folder is not None else ""
         place = ResumePlace(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
         before = [kept for kept in self.places if kept.number == number and kept.step < step]
@@ -112,17 +108,17 @@ class TrainingWriter(LineWriter):
             self._write((*begun, *checkpoints, place))
 
     def go_back(self, place: ResumePlace) -> None:
-        """Cut the stream to what it had there, but for the events that are no step's: when it was gone on with, say."""
+        """Cut the stream to that place, but keep events that belong to no step, such as 'resumed'."""
         places = tuple(kept for kept in self.places if (kept.number, kept.step) <= (place.number, place.step))
         with keeping(self.path.parent, _MAKE_ROOM):
-            if places != self.places:  # else what is trained again would be taken for what they name
+            if places != self.places:  # or repeated steps would be taken for those before the later places
                 self._write(places)
             cut = self.path.read_bytes()[place.length :].split(b"\n")
-            told = [line for line in cut[:-1] if line.startswith(_EVENT) and any(kind in line for kind in _STAY)]
+            kept_events = [line for line in cut[:-1] if line.startswith(_EVENT) and any(kind in line for kind in _STAY)]
             self._file.truncate(place.length)
             self._file.seek(place.length)
             self._recount()
-        contents = (unsealed_line(line)[0] for line in told)
+        contents = (unsealed_line(line)[0] for line in kept_events)
         self._lines([{name: value for name, value in content.items() if name in _KINDS} for content in contents])
 
     def _write(self, places: tuple[ResumePlace, ...]) -> None:
@@ -131,7 +127,7 @@ class TrainingWriter(LineWriter):
         remove_others(self.path.parent, places)
 
 
-# What happened to the training and not in a step, which is not made again with the steps.
+# Events of the training itself, which do not come again when steps are repeated.
 _EVENT, _STAY = b'{"event":', tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out"))
 
 
@@ -151,7 +147,7 @@ def start_training(training: Training, store: Path) -> TrainingWriter:
 
 
 def reopen_training(path: Path) -> TrainingWriter:
-    """Open a stream to go on with it. Raises StoreError where another process writes it."""
+    """Open a stream to continue it. Raises StoreError where another process is writing it."""
     try:
         file = path.open("r+b")
     except OSError as error:
@@ -171,7 +167,7 @@ def reopen_training(path: Path) -> TrainingWriter:
 
 
 def _places(path: Path) -> tuple[ResumePlace, ...]:
-    """The places to which the stream is as it was then; where none is, before the first step of the first seed."""
+    """The places up to which the stream is still intact; without any, the first step of the first turn."""
     kept = path.with_name(_PLACES)
     try:
         plain = json.loads(kept.read_text())
@@ -180,8 +176,8 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
         known = ()
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StoreError(
-            f"{kept} is broken ({str(error)[:120]}), so that nobody knows where to go on. Remove it to begin again at "
-            "the first step."
+            f"{kept} is broken ({str(error)[:120]}), so that it is unknown where to resume. Remove it to begin again "
+            "at the first step."
         ) from None
     stream = path.read_bytes()
     begun = ResumePlace(0, 0, stream.find(b"\n") + 1)
@@ -195,13 +191,13 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
 
 
 def newest_checkpoint(path: Path) -> tuple[Path, ResumePlace] | None:
-    """Of the training of that stream: its folder, and before which step it was kept; None where there is none."""
+    """The folder of the newest checkpoint and its place; None where there is none."""
     place = _places(path)[-1]
     return (path.parent.resolve() / _CHECKPOINTS / place.folder, place) if place.folder else None
 
 
 def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
-    """Remove checkpoints that no place names: older ones, and what a kill has left half done."""
+    """Remove checkpoints that no place names: older ones, and incomplete ones that a kill left."""
     named = {place.folder for place in places}
     for path in (folder / _CHECKPOINTS).glob("*"):
         if path.name not in named:
@@ -215,7 +211,7 @@ def training_files(store: Path) -> list[Path]:
 
 
 def find_training(word: str, store: Path) -> Path | None:
-    """The training that a word means: a path, its folder, an id or the beginning of one; None if it means none."""
+    """The stream that a word means: a path, a folder, an id or its beginning; None if none or several fit."""
     with contextlib.suppress(OSError, ValueError):
         for path in (Path(word), Path(word) / STREAM):
             if path.is_file() and path.name == STREAM:
@@ -225,7 +221,7 @@ def find_training(word: str, store: Path) -> Path | None:
 
 
 def training_named(word: str, store: Path) -> Path:
-    """As find_training, and 'last' is the newest; raises RunNotFound where there is none."""
+    """Like find_training, with 'last' for the newest; raises RunNotFound where there is none."""
     kept = training_files(store)
     path = (kept[0] if kept else None) if word == "last" else find_training(word, store)
     if path is None:
@@ -248,7 +244,7 @@ def load_head(path: Path) -> Training:
 
 
 def load_training(path: Path) -> KeptTraining:
-    """Read a training. Broken lines are left out and named in `troubles`; raises StoreError where it is none."""
+    """Read a training. Broken lines are left out and named in `troubles`; raises StoreError for any other file."""
     sheet = lines_of(path, "the training's file")
     training = read_header(sheet, path, "training", partial(decode, Training))
     lines: list[StreamLine] = []
@@ -268,7 +264,7 @@ def load_training(path: Path) -> KeptTraining:
 
 
 def _standing(lines: Sequence[StreamLine]) -> tuple[StreamLine, ...]:
-    """Without what an arm did in steps that it went back from: the same steps come again, or are passed over."""
+    """The lines without those of steps from which an arm went back: these come again, or are skipped."""
     kept: list[StreamLine] = []
     back: dict[tuple[str, int], float] = {}
     for line in reversed(lines):
@@ -281,7 +277,8 @@ def _standing(lines: Sequence[StreamLine]) -> tuple[StreamLine, ...]:
 
 
 def _is_made_again(line: StreamLine, there: bool) -> bool:
-    """Whether a line of a step that comes again is then told anew; a look from before the step `there` is not."""
+    """Whether the line comes again when its step is repeated. `there`: the arm went back to just before this step,
+    whose validation stays."""
     match line:
         case StepRow() | LayerReading():
             return True
@@ -293,7 +290,7 @@ def _is_made_again(line: StreamLine, there: bool) -> bool:
 
 
 class TrainingKind(Kind[KeptTraining]):
-    """Its report's table leaves readings of tensors out, which are millions: `show --csv` has them."""
+    """Its report's table leaves out readings of tensors, which may be millions; `show --csv` has them."""
 
     name = "training"
     holds = KeptTraining
@@ -312,8 +309,8 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.verdicts.verdicts import verdicts_of
         from fp8bench.features.train.view import page_of
 
-        said = kept, verdicts_of(kept.training, kept.lines)
-        return View(partial(page_of, *said), partial(value_of, *said), partial(rows_of, *said))
+        arguments = kept, verdicts_of(kept.training, kept.lines)
+        return View(partial(page_of, *arguments), partial(value_of, *arguments), partial(rows_of, *arguments))
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(_line, path) for path in training_files(store))
@@ -340,12 +337,12 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.data import send_training, write_training
         from fp8bench.features.train.verdicts.verdicts import verdicts_of
 
-        said = kept, verdicts_of(kept.training, kept.lines)
-        return Exports(partial(write_training, *said), partial(send_training, *said))
+        arguments = kept, verdicts_of(kept.training, kept.lines)
+        return Exports(partial(write_training, *arguments), partial(send_training, *arguments))
 
 
 def _line(path: Path) -> str:
-    """In the list of what is kept: '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
+    """A line of `history list`: '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
     training = load_head(path)
     arms = ", ".join(arm.name for arm in training.arms if not arm.is_band)
     ranks, settings = training.request.ranks, training.request.settings

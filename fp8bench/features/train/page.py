@@ -1,4 +1,4 @@
-"""A training as a page: the table that people ask for, curves, tensors by layer, and what happened."""
+"""A training as an HTML page: the table of arms, curves, tensors by layer, and events."""
 
 from __future__ import annotations
 
@@ -79,27 +79,24 @@ _LEAD = (
 
 
 def _worth_showing(element: Element) -> bool:
-    """Charts of next to nothing are left out: their numbers stand in the first table."""
     empty = isinstance(element, Lines) and not element.series
     return not isinstance(element, Chart) or (worth_drawing(element) and not empty)
 
 
 def _verdicts(kept: KeptTraining, verdicts: TrainingVerdicts, curves: curve_charts.Curves) -> Iterator[Element]:
     shown = [summary for summary in summaries_of(kept, verdicts, curves) if not summary.arm.is_band]
-    if told := tuple(view.answers(verdicts)):
-        yield Items(told)
+    if answers := tuple(view.answers(verdicts)):
+        yield Items(answers)
     yield table("arms", "Arms", view.arm_cols(verdicts, shown, _ARMS), shown, main=True)
     yield from (*view.reached_table(verdicts), *view.wire_table(kept, verdicts))
     yield from (Text(band) for band in (*view.bands_of(verdicts), *view.notes_of(kept, verdicts)))
-    if not (kept.training.request.max_batch or kept.training.request.settings.make):
-        yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")
 
 
-_DERIVED = "derived: the highest point where hardware keeps the formats that an arm emulates"
+_DERIVED = "derived: the peak on hardware that keeps the formats which an arm emulates"
 
 
 def _memory(kept: KeptTraining) -> Iterator[Element]:
-    """What the tensors of each arm are for, at the same moment of a step in all of them, and its highest point."""
+    """What the tensors of each arm are for, at the same moment of a step, and the peak."""
     uses = {cost.arm: cost.memory for cost in kept.of(ArmCost) if cost.memory is not None}
     common = any(use.forward for use in uses.values())  # not kept of older trainings
     known = {name: dict(roles) for name, use in uses.items() if (roles := use.forward if common else use.roles)}
@@ -122,13 +119,13 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
         yield table("memory", f"Tensors {when}, each arm alone in memory", cols, list(known))
         for name, use in uses.items():
             if use.off_device:
-                yield Text(f"What {name} would take on a device nobody can say: {use.off_device}.")
+                yield Text(f"What {name} would take on a device is unknown: {use.off_device}.")
         if common and len(known) > 1:
             bars = [(name, float(sum(roles.values())), roles) for name, roles in known.items()]
             words = {role.value: MEMORY_WORDS[role] for role in shown}
             yield stacked(
                 "memory-bars", "Memory when the first forward pass has ended",
-                "The same moment in every arm, each alone in memory; their highest points are at moments of their own.",
+                "The same moment in every arm, each alone in memory; peaks are at different moments.",
                 ChartAxis("tensors", "B"), "share of its tensors", words, bars,
             )  # fmt: skip
 
@@ -145,9 +142,9 @@ def _looks(kept: KeptTraining) -> Iterator[Element]:
 def _events(kept: KeptTraining) -> Iterator[Element]:
     events = [event for event in kept.of(TrainingEvent) if event.arm]
     if not kept.finished:
-        yield Text("The training was cut off: what is said is of what was kept.", Tone.DOUBT)
+        yield Text("The training was cut off: all figures are of what was kept.", Tone.DOUBT)
     if not events:
-        yield Text("Nothing: no alarm, and no value that was not finite.")
+        yield Text("Nothing: no alarm, and all values were finite.")
         return
     points = tuple(
         ChartPoint(event.arm, event.kind, float(event.step), float(event.seed),
@@ -172,13 +169,13 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
         Col("rule", lambda rule: rule.name), Col("looks at", lambda rule: rule.looks_at),
         Col("alarms at", lambda rule: rule.alarms_at), Col("why there", lambda rule: rule.because),
     ]  # fmt: skip
-    if told := [rule for rule in RULES if rule.name in struck]:
-        yield table("rules", "The rules that alarmed", rules, told)
+    if alarmed := [rule for rule in RULES if rule.name in struck]:
+        yield table("rules", "The rules that alarmed", rules, alarmed)
 
 
-# Places of a line, and arms whose tensors are drawn.
+# Points of a line, and at most so many arms have their tensors drawn.
 _PLACES, _MOST_ARMS = 30, 3
-# Which figure is the worst, and what it is called, is, counts in and shows.
+# How to pick the worst figure; its title, hint, unit, value and text.
 _WORST: tuple[tuple[Any, str, str, str, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
     (min, "least SNR", "of what was rounded, against the same unrounded", "dB",
      lambda reading: reading.signal_to_noise, units.decibels),
@@ -190,7 +187,7 @@ _WORST: tuple[tuple[Any, str, str, str, Callable[[LayerReading], float | None], 
 
 
 def worst_readings(kept: KeptTraining) -> Iterator[Element]:
-    """For each arm and role the layer and step with the worst figure, over all seeds."""
+    """For each arm and role, the layer and step with the worst figures over all seeds."""
     rows = []
     for arm in kept.training.arms:
         for role in Role if arm.role is ArmRole.CANDIDATE else ():
@@ -227,8 +224,8 @@ def tensor_lines(kept: KeptTraining) -> Iterator[Element]:
         yield _tensor_lines(f"tensors-{number}", name, readings[name])
     if drawn[_MOST_ARMS:]:
         yield Text(
-            f"No lines are drawn of {listed(drawn[_MOST_ARMS:])}: `fp8bench show {kept.training.id} --csv FILE` has "
-            "their readings."
+            f"{listed(drawn[_MOST_ARMS:])} are not drawn: `fp8bench show {kept.training.id} --csv FILE` has their "
+            "readings."
         )
 
 
@@ -249,7 +246,7 @@ def _tensor_lines(name: str, arm: str, readings: Sequence[LayerReading]) -> Spar
     return Sparks(
         name, f"{arm}: largest magnitudes{' and scales' if scaled else ''} by layer",
         "Watched steps of the first seed, each line in octaves around its own middle. A scale that mirrors its "
-        "magnitude follows it; one that stands still while the magnitude moves is late.",
+        "magnitude follows it; one that stays while the magnitude moves is late.",
         tuple(map(units.whole, steps)), tuple(f"{role}s" for role in roles),
         ("largest magnitude", "scale")[: 1 + scaled], rows,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What a training tells while it goes on: a board on a terminal, or in a log a line at each look at held-out text; its
-page, written again and again; a command for alarms; a run of wandb.
+"""The progress of a training: a board on a terminal, lines in a log, its page rewritten as it goes, a command for
+alarms, and a wandb run.
 
-All of it is done between slices, where no step is timed, and none of it costs the training: what fails is said.
+All of it happens between slices, where no step is timed. A failure is reported and does not stop the training.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Watching(TrainingObserver):
 
     @property
     def _shown(self) -> list[ArmNow]:
-        """The arms of this seed: one that is in the first seed alone has no loss in another."""
+        """The arms of this seed; the one-ulp arm has no loss after the first."""
         return [now for now in self._arms.values() if now.loss is not None]
 
     def _where(self, number: int, step: int) -> str:
@@ -90,7 +90,7 @@ class _Watching(TrainingObserver):
         request = self._training.request
         done = (number * request.steps + step) / (request.seeds * request.steps)
         if self._done_before is None:
-            self._done_before = done  # of a training that was gone on with
+            self._done_before = done  # of a resumed training
         left = ""
         if done < 1:
             left = time_left(self._clock() - self._begun, (done - self._done_before) / (1 - self._done_before))
@@ -114,7 +114,7 @@ def _with(now: ArmNow, line: StreamLine, steps: int) -> ArmNow:
 
 
 class TrainingLines(_Watching):
-    """For logs and pipes: a line when the held-out text was looked at."""
+    """For logs and pipes: a line after each validation."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(say, clock)
@@ -130,7 +130,7 @@ class TrainingLines(_Watching):
 
 
 class TrainingBoard(_Watching):
-    """For who watches: a board that stays where it is, below the sentences that are said meanwhile."""
+    """For a terminal: a board that stays in place, below the sentences."""
 
     def __init__(
         self, stream: TextIO, environ: Mapping[str, str], say: Callable[[str], None],
@@ -162,7 +162,7 @@ class TrainingBoard(_Watching):
         self._block.close()
 
 
-# Losses are drawn in so many bars of eight heights, each the mean of its part of all steps.
+# Losses are drawn as so many bars of eight heights, each the mean of its part of the steps.
 PARTS = 24
 _NO_PARTS = ((0.0, 0),) * PARTS
 BARS, _NOT_FINITE, _NOT_YET = "▁▂▃▄▅▆▇█", "x", " "
@@ -170,11 +170,9 @@ BARS, _NOT_FINITE, _NOT_YET = "▁▂▃▄▅▆▇█", "x", " "
 
 @dataclass(frozen=True)
 class ArmNow:
-    """An arm in the seed that is being trained: its last loss, and the sum and number of those in each part.
-
-    `seconds` are those of the last step that was timed, 0 before there is one. `alarms` are of all seeds, `last_alarm`
-    says where the last one was, and `ended` how the arm came to an early end.
-    """
+    """An arm in the present seed: its last loss, and the sum and number of losses in each part of the steps. `seconds`
+    is the time of the last timed step, 0 before there is one. `alarms` counts those of all seeds, `last_alarm` says
+    where the last was, and `ended` why the arm ended early."""
 
     arm: Arm
     parts: tuple[tuple[float, int], ...] = _NO_PARTS
@@ -188,12 +186,12 @@ class ArmNow:
 
     @property
     def means(self) -> tuple[float | None, ...]:
-        """Of the losses in each part; None where no step has been yet."""
+        """The mean loss of each part; None where there was no step yet."""
         return tuple(total / count if count else None for total, count in self.parts)
 
 
 def board_of(where: str, arms: Sequence[ArmNow], drawn: bool) -> Page:
-    """Rows of arms. With `drawn` their losses are bars on one scale for all of them."""
+    """A table of the arms. With `drawn`, losses are bars on a common scale."""
     finite = [mean for now in arms for mean in now.means if mean is not None and math.isfinite(mean)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     cols: list[Col[ArmNow]] = [
@@ -233,11 +231,11 @@ def on_terminal() -> Iterator[TrainingObserver]:
         yield observer
 
 
-# The page is written no more often than this, and takes no larger a share of the time.
+# The page is written at most this often, and takes at most this share of the time.
 PAGE_SECONDS, _PAGE_SHARE = 10.0, 0.02
-# A command has so long, and the next one waits for it.
+# A command is killed after so long; the next one waits for it.
 COMMAND_SECONDS = 30.0
-_TOLD = ("alarm", "stopped", "out")
+_REPORTED = ("alarm", "stopped", "out")
 Say = Callable[[str], None]
 
 
@@ -245,17 +243,17 @@ Say = Callable[[str], None]
 def outward(
     inner: TrainingObserver, store: Path, live: Path | None, on_alarm: str | None, wandb: str | None = None
 ) -> Iterator[TrainingObserver]:
-    told: list[_Outward] = []
+    observers: list[_Outward] = []
     if live is not None:
-        told.append(LivePage(live, store, inner.note))
+        observers.append(LivePage(live, store, inner.note))
     if on_alarm is not None:
-        told.append(AlarmCommand(on_alarm, inner.note))
+        observers.append(AlarmCommand(on_alarm, inner.note))
     if wandb is not None:
-        told.append(LiveBoard(wandb, inner.note))
+        observers.append(LiveBoard(wandb, inner.note))
     with ExitStack() as stack:
-        for part in told:
-            stack.callback(part.close)
-        yield _Several(inner, told) if told else inner
+        for observer in observers:
+            stack.callback(observer.close)
+        yield _Several(inner, observers) if observers else inner
 
 
 class _Outward(TrainingObserver):
@@ -265,7 +263,7 @@ class _Outward(TrainingObserver):
         self._training = training
 
     def close(self) -> None:
-        """It has ended, however."""
+        """The training has ended, for whatever reason."""
 
 
 class _Several(TrainingObserver):
@@ -283,7 +281,7 @@ class _Several(TrainingObserver):
 
 
 class LivePage(_Outward):
-    """The report of what was kept so far, which a browser reads again by itself; at the end without that."""
+    """The report of what was kept so far, which a browser reloads by itself until the training ends."""
 
     def __init__(self, file: Path, store: Path, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._store, self._say, self._clock = file, store, say, clock
@@ -295,24 +293,24 @@ class LivePage(_Outward):
         begun, request = self._clock(), self._training.request
         where = f"seed {number + 1} of {request.seeds}, step {step} of {request.steps}"
         written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        self._write(f"Written while it trains, in {where}, at {written}: what is said is of what was kept.")
+        self._write(f"Written while it trains, in {where}, at {written}: all figures are of what was kept.")
         self._due = self._clock() + max(PAGE_SECONDS, (self._clock() - begun) / _PAGE_SHARE)
 
     def close(self) -> None:
         self._write("")
 
-    def _write(self, going: str) -> None:
+    def _write(self, state: str) -> None:
         path = find_training(self._training.id, self._store) if self._training is not None else None
         if path is None:
             return
         try:
             kept = load_training(path)
-            page = page_of(replace(kept, finished=kept.finished or bool(going)), verdicts_of(kept.training, kept.lines))
-            if going:
-                head = Part("live", "As it goes", (Text(going, Tone.DOUBT),))
+            page = page_of(replace(kept, finished=kept.finished or bool(state)), verdicts_of(kept.training, kept.lines))
+            if state:
+                head = Part("live", "In progress", (Text(state, Tone.DOUBT),))
                 page = replace(page, parts=(head, *page.parts), refresh=round(3 * PAGE_SECONDS))
             write_whole(self._file, html.render(page), sync=False)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with a page, a training of days is worth more
+        except Exception as error:  # noqa: BLE001 - a broken page must not end a training of days
             why = f"--live {self._file} was not written ({error}); the training goes on"
             if why != self._failed:
                 self._say(why)
@@ -320,7 +318,7 @@ class LivePage(_Outward):
 
 
 class AlarmCommand(_Outward):
-    """A command of the user's for alarms, one at a time, with a sentence a line on its stdin."""
+    """Runs the user's command for alarms, one at a time, with a sentence a line on its stdin."""
 
     def __init__(self, command: str, say: Say, seconds: float = COMMAND_SECONDS) -> None:
         self._command, self._say, self._seconds = command, say, seconds
@@ -333,7 +331,7 @@ class AlarmCommand(_Outward):
         if self._training is not None:
             name = f"training {self._training.id} of {self._training.request.settings.called}"
             bands = {arm.name for arm in self._training.arms if arm.is_band}
-            events = [line for line in lines if isinstance(line, TrainingEvent) and line.kind in _TOLD]
+            events = [line for line in lines if isinstance(line, TrainingEvent) and line.kind in _REPORTED]
             self._waiting += [f"{name}: {event_words(event)}\n" for event in events if event.arm not in bands]
         self._go_on()
 
@@ -358,7 +356,7 @@ class AlarmCommand(_Outward):
 
     def _start(self, text: str) -> None:
         try:
-            # A file, and no pipe: whoever does not read it holds nobody up.
+            # A file, not a pipe: a command that does not read it must not block the training.
             with tempfile.TemporaryFile() as given:
                 given.write(text.encode(errors="backslashreplace"))
                 given.seek(0)
@@ -379,12 +377,12 @@ class AlarmCommand(_Outward):
             first = errors.read(300).strip().partition(b"\n")[0]
             errors.close()
         if why:
-            said = f": {first.decode(errors='replace')}" if first else ""
-            self._say(f"--on-alarm {shlex.quote(self._command)} {why}{said}; the training goes on")
+            message = f": {first.decode(errors='replace')}" if first else ""
+            self._say(f"--on-alarm {shlex.quote(self._command)} {why}{message}; the training goes on")
 
 
 class LiveBoard(_Outward):
-    """A run of wandb with the curves of all arms as they come; runs of single arms are sent at the end."""
+    """A wandb run with the curves of all arms as they come; runs of single arms are sent at the end."""
 
     def __init__(self, project: str, say: Say) -> None:
         self._project, self._say = project, say
@@ -421,6 +419,6 @@ class LiveBoard(_Outward):
     def _try(self, do: Callable[[], Any]) -> None:
         try:
             do()
-        except Exception as error:  # noqa: BLE001 - it is another program's network
+        except Exception as error:  # noqa: BLE001 - another program's network may raise anything
             self._sent = None
-            self._say(f"--wandb shows nothing as it goes ({type(error).__name__}: {error}); the training goes on")
+            self._say(f"--wandb shows no progress ({type(error).__name__}: {error}); the training goes on")

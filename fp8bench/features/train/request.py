@@ -1,4 +1,4 @@
-"""What is asked of a training, field by field."""
+"""The options of a training, declared field by field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fp8bench.nn.sizes import SIZES
 from fp8bench.units import number_of
 
 ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
-# Of parameters: those that learn at rates of their own.
+# Kinds of parameters that may have their own learning rates.
 PARAMETER_KINDS = ("embedding", "norm", "layer", "head")
 LOSS_SCALES = ("auto", "dynamic")
 LARGEST_LOSS_SCALE = float(1 << 32)
@@ -32,19 +32,19 @@ OPTIMIZERS = ("adamw", "sgd", "lion", "adafactor")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
 # How several ranks train together.
 PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
-# What they send, and the ways of which that is a choice.
+# The formats they send, and the ways that have this choice.
 WIRES, WIRED = ("fp32", "bf16", "fp8"), ("zero", "sp")
-# Those that cut blocks.
+# The ways that divide blocks.
 CUT = ("tp", "sp")
 USUAL_MERGES = 1024
 # What a trained model may be scored on (tasks.py).
 TASKS = ("cloze", "copy", "retrieval")
-# With the bytes themselves they are all that 16 bits can tell apart.
+# Bytes and merges together have to fit into 16 bits.
 MOST_MERGES = (1 << 16) - 256
 
 
 def merges_of(tokens: str) -> int | None:
-    """How many merges 'bytes', 'bpe' or 'bpe:512' ask for; None where it is none of these."""
+    """The number of merges in 'bytes', 'bpe' or 'bpe:512'; None for any other word."""
     word, _, number = tokens.partition(":")
     if tokens in ("bytes", "bpe"):
         return 0 if tokens == "bytes" else USUAL_MERGES
@@ -52,7 +52,7 @@ def merges_of(tokens: str) -> int | None:
     return int(number) if right else None
 
 
-# What may be trained beside the reference, to show what chance does to it.
+# Arms that show what chance does to the reference.
 BANDS = ("repeat", "other-seed", "one-ulp")
 
 
@@ -73,7 +73,7 @@ def _are_rates(value: object) -> bool:
     )
 
 
-_BETA = number("a number from 0 to below 1, or -1 for the usual one", lambda value: value == -1 or 0 <= value < 1)
+_BETA = number("a number from 0 to below 1, or -1 for the default", lambda value: value == -1 or 0 <= value < 1)
 WHAT, LENGTH, LEARNING = "what to train", "how long, and how sure", "how it learns"
 _OF_A_RUN = options_of(Request)
 
@@ -92,34 +92,32 @@ def _share(default: float, words: str, group: str = LEARNING) -> Any:
 
 
 def _as_in_a_run(default: Any, name: str, words: str = "", metavar: str = "", group: str = LENGTH) -> Any:
-    """A field that a run has, too, and what this one says of it."""
-    its = _OF_A_RUN[name]
-    words, metavar = words or its.help, metavar or its.metavar
-    return option(default, its.rule, words, metavar, group, called=its.called, parse=its.parse)
+    """A field that a run has, too, with its own default, and its own help where given."""
+    shared = _OF_A_RUN[name]
+    words, metavar = words or shared.help, metavar or shared.metavar
+    return option(default, shared.rule, words, metavar, group, called=shared.called, parse=shared.parse)
 
 
 def refuse_ranks(request: Any) -> None:
     ranks, settings = request.ranks, request.settings
     if ranks is not None and not settings.parallel:
-        raise UsageError(
-            f"--ranks {ranks} does not say how they train together. Add --parallel {' or '.join(PARALLEL)}."
-        )
+        raise UsageError(f"--ranks {ranks} needs a way to train together. Add --parallel {' or '.join(PARALLEL)}.")
     swept = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
     of_ranks = (
         ("--parallel", settings.parallel), ("--amax-group", settings.amax_group), ("--wire", settings.wire != "fp32"),
     )  # fmt: skip
     for word, given in of_ranks:
         if ranks is None and (given or word in swept):
-            raise UsageError(f"{word} is about several ranks, and there is one. Add --ranks N.")
+            raise UsageError(f"{word} is for several ranks, and there is one. Add --ranks N.")
     for word, given in ("--no-isolation", not request.isolation), ("--max-batch", request.max_batch):
         if ranks is not None and given:
-            raise UsageError(f"{word} is of one process, and --ranks asks for several. Leave one of them out.")
+            raise UsageError(f"{word} is for one process, and --ranks starts several. Leave one of them out.")
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How a model is trained. An arm may have some of these otherwise (`Arm.settings`), by the same names. `make` gives
-    a model of the user's own, with its batches: what is said of the built-in ones then does not count."""
+    """How a model is trained. An arm may replace some of these by name (`Arm.settings`). `make` names the maker of a
+    user's own model and batches; settings of the built-in models then do not apply."""
 
     model: str = option(
         "nano", Rule("a model's name", lambda value: isinstance(value, str) and bool(value)),
@@ -128,12 +126,12 @@ class TrainerSettings:
     make: str = option("", Rule("module:function, or file.py:function", lambda value: isinstance(value, str)), group="")
     skip: tuple[str, ...] = option(
         (), Rule("a list of layers", lambda value: isinstance(value, tuple) and all(map(str, value))),
-        "of a model of your own, what stays as it came: kinds of layers (head, linear), or paths with * and ?", "A,B",
+        "layers of your own model that are not converted: kinds (head, linear), or paths with * and ?", "A,B",
         WHAT,
     )  # fmt: skip
     arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", WHAT)
     norm: str = _choice(
-        "batch", ("batch", "layer"), "what cnn has behind a convolution: batch norm or layer norm; default {default}",
+        "batch", ("batch", "layer"), "the norm after a convolution of cnn: batch norm or layer norm; default {default}",
         WHAT,
     )  # fmt: skip
     batch: int = option(
@@ -158,37 +156,37 @@ class TrainerSettings:
     )  # fmt: skip
     optimizer: str = _choice("adamw", OPTIMIZERS, "what updates the weights; default {default}")
     beta1: float = option(
-        -1.0, _BETA, "of the first moment, sgd's momentum; default adamw 0.9, sgd 0.9, lion 0.9", "NUMBER", LEARNING
+        -1.0, _BETA, "first moment's decay, sgd's momentum; default adamw 0.9, sgd 0.9, lion 0.9", "NUMBER", LEARNING
     )
-    beta2: float = option(-1.0, _BETA, "of the second one; default adamw 0.999, lion 0.99", "NUMBER", LEARNING)
+    beta2: float = option(-1.0, _BETA, "second moment's decay; default adamw 0.999, lion 0.99", "NUMBER", LEARNING)
     eps: float = option(
         0.0, number("a number from 0 to 1", lambda value: 0 <= value <= 1),
-        "what adamw adds to the root of the second moment, and adafactor's least root mean square of a weight; default "
+        "added by adamw to the root of the second moment; adafactor's least root mean square of a weight; default "
         "1e-8, 1e-3", "NUMBER", LEARNING,
     )  # fmt: skip
     updates: str = _choice(
         "fp32", ("fp32", "bf16", "fp8"),
-        "what each update is rounded to before the weights take it, an optimizer's of your own, too; default {default}",
+        "format to which each update is rounded, also of your own optimizer; default {default}",
     )  # fmt: skip
     schedule: str = _choice(
         "cosine", SCHEDULES,
-        "how the rate goes on once it has risen; plateau: it falls where held-out losses do not; default {default}",
+        "how the rate changes after its warm-up; plateau: it falls when held-out losses do not; default {default}",
     )  # fmt: skip
     warmup: float = _share(0.1, "share of the steps in which the rate rises; default {default}")
-    floor: float = _share(0.1, "share of the rate that is left at the end of the schedule; default {default}")
-    decay: float = _share(0.2, "share of the steps in which wsd's rate falls, at the end; default {default}")
+    floor: float = _share(0.1, "share of the rate at the end of the schedule; default {default}")
+    decay: float = _share(0.2, "share of the steps, at the end, in which wsd's rate falls; default {default}")
     patience: int = option(
         2, whole_number(0, MOST_STEPS),
-        "of plateau, looks at the held-out text without a better loss that leave the rate alone; default {default}",
+        "validations without a better loss before plateau lowers the rate; default {default}",
         "N", LEARNING,
     )  # fmt: skip
     drop: float = option(
         0.5, number("a share above 0 and below 1", lambda value: 0 < value < 1),
-        "of plateau, what the rate is multiplied by then; default {default}", "SHARE", LEARNING,
+        "factor by which plateau lowers the rate; default {default}", "SHARE", LEARNING,
     )  # fmt: skip
     weight_decay: float = option(
         0.1, number("a number from 0 to 10", lambda value: 0 <= value <= 10),
-        "of matrices; default {default}", "NUMBER", LEARNING,
+        "weight decay of matrices; default {default}", "NUMBER", LEARNING,
     )  # fmt: skip
     clip: float = option(
         1.0, number("a number above 0, or 0 for none", lambda value: 0 <= value < math.inf),
@@ -196,37 +194,37 @@ class TrainerSettings:
     )  # fmt: skip
     clip_by: str = _choice(
         "all", ("all", "kind", "block", "tensor"),
-        "whose norm is held against --clip: of all gradients together, or of each kind (attn, mlp, embedding, norm, "
-        "head), block or tensor by itself; default {default}",
+        "which gradients are clipped together: all, or those of each kind (attn, mlp, embedding, norm, head), block or "
+        "tensor; default {default}",
     )  # fmt: skip
     shift: float = _share(1.0, "share of the steps after which batches are of the other text; 1: never", WHAT)
     start: str = option(
         "", Rule("a training, or TRAINING:ARM", lambda value: isinstance(value, str)),
-        "begin with the weights in the newest checkpoint of a kept training: of its reference, or of ARM",
+        "begin with the weights in the newest checkpoint of a stored training: its reference's, or ARM's",
         "TRAINING:ARM", WHAT,
     )  # fmt: skip
     weights_from: str = option(
         "", Rule("a file with a state dict", lambda value: isinstance(value, str)),
-        "begin with the weights of a state dict (.pt, .safetensors), a model's of your own, too", "FILE", WHAT,
+        "begin with the weights of a state dict (.pt, .safetensors), also of your own model", "FILE", WHAT,
         called="from",
     )  # fmt: skip
     lora: int = option(
-        0, whole_number(0, 1024), "train adapters of such a rank beside weights that stay as they began (--start, "
-        "--from); 0: all weights; default {default}", "RANK", LEARNING,
+        0, whole_number(0, 1024), "train adapters of this rank next to fixed weights (--start, --from); 0: train all "
+        "weights; default {default}", "RANK", LEARNING,
     )  # fmt: skip
     tasks: tuple[str, ...] = option(
         (), Rule(f"some of {', '.join(TASKS)}", lambda value: isinstance(value, tuple)),
-        f"score arms after the last step: {', '.join(TASKS)}; --data task:copy,retrieval is a text to learn the last "
-        "two from", "NAME,...", WHAT,
+        f"score arms after the last step on {', '.join(TASKS)}; --data task:copy,retrieval is a text that teaches the "
+        "last two", "NAME,...", WHAT,
     )  # fmt: skip
     metric: tuple[str, ...] = option(
         (), Rule("functions of your own, like my_pkg:f", lambda value: isinstance(value, tuple) and all(value)),
-        "measure arms after the last step by f(model, held_out), which gives a number or several by name: more is "
-        "better, with =lower less", "MODULE:FUNCTION[=lower],...", WHAT,
+        "measure arms after the last step by f(model, held_out), which returns a number or several by name; more is "
+        "better, unless =lower is added", "MODULE:FUNCTION[=lower],...", WHAT,
     )  # fmt: skip
     dropout: float = option(
         0.0, number("a share from 0 to below 1", lambda value: 0 <= value < 1),
-        "share of values that are dropped, the same in all arms", "SHARE", WHAT,
+        "share of values that are dropped, the same ones in all arms", "SHARE", WHAT,
     )  # fmt: skip
     loss_scale: str = option(
         "auto", Rule("auto, dynamic, or a number from 1 to 2^32", _is_loss_scale),
@@ -234,70 +232,70 @@ class TrainerSettings:
     )  # fmt: skip
     scale_first: float = option(
         2.0**16, _above_nothing("a number from 1 to 2^32, like 2^10", LARGEST_LOSS_SCALE),
-        "where a dynamic loss scale begins; default 2^16", "SCALE", LEARNING,
+        "initial dynamic loss scale; default 2^16", "SCALE", LEARNING,
     )  # fmt: skip
     scale_factor: float = option(
         2.0, number("a number above 1 and up to 1024, like 2^1", lambda value: 1 < value <= 1024),
-        "what a dynamic loss scale is multiplied and divided by; default {default}", "NUMBER", LEARNING,
+        "factor by which a dynamic loss scale grows and shrinks; default {default}", "NUMBER", LEARNING,
     )  # fmt: skip
     scale_growth: int = _count(
         200, MOST_STEPS, "steps without an overflow after which a dynamic loss scale grows; default {default}", LEARNING
     )
     optimizer_states: str = _choice(
-        "fp32", ("fp32", "bf16", "fp8lm"), "what the optimizer's moments are kept in; default {default}"
+        "fp32", ("fp32", "bf16", "fp8lm"), "format of the optimizer's moments; default {default}"
     )
     master: str = _choice(
         "fp32", ("fp32", "fp16-scaled", "fp16-fp8", "bf16-stochastic"),
-        "what the weights are kept in, fp16-fp8: fp16-scaled, and fp8 for the passes beside, bf16-stochastic: rounded "
-        "at random, up or down by how near; default {default}",
+        "format of the stored weights; fp16-fp8: fp16-scaled, with fp8 copies for the passes; bf16-stochastic: rounded "
+        "stochastically; default {default}",
     )  # fmt: skip
-    gradients: str = _choice("fp32", ("fp32", "bf16", "fp8"), "what gradients are kept in; default {default}")
+    gradients: str = _choice("fp32", ("fp32", "bf16", "fp8"), "format of stored gradients; default {default}")
     checkpointing: str = _choice(
         "no", ("no", "blocks"),
-        "blocks: keep each block's input only, compute it again in backward; default {default}", WHAT,
+        "blocks: keep only each block's input, and recompute the block in backward; default {default}", WHAT,
     )  # fmt: skip
     compile: str = _choice(
         "no", ("no", "yes"), "yes: torch.compile, forward and backward as one graph each; default {default}", WHAT
     )
     attention: str = _choice(
         "auto", ("auto", "rounded", "prescaled"),
-        "rounded: its scores in the arm's precision, too; prescaled: queries are scaled ahead of them; default "
+        "rounded: attention's products in the arm's precision, too; prescaled: with queries scaled first; default "
         "{default}",
         WHAT,
     )  # fmt: skip
     on_nan: str = _choice(
         "stop", ("stop", "skip", "lower-rate", "rewind"),
-        "what is done about a step that is not finite, rewind: back to a checkpoint, and past the batch; default "
+        "what to do after a step that is not finite; rewind: go back to a checkpoint and skip the batch; default "
         "{default}",
     )  # fmt: skip
-    rewinds: int = _count(3, 100, "rewinds of an arm in a seed, after which it is stopped; default {default}", LEARNING)
+    rewinds: int = _count(3, 100, "rewinds of an arm in a seed before it is stopped; default {default}", LEARNING)
     nudge: str = _choice(
         "", ("", "ulp", "order"),
-        "disturb arms as rounding does, to hold a training against itself: ulp moves initial weights by one unit in "
-        "the last place, order sums a batch from its other end",
+        "disturb arms as rounding does, to compare a training with itself: ulp moves initial weights by one unit in "
+        "the last place, order sums a batch in reverse order",
     )  # fmt: skip
     handicap: float = option(
         1.0, _above_nothing("a number above 0 and up to 1000", 1000.0),
-        "multiply the rate, to plant a loss that has to be found; default {default}", "NUMBER", LEARNING,
+        "multiply the rate, to plant a difference that has to be found; default {default}", "NUMBER", LEARNING,
     )  # fmt: skip
     precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
-        (), "precision_map", "layers that take another precision, as in suite; the reference stays pure", group=WHAT
+        (), "precision_map", "layers with another precision, as in suite; the reference has none", group=WHAT
     )
-    # Largest magnitudes that `scales_from` has, by precision, layer and role.
+    # Largest magnitudes from `scales_from`, by precision, layer and role.
     scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
     parallel: str = _choice(
         "", ("", *PARALLEL),
-        "how: ddp (parts of a batch), zero (these, and whole weights by owner), fsdp (these, and rows of all weights), "
-        "tp (parts of each block), sp (tp, and own tokens between them)", LENGTH,
+        "how ranks divide the work: ddp (the batch), zero (also whole weights), fsdp (also rows of weights), tp (parts "
+        "of each block), sp (tp, and tokens between blocks)", LENGTH,
     )  # fmt: skip
     wire: str = _choice(
         "fp32", WIRES,
-        "what is sent at most, of zero gradients and weights, of sp the stream, in the arm's own dtype where that is "
-        "less; fp8: codes, each tensor with its scale; default {default}", LENGTH,
+        "widest format that is sent: zero's gradients and weights, sp's activations, unless the arm's dtype is "
+        "narrower; fp8: codes, with a scale for each tensor; default {default}", LENGTH,
     )  # fmt: skip
     amax_group: str = _choice(
         "", ("", "own", "parallel"),
-        "whose largest magnitude a tensor's scale is from: each rank's own, or all ranks' (usual)", LENGTH,
+        "scales from each rank's own largest magnitudes, or from those of all ranks (default)", LENGTH,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -313,7 +311,7 @@ SETTINGS_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """What a person asks of `fp8bench train`, as given. `margin` is a share of the reference's loss."""
+    """What a user asks of `fp8bench train`. `margin` is a share of the reference's loss."""
 
     dtypes: tuple[str, ...] = _as_in_a_run(("bf16", "fp8"), "dtypes", group="")
     reference: str | None = _as_in_a_run(None, "reference", group=WHAT)
@@ -325,8 +323,8 @@ class TrainingRequest:
         BANDS,
         Rule(f"none, or some of {', '.join(BANDS)}",
              lambda value: isinstance(value, tuple) and (value == ("none",) or set(value) <= set(BANDS))),
-        "which arms show what chance does to the reference: repeat (nondeterminism), other-seed, one-ulp (chaos, in "
-        "the first seed); none: none; default all", "NAME,...", LENGTH,
+        "arms that show what chance does to the reference: repeat (nondeterminism), other-seed, one-ulp (chaos, in the "
+        "first seed), or none; default all three", "NAME,...", LENGTH,
     )  # fmt: skip
     margin: float = option(0.01, number("a share above 0 and below 1", lambda value: 0 < value < 1), group="")
     sweep: tuple[tuple[str, tuple[str, ...]], ...] = option(
@@ -335,7 +333,7 @@ class TrainingRequest:
             "settings or options of a dtype with at least one value each, like {'history': ('1', '16')}",
             REQUEST_RULES["axes"].holds,
         ),
-        "arms for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply",
+        "an arm for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply",
         "NAME=A,B", WHAT, parse="axis",
     )  # fmt: skip
     device: str | None = option(
@@ -346,52 +344,52 @@ class TrainingRequest:
     data: str | None = _as_in_a_run(
         None, "data", "a text, a token file (.bin) or a saved dataset; default Python's own sources", group=WHAT
     )
-    other_data: str | None = _as_in_a_run(None, "data", "text of another kind to validate on, too", group=WHAT)
+    other_data: str | None = _as_in_a_run(None, "data", "text of another kind to also validate on", group=WHAT)
     tokens: str = option(
         "bytes",
         Rule(
             f"bytes, bpe, or bpe:N with 1 to {MOST_MERGES} merges",
             lambda value: isinstance(value, str) and merges_of(value) is not None,
         ),
-        "bytes, bpe, or bpe:N by N merges that are learnt from the text; default {default}", "KIND", WHAT,
+        "bytes, bpe, or bpe:N with N merges learnt from the text; default {default}", "KIND", WHAT,
     )  # fmt: skip
     stride: int = _count(
-        10, MOST_STEPS, "every so many steps are watched closely; default {default}, and show --histories needs 1"
+        10, MOST_STEPS, "steps from one watched step to the next; default {default}; show --histories needs 1"
     )
-    evaluate: int = _count(50, MOST_STEPS, "steps between two looks at the held-out text; default {default}")
-    keep: int = _count(50, MOST_STEPS, "steps between two checkpoints; default {default}")
+    evaluate: int = _count(50, MOST_STEPS, "steps between validations; default {default}")
+    keep: int = _count(50, MOST_STEPS, "steps between checkpoints; default {default}")
     until: float | None = option(
         None, _above_nothing("a loss above 0"),
-        "end a seed where all arms have come to this loss on held-out text, and say in how many steps; --steps at most",
+        "end a seed once all arms have reached this held-out loss, and report in how many steps; at most --steps",
         "LOSS", LENGTH,
     )  # fmt: skip
     try_fix: bool = _as_in_a_run(
         False, "quick",
-        "at an arm's first alarm, try what may help from the checkpoint before it, side by side, and say what did",
+        "at an arm's first alarm, try its remedies side by side from the checkpoint before it, and report which helped",
     )  # fmt: skip
     max_batch: bool = _as_in_a_run(
         False, "max_batch",
-        "after the last step, also look for the largest batch of each arm, by running it and the next one",
+        "after the last step, find the largest batch of each arm by running it and the next one",
     )  # fmt: skip
     memory_limit: int | None = _as_in_a_run(
         None, "memory_limit",
-        "what all arms have to fit into, like 2GiB, else they are trained in pairs with the reference, and each with "
+        "memory for all arms together, like 2GiB, else they are trained in pairs with the reference; and the limit of "
         "--max-batch; default the device's own",
     )  # fmt: skip
     energy: bool = _as_in_a_run(
         True, "energy",
-        "measure no energy; else it is where a device can tell it, in windows of steps after the last one",
+        "measure no energy; by default it is measured after the last step, where a device has a counter",
     )  # fmt: skip
     scales_from: str | None = _as_in_a_run(
         None, "scales_from",
-        "scales that stay as a training or a run has kept them, in place of those of each tensor: its id, or last; the "
-        "reference stays pure", group=LEARNING,
+        "fixed scales from a stored training or run (its id, or last) in place of those of each tensor; the reference "
+        "has none", group=LEARNING,
     )  # fmt: skip
     experiment: str = option("", Rule("an experiment's name", lambda value: isinstance(value, str)), group="")
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
     ranks: int | None = _as_in_a_run(
-        None, "ranks", "train every arm in so many processes together, each on a device of its own if there are GPUs"
+        None, "ranks", "train every arm in so many processes together, each on its own GPU if there are GPUs"
     )
 
     def __post_init__(self) -> None:
@@ -402,11 +400,13 @@ class TrainingRequest:
 
 
 TRAINING_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of(TrainingRequest).items()}
-# A quick training is one seed of so many steps: enough to see that it runs.
+# A quick training has one seed of so many steps.
 QUICK_STEPS = 60
 
 
-def asked(quick: bool, steps: int | None, seeds: int | None, dtypes: tuple[str, ...], **more: Any) -> TrainingRequest:
+def request_with_defaults(
+    quick: bool, steps: int | None, seeds: int | None, dtypes: tuple[str, ...], **more: Any
+) -> TrainingRequest:
     usual = TrainingRequest()
     steps = (QUICK_STEPS if quick else usual.steps) if steps is None else steps
     seeds = (1 if quick else usual.seeds) if seeds is None else seeds

@@ -1,6 +1,6 @@
-"""A training: planned, begun, and gone on with where it was cut off. Its stream is the result.
+"""Plans and runs a training, or resumes one. Its stream of lines is the result.
 
-What each arm takes by itself is measured in passes of their own before and after its steps.
+Memory, largest batch and energy of each arm are measured in passes of their own, before and after the steps.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fp8bench.features.train.kind import (
 )
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
+from fp8bench.features.train.lab.rank_lab import MERGES
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
-from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.request import SETTINGS_RULES, TrainingRequest
 from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, lab_of
 from fp8bench.features.train.values import (
@@ -69,11 +69,9 @@ from fp8bench.user_code import import_user_modules
 
 
 def train(request: TrainingRequest, store: Path, observer: TrainingObserver, command: str) -> KeptTraining:
-    """Train all arms of all seeds, and read back what was kept.
-
-    An interrupt ends it early: what was kept is returned, with `finished` False. Raises NotKept, which holds the
-    training as far as it was kept, where the store fails, and WorkerError where the reference cannot go on.
-    """
+    """Train all arms of all seeds, and read back what was kept. After an interrupt it returns what was kept, with
+    `finished` False. Raises NotKept, which holds the training as far as it was kept, where the store fails, and
+    WorkerError where the reference cannot go on."""
     request = as_experiment(request)
     if base := base_of(request):
         observer.note(f"experiment {request.experiment}: first the training whose weights its arms begin with")
@@ -83,8 +81,8 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
         request = replace(request, settings=replace(request.settings, start=begun.training.id))
     request = with_scales(with_file(started_from(request, store)), store)
     with _ready(request, store) as (worker, text):
-        training = _of_today(request, worker, text, command)
-        covered = _examined(training, worker)
+        training = _plan(request, worker, text, command)
+        covered = _coverage_events(training, worker)
         training = replace(training, parameters=_reference(training, worker).parameters)
         if note := without_histories(training):
             observer.note(note)
@@ -97,40 +95,35 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
 
 
 def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
-    """Go on with a training from the last place that was kept; one that is finished is returned, with False.
-
-    Raises UsageError where a file that it names by a path of its own folder is not to be found from here, or where
-    machine, software, commit, text or plan are not what it began with: its checkpoints would not go on to the same
-    losses.
-    """
+    """Resume a training from the last place that was kept; a finished one is returned unchanged, with False. Raises
+    UsageError where a file that it names by a relative path is not found from here, or where machine, software, commit,
+    text or plan have changed: its checkpoints would not lead to the same losses."""
     kept = load_training(path)
     if kept.finished:
         return False, kept
     training, request = kept.training, kept.training.request
-    called = f"the training {training.id}"
-    refuse_files_elsewhere(called, request.imports, request.data, request.other_data)
+    title = f"the training {training.id}"
+    refuse_files_elsewhere(title, request.imports, request.data, request.other_data)
     with _ready(request, store) as (worker, text):
-        for why in _differences(training, _of_today(request, worker, text)):
-            raise cannot_resume(called, why, "Its halves would not be one training; start a new one.")
+        for why in _differences(training, _plan(request, worker, text)):
+            raise cannot_resume(title, why, "The two halves would not be one training; start a new one.")
         writer = reopen_training(path)
         place = writer.places[-1]
         writer.go_back(place)
-        words = f"gone on with from step {place.step}"
+        words = f"resumed from step {place.step}"
         number = turns_of(training, kept.of(ArmCost)).turns[place.number].number
         writer.append((TrainingEvent("", request.seed + number, place.step, "resumed", words),))
         return True, _trained(replace(training, text=text), writer, worker, observer, resumed=True)
 
 
 def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, float, list[str], float | None]:
-    """A training as it would be, its reference's model as it was built, and what is expected of its time.
-
-    Nothing is trained. Seconds are those of all steps of arms whose precision was trained here before; then come the
-    names of the other arms, and how far gaps were apart from seed to seed.
-    """
+    """A training as it would be planned, its reference's initial state, and what its time may be. Nothing is trained.
+    Seconds are those of all steps of arms whose precision was trained here before. The names of the other arms follow,
+    and the spread of gaps between seeds."""
     request = with_scales(started_from(as_experiment(request), store), store)
     with _ready(request, store) as (worker, text):
-        training = _of_today(request, worker, text)
-        _examined(training, worker)
+        training = _plan(request, worker, text)
+        _coverage_events(training, worker)
         return training, _reference(training, worker), *_expected_seconds(training, store), _spread(training, store)
 
 
@@ -143,12 +136,12 @@ def _differences(training: Training, today: Training) -> Iterator[str]:
     for arm, own in itertools.zip_longest(training.arms, today.arms):
         if arm != own:
             names = [which.name if which is not None else "nothing" for which in (arm, own)]
-            yield f"an arm would be another today ({names[0]} was, {names[1]} is)"
+            yield f"an arm would differ today ({names[0]} was, {names[1]} is)"
 
 
 @contextmanager
 def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, TrainingText]]:
-    """The text and the worker; everything that can be refused before one is started is."""
+    """Yields a worker and the text, after everything has been checked that can be without a worker."""
     import_user_modules(request.imports)
     check_training(request)
     settings = request.settings
@@ -160,7 +153,7 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
             sequence = config_of(settings, 1).sequence
             text = prepare_text(request.data, request.other_data, request.tokens, store / "data", sequence)
             if settings.shift < 1 and text.other is None:
-                raise UsageError("--shift needs a text of another kind, and there is none. Give --other-data.")
+                raise UsageError("--shift needs a text of another kind. Give --other-data.")
         worker = _worker(request, Settings(request.threads, request.seed, request.imports))
         try:
             yield worker, text
@@ -174,10 +167,10 @@ def no_text(make: str) -> TrainingText:
     return TrainingText(nothing, nothing, None, 0, "own", f"batches of {make}")
 
 
-def _of_today(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
-    """What the worker says of where it is, and the plan that follows from it; nobody has counted parameters yet."""
+def _plan(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
+    """The training as planned for the worker's machine; `parameters` is still 0."""
     device = device_of(request, worker.probe())
-    place, colon, _ = request.settings.make.rpartition(":")  # the module or file that has it is part of what it is
+    place, colon, _ = request.settings.make.rpartition(":")  # the environment includes the maker's module or file
     imports = (*request.imports, *([place] if colon else []))
     environment = gather(worker.software(), __version__, request.threads, imports)
     arms = make_arms(request, device)
@@ -190,8 +183,8 @@ def _worker(request: TrainingRequest, settings: Settings) -> Worker:
     return ProcessWorker(settings, module=MODULE) if request.isolation else LocalWorker(settings, Lab)
 
 
-def _examined(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
-    """Of a model of the user's own, that it can be trained, and how much of it each arm converts."""
+def _coverage_events(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
+    """Check that a user's own model can be trained; the events say how much of it each arm converts."""
     if not training.request.settings.make:
         return ()
     arms = tuple(arm for arm in training.arms if not arm.skip and not arm.is_band)
@@ -209,22 +202,22 @@ def _reference(training: Training, worker: Worker) -> ArmState:
     lab, settings = lab_of(worker, START_SECONDS), training.request.settings
     try:
         if not (states := lab.begin(training.task(lead))):
-            lab.validate(lead[0].name)  # says why it could not be built
+            lab.validate(lead[0].name)  # raises the reason why it could not be built
         if settings.metric:
-            lab_of(worker, FIRST_SECONDS).validate(lead[0].name, True)  # one that fails is said before a step
+            lab_of(worker, FIRST_SECONDS).validate(lead[0].name, True)  # a metric that fails does so before any step
     except WorkerFault as fault:
         raise as_usage(fault) from None
     (state,) = states
     return state
 
 
-def _tell(training: Training, turns: Turns, writer: TrainingWriter, observer: TrainingObserver) -> None:
+def _tell_turns(training: Training, turns: Turns, writer: TrainingWriter, observer: TrainingObserver) -> None:
     seed = training.request.seed
     events = [TrainingEvent(arm, seed, 0, "out", words) for arm, words in turns.out.items()]
     if turns.cut:
         events.append(TrainingEvent("", seed, 0, "pairs", turns.cut))
-    told = {(event.kind, event.arm) for event in load_training(writer.path).of(TrainingEvent)}
-    if events := [event for event in events if (event.kind, event.arm) not in told]:
+    kept = {(event.kind, event.arm) for event in load_training(writer.path).of(TrainingEvent)}
+    if events := [event for event in events if (event.kind, event.arm) not in kept]:
         writer.append(events)
         observer.trained(0, 0, events)
 
@@ -234,31 +227,31 @@ def _trained(
 ) -> KeptTraining:
     place = writer.places[-1] if writer.places else ResumePlace(0, 0, 0)
     first, at_begin = place.number, place.number == place.step == 0
-    out, pace, fresh = dict(place.out), SeedPace(), not resumed or at_begin
+    out, pace, from_start = dict(place.out), SeedPace(), not resumed or at_begin
     observer.begun(training)
     try:
         _measure_memory(training, worker, writer, observer)
         turns = turns_of(training, load_training(writer.path).of(ArmCost))
         if at_begin:
             out |= turns.out
-            _tell(training, turns, writer, observer)
+            _tell_turns(training, turns, writer, observer)
         with Meters(energy=False) as meters:
             device = meters.of(training.device).device if training.device.accelerated else None
             for number, turn in enumerate(turns.turns[first:], first):
-                SeedRun(training, number, turn, worker, writer, observer, pace, out, device).run(fresh)
-                fresh = True
-        _measure_energy(training, worker, writer, observer, apart=bool(turns.cut))
+                SeedRun(training, number, turn, worker, writer, observer, pace, out, device).run(from_start)
+                from_start = True
+        _measure_energy(training, worker, writer, observer, in_pairs=bool(turns.cut))
         _largest_batches(training, worker, writer, observer)
         writer.finish("finished")
     except KeyboardInterrupt:
-        with ignored(), contextlib.suppress(StoreError):  # without an end line it is unfinished, too
+        with ignored(), contextlib.suppress(StoreError):  # without its last line it counts as unfinished, too
             writer.finish("interrupted")
     except StoreError as error:
         raise NotKept(str(error), load_training(writer.path)) from None
     except WorkerError:
         with contextlib.suppress(StoreError):
             writer.finish("interrupted")
-        observer.note(f"what was trained is kept; `fp8bench train --resume {training.id}` goes on with it")
+        observer.note(f"what was trained is kept; `fp8bench train --resume {training.id}` continues it")
         raise
     finally:
         writer.close()
@@ -266,14 +259,14 @@ def _trained(
         return load_training(writer.path)
 
 
-APART = "its arms do not fit into memory together, and windows of one beside the other are what compares"
-SEVERAL = "several ranks train together, and energy is measured of one process"
-# Steps that say how long one takes.
+APART = "its arms do not fit into memory together, and only windows measured side by side compare"
+SEVERAL = "several ranks train together, and energy is measured for one process only"
+# Steps that are timed to find out how long one takes.
 _FEW_STEPS = 3
 
 
 def _measure_memory(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
-    """The memory of every arm alone, ahead of all steps; a training that is gone on with has it already."""
+    """Measure every arm's memory alone, before all steps; a resumed training has it already."""
     missing = _without(training, writer, lambda cost: not (cost.capacity or cost.energy))
     for arm in missing:
         observer.working(arm.name, "measuring the memory")
@@ -286,13 +279,13 @@ def _measure_memory(training: Training, worker: Worker, writer: TrainingWriter, 
         with held_back():
             writer.append((cost,))
     if missing and training.device.accelerated:
-        worker.restart()  # no GPU is timed in a process that has listened to its memory
+        worker.restart()  # a process that has recorded a GPU's memory is not used for timing
 
 
 def _measure_energy(
-    training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver, apart: bool
+    training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver, in_pairs: bool
 ) -> None:
-    """Of every arm in windows of its own, by further steps of what the last seed has left in memory."""
+    """In windows of each arm's own, with further steps of the arms that the last seed left in memory."""
     request, facts = training.request, training.device
     missing = _without(training, writer, lambda cost: cost.energy is not None) if request.energy else []
     if not missing:
@@ -304,7 +297,7 @@ def _measure_energy(
             meter = meters.of(facts)
             if meter.kind is SourceKind.NONE:
                 uses = {arm.name: EnergyUse(SourceKind.NONE, why=meter.why) for arm in missing}
-            elif apart:
+            elif in_pairs:
                 uses = {arm.name: EnergyUse(meter.kind.value, why=APART) for arm in missing}
             else:
                 uses = _in_windows(training, missing, worker, meter, observer)
@@ -337,19 +330,19 @@ def _in_windows(
 
 
 def _largest_batches(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
-    """Of every arm that was trained, after all steps: what runs out of memory may take the worker with it."""
+    """Runs after all steps: running out of memory may take the worker with it."""
     request, facts = training.request, training.device
     missing = _without(training, writer, lambda cost: cost.capacity is not None) if request.max_batch else []
     for arm in missing:
-        batches, room = _OfArm(training, arm, worker, observer), request.memory_limit or facts.memory_bytes
+        batches, room = _ArmBatches(training, arm, worker, observer), request.memory_limit or facts.memory_bytes
         capacity = BatchSearch(batches, request.memory_limit, room, worker.restart).capacity()
         with held_back():
             writer.append((ArmCost(arm.name, request.seed, request.steps, capacity=capacity),))
 
 
 @dataclass(frozen=True)
-class _OfArm(Batches):
-    """The batches of an arm: sequences in a micro-batch."""
+class _ArmBatches(Batches):
+    """The batches of an arm for the search: sequences in a micro-batch."""
 
     _training: Training
     _arm: Arm
@@ -384,7 +377,7 @@ class _OfArm(Batches):
 
 
 def _without(training: Training, writer: TrainingWriter, has: Callable[[ArmCost], bool]) -> list[Arm]:
-    """The arms that have no such line yet. Repeats and other seeds of the reference take what it takes."""
+    """The trained arms without such a line. Bands of the reference cost what it does, and are left out."""
     known = {cost.arm for cost in load_training(writer.path).of(ArmCost) if has(cost)}
     return [arm for arm in training.arms if not arm.skip and not arm.is_band and arm.name not in known]
 
@@ -397,7 +390,7 @@ _SAME = (
 
 
 def _expected_seconds(training: Training, store: Path) -> tuple[float, list[str]]:
-    request, known = training.request, _known(training, store)
+    request, known = training.request, _known_step_seconds(training, store)
     seconds, unknown = 0.0, []
     for number in range(request.seeds):
         for arm in arms_of_seed(training.arms, number):
@@ -408,8 +401,8 @@ def _expected_seconds(training: Training, store: Path) -> tuple[float, list[str]
     return seconds, unknown
 
 
-def _known(training: Training, store: Path) -> dict[str, float]:
-    """The median step by precision, of the newest trainings of this model on this device that have it."""
+def _known_step_seconds(training: Training, store: Path) -> dict[str, float]:
+    """The median step by precision, from the newest trainings of this model on this device."""
     known: dict[str, float] = {}
     for path in training_files(store)[:_LOOKED_AT]:
         with contextlib.suppress(StoreError):
@@ -426,14 +419,14 @@ def _known(training: Training, store: Path) -> dict[str, float]:
 
 
 def _spread(training: Training, store: Path) -> float | None:
-    """The middle deviation of an arm's gaps over seeds, in kept trainings of this model and so many steps."""
+    """The median deviation of an arm's gaps between seeds, from kept trainings of this model and number of steps."""
     deviations: list[float] = []
     for path in training_files(store)[:_LOOKED_AT]:
         with contextlib.suppress(StoreError):
             head = load_head(path)
             if _conditions(head) == _conditions(training) and head.request.steps == training.request.steps:
-                said = verdicts_of(head, load_training(path).lines).arms
-                deviations += [arm.judged.gap.deviation for arm in said if arm.judged.gap and arm.judged.gap.pairs > 1]
+                gaps = [arm.judged.gap for arm in verdicts_of(head, load_training(path).lines).arms]
+                deviations += [gap.deviation for gap in gaps if gap and gap.pairs > 1]
     return median(deviations) if deviations else None
 
 

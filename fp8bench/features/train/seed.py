@@ -1,7 +1,7 @@
-"""One seed of a training: all its arms go on beside each other, in slices of a few steps, until the last step.
+"""Trains one seed: all its arms take turns in slices of a few steps, until the last step.
 
-Every slice is kept before the next one starts. What a worker that was lost had not kept in a checkpoint is trained
-again, by a fresh one; an arm in whose slice that happens twice is out, and the others go on.
+Every slice is kept before the next one starts. After a lost worker, a fresh one repeats what no checkpoint had; an arm
+in whose slice that happens twice is out, and the others go on.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from fp8bench.measure.sensors.driver import Looks
 from fp8bench.model.readings import Reading
 from fp8bench.report.words.naming import many
 
-# So many steps of an arm, then of another: a machine that is slowed for a while slows all of them.
+# Steps of an arm before the next arm's turn: a machine that is slow for a while slows all of them.
 SLICE = 5
-# A slice of steps nobody has timed may take so long, compiling included.
+# Limit for the first slice, whose time is unknown and includes compiling.
 FIRST_SECONDS = 1800.0
 _FAILURES = 2
-# Between two looks at how busy the device is: what a driver tells is of so long.
+# A driver's figure of how busy the device is covers about so long.
 _LOOK_SECONDS = 1.0
-# A rewind that follows another one closely passes over so many times as many batches: what is wrong began before.
+# A rewind soon after another one skips so many times as many batches: the trouble began earlier.
 _WIDER = 4
 
 
 @dataclass
 class SeedPace:
-    """The most seconds that a step has taken so far: what says when a worker hangs."""
+    """The most seconds that a step has taken so far, from which follows when a worker counts as hung."""
 
     slowest: float = 0.0
 
@@ -71,12 +71,12 @@ class SeedPace:
 
 
 def lab_of(worker: Worker, seconds: float) -> Lab:
-    """The lab that a worker is, each of whose answers is waited for so long."""
+    """The lab of a worker, each of whose answers is waited for at most `seconds`."""
     return cast(Lab, worker.within(seconds))
 
 
 class _Lost(Exception):
-    """A request that the worker did not survive: of an arm, or None where it was of all of them."""
+    """The worker was lost in a request: of `arm`, or of all arms where that is None."""
 
     def __init__(self, arm: Arm | None, error: WorkerError) -> None:
         super().__init__(str(error))
@@ -85,10 +85,8 @@ class _Lost(Exception):
 
 @dataclass
 class SeedRun:
-    """The arms of one turn, all of a seed's where they fit into memory; `place` counts turns from 0.
-
-    `out` are the arms that are no longer trained, and why. `device` is asked how busy it is, where it can be.
-    """
+    """Runs one turn: all arms of a seed where they fit into memory, else some of them. `place` counts turns from 0.
+    `out` says why arms are no longer trained. `device` reads how busy the device is, where that is possible."""
 
     training: Training
     place: int
@@ -105,10 +103,10 @@ class SeedRun:
     _tried: set[str] = field(default_factory=set)
     _stopped: set[str] = field(default_factory=set)
 
-    def run(self, fresh: bool) -> None:
-        """To the last step: from the first one, or from the newest place that the seed may go on from."""
+    def run(self, from_start: bool) -> None:
+        """Train from the first step, or from the newest place that can be resumed, to the last step."""
         self._health = Health(self.training.arms, self.training.request.settings)
-        if fresh:
+        if from_start:
             self.writer.keep(self.place, 0, None, tuple(self.out.items()))
         while True:
             try:
@@ -123,13 +121,13 @@ class SeedRun:
 
     @property
     def _again(self) -> str:
-        """The reference, where it has been trained in this seed before: of its steps the time alone is new."""
+        """The reference's name where it was trained in this seed before: of its steps only the times are new."""
         lead = self.turn.arms[0]
         return lead.name if lead.role is ArmRole.REFERENCE and not self.turn.first else ""
 
     @property
     def task(self) -> SeedTask:
-        """The arms that were there when the seed began, also those that went out since: checkpoints are of them all."""
+        """The arms that began the seed, including those that are out: checkpoints are of all of them."""
         gone = dict(self.writer.places[0].out)
         return self.training.task(tuple(arm for arm in self.turn.arms if arm.name not in gone), self.turn.number)
 
@@ -138,15 +136,15 @@ class SeedRun:
         return [arm for arm in self.task.arms if arm.name not in self.out]
 
     def _begin(self) -> int:
-        """Build the arms and restore the newest checkpoint that is sound; returns the step that comes next."""
+        """Build the arms and restore the newest sound checkpoint; returns the next step."""
         lab = lab_of(self.worker, START_SECONDS)
         with _faults():
             states = lab.begin(self.task)
-        if not states:  # no arm could be built in a worker that holds nothing else: a fresh one would say the same
+        if not states:  # no arm could be built although the worker is empty: a fresh one would fail, too
             lab.validate(self.task.arms[0].name)
         place = self._restored(lab)
         self.writer.go_back(place)
-        events = [line for line in self._health_anew() if isinstance(line, TrainingEvent)]
+        events = [line for line in self._restart_health() if isinstance(line, TrainingEvent)]
         self._tried |= {event.arm for event in events if event.kind == "tried-fix"}
         self._stopped = {event.arm for event in events if event.kind == "stopped"}
         if not place.step:
@@ -156,8 +154,8 @@ class SeedRun:
                 lab.drop(arm.name)
         return place.step
 
-    def _health_anew(self) -> list[StreamLine]:
-        """The rules, which have seen the lines of this seed: these."""
+    def _restart_health(self) -> list[StreamLine]:
+        """Give new health rules the kept lines of this seed, and return these."""
         lines = [line for line in load_training(self.writer.path).lines if line.seed == self.seed]
         self._health = Health(arms_of_seed(self.training.arms, self.turn.number), self.training.request.settings)
         self._health.see(lines)
@@ -171,18 +169,18 @@ class SeedRun:
                     lab.restore(str(self.writer.folder_of(place)))
                 return place
             except StoreError as error:
-                self.observer.note(f"{error} What was kept before it is taken.")
+                self.observer.note(f"{error} The checkpoint before it is used.")
         return first
 
     def _rounds(self, step: int) -> None:
-        """Every arm a slice, in an order drawn from the seed, until the last step, or the loss that was asked for."""
+        """Give every arm a slice, in an order drawn from the seed, until the last step or the loss asked for."""
         request = self.training.request
         if step == 0:
             self._validate(step)
         while step < request.steps:
             until = min(step + SLICE, request.steps, _next(step, request.evaluate), _next(step, request.keep))
             arms = self._alive
-            # The same order whether or not the training was gone on with.
+            # The order is the same whether or not the training was resumed.
             random.Random(f"{self.seed}/{step}").shuffle(arms)
             for arm in arms:
                 self._advance(arm, step, until)
@@ -198,7 +196,7 @@ class SeedRun:
                 self._checkpoint(step)
 
     def _device_use(self, step: int) -> Iterator[StepFigure]:
-        """As its driver tells it of about the last second, whichever arms had their turns in it."""
+        """The driver's figures for about the last second, whichever arms ran in it."""
         if self.device is None or time.monotonic() - self._looked < _LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -207,66 +205,66 @@ class SeedRun:
                 yield StepFigure("", self.seed, step - 1, f"device_{name}", float(read.number))
 
     def _advance(self, arm: Arm, step: int, until: int) -> None:
-        """Its steps before `until`; what it has to do again after a rewind, looks included, is among them."""
+        """Take an arm's steps before `until`; what follows a rewind, validations included, is repeated."""
         request = self.training.request
         while step < until:
             count = min(SLICE, until - step, _next(step, request.evaluate) - step)
-            lines = self._asked(arm, count, "advance", arm.name, count)
+            lines = self._ask(arm, count, "advance", arm.name, count)
             self._keep_lines(lines, step + count)
             events = (line for line in lines if isinstance(line, TrainingEvent))
-            wrong = next((event.step for event in events if event.kind == NOT_FINITE), None)
-            if wrong is not None and arm.taken(request.settings).on_nan == "rewind":
-                step = self._rewound(arm, wrong, until)
+            failed = next((event.step for event in events if event.kind == NOT_FINITE), None)
+            if failed is not None and arm.taken(request.settings).on_nan == "rewind":
+                step = self._rewind(arm, failed, until)
                 continue
             step += count
             if step < until and step % request.evaluate == 0 and arm.name != self._again:
-                self._keep_lines(self._asked(arm, 0, "validate", arm.name), step)
+                self._keep_lines(self._ask(arm, 0, "validate", arm.name), step)
 
-    def _rewound(self, arm: Arm, wrong: int, until: int) -> int:
-        """Back to the newest checkpoint before what is passed over: the batch of the step, and more before it where it
-        happens again. Returns the step that comes next. After as many rewinds as are allowed the arm stops."""
+    def _rewind(self, arm: Arm, failed: int, until: int) -> int:
+        """Go back to the newest checkpoint before the batches to skip: the failing step's, and more if rewinds follow
+        closely. Returns the next step. An arm that has used up its rewinds stops."""
         allowed = arm.taken(self.training.request.settings).rewinds
-        before = self._asked(arm, 0, "rewinds", arm.name)
+        before = self._ask(arm, 0, "rewinds", arm.name)
         if len(before) == allowed:
             words = f"the arm is stopped: {many(allowed, 'rewind')}, all that --rewinds allows, did not help"
-            self._keep_lines((TrainingEvent(arm.name, self.seed, wrong, "stopped", words),), until)
+            self._keep_lines((TrainingEvent(arm.name, self.seed, failed, "stopped", words),), until)
             return until
-        close = sum(wrong - last <= self.training.request.keep for _, last in before)
-        first = max(0, wrong + 1 - _WIDER**close)
-        (step,) = self._from_checkpoint(arm, first, [("rewind", arm.name, (*before, (first, wrong)))])
-        batches = f"the batch of step {wrong}" if first == wrong else f"the batches of steps {first} to {wrong}"
+        close = sum(failed - last <= self.training.request.keep for _, last in before)
+        first = max(0, failed + 1 - _WIDER**close)
+        (step,) = self._from_checkpoint(arm, first, [("rewind", arm.name, (*before, (first, failed)))])
+        batches = f"the batch of step {failed}" if first == failed else f"the batches of steps {first} to {failed}"
         words = f"rewind {len(before) + 1} of {allowed}: back to before step {step}, and past {batches}"
         values = (("to", step), ("first", first))
-        self._keep_lines((TrainingEvent(arm.name, self.seed, wrong, REWOUND, words, values=values),), until)
-        self._health_anew()
+        self._keep_lines((TrainingEvent(arm.name, self.seed, failed, REWOUND, words, values=values),), until)
+        self._restart_health()
         return step
 
     def _validate(self, step: int) -> dict[str, float]:
         lines: list[StreamLine] = []
         for arm in self._alive:
             if arm.name != self._again:
-                lines += (own := self._asked(arm, 0, "validate", arm.name))
+                lines += (own := self._ask(arm, 0, "validate", arm.name))
                 self._keep_lines(own, step)
         return {line.arm: line.loss for line in lines if isinstance(line, Validation) and line.of == HELD_OUT}
 
     def _arrived(self, losses: dict[str, float]) -> bool:
-        """Whether all arms but bands are at the loss that was asked for. In pairs none waits for the others."""
+        """Whether all arms but bands have reached the loss asked for. Never where arms are trained in pairs."""
         until = self.training.request.until
         names = {arm.name for arm in self._alive if not arm.is_band} - self._stopped
-        every = {arm.name for arm in arms_of_seed(self.training.arms, self.turn.number)} - set(self.out)
-        if until is None or not names or not every <= {arm.name for arm in self.turn.arms}:
+        seed_names = {arm.name for arm in arms_of_seed(self.training.arms, self.turn.number)} - set(self.out)
+        if until is None or not names or not seed_names <= {arm.name for arm in self.turn.arms}:
             return False
         return all(losses.get(name, math.inf) <= until for name in names)
 
     def _end(self, step: int) -> None:
         for arm in self._alive:
-            looks = self._asked(arm, 0, "validate", arm.name, True)
+            looks = self._ask(arm, 0, "validate", arm.name, True)
             self._keep_lines([look for look in looks if getattr(look, "of", "") != HELD_OUT], step)
         words = f"all arms have come to a loss of {self.training.request.until:g} on held-out text: the seed ends here"
         self._keep_lines((TrainingEvent("", self.seed, step, ARRIVED, words),), step)
 
     def _first_lines(self, states: Sequence[ArmState]) -> Iterator[StreamLine]:
-        """What each arm keeps between two steps, by what it is for, and whether no reference is beside it."""
+        """Figures of what each arm keeps between steps, and an event where the reference is not trained alongside."""
         for state in states:
             for role, size in state.bytes_per_parameter:
                 yield StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, size, role)
@@ -275,15 +273,15 @@ class SeedRun:
             yield TrainingEvent(self.turn.arms[0].name, self.seed, 0, UNPAIRED, words)
 
     def _new(self, lines: Sequence[StreamLine]) -> Iterator[StreamLine]:
-        """The lines; of the reference, where it is trained once more, the times for the arm beside it."""
+        """The lines; if the reference is trained again, only its times, as figures of the arm it is paired with."""
         for line in lines:
             if line.arm != self._again or not self._again:
                 yield line
             elif isinstance(line, StepRow) and line.seconds > 0:
                 yield StepFigure(self.turn.arms[-1].name, line.seed, line.step, REFERENCE_SECONDS, line.seconds)
 
-    def _asked(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
-        """`steps` are those that the request takes."""
+    def _ask(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
+        """Call the lab; `steps` are those that the call takes."""
         began = time.monotonic()
         with _faults(arm):
             answer = getattr(lab_of(self.worker, self.pace.limit(max(steps, SLICE))), name)(*arguments)
@@ -304,7 +302,7 @@ class SeedRun:
                 self._try_fix(alarm, step)
 
     def _try_fix(self, alarm: TrainingEvent, step: int) -> None:
-        """Once an arm, and what came of it is kept; a repeat or another seed of the reference would say the same."""
+        """Try remedies, once an arm, and keep the outcome. Bands of the reference would show the same."""
         task = self.task
         arm = next(arm for arm in task.arms if arm.name == alarm.arm)
         if arm.name in self._tried or arm.is_band:
@@ -319,19 +317,19 @@ class SeedRun:
         for start in range(begun, until, SLICE):
             count = min(SLICE, until - start)
             for trial in trials:
-                lines[trial] += self._asked(arm, count, "advance", trial.arm.name, count)
+                lines[trial] += self._ask(arm, count, "advance", trial.arm.name, count)
         for trial in trials:
-            self._asked(arm, 0, "drop", trial.arm.name)
+            self._ask(arm, 0, "drop", trial.arm.name)
         before = load_training(self.writer.path).lines
         self._keep_lines((outcome(alarm, begun, before, lines),), step)
 
     def _from_checkpoint(self, arm: Arm, until: int, requests: Sequence[tuple[Any, ...]]) -> list[int]:
-        """Ask for all of them from the newest checkpoint until that step that is sound and has the arm, else from the
-        first step; the steps that come next."""
+        """Make all requests from the newest sound checkpoint up to step `until` that has the arm, else from the first
+        step. Returns the next steps."""
         kept = [self.writer.folder_of(place) for place in reversed(self.writer.places[1:]) if place.step <= until]
         for folder in (*map(str, kept), ""):
             with contextlib.suppress(StoreError):
-                return [int(self._asked(arm, 0, name, folder, *rest)) for name, *rest in requests]
+                return [int(self._ask(arm, 0, name, folder, *rest)) for name, *rest in requests]
         raise AssertionError("the first step needs no checkpoint")
 
     def _checkpoint(self, step: int) -> None:
@@ -342,11 +340,11 @@ class SeedRun:
             self.writer.keep(self.place, step, folder, tuple(self.out.items()))
 
     def _go_back(self, lost: _Lost) -> None:
-        """A fresh worker, and an arm less if it was the same one again. The reference cannot be done without."""
+        """Start a fresh worker, without the arm if it failed before. The reference cannot be left out."""
         name = lost.arm.name if lost.arm is not None else ""
         self._failures[name] = self._failures.get(name, 0) + 1
         self.worker.restart()
-        kind, words = "restarted", f"{lost.error}; a fresh worker goes on from what was kept"
+        kind, words = "restarted", f"{lost.error}; a fresh worker goes on from the last checkpoint"
         if self._failures[name] == _FAILURES:
             if lost.arm is None or lost.arm.role is ArmRole.REFERENCE:
                 raise lost.error
@@ -363,7 +361,7 @@ def _next(step: int, every: int) -> int:
 
 @contextlib.contextmanager
 def _faults(arm: Arm | None = None) -> Iterator[None]:
-    """What the worker says of a checkpoint is said by the parent's own error; another one is the arm's, or of all."""
+    """Turns a worker's StoreError into the parent's own; any other error means that the arm, or all arms, are lost."""
     try:
         yield
     except WorkerError as error:

@@ -1,6 +1,6 @@
-"""Tasks that a trained model is scored on, made here, without a download.
+"""Tasks on which a trained model is scored, generated without a download.
 
-Every answer is a choice among a few: a model that has learnt nothing is right as often as chance is.
+Every answer is a choice among a few, so that a model that has learnt nothing is right as often as by chance.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from dataclasses import dataclass
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.request import TASKS, TrainingRequest
 
-# What a text of tasks is asked for by: `--data task:copy,retrieval`.
+# Prefix of --data for a text of tasks: `--data task:copy,retrieval`.
 TASK_TEXT = "task:"
-# Figures of a training that are such scores, and those of a metric of somebody's own.
+# Prefixes of the names of figures: scores on tasks, and metrics of the user's own.
 TASK, METRIC = "task:", "metric:"
 LETTERS, DIGITS = b"abcdefghijklmnopqrstuvwxyz", b"0123456789"
-# Questions of a task, or of one length of it; windows with fewer places ask nothing.
+# Questions of a task, or of each length of it; and the shortest window that has room for one.
 ITEMS, LEAST_SEQUENCE = 128, 16
 _CANDIDATES = 4
-# A hidden word stands behind so many bytes at most.
+# A hidden word comes after at most so many bytes.
 _PASSAGE = 48
 CHANCES: Mapping[str, float] = {
     "cloze": 1 / _CANDIDATES, "copy": 1 / len(LETTERS), "retrieval": 1 / len(DIGITS),
 }  # fmt: skip
 _WORDS = re.compile(rb"[A-Za-z]{4,12}")
-# A text of tasks to train on, in bytes, and its least number of documents.
+# The length of a text of tasks to train on, in bytes, and its least number of documents.
 _TEXT_BYTES, _LEAST_DOCUMENTS = 1 << 20, 256
 
 
 @dataclass(frozen=True)
 class TaskItem:
-    """A question: `texts` of which the likeliest one is the answer; or one text whose bytes at `places` are answers,
-    each among `choices`. `right` is the place of the true text, or of each true byte among the choices."""
+    """A question: either several `texts`, of which the likeliest should be the right one; or one text whose bytes at
+    `places` are answers, each among `choices`. `right` is the index of the true text, or of each true byte in
+    `choices`."""
 
     texts: tuple[bytes, ...]
     right: tuple[int, ...]
@@ -44,13 +45,13 @@ class TaskItem:
 
 
 def _copied(drawn: random.Random, length: int) -> bytes:
-    """'qwrtz=qwrtz': letters at random, and once more."""
+    """Random letters twice: 'qwrtz=qwrtz'."""
     letters = bytes(drawn.choices(LETTERS, k=(length - 1) // 2))
     return letters + b"=" + letters
 
 
 def _retrieved(drawn: random.Random, length: int) -> bytes:
-    """'qwr7tzuiop?7': a digit somewhere among letters, which the question mark asks for."""
+    """A digit somewhere among letters, and again after the question mark: 'qwr7tzuiop?7'."""
     letters = bytearray(drawn.choices(LETTERS, k=length - 2))
     digit = drawn.choice(DIGITS)
     letters[drawn.randrange(len(letters))] = digit
@@ -58,12 +59,12 @@ def _retrieved(drawn: random.Random, length: int) -> bytes:
 
 
 def lengths_of(sequence: int) -> tuple[int, ...]:
-    """Of the contexts that something is retrieved from: an eighth of a window to all of it."""
+    """The lengths of contexts to retrieve from: an eighth of a window to all of it."""
     return tuple(dict.fromkeys(max(8, sequence // part) for part in (8, 4, 2, 1)))
 
 
-def _told_again(drawn: random.Random, length: int) -> bytes:
-    """A text of one digit, which is asked for at several places behind it."""
+def _retrieved_often(drawn: random.Random, length: int) -> bytes:
+    """A text with one digit, which is asked for at several places after it."""
     letters, digit = bytearray(drawn.choices(LETTERS, k=length)), drawn.choice(DIGITS)
     place = drawn.randrange(length // 2)
     letters[place] = digit
@@ -73,8 +74,8 @@ def _told_again(drawn: random.Random, length: int) -> bytes:
 
 
 def documents_of(tasks: Sequence[str], sequence: int, seed: str, count: int) -> bytes:
-    """A text to learn tasks from: documents as long as a window, in turns. Of those that something is retrieved from
-    every other one asks once, and at any distance, as questions do."""
+    """A text to learn tasks from: documents as long as a window, task after task. Every other document for retrieval
+    has one question at any distance, as the items have."""
     drawn, made = random.Random(f"{seed}/{sequence}"), []
     for number in range(count):
         turn, task = divmod(number, len(tasks))
@@ -83,13 +84,13 @@ def documents_of(tasks: Sequence[str], sequence: int, seed: str, count: int) -> 
         elif turn % 2:
             document = _retrieved(drawn, drawn.choice(lengths_of(sequence)))
         else:
-            document = _told_again(drawn, sequence)
+            document = _retrieved_often(drawn, sequence)
         made.append(document.ljust(sequence, b"\n"))
     return b"".join(made)
 
 
 def text_of(word: str, sequence: int) -> tuple[str, bytes, bytes]:
-    """The name of a text of tasks, what is trained on, and what is held out. Raises UsageError."""
+    """Returns the name of a text of tasks, its training part and its held-out part. Raises UsageError."""
     tasks = tuple(word.removeprefix(TASK_TEXT).split(","))
     for task in tasks:
         if task not in ("copy", "retrieval"):
@@ -109,7 +110,7 @@ def _check_sequence(option: str, sequence: int) -> None:
 
 
 def check_metrics(request: TrainingRequest) -> None:
-    """Raise UsageError for what names no function; what it comes to is seen by a worker, before the first step."""
+    """Raise UsageError for a metric that names no function. A worker calls the metric once before the first step."""
     from fp8bench.jobs.profile import function_named
 
     for metric in request.settings.metric:
@@ -117,7 +118,6 @@ def check_metrics(request: TrainingRequest) -> None:
 
 
 def check_tasks(request: TrainingRequest, sequence: int) -> None:
-    """Raise UsageError for tasks that cannot be made."""
     settings = request.settings
     for task in settings.tasks:
         if task not in TASKS:
@@ -127,7 +127,7 @@ def check_tasks(request: TrainingRequest, sequence: int) -> None:
 
 
 def items_of(task: str, sequence: int, held_out: bytes) -> Iterator[tuple[str, list[TaskItem]]]:
-    """The questions of a task by the names of their figures, the same ones for every arm and seed."""
+    """The questions of a task by the names of their figures; the same ones for every arm and seed."""
     drawn = random.Random(f"items/{task}/{sequence}")
     if task == "retrieval":
         for length in lengths_of(sequence):
@@ -146,20 +146,21 @@ def _asked(text: bytes, places: tuple[int, ...], choices: bytes) -> TaskItem:
 
 
 def _clozes(drawn: random.Random, sequence: int, text: bytes) -> Iterator[TaskItem]:
-    """The last word of a passage among others of the text that are as long. Raises UsageError for a text without."""
+    """The last word of a passage among others of the same length from the text. Raises UsageError for a text with too
+    few."""
     length = min(sequence, _PASSAGE)
     places = [match for match in _WORDS.finditer(text) if match.end() > length]
     alike = defaultdict(list)
     for match in places:
         alike[len(match[0])].append(match[0])
     known = {length for length, words in alike.items() if len(set(words)) >= _CANDIDATES}
-    asked = [match for match in places if len(match[0]) in known]
-    if len(asked) < ITEMS:
+    suitable = [match for match in places if len(match[0]) in known]
+    if len(suitable) < ITEMS:
         raise UsageError(
-            f"--tasks cloze hides words of the held-out text, and it has {len(asked)} of the {ITEMS} that it takes. "
-            "Give a longer text, or leave cloze out."
+            f"--tasks cloze hides {ITEMS} words of the held-out text, which has {len(suitable)}. Give a longer text, "
+            "or leave cloze out."
         )
-    for match in drawn.sample(asked, ITEMS):
+    for match in drawn.sample(suitable, ITEMS):
         words, true = {match[0]}, match[0]
         while len(words) < _CANDIDATES:
             words.add(drawn.choice(alike[len(true)]))

@@ -1,4 +1,4 @@
-"""A training in several precisions: its arms, what was seen of them step by step, and who is told of it."""
+"""The values of a training: its arms, the lines of its stream, and who observes it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from fp8bench.model.run import Environment
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """A stretch of a file of 16-bit tokens, mapped into memory where it lies: from token `start` to before `stop`.
-
-    Windows begin at every `every`-th of them.
-    """
+    """Tokens `start` to `stop` - 1 of a file of 16-bit tokens, which is memory-mapped. Windows begin at every
+    `every`-th token."""
 
     path: str
     start: int
@@ -29,11 +27,9 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Tokens to train on, to validate on (held out), and of another kind if there are any; made ahead of a training.
-
-    `tokens` is 'bytes' (a token a byte), 'bpe' (those from 256 on are `merges` of two tokens each), or 'given' (a token
-    file: nobody knows how many bytes its tokens stand for). `identity` says which text, by its digest.
-    """
+    """Tokens to train on, to validate on (held out), and of another kind if there are any. `tokens` is 'bytes' (a token
+    a byte), 'bpe' (tokens from 256 on are `merges` of two tokens each), or 'given' (a token file, whose bytes are
+    unknown). `identity` identifies the text by its digest."""
 
     train: TokenSpan
     held_out: TokenSpan
@@ -45,12 +41,11 @@ class TrainingText:
 
 
 class ArmRole(StrEnum):
-    """What an arm is there for.
+    """What an arm is for.
 
-    A `repeat` is the reference once more under the same seed: what differs is not deterministic. An `other-seed` is the
-    reference with other initial weights and batches: what differs is what seeds do. `one-ulp` has its initial weights
-    one unit in the last place apart, in the first seed: what differs is chaos, and no seed knows better. `other-rate`
-    is the reference at another rate, where rates are swept.
+    A `repeat` is the reference again under the same seed, and shows nondeterminism. An `other-seed` is the reference
+    with other initial weights and batches. `one-ulp` has initial weights one unit in the last place apart, in the first
+    seed, and shows chaos. `other-rate` is the reference at another learning rate, where rates are swept.
     """
 
     REFERENCE = "reference"
@@ -63,11 +58,9 @@ class ArmRole(StrEnum):
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train the model: a precision, and settings that differ from the training's own.
-
-    `name` is unique in a training. `native` says that the device multiplies in it; where it does not, its speed means
-    nothing. `skip` says why it is not trained.
-    """
+    """One way to train the model: a precision, and settings that differ from the training's. `name` is unique in a
+    training. `native` says that the device multiplies in this precision; else its speed means nothing. `skip` says why
+    it is not trained."""
 
     name: str
     precision: str
@@ -78,20 +71,19 @@ class Arm:
 
     @property
     def is_band(self) -> bool:
-        """Whether it is there for what chance and other seeds do to the reference."""
+        """Whether it shows what chance and other seeds do to the reference."""
         return self.role.value in BANDS
 
     def taken(self, settings: TrainerSettings) -> TrainerSettings:
-        """All settings of the arm: those of its training but for its own. Only candidates take the precision map and
-        stored scales."""
+        """All settings of the arm. Only candidates take the precision map and stored scales."""
         own: dict[str, Any] = dict(self.settings)
-        alike: dict[str, Any] = {} if self.role is ArmRole.CANDIDATE else {"precision_map": (), "scales": ()}
-        return replace(settings, **alike, **own)
+        pure: dict[str, Any] = {} if self.role is ArmRole.CANDIDATE else {"precision_map": (), "scales": ()}
+        return replace(settings, **pure, **own)
 
 
 @dataclass(frozen=True)
 class SeedTask:
-    """What a worker needs to train all arms of one seed beside each other."""
+    """What a worker needs to train all arms of one seed."""
 
     seed: int
     arms: tuple[Arm, ...]
@@ -104,11 +96,8 @@ class SeedTask:
 
 @dataclass(frozen=True)
 class ArmState:
-    """An arm as it stands before its first step.
-
-    `tokens` are those of one of its steps. `bytes_per_parameter` are kept between two steps, by what they are for, as
-    counted from the tensors that exist.
-    """
+    """An arm before its first step. `tokens` is the number in one of its steps. `bytes_per_parameter` is kept between
+    two steps, by purpose, as counted from the tensors."""
 
     arm: str
     parameters: int
@@ -118,7 +107,7 @@ class ArmState:
 
 @dataclass(frozen=True)
 class Training:
-    """A training before its first step: the head of what is kept of it. Seeds are `seed`, `seed` + 1 and so on."""
+    """A training before its first step, as kept at the head of its file. Seeds are `seed`, `seed` + 1 and so on."""
 
     id: str
     started: str
@@ -131,15 +120,13 @@ class Training:
     parameters: int
 
     def task(self, arms: tuple[Arm, ...], number: int = 0) -> SeedTask:
-        asked = self.request
-        return SeedTask(
-            asked.seed + number, arms, asked.settings, asked.steps, asked.stride, self.text, self.device
-        )  # fmt: skip
+        request, seed = self.request, self.request.seed + number
+        return SeedTask(seed, arms, request.settings, request.steps, request.stride, self.text, self.device)
 
 
 @dataclass(frozen=True)
 class StreamLine:
-    """A line of the stream of a training: what was seen of an arm in a step of a seed, '' for the training itself."""
+    """A line of a training's stream, about an arm in a step of a seed; `arm` is '' for the training itself."""
 
     arm: str
     seed: int
@@ -151,11 +138,11 @@ L = TypeVar("L", bound=StreamLine)
 
 @dataclass(frozen=True)
 class StepRow(StreamLine):
-    """What every step says. Norms are of all parameters together.
+    """The figures of every step. Norms are of all parameters together.
 
-    `gradient_norm` is before clipping, `clipped` the share of it that clipping took away. `update_ratio` is the norm of
-    the update over that of the weights. `seconds` is the step's own time, 0 in a step that was watched, whose time is
-    not the step's alone. `skipped` says that the weights stayed as they were, because something was not finite.
+    `gradient_norm` is before clipping, and `clipped` the share of it that clipping removed. `update_ratio` is the norm
+    of the update over that of the weights. `seconds` is 0 for a watched step, whose time is not the step's alone.
+    `skipped`: something was not finite, and the weights stayed as they were.
     """
 
     loss: float
@@ -172,12 +159,9 @@ class StepRow(StreamLine):
 
 @dataclass(frozen=True)
 class LayerReading(StreamLine):
-    """What a watched step says of one tensor of one layer: shares are of all its elements, and docs/watching.md defines
-    each figure.
-
-    `role` is one of Role: input, weight, gradient (of the output). `scale` is the middle of those of blocks, and 1
-    without any. `signal_to_noise` is None where nothing was rounded.
-    """
+    """Figures of one tensor of one layer in a watched step, defined in docs/watching.md. Shares are of all elements.
+    `role` is input, weight or gradient (of the output). `scale` is the geometric mean of the scales of blocks, 1
+    without scales. `signal_to_noise` is None where nothing was rounded."""
 
     layer: str
     role: str
@@ -197,30 +181,36 @@ class LayerReading(StreamLine):
     not_finite: float = 0.0
 
 
-# The figure of what an arm keeps between two steps; its layer is what that is for ('weights').
+# Names of figures. What an arm keeps between two steps, with its purpose ('weights') as the layer;
 BYTES_PER_PARAMETER = "bytes_per_parameter"
-# That of how long a watched step took, watching included.
+# the time of a watched step, watching included;
 WATCHED_SECONDS = "watched_seconds"
-# That of how long the same step of the reference took beside an arm, where not all arms fit into memory together.
+# the time of the reference's same step next to an arm, where not all arms fit into memory together;
 REFERENCE_SECONDS = "reference_seconds"
-# That of the bytes that a rank hands to others in a step; its layer is the operation and dtype ('all_to_all uint8').
+# bytes that a rank sends to others in a step, with operation and dtype ('all_to_all uint8') as the layer;
 WIRE_BYTES = "wire_bytes"
-# Figures of a loop of somebody's own, in the step in which they came to be so: gradients that were not cleared, an
-# optimizer that has forgotten its moments, and another one that trains what the module is not.
+# in a user's own loop, when it begins: gradients are not cleared, the optimizer has lost its moments, or another
+# optimizer trains another module.
 GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
-# A step that was not finite; and that an arm went back before step `to` of its values, and is past the batches of the
-# steps from `first` to the event's own, which it takes no more.
+# Kinds of events. A step was not finite; an arm went back before step `to` of its values, and skips the steps from
+# `first` to the event's own with their batches;
 NOT_FINITE, REWOUND = "not-finite", "rewound"
-# The event of a seed that ends before its last step: its arms have come to the loss that was asked for.
+# a seed ended before its last step, as its arms reached the loss asked for;
 ARRIVED = "arrived"
-# The event of an arm that was trained without the reference beside it.
+# an arm was trained without the reference alongside;
 UNPAIRED = "unpaired"
+# an arm's products are in another precision than its own;
+FALLBACK = "fallback"
+# how much of a user's own model an arm converts;
+COVERAGE = "coverage"
+# nothing could be seen of a user's own loop for some updates.
+UNSEEN = "unseen"
 
 
 @dataclass(frozen=True)
 class StepFigure(StreamLine):
-    """A further figure of a watched step by its name, of a layer or, without one, of all; docs/watching.md has all of
-    them. 'memory' is of all arms together, 'device_use' and 'device_memory_use' are of none."""
+    """A further figure of a watched step, of one layer, or of all where `layer` is ''; docs/watching.md lists them.
+    'memory' is of all arms together, 'device_use' and 'device_memory_use' are of no arm."""
 
     name: str
     value: float
@@ -229,10 +219,9 @@ class StepFigure(StreamLine):
 
 @dataclass(frozen=True)
 class Validation(StreamLine):
-    """The loss on text that was never trained on, per token; `of` says which text and how it was read.
-
-    'held-out', 'other-text', 'position:0-127', 'quantised:fp8'. `bytes` is what the tokens stand for, if that is known.
-    """
+    """The loss per token on text that was never trained on; `of` says which text, and how it was evaluated. `of` is
+    'held-out', 'other-text', 'position:0-127' or 'quantised:fp8'. `bytes` is the length of the tokens' text, if
+    known."""
 
     of: str
     loss: float
@@ -245,26 +234,15 @@ class Validation(StreamLine):
 
     @property
     def perplexity_by_byte(self) -> float | None:
-        """Of a byte, which compares texts whose tokens differ; None where nobody knows the bytes."""
+        """Compares texts whose tokens differ; None where the bytes are unknown."""
         return None if not self.bytes else _exponential(self.loss * self.tokens / self.bytes)
-
-
-# The kind of event that an arm's products are in another precision than its own.
-FALLBACK = "fallback"
-# The event that says how much of a model of the user's own an arm converts.
-COVERAGE = "coverage"
-# The event of a loop of somebody's own in which nothing could be seen for some updates.
-UNSEEN = "unseen"
 
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
     """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
-    'resumed', 'pairs' (not all arms fit into memory), REWOUND, ARRIVED, UNPAIRED, FALLBACK, COVERAGE,
-    UNSEEN.
-
-    `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
-    """
+    'resumed', 'pairs' (not all arms fit into memory), or one of the kinds named above. `layer` and `tensor` say where,
+    `values` what was seen there, `remedy` what may help."""
 
     kind: str
     words: str
@@ -276,12 +254,9 @@ class TrainingEvent(StreamLine):
 
 @dataclass(frozen=True)
 class ArmCost(StreamLine):
-    """What one arm takes, found in a pass of its own; a pass is a line.
-
-    `kept` are the bytes that lie in memory between two steps by what they are for, as counted; `memory` is that of a
-    step at its highest point, with no other arm in memory; `capacity` is its largest batch, `energy` that of steps
-    like the last ones. `why` says why there is nothing of what was looked for.
-    """
+    """What one arm takes, measured in passes of its own, each of which makes a line. `kept` is the counted bytes in
+    memory between two steps by purpose, `memory` the peak of a step with no other arm in memory, `capacity` the largest
+    batch, `energy` that of steps like the last ones. `why` says why the figure is missing."""
 
     step: int = 0
     kept: tuple[tuple[str, int], ...] = ()
@@ -300,7 +275,7 @@ def _exponential(value: float) -> float:
 
 @dataclass(frozen=True)
 class KeptTraining:
-    """A training as it was read from a store: its lines as far as they go. `troubles` name what could not be read."""
+    """A training as read from a store, as far as its lines go. `troubles` name what could not be read."""
 
     training: Training
     lines: tuple[StreamLine, ...]
@@ -314,12 +289,9 @@ class KeptTraining:
 
 @dataclass(frozen=True)
 class RankLines:
-    """The lines of some steps, and what shows whether the ranks still train the same model.
-
-    `same` are digests of what all ranks must have alike. `batches` are two digests for each step that was looked at: of
-    the sequences that this rank has read, and of all that the step has, of which the ranks read `shares` parts.
-    `faults` are what this rank has found wrong itself.
-    """
+    """One rank's lines of some steps, and what shows whether the ranks still train the same model. `same` are digests
+    of what all ranks must have in common. `batches` has, for each checked step, digests of the tokens that this rank
+    read, and of the whole step, of which ranks read `shares` parts. `faults` are errors that this rank found."""
 
     lines: tuple[StreamLine, ...]
     same: tuple[tuple[str, int], ...] = ()
@@ -329,16 +301,16 @@ class RankLines:
 
 
 class TrainingObserver:
-    """Told of every slice of a training. This one ignores everything."""
+    """Receives the progress of a training. This one ignores it."""
 
     def begun(self, training: Training) -> None:
-        """It starts, or goes on."""
+        """The training starts or resumes."""
 
     def working(self, arm: str, doing: str) -> None:
-        """Something is done with an arm that is no step of it."""
+        """An arm is measured, outside its steps."""
 
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
-        """Lines of one arm were kept; so far is it in its seed, which are counted from 0."""
+        """Lines of an arm were kept, which is now at `step` of the seed `number`, counted from 0."""
 
     def note(self, sentence: str) -> None:
-        """Something happened that no line says."""
+        """Something happened that no line records."""

@@ -1,4 +1,4 @@
-"""A training as text: what each arm came to beside the reference, the bands, and what happened; or what would be."""
+"""A training as text for the terminal: each arm compared with the reference, bands and events; and the plan of one."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ _TONES = {
 }  # fmt: skip
 _SHOWN = ("arm", "how", "loss", "held-out", "gap", "tokens/s", "B/param", "memory", "on a device", "events", "verdict")
 _LEGEND = (
-    "loss: of training, in nats a token: the mean over seeds and the last tenth of the steps",
+    "loss: training loss in nats a token, the mean over seeds and the last tenth of the steps",
     "held-out: the loss on text that was never trained on, after the last step",
-    "gap: of the loss, relative to the reference's of the same seed, which has the same weights, batches and dropout",
-    "quantised:fp8: the held-out text again, all layers but the head quantised for inference, however trained",
+    "gap: of the loss, relative to the reference's in the same seed, which has the same weights, batches and dropout",
+    "quantised:fp8: the held-out text again, with all layers but the head quantised for inference",
     "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
-    "tokens/s: by the median step; of emulated arms it would say nothing",
-    "B/param: bytes that are kept between two steps, as counted, for each parameter",
-    "memory: tensors of the arm at the highest point of a step, measured with no other arm in memory",
+    "tokens/s: by the median step; emulated arms have none, as their speed means nothing",
+    "B/param: bytes kept between two steps, as counted, for each parameter",
+    "memory: tensors of the arm at the peak of a step, measured with no other arm in memory",
     "a verdict is of this model and text: it does not transfer to a model of another size",
 )
 _SHOWN_EVENTS = 12
 POSITION = "position:"
 _LOOKS = "after the last step, on text that was never trained on"
-# A count of steps is kept for each tensor: nothing for a parameter.
+# Less than this a parameter is not shown, such as the count of steps for each tensor.
 _LEAST_BYTES = 0.001
 
 
@@ -83,13 +83,13 @@ def page_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Page:
 
 
 def answers(verdicts: TrainingVerdicts) -> Iterator[Text]:
-    for said in verdicts.arms:
-        if not said.arm.skip and said.judged.why is not Why.OTHER_RATE:
-            yield Text(f"{words.answer(said, verdicts)}.", _TONES.get(said.judged.learned, Tone.DOUBT))
+    for verdict in verdicts.arms:
+        if not verdict.arm.skip and verdict.judged.why is not Why.OTHER_RATE:
+            yield Text(f"{words.answer(verdict, verdicts)}.", _TONES.get(verdict.judged.learned, Tone.DOUBT))
 
 
 def reached_table(verdicts: TrainingVerdicts) -> Iterator[Table]:
-    """Steps, tokens and time of each arm to the loss that was asked for, the middle ones of its seeds."""
+    """Steps, tokens and time of each arm to the loss asked for: medians over seeds."""
 
     def middle(name: str, arm: ArmReached) -> float | None:
         known = [value for place in arm.seeds if (value := getattr(place, name)) is not None]
@@ -109,7 +109,7 @@ def reached_table(verdicts: TrainingVerdicts) -> Iterator[Table]:
 
 
 def wire_table(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[Table]:
-    """What each arm sends, where several ranks train it, beside what the reference does."""
+    """What each arm sends where several ranks train it, compared with the reference."""
     shown = [summary for summary in summaries_of(kept, verdicts) if summary.wire and not summary.arm.is_band]
     whole = {summary.arm.name: math.fsum(summary.wire.values()) for summary in shown}
     reference, count = whole.get(verdicts.reference), kept.training.parameters
@@ -122,7 +122,7 @@ def wire_table(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[Table
         Col("as", lambda row: ", ".join(f"{what} {units.size(size)}" for what, size in row.wire.items()), below=True),
     ]  # fmt: skip
     if shown:
-        yield table("wire", "what a rank sends in a step, of a collective a ring's share", cols, shown)
+        yield table("wire", "what a rank sends in a step; for a collective, its share of a ring", cols, shown)
 
 
 def plan_page(
@@ -154,9 +154,9 @@ def plan_page(
 
 def _expected_time(seconds: float, unknown: Sequence[str]) -> str:
     if not seconds:
-        return "time: not known before such a model was trained here; --quick tells"
-    more = f", and what {', '.join(unknown)} takes, which was not trained here before" if unknown else ""
-    return f"time: about {units.clock(seconds)} for the steps, by those of kept trainings{more}"
+        return "time: unknown until such a model has been trained here; --quick tells"
+    more = f", without {', '.join(unknown)}, not trained here before" if unknown else ""
+    return f"time: about {units.clock(seconds)} for the steps, from kept trainings{more}"
 
 
 def _bytes(parts: dict[str, float]) -> str:
@@ -184,7 +184,7 @@ def facts_of(training: Training) -> Iterator[tuple[str, str]]:
 
 
 def settings_of(request: TrainingRequest) -> str:
-    """What is not as usual of how all arms learn, beside what the title has."""
+    """The settings that differ from their defaults, without those in the title."""
     usual, own = TrainerSettings(), request.settings
     others = {"make", "model", "arch", "scales", "parallel", "amax_group"}
     named = [name for name in SETTINGS_RULES if name not in others]
@@ -209,18 +209,18 @@ def _how(arm: Arm) -> str:
 
 
 def on_a_device(summary: ArmSummary) -> int | None:
-    """What hardware with the formats would hold of an arm that emulates them."""
+    """What hardware with the formats would hold of an emulated arm."""
     return None if summary.arm.native else summary.device_peak_memory
 
 
 def arm_cols(
     verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], shown: Sequence[str] = _SHOWN
 ) -> list[Col[ArmSummary]]:  # fmt: skip
-    """The columns of these arms that are wanted, in their order; their hints are the page's."""
+    """The columns named by `shown`, in that order."""
 
     def verdict(summary: ArmSummary) -> Field:
-        arm, said = summary.arm, summary.said
-        tone = _TONES.get(said.judged.learned, Tone.DOUBT) if said and not arm.skip else Tone.PLAIN
+        arm, own = summary.arm, summary.verdict
+        tone = _TONES.get(own.judged.learned, Tone.DOUBT) if own and not arm.skip else Tone.PLAIN
         return Field(words.of_arm(summary, verdicts), tone=tone)
 
     cols: tuple[Col[ArmSummary], ...] = (
@@ -228,16 +228,16 @@ def arm_cols(
         Col("how", lambda row: _how(row.arm), hint="native: the device multiplies in it",
             tone=lambda row: Tone.DOUBT if row.arm.skip or not row.arm.native else Tone.PLAIN),
         Col("loss", lambda row: row.loss, number=True, show=_four_digits,
-            hint="of training, the mean over seeds and the last tenth of the steps"),
+            hint="training loss, the mean over seeds and the last tenth of the steps"),
         Col("held-out", lambda row: row.held_out, number=True, show=_four_digits,
             hint="the loss on text that was never trained on"),
         Col("gap", _gap),
-        Col("loss gap", _gap, hint="to the reference of the same seed, with the 95% interval over seeds"),
+        Col("loss gap", _gap, hint="to the reference in the same seed, with the 95% interval over seeds"),
         Col("tokens/s", lambda row: row.tokens_per_second, number=True, show=units.count,
             hint="by the median step; of native arms"),
         Col("to the same loss",
-            lambda row: words.speed(row.said.speed, row.arm.native) if row.said and row.said.speed else None,
-            hint="speed times steps: how much sooner the arm is as good; of native arms"),
+            lambda row: words.speed(row.verdict.speed, row.arm.native) if row.verdict and row.verdict.speed else None,
+            hint="speed times steps: how much sooner a native arm is as good"),
         Col("J/step", lambda row: row.energy.joules.middle if row.energy and row.energy.joules else None, number=True,
             show=units.joules, hint="by windows of steps of the arm alone"),
         Col("energy to the same loss", _energy_to_loss,
@@ -245,11 +245,11 @@ def arm_cols(
         Col("B/param", lambda row: None if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.3g}",
             number=True, hint="bytes kept between two steps for each parameter, as counted"),
         Col("largest batch", lambda row: show_batch(row.capacity) if row.capacity else None, number=True,
-            hint="sequences that fit, by runs of them; --max-batch looks for it"),
+            hint="sequences that fit, found by running them; with --max-batch"),
         Col("memory", lambda row: row.peak_memory, number=True, show=units.size,
-            hint="tensors at the highest point of a step, with no other arm in memory"),
+            hint="tensors at the peak of a step, with no other arm in memory"),
         Col("on a device", on_a_device, number=True, show=units.size, when=any(map(on_a_device, rows)),
-            hint="derived: the same where hardware keeps the formats that the arm emulates"),
+            hint="derived: the same on hardware that keeps the formats which the arm emulates"),
         Col("events", lambda row: None if row.events is None else str(row.events), number=True),
         Col("verdict", verdict, hint="by the 99% interval", below=True),
     )  # fmt: skip
@@ -258,7 +258,7 @@ def arm_cols(
 
 
 def _gap(summary: ArmSummary) -> str | None:
-    return words.gap(summary.said.judged.gap) if summary.said else None
+    return words.gap(summary.verdict.judged.gap) if summary.verdict else None
 
 
 def _energy_to_loss(summary: ArmSummary) -> Field | None:
@@ -279,7 +279,7 @@ def _largest(capacity: Capacity) -> str:
 
 
 def looks_of(kept: KeptTraining) -> Iterator[Part]:
-    """What was seen of each arm after its last step on text that was never trained on: losses and perplexities."""
+    """Losses and perplexities of each arm after its last step on text that was never trained on."""
     steps, ends = kept.training.request.steps, arrivals(kept.lines)
     looks = kept.of(Validation)
     last = [look for look in looks if look.step == ends.get(look.seed, steps) and math.isfinite(look.loss)]
@@ -305,7 +305,7 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
 
 
 def _perplexity(mean: Validation) -> Field:
-    """'12.3'; by byte too where a token is more than one."""
+    """'12.3', with that of a byte where tokens are longer."""
     by_byte = mean.perplexity_by_byte if mean.bytes != mean.tokens else None
     more = f"; {by_byte:.3g} a byte" if by_byte is not None else ""
     return Field(f"{mean.perplexity:.3g}{more}", mean.perplexity)
@@ -332,12 +332,12 @@ def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:
 def notes_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[str]:
     yield from dict.fromkeys(event.words for event in kept.of(TrainingEvent) if event.kind == COVERAGE)
     if not verdicts.looks:
-        yield "nothing was held out, and the loss of training alone decides: give held_out in what make() returns"
-    for said in verdicts.arms:
-        if not said.arm.skip:
-            yield from (f"{said.arm.name}: {note}" for note in words.notes(said))
-            if said.speed is not None:
-                yield f"{said.arm.name}: {words.speed(said.speed, said.arm.native)}"
+        yield "nothing was held out, so that the training loss alone decides: return held_out from make()"
+    for verdict in verdicts.arms:
+        if not verdict.arm.skip:
+            yield from (f"{verdict.arm.name}: {note}" for note in words.notes(verdict))
+            if verdict.speed is not None:
+                yield f"{verdict.arm.name}: {words.speed(verdict.speed, verdict.arm.native)}"
     yield from (f"{cost.arm}: {cost.why}" for cost in kept.of(ArmCost) if cost.why)
     measured = {cost.arm for cost in kept.of(ArmCost)}
     if names := [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]:
@@ -345,12 +345,12 @@ def notes_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[str]:
         derived = "; memory on a device is derived" if any(memory.on_device for memory in memories) else ""
         yield (
             f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
-            f"wider ones: they say nothing of a device that has the format{derived}"
+            f"wider ones: they say nothing about a device that has the format{derived}"
         )
     if kept.training.request.try_fix and not any(event.kind == "alarm" for event in kept.of(TrainingEvent)):
-        yield "--try-fix: no alarm, so that nothing was tried"
+        yield "--try-fix: nothing was tried, as there was no alarm"
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
-        yield "ranks on a CPU share its cores: tokens/s are a functional test"
+        yield "ranks on a CPU share its cores: their tokens/s mean nothing"
     energies = energies_of(kept, verdicts)
     whys = {energy.why for energy in energies.values()}
     if len(energies) > 1 and len(whys) == 1 and all(energy.joules is None for energy in energies.values()):
@@ -380,18 +380,18 @@ def _events(kept: KeptTraining) -> Iterator[str]:
 def _ending(kept: KeptTraining) -> Iterator[str]:
     if not kept.finished:
         seed, step = max(((row.seed, row.step) for row in kept.of(StepRow)), default=(kept.training.request.seed, -1))
-        yield f"cut off in seed {seed} after {many(step + 1, 'step')}: what is said is of what was kept"
+        yield f"cut off in seed {seed} after {many(step + 1, 'step')}: all figures are of what was kept"
     if costs := dict(_watching(kept)):
         most = max(costs, key=costs.__getitem__)
-        every = many(kept.training.request.stride, "step")
-        yield f"watched: every {every}, which took {units.percent(costs[most])} of a step's time at most ({most})"
+        stride = many(kept.training.request.stride, "step")
+        yield f"watched: every {stride}, which took {units.percent(costs[most])} of a step's time at most ({most})"
     store = shlex.quote(str(Path(kept.path).parent.parent.parent))
     yield f"stored in {kept.path}"
     yield f"curves, tensors by layer and events: fp8bench report {kept.training.id} --store {store}"
 
 
 def _watching(kept: KeptTraining) -> Iterator[tuple[str, float]]:
-    """What watching added to the time of a step, on average over all of them, by arm."""
+    """By how much watching lengthened the mean step of each arm."""
     for arm in kept.training.arms:
         plain = [row.seconds for row in kept.of(StepRow) if row.arm == arm.name and row.seconds > 0]
         lines = [figure for figure in kept.of(StepFigure) if figure.arm == arm.name and figure.name == WATCHED_SECONDS]
@@ -405,7 +405,7 @@ _HISTORY_LEGEND = (
     "worst: by how many octaves at most",
     "under: casts whose smallest value above 0 would have become 0",
     "idle: octaves of the format's range that the other casts left unused, the mean over roles",
-    "a history of 1 is the most recent amax; a tensor that other scales would have changed is replayed as it was",
+    "a history of 1 is the most recent amax; how other scales would have changed a tensor is not included",
 )
 
 
@@ -426,8 +426,8 @@ def histories_page(training: Training, arm: str, replays: Sequence[Replayed]) ->
     casts, best = sum(replayed.casts for replayed in rows[0]), best_of(replays)
     title = f"delayed scaling of {arm} in {training.id}, replayed over {units.whole(casts)} casts"
     text = (
-        f"least is cut off, and of such ways least left idle, by history {best.history}, margin {best.margin}, "
-        f"interval {best.interval}"
+        f"history {best.history}, margin {best.margin}, interval {best.interval} overflow in the fewest casts, and of "
+        "such ways leave the least idle"
     )
     elements = table("histories", "", cols, rows, main=True), Text(text)
     return Page(title, "", (Part("histories", "", elements),), _HISTORY_LEGEND)

@@ -1,4 +1,4 @@
-"""How an arm of a training learned, in words: verdicts, bands and speeds, the same wherever they are shown."""
+"""Sentences about how the arms of a training learned: verdicts, bands and speeds, the same wherever they are shown."""
 
 from __future__ import annotations
 
@@ -33,18 +33,16 @@ from fp8bench.report.words.naming import listed, many
 
 _ROLES = {
     ArmRole.REFERENCE: "the reference",
-    ArmRole.REPEAT: "the reference once more",
+    ArmRole.REPEAT: "the reference repeated",
     ArmRole.OTHER_SEED: "the reference with other weights and batches",
-    ArmRole.CHAOS: "the reference with its weights one ulp apart, in the first seed alone",
+    ArmRole.CHAOS: "the reference with weights one ulp apart, in the first seed only",
     ArmRole.OTHER_RATE: "the reference at another rate",
 }
-
-
 _SHOWN, _SHOWN_STEPS = 3, 20
 
 
 def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
-    """How much of the model an arm converts, what it leaves and why, and what backward begins from."""
+    """How much of the model an arm converts, what it leaves and why, and where backward begins."""
     yield coverage_sentence(name, coverage)
     for why, names, _ in left_of(coverage)[:_SHOWN]:
         yield f"{listed(list(dict.fromkeys(names)), _SHOWN)}: {why}"
@@ -53,20 +51,21 @@ def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
 
 
 def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
-    """Its verdict; why there is none, or what else the arm is there for."""
+    """The arm's verdict, why it has none, or what else it is for."""
     arm = summary.arm
-    if arm.skip or summary.said is not None:
-        return arm.skip if summary.said is None or arm.skip else verdict(summary.said, among)
+    if arm.skip or summary.verdict is not None:
+        return arm.skip if summary.verdict is None or arm.skip else verdict(summary.verdict, among)
     if arm.role is ArmRole.CHAOS and among.chaos is not None:
         return f"{_ROLES[arm.role]}: {100 * among.chaos.gap:+.2g}% from it there"
     best = arm.name == among.reference and among.rates > 1
-    return f"{_ROLES[arm.role]}{': its best, which arms are held against' if best else ''}"
+    return f"{_ROLES[arm.role]}{' at its best rate, with which arms are compared' if best else ''}"
 
 
-def answer(said: ArmVerdict, among: TrainingVerdicts) -> str:
-    """'fp8 learns as bf16 does: a loss more than 0.24% worse is excluded (5 seeds)', and when it came to a loss."""
-    own = next((arm for arm in among.reached if arm.arm == said.arm.name), None)
-    return "; ".join([_learned(said, among), *([] if own is None else [_reached(own, among)])])
+def answer(arm: ArmVerdict, among: TrainingVerdicts) -> str:
+    """'fp8 learns as bf16 does: a loss more than 0.24% worse is excluded (5 seeds)', and when it reached the loss asked
+    for."""
+    reached = next((own for own in among.reached if own.arm == arm.arm.name), None)
+    return "; ".join([_learned(arm, among), *([] if reached is None else [_reached(reached, among)])])
 
 
 def _reached(own: ArmReached, among: TrainingVerdicts) -> str:
@@ -77,63 +76,63 @@ def _reached(own: ArmReached, among: TrainingVerdicts) -> str:
         others = f"which {reference.arm} did in {reference.arrived} of {seeds}"
         others = others if reference.arrived else f"and neither did {reference.arm}"
         return f"it never reached a loss of {loss} on held-out text, {others}"
-    told = f"it reaches {loss} in {times_of(own)} the steps" if own.both else f"it reaches {loss}"
+    words = f"it reaches {loss} in {times_of(own)} the steps" if own.both else f"it reaches {loss}"
     if own.arrived == reference.arrived == len(own.seeds):
-        return f"{told} ({seeds})"
-    return f"{told}; {own.arm} did in {own.arrived}, {reference.arm} in {reference.arrived} of {seeds}"
+        return f"{words} ({seeds})"
+    return f"{words}; {own.arm} did in {own.arrived}, {reference.arm} in {reference.arrived} of {seeds}"
 
 
 def times_of(own: ArmReached) -> str | None:
-    """'1.03x [1.01x, 1.05x]'; None without a seed in which reference and arm came to the loss."""
+    """'1.03x [1.01x, 1.05x]'; None without a seed in which both reached the loss."""
     if own.times is None:
         return None
     return _ratio(own.interval) if own.interval else units.ratio(own.times)
 
 
-def _learned(said: ArmVerdict, among: TrainingVerdicts) -> str:
-    judged, name, reference = said.judged, said.arm.name, among.reference
+def _learned(arm: ArmVerdict, among: TrainingVerdicts) -> str:
+    judged, name, reference = arm.judged, arm.arm.name, among.reference
     if judged.learned is Learned.DIVERGED:
-        return f"{name} does not learn: it {verdict(said, among)}, and {reference} does not"
+        return f"{name} does not learn: it {verdict(arm, among)}, and {reference} does not"
     if judged.learned is Learned.DID_NOT_LEARN:
         return f"whether {name} learns is not known: {reference} did not learn ({did_not_learn(among)})"
     gap = judged.gap
     if judged.learned is Learned.INCONCLUSIVE or gap is None or gap.decides is None:
-        excluded = _excluded_so_far(said, among)
+        excluded = _excluded_so_far(arm, among)
         more = _settled(gap, gap.shown) if gap and gap.shown and judged.why is Why.FEW_PAIRS and not judged.void else ""
         return f"whether {name} learns as {reference} does is open: {excluded}{inconclusive(judged)}{more}"
     seeds = many(gap.pairs, "seed")
     if judged.learned is Learned.WITHIN_NOISE:
-        if said.same_bits:
+        if arm.same_bits:
             return f"{name} learns as {reference} does, to the bit: does this arm take effect?"
         bound, more = _excluded(gap.decides), _settled(gap, gap.decides)
         return f"{name} learns as {reference} does: a loss more than {bound} worse is excluded ({seeds}){more}"
     least = _share(min(abs(gap.decides.low), abs(gap.decides.high)), gap.decides)
     sign = "higher" if judged.learned is Learned.WORSE else "lower"
-    told = f"{name} learns {judged.learned} than {reference}: its loss is {_share(abs(gap.point), gap.decides)} {sign}"
+    words = f"{name} learns {judged.learned} than {reference}: its loss is {_share(abs(gap.point), gap.decides)} {sign}"
     tune = f"; tune {reference} first: another rate may be as good (--sweep rate)" if sign == "lower" else ""
     if among.rates > 1:
         tune = f"; both at the best of {many(among.rates, 'rate')}"
-    return f"{told}, at least {least} ({seeds}){tune}"
+    return f"{words}, at least {least} ({seeds}){tune}"
 
 
-def _excluded_so_far(said: ArmVerdict, among: TrainingVerdicts) -> str:
-    """What is known where no verdict is: of one seed by what one ulp does in it."""
-    gap = said.judged.gap
-    if gap is None or said.judged.why not in (Why.FEW_PAIRS, Why.TOO_WIDE):
+def _excluded_so_far(arm: ArmVerdict, among: TrainingVerdicts) -> str:
+    """What is known without a verdict; of one seed, by what one ulp does in it."""
+    gap = arm.judged.gap
+    if gap is None or arm.judged.why not in (Why.FEW_PAIRS, Why.TOO_WIDE):
         return ""
     if gap.shown is not None:
         return f"a loss more than {_excluded(gap.shown)} worse is excluded (95%); "
-    if among.chaos is None or said.pairs[0].seed != among.chaos.seed:
+    if among.chaos is None or arm.pairs[0].seed != among.chaos.seed:
         return ""
     bound = bound_of_one(gap.point, among.chaos.gap)
     if bound is None:
-        return f"one ulp changed no loss of seed {among.chaos.seed}, which bounds nothing; "
+        return f"one ulp changed no loss of seed {among.chaos.seed}, which gives no bound; "
     worse = f"a loss more than {_excluded(bound)} worse is excluded"
-    return f"{worse} in seed {among.chaos.seed} (95%, by what one ulp does there; of other seeds it says nothing); "
+    return f"{worse} in seed {among.chaos.seed} (95%, by what one ulp does there; other seeds may differ); "
 
 
-def _settled(gap: Gap, told: Interval) -> str:
-    more = settled_by_more(gap, told.high)
+def _settled(gap: Gap, interval: Interval) -> str:
+    more = settled_by_more(gap, interval.high)
     return "" if more is None else f"; {many(more[1], 'more seed')} would probably settle {100 * more[0]:.3g}%"
 
 
@@ -142,17 +141,17 @@ def _excluded(interval: Interval) -> str:
 
 
 def _share(value: float, interval: Interval) -> str:
-    """A share with the digits that its interval leaves it: '0.24%', '12%'."""
+    """With the digits that its interval allows: '0.24%', '12%'."""
     reach = 100 * (interval.high - interval.low) / 2
     decimals = min(4, max(0, 1 - math.floor(math.log10(reach)))) if 0 < reach < math.inf else 2
     return f"{100 * value:.{decimals}f}%"
 
 
-def verdict(said: ArmVerdict, among: TrainingVerdicts) -> str:
+def verdict(arm: ArmVerdict, among: TrainingVerdicts) -> str:
     """'worse by +2.3% [+1.1%, +3.5%] (99%), all of it above the margin of 1.0%'."""
-    judged, seeds = said.judged, len(among.seeds)
+    judged, seeds = arm.judged, len(among.seeds)
     if judged.learned is Learned.DIVERGED:
-        return f"diverged in {len(said.diverged_in)} of {many(seeds, 'seed')} ({_seeds(said.diverged_in)})"
+        return f"diverged in {len(arm.diverged_in)} of {many(seeds, 'seed')} ({_seeds(arm.diverged_in)})"
     if judged.learned is Learned.DID_NOT_LEARN:
         return f"no verdict: the reference did not learn ({did_not_learn(among)})"
     if judged.learned is Learned.INCONCLUSIVE:
@@ -160,20 +159,20 @@ def verdict(said: ArmVerdict, among: TrainingVerdicts) -> str:
     assert judged.gap is not None and judged.gap.decides is not None
     interval, margin = judged.gap.decides, units.percent(among.margin)
     if judged.learned is Learned.WITHIN_NOISE:
-        if said.same_bits:
+        if arm.same_bits:
             return "within noise: every loss is the reference's, bit for bit; does this arm take effect?"
         return f"within noise: {_span(interval)}, inside +-{margin}"
     beyond = interval.low > among.margin or interval.high < -among.margin
     return f"{judged.learned} by {_span(interval)}" + (f", all of it beyond the margin of {margin}" if beyond else "")
 
 
-# Verdicts, and alarms, as who wants a command to fail on them names them.
+# What --fail-on may name.
 ALARM = "alarm"
-FAILURES = (*(one.replace(" ", "-") for one in Learned if one not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
+FAILURES = (*(word.replace(" ", "-") for word in Learned if word not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
 
 
 def failures(kept: KeptTraining, verdicts: TrainingVerdicts, wanted: Collection[str]) -> Iterator[str]:
-    """A sentence for each arm with a verdict that is wanted, and for each alarm if these are."""
+    """A sentence for each arm whose verdict is wanted, and for each alarm if alarms are."""
     for arm in verdicts.arms:
         if arm.judged.learned.replace(" ", "-") in wanted and arm.judged.why is not Why.OTHER_RATE:
             yield f"{arm.arm.name}: {verdict(arm, verdicts)}"
@@ -184,14 +183,13 @@ def failures(kept: KeptTraining, verdicts: TrainingVerdicts, wanted: Collection[
 
 
 _CURES = {
-    Void.NEARLY_ZERO: ", and more seeds would be no other; train fewer --steps, or on more --data",
-    Void.OTHER_TOKENS: ", and more seeds would be no other",
+    Void.NEARLY_ZERO: ", and more seeds would not change that; train fewer --steps, or on more --data",
+    Void.OTHER_TOKENS: ", and more seeds would not change that",
 }
 
 
 def inconclusive(judged: JudgedArm) -> str:
-    """Why, and how many more seeds would do."""
-    more = f"{judged.more_seeds} more would do" if judged.more_seeds else "no number of seeds that is known would do"
+    more = f"{judged.more_seeds} more would do" if judged.more_seeds else "how many would do is unknown"
     if judged.why in (Why.SAME_BITS, Why.FALLBACK, Why.OTHER_RATE):
         return str(judged.why)
     if judged.why is Why.FEW_PAIRS:
@@ -211,24 +209,21 @@ def inconclusive(judged: JudgedArm) -> str:
 def did_not_learn(among: TrainingVerdicts) -> str:
     least = units.percent(among.least_fall)
     worst = min(among.falls.values(), key=lambda fall: (not math.isnan(fall), fall))
-    fell = "its loss was no number in the end" if math.isnan(worst) else f"its loss fell by {units.percent(worst)}"
-    return f"in one seed {fell}; at least {least} is asked of every seed"
+    fell = "its loss was not a number in the end" if math.isnan(worst) else f"its loss fell by {units.percent(worst)}"
+    return f"in one seed {fell}; every seed needs at least {least}"
 
 
-def notes(said: ArmVerdict) -> Iterator[str]:
-    """What else is to be known of a verdict: seeds that do not count, one that stands out."""
+def notes(arm: ArmVerdict) -> Iterator[str]:
+    """What else there is to know of a verdict, such as seeds that do not count."""
     reasons: dict[str, list[int]] = {}
-    for seed, why in said.voids:
-        if seed not in said.diverged_in:
+    for seed, why in arm.voids:
+        if seed not in arm.diverged_in:
             reasons.setdefault(why.value, []).append(seed)
-    for steps, alike in together((steps, seed) for seed, steps in said.passed).items():
+    for steps, alike in together((steps, seed) for seed, steps in arm.passed).items():
         batches = f"the batches of {_named('step', steps, _SHOWN_STEPS)} were passed over"
-        yield f"in {_seeds(alike)} {batches}: no arm is compared on them"
+        yield f"in {_seeds(alike)} {batches}: they do not count for any arm"
     for reason, seeds in reasons.items():
         yield f"{_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
-    if said.outlier is not None:
-        gap = next(pair.gap for pair in said.pairs if pair.seed == said.outlier)
-        yield f"seed {said.outlier} stands alone at {units.change(1 + gap)}: look at its curve before you add seeds"
 
 
 def gap(difference: Gap | None) -> str:
@@ -244,8 +239,8 @@ def chance_of_all(among: TrainingVerdicts) -> str:
     if count < 2:
         return ""
     return (
-        f"each verdict is by a 99% interval of its own: of {count} arms that differ by nothing, one or more would be "
-        f"called worse or better in at most {count} of 100 trainings"
+        f"each verdict has its own 99% interval: with {count} arms that do not differ, at most {count} of 100 "
+        "trainings would call any of them worse or better"
     )
 
 
@@ -256,8 +251,8 @@ def seed_band(band: SeedBand) -> str:
 
 def chaos(pair: Pair) -> str:
     return (
-        f"one ulp in its initial weights moves the reference by {100 * pair.gap:+.2g}% in seed {pair.seed}: one seed "
-        "knows no better than that"
+        f"one ulp in its initial weights moves the reference by {100 * pair.gap:+.2g}% in seed {pair.seed}: a single "
+        "seed cannot tell smaller differences"
     )
 
 
@@ -265,13 +260,14 @@ def detectable(request: TrainingRequest, spread: float | None) -> str:
     seeds = many(request.seeds, "seed")
     if request.seeds < LEAST_PAIRS:
         more = "by what one ulp does in it" if request.seeds == 1 else "by their spread"
-        return f"what could be detected: a bound of {seeds}, {more}, and no verdict: {LEAST_PAIRS} seeds give one"
+        return f"what could be detected: a bound from {seeds}, {more}, and no verdict: that takes {LEAST_PAIRS} seeds"
     if spread is None:
-        return "what could be detected is not known before such a model was trained here in two seeds"
+        return "what could be detected is unknown until such a model has been trained here in two seeds"
     seen, reach = least_seen(spread, request.seeds)
     return (
         f"what could be detected: a difference of {units.percent(seen, 2)} in four of five cases; more than "
-        f"{units.percent(reach, 2)} could be excluded ({seeds}, by a spread of {units.percent(spread, 2)} in kept ones)"
+        f"{units.percent(reach, 2)} could be excluded ({seeds}, from a spread of {units.percent(spread, 2)} in kept "
+        "trainings)"
     )
 
 
@@ -286,12 +282,12 @@ def repeat_band(band: RepeatBand) -> str:
 def speed(sooner: AdjustedSpeed | None, native: bool) -> str:
     """'1.42x [1.35x, 1.49x] to the same loss (1.50x by steps)'."""
     if not native:
-        return "emulated: numerics and no speed"
+        return "emulated: its speed means nothing"
     if sooner is None:
         return units.NONE
     raw = f"({units.ratio(sooner.raw.point)} by steps)"
     if sooner.adjusted is None:
-        return f"not known to the same loss, which does not surely fall any more {raw}"
+        return f"unknown to the same loss, which no longer surely falls {raw}"
     if sooner.bounded:
         return f"at most {units.ratio(sooner.adjusted.point)} to the same loss {raw}"
     return f"{_ratio(sooner.adjusted)} to the same loss {raw}"
@@ -332,7 +328,7 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def without_histories(training: Training) -> str:
-    """What replaying other histories would lack of arms with delayed scaling, said before they are trained."""
+    """What is missing to replay other histories for arms with delayed scaling; '' where nothing is."""
     request = training.request
     arms = [arm for arm in training.arms if not arm.skip and not arm.is_band]
     delayed = [arm for arm in arms if precisions.get(arm.precision).tensor_scale is TensorScale.DELAYED]

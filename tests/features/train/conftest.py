@@ -1,4 +1,4 @@
-"""Trainings by a lab that trains nothing, and labs in this process."""
+"""Trainings with a fake lab, and labs in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Trained = Callable[..., tuple[KeptTraining, FakeLab, NotedTraining]]
 
 @pytest.fixture
 def trained(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """Train with a lab that trains nothing; without a request go on with the training that is there."""
+    """Train with a fake lab; without a request resume the training that is there."""
     write_text()
 
     def train(lab: FakeLab, request: TrainingRequest | None = None) -> tuple[KeptTraining, FakeLab, NotedTraining]:
@@ -37,6 +37,6 @@ def trained(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
 
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labs are opened in this process, and look at a sixteenth of the held-out text: three quarters of the time."""
+    """Open labs in this process that validate on a sixteenth of the held-out text."""
     monkeypatch.setattr("fp8bench.features.train.lab.evaluate._TOKENS", 256)
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))

@@ -1,4 +1,4 @@
-"""Trainings from Python, as from the command line; callbacks against the packages, where they are installed."""
+"""Trainings from Python, as from the command line; callbacks, against the real packages where they are installed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_text()
 
 
-def test_a_training_is_asked_for_as_on_the_command_line(text: Path, store: Path) -> None:
+def test_arguments_equal_the_command_line(text: Path, store: Path) -> None:
     words = (
         "train --dtypes bf16,fp8-delayed --steps 6 --seeds 1 --margin 2 --sweep history=1,16 --rate 0.01 "
         "--data text.txt --rates norm=0 --precision-map mlp=bf16 --sequence 16"
@@ -55,8 +55,7 @@ def test_a_training_is_asked_for_as_on_the_command_line(text: Path, store: Path)
     assert "<table>" in kept._repr_html_() and "<a href" not in kept._repr_html_()
 
 
-def test_nothing_is_trained_where_something_cannot_be(text: Path, store: Path) -> None:
-    """A setting that there is none of, or that cannot be so; a board that cannot be written. One that can be is."""
+def test_impossible_arguments_are_refused_before_training(text: Path, store: Path) -> None:
     with pytest.raises(UnknownName, match="unknown argument of train 'lr_rate'"):
         fp8bench.train(lr_rate=1e-3)
     for name, value in (("clip", -1), ("margin", 0), ("memory_limit", 0)):
@@ -72,7 +71,6 @@ def test_nothing_is_trained_where_something_cannot_be(text: Path, store: Path) -
 
 
 def test_the_signature_is_the_command_lines_options() -> None:
-    """What one door has, the other has too, under the same name and with the same default."""
     plain = vars(build_parser().parse_args(["train"]))
     other_words = {"dry_run", "resume", "json", "csv", "wandb", "explain", "fail_on", "help", "help_all", "config"}
     options = {action.dest for action in commands_of(build_parser())["train"]._actions} - other_words
@@ -95,7 +93,7 @@ def looks_of(lines: Sequence[StreamLine]) -> list[tuple[int, float]]:
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """Tokens to be learnt by heart."""
+    """Tokens to learn by heart."""
 
     def __len__(self) -> int:
         return 24
@@ -138,7 +136,7 @@ def test_hugging_face(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_lightning(tmp_path: Path) -> None:
-    """With two micro-batches a step: the loss that was logged, and the noise between them."""
+    """With two micro-batches a step: the logged loss, and the noise between them."""
     try:
         lightning = importlib.import_module("lightning.pytorch")
     except ImportError:
@@ -183,8 +181,8 @@ def test_lightning(tmp_path: Path) -> None:
 
 
 class LightningProtocol:
-    """What of Lightning's Trainer a callback is called with, in its order: a check of validation before the first step,
-    the loss divided by micro-batches before backward, metrics after validation."""
+    """Calls a callback as Lightning's Trainer does: a validation check before the first step, the loss divided by
+    micro-batches before backward, metrics after validation."""
 
     def __init__(self, module: nn.Module, callback: Any) -> None:
         self.module, self.callback = module, callback
@@ -218,7 +216,7 @@ class LightningProtocol:
 
 
 def test_lightnings_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """At the step that they are of; no check before the first step, none without a val_loss, none after the end."""
+    """At their steps: not the check before the first step, none without a val_loss, none after the end."""
     stand_in = types.SimpleNamespace(Callback=object)
     monkeypatch.setitem(sys.modules, "lightning", types.SimpleNamespace(pytorch=stand_in))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", stand_in)
@@ -238,8 +236,8 @@ def test_lightnings_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_hugging_faces_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `eval_loss`; an evaluation without one, before the first step or after the last one tells nothing. The
-    optimizer may be wrapped, as accelerate has it; a training that failed leaves nothing to the next one."""
+    """By `eval_loss`, within the training only. The optimizer may be wrapped, as by accelerate; a failed training
+    leaves nothing behind."""
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(TrainerCallback=object))
     lines: list[StreamLine] = []
     callback = fp8bench.hugging_face_callback(told=lines.extend, stride=3)
@@ -262,7 +260,7 @@ def test_hugging_faces_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch) 
     assert [row.step for row in rows_of(lines)] == [0, 1, 2, 3] and hooks_of(module) == 0
 
 
-def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("transformers", "lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
     for make, word in ((fp8bench.hugging_face_callback, "transformers"), (fp8bench.lightning_callback, "lightning")):

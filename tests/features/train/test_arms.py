@@ -1,4 +1,4 @@
-"""What may be asked of a training, its arms by request and device alone, and which are trained beside each other."""
+"""What a training's request may ask for, its arms by request and device, and which arms are trained together."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ SP = replace(TP, parallel="sp")
 
 
 @for_each(("asked", "names"), [
-    # The highest precision leads, wherever it stands, or the one that is named; bands are those that are asked for.
+    # The highest precision leads, or the one that is named; bands are those asked for.
     ({"dtypes": ("nvfp4", "fp8", "bf16")},
      ["bf16", "bf16 again", "bf16 other seed", "bf16 one ulp", "nvfp4", "fp8"]),
     ({"dtypes": ("fp8", "bf16"), "bands": ("one-ulp",)}, ["bf16", "bf16 one ulp", "fp8"]),
     ({"reference": "fp8", **NONE}, ["fp8", "bf16"]), ({"reference": "fp32", **NONE}, ["fp32", "bf16", "fp8"]),
     ({"dtypes": ("bf16", *MSAMP), **NONE}, ["bf16", *MSAMP]),
     ({"dtypes": ("bf16", "msamp-o2"), "sweep": (("rate", ("1e-3",)),), **NONE}, ["bf16", "msamp-o2"]),
-    # A rate is swept in the reference too, but for its own; rates of one precision are compared with each other.
+    # A rate is swept in the reference, too; rates of one precision are compared with each other.
     ({"sweep": RATES, **NONE},
      ["bf16", "bf16 rate=0.0005", "bf16 rate=0.002", "fp8 rate=0.0005", "fp8", "fp8 rate=0.002"]),
     ({"dtypes": ("bf16",), "sweep": RATES, **NONE}, ["bf16", "bf16 rate=0.0005", "bf16 rate=0.002"]),
-    # An option where a dtype has it; what says nothing new is one arm, by its canonical name; several multiply.
+    # An option is swept where a dtype has it; equal arms are one, by the canonical name; several multiply.
     ({"dtypes": DELAYED, "sweep": (("history", ("1", "16", "1024")), ("margin", ("0", "1"))), **NONE},
      ["bf16", "fp8", "fp8-delayed:history=1", "fp8-delayed:history=1:margin=1", "fp8-delayed:history=16",
       "fp8-delayed:history=16:margin=1", "fp8-delayed", "fp8-delayed:margin=1"]),
     ({"sweep": (("formats", ("hybrid", "e4m3")),), **NONE}, ["bf16", "fp8", "fp8:formats=e4m3"]),
     ({"sweep": (("accumulator", ("fp32", "14", "short", "8")),), **NONE},
      ["bf16", "fp8", "fp8:accumulator=short", "fp8:accumulator=8"]),
-    # A setting in every candidate; a reference that is alone is its own candidate.
+    # A setting is swept in every candidate; a lone reference is its own candidate.
     ({"sweep": (("loss-scale", ("auto", "1024")),), **NONE}, ["bf16", "fp8", "fp8 loss-scale=1024"]),
     ({"dtypes": ("bf16",), "sweep": (("loss-scale", ("auto", "1024")),), **NONE}, ["bf16", "bf16 loss-scale=1024"]),
     ({"settings": TrainerSettings(micro_batches=2), "sweep": MICRO, **NONE},
@@ -66,8 +66,7 @@ def test_which_arms_a_request_has(asked: dict[str, Any], names: list[str]) -> No
 
 
 def test_what_arms_take_of_the_settings() -> None:
-    """MS-AMP's levels by its table; one ulp; a swept value. A step of every arm reads as much text as the reference's,
-    however many micro-batches it has."""
+    """A step of every arm reads as much text as the reference's, whatever its micro-batches."""
     levels = make_arms(TrainingRequest(("bf16", *MSAMP), **NONE), CPU)
     taken = [arm.taken(TrainerSettings()) for arm in levels]
     assert [(own.master, own.gradients, own.optimizer_states) for own in taken] == [
@@ -86,7 +85,7 @@ def test_what_arms_take_of_the_settings() -> None:
 
 @for_each(("device", "native"), [(CPU, False), (H200, True)])
 def test_native_is_what_the_device_multiplies_in(device: DeviceFacts, native: bool) -> None:
-    """With a precision map all of its precisions have to be."""
+    """All precisions of a map have to be native."""
     arms = {arm.name: arm for arm in make_arms(TrainingRequest(("bf16", "fp8", "nvfp4")), device)}
     assert arms["bf16"].native and arms["fp8"].native is native and not arms["nvfp4"].native
     mapped = TrainingRequest(settings=TrainerSettings(precision_map=(("mlp", "nvfp4"),)))
@@ -102,7 +101,7 @@ def test_what_a_device_refuses_is_an_arm_with_the_reason() -> None:
     with pytest.raises(UsageError, match="nothing is left to compare with bf16 on cpu: fp8:backend=te: "):
         make_arms(TrainingRequest(("bf16", "fp8:backend=te")), CPU)
     for own in ({"arch": "moe"}, {"attention": "rounded"}, {"precision_map": (("norm", "bf16"),)}):
-        with pytest.raises(UsageError, match=f"nothing is left .* none with --{min(own).replace('_', '-')}"):
+        with pytest.raises(UsageError, match=f"nothing is left .* without --{min(own).replace('_', '-')}"):
             make_arms(TrainingRequest(("bf16", "fp8-unit"), settings=TrainerSettings(**own)), CPU)
 
 
@@ -114,10 +113,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "unknown dtype 'fb8'. Did you mean 'fp8'": {"dtypes": ("bf16", "fb8")},
     "unknown dtype 'bf61'. Did you mean 'bf16'": {"reference": "bf61"},
     "unknown dtype 'msamp-o4'": {"dtypes": ("bf16", "msamp-o4")},
-    "bf16 alone has nothing to be compared with": {"dtypes": ("bf16",)},
+    "bf16 has nothing to be compared with": {"dtypes": ("bf16",)},
     "msamp-o2 is one of MS-AMP's levels": {"dtypes": ("msamp-o2",)},
     "msamp-o1 is one of MS-AMP's levels": {"dtypes": ("bf16", "msamp-o1"), "reference": "msamp-o1"},
-    "--sweep gradients: msamp-o1 says": {
+    "--sweep gradients: msamp-o1 sets it": {
         "dtypes": ("bf16", "msamp-o1"), "sweep": (("gradients", ("fp32", "fp8")),),
     },
     "--gradients fp8 does not go with --parallel ddp": {"dtypes": ("bf16", "msamp-o1"), **ranks(DDP, batch=2)},
@@ -125,7 +124,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "dtypes": DELAYED, "sweep": (("histroy", ("1",)),),
     },
     "unknown setting or option to sweep 'model'": {"sweep": (("model", ("nano",)),)},
-    "--sweep rate: 'x' is no number": {"sweep": (("rate", ("x",)),)},
+    "--sweep rate: 'x' is not a number": {"sweep": (("rate", ("x",)),)},
     "--sweep rate: rate must be a number above 0": {"sweep": (("rate", ("-1",)),)},
     "4 micro-batches do not divide the 2 sequences of a step": {"sweep": (("micro-batches", ("4",)),)},
     "history cannot be '0'": {"dtypes": DELAYED, "sweep": (("history", ("0",)),)},
@@ -145,12 +144,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--beta1 has no effect": {"settings": TrainerSettings(optimizer="adafactor", beta1=0.0)},
     "--scale-first has no effect": {"settings": TrainerSettings(scale_first=256.0)},
     "--patience has no effect": {"settings": TrainerSettings(patience=5, schedule="linear")},
-    "--ranks 2 does not say how": {"ranks": 2},
-    "--parallel is about several ranks": {"settings": DDP},
-    "--wire is about several ranks": {"sweep": (("wire", ("bf16",)),)},
-    "--amax-group is about several ranks": {"sweep": (("amax-group", ("own",)),)},
-    "--no-isolation is of one process": {**ranks(DDP), "isolation": False},
-    "--max-batch is of one process": {**ranks(DDP), "max_batch": True, "memory_limit": 1 << 30},
+    "--ranks 2 needs a way": {"ranks": 2},
+    "--parallel is for several ranks": {"settings": DDP},
+    "--wire is for several ranks": {"sweep": (("wire", ("bf16",)),)},
+    "--amax-group is for several ranks": {"sweep": (("amax-group", ("own",)),)},
+    "--no-isolation is for one process": {**ranks(DDP), "isolation": False},
+    "--max-batch is for one process": {**ranks(DDP), "max_batch": True, "memory_limit": 1 << 30},
     "4 ranks cannot share a micro-batch of 2": ranks(DDP, 4),
     "2 ranks cannot share a micro-batch of 1": {**ranks(DDP), "sweep": (("micro-batches", ("2",)),)},
     "--arch cnn does not go with --ranks": ranks(DDP, arch="cnn"),
@@ -168,26 +167,25 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--dropout 0.1 does not go with --parallel sp": ranks(SP, dropout=0.1),
     "--parallel sp cannot cut nano for --ranks 2: 95 tokens": ranks(SP, sequence=95),
     "--precision-map does not go with --parallel sp": ranks(SP, precision_map=(("norm", "fp8"),)),
-    "--lora is for --arch gpt, by whole weights": ranks(SP, lora=2, weights_from="x"),
+    "--lora is for --arch gpt with whole weights": ranks(SP, lora=2, weights_from="x"),
 }  # fmt: skip
 
 
 @for_each("why", REFUSED)
-def test_what_cannot_be_meant_is_refused_before_anything_starts(why: str) -> None:
+def test_impossible_requests_are_refused_before_anything_starts(why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
         check_training(TrainingRequest(**REFUSED[why]))
 
 
 def test_what_several_ranks_can_train() -> None:
-    """Experts and compiled graphs by scales of their own; what cannot be all ranks' is never said to be. Blocks are cut
-    where a rank's share of them is one: batches are whole, and native products want sides of their own."""
+    """Experts and compiled graphs have scales of their own. Cut blocks need native products of a rank's share."""
     own = replace(DDP, amax_group="own")
     for settings in (DDP, own, replace(own, arch="moe"), replace(own, compile="yes"), replace(TP, batch=1)):
         check_training(TrainingRequest(ranks=2, settings=settings))
     for group, refused in (("", False), ("own", False), ("parallel", True)):
         request = TrainingRequest(("bf16", "fp8", "nvfp4"), **ranks(DDP, amax_group=group))
         skips = {arm.name: arm.skip for arm in make_arms(request, replace(CPU, ranks=2))}
-        assert not skips["fp8"] and ("is always a rank's own" in skips["nvfp4"]) is refused
+        assert not skips["fp8"] and ("ranks cannot share the scale" in skips["nvfp4"]) is refused
     for count, refused in ((2, False), (32, True)):
         arms = make_arms(TrainingRequest(("bf16", "fp16", "fp8"), **ranks(TP)), replace(H200, ranks=count))
         assert ("takes sides in multiples of 16" in arms[-1].skip) is refused
@@ -206,7 +204,7 @@ def test_arms_may_differ_by_what_ranks_send_or_share(settings: TrainerSettings, 
     assert [arm.taken(settings) for arm in arms] == [replace(settings, **{field: value}) for value in values]
 
 
-def test_an_arm_that_takes_notice_of_a_setting_is_enough() -> None:
+def test_a_setting_has_to_have_an_effect_in_one_arm_only() -> None:
     check_training(TrainingRequest(settings=TrainerSettings(decay=0.3), sweep=(("schedule", ("cosine", "wsd")),)))
 
 
@@ -217,7 +215,7 @@ def test_the_device_is_the_first_gpu_or_the_one_that_is_named() -> None:
         device_of(TrainingRequest(device="cuda:3"), (CPU, H200))
 
 
-# What each keeps between two steps, and needs at the highest point of one.
+# What each keeps between two steps, and needs at the peak of one.
 NEEDS = {"bf16": (40, 100), "fp8": (50, 120), "mxfp8": (60, 180)}
 
 
@@ -233,14 +231,14 @@ PAIRS = ["bf16+bf16 again", "bf16+bf16 other seed", "bf16+fp8"]
 
 
 @for_each(("room", "needs", "beside"), [
-    (350, NEEDS, ALL),  # what all keep, and the most that a step of one needs more: 230 and 120
-    (1, {"bf16": (40, 100)}, ALL),  # nobody knows what the others need
+    (350, NEEDS, ALL),  # what all keep, plus the most that a step of one adds: 230 and 120
+    (1, {"bf16": (40, 100)}, ALL),  # the needs of the others are unknown
     (349, NEEDS, [*PAIRS, "bf16+mxfp8"]), (219, NEEDS, [*PAIRS, "mxfp8"]), (179, NEEDS, PAIRS),
 ])  # fmt: skip
-def test_arms_that_do_not_fit_together_are_beside_the_reference_or_alone(
+def test_arms_that_do_not_fit_together_are_trained_with_the_reference_or_alone(
     room: int, needs: dict[str, tuple[int, int]], beside: list[str]
 ) -> None:
-    """In every seed, of which the first turn alone has the reference's own lines; one that fits nowhere is out."""
+    """In every seed; only its first turn has the reference's own lines. An arm that fits nowhere is out."""
     whole = turns(room, needs)
     told = [(turn.number, "+".join(arm.name for arm in turn.arms), turn.first) for turn in whole.turns]
     assert told == [(seed, names, place == 0) for seed in (0, 1) for place, names in enumerate(beside)]
@@ -281,19 +279,18 @@ ASKED: dict[str, list[Any]] = {
 
 
 @for_each(("name", "value"), [(name, value) for name, values in SETTINGS.items() for value in values])
-def test_settings_that_cannot_be_are_refused(name: str, value: Any) -> None:
+def test_invalid_settings_are_refused(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"^{name} must be .*, got "):
         TrainerSettings(**{name: value})
 
 
 @for_each(("name", "value"), [(name, value) for name, values in ASKED.items() for value in values])
-def test_requests_that_cannot_be_are_refused(name: str, value: Any) -> None:
+def test_invalid_requests_are_refused(name: str, value: Any) -> None:
     with pytest.raises(UsageError):
         TrainingRequest(**{name: value})
 
 
 def test_every_field_has_a_rule() -> None:
-    """One that is added without could be anything; `settings` has rules of its own."""
     assert set(SETTINGS_RULES) == {field.name for field in fields(TrainerSettings)} == set(SETTINGS)
     assert (
         set(TRAINING_RULES) | {"settings"} == {field.name for field in fields(TrainingRequest)} == {*ASKED, "settings"}
@@ -303,7 +300,6 @@ def test_every_field_has_a_rule() -> None:
 
 
 def test_an_arm_takes_its_own_settings_and_only_candidates_the_map() -> None:
-    """The reference stays pure, and its repeat and its other seed are as it is."""
     settings = TrainerSettings(precision_map=(("mlp", "fp8"),), rate=0.01)
     arm = Arm("fp8 rate=0.02", "fp8", settings=(("rate", 0.02),))
     assert arm.taken(settings) == replace(settings, rate=0.02)

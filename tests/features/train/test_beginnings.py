@@ -1,4 +1,4 @@
-"""What a training begins with: its texts, what is held out of them, and the questions of tasks."""
+"""What a training begins with: its texts, their held-out parts, and the questions of tasks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_last_tenth_is_held_out_behind_a_gap_of_a_window(given: str) -> None
 
 
 def test_byte_pairs_are_learnt_from_what_is_trained_on_alone(tmp_path: Path) -> None:
-    """A word that only the held-out part has is no token; both parts come back, but for the gap in tokens."""
+    """A word of the held-out part alone is no token."""
     cut = len(TEXT) - len(TEXT) // 12
     late = TEXT[:cut] + b" hippopotamus" * ((len(TEXT) - cut) // 13)
     path = tmp_path / "late.txt"
@@ -71,10 +71,10 @@ def test_byte_pairs_are_learnt_from_what_is_trained_on_alone(tmp_path: Path) -> 
 
 
 @for_each("tokens", ["bytes", "bpe:20"])
-def test_what_was_made_is_not_made_again_unless_it_is_damaged(
+def test_token_files_are_made_again_only_when_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: str
 ) -> None:
-    """Where tokens are as long as they should be, too: nobody would learn from zeros and be told of a text."""
+    """Also if a damaged file has the right length."""
     given = tmp_path / "given.txt"
     given.write_bytes(TEXT)
     first = prepared(given, tokens)
@@ -113,7 +113,7 @@ def test_token_files_are_mapped_where_they_lie(tmp_path: Path) -> None:
 
 
 def test_a_held_out_token_file_beside_it_is_taken(tmp_path: Path) -> None:
-    """As nanoGPT names them, from the folder or the file; both count for vocabulary and identity."""
+    """As nanoGPT names them; both count for vocabulary and identity."""
     data = tokens_file(tmp_path / "own" / "train.bin", [1, 2, 3] * 100)
     beside = tokens_file(tmp_path / "own" / "val.bin", [4, 500] * 30)
     (tmp_path / "own" / "meta.pkl").write_bytes(b"never read")
@@ -133,12 +133,12 @@ FILES = {"odd.bin": b"\0" * 999, "short.bin": b"\0" * 64, "empty.bin": b"", "own
 
 
 @for_each(("name", "words", "tokens", "other"), [
-    ("odd.bin", "no file of 16-bit tokens", "bytes", ""), ("short.bin", "or a shorter --sequence", "bytes", ""),
-    ("empty.bin", "has 0 tokens", "bytes", ""), ("own.bin", "has tokens already", "bpe", ""),
+    ("odd.bin", "not a file of 16-bit tokens", "bytes", ""), ("short.bin", "or a shorter --sequence", "bytes", ""),
+    ("empty.bin", "has 0 tokens", "bytes", ""), ("own.bin", "has its own tokens", "bpe", ""),
     ("text.txt", "the held-out part has 4505 tokens, and 4 windows of 2048 need 8193", "bytes", ""),
     ("nosuch.bin", r"--data .*nosuch.bin cannot be read", "bytes", ""),
-    ("", "folder without train.bin, and no saved dataset", "bytes", ""),
-    ("own.bin", r"--other-data .*text.txt is no file of 16-bit tokens", "bytes", "text.txt"),
+    ("", "folder without train.bin, and not a saved dataset", "bytes", ""),
+    ("own.bin", r"--other-data .*text.txt is not a file of 16-bit tokens", "bytes", "text.txt"),
     ("text.txt", r"--other-data .*nosuch cannot be read", "bytes", "nosuch"),
 ])  # fmt: skip
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, name: str, words: str, tokens: str, other: str) -> None:
@@ -166,8 +166,7 @@ WHOLE = TEXT + b"\n"
 
 
 def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
-    """All files of it, in order, a line break after each document, whatever other columns there are. Where a part of it
-    is held out nothing of the train part is, and there is no gap."""
+    """All files in order, a line break after each document. With a held-out part the whole train part is trained on."""
     single = saved(tmp_path / "set", [{"id": number, "text": line, "title": "x"} for number, line in enumerate(LINES)])
     text = prepared(single)
     assert decoded(text, text.train) == WHOLE[: len(WHOLE) - len(WHOLE) // 10] and text.identity.startswith("set:")
@@ -185,7 +184,7 @@ def test_datasets_own_folders_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     datasets = pytest.importorskip("datasets")
 
     def dataset(lines: list[str], name: str) -> Any:
-        # A fingerprint of its own: some versions cannot pickle what they would make one of.
+        # With a given fingerprint: some versions cannot pickle what they would compute it from.
         table = datasets.table.InMemoryTable.from_pydict({"text": lines, "id": list(range(len(lines)))})
         return datasets.Dataset(table, fingerprint=name)
 
@@ -225,7 +224,7 @@ PROSE = b" ".join(random.Random(1).choices([b"alpha", b"gamma", b"delta", b"thet
 
 
 @for_each("sequence", [16, 24, 65])
-def test_a_question_has_its_answer_in_what_stands_before_it(sequence: int) -> None:
+def test_answers_are_in_the_text_before_the_question(sequence: int) -> None:
     ((_, copies),) = items_of("copy", sequence, b"")
     retrievals = dict(items_of("retrieval", sequence, b""))
     assert [int(name.partition("@")[2]) for name in retrievals] == list(lengths_of(sequence))
@@ -241,17 +240,17 @@ def test_a_question_has_its_answer_in_what_stands_before_it(sequence: int) -> No
             assert [byte for byte in text if byte in b"0123456789"] == [answer]
 
 
-def test_a_cloze_offers_words_that_are_as_long_and_hides_the_true_one_anywhere() -> None:
+def test_a_cloze_offers_words_of_the_same_length() -> None:
     ((_, items),) = items_of("cloze", 48, PROSE)
     assert {item.right for item in items} == {(0,), (1,), (2,), (3,)}
     for item in items:
         assert len(set(item.texts)) == 4 and {len(text) for text in item.texts} == {48}
         assert item.texts[item.right[0]] in PROSE and not all(text in PROSE for text in item.texts)
-    with pytest.raises(UsageError, match="it has 0 of the 128"):
+    with pytest.raises(UsageError, match="which has 0"):
         list(items_of("cloze", 48, b"a b c"))
 
 
-def test_documents_are_as_long_as_a_window_and_what_is_held_out_is_others() -> None:
+def test_documents_fill_a_window_and_held_out_ones_differ() -> None:
     name, train, held_out = text_of("task:copy,retrieval", 32)
     assert name == "copy+retrieval" and len(train) % 32 == len(held_out) % 32 == 0
     own, others = ({text[at : at + 32] for at in range(0, len(text), 64)} for text in (train, held_out))
@@ -269,7 +268,7 @@ def test_documents_are_as_long_as_a_window_and_what_is_held_out_is_others() -> N
         ({"metric": ("f",)}, "names no function"), ({"make": "pkg:make", "tasks": ("copy",)}, "Leave it out"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_is_said_before_anything_starts(settings: dict[str, object], words: str) -> None:
+def test_impossible_tasks_are_refused_before_anything_starts(settings: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         check_training(TrainingRequest(settings=TrainerSettings(**settings)))  # type: ignore[arg-type]
     with pytest.raises(UnknownName):

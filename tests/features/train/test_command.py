@@ -1,4 +1,4 @@
-"""`fp8bench train` from words to a table, with a real lab on a model of a few steps."""
+"""`fp8bench train` from its command line to its table, with a real lab and a few steps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def newest(store: Path) -> KeptTraining:
     (["--live", "a.html", "--dry-run"], "nothing for --live"), (["--on-alarm", " "], "given no command"),
     (["--resume", "last", "--steps", "3"], "and --steps was given too"),
 ])  # fmt: skip
-def test_what_cannot_be_meant_is_one_sentence(words: list[str], sentence: str, say: Say, local: None) -> None:
+def test_an_impossible_command_line_is_one_sentence(words: list[str], sentence: str, say: Say, local: None) -> None:
     code, out, err = say(*words)
     assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
     assert not training_files(Path(".fp8bench"))
@@ -67,7 +67,7 @@ def test_help_names_what_it_may_fail_on() -> None:
     assert words is not None and all(name in words for name in FAILURES)
 
 
-def test_settings_and_options_of_the_request_can_be_said() -> None:
+def test_all_settings_and_options_can_be_given() -> None:
     words = (
         "train --dtypes bf16,fp8-delayed --reference bf16 --arch moe --micro-batches 3 --compile yes "
         "--precision-map mlp=fp8 --sweep history=1,16 --sweep margin=1 --sweep history=4 --data a.txt "
@@ -90,8 +90,8 @@ def test_settings_and_options_of_the_request_can_be_said() -> None:
         assert request == replace(wanted, steps=steps, seeds=seeds)
 
 
-def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, store: Path, local: None) -> None:
-    """The same figures on the terminal, in JSON and in CSV, whenever they are asked for, by whatever it is called."""
+def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, store: Path, local: None) -> None:
+    """With the same figures on the terminal, in JSON and in CSV."""
     code, out, err = say(*TINY, "--csv", "rows.csv")
     assert code == 0 and "seed 1/1, step 4/4: bf16 " in err and "Traceback" not in err
     kept, told = newest(store), " ".join(out.split())
@@ -114,7 +114,7 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     assert all(fp8bench("show", word) == (0, out, "") for word in (key, key[:4], "last"))
     assert f"{key} of {kept.training.started[:10]} " in fp8bench("history", "list", "--runs")[1]
     planned = " ".join(say(*TINY, "--dtypes", "bf16,fp8,mxfp8", "--seeds", "100", "--dry-run")[1].split())
-    assert re.search(r"time: about [\d.]+ \w+.* for the steps, .*, and what mxfp8 takes", planned)
+    assert re.search(r"time: about [\d.]+ \w+.* for the steps, .*, without mxfp8", planned)
     assert len(training_files(store)) == 1
     code, again, err = say("--resume", "last")
     assert (code, again) == (0, out) and f"training {key} is finished; nothing was missing" in err
@@ -135,7 +135,7 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     ("--dtypes fp32,fp16 --sweep attention=auto,rounded --sweep loss-scale=auto,1",
      ["fp16", "fp16 loss-scale=1", "fp16 attention=rounded", "fp16 attention=rounded loss-scale=1"]),
 ])  # fmt: skip
-def test_whatever_is_swept_takes_effect(words: str, arms: list[str], say: Say, store: Path, local: None) -> None:
+def test_every_swept_value_has_an_effect(words: str, arms: list[str], say: Say, store: Path, local: None) -> None:
     assert say(*TINY, *words.split())[0] == 0
     losses = {row.arm: row.loss for row in newest(store).of(StepRow)}
     assert len(set(losses.values())) == len(losses) - 1, "the repeat alone has the reference's bits"
@@ -144,7 +144,7 @@ def test_whatever_is_swept_takes_effect(words: str, arms: list[str], say: Say, s
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
-def test_the_largest_batch_is_looked_for_by_running_it(say: Say, store: Path, local: None) -> None:
+def test_the_largest_batch_is_found_by_running_it(say: Say, store: Path, local: None) -> None:
     code, out, _ = say(*TINY, "--max-batch", "--memory-limit", "48MiB", "--model", "nano", "--bands", "none")
     largest = [cost.capacity for cost in newest(store).of(ArmCost) if cost.capacity]
     assert code == 0 and len(largest) == 2 and out.count("largest batch that fits into 48.0 MiB: ") == 2
@@ -154,8 +154,8 @@ def test_the_largest_batch_is_looked_for_by_running_it(say: Say, store: Path, lo
 
 
 @pytest.mark.slow
-def test_arms_that_do_not_fit_together_come_to_the_same_losses_in_pairs(say: Say, store: Path, local: None) -> None:
-    """Bit for bit, within a limit that two of them fit into."""
+def test_trainings_in_pairs_have_the_same_losses(say: Say, store: Path, local: None) -> None:
+    """Bit for bit, within a limit that fits two arms."""
     losses = []
     for limit in (["--memory-limit", "48MiB"], []):
         assert say(*TINY, "--model", "nano", *limit)[0] == 0
@@ -166,18 +166,18 @@ def test_arms_that_do_not_fit_together_come_to_the_same_losses_in_pairs(say: Say
     assert losses[0] == losses[1]
 
 
-def test_an_interrupt_says_how_to_go_on(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_says_how_to_resume(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     labs = iter((FakeLab(strikes("fp8", 2, KeyboardInterrupt())), FakeLab()))
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: next(labs))
     code, out, err = say(*TINY, "--keep", "1")
     command = re.search(r"To go on: fp8bench train (--resume \w+)\n", err)
     assert code == 130 and command and re.search("cut off in seed 0 after [23] steps", out)
     code, out, err = say(*command[1].split())
-    assert code == 0 and "cut off" not in out and "gone on with from step 2" in " ".join(out.split())
+    assert code == 0 and "cut off" not in out and "resumed from step 2" in " ".join(out.split())
 
 
 def test_where_no_arm_can_be_built_it_ends_at_once(say: Say, local: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh worker, which takes seconds, would have as little memory."""
+    """A fresh worker would have as little memory."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -227,7 +227,7 @@ def configured(*words: str) -> TrainingRequest:
     return request_from(with_config(parser, commands_of(parser)["train"], words, Path("my.yaml")))
 
 
-def test_a_file_of_options_is_what_the_command_line_would_be(store: Path) -> None:
+def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
     wanted = TrainerSettings(
         clip=0.5, rate=2e-3, schedule="plateau", beta2=0.95, weight_decay=0.2, batch=4, micro_batches=2,
         checkpointing="blocks", scale_first=1024.0, scale_factor=4.0, rates=(("attn", 0.5), ("blocks.0", 2.0)),
@@ -265,7 +265,7 @@ def test_the_same_file_beside_resume_and_another_one(say: Say, monkeypatch: pyte
     assert say("--config", "my.yaml", "--resume", "last")[0] == 0
     Path("my.yaml").write_text("max_grad_norm: 0.25\n")
     code, out, err = say("--config", "my.yaml", "--resume", "last")
-    assert (code, out) == (2, "") and "my.yaml:1: max_grad_norm is 0.25" in err and "was begun with 0.5" in err
+    assert (code, out) == (2, "") and "my.yaml:1: max_grad_norm is 0.25" in err and "began with 0.5" in err
 
 
 @pytest.mark.slow
@@ -283,4 +283,4 @@ def test_scales_of_a_training_are_taken_by_another(store: Path, local: None, say
                 if (line.arm, line.layer, line.role) == ("fp8", "blocks.0.mlp.up", "weight")}  # fmt: skip
     assert scale == pytest.approx(448 / amax)
     code, _, err = say(*TINY, "--arch", "mlp", "--scales-from", "last")
-    assert code == 2 and "has no scale of window, which --model nano multiplies by." in err
+    assert code == 2 and "has no scale for window, a layer of --model nano." in err

@@ -1,4 +1,4 @@
-"""Named experiments: what each asks for, and its word on streams in which the answer was planted."""
+"""Named experiments: their requests, and their words on streams with planted answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def asked(name: str) -> Training:
 
 
 def stream(of: Training, effect: float, noise: float, chance: random.Random) -> Iterator[StreamLine]:
-    """Every figure of a candidate that an experiment may look at is so much higher than the reference's."""
+    """Every figure of a candidate that an experiment may look at lies above the reference's by `effect`."""
     steps = of.request.steps
     for number, arm in enumerate(of.arms):
         for seed in range(5):
@@ -59,8 +59,8 @@ def result(of: Training, lines: Iterable[StreamLine]) -> ExperimentResult:
 
 
 @for_each("name", NAMES)
-def test_an_effect_that_was_planted_is_confirmed_and_one_that_is_not_there_refuted(name: str) -> None:
-    """In the direction of the hypothesis; a spread as large as the effect leaves it open."""
+def test_a_planted_effect_is_confirmed_and_its_absence_refuted(name: str) -> None:
+    """A spread as large as the effect leaves it open."""
     of, own = asked(name), experiment_named(name)
     cases = (
         (3 * own.sign * own.least, own.least / 10, "confirmed"), (0.0, own.least / 10, "refuted"),
@@ -75,7 +75,7 @@ def test_an_effect_that_was_planted_is_confirmed_and_one_that_is_not_there_refut
     assert own.hypothesis in text and own.measured in text and word in text
 
 
-def test_seeds_without_the_figure_do_not_count_and_an_arm_that_diverged_says_so() -> None:
+def test_seeds_without_the_figure_do_not_count_and_divergence_is_told() -> None:
     of = asked("loss-scale")
     lines = [line for line in stream(of, 0.1, 0.0, random.Random(1)) if not (line.arm == "fp16" and line.seed > 2)]
     lines = [
@@ -83,11 +83,11 @@ def test_seeds_without_the_figure_do_not_count_and_an_arm_that_diverged_says_so(
     ]
     words = {arm.arm: arm.word for arm in result(of, lines).arms}
     assert words["fp16 loss-scale=256"] == "it diverged in 5 of 5 seeds" and words["fp16 loss-scale=1"] == "confirmed"
-    assert {arm.word for arm in result(of, ()).arms} == {"open: 0 seeds of 5 that are needed"}
+    assert {arm.word for arm in result(of, ()).arms} == {"open: 0 seeds of the 5 that are needed"}
 
 
 @for_each("name", NAMES)
-def test_each_is_a_training_that_can_be_asked_for(name: str) -> None:
+def test_each_is_a_valid_request(name: str) -> None:
     request = as_experiment(TrainingRequest(experiment=name))
     check_training(request)
     assert request.seeds == 5 and request.steps <= 100 and request.settings.batch <= 8
@@ -111,7 +111,7 @@ def test_without_a_name_they_are_listed(store: Path, fp8bench: Say) -> None:
     assert not store.exists()
 
 
-def test_a_ladder_says_on_which_rung_health_ends() -> None:
+def test_a_ladder_names_the_last_healthy_rung() -> None:
     of = asked("ladder")
     rungs = [arm.name for arm in of.arms if not arm.is_band][1:]
     assert rungs[0] == "fp8-delayed:margin=2" and len(rungs) == 7

@@ -1,4 +1,4 @@
-"""Trainings that are killed, whenever: parents, workers and ranks; they go on to the very same bits."""
+"""Trainings killed at any moment - parents, workers and ranks - resume to the same bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.measure.ranks.test_worker import gone
 from tests.own_suites import forgotten
 from tests.trainings import NotedTraining, said, small, write_text, write_tokens
 
-# Amaxes that are remembered, rounding at random, and dropout: what a checkpoint could forget.
+# Delayed scales, random rounding and dropout: what a checkpoint could forget.
 USUAL = ("train", "--data", "text", "--batch", "1", "--sequence", "16", "--dropout", "0.1", "--evaluate", "8")
 SHORT = (*USUAL, "--dtypes", "bf16,fp8-delayed", "--steps", "6", "--seeds", "1", "--keep", "2")
 LONG = (*USUAL, "--dtypes", "bf16,fp8-delayed,nvfp4", "--steps", "16", "--seeds", "2", "--keep", "6")
@@ -40,7 +40,7 @@ _PATIENCE = 300.0
 
 
 def wait_for(process: subprocess.Popen[bytes], store: Path, more: int) -> None:
-    """Until the stream has so many bytes more than the resumption left, or it is over: no matter how fast that is."""
+    """Until the stream has `more` bytes more than at the start, or the process has ended."""
     begun, end = None, time.monotonic() + _PATIENCE
     while process.poll() is None and time.monotonic() < end:
         paths = training_files(store)
@@ -54,10 +54,10 @@ def wait_for(process: subprocess.Popen[bytes], store: Path, more: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @counts(1, 20)
-def test_killed_and_gone_on_with_it_comes_to_the_same_losses(
+def test_killed_trainings_resume_to_the_same_losses(
     count: int, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parent, worker or both, at random moments; every line is there once, and every bit is as without a kill."""
+    """Parent, worker or both, at random moments; every line is there once."""
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))
     write_tokens(Path("text"))
     begin = SHORT if count == 1 else LONG
@@ -118,7 +118,7 @@ def trained(store: Path, seed: int, parallel: str = "ddp", on_nan: str = "stop")
 
 
 def learnt(kept: KeptTraining) -> list[str]:
-    """But for times; events of restarts and resumptions, too."""
+    """The lines without times; restarts and resumptions are included."""
     return sorted(map(repr, said(kept)))
 
 
@@ -128,7 +128,6 @@ def kinds(kept: KeptTraining) -> list[str]:
 
 @pytest.mark.parametrize("parallel", sampled(["fsdp"], PARALLEL))
 def test_a_rank_that_is_killed_costs_no_bit(parallel: str, tmp_path: Path) -> None:
-    """Fresh ranks go on from the checkpoint, to the same losses, also where each rank keeps a part of its own."""
     killed = trained(tmp_path / "killed", planted.KILLED, parallel)  # which leaves a word that it died
     whole = trained(tmp_path / "whole", planted.KILLED, parallel)
     (event,) = killed.of(TrainingEvent)
@@ -138,11 +137,7 @@ def test_a_rank_that_is_killed_costs_no_bit(parallel: str, tmp_path: Path) -> No
     assert all("several ranks" in cost.energy.why for cost in whole.of(ArmCost) if cost.energy)
     (cost,) = [cost for cost in whole.of(ArmCost) if cost.arm == "fp32" and cost.memory]
     assert cost.memory is not None and len(cost.memory.ranks) == 2
-    kept, weights, count = (
-        dict(cost.kept)["weights"],
-        dict(cost.memory.roles)["weights"],
-        whole.training.parameters,
-    )
+    kept, weights, count = (dict(cost.kept)["weights"], dict(cost.memory.roles)["weights"], whole.training.parameters)
     if parallel == "zero":  # of whole weights nobody has half
         assert 0.4 < kept / (4 * count) < 0.6 and weights == kept + 4 * count
     elif parallel == "fsdp":  # whole weights are there at the highest point, beside a rank's own

@@ -1,4 +1,4 @@
-"""A training's folder: what is written comes back, whatever a kill or a disk does to it."""
+"""A training's folder: what is written is read back, whatever a kill or a disk does to it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,7 @@ from fp8bench.features.train.kind import (
     training_files,
     training_named,
 )
-from fp8bench.features.train.values import (
-    ArmCost,
-    LayerReading,
-    StepFigure,
-    StreamLine,
-    TrainingEvent,
-    Validation,
-)
+from fp8bench.features.train.values import ArmCost, LayerReading, StepFigure, StreamLine, TrainingEvent, Validation
 from fp8bench.model import MemoryUse
 from fp8bench.store.runs.run_file import start_run
 from tests.commands import Say, environment
@@ -92,12 +85,12 @@ def test_broken_lines_are_left_out_and_named(writer: TrainingWriter) -> None:
         load_training(writer.path)
 
 
-def test_going_back_cuts_the_stream_and_keeps_what_happened(writer: TrainingWriter) -> None:
+def test_going_back_cuts_the_stream_and_keeps_events(writer: TrainingWriter) -> None:
     writer.append(LINES[:2])
     folder = writer.checkpoint(0, 6)
     folder.mkdir()
     writer.keep(0, 6, folder, (("mxfp8", "it crashed"),))
-    resumed = TrainingEvent("", 0, 6, "resumed", "gone on with from step 6")
+    resumed = TrainingEvent("", 0, 6, "resumed", "resumed from step 6")
     writer.append((*LINES[2:], resumed))
     writer.close()
     again = reopen_training(writer.path)
@@ -114,8 +107,8 @@ def test_going_back_cuts_the_stream_and_keeps_what_happened(writer: TrainingWrit
 
 
 def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> None:
-    """A kill between a checkpoint and its place leaves one, half or whole, which goes. Without the file of places,
-    nothing was kept yet; a broken one was damaged by others."""
+    """A checkpoint without a place, complete or not, is removed. Without places nothing was kept yet; broken places are
+    an error."""
     folder, kept = writer.checkpoint(0, 6), writer.path.with_name("places.json")
     folder.mkdir()
     writer.keep(0, 6, folder, ())
@@ -125,7 +118,7 @@ def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> N
     reopen_training(writer.path).close()
     assert [path.name for path in folder.parent.iterdir()] == ["0-6"]
     kept.write_text("[{")
-    with pytest.raises(StoreError, match=r"places\.json is broken .* nobody knows where to go on"):
+    with pytest.raises(StoreError, match=r"places\.json is broken .* it is unknown where to resume"):
         reopen_training(writer.path)
     kept.unlink()
     again = reopen_training(writer.path)
@@ -134,7 +127,7 @@ def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> N
 
 
 def test_a_full_disk_in_the_middle(writer: TrainingWriter) -> None:
-    """A real limit, met in a line: a sentence, and every line before it is there."""
+    """At a real limit, inside a line: every line before it is there."""
     writer.close()
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(writer.path)], capture_output=True, text=True, check=True, env=environment()
@@ -142,7 +135,7 @@ def test_a_full_disk_in_the_middle(writer: TrainingWriter) -> None:
     step, _, error = done.stdout.partition(" ")
     assert "cannot be written (File too large). What was finished before is in it; make room" in error
     kept = load_training(writer.path)
-    # The line that met the limit is whole where the end of it alone is missing.
+    # The line that met the limit is complete if only its line break is missing.
     assert len(kept.lines) in (int(step), int(step) + 1) and len(kept.lines) > 20
     assert kept.lines == tuple(row_of("fp8", 0, number) for number in range(len(kept.lines)))
 

@@ -1,4 +1,4 @@
-"""Models and loops of a user's own: what is refused, said, kept and gone on with; loops compared by their streams."""
+"""The user's own models and loops: what is refused, kept and resumed; loops compared by their streams."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make():
 
 
 class Stops(TrainingObserver):
-    """Interrupts a training once, at a step."""
+    """Interrupts a training once."""
 
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         if (number, step) == (0, 10):
@@ -59,8 +59,8 @@ def short(store: Path, make: Any, **more: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_maker_in_a_file_is_trained_cut_off_and_gone_on_with(store: Path, tmp_path: Path) -> None:
-    """To the same lines as without; the words of its conversion are there, and its file is part of what it is."""
+def test_a_maker_in_a_file_is_trained_and_resumed(store: Path, tmp_path: Path) -> None:
+    """To the same lines. Its file belongs to the training's environment."""
     file = tmp_path / "net.py"
     file.write_text(MAKER)
     whole = short(store, f"{file}:make")
@@ -97,16 +97,16 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
 
 
 @for_each(("asked", "words"), [
-    ({"settings": {"arch": "mlp"}}, "--arch is about the built-in models"),
-    ({"settings": {"rates": (("head", 2.0),)}}, "--rates is about"),
-    ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is about"), ({"data": "text.txt"}, "--data is about"),
-    ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is about"),
+    ({"settings": {"arch": "mlp"}}, "--arch is for the built-in models"),
+    ({"settings": {"rates": (("head", 2.0),)}}, "--rates is for"),
+    ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is for"), ({"data": "text.txt"}, "--data is for"),
+    ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is for"),
     ({"max_batch": True}, "--max-batch does not go with"),
     ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
     ({"sweep": (("nudge", ("order",)),)}, "nudge order does not go with"),
     ({"settings": {"make": "net.py"}}, "names no function. Give net.py:make"),
 ])  # fmt: skip
-def test_what_is_about_the_built_in_models_is_refused(asked: dict[str, Any], words: str) -> None:
+def test_options_of_the_built_in_models_are_refused(asked: dict[str, Any], words: str) -> None:
     settings = TrainerSettings(**{"make": "net.py:make", **asked.pop("settings", {})})
     with pytest.raises(UsageError, match=words):
         check_training(TrainingRequest(settings=settings, **asked))
@@ -116,8 +116,8 @@ STEPS, SEEDS = 40, 5
 
 
 def loop(path: Path, seed: int, *, name: str, noise: float = 0.0, steps: int = STEPS, worse: float = 0.0) -> Path:
-    """A small classifier in a loop as everybody writes it; `noise` is put on its weights in each step, and `worse` of
-    its labels are wrong in what it is trained on and looked at with."""
+    """A small classifier in an ordinary loop; `noise` is added to its weights in each step, and `worse` of its labels
+    are wrong."""
     torch.manual_seed(seed)
     model, true = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -143,8 +143,8 @@ def loop(path: Path, seed: int, *, name: str, noise: float = 0.0, steps: int = S
 
 @pytest.mark.slow
 def test_planted_differences_are_found_and_nothing_else(tmp_path: Path) -> None:
-    """A loop with a fifth of its labels wrong is worse; one with noise of a rounding is as good; a copy is told to be
-    one; and a loop that does not come to its end has no verdict."""
+    """A fifth of wrong labels is worse, noise like rounding is as good, a copy is recognised, and an unfinished loop
+    has no verdict."""
 
     def seeds(name: str, **how: Any) -> Sequence[Path]:
         return [loop(tmp_path / f"{name}-{seed}.jsonl", seed, name=name, **how) for seed in range(SEEDS)]
@@ -163,7 +163,7 @@ def test_planted_differences_are_found_and_nothing_else(tmp_path: Path) -> None:
     assert [row[0] for row in compared.as_rows()[1]] == ["plain", *learned]
 
 
-def test_what_is_no_stream_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_streams_are_refused(tmp_path: Path) -> None:
     good = loop(tmp_path / "good.jsonl", 0, name="own", steps=12)
     unseen = "".join(line for line in good.read_text().splitlines(True) if '"validation"' not in line)
     texts = {"text": "no stream\n", "empty": "", "unseen": unseen, "cut": unseen[:-20]}
@@ -171,7 +171,7 @@ def test_what_is_no_stream_is_refused(tmp_path: Path) -> None:
     for name, content in texts.items():
         paths[name].write_text(content)
     refused: list[tuple[tuple[Any, ...], str]] = [
-        ((good,), "one stream"), ((good, paths["text"]), "line 1 of .* none of a stream"),
+        ((good,), "one stream"), ((good, paths["text"]), "line 1 of .* not from a stream"),
         ((good, paths["empty"]), "no row"), ((good, [good, good]), "1 and 2 seeds"), ((good, []), "empty"),
     ]  # fmt: skip
     for streams, words in refused:
@@ -182,4 +182,4 @@ def test_what_is_no_stream_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="margin"):
         fp8bench.compare_streams(good, good, margin=100)
     printed = " ".join(str(fp8bench.compare_streams(paths["unseen"], paths["cut"])).split())
-    assert "whether cut learns as unseen does is open" in printed and "told a held-out loss" in printed
+    assert "whether cut learns as unseen does is open" in printed and "gave a held-out loss" in printed

@@ -1,4 +1,4 @@
-"""A training as text, as a report and for programs: what golden documents do not hold, of trainings made by hand."""
+"""A training as text, as a page and for programs: what golden documents do not cover."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NAN = math.nan
 
 
 def page(*more: StreamLine, of: Training | None = None, change: Callable[[StepRow], StepRow] = lambda row: row) -> Page:
-    """Of a training whose rows are changed, with more lines."""
+    """The page of a training with changed rows and more lines."""
     rows = (change(line) if isinstance(line, StepRow) else line for line in lines(GAPS))
     return page_of(*judged(kept_of((*rows, *more), of)))
 
@@ -73,14 +73,14 @@ def reading(step: int, amax: float, layer: str = "head", role: str = "input", **
 
 @for_each("steps", [1, 2, 9, 60, 300, 1000, 12345])
 def test_windows_end_at_the_endpoint(steps: int) -> None:
-    """The first is of one step, the last of all; there are few enough to draw."""
+    """The first has one step; there are few enough to draw."""
     ends = ends_of(steps)
     assert (ends[0], ends[-1]) == (1, steps) and ends == tuple(sorted(set(ends))) and len(ends) <= 61
 
 
 def test_the_last_gap_drawn_is_the_verdict_and_the_band_is_of_all_seeds() -> None:
-    """Point and 95% interval of the chart's end are those of the endpoint, which decides. The band of the loss is from
-    the least to the largest of the reference under all its seeds, its own and the others."""
+    """The last point has the endpoint's interval of 95%. The band of the loss is the range of the reference over all
+    its seeds."""
     _, verdicts = judged(kept_of(lines(GAPS)))
     gap = verdicts.arms[0].judged.gap
     last = dict(element(page(), "gap", Lines).series)["fp8"][-1]
@@ -98,8 +98,7 @@ def alarm(step: int, rule: str, arm: str = "fp8", seed: int = 0) -> TrainingEven
 
 
 def test_alarms_stand_on_the_curves_by_their_rules() -> None:
-    """At the place of their step, in whichever seed; those of a band's arm and of the reference not on the gap. Where a
-    curve has ended, as no window with a loss that is no number is drawn, at its last mark."""
+    """At their steps, in any seed; on the gap only those of candidates. Where a curve has ended, at its last mark."""
     alarms = (alarm(0, "plateau"), alarm(49, "loss-gap", seed=1), alarm(49, "plateau"), alarm(99, "plateau", "bf16"))
     made = page(*alarms, alarm(30, "plateau", "bf16 again"))
     loss, gap = element(made, "loss", Lines), element(made, "gap", Lines)
@@ -121,7 +120,6 @@ def test_alarms_stand_on_the_curves_by_their_rules() -> None:
 
 
 def test_the_gap_is_drawn_by_its_last_two_thirds() -> None:
-    """First steps that are far off have an axis of their own, and are not drawn on the other."""
     made = page(change=lambda row: replace(row, loss=3 * row.loss) if row.arm == "fp8" and row.step < 8 else row)
     chart = element(made, "gap", Lines)
     assert chart.settled == len(chart.places) // 3 and "on an axis of their own" in html.render(made)
@@ -145,9 +143,8 @@ def test_pace_and_memory_over_steps() -> None:
     assert element(made, "memory-over-steps", Lines).places == ("1", "11", "21")
 
 
-def test_memory_of_arms_is_told_at_one_moment() -> None:
-    """Where the forward pass has ended; the highest point has a moment of its own in each arm. An arm that nobody could
-    measure has none, with the reason below; of older trainings the highest point is known alone."""
+def test_memory_of_arms_is_compared_at_one_moment() -> None:
+    """When the forward pass has ended; each arm has its own peak. Older trainings have only the peak."""
     forward = (("weights", 1 << 20), ("activations", 1 << 20))
     phases = (PhaseMemory("backward", 3 << 20), PhaseMemory("optimizer_step", 1 << 20))
     use = MemoryUse(3 << 20, (("weights", 1 << 20), ("activations", 2 << 20)), phases, forward=forward)
@@ -176,7 +173,7 @@ def test_largest_batches_stand_in_the_table() -> None:
 
 
 def test_lines_show_magnitudes_and_scales_by_layer() -> None:
-    """A row a layer, a cell a role, two lines in it; a reading that is no number leaves its place empty."""
+    """A row for each layer, a cell for each role, two lines in it; a missing reading leaves a gap."""
     head = [reading(step, amax, scale=2.0) for step, amax in ((0, 1.0), (10, 2.0), (20, 8.0))]
     first = [reading(step, amax, "first", scale=amax) for step, amax in ((0, 4.0), (20, 1.0))]
     chart = element(page(*head, *first, reading(10, 0.5, "first", "weight", scale=4.0)), "tensors-1", Sparks)
@@ -207,8 +204,7 @@ def test_a_training_without_steps_has_a_page() -> None:
     (10, 1, "--stride 1 keeps"), (1, 2, "--micro-batches 1 keeps"), (10, 2, "--stride 1 and --micro-batches 1 keeps"),
     (1, 1, ""),
 ])  # fmt: skip
-def test_histories_that_cannot_be_replayed_are_told_before(stride: int, batches: int, lacks: str) -> None:
-    """Of arms with delayed scaling alone, where some amaxes are not kept."""
+def test_histories_that_cannot_be_replayed_are_announced(stride: int, batches: int, lacks: str) -> None:
     made, delayed = training(), replace(CANDIDATE, name="d", precision="fp8-delayed")
     settings = replace(made.request.settings, micro_batches=batches)
     made = replace(made, request=replace(made.request, stride=stride, settings=settings))
@@ -220,8 +216,8 @@ def test_histories_that_cannot_be_replayed_are_told_before(stride: int, batches:
 ROW = StepRow("bf16", 0, 0, 2.0, 1e-3, 1.0, 0.0, 8.0, 1e-3, 1.0, 32, 0.01)
 
 
-def test_what_watching_took_is_said() -> None:
-    """The slower part of it: a watched step of 15 ms where others take 10, every tenth, is 5% of each."""
+def test_the_cost_of_watching_is_reported() -> None:
+    """A watched step of 15 ms where others take 10, every tenth, adds 5% to each."""
     told: list[StreamLine] = []
     for arm, watched in (("bf16", 0.015), ("fp8", 0.012)):
         told += [replace(ROW, arm=arm, step=step, seconds=0.01 * bool(step % 10)) for step in range(30)]
@@ -234,8 +230,8 @@ def test_what_watching_took_is_said() -> None:
     assert not any("watched" in text for text in endings[1])
 
 
-def test_what_a_rank_sends_is_told_beside_what_the_reference_sends() -> None:
-    """The whole of a step's operations, of the first step that was watched; in no table of one process."""
+def test_what_a_rank_sends_is_compared_with_the_reference() -> None:
+    """All operations of the first watched step."""
     asked, told = training(steps=30, seeds=1), list[StreamLine]()
     wires = {"bf16": {"reduce bfloat16": 3000.0, "all_reduce float32": 96.0}, "fp8": {"all_to_all uint8": 1548.0}}
     for arm, wire in wires.items():
@@ -253,10 +249,10 @@ def test_what_a_rank_sends_is_told_beside_what_the_reference_sends() -> None:
 
 
 @for_each(("words", "sentence"), [
-    (("none",), "unknown arm 'none'"), (("bf16",), "nothing was watched of bf16"),
+    (("none",), "unknown arm 'none'"), (("bf16",), "bf16 was not watched"),
     (("fp8", "--csv", "-"), "is a table, which --csv does not go with"),
 ])  # fmt: skip
-def test_histories_that_cannot_be_meant(words: tuple[str, ...], sentence: str, tmp_path: Path, fp8bench: Say) -> None:
+def test_impossible_histories_are_refused(words: tuple[str, ...], sentence: str, tmp_path: Path, fp8bench: Say) -> None:
     start_training(replace(training(), id="0000beef"), tmp_path).close()
     code, out, err = fp8bench("show", "0000beef", "--histories", *words, "--store", str(tmp_path))
     assert (code, out) == (2, "") and sentence in unfolded(err)
@@ -282,7 +278,7 @@ GAP = VERDICTS.arms[0].judged.gap
 
 
 def test_numbers_are_those_of_the_verdict() -> None:
-    """Point, 95% and 99% of the gap; bands stand with their arms; what means nothing is not known."""
+    """Bands are figures of the arms that show them."""
     named = {summary.arm.name: figures_of(summary, VERDICTS) for summary in summaries_of(KEPT, VERDICTS)}
     assert GAP is not None and GAP.shown is not None and GAP.decides is not None and VERDICTS.seed_band is not None
     own = named["fp8"]
@@ -295,7 +291,7 @@ def test_numbers_are_those_of_the_verdict() -> None:
     assert named["bf16"]["gap"] is None and "seed_band" not in named["fp8"]
 
 
-def test_rows_document_and_frames_say_what_the_table_says() -> None:
+def test_rows_document_and_frames_agree_with_the_table() -> None:
     rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(KEPT, VERDICTS)))))
     told = {(row["arm"], row["figure"]): row["value"] for row in rows if row["line"] == "Summary"}
     document, frames = value_of(KEPT, VERDICTS)["arms"], TrainingFrames(KEPT)
@@ -319,8 +315,8 @@ def test_rows_document_and_frames_say_what_the_table_says() -> None:
     assert (last.perplexity, last.perplexity_by_byte) == (pytest.approx(math.exp(2.15)), pytest.approx(math.exp(4.3)))
 
 
-def test_curves_go_along_steps() -> None:
-    """Of each arm and seed; numbers that are none are left out, times of emulation too; events are counted."""
+def test_curves_by_step() -> None:
+    """Values that are not finite and times of emulation are left out; events are counted."""
     series = series_of(KEPT)
     assert set(series) == {(line.arm, line.seed) for line in KEPT.lines if line.arm}
     own = series["fp8", 0]
@@ -336,7 +332,7 @@ def test_curves_go_along_steps() -> None:
 
 
 def test_tensorboard_reads_them_back(tmp_path: Path) -> None:
-    """A folder an arm and seed, and one an arm for what it came to; written twice they are the same bytes."""
+    """A folder for each arm and seed, and for each arm; written twice the bytes are the same."""
     board: ModuleType = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     files = write_training(KEPT, VERDICTS, tmp_path)
     content = [file.read_bytes() for file in files]
@@ -380,7 +376,7 @@ def test_wandb_gets_a_run_for_each_arm_and_seed(monkeypatch: pytest.MonkeyPatch)
     assert ends == ["fp8bench-training fp8bench-t1", "finished 0"]
 
 
-def test_an_arm_that_was_not_trained_is_said_so() -> None:
+def test_an_arm_that_was_not_trained_has_its_reason() -> None:
     arms = tuple(replace(arm, skip="no units") if arm.role is ArmRole.CANDIDATE else arm for arm in KEPT.training.arms)
     kept, verdicts = judged(kept_of((), replace(KEPT.training, arms=arms)))
     assert "no units" in csv_text(*rows_of(kept, verdicts)) and series_of(kept) == {}

@@ -1,5 +1,4 @@
-"""What a training tells while it goes on: lines of a log, a board that leaves nothing behind, a page, a command, wandb;
-nothing of it may cost the training."""
+"""The progress of a training: lines of a log, a board, a page, a command, wandb; none of it may cost the training."""
 
 from __future__ import annotations
 
@@ -63,11 +62,11 @@ def last_board(screen: Screen) -> str:
     return re.split(r"(?=seed \d+/\d+)", SHOWN.sub("", screen.getvalue()))[-1]
 
 
-def test_a_log_has_a_line_a_look_and_a_board_says_where_every_arm_is(
+def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all arms that have a loss in this seed, a place of the log once. What happens is said, above the board, whose
-    alarms are of all seeds; it is drawn five times a second at most, and in the end it is gone."""
+    """Sentences appear above the board, which is drawn at most five times a second, counts alarms of all seeds, and is
+    gone in the end."""
     logged, said, screen = list[str](), list[str](), Screen()
     monkeypatch.setattr(live, "_size", lambda stream: (120, 30))
     log, board = TrainingLines(logged.append, clock), TrainingBoard(screen, {}, said.append, clock)
@@ -111,7 +110,7 @@ def test_a_log_has_a_line_a_look_and_a_board_says_where_every_arm_is(
 def test_a_board_is_never_wider_nor_higher_than_the_terminal(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
-    """Where its size has changed all of the screen is cleared: nobody knows how what is drawn was folded."""
+    """After a change of size the whole screen is cleared, as it is unknown how the board was wrapped."""
     screen, now = Screen(), [(150, 40)]
     monkeypatch.setattr(live, "_size", lambda stream: now[0])
     board = TrainingBoard(screen, {"NO_COLOR": "1"}, str, clock)
@@ -127,7 +126,7 @@ def test_a_board_is_never_wider_nor_higher_than_the_terminal(
     board.close()
 
 
-def test_a_terminal_that_has_gone_away_ends_no_training_and_an_old_one_has_no_bars(clock: Clock) -> None:
+def test_a_lost_terminal_ends_no_training_and_an_old_one_has_no_bars(clock: Clock) -> None:
     class Old(Screen):
         encoding = "latin-1"  # type: ignore[assignment]
 
@@ -152,8 +151,8 @@ def cells(*arms: ArmNow, drawn: bool = True) -> Table:
     return table
 
 
-def test_a_row_says_loss_speed_and_health() -> None:
-    """Means of parts are drawn on one scale for all arms; what has not been yet is blank, and no emulation is fast."""
+def test_a_row_has_loss_speed_and_health() -> None:
+    """Bars share one scale; parts to come are blank, and emulated arms have no speed."""
     other = replace(NOW, arm=CANDIDATE, parts=((4.0, 2), (math.nan, 1), *NOW.parts[2:]), alarms=2,
                     last_alarm="seed 0, step 2")  # fmt: skip
     both, blank = cells(NOW, other), " " * (PARTS - 2)
@@ -179,7 +178,7 @@ PATIENCE = 90.0
 
 
 class Terminal:
-    """A terminal of tmux with a shell in it."""
+    """A shell in a tmux terminal."""
 
     def __init__(self) -> None:
         self._tmux = ("tmux", "-L", f"fp8bench-{os.getpid()}", "-f", os.devnull)
@@ -221,7 +220,7 @@ def at(shown: str) -> int:
 
 
 def goes_on(before: str, height: int, shown: str) -> bool:
-    """Whether a later board is there, once and whole; where there is not room for all of it, its top."""
+    """Whether a later board is there, once and complete; where there is no room, its top."""
     if height > 20:
         return at(shown) > at(before)
     return len(re.findall(r"seed 1/1, step \d+", shown)) == 1 and shown.startswith("seed 1/1") and shown != before
@@ -235,8 +234,8 @@ def children(process: int) -> list[int]:
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux, which is a terminal that can be read")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc, to find the worker")
 def test_nothing_is_left_of_a_board(terminal: Terminal) -> None:
-    """On a real terminal, resized, its worker killed, interrupted: it is there once, whatever the size; sentences stay
-    above it; in the end there are cursor, echo and prompt."""
+    """On a real terminal that is resized, whose worker is killed and which is interrupted: there is one board,
+    sentences stay above it, and cursor, echo and prompt come back."""
     shell = int(terminal.say("display-message", "-p", "#{pane_pid}"))
     terminal.type(TRAIN)
     terminal.waits_for(at)
@@ -248,7 +247,7 @@ def test_nothing_is_left_of_a_board(terminal: Terminal) -> None:
     (parent,) = children(shell)
     os.kill(children(parent)[0], signal.SIGKILL)
     shown = terminal.waits_for(lambda shown: "a fresh worker goes on" in shown and at(shown))
-    assert shown.index("a fresh worker") < shown.index("seed 1/1, step"), "what is said stays above the board"
+    assert shown.index("a fresh worker") < shown.index("seed 1/1, step"), "sentences stay above the board"
     terminal.say("send-keys", "C-c")
     terminal.waits_for(lambda shown: "--explain says how to read this" in shown and shown.endswith("$"))
     assert "losses so far" not in terminal.screen() and "To go on:" in terminal.say("capture-pane", "-p", "-S", "-90")
@@ -258,8 +257,7 @@ def test_nothing_is_left_of_a_board(terminal: Terminal) -> None:
 
 
 def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the first slice on, read again by a browser, no more often than it may; at the end as any report. Whatever
-    is wrong, with the disk or with the page itself, is said once."""
+    """From the first slice on, reloaded by a browser, and not too often; any fault is reported once."""
     begun, store, file = training(), tmp_path / "store", tmp_path / "live.html"
     told, now, writer = NotedTraining(), [0.0], start_training(begun, store)
     page, broken = (LivePage(path, store, told.note, lambda: now[0]) for path in (file, file / "live.html"))
@@ -290,8 +288,7 @@ def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_command_has_alarms_on_its_stdin(tmp_path: Path) -> None:
-    """A sentence each with the training's id, one command at a time: what is told meanwhile goes to the next one. Those
-    of bands' arms stay in, and events that are none."""
+    """A sentence each, one command at a time: later alarms go to the next one. Alarms of bands are left out."""
     told, file, gate = NotedTraining(), tmp_path / "alarms.txt", tmp_path / "gate"
     command = AlarmCommand(
         f"echo begun >> '{file}'; cat >> '{file}'; while ! [ -e '{gate}' ]; do sleep 0.01; done", told.note
@@ -322,8 +319,8 @@ def test_a_command_has_alarms_on_its_stdin(tmp_path: Path) -> None:
         ("exec 0<&-; trap '' TERM; sleep 600", 0.1, "did not end within"),
     ],
 )  # fmt: skip
-def test_a_command_that_fails_or_hangs_is_said(script: str, seconds: float, said: str, tmp_path: Path) -> None:
-    """Nothing is waited for: a text that nobody reads, however long, fills no pipe. Nor is any process left."""
+def test_a_command_that_fails_or_hangs_is_reported(script: str, seconds: float, said: str, tmp_path: Path) -> None:
+    """Nothing waits for it, an unread text fills no pipe, and no process is left."""
     told, marker = NotedTraining(), f"{tmp_path}/marker"
     command = AlarmCommand(script.replace("MARKER", marker), told.note, seconds)
     command.begun(training())
@@ -357,8 +354,7 @@ def test_curves_go_to_wandb_as_they_come(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ends == ["* by step", 0] and len(told.notes) == 1 and "division by zero" in told.notes[0]
 
 
-def test_whoever_watched_before_is_told_all_the_same(tmp_path: Path) -> None:
-    """The first observer has notes and what is worked on; without options it is the observer itself."""
+def test_the_inner_observer_still_gets_everything(tmp_path: Path) -> None:
     told, file = NotedTraining(), tmp_path / "a.txt"
     with outward(told, tmp_path, None, None) as alone:
         assert alone is told

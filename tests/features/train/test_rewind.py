@@ -1,4 +1,4 @@
-"""Arms that go back to a checkpoint and past a batch, and seeds that end where all arms have come to a loss."""
+"""Arms that go back to a checkpoint and skip a batch, and seeds that end once all arms have reached a loss."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def ill(first: int, last: int | None = None) -> FakeLab:
 
 
 def rewinds(kept: KeptTraining) -> list[tuple[str, int, int, int, int]]:
-    """Arm, seed, to which step, and the first and the last whose batch is passed over."""
+    """Arm, seed, the step gone back to, and the first and last step that is skipped."""
     events = [(event, dict(event.values)) for event in kept.of(TrainingEvent) if event.kind == REWOUND]
     return [(event.arm, event.seed, int(own["to"]), int(own["first"]), event.step) for event, own in events]
 
 
-def test_a_batch_that_gives_nan_is_passed_over(trained: Trained) -> None:
-    """From the checkpoint before it on, every other step once; looks in between are made again, once."""
+def test_a_batch_that_gives_nan_is_skipped(trained: Trained) -> None:
+    """From the checkpoint before it every other step is taken once; validations in between are repeated once."""
     whole, _, _ = trained(FakeLab(), small(settings=REWIND))
     lab = FakeLab(bad=lambda *place: place == ("fp8", 1, 13))
     kept, _, _ = trained(lab, small(settings=REWIND, evaluate=4))
@@ -49,9 +49,8 @@ def test_a_batch_that_gives_nan_is_passed_over(trained: Trained) -> None:
     assert looks == [0, 4, 8, 12, 16, 20]
 
 
-def test_one_that_comes_again_goes_further_back_each_time(trained: Trained) -> None:
-    """As a state does that is wrong since some step: more batches are passed over, from an older checkpoint, and at
-    last from the first step; then a sentence ends it."""
+def test_a_fault_that_returns_goes_further_back_each_time(trained: Trained) -> None:
+    """More batches are skipped, from older checkpoints and at last from the first step; then the arm stops."""
     kept, _, _ = trained(ill(16, 99), small(settings=REWIND, seeds=1, keep=5))
     assert rewinds(kept) == [("fp8", 0, 15, 16, 16), ("fp8", 0, 10, 14, 17), ("fp8", 0, 0, 3, 18)]
     (stopped,) = [event for event in kept.of(TrainingEvent) if event.kind == "stopped"]
@@ -71,8 +70,8 @@ def test_as_many_rewinds_as_are_allowed(trained: Trained) -> None:
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_rewind_it_comes_to_the_same_lines(trained: Trained) -> None:
-    """Before, within and after it, several rewinds that follow each other closely included."""
+def test_a_kill_during_a_rewind_changes_no_line(trained: Trained) -> None:
+    """Before, within and after it, also with several rewinds in a row."""
 
     def bad(arm: str, seed: int, step: int) -> bool:
         return arm in ("fp8", "bf16 again") and step in (8, 9, 16)
@@ -92,8 +91,8 @@ def test_killed_in_the_middle_of_a_rewind_it_comes_to_the_same_lines(trained: Tr
         assert list(map(repr, said(rest))) == list(map(repr, said(whole))), strike
 
 
-def test_nobody_is_compared_on_a_batch_that_one_passed_over(trained: Trained) -> None:
-    """Also where it is in the last tenth: the reference's endpoint is without it, and the verdict names it."""
+def test_a_skipped_batch_counts_for_no_arm(trained: Trained) -> None:
+    """Not even in the reference's endpoint; a note names it."""
     kept, _, _ = trained(ill(18), small(settings=REWIND, seeds=5))
     (fp8,) = verdicts_of(kept.training, kept.lines).arms
     curves = curves_of(kept.lines, 20)
@@ -108,10 +107,8 @@ def test_nobody_is_compared_on_a_batch_that_one_passed_over(trained: Trained) ->
 
 
 @pytest.mark.slow
-def test_a_real_training_killed_in_a_rewind_comes_to_the_same_bits(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Amaxes that are remembered, rounding at random and dropout; interrupted at every step of what is done again."""
+def test_a_real_training_killed_in_a_rewind_has_the_same_bits(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With delayed scales, random rounding and dropout."""
     write_tokens(Path("text"))
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))
     losses = Trainer._losses
@@ -141,7 +138,7 @@ def test_a_real_training_killed_in_a_rewind_comes_to_the_same_bits(
 
 
 class Slower(FakeLab):
-    """Held-out text says what a curve says that is known: 4 / (1 + step / 8), and for fp8 a third more steps."""
+    """Held-out losses follow 4 / (1 + step / 8), those of fp8 with a third more steps."""
 
     def _validate(self, arm: str, last: bool = False) -> tuple[Validation, ...]:
         pace = 32 / 3 if arm == "fp8" else 8
@@ -153,14 +150,14 @@ def to_a_loss(until: float = 1.8, **changes: Any) -> TrainingRequest:
     return small(until=until, evaluate=4, keep=6, steps=40, **changes)
 
 
-def test_a_seed_ends_where_all_arms_have_come_to_the_loss(trained: Trained) -> None:
-    """At the look at which the slowest is there, with the looks of a last step; the table and the answer say when."""
+def test_a_seed_ends_once_all_arms_have_reached_the_loss(trained: Trained) -> None:
+    """At the slowest arm's validation, with those of a last step."""
     kept, _, _ = trained(Slower(), to_a_loss(seeds=3))
     assert kept.finished and {row.step for row in kept.of(StepRow)} == set(range(16))
     assert [look.step for look in kept.of(Validation) if look.of != "held-out"] == [16] * 12
     verdicts = verdicts_of(kept.training, kept.lines)
     reference, fp8 = verdicts.reached
-    # Exactly 9.78 and 13.04; straight between looks of a bent curve a little later.
+    # Exactly 9.78 and 13.04; a straight line between validations crosses a little later.
     assert [place.steps for place in reference.seeds] == [pytest.approx(9.9, abs=0.1)] * 3
     assert reference.seeds[0].tokens == pytest.approx(9.9 * 32, rel=0.02) and fp8.seeds[0].seconds is None
     assert fp8.times == pytest.approx(4 / 3, rel=0.02) and fp8.interval is not None
@@ -171,8 +168,8 @@ def test_a_seed_ends_where_all_arms_have_come_to_the_loss(trained: Trained) -> N
     assert "to a loss of 1.8" in text and "3 of 3" in text and "quantised:fp8" in text
 
 
-def test_one_that_never_arrives_says_so(trained: Trained) -> None:
-    """All steps are then taken; one that has stopped holds nobody up."""
+def test_an_arm_that_never_reaches_the_loss_says_so(trained: Trained) -> None:
+    """All steps are then taken; a stopped arm delays no other."""
     for until, words in ((0.7, "which bf16 did in 2 of 2 seeds"), (0.1, "and neither did bf16")):
         kept, _, _ = trained(Slower(), to_a_loss(until))
         verdicts = verdicts_of(kept.training, kept.lines)
@@ -182,7 +179,7 @@ def test_one_that_never_arrives_says_so(trained: Trained) -> None:
     assert max(row.step for row in kept.of(StepRow)) == 11
 
 
-def test_cut_off_on_the_way_to_a_loss_it_ends_in_the_same_place(trained: Trained) -> None:
+def test_a_resumed_seed_ends_at_the_same_step(trained: Trained) -> None:
     whole, _, _ = trained(Slower(), to_a_loss())
     for step in (0, 5, 12):
         half, _, _ = trained(Slower(strikes("fp8", step, KeyboardInterrupt(), seed=1)), to_a_loss())

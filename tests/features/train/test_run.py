@@ -1,4 +1,4 @@
-"""A training from its plan to its stream: slices, checkpoints, what faults cost, what a resumption makes again."""
+"""A training from its plan to its stream: slices, checkpoints, what faults cost, and what a resume repeats."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def asked(lab: FakeLab, *names: str) -> list[str]:
 
 
 def test_every_arm_is_trained_in_every_seed(trained: Trained) -> None:
-    """Every step once, with looks at held-out text, and all of it kept; what one ulp does in the first seed alone."""
+    """The one-ulp arm only in the first."""
     kept, lab, seen = trained(FakeLab(), small(bands=BANDS))
     assert kept.finished and not kept.troubles and seen.places[-1] == (1, 20)
     arms = [(seed, arm) for seed in (0, 1) for arm in ("bf16", "bf16 again", "bf16 other seed", "fp8")]
@@ -81,9 +81,8 @@ def test_the_last_two_checkpoints_are_kept(trained: Trained) -> None:
     assert [(place["number"], place["step"]) for place in places] == [(1, 0), (1, 12), (1, 18)]
 
 
-def test_what_was_cut_off_is_gone_on_with_to_the_same_lines(trained: Trained) -> None:
-    """Interrupted anywhere: nothing is there twice, nothing is missing, and it says when it was gone on with, again and
-    again, without a new checkpoint in between too."""
+def test_a_resumed_training_has_the_same_lines(trained: Trained) -> None:
+    """Interrupted anywhere, again and again, also without a new checkpoint in between."""
     whole, _, _ = trained(FakeLab(), small())
     for seed, step in ((0, 0), (0, 3), (0, 6), (1, 10), (1, 17)):
         half, _, _ = trained(FakeLab(strikes("fp8", step, CUT_OFF, seed=seed)), small())
@@ -97,8 +96,8 @@ def test_what_was_cut_off_is_gone_on_with_to_the_same_lines(trained: Trained) ->
     assert job.resume(Path(rest.path), Path(rest.path).parents[2], seen) == (False, rest)
 
 
-def test_every_arm_is_looked_at_alone_before_the_first_step(trained: Trained) -> None:
-    """Once, but for the repeat and the other seed, also where the training is cut off in between and gone on with."""
+def test_every_arms_memory_is_measured_once_before_the_first_step(trained: Trained) -> None:
+    """Without bands; also where the training is cut off in between."""
     for arm, name, again in (("", "alone", ["alone"] * 2), ("fp8", "advance", [])):
         trained(FakeLab(strikes(arm, 0, CUT_OFF, name=name)), small())
         kept, lab, _ = trained(FakeLab())
@@ -106,7 +105,7 @@ def test_every_arm_is_looked_at_alone_before_the_first_step(trained: Trained) ->
         assert isinstance(kept.lines[-1], Validation) and asked(lab, "alone") == again
 
 
-def test_no_gpu_is_trained_on_in_a_process_that_has_listened_to_its_memory(trained: Trained) -> None:
+def test_a_gpus_memory_is_measured_in_a_process_of_its_own(trained: Trained) -> None:
     class Logged(FakeLab):
         def restart(self) -> None:
             super().restart()
@@ -117,15 +116,15 @@ def test_no_gpu_is_trained_on_in_a_process_that_has_listened_to_its_memory(train
     assert lab.restarts == 1 and kept.finished
 
 
-def test_memory_that_nobody_could_measure_has_a_reason(trained: Trained) -> None:
+def test_memory_that_could_not_be_measured_has_a_reason(trained: Trained) -> None:
     kept, lab, _ = trained(FakeLab(strikes("", 0, name="alone")), small())
     first, second = kept.of(ArmCost)
     assert first.memory is None and "could not be measured: the worker crashed" in first.why
     assert second.memory is not None and kept.finished and lab.restarts == 1
 
 
-def test_the_largest_batch_of_every_arm_is_looked_for_after_the_last_step(trained: Trained) -> None:
-    """Alone, with its own settings; also where the training is cut off there, and gone on with."""
+def test_the_largest_batch_of_every_arm_is_found_after_the_last_step(trained: Trained) -> None:
+    """With its own settings; also where the training is cut off there."""
     request = small(max_batch=True, memory_limit=100_000, sweep=(("micro-batches", ("1", "2")),))
     for lab in (FakeLab(), FakeLab(strikes("", 0, CUT_OFF, name="try_alone", seed=1))):
         kept, _, _ = trained(lab, request)
@@ -141,7 +140,7 @@ def test_the_largest_batch_of_every_arm_is_looked_for_after_the_last_step(traine
 
 @dataclass
 class PoweredLab(FakeLab):
-    """A lab whose further steps take 10 ms, and their arm's watts of the device. `stopped` has no more steps."""
+    """Further steps take 10 ms, at the arm's watts. `stopped` names an arm that has no more steps."""
 
     power: Power = field(default_factory=Power)
     stopped: str = ""
@@ -178,7 +177,7 @@ def energies(kept: KeptTraining) -> dict[str, EnergyUse]:
 
 
 def test_every_arm_has_the_energy_of_its_own_power(trained: Trained, powered: PoweredLab) -> None:
-    """In three windows after the last step, by a counter whose truth is known; one that has stopped has a reason."""
+    """By a counter whose truth is known; a stopped arm has a reason."""
     powered.stopped = "mxfp8"
     kept, _, seen = trained(powered, small(energy=True, dtypes=("bf16", "fp8", "mxfp8")))
     for arm, watts, count in (("bf16", 400.0, 3), ("fp8", 300.0, 1)):  # an emulated arm has one: its energy is a cost
@@ -189,7 +188,7 @@ def test_every_arm_has_the_energy_of_its_own_power(trained: Trained, powered: Po
     assert "measuring the energy of fp8" in seen.doings and isinstance(kept.lines[-1], ArmCost)
 
 
-def test_without_a_counter_the_reason_is_kept_and_no_step_more_is_run(trained: Trained, powered: PoweredLab) -> None:
+def test_without_a_counter_the_reason_is_kept_and_no_further_step_taken(trained: Trained, powered: PoweredLab) -> None:
     powered.power.broken = "the counter is gone"
     kept, lab, _ = trained(powered, small(energy=True))
     assert {use.why for use in energies(kept).values()} == {"counter: the counter is gone"} and not asked(lab, "loop")
@@ -200,7 +199,7 @@ def test_without_a_counter_the_reason_is_kept_and_no_step_more_is_run(trained: T
 
 
 class BusyDevice(Looks):
-    """A driver that tells how busy the device is, in part."""
+    """A driver that reports part of how busy the device is."""
 
     def _read(self, wanted: tuple[Query, ...]) -> Readings:
         return {"use": Reading(0.75, "share", "x"), "memory_use": Unavailable("no"), "power": Reading(300.0, "W", "x")}
@@ -208,8 +207,8 @@ class BusyDevice(Looks):
     queries = QUERIES
 
 
-def test_what_the_driver_says_of_use_is_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """About once a second, of no arm; nobody asks a processor's."""
+def test_the_drivers_figures_of_use_are_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """About once a second, for no arm; never on a CPU."""
     opened = []
 
     class Driver(Meters):
@@ -230,8 +229,8 @@ PAIRS = {"memory_limit": 33_000, "dtypes": ("bf16", "fp8", "mxfp8")}
 
 
 def test_arms_that_do_not_fit_together_are_trained_in_pairs(trained: Trained) -> None:
-    """To the same lines as together, each once, with the times of the reference beside each; it says so. Interrupted in
-    any of them, or having lost the worker there, it goes on to the same lines."""
+    """To the same lines as together, with the reference's times next to each, also when interrupted or when the worker
+    is lost."""
     together, _, _ = trained(FakeLab(), small(dtypes=PAIRS["dtypes"]))
     whole, lab, _ = trained(FakeLab(), small(**PAIRS))
     assert len(asked(lab, "begin")) == 1 + 4 + 4 and lab.restarts == 0, "one to count the reference's parameters"
@@ -255,9 +254,8 @@ def test_an_arm_that_fits_alone_only_has_no_speed(trained: Trained) -> None:
         trained(FakeLab(), small(memory_limit=19_000))
 
 
-def test_a_damaged_checkpoint_is_passed_over(trained: Trained) -> None:
-    """The one before it is taken, or the first step where all are damaged. A stream that lost its end, by a power
-    failure, say, does not reach to a place."""
+def test_a_damaged_checkpoint_is_skipped(trained: Trained) -> None:
+    """The one before it is used, or the first step. A stream that lost its end does not reach its last place."""
     whole, _, _ = trained(FakeLab(), small())
     for damaged in (["0-18"], ["0-12", "0-18"], []):
         half, _, _ = trained(FakeLab(strikes("fp8", 18, CUT_OFF)), small())
@@ -269,7 +267,7 @@ def test_a_damaged_checkpoint_is_passed_over(trained: Trained) -> None:
             assert load_training(path).troubles
         rest, _, seen = trained(FakeLab())
         assert said(rest) == said(whole) and len(seen.notes) == len(damaged) and not rest.troubles
-        assert all("holds no whole checkpoint" in note for note in seen.notes)
+        assert all("holds no complete checkpoint" in note for note in seen.notes)
 
 
 def test_a_lost_worker_costs_the_steps_since_the_checkpoint(trained: Trained) -> None:
@@ -283,7 +281,6 @@ def test_a_lost_worker_costs_the_steps_since_the_checkpoint(trained: Trained) ->
 
 @for_each("name", ["begin", "save", "restore"])
 def test_a_worker_lost_between_slices_is_replaced_once(trained: Trained, name: str) -> None:
-    """It is no arm's fault; the second time the training ends, and what was kept stays."""
     whole, _, _ = trained(FakeLab(), small())
     if name == "restore":
         trained(FakeLab(strikes("fp8", 7, CUT_OFF)), small())
@@ -333,7 +330,7 @@ def test_without_its_reference_a_training_ends(trained: Trained, store: Path) ->
 
 @for_each("what", ["append", "keep", "checkpoint"])
 def test_a_full_disk_ends_it_with_what_was_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """In the middle of any write, the worker's too; there is room again when it is gone on with."""
+    """In any write, also the worker's; with room again it can be resumed."""
     whole, _, _ = trained(FakeLab(), small())
     plain, calls = getattr(TrainingWriter, what), [0]
 
@@ -362,9 +359,8 @@ OTHERS: dict[str, Callable[[FakeLab], object]] = {
 }  # fmt: skip
 
 
-def test_it_goes_on_only_where_it_began(trained: Trained) -> None:
-    """Another torch, device or text would not go on to the same losses: nothing is changed. Nor do two processes ever
-    write one training."""
+def test_a_training_resumes_only_where_it_began(trained: Trained) -> None:
+    """Another torch, device or text would change losses. Two processes never write one training."""
     half, _, _ = trained(FakeLab(strikes("fp8", 7, CUT_OFF)), small())
     before, writer = Path(half.path).read_bytes(), reopen_training(Path(half.path))
     assert (writer.places[-1].number, writer.places[-1].step, writer.places[-1].folder) == (0, 6, "0-6")
@@ -380,7 +376,7 @@ def test_it_goes_on_only_where_it_began(trained: Trained) -> None:
 
 
 def steep(row: StepRow) -> StepRow:
-    """Gradients of fp8 that jump in a step, unless they are clipped harder."""
+    """Gradients of fp8 jump in one step, unless they are clipped harder."""
     ill = row.arm.startswith("fp8") and "clip" not in row.arm and row.step == 27
     return replace(row, gradient_norm=50.0 if ill else 1.0)
 
@@ -403,7 +399,6 @@ def test_remedies_of_an_alarm_are_tried(trained: Trained) -> None:
 
 
 def test_remedies_are_tried_from_the_first_step_where_no_checkpoint_keeps_the_arm(trained: Trained) -> None:
-    """Also where the worker is lost meanwhile: they are not tried again, and the training goes on."""
     request = small(**{**FIXED, "keep": 40})
     kept, _, _ = trained(FakeLab(change=steep), request)
     assert "from step 0 on" in kept.of(TrainingEvent)[1].words
@@ -411,8 +406,7 @@ def test_remedies_are_tried_from_the_first_step_where_no_checkpoint_keeps_the_ar
     assert kept.finished and lab.restarts == 1 and kinds(kept) == ["restarted", "alarm"]
 
 
-def test_a_training_that_is_gone_on_with_tries_nothing_twice(trained: Trained) -> None:
-    """What was tried before the checkpoint stands; what came after it is done again, and says the same."""
+def test_a_resumed_training_tries_nothing_twice(trained: Trained) -> None:
     whole, _, _ = trained(FakeLab(change=steep), small(**FIXED))
     for at in (30, 36):
         trained(FakeLab(strikes("fp8", at, CUT_OFF), change=steep), small(**FIXED))

@@ -1,4 +1,5 @@
-"""All rules over all arms of a training: lines in, alarms out; and which remedies of an alarm help."""
+"""Applies all health rules to the arms of a training: lines in, alarms out; and judges which remedies of an alarm
+help."""
 
 from __future__ import annotations
 
@@ -19,20 +20,18 @@ RULES: tuple[type[HealthRule[Any]], ...] = (
     tensors.ScaleFall, tensors.ScaleRise, tensors.ScaleUnsettled, tensors.ScaleAtEdge, tensors.Lag,
     tensors.OverflowBurst, tensors.UnderflowCreep, tensors.WeightsBehind, tensors.NotFiniteTensor,
     tensors.EmbeddingCollapse, tensors.AttentionOverflow, tensors.BatchNormDrift, tensors.LayerStill,
-    # From here on: nothing beside the training is needed.
+    # The following need no second arm to compare with.
     loops.GradientsLeft, loops.MomentsGone, loops.NoUpdate, loops.LayerGradient, loops.SameInputs,
     loops.LossAboveGuessing, loops.LossLeaked, loops.LossBackUp, steps.GradientScale, loops.AmaxJump, loops.DeadUnits,
     loops.NormGain, loops.LargeLogits, loops.DuplicateInputs, loops.DataDrift,
 )  # fmt: skip
-# An episode ends, and another alarm may be raised, when a rule has found nothing for so many steps.
+# An episode ends once a rule has found nothing for so many steps; then it may alarm again.
 REST = 50
 
 
 class Health:
-    """Reads the stream of a training and raises alarms: one for an episode, however long it lasts.
-
-    After a resume it is given the stored lines again, and what it says to those is let go.
-    """
+    """Reads the stream of a training and raises alarms: one for each episode, however long it lasts. After a resume it
+    is given the stored lines again; the alarms of those are dropped by the caller."""
 
     def __init__(self, arms: Sequence[Arm], settings: TrainerSettings | None = None) -> None:
         self._arms = {arm.name: arm for arm in arms}
@@ -42,7 +41,7 @@ class Health:
         self._last: dict[tuple[int, str, str, str, str], int] = {}
 
     def see(self, lines: Iterable[StreamLine]) -> tuple[TrainingEvent, ...]:
-        """The alarms of the next lines. Those of one rule in one step are one, about the tensor it saw first."""
+        """The alarms of the next lines. Alarms of one rule in one step become one, about the first tensor."""
         alarms: dict[tuple[str, int, int, str], tuple[TrainingEvent, int]] = {}
         for line in lines:
             if isinstance(line, TrainingEvent):
@@ -54,11 +53,13 @@ class Health:
                 key = (rule.arm.name, line.seed, line.step, rule.name)
                 event, more = alarms.get(key, (self._event(rule, alarm, line.seed, line.step), -1))
                 alarms[key] = event, more + 1
-        others = {more: f", and {more} tensor{'s' if more > 1 else ''} more" for _, more in alarms.values() if more}
-        return tuple(replace(event, words=event.words + others.get(more, "")) for event, more in alarms.values())
+        return tuple(
+            replace(event, words=f"{event.words}, and {more} tensor{'s' if more > 1 else ''} more") if more else event
+            for event, more in alarms.values()
+        )
 
     def _rules_of(self, seed: int, arm: str) -> list[HealthRule[Any]]:
-        """The rules that read the lines of an arm: its own, and those that compare others with it."""
+        """The rules that read an arm's lines: its own, and those that compare another arm with it."""
         if seed not in self._seeds:
             self._seeds.add(seed)
             for watched in map(self._watched, self._arms.values()):
@@ -74,7 +75,7 @@ class Health:
         slowest = min((factor for _, factor in self._settings.rates), default=1.0)
         if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
             return WatchedArm(arm.name, slowest=slowest)
-        for other in self._arms.values():  # the reference where it learns as fast: what is left is the arithmetic
+        for other in self._arms.values():  # compare with a reference at the same rate, so that only arithmetic differs
             if other.role is ArmRole.OTHER_RATE and set(other.settings) <= set(arm.settings):
                 return WatchedArm(arm.name, other.name, slowest=slowest)
         return WatchedArm(arm.name, named.get(ArmRole.REFERENCE, ""), named.get(ArmRole.OTHER_SEED, ""), slowest)
@@ -83,22 +84,23 @@ class Health:
         key = seed, rule.arm.name, rule.name, alarm.layer, alarm.tensor
         before = self._last.get(key)
         self._last[key] = step
-        foretold = self._last.get((seed, rule.arm.name, rule.until, "", "")) if rule.until else None
-        return all(last is None or step - last > REST for last in (before, foretold))
+        later_rule = self._last.get((seed, rule.arm.name, rule.until, "", "")) if rule.until else None
+        return all(last is None or step - last > REST for last in (before, later_rule))
 
     def _event(self, rule: HealthRule[Any], alarm: HealthAlarm, seed: int, step: int) -> TrainingEvent:
         arm = self._arms[rule.arm.name]
-        remedies = [remedy for remedy in rule.remedies if _can(remedy, arm, self._settings, alarm.layer)]
+        remedies = [remedy for remedy in rule.remedies if _changes(remedy, arm, self._settings, alarm.layer)]
         return TrainingEvent(
             arm.name, seed, step, "alarm", alarm.words, alarm.layer, alarm.tensor,
             (("rule", rule.name), *alarm.figures), "; ".join(remedy.value for remedy in remedies),
         )  # fmt: skip
 
 
-def _can(remedy: Remedy, arm: Arm, settings: TrainerSettings, layer: str) -> bool:
-    people = remedy in (Remedy.LOOK_AT_DATA, Remedy.LOOK_AT_LOOP, Remedy.LOOK_AT_LAYER)
+def _changes(remedy: Remedy, arm: Arm, settings: TrainerSettings, layer: str) -> bool:
+    """Whether a remedy would change the arm, or asks a person to look."""
+    for_people = remedy in (Remedy.LOOK_AT_DATA, Remedy.LOOK_AT_LOOP, Remedy.LOOK_AT_LAYER)
     now = (arm.precision, arm.taken(settings))
-    return people or helped(*now, remedy, layer) != now
+    return for_people or remedied(*now, remedy, layer) != now
 
 
 _CLIP_SHARE = 0.25
@@ -107,8 +109,8 @@ _HISTORY_SHARE = 16
 _HIGH = ("fp32", "bf16", "tf32")
 
 
-def helped(precision: str, settings: TrainerSettings, remedy: Remedy, layer: str = "") -> tuple[str, TrainerSettings]:
-    """Precision and settings of an arm with a remedy; as they were where it changes nothing, or people have to look."""
+def remedied(precision: str, settings: TrainerSettings, remedy: Remedy, layer: str = "") -> tuple[str, TrainerSettings]:
+    """Precision and settings of an arm with a remedy; unchanged where the remedy does not apply or is for a person."""
     name, chosen = precision.partition(":")[0], precisions.get(precision).chosen
     change: dict[str, Any] = {}
     options: dict[str, Scalar] = {}
@@ -137,15 +139,15 @@ def helped(precision: str, settings: TrainerSettings, remedy: Remedy, layer: str
     return precision, replace(settings, **change)
 
 
-# Steps behind the alarm that are trained once more; losses are the means of the last of them.
+# A trial repeats so many steps after the alarm; its loss is the mean of the last ones.
 AFTER, LAST = 50, 20
-# A loss that is lower by less is chance.
+# A smaller difference in loss counts as chance.
 _BETTER = 0.01
 
 
 @dataclass(frozen=True)
 class RemedyTrial:
-    """The arm with a remedy, or as it was: a name of its own, its precision, and all of its settings."""
+    """An arm with a remedy, or unchanged where `remedy` is '', under its own name and with all of its settings."""
 
     remedy: str
     arm: Arm
@@ -153,21 +155,18 @@ class RemedyTrial:
 
 
 def trials_of(alarm: TrainingEvent, arm: Arm, settings: TrainerSettings) -> tuple[RemedyTrial, ...]:
-    """The arm as it was, and with every remedy that changes it; one that changes what states are kept in cannot be
-    tried in the middle of a training."""
+    """The unchanged arm, and the arm with each remedy that changes it. Remedies that change what states are kept in are
+    left out: they cannot begin in the middle of a training."""
     rule = next(kind for kind in RULES if kind.name == rule_of(alarm))
     own = arm.taken(settings)
-    trials = [RemedyTrial("", _called(arm, "as it was", arm.precision), own)]
+    trials = [RemedyTrial("", Arm(f"{arm.name}: as it was", arm.precision, native=arm.native), own)]
     for remedy in rule.remedies:
-        precision, changed = helped(arm.precision, own, remedy, alarm.layer)
+        precision, changed = remedied(arm.precision, own, remedy, alarm.layer)
         kept = ("master", "gradients", "optimizer_states")
         if (precision, changed) != (arm.precision, own) and all(getattr(changed, a) == getattr(own, a) for a in kept):
-            trials.append(RemedyTrial(remedy.value, _called(arm, remedy.value, precision), changed))
+            trial = Arm(f"{arm.name}: {remedy.value}", precision, native=arm.native)
+            trials.append(RemedyTrial(remedy.value, trial, changed))
     return tuple(trials)
-
-
-def _called(arm: Arm, words: str, precision: str) -> Arm:
-    return Arm(f"{arm.name}: {words}", precision, native=arm.native)
 
 
 def rule_of(alarm: TrainingEvent) -> str:
@@ -177,10 +176,8 @@ def rule_of(alarm: TrainingEvent) -> str:
 def outcome(
     alarm: TrainingEvent, step: int, before: Iterable[StreamLine], trials: Mapping[RemedyTrial, Sequence[StreamLine]]
 ) -> TrainingEvent:
-    """Which remedies helped, by how much: the alarm stays away, or the loss is lower than that of the arm as it was.
-
-    `before` are the lines of the ill arm up to `step`, from which the trials began.
-    """
+    """An event that says which remedies helped, and by how much: the alarm stays away, or the loss is lower than the
+    unchanged arm's. `before` are the arm's lines up to `step`, where the trials began."""
     known = [line for line in before if line.arm == alarm.arm and line.seed == alarm.seed and line.step < step]
     (as_it_was, *_), losses = trials, {trial: _loss(lines) for trial, lines in trials.items()}
     again = {trial: _alarmed(alarm, trial, known, lines) for trial, lines in trials.items()}
@@ -193,13 +190,13 @@ def outcome(
     tried = [trial for trial in trials if trial is not as_it_was]
     good = sorted(filter(helps, tried), key=lambda trial: (again[trial], -gains[trial]))
     ordered = (*good, *(trial for trial in tried if trial not in good))
-    said = [f"{trial.remedy}: {_words(again[trial], gains[trial])}" for trial in ordered]
-    said.append(f"as it was: {'the alarm again' if again[as_it_was] else 'no alarm'}")
+    results = [f"{trial.remedy}: {_words(again[trial], gains[trial])}" for trial in ordered]
+    results.append(f"as it was: {'the alarm again' if again[as_it_was] else 'no alarm'}")
     head = f"{good[0].remedy} helped most" if good else "nothing that was tried helped"
     figures = [(trial.remedy, gain if math.isfinite(gain := gains[trial]) else str(gain)) for trial in tried]
     return TrainingEvent(
-        alarm.arm, alarm.seed, alarm.step, "tried-fix", f"{head}, from step {step} on: {'; '.join(said)}", alarm.layer,
-        alarm.tensor, (("rule", rule_of(alarm)), *figures), good[0].remedy if good else "",
+        alarm.arm, alarm.seed, alarm.step, "tried-fix", f"{head}, from step {step} on: {'; '.join(results)}",
+        alarm.layer, alarm.tensor, (("rule", rule_of(alarm)), *figures), good[0].remedy if good else "",
     )  # fmt: skip
 
 

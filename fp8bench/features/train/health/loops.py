@@ -1,4 +1,4 @@
-"""Rules that need nothing beside a training to see what is wrong with it: mostly with the loop, or with its batches."""
+"""Health rules that need only the training itself; most find mistakes in a loop or its batches."""
 
 from __future__ import annotations
 
@@ -9,24 +9,16 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from fp8bench.features.train.health.steps import LEARNED, HealthAlarm, HealthRule, Remedy, newest, noise_of_values
-from fp8bench.features.train.health.tensors import FigureRule, TensorRule, octaves, of
-from fp8bench.features.train.values import (
-    GRADIENTS_LEFT,
-    MOMENTS_GONE,
-    OTHERS_TRAIN,
-    LayerReading,
-    StepFigure,
-    StepRow,
-)
-from fp8bench.model import Params
+from fp8bench.features.train.health.tensors import Before, FigureRule, TensorRule, Verdict, octaves, of
+from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN, LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
-# As many as any rule over losses looks back.
+# No rule over losses looks further back.
 _LOSSES = 60
 
 
 class LossRule(HealthRule[Any]):
-    """A rule over losses; silent of a module against which another one may train."""
+    """A rule over losses; silent where another optimizer trains against the module."""
 
     reads = StepRow | StepFigure
     _losses: deque[float] = newest(_LOSSES)
@@ -45,12 +37,12 @@ class LossRule(HealthRule[Any]):
         return self.judge(line) if self._alone else None
 
     def judge(self, row: StepRow) -> HealthAlarm | None:
-        """Of the newest loss, which is in `_losses`."""
+        """Judge the newest loss, which is in `_losses`."""
         raise NotImplementedError
 
 
 class LossBackUp(LossRule):
-    """The loss has come back up and stays there."""
+    """The loss has risen again and stays there."""
 
     name = "loss-back-up"
     stays = 5
@@ -95,7 +87,7 @@ class LossBackUp(LossRule):
 
 
 class LossAboveGuessing(LossRule):
-    """A cross entropy stays above what predicting nothing would cost: ln of the classes."""
+    """A cross entropy stays above ln(classes), the loss of guessing."""
 
     name = "loss-above-guessing"
     last = 8
@@ -122,7 +114,7 @@ class LossAboveGuessing(LossRule):
 
 
 class LossLeaked(LossRule):
-    """The loss is suddenly a tenth: nothing learns so fast, so answers are among the inputs, or batches are trivial."""
+    """The loss is suddenly a tenth: answers are among the inputs, or batches are trivial."""
 
     name = "loss-leaked"
     last = 3
@@ -149,7 +141,7 @@ class LossLeaked(LossRule):
 
 
 class NoUpdate(HealthRule[Any]):
-    """Steps change nothing: the rate is 0, there is no gradient, or the weights are what they were."""
+    """Steps change nothing: the rate is 0, there is no gradient, or the weights stay the same."""
 
     name = "no-update"
     reads = StepRow | StepFigure
@@ -187,14 +179,14 @@ class NoUpdate(HealthRule[Any]):
             alarm = self._counted("updates are less than 1e-8 of the weights", small, 2) or alarm
         return alarm
 
-    def _counted(self, words: str, so: bool, most: int) -> HealthAlarm | None:
-        self._counts[words] = self._counts[words] + 1 if so else 0
+    def _counted(self, words: str, happened: bool, most: int) -> HealthAlarm | None:
+        self._counts[words] = self._counts[words] + 1 if happened else 0
         times = self._counts[words]
         return HealthAlarm(f"steps change nothing: {words}", figures=(("times", times),)) if times >= most else None
 
 
 class SameInputs(FigureRule):
-    """The model is given the same batch again and again: a loader that stands still."""
+    """The model gets the same batch again and again: the loader stands still."""
 
     name = "same-inputs"
     figure = "inputs_again"
@@ -202,7 +194,7 @@ class SameInputs(FigureRule):
     few = 128
     looks_at = "every step"
     alarms_at = f"the same for 8 steps in turn, after another; or, of fewer than {few} examples, from the first on"
-    because = "an epoch has more than one batch; who trains on all data in each step has more than a hundred examples"
+    because = "an epoch has more than one batch; a loop that uses all data in each step has over a hundred examples"
     remedies = (Remedy.LOOK_AT_DATA,)
     _examples: float = math.inf
 
@@ -219,7 +211,7 @@ class SameInputs(FigureRule):
 
 
 class AmaxJump(TensorRule):
-    """The largest magnitude of a tensor that no scale follows, as in fp32 and bf16, leaves those before."""
+    """The largest magnitude of a tensor without a scale, as in fp32 and bf16, leaves those before it."""
 
     name = "amax-jump"
     keep = 6
@@ -230,7 +222,7 @@ class AmaxJump(TensorRule):
     because = "as for scales: by an octave or two between readings, whatever the precision"
     remedies = (Remedy.LOOK_AT_DATA, Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
-    def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
+    def judge(self, reading: LayerReading, before: Before) -> Verdict:
         if reading.role == Role.GRADIENT or any(layer_reading.scale != 1 for layer_reading in (reading, *before)):
             return None
         now = octaves(reading.amax)
@@ -247,7 +239,7 @@ class AmaxJump(TensorRule):
 
 
 class DeadUnits(TensorRule):
-    """Nearly all of what a layer is given are zeros: the units before it are dead."""
+    """Nearly all inputs of a layer are zeros: the units before it are dead."""
 
     name = "dead-units"
     keep = 6
@@ -264,7 +256,7 @@ class DeadUnits(TensorRule):
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_DATA)
     _first: str = ""
 
-    def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
+    def judge(self, reading: LayerReading, before: Before) -> Verdict:
         if reading.role != Role.INPUT:
             return None
         self._first = self._first or reading.layer
@@ -278,7 +270,7 @@ class DeadUnits(TensorRule):
 
 
 class NormGain(FigureRule):
-    """The gain of a norm grows as no gain that is learned does."""
+    """The gain of a norm grows faster than a learned gain does."""
 
     name = "norm-gain"
     figure = "gain"
@@ -298,7 +290,7 @@ class NormGain(FigureRule):
 
 
 class LargeLogits(FigureRule):
-    """Logits of an example lie so far apart that softmax picks one class, and the others get no gradient."""
+    """Logits of an example are so far apart that softmax picks one class and the others get no gradient."""
 
     name = "large-logits"
     figure = "logit_range"
@@ -319,7 +311,7 @@ class LargeLogits(FigureRule):
 
 
 class GradientsLeft(FigureRule):
-    """Gradients of the step before are still there when the next ones are added: nobody has cleared them."""
+    """Gradients of the previous step are still there when the next ones are added: zero_grad is missing."""
 
     name = "gradients-left"
     figure = GRADIENTS_LEFT
@@ -333,7 +325,7 @@ class GradientsLeft(FigureRule):
 
 
 class MomentsGone(FigureRule):
-    """The optimizer has forgotten what it knew, as after a checkpoint that has weights alone."""
+    """The optimizer has lost its state, as after loading a checkpoint that holds only weights."""
 
     name = "moments-gone"
     figure = MOMENTS_GONE
@@ -347,7 +339,7 @@ class MomentsGone(FigureRule):
 
 
 class LayerGradient(FigureRule):
-    """A weight's gradient is not what its layer's inputs and the gradients of its outputs make it."""
+    """A weight's gradient does not follow from its layer's inputs and the gradients of its outputs."""
 
     name = "layer-gradient"
     figure = "gradient_cosine"
@@ -366,7 +358,7 @@ class LayerGradient(FigureRule):
 
 
 class DuplicateInputs(FigureRule):
-    """Examples of a batch are copies of each other: a sampler, or a join, has repeated them."""
+    """Examples of a batch are copies of each other: a sampler or a join has repeated them."""
 
     name = "duplicate-inputs"
     figure = "duplicates"
@@ -384,7 +376,7 @@ class DuplicateInputs(FigureRule):
 
 
 class DataDrift(HealthRule[StepFigure]):
-    """Inputs are not what they were: a source, a preprocessing, or their order is another."""
+    """Inputs have changed: another source, preprocessing or order."""
 
     name = "data-drift"
     reads = StepFigure

@@ -1,6 +1,6 @@
-"""What a health rule is, and the rules over what every step says: losses, norms, updates.
+"""What a health rule is, and the rules over figures of whole steps: losses, norms, updates.
 
-A rule reads the lines of one arm of one seed in their order, and raises an alarm.
+A rule reads the lines of one arm and seed in order, and may raise an alarm at each.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.model import Params
 
-# A loss that is less of the first has nothing left to learn.
+# Below this share of the first loss there is nothing left to learn.
 LEARNED = 1e-4
 L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
 
 @dataclass(frozen=True)
 class WatchedArm:
-    """The arm that a rule watches, and of which arms the rows are beside its own: the reference, and other seeds.
-
-    `slowest` is the least factor that some of its parameters have on their rate.
-    """
+    """The arm that a rule watches, the arms that it may be compared with, and the least rate factor of its
+    parameters."""
 
     name: str
     reference: str = ""
@@ -39,7 +37,7 @@ class WatchedArm:
 
 @dataclass(frozen=True)
 class HealthAlarm:
-    """What a rule saw: a sentence, and the layer and tensor if it was one's. `figures` are what decided."""
+    """What a rule found: a sentence, the layer and tensor if it is about one, and the figures that decided."""
 
     words: str
     layer: str = ""
@@ -48,19 +46,16 @@ class HealthAlarm:
 
 
 def newest(length: int) -> Any:
-    """The field of a rule that keeps so many of what it has seen."""
+    """A field that keeps the newest `length` values."""
     return field(init=False, default_factory=lambda: deque(maxlen=length))
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
-    """One way for a training not to be well.
-
-    It says of itself how far back it looks, from which figure on it alarms, and why from that one. It keeps of earlier
-    lines what it needs. `compares`: it reads the rows of the arms beside its own, too. `until`: a rule which it
-    foretells; as long as that one alarms, it is not told.
-    """
+    """One kind of trouble in a training. Its texts say how far back it looks, at which figure it alarms, and why there.
+    With `compares` it also reads the rows of the arms that its own is compared with. While the rule named by `until`
+    alarms, this one is silent."""
 
     name: ClassVar[str]
     reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
@@ -73,16 +68,15 @@ class HealthRule(ABC, Generic[L]):
     arm: WatchedArm
 
     def __init_subclass__(cls) -> None:
-        """What a rule keeps of earlier lines are fields of it."""
         dataclass(eq=False)(cls)
 
     @abstractmethod
     def see(self, line: L) -> HealthAlarm | None:
-        """The next line of its kind; an alarm as long as it is not well."""
+        """Read the next line of its kind; returns an alarm for as long as something is wrong."""
 
 
 class Remedy(StrEnum):
-    """A change of one thing, in the words in which it is told."""
+    """A change of one thing, as it is told."""
 
     RAISE_MARGIN = "raise the margin of delayed scales by an octave"
     SHORTER_HISTORY = "shorter history or interval of delayed scales"
@@ -98,7 +92,7 @@ class Remedy(StrEnum):
 
 
 class GradientSpike(HealthRule[StepRow]):
-    """The norm of all gradients is suddenly many times what it was, and further from that than noise has been."""
+    """The norm of all gradients is suddenly many times what it was, and further off than noise has been."""
 
     name = "gradient-norm-spike"
     reads = StepRow
@@ -126,12 +120,12 @@ class GradientSpike(HealthRule[StepRow]):
         norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
         if not math.isfinite(norm + loss):
             return None
-        alarm = self._judged(norm, loss) if len(norms) >= self.fewest else None
+        alarm = self._judge(norm, loss) if len(norms) >= self.fewest else None
         norms.append(norm)
         losses.append(loss)
         return alarm
 
-    def _judged(self, norm: float, loss: float) -> HealthAlarm | None:
+    def _judge(self, norm: float, loss: float) -> HealthAlarm | None:
         usual = median(self._norms)
         multiple = norm / max(usual, 1e-300)
         if multiple > self.times_with_loss:
@@ -149,7 +143,7 @@ class GradientSpike(HealthRule[StepRow]):
 
 
 class UpdateBurst(HealthRule[StepRow]):
-    """Updates become large beside the weights: a loss that jumps comes after that, not before."""
+    """Updates become large compared with the weights, which happens before a loss jumps."""
 
     name = "update-norm-burst"
     until = "loss-back-up"
@@ -176,11 +170,9 @@ class UpdateBurst(HealthRule[StepRow]):
 
 
 class LossPlateau(HealthRule[Any]):
-    """The loss stands still although gradients are as large as they were and the rate is high: nothing is learned.
-
-    Where losses are so noisy that their means can lie near each other by chance, nothing is said; nor where a cross
-    entropy is as large as the entropy of what is predicted: whoever predicts so has learned what there is to learn.
-    """
+    """The loss stands still although gradients are as large as before and the rate is high: nothing is learned. Silent
+    where losses are so noisy that their means may agree by chance, and where a cross entropy equals the entropy of the
+    predictions: then there is nothing more to learn."""
 
     name = "plateau"
     reads = StepRow | StepFigure
@@ -239,7 +231,7 @@ class LossPlateau(HealthRule[Any]):
 
 
 class NotFiniteStep(HealthRule[StepRow]):
-    """A loss or a norm is infinite or no number."""
+    """A loss or a norm is infinite or NaN."""
 
     name = "not-finite"
     reads = StepRow
@@ -270,14 +262,15 @@ class NotFiniteStep(HealthRule[StepRow]):
 
 
 class GradientScale(HealthRule[StepRow]):
-    """Gradients are several times larger, or smaller, from one step on, and the loss is not, or by just as much."""
+    """From one step on gradients are several times larger or smaller, and the loss is not, or changes by just as
+    much."""
 
     name = "gradient-scale"
     reads = StepRow
     last = 3
     keep = 20
     octaves = 1.9
-    apart = 1.0
+    beyond = 1.0
     noise = 5.0
     looks_at = f"the last {last} steps, and the {keep} before"
     alarms_at = (
@@ -296,9 +289,9 @@ class GradientScale(HealthRule[StepRow]):
         before, last = norms[: -self.last], norms[-self.last :]
         if len(before) < self.keep:
             return None
-        moved, loss = (median(some[-self.last :]) - median(some[: -self.last]) for some in (norms, losses))
+        moved, loss = (median(logs[-self.last :]) - median(logs[: -self.last]) for logs in (norms, losses))
         gap = min(last) - max(before) if moved > 0 else min(before) - max(last)
-        if abs(moved) < max(self.octaves, self.noise * noise_of_values(before)) or gap < self.apart:
+        if abs(moved) < max(self.octaves, self.noise * noise_of_values(before)) or gap < self.beyond:
             return None
         if min(abs(loss), abs(loss - moved)) > 0.5:
             return None
@@ -311,7 +304,7 @@ class GradientScale(HealthRule[StepRow]):
 
 
 class GapCause:
-    """Of two trainings that differ: by data, by dropout, or by arithmetic alone, as far as figures say it."""
+    """Whether two trainings differ in their data, in dropout, or in arithmetic only."""
 
     def __init__(self) -> None:
         self._seen: dict[str, dict[tuple[str, str, int], float]] = {}
@@ -323,24 +316,24 @@ class GapCause:
             self._seen.setdefault(line.arm, {})["loss", "", 0] = line.loss
 
     def words(self, arm: str, reference: str) -> str:
-        """'' where nothing was seen of both."""
+        """'' where no figure of both is known."""
         own, others = self._seen.get(arm, {}), self._seen.get(reference, {})
         steps = {step for name, _, step in own.keys() & others.keys() if name == "inputs"}
         if not steps:
             return ""
-        every = own.keys() | others.keys()
-        unlike = {key[0] for key in every if key[2] in steps and own.get(key, 0.0) != others.get(key, 0.0)} - {"loss"}
+        keys = own.keys() | others.keys()
+        unlike = {key[0] for key in keys if key[2] in steps and own.get(key, 0.0) != others.get(key, 0.0)} - {"loss"}
         if "inputs" in unlike:
-            return "data: the two were given other inputs"
+            return "data: the two had different inputs"
         masks = any(value > 0 for (name, *_), value in own.items() if name == "dropout")
         first = own.get(("loss", "", 0), math.nan), others.get(("loss", "", 0), math.nan)
         if "dropout" in unlike or (masks and abs(first[0] - first[1]) > 0.01 * abs(first[1])):
-            return "dropout: inputs are the same, and what is left out is not"
+            return "dropout: inputs are the same, and what is dropped is not"
         return "arithmetic: inputs and dropout are the same"
 
 
 class LossGap(HealthRule[Any]):
-    """The arm's loss stays behind the reference's by more than another seed would."""
+    """The arm's loss lags behind the reference's by more than another seed would."""
 
     name = "loss-gap"
     reads = StepRow | StepFigure
@@ -351,9 +344,7 @@ class LossGap(HealthRule[Any]):
     alarms_at = (
         f"{margin:.0%} behind the reference, and further than the reference under another seed has ever been from it"
     )
-    because = (
-        "batches and dropout are the same in both arms: what is left is the arithmetic, and what little chaos does"
-    )
+    because = "batches and dropout are the same in both arms: only the arithmetic differs, and chaos does little"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
     _losses: dict[int, dict[str, float]] = field(default_factory=dict)
     _gaps: deque[float] = newest(keep)
@@ -368,16 +359,16 @@ class LossGap(HealthRule[Any]):
         self._cause.see(line)
         if isinstance(line, StepFigure):
             return None
-        at = self._losses.setdefault(line.step, {})
-        at[line.arm] = line.loss
-        if len(at) < len({own, reference, other} - {""}):
+        losses = self._losses.setdefault(line.step, {})
+        losses[line.arm] = line.loss
+        if len(losses) < len({own, reference, other} - {""}):
             return None
         del self._losses[line.step]
-        base = at[reference]
-        if not (base and all(map(math.isfinite, at.values()))):
+        base = losses[reference]
+        if not (base and all(map(math.isfinite, losses.values()))):
             return None
-        self._gaps.append((at[own] - base) / abs(base))
-        self._seeds.append((at.get(other, base) - base) / abs(base))
+        self._gaps.append((losses[own] - base) / abs(base))
+        self._seeds.append((losses.get(other, base) - base) / abs(base))
         if len(self._gaps) < self.keep:
             return None
         gap, self._band = fmean(self._gaps), max(self._band, abs(fmean(self._seeds)))
@@ -393,5 +384,5 @@ class LossGap(HealthRule[Any]):
 
 
 def noise_of_values(values: Sequence[float]) -> float:
-    """The standard deviation of values around whatever course they take, by their neighbours' differences."""
+    """The standard deviation of values around a smooth course, from the differences of neighbours."""
     return 1.4826 * median(abs(after - before) for before, after in pairwise(values)) / math.sqrt(2)

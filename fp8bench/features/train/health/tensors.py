@@ -1,4 +1,4 @@
-"""Rules over the tensors of layers: their scales, and what of them gets lost."""
+"""Health rules over the tensors of layers: their scales, and what rounding loses."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from fp8bench.features.train.values import LayerReading, StepFigure
 from fp8bench.model import Params
 from fp8bench.protocols import Role
 
-Found = tuple[str, Params] | None
+# The sentence and the figures of an alarm.
+Verdict = tuple[str, Params] | None
 Before = deque[LayerReading]
 
-# What E8M0 scales of blocks can be: 2^-127 to 2^127.
+# The range of E8M0 scales of blocks.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-127, 2.0**127
 
 
 class TensorRule(HealthRule[LayerReading]):
-    """A rule over the readings of every tensor by itself: `judge` gets one, and the `keep` before it of that tensor."""
+    """A rule over the readings of each tensor by itself: `judge` receives a reading and the `keep` before it."""
 
     reads = LayerReading
     keep: ClassVar[int]
@@ -38,17 +39,17 @@ class TensorRule(HealthRule[LayerReading]):
         return None if alarm is None else HealthAlarm(alarm[0], line.layer, line.role, alarm[1])
 
     @abstractmethod
-    def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
-        """The sentence and the figures if this is not well."""
+    def judge(self, reading: LayerReading, before: Before) -> Verdict:
+        """The sentence and figures of an alarm, if there is one."""
 
 
 def octaves(scale: float) -> float | None:
-    """log2 of a scale; None of one that has none."""
+    """log2 of a scale; None for one that is not positive and finite."""
     return math.log2(scale) if 0 < scale < math.inf else None
 
 
 class _Jump(TensorRule):
-    """A scale that leaves the median of those before it; `sign` says which way."""
+    """A scale leaves the median of those before it, in the direction of `sign`."""
 
     keep = 6
     fewest = 4
@@ -56,7 +57,7 @@ class _Jump(TensorRule):
     gradients = 8.0
     sign: ClassVar[int]
 
-    def judge(self, reading: LayerReading, before: Before) -> Found:
+    def judge(self, reading: LayerReading, before: Before) -> Verdict:
         now = octaves(reading.scale)
         known = [value for value in (octaves(old.scale) for old in before) if value is not None]
         if now is None or len(known) < self.fewest:
@@ -111,7 +112,7 @@ class ScaleUnsettled(TensorRule):
     )
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
-    def judge(self, reading: LayerReading, before: Before) -> Found:
+    def judge(self, reading: LayerReading, before: Before) -> Verdict:
         scales = [octaves(layer_reading.scale) for layer_reading in (*before, reading)]
         known = [scale for scale in scales if scale is not None]
         if len(known) <= self.keep:
@@ -126,7 +127,7 @@ class ScaleUnsettled(TensorRule):
 
 
 class ScaleAtEdge(TensorRule):
-    """A scale is infinite, no number, zero, or as far as scales of blocks go."""
+    """A scale is zero, infinite, NaN, or at the end of the range of block scales."""
 
     name = "scale-at-edge"
     keep = 1
@@ -135,7 +136,7 @@ class ScaleAtEdge(TensorRule):
     because = "nothing comes back through such a scale; a tensor of zeros has a scale of 1"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
 
-    def judge(self, reading: LayerReading, before: Before) -> Found:
+    def judge(self, reading: LayerReading, before: Before) -> Verdict:
         for value in (reading.scale, reading.least_scale, reading.largest_scale):
             if not _LEAST_SCALE < value < _LARGEST_SCALE:
                 return f"a scale of {of(reading)} is {value:.3g}", (("scale", str(value)), ("amax", str(reading.amax)))
@@ -143,7 +144,7 @@ class ScaleAtEdge(TensorRule):
 
 
 class Lag(TensorRule):
-    """The scale lags behind its tensor: the largest magnitudes are cut off."""
+    """The scale lags behind its tensor: the largest magnitudes are clipped."""
 
     name = "lag"
     keep = 2
@@ -156,7 +157,7 @@ class Lag(TensorRule):
     )
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
-    def judge(self, reading: LayerReading, before: Before) -> Found:
+    def judge(self, reading: LayerReading, before: Before) -> Verdict:
         lags = [layer_reading.lag for layer_reading in (*before, reading) if layer_reading.lag is not None]
         if len(lags) <= self.keep or min(lags) <= self.far:
             return None
@@ -165,7 +166,7 @@ class Lag(TensorRule):
 
 
 class OverflowBurst(TensorRule):
-    """Many elements of a tensor lie beyond its format at once."""
+    """Many elements of a tensor are beyond its format at once."""
 
     name = "overflow-burst"
     keep = 6
@@ -179,7 +180,7 @@ class OverflowBurst(TensorRule):
     )
     remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
-    def judge(self, reading: LayerReading, before: Before) -> Found:
+    def judge(self, reading: LayerReading, before: Before) -> Verdict:
         usual = median(layer_reading.saturated for layer_reading in before) if before else 0.0
         if reading.saturated < self.share or reading.saturated < self.times * usual:
             return None
@@ -199,7 +200,7 @@ class UnderflowCreep(TensorRule):
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.SHORTER_HISTORY, Remedy.LAYER_IN_BF16)
     _first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
-    def judge(self, reading: LayerReading, before: Before) -> Found:
+    def judge(self, reading: LayerReading, before: Before) -> Verdict:
         first = self._first.setdefault((reading.layer, reading.role), [])
         if len(first) < self.keep:
             first.append(reading.underflow)
@@ -213,7 +214,7 @@ class UnderflowCreep(TensorRule):
 
 
 class WeightsBehind(TensorRule):
-    """What is multiplied is less and less the weight: its casts are of steps before, or go wrong."""
+    """The multiplied weight is less and less like the weight: its casts are outdated or wrong."""
 
     name = "weights-behind"
     keep = 20
@@ -225,7 +226,7 @@ class WeightsBehind(TensorRule):
     because = "how well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
 
-    def judge(self, reading: LayerReading, before: Before) -> Found:
+    def judge(self, reading: LayerReading, before: Before) -> Verdict:
         if reading.role != Role.WEIGHT:
             return None
         known = [layer_reading.signal_to_noise for layer_reading in (*before, reading)]
@@ -246,7 +247,7 @@ class NotFiniteTensor(TensorRule):
     because = "they spread to every element of every tensor behind; the first layer that has some is where to look"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE, Remedy.DYNAMIC_LOSS_SCALE)
 
-    def judge(self, reading: LayerReading, before: Before) -> Found:
+    def judge(self, reading: LayerReading, before: Before) -> Verdict:
         if not reading.not_finite and math.isfinite(reading.amax):
             return None
         words = f"{reading.not_finite:.2%} of {of(reading)} is infinite or no number"
@@ -258,7 +259,7 @@ def of(reading: LayerReading) -> str:
 
 
 class FigureRule(HealthRule[StepFigure]):
-    """A rule over one figure, of every layer by itself; `keep` of them are kept."""
+    """A rule over one figure, for each layer by itself; the last `keep` are kept."""
 
     reads = StepFigure
     figure: ClassVar[str]
@@ -276,12 +277,12 @@ class FigureRule(HealthRule[StepFigure]):
         return HealthAlarm(words, line.layer, figures=((self.figure, line.value),)) if words else None
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        """The sentence if this is not well; `last` ends with it."""
+        """The sentence of an alarm, or ''; `last` ends with the newest figure."""
         raise NotImplementedError
 
 
 class EmbeddingCollapse(FigureRule):
-    """The rows of the embedding become alike: tokens cannot be told from each other."""
+    """The rows of the embedding become alike: tokens can no longer be told apart."""
 
     name = "embedding-collapse"
     figure = "embedding_spread"
@@ -300,10 +301,8 @@ class EmbeddingCollapse(FigureRule):
 
 
 class LayerStill(HealthRule[Any]):
-    """The weights of one layer hardly change while those of the others do: no gradient reaches them.
-
-    Embeddings are left out: of a large vocabulary few rows are in a batch.
-    """
+    """The weights of one layer hardly change while those of others do: no gradient reaches them. Embeddings are left
+    out: a batch has few rows of a large vocabulary."""
 
     name = "layer-stands-still"
     reads = LayerReading | StepFigure
@@ -349,7 +348,7 @@ class LayerStill(HealthRule[Any]):
 
 
 class AttentionOverflow(FigureRule):
-    """Attention scores so large that softmax picks one key and lets no gradient through."""
+    """Attention scores are so large that softmax picks one key and lets no gradient through."""
 
     name = "attention-score-overflow"
     figure = "attention_score"
@@ -368,7 +367,7 @@ class AttentionOverflow(FigureRule):
 
 
 class BatchNormDrift(FigureRule):
-    """Running statistics of a batch norm are far from those of its batches: it will not validate as it trains."""
+    """Running statistics of a batch norm are far from those of its batches: validation will not match training."""
 
     name = "batch-norm-drift"
     figure = "batch_norm_drift"

@@ -1,4 +1,4 @@
-"""A checkpoint: the state of each arm in a file of its own, and a head that says of what training they are."""
+"""Writes and reads checkpoints: the state of each arm in its own file, and a head that identifies the training."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _HEAD = "checkpoint.json"
 _VERSION = 1
 
 
-class _Digesting:
-    """A file that says what was written into it, and what its disk said last: torch's writer does not hand that on."""
+class _DigestingFile:
+    """A file with the digest of what was written, and the disk's last error, which torch's writer hides."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -56,7 +56,7 @@ def write(folder: str, task: SeedTask, memories: Mapping[str, dict[str, Any]], r
             files = {}
             for number, (name, memory) in enumerate(memories.items()):
                 files[name] = _written(partial / f"{number}.pt", memory)
-            head = {"version": _VERSION, "task": _plan(task), "rank": rank, "arms": files}
+            head = {"version": _VERSION, "task": _task_digest(task), "rank": rank, "arms": files}
             write_whole(partial / _HEAD, json.dumps(sealed(head), indent=1))
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
@@ -66,7 +66,7 @@ def write(folder: str, task: SeedTask, memories: Mapping[str, dict[str, Any]], r
 
 def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
     with path.open("xb") as file:
-        digesting = _Digesting(file)
+        digesting = _DigestingFile(file)
         try:
             torch.save(memory, cast(IO[bytes], digesting))
         except RuntimeError:
@@ -77,19 +77,19 @@ def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
 
 
 def read(folder: str, task: SeedTask, rank: int, arm: str = "") -> dict[str, dict[str, Any]]:
-    """The state of every arm that was kept, or of one. Raises StoreError for what is not there, or not as written."""
+    """The state of every arm that was kept, or of one. Raises StoreError for what is missing or damaged."""
     files = _files(Path(folder), task, rank)
     if arm and arm not in files:
-        raise StoreError(f"the checkpoint {folder} has nothing of {arm}: its numbers were not finite then.")
+        raise StoreError(f"the checkpoint {folder} has no arm {arm}: its numbers were not finite when it was written.")
     return {name: _loaded(*file) for name, file in files.items() if arm in ("", name)}
 
 
 def weights(folder: str, arm: str) -> list[Tensor]:
-    """An arm's weights alone, in the order of its model's parameters, whatever training it is of. Raises StoreError."""
+    """One arm's weights, in the order of its model's parameters, of whatever training. Raises StoreError."""
     place = Path(folder)
     files = _head(place)["arms"]
     if arm not in files:
-        raise StoreError(f"the checkpoint {folder} has nothing of {arm!r}. It has {', '.join(files)}.")
+        raise StoreError(f"the checkpoint {folder} has no arm {arm!r}. It has {', '.join(files)}.")
     kept: list[Tensor] = _loaded(place / files[arm]["file"], files[arm]["sha256"])["optimizer"]["weights"]
     return kept
 
@@ -98,25 +98,25 @@ def _head(place: Path) -> dict[str, Any]:
     try:
         return unsealed(json.loads((place / _HEAD).read_text()))
     except (OSError, ValueError) as error:
-        raise StoreError(f"{place} holds no whole checkpoint ({error}). Choose another.") from None
+        raise StoreError(f"{place} holds no complete checkpoint ({error}). Choose another.") from None
 
 
 def _files(place: Path, task: SeedTask, rank: int) -> dict[str, tuple[Path, str]]:
     head = _head(place)
-    if head.get("version") != _VERSION or head.get("task") != _plan(task):
-        raise StoreError(f"the checkpoint {place} is of another training. Resume with the settings it was begun with.")
-    if (whose := head.get("rank", rank)) != rank:  # nothing else tells rows of one rank from those of another
-        raise StoreError(f"the checkpoint {place} is of rank {whose}, not of rank {rank}. Put it back where it lay.")
-    return {name: (place / said["file"], said["sha256"]) for name, said in head["arms"].items()}
+    if head.get("version") != _VERSION or head.get("task") != _task_digest(task):
+        raise StoreError(f"the checkpoint {place} is from another training. Resume with the settings it began with.")
+    if (writer := head.get("rank", rank)) != rank:  # nothing else tells rows of one rank from those of another
+        raise StoreError(f"the checkpoint {place} is of rank {writer}, not of rank {rank}. Move it back to its folder.")
+    return {name: (place / file["file"], file["sha256"]) for name, file in head["arms"].items()}
 
 
 def _loaded(path: Path, digest: str) -> dict[str, Any]:
-    """Tensors and plain values alone: nothing in a file is run."""
+    """Loads tensors and plain values only: nothing in the file is run."""
     try:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise StoreError(
-                    f"the checkpoint's file {path} is damaged: its SHA-256 is not the one it was kept under."
+                    f"the checkpoint's file {path} is damaged: its SHA-256 is not the one that was recorded."
                 )
             file.seek(0)
             memory: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
@@ -127,14 +127,15 @@ def _loaded(path: Path, digest: str) -> dict[str, Any]:
     return memory
 
 
-def _plan(task: SeedTask) -> str:
-    """What a checkpoint is good for: the same seed, settings, text and number of ranks."""
+def _task_digest(task: SeedTask) -> str:
+    """Identifies the trainings that may use a checkpoint: by seed, arms, settings, steps, text and number of ranks."""
     return hashlib.sha256(
         repr((task.seed, task.arms, task.settings, task.steps, task.text.identity, task.facts.ranks)).encode()
     ).hexdigest()
 
 
 def finite(memory: Any) -> bool:
+    """Whether all tensors inside are finite."""
     if isinstance(memory, Tensor):
         return not memory.is_floating_point() or bool(memory.to(torch.float32).isfinite().all())
     if isinstance(memory, dict):

@@ -1,8 +1,8 @@
-"""Windows of a text, to train on as a pure function of seed and step and to validate on in their order; the losses on
-those, scores on tasks, and metrics of the user's own.
+"""Windows of a text, for training as a pure function of seed and step, for validation in fixed order; held-out losses,
+scores on tasks, and metrics of the user's own.
 
-Nothing of a position in the text has to be kept: after a resume the same step reads the same windows, and so do all
-arms of a seed. However a step is cut into micro-batches, its windows are the same.
+No position in the text is kept: after a resume a step reads the same windows, and so do all arms of a seed, however the
+step is cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 
 Batch = tuple[Tensor, Tensor]
-# Digests are below this.
+# Digests are taken modulo this.
 DIGESTS = 1 << 63
-# Of the counter's 256 bits those that count a step's draws, and how many words it has for each count.
+# Bits of Philox's counter of 256 that number the draws of a step, and words it gives for each count.
 _DRAWS_BITS, _WORDS = 192, 4
 
 
 class TokenWindows:
-    """Windows of so many tokens of a text, each with the tokens that follow, on a device."""
+    """Windows of `length` tokens, each with the tokens that follow, as tensors on a device."""
 
     def __init__(self, text: TokenSpan, length: int, device: str, vocabulary: int) -> None:
         self._tokens = np.memmap(text.path, dtype=np.uint16, mode="r")[text.start : text.stop]
@@ -50,28 +50,29 @@ class TokenWindows:
             raise ValueError(f"{text.path} has {len(self._tokens)} tokens here; a window of {length} needs one more")
 
     def drawn(self, seed: int, step: int, micro_batch: int, batch: int) -> Batch:
-        """The windows of a micro-batch: rows `micro_batch` x `batch` and on of the step's."""
+        """Rows `micro_batch` x `batch` and following of the step's windows."""
         return self._batch(self._ids(self._starts(seed, step, micro_batch, batch)))
 
     def digest(self, seed: int, step: int, micro_batch: int, batch: int) -> int:
-        """A number of what `drawn` reads; those of parts of a step add up to that of the step, modulo 2^63."""
+        """A digest of what `drawn` reads; those of the parts of a step add up to the step's, modulo DIGESTS."""
         ids = self._ids(self._starts(seed, step, micro_batch, batch)).astype(np.uint64)
         rows = (ids * np.arange(1, ids.shape[1] + 1, dtype=np.uint64)).sum(1, dtype=np.uint64)
         places = np.arange(micro_batch * batch + 1, (micro_batch + 1) * batch + 1, dtype=np.uint64)
         return int((rows * places).sum(dtype=np.uint64)) % DIGESTS
 
     def _starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
-        """Drawn by a counter: numpy promises the words that Philox makes for a key, whatever its version."""
+        """Philox, by its counter: numpy promises its words for a key in every version."""
         blocks, rest = divmod(micro_batch * batch, _WORDS)
         generator = np.random.Philox(key=seed, counter=(step << _DRAWS_BITS) + blocks)
         words = generator.random_raw(rest + batch)[rest:]
         return words % np.uint64(-(-self._places // self._every)) * np.uint64(self._every)
 
     def in_order(self, batch: int, most: int) -> list[Batch]:
-        """At most so many windows that do not overlap, from all parts of the text alike, as batches."""
-        every = (self._places - 1) // self._length + 1
-        count = min(most, every)
-        starts = np.arange(count, dtype=np.uint64) * np.uint64(every) // np.uint64(count) * np.uint64(self._length)
+        """At most `most` windows that do not overlap, spread evenly over the text, as batches."""
+        all_windows = (self._places - 1) // self._length + 1
+        count = min(most, all_windows)
+        numbers = np.arange(count, dtype=np.uint64) * np.uint64(all_windows) // np.uint64(count)
+        starts = numbers * np.uint64(self._length)
         return [self._batch(self._ids(starts[first : first + batch])) for first in range(0, count, batch)]
 
     def _ids(self, starts: NDArray[np.uint64]) -> NDArray[np.uint16]:
@@ -90,28 +91,28 @@ class TokenWindows:
 def windows_by_step(
     text: TrainingText, shift: float, steps: int, length: int, device: str, vocabulary: int
 ) -> tuple[TrainingText, Callable[[int], TokenWindows]]:
-    """What each step reads: from that share of the steps on the text of another kind, whose last tenth is held out in
-    the text that comes back. Where all steps read it, that tenth is the held-out text, and the first kind is the other.
-    """
-    first, at = TokenWindows(text.train, length, device, vocabulary), round(shift * steps)
-    if at >= steps or text.other is None:
+    """Returns the text with its held-out parts, and the windows that each step reads. From the share `shift` of the
+    steps on they come from the other kind of text, whose last tenth is then held out as the other text. With a `shift`
+    of 0 that tenth is the held-out text, and the first kind is the other."""
+    first, changes_at = TokenWindows(text.train, length, device, vocabulary), round(shift * steps)
+    if changes_at >= steps or text.other is None:
         return text, lambda step: first
     cut = text.other.stop - (text.other.stop - text.other.start) // 10
     later = TokenWindows(replace(text.other, stop=cut - length), length, device, vocabulary)
     held_out = replace(text.other, start=cut)
-    if at == 0:
+    if changes_at == 0:
         return replace(text, held_out=held_out, other=text.held_out), lambda step: later
-    return replace(text, other=held_out), lambda step: first if step < at else later
+    return replace(text, other=held_out), lambda step: first if step < changes_at else later
 
 
-# What a trained model is quantised to, each layer anew from its weights: nothing of the training's scales is used. bf16
-# is there to hold the others against, whatever an arm was trained in.
+# A trained model is quantised to these from its weights, without the training's scales. bf16 is what the others are
+# compared with, whatever an arm was trained in.
 QUANTISED = ("bf16", "fp8", "nvfp4")
-# A look reads about so many tokens, in so many windows at least, and so many of them at a time.
+# A validation reads about so many tokens, in at least so many windows, and so many tokens at a time.
 _TOKENS = 4096
 _LEAST_WINDOWS = 16
 _TOKENS_A_PASS = 1024
-# Positions are told in so many parts of a window.
+# Losses by position are given for so many parts of a window.
 _PARTS = 8
 _SILENT = SilentPhases()
 Scaled = Callable[[str, Arithmetic], Arithmetic]
@@ -119,25 +120,22 @@ Scaled = Callable[[str, Arithmetic], Arithmetic]
 
 @dataclass(frozen=True)
 class _Sums:
-    """Over all windows of a look, by position: losses, and bytes if they are known."""
+    """Losses, and bytes if known, by position in a window, summed over `windows` windows."""
 
     losses: list[float]
     bytes: list[int] | None
     windows: int
 
-    def told(self, arm: str, seed: int, step: int, of: str, part: slice = slice(None)) -> Validation:
+    def validation(self, arm: str, seed: int, step: int, of: str, part: slice = slice(None)) -> Validation:
         losses = self.losses[part]
         tokens = len(losses) * self.windows
-        stood_for = None if self.bytes is None else sum(self.bytes[part])
-        return Validation(arm, seed, step, of, sum(losses) / tokens, tokens, stood_for)
+        text_bytes = None if self.bytes is None else sum(self.bytes[part])
+        return Validation(arm, seed, step, of, sum(losses) / tokens, tokens, text_bytes)
 
 
 class Evaluation:
-    """The windows to look at, always the same ones, and the losses of a model on them.
-
-    `layers` are those that take a precision, by their path in the model; `scaled` gives an arithmetic of one of them
-    the scales that ranks share.
-    """
+    """Computes a model's losses on the validation windows, which are the same every time. `layers` are those that take
+    a precision; `scaled` gives the arithmetic of a layer the scales that ranks share."""
 
     def __init__(
         self, text: TrainingText, config: GPTConfig, layers: Sequence[Layer], facts: DeviceFacts, scaled: Scaled
@@ -157,21 +155,21 @@ class Evaluation:
 
     def look(self, model: LanguageModel, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
         held_out = self._sums(model, self.held_out)
-        yield held_out.told(*who, "held-out")
+        yield held_out.validation(*who, "held-out")
         if not last:
             return
         length = self._config.sequence
         part = -(-length // _PARTS)
         for first in range(0, length, part):
             end = min(first + part, length)
-            yield held_out.told(*who, f"position:{first}-{end - 1}", slice(first, end))
+            yield held_out.validation(*who, f"position:{first}-{end - 1}", slice(first, end))
         if self._other is not None:
-            yield self._sums(model, self._other).told(*who, "other-text")
+            yield self._sums(model, self._other).validation(*who, "other-text")
         for mode in QUANTISED:
             arithmetic = precisions.get(mode).arithmetic(self._facts)
             names = [layer.name for layer in self._layers if not layer.high]
             with multiplied_by(model, {name: self._scaled(name, arithmetic.layer(name)) for name in names}):
-                yield self._sums(model, self.held_out).told(*who, f"quantised:{mode}")
+                yield self._sums(model, self.held_out).validation(*who, f"quantised:{mode}")
 
     def _sums(self, model: LanguageModel, batches: Sequence[Batch]) -> _Sums:
         losses = torch.zeros(self._config.sequence, dtype=torch.float64, device=self._facts.key)
@@ -180,18 +178,18 @@ class Evaluation:
             losses += model(tokens, targets, _SILENT, "none").view(targets.shape).sum(0, dtype=torch.float64)
             if self._lengths is not None:
                 lengths += self._lengths[targets].sum(0)
-        stood_for = None if self._lengths is None else lengths.tolist()
-        return _Sums(losses.tolist(), stood_for, sum(len(tokens) for tokens, _ in batches))
+        text_bytes = None if self._lengths is None else lengths.tolist()
+        return _Sums(losses.tolist(), text_bytes, sum(len(tokens) for tokens, _ in batches))
 
 
-# Gives logits (texts, tokens, vocabulary) of tokens.
+# Returns logits (texts, tokens, vocabulary) for tokens (texts, tokens).
 Predict = Callable[[Tensor], Tensor]
-# Questions of a task are asked so many tokens at a time.
+# Task items are evaluated so many tokens at a time.
 _TASK_TOKENS_A_PASS = 4096
 
 
 class Scores:
-    """Those of an arm: on tasks, of a built-in model, whose `config` is given, alone, and by the user's own metrics."""
+    """An arm's scores on tasks and by the user's own metrics. Tasks need a built-in model, and so its `config`."""
 
     def __init__(
         self, task: SeedTask, settings: TrainerSettings, held_out: Sequence[Any], config: GPTConfig | None = None
@@ -201,16 +199,16 @@ class Scores:
         self._items = {} if config is None else _items(settings.tasks, task.text, config.sequence)
 
     def of(self, model: Any) -> Iterator[tuple[str, float]]:
-        """A metric is called with the model, or with what gives logits of tokens by a built-in one."""
+        """A metric receives the model itself, or, for a built-in one, a function from tokens to logits."""
         called = model
         if self._config is not None:
             called = lambda tokens: cast_to(model.logits(tokens, _SILENT), model.around["logits"])  # noqa: E731
         yield from self.on_tasks(called)
         for metric in self._metrics:
-            yield from measured(metric, called, self._held_out)
+            yield from metric_values(metric, called, self._held_out)
 
     def on_tasks(self, predict: Predict) -> Iterator[tuple[str, float]]:
-        """The share of right answers by the name of its figure; not a number where a model's are none."""
+        """Yields the share of right answers by the name of its figure; NaN where the logits are not finite."""
         for name, items in self._items.items():
             rows, lengths = self._rows([text for item in items for text in item.texts])
             step = max(1, _TASK_TOKENS_A_PASS // rows.shape[1])
@@ -223,7 +221,8 @@ class Scores:
             yield f"{TASK}{name}", float(_rightness(logs, right).mean())
 
     def _rows(self, texts: Sequence[bytes]) -> tuple[Tensor, Tensor]:
-        """As rows of one length, filled up behind their end, where nothing before it sees that."""
+        """Token ids as rows of one length, padded at the end, where padding changes nothing, and each text's own
+        length."""
         assert self._config is not None
         lines = [np.frombuffer(encoded(text, self._merges), dtype=np.uint16) for text in texts]
         length = -(-max(map(len, lines)) // LINE) * LINE
@@ -236,9 +235,9 @@ class Scores:
 
 @lru_cache(maxsize=1)
 def _items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[str, list[TaskItem]]:
-    """The same for all arms. Raises UsageError for a text that has no bytes, or no words."""
+    """Raises UsageError for a text whose bytes are unknown, or without words."""
     if text.tokens == "given" and tasks:
-        raise UsageError("--tasks asks questions of bytes, and nobody knows what tokens of a .bin stand for.")
+        raise UsageError("--tasks needs the bytes of a text, and the tokens of a .bin cannot be decoded. Give a text.")
     held_out = b""
     if "cloze" in tasks:
         span, known = text.held_out, token_bytes(text.merges)
@@ -248,8 +247,8 @@ def _items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[st
 
 
 def _chosen(predict: Predict, rows: Tensor, like: TaskItem) -> Tensor:
-    """What a model gives each choice at each place, (texts, places, choices)."""
-    places, choices = (torch.tensor(list(some), device=rows.device) for some in (like.places, like.choices))
+    """The logits of each choice at each place, (texts, places, choices)."""
+    places, choices = (torch.tensor(list(numbers), device=rows.device) for numbers in (like.places, like.choices))
     return predict(rows)[:, places - 1][:, :, choices].double()
 
 
@@ -261,14 +260,15 @@ def _whole(predict: Predict, rows: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _rightness(logs: Tensor, right: Tensor) -> Tensor:
-    """1 where the true choice is the likeliest, a share of it where several are; not a number where they are none."""
+    """1 where the true choice is the likeliest, its share where several are equally likely, NaN where logits are not
+    finite."""
     best = logs == logs.amax(-1, keepdim=True)
     share = best.gather(-1, right[..., None])[..., 0] / best.sum(-1)
     return share.where(logs.isfinite().all(-1), torch.nan)
 
 
-def measured(metric: str, model: Any, held_out: Sequence[Any]) -> Iterator[tuple[str, float]]:
-    """What a metric of the user's own says of a model: a number, or numbers by name. Raises UsageError."""
+def metric_values(metric: str, model: Any, held_out: Sequence[Any]) -> Iterator[tuple[str, float]]:
+    """What a metric of the user's own returns: one figure, or several by name. Raises UsageError."""
     word = metric.removesuffix("=lower")
     try:
         value = named(word)(model, held_out)
@@ -277,6 +277,6 @@ def measured(metric: str, model: Any, held_out: Sequence[Any]) -> Iterator[tuple
     except Exception as error:
         raise UsageError(
             f"--metric {word} gives no figure: {own_words(error)}. It is called with the model and the held-out "
-            "batches, and gives a number, or a mapping of names to numbers."
+            "batches, and has to return a number, or a mapping of names to numbers."
         ) from error
     yield from figures.items()

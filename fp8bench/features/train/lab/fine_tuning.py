@@ -1,5 +1,5 @@
-"""Weights that a training begins with, from a state dict in a file, low-rank adapters beside them, and scales that are
-known before its first step."""
+"""What a training may begin with: weights from a checkpoint or from a file with a state dict, low-rank adapters, and
+stored scales."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from fp8bench.nn.linear import Linear
 from fp8bench.protocols import Arithmetic, ScaleBook
 from fp8bench.report.words.naming import listed
 
-# Names that trainers put a state dict under, and what wrappers put in front of its names.
+# Keys under which trainers store a state dict, and what wrappers prepend to its names.
 _WITHIN, _PREFIXES = ("state_dict", "model_state_dict", "model"), ("module.", "_orig_mod.")
 _SHOWN = 3
-# What an adapter adds is multiplied by this, whatever its rank: alpha is twice the rank.
+# What an adapter adds is multiplied by this whatever its rank: alpha is twice the rank.
 LORA_SCALE = 2.0
 
 
-def begin_as_asked(model: nn.Module, settings: TrainerSettings, seed: int) -> None:
-    """With the weights that settings name, adapters if these are to be trained in their place, and a nudge by the
-    smallest step there is."""
+def apply_start(model: nn.Module, settings: TrainerSettings, seed: int) -> None:
+    """Load the weights, add the adapters, and apply the nudge of one ulp that settings ask for."""
     if settings.start:
         _take_checkpoint(model, *settings.start.rpartition("::")[::2])
     if settings.weights_from:
@@ -44,7 +43,7 @@ def begin_as_asked(model: nn.Module, settings: TrainerSettings, seed: int) -> No
 
 @torch.no_grad()
 def _move_by_an_ulp(model: nn.Module, seed: int) -> None:
-    """Every weight goes to a neighbour in its dtype, up or down at random."""
+    """Every weight goes to a neighbouring value in its dtype, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         up = torch.rand(parameter.shape, generator=generator) < 0.5
@@ -53,53 +52,51 @@ def _move_by_an_ulp(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def _take_checkpoint(model: nn.Module, folder: str, arm: str) -> None:
-    """Raises UsageError where its weights are another model's."""
+    """Raises UsageError where its weights are not this model's."""
     kept, own = weights(folder, arm), list(model.parameters())
     if [weight.shape for weight in kept] != [parameter.shape for parameter in own]:
         raise UsageError(
-            f"--start: {folder} has weights of another model than this one. Choose its --model, --arch and --tokens."
+            f"--start: the weights in {folder} are of another model. Choose that one's --model, --arch and --tokens."
         )
     for parameter, weight in zip(own, kept, strict=True):
         parameter.copy_(weight)
 
 
 def frozen_in(model: nn.Module) -> list[Tensor]:
-    """Weights that stay."""
     return [parameter.detach() for parameter in model.parameters() if not parameter.requires_grad]
 
 
 def take_file(model: nn.Module, start: str, make: str = "") -> None:
-    """Give a model the state dict of a file, 'FILE::DIGEST'. Raises UsageError where it is another model's. `make` is
-    the name of what makes a model of one's own."""
+    """Load the state dict of `start`, 'FILE::DIGEST'. Raises UsageError where it is another model's. `make` names the
+    maker of a user's own model."""
     name, _, digest = start.rpartition("::")
     path = Path(name)
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-            raise UsageError(f"--from {path} is another file than the training began with. Put that one back.")
+            raise UsageError(f"--from {path} has changed since the training began. Restore the file.")
     kept = _loaded(path)
     own = model.state_dict(keep_vars=True)
     missing = [text for text, _ in model.named_parameters() if text not in kept]
     others = [text for text in kept if text not in own]
     if missing or others:
-        told = [f"has no {listed(missing, _SHOWN)}"] if missing else []
-        told += [f"has {listed(others, _SHOWN)}, which the model has not"] if others else []
-        advice = f"Give one of the model that {make} makes" if make else "Choose its --model and --arch"
-        raise UsageError(f"--from {path} is of another model: it {', and '.join(told)}. {advice}.")
+        reasons = [f"lacks {listed(missing, _SHOWN)}"] if missing else []
+        reasons += [f"has {listed(others, _SHOWN)}, which this model lacks"] if others else []
+        advice = f"Give one of the model that {make} makes" if make else "Choose that one's --model and --arch"
+        raise UsageError(f"--from {path} is of another model: it {', and '.join(reasons)}. {advice}.")
     for text, tensor in kept.items():
         if tensor.shape != own[text].shape:
-            shapes = (list(some.shape) for some in (tensor, own[text]))
-            raise UsageError("--from {}: {} is {}, and the model's is {}.".format(path, text, *shapes))
-        if tensor.is_floating_point() and not tensor.float().isfinite().all():
             raise UsageError(
-                f"--from {path}: {text} has numbers that are not finite. Give weights of a sound training."
+                f"--from {path}: {text} has shape {list(tensor.shape)}, and in the model {list(own[text].shape)}."
             )
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            raise UsageError(f"--from {path}: {text} has values that are not finite. Give weights without them.")
     with torch.no_grad():
         for text, tensor in kept.items():
             own[text].copy_(tensor)
 
 
 def _loaded(path: Path) -> dict[str, Tensor]:
-    """Tensors alone, by their names in the model: nothing in a file is run."""
+    """Loads tensors only: nothing in the file is run."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -108,11 +105,11 @@ def _loaded(path: Path) -> dict[str, Tensor]:
         else:
             kept = torch.load(path, map_location="cpu", weights_only=True)
     except ImportError:
-        raise UsageError(f"--from {path} takes the package safetensors, which is not installed.") from None
+        raise UsageError(f"--from {path} needs the package safetensors, which is not installed.") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError):
         raise UsageError(
-            f"--from {path} is no state dict: torch.load reads no tensors alone in it. Give what torch.save made of "
-            "model.state_dict(), or a .safetensors."
+            f"--from {path} is no state dict: torch.load, with weights_only, cannot read it. Give what torch.save made "
+            "of model.state_dict(), or a .safetensors."
         ) from None
     for name in _WITHIN:
         if isinstance(kept, Mapping) and isinstance(kept.get(name), Mapping):
@@ -126,7 +123,7 @@ def _loaded(path: Path) -> dict[str, Tensor]:
 
 
 def scaled(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: str) -> Arithmetic:
-    """A layer's, with its stored scales where settings have any. Raises UsageError for a layer without."""
+    """Give a layer's arithmetic its stored scales, if settings have any. Raises UsageError for a layer without."""
     if not settings.scales:
         return arithmetic
     rule = StaticScales(0, source="stored", known=settings.scales)
@@ -134,18 +131,16 @@ def scaled(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: s
     by_book = arithmetic.scaled_by(ScaleBook(rule, known), name)
     if by_book is not arithmetic and not any(layer == name for layer, _ in known):
         raise UsageError(
-            f"--scales-from: it has scales of {listed(list(dict.fromkeys(layer for layer, _ in known)), _SHOWN)}, and "
-            f"none of {name}, which the model multiplies by. Choose a training or run of the same model."
+            f"--scales-from has scales for {listed(list(dict.fromkeys(layer for layer, _ in known)), _SHOWN)}, and "
+            f"none for {name}, a layer of this model. Choose a training or run of the same model."
         )
     return by_book
 
 
 def take_adapters(model: nn.Module, rank: int) -> None:
-    """Freeze a model, and put an adapter beside each linear layer of its blocks: B A x is added to W x.
-
-    As usual A is drawn and B begins at zero, so that the first step is the model's own, and neither is rounded: both
-    products are in the carrier, whatever W is multiplied in.
-    """
+    """Freeze a model and add an adapter to each linear layer of its blocks: the output becomes W x + 2 B A x. As usual
+    A is drawn at random and B is zero, so that the first step is the model's own. Neither is rounded: their products
+    are in the carrier, whatever precision W has."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name, layer in model.named_modules():

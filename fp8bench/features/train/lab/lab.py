@@ -1,7 +1,7 @@
-"""The worker's side of a training: all arms of one seed, which live beside each other.
+"""The worker's side of a training: trains all arms of one seed side by side.
 
-It answers all that a bench does, and is asked in this order: `begin`; `restore`, if the seed was begun before; then
-`advance`, `validate` and `save` as the parent likes, until the next `begin`.
+The parent calls `begin`, then `restore` if the seed was begun before, then `advance`, `validate` and `save` in any
+order until the next `begin`. A lab also answers everything that a bench does.
 """
 
 from __future__ import annotations
@@ -34,41 +34,42 @@ if TYPE_CHECKING:
 
 # What a ProcessWorker runs to have one.
 MODULE = "fp8bench.features.train.lab.lab"
-# So many steps before the last one are gone over again: other batches each time, at the rate that a training ends with.
-_LAST = 50
+# Once an arm is done, its last steps are repeated to measure it: other batches each time, at the final learning rate.
+_REPEATED_STEPS = 50
 
 
 class NotFinite(RuntimeError):
-    """An arm that has stopped, whose steps are none any more."""
+    """Steps of a stopped arm cannot be timed."""
 
 
 class NotBuilt(RuntimeError):
-    """An arm whose model or optimizer could not be made."""
+    """The model or optimizer of an arm could not be made."""
 
 
 class Lab(Bench):
-    """The trainers of a seed by the names of their arms."""
+    """The trainers of one seed, by the names of their arms."""
 
-    _task: SeedTask  # of the seed that was begun
+    _task: SeedTask
     _rank = 0
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
-        """Forget the seed before, and build every arm of this one. Why one cannot be is said when it is asked for."""
-        self._forget(task)
+        """Drop the previous seed and build every arm of this one. An arm that cannot be built raises when it is
+        used."""
+        self._start_over(task)
         for arm in task.arms:
             try:
-                self._trainers[arm.name] = self._built(task, arm)
-            except Exception as error:  # noqa: BLE001 - the others have room, or a sound plan
+                self._trainers[arm.name] = self._build_trainer(task, arm)
+            except Exception as error:  # noqa: BLE001 - the other arms may fit, or have a sound plan
                 self._unbuilt[arm.name] = described(error)
         return tuple(trainer.state() for trainer in self._trainers.values())
 
-    def _built(self, task: SeedTask, arm: Arm) -> Trainer:
+    def _build_trainer(self, task: SeedTask, arm: Arm) -> Trainer:
         from fp8bench.features.train.lab.own_trainer import trainer_of
 
         with self._running():
             return trainer_of(task, arm)
 
-    def _forget(self, task: SeedTask) -> Device:
+    def _start_over(self, task: SeedTask) -> Device:
         self._trainers: dict[str, Trainer] = {}
         self._unbuilt: dict[str, DescribedFault] = {}
         MADE.clear()
@@ -79,40 +80,41 @@ class Lab(Bench):
         return device
 
     def examine(self, task: SeedTask) -> tuple[tuple[str, Coverage], ...]:  # type: ignore[override]
-        """Of a model of the user's own: a step of every arm, and what each converts. Raises for what cannot be."""
+        """Take one step of every arm of a user's model; returns what each arm converts. Raises for what cannot be
+        trained."""
         from fp8bench.features.train.lab.own_trainer import examined
 
-        self._forget(task)
+        self._start_over(task)
         with self._running():
             return examined(task)
 
     def alone(self, task: SeedTask) -> ArmCost:
-        """The memory of a task's one arm with nothing beside it. The seed before is forgotten."""
-        (arm,), device, hardware = task.arms, self._forget(task), hardware_of_arm(task)
+        """Measure the memory of the task's only arm with no other arm loaded. Drops the previous seed."""
+        (arm,), device, hardware = task.arms, self._start_over(task), hardware_of_arm(task)
         with self._running(precisions.get(arm.precision)):
             make = made_alone(task, arm, hardware)
             use, trainer = memory_of_step(make, device, task.facts.index, leaks=False, hardware=hardware)
         if isinstance(use, str):
-            return ArmCost(arm.name, task.seed, why=f"nobody counts its memory: {use}")
+            return ArmCost(arm.name, task.seed, why=f"its memory cannot be counted: {use}")
         count, sizes = trainer.state().parameters, trainer.state().bytes_per_parameter
         kept = tuple((name, round(size * count)) for name, size in sizes)
         return ArmCost(arm.name, task.seed, kept=kept, memory=use)
 
     def try_alone(self, task: SeedTask, memory_limit: int | None) -> int | None:
-        """Whether a task's one arm fits into so much memory with its batch; bytes at the highest point of two steps."""
-        (arm,), device = task.arms, self._forget(task)
+        """Returns the peak bytes of two steps of the task's only arm, None where they cannot be counted. Raises the
+        device's memory error where they do not fit into `memory_limit`."""
+        (arm,), device = task.arms, self._start_over(task)
         with self._running(precisions.get(arm.precision)):
             return try_batch(made_alone(task, arm), device, task.facts.index, memory_limit)
 
     def advance(self, arm: str, steps: int) -> tuple[StreamLine, ...]:
-        """Go on by so many steps: what they say. An arm that has stopped, or is done, says nothing."""
+        """Take up to `steps` steps and return their lines. An arm that has stopped or is done returns none."""
         trainer = self._trainer(arm)
         with self._running(trainer.precision):
             return tuple(line for _ in range(steps) for line in trainer.advance(self._unmarked()))
 
     def loop(self, key: str, steps: int) -> float:
-        """So many further steps of an arm as its last ones, back to back; the seconds of all. Nothing of them is kept,
-        and the arm is not what it was."""
+        """Returns the seconds of so many more steps, back to back. They change the arm and return no lines."""
         trainer, facts, silent = self._trainer(key), self._task.facts, SilentPhases()
         device = self._selected(facts)
         with self._running(trainer.precision):
@@ -124,7 +126,7 @@ class Lab(Bench):
 
     def check(self, key: str) -> StateCheck:
         stopped = self._trainer(key).stopped
-        return StateCheck("it has stopped: its numbers are not finite" if stopped else "")
+        return StateCheck("the arm has stopped: its numbers are not finite" if stopped else "")
 
     def validate(self, arm: str, last: bool = False) -> tuple[StreamLine, ...]:
         trainer = self._trainer(arm)
@@ -132,10 +134,10 @@ class Lab(Bench):
             return trainer.validate(last)
 
     def branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
-        """Another arm, which goes on from what a folder keeps of one that is there, with a precision and settings of
-        its own; from the first step where `folder` is ''. Returns the step that comes next."""
+        """Add an arm with its own precision and settings that continues `arm` from its checkpoint in `folder`, or from
+        the first step where `folder` is ''. Returns the next step."""
         memory = self._read(folder, arm)[arm] if folder else None
-        trainer = self._built(replace(self._task, settings=settings), trial)
+        trainer = self._build_trainer(replace(self._task, settings=settings), trial)
         if memory is not None:
             with self._running(trainer.precision):
                 trainer.take_over(self._trainers[arm], memory)
@@ -146,14 +148,15 @@ class Lab(Bench):
         return self._trainer(arm).rewinds
 
     def rewind(self, folder: str, arm: str, rewinds: tuple[tuple[int, int], ...]) -> int:
-        """Have an arm go on from what a folder keeps of it, from the first step where that is '', past the batches of
-        the steps of `rewinds`. Returns the step that comes next."""
+        """Take an arm back to its checkpoint in `folder`, or to the first step where that is ''; the steps in `rewinds`
+        are then skipped with their batches. Returns the next step."""
         if folder:
             with self._running(self._trainers[arm].precision):
                 self._trainers[arm].recall(self._read(folder, arm)[arm])
         else:
-            self.drop(arm)  # there may be no room for two of it
-            self._trainers[arm] = self._built(self._task, next(own for own in self._task.arms if own.name == arm))
+            self.drop(arm)  # there may be no memory for two copies
+            whole = next(each for each in self._task.arms if each.name == arm)
+            self._trainers[arm] = self._build_trainer(self._task, whole)
         trainer = self._trainers[arm]
         trainer.rewinds = rewinds
         return trainer.step
@@ -163,22 +166,23 @@ class Lab(Bench):
         gc.collect()
 
     def save(self, folder: str) -> tuple[str, ...]:
-        """Keep every arm's state in a new folder, whole or not at all. Names the arms that are not finite: nothing is
-        kept of them."""
+        """Keep the state of every arm in a new folder, all or nothing. Returns the arms whose state is not finite,
+        which are left out."""
         from fp8bench.features.train.lab.checkpoint import write
 
-        lost = self._lost()
-        kept = {name: trainer.memory() for name, trainer in self._trainers.items() if name not in lost}
+        not_finite = self._not_finite()
+        kept = {name: trainer.memory() for name, trainer in self._trainers.items() if name not in not_finite}
         write(folder, self._task, kept, self._rank)
-        return lost
+        return not_finite
 
-    def _lost(self) -> tuple[str, ...]:
+    def _not_finite(self) -> tuple[str, ...]:
         from fp8bench.features.train.lab.checkpoint import finite
 
         return tuple(name for name, trainer in self._trainers.items() if not finite(trainer.memory()))
 
     def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
-        """Go on from what a folder keeps: the step that each arm comes to next. An arm it does not keep has stopped."""
+        """Continue from a checkpoint: returns the next step of each arm. An arm that the checkpoint lacks has
+        stopped."""
         memories = self._read(folder)
         for name, trainer in self._trainers.items():
             if name in memories:
@@ -206,7 +210,7 @@ class Lab(Bench):
 
     @contextmanager
     def _running(self, precision: Precision | None = None) -> Iterator[None]:
-        """Under a precision, with the process's switches and random state as they were afterwards."""
+        """Applies a precision's switches; afterwards switches and random state are as before."""
         import torch
 
         facts = self._task.facts
@@ -218,41 +222,42 @@ class Lab(Bench):
 
 
 def another_step(trainer: Trainer, phase: Phases) -> None:
-    """A step as any other, however many there were; of an arm that is done, one of its last once more."""
-    trainer.repeat(_LAST)
+    """Take a step whatever the number of steps so far; an arm that is done repeats one of its last. Raises
+    NotFinite."""
+    trainer.repeat(_REPEATED_STEPS)
     for _ in trainer.advance(phase, watched=False):
         pass
     if trainer.stopped:
-        raise NotFinite(f"its steps were not finite after {trainer.step}, and it stopped")
+        raise NotFinite(f"it stopped at step {trainer.step}: its numbers were not finite")
 
 
 def hardware_of_arm(task: SeedTask) -> Hardware:
-    """What would keep what a task's one arm emulates, by its modes."""
+    """What hardware with the formats would keep for the arithmetics that the task's only arm emulates."""
     (arm,) = task.arms
     settings = arm.taken(task.settings)
     if task.facts.ranks > 1:
         return Hardware(why=OF_SEVERAL)
-    own = precisions.get(arm.precision)
-    modes = dict.fromkeys(filter(None, (arm.precision, own.carried_by, *dict(settings.precision_map).values())))
+    carried_by = precisions.get(arm.precision).carried_by
+    modes = dict.fromkeys(filter(None, (arm.precision, carried_by, *dict(settings.precision_map).values())))
     hardware = hardware_for(((mode, mode) for mode in modes), task.facts)
     why = workloads.get("conv").not_on_device if settings.arch == "cnn" and not settings.make else ""
     if settings.attention != "auto":
-        why = f"--attention {settings.attention} rounds what no kernel keeps"
+        why = f"--attention {settings.attention} rounds values that no fused kernel stores"
     return replace(hardware, why=hardware.why or why) if hardware.arithmetics else hardware
 
 
 def made_alone(task: SeedTask, arm: Arm, hardware: Hardware = EMULATES_NOTHING) -> Make:
-    """How an arm is made that nobody watches: readings of tensors take memory, too, every so many steps."""
+    """How an arm is made without readings of its tensors, which would take memory of their own."""
     from fp8bench.features.train.lab.own_trainer import trainer_of
 
-    def make(told: Told | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
-        def beside(mode: str, inner: Arithmetic) -> Arithmetic:
+    def make(listener: Told | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
+        def with_hardware(mode: str, inner: Arithmetic) -> Arithmetic:
             assert ledger is not None
             return hardware.beside(mode, inner, ledger)
 
         def prepare() -> PreparedMemory:
-            watch = None if told is None else watch_of(told)
-            trainer = trainer_of(task, arm, watch, None if ledger is None else beside)
+            watch = None if listener is None else watch_of(listener)
+            trainer = trainer_of(task, arm, watch, None if ledger is None else with_hardware)
             return PreparedMemory(trainer, lambda phase: another_step(trainer, phase))
 
         return prepare

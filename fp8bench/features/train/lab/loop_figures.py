@@ -1,8 +1,7 @@
-"""What is seen of somebody's own loop that has no reference: what it does with gradients and its optimizer between two
-steps, what backward begins with, whether weights' gradients are those of their layers, and what inputs, predictions and
-gains of norms are like.
+"""Figures of a loop that has no reference to compare with: what it does with gradients and its optimizer between steps,
+whether gradients of weights match their layers, and what inputs, predictions and gains of norms are like.
 
-Between watched steps no tensor is read.
+No tensor is read between watched steps.
 """
 
 from __future__ import annotations
@@ -20,35 +19,35 @@ from fp8bench.features.train.lab.readings import Number
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN
 from fp8bench.nn.linear import Linear
 
-# Inputs are told apart by at most so many of their values.
+# Inputs are compared by at most this many of their values.
 _LOOKED_AT = 1 << 12
-# Fewer examples, or values of one, may well be equal.
+# With fewer examples, or fewer values in each, equal ones are no surprise.
 _LEAST_COPIES = 8
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Parameters, their gradients, and how often those had been changed.
+# Parameters, their gradients, and the version that each gradient had.
 Left = list[tuple[Tensor, Tensor, int]]
 
 
 class LoopHabits:
-    """Of a module and its optimizer; `noticed` says once what has come to be so."""
+    """What a loop does with a module and its optimizer; `noticed` returns each new mistake once."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._own = {id(parameter) for parameter in module.parameters()}
         self._left: Left = []
-        self._cleared = self._began = False
+        self._was_cleared = self._began = False
         self._states, self._age = 0, 0.0
         self._inputs: Tensor | None = None
-        self._again: Tensor | float = 0.0
+        self._repeats: Tensor | float = 0.0
         self.examples = 0
         self._data: dict[str, Any] = {}
         self._noticed: list[str] = []
-        self._so: set[str] = set()
+        self._present: set[str] = set()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        handle = register_optimizer_step_post_hook(self._somebody_stepped)
+        handle = register_optimizer_step_post_hook(self._any_optimizer_stepped)
         try:
             yield
         finally:
@@ -56,45 +55,45 @@ class LoopHabits:
 
     def given(self, inputs: Any, watched: bool = False) -> None:
         self._data = data_figures(inputs) if watched else {}
-        sign, self.examples = sign_of_inputs(inputs)
-        if sign is not None:
-            same = sign == self._inputs if self._inputs is not None else torch.zeros_like(sign)
-            self._inputs, self._again = sign, (self._again + 1) * same
+        fingerprint, self.examples = fingerprint_of(inputs)
+        if fingerprint is not None:
+            same = fingerprint == self._inputs if self._inputs is not None else torch.zeros_like(fingerprint)
+            self._inputs, self._repeats = fingerprint, (self._repeats + 1) * same
 
     def figures(self, parameters: Mapping[str, nn.Parameter]) -> dict[tuple[str, str], Tensor | float]:
-        """By name and layer: how often in turn the same inputs were given, and shares of the highest rate."""
+        """By name and layer: how many steps in a row had the same inputs, and lower rates as shares of the highest."""
         highest = self.rate()
-        shares = {id(own): rate / highest for rate, group in self._groups() for own in group["params"] if highest > 0}
+        shares = {id(each): rate / highest for rate, group in self._groups() for each in group["params"] if highest > 0}
         slower = {
             ("rate_share", name.removesuffix(".weight")): share
             for name, parameter in parameters.items() if (share := shares.get(id(parameter), 1.0)) < 1
         }  # fmt: skip
         data = {(name, ""): value for name, value in self._data.items()}
-        return slower | data | {("inputs_again", ""): self._again, ("examples", ""): float(self.examples)}
+        return slower | data | {("inputs_again", ""): self._repeats, ("examples", ""): float(self.examples)}
 
     def backward_begins(self) -> bool:
-        """Whether gradients begin anew: those that nobody has touched since the last update, or since the backward
-        before, were not cleared."""
-        still = (parameter.grad is grad and grad._version == version for parameter, grad, version in self._left)
-        anew = not self._left or not all(still)
+        """Whether gradients start anew. Gradients that nothing has touched since the last update or backward were not
+        cleared, and add up."""
+        untouched = (parameter.grad is grad and grad._version == version for parameter, grad, version in self._left)
+        anew = not self._left or not all(untouched)
         self._began = True
-        self._cleared |= anew
+        self._was_cleared |= anew
         return anew
 
     def backward_ended(self) -> None:
         self._left = self._gradients()
 
     def update_begins(self) -> None:
-        self._set(GRADIENTS_LEFT, self._began and not self._cleared)
+        self._set(GRADIENTS_LEFT, self._began and not self._was_cleared)
         states, age = self._moments()
         self._set(MOMENTS_GONE, states < self._states or age < self._age)
 
     def rate(self) -> float:
-        """The highest of all groups; NaN of an optimizer that finds its own."""
+        """The highest of all groups; NaN for an optimizer that finds its own."""
         return max((rate for rate, _ in self._groups()), default=math.nan)
 
     def updated(self) -> None:
-        self._left, self._cleared, self._began = self._gradients(), False, False
+        self._left, self._was_cleared, self._began = self._gradients(), False, False
         self._states, self._age = self._moments()
 
     def noticed(self) -> list[str]:
@@ -102,11 +101,11 @@ class LoopHabits:
         return noticed
 
     def _set(self, word: str, now: bool) -> None:
-        if now and word not in self._so:
+        if now and word not in self._present:
             self._noticed.append(word)
-        (self._so.add if now else self._so.discard)(word)
+        (self._present.add if now else self._present.discard)(word)
 
-    def _somebody_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _any_optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         others = (id(tensor) not in self._own for group in optimizer.param_groups for tensor in group["params"])
         if optimizer is not self._optimizer and any(others):
             self._set(OTHERS_TRAIN, True)
@@ -115,50 +114,49 @@ class LoopHabits:
         return ((float(group["lr"]), group) for group in self._optimizer.param_groups if group.get("lr") is not None)
 
     def _gradients(self) -> Left:
-        every = ((tensor, tensor.grad) for group in self._optimizer.param_groups for tensor in group["params"])
-        return [(parameter, gradient, gradient._version) for parameter, gradient in every if gradient is not None]
+        pairs = ((tensor, tensor.grad) for group in self._optimizer.param_groups for tensor in group["params"])
+        return [(parameter, gradient, gradient._version) for parameter, gradient in pairs if gradient is not None]
 
     def _moments(self) -> tuple[int, float]:
-        """Of how many parameters the optimizer knows something, and how old that is if it says so."""
+        """For how many parameters the optimizer has a state, and its age in steps: 0 where it has none or it is on a
+        GPU."""
         state = self._optimizer.state
         age = next(iter(state.values())).get("step", 0) if state else 0
         waits = isinstance(age, Tensor) and age.device.type != "cpu"
         return len(state), 0.0 if waits else float(age)
 
 
-# Is told the single number that a backward begins with, with its graph, or without it at the end; None of others.
-Heard = Callable[[Tensor | None], None]
-_listeners: list[tuple[Heard, Heard]] = []
+# Receives the single number that a backward begins from, detached at its end; None where it begins from anything else.
+Listener = Callable[[Tensor | None], None]
+_listeners: list[tuple[Listener, Listener]] = []
 _running: list[bool] = []
-_plain = torch.autograd.backward
+_plain_backward = torch.autograd.backward
 
 
 @contextmanager
-def listening(begins: Heard, ended: Heard) -> Iterator[None]:
-    """Of backwards inside another one, as of checkpoints, nothing is heard.
-
-    Every way into backward passes by `torch.autograd.backward`, which is wrapped while anybody listens.
-    """
+def listening(begins: Listener, ended: Listener) -> Iterator[None]:
+    """Call `begins` and `ended` around every backward but those inside another one, as checkpoints run them. Every way
+    into backward passes through `torch.autograd.backward`, which is wrapped while there is a listener."""
     listener = begins, ended
     _listeners.append(listener)
-    torch.autograd.backward = _heard  # type: ignore[assignment]
+    torch.autograd.backward = _backward  # type: ignore[assignment]
     try:
         yield
     finally:
         _listeners.remove(listener)
-        if not _listeners and torch.autograd.backward is _heard:
-            torch.autograd.backward = _plain
+        if not _listeners and torch.autograd.backward is _backward:
+            torch.autograd.backward = _plain_backward
 
 
-def _heard(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> None:
+def _backward(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> None:
     if _running:
-        return _plain(tensors, *args, **named)
+        return _plain_backward(tensors, *args, **named)
     listeners, root = tuple(_listeners), _number(tensors)
     for begins, _ in listeners:
         begins(root)
     _running.append(True)
     try:
-        _plain(tensors, *args, **named)
+        _plain_backward(tensors, *args, **named)
     finally:
         _running.pop()
     for _, ended in listeners:
@@ -172,12 +170,9 @@ def _number(tensors: Tensor | Sequence[Tensor]) -> Tensor | None:
 
 
 class GradientSketches:
-    """Of a layer, its weight's gradient times one vector: as it has to be by the layer's inputs and the gradients of
-    its outputs, added up over all its uses in a step.
-
-    Products with a vector cost little beside those of the layer; nothing is drawn at random, and of inputs nothing but
-    their products is kept.
-    """
+    """Compares each weight's gradient with its layer: both times one fixed vector, the latter from the layer's inputs
+    and output gradients, summed over its uses in a step. A product with a vector costs little beside the layer's own.
+    Nothing is drawn at random, and of inputs only these products are kept."""
 
     def __init__(self) -> None:
         self._expected: dict[nn.Parameter, Tensor] = {}
@@ -201,11 +196,12 @@ class GradientSketches:
         output.register_hook(arrives)  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
-        """Gradients begin anew: what another loss left of them is gone."""
+        """Forget what was added up: gradients have started anew."""
         self._expected.clear()
 
     def cosines(self, weights: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Number]]:
-        """Between what gradients are and what they have to be, by layer: 1, and 0 of one that is nothing but zeros."""
+        """By layer, the cosine between the gradient's product and the expected one: 1 where they match, 0 for a
+        gradient of zeros."""
         for layer, weight in weights.items():
             expected = self._expected.get(weight)
             if expected is not None and weight.grad is not None and weight not in self._unknown:
@@ -218,7 +214,7 @@ def _vector(shape: torch.Size, device: torch.device) -> Tensor:
 
 
 def _products(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor | None:
-    """Inputs times the vector; None of a layer that is not of these kinds."""
+    """The inputs times the vector; None for other kinds of layers."""
     if type(module) in (nn.Linear, Linear):
         return x.reshape(-1, x.shape[-1]).to(torch.float32) @ _vector(weight.shape[1:], x.device)
     if isinstance(module, _CONVOLUTIONS) and module.groups == 1 and type(module) in _CONVOLUTIONS:
@@ -238,7 +234,7 @@ def _expected(module: nn.Module, products: Tensor, gradient: Tensor) -> Tensor:
             values = values.masked_fill(products == module.padding_idx, 0.0)
         return values.new_zeros(module.num_embeddings).index_add_(0, products, values)
     if isinstance(module, _CONVOLUTIONS):
-        axis = gradient.ndim - module.weight.ndim + 1  # 0 of a single example without a batch
+        axis = gradient.ndim - module.weight.ndim + 1  # 0 for a single example without a batch
         return (gradient * products).transpose(0, axis).flatten(1).sum(1)
     return gradient.reshape(-1, gradient.shape[-1]).t() @ products
 
@@ -263,35 +259,35 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def sign_of_inputs(given: Any) -> tuple[Tensor | None, int]:
-    """A number that equal inputs have alike, and others do not; and how many examples they are."""
+def fingerprint_of(given: Any) -> tuple[Tensor | None, int]:
+    """A number that is equal for equal inputs and differs for others, and the number of examples."""
     tensors = [tensor.detach() for tensor in tensors_in(given) if tensor.numel()]
     if not tensors:
         return None, 0
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     for tensor in tensors:
         flat = tensor.flatten()
-        some = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
-        total = total + (some * _vector(some.shape, some.device)).sum().to(total.device)
+        values = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
+        total = total + (values * _vector(values.shape, values.device)).sum().to(total.device)
     return total, len(tensors[0]) if tensors[0].ndim else 1
 
 
 def data_figures(given: Any) -> dict[str, Number]:
-    """Of the first tensor that a model is given: mean and deviation of at most so many of its values, and the share of
-    its examples that are equal to another, where there are eight of eight values or more. Nobody waits for a device."""
-    several = (own.detach() for own in tensors_in(given) if own.numel() > 1 and own.dtype != torch.bool)
+    """Figures of the first tensor given to a model, from a sample of its values: mean, deviation, and the share of
+    examples that equal another, where there are eight or more of eight or more values. Does not wait for a device."""
+    several = (tensor.detach() for tensor in tensors_in(given) if tensor.numel() > 1 and tensor.dtype != torch.bool)
     tensor = next(several, None)
     if tensor is None or tensor.is_complex():
         return {}
     flat = tensor.flatten()
-    some = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
-    figures: dict[str, Number] = {"input_mean": some.mean(), "input_deviation": some.std()}
+    values = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
+    figures: dict[str, Number] = {"input_mean": values.mean(), "input_deviation": values.std()}
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
     if min(rows.shape) >= _LEAST_COPIES:
-        some = rows[:, :: -(-rows.shape[1] // _LOOKED_AT)].to(torch.float64)
-        signs = (some * _vector(some.shape[1:], some.device)).sum(1).sort().values
-        same = signs[1:] == signs[:-1]
-        ends = torch.zeros_like(signs[:1], dtype=torch.bool)
+        values = rows[:, :: -(-rows.shape[1] // _LOOKED_AT)].to(torch.float64)
+        fingerprints = (values * _vector(values.shape[1:], values.device)).sum(1).sort().values
+        same = fingerprints[1:] == fingerprints[:-1]
+        ends = torch.zeros_like(fingerprints[:1], dtype=torch.bool)
         figures["duplicates"] = (torch.cat([same, ends]) | torch.cat([ends, same])).to(torch.float64).mean()
     return figures
 
@@ -311,13 +307,13 @@ def dropouts_of(model: nn.Module) -> Iterator[tuple[str, float]]:
             yield path, module.p if module.training else 0.0
 
 
-# A loss is at most so many steps of scaling and averaging behind what it is made of.
+# A loss may be scaled and averaged in at most so many operations after its cross entropy.
 _CHAIN = 8
 
 
 def predictions_of(root: Tensor) -> dict[str, Number]:
-    """Of a cross entropy: its classes, the entropy of what is predicted, and the range of logits of an example; nothing
-    of any other loss."""
+    """For a cross entropy: its classes, the mean entropy of predictions, and the largest range of an example's logits.
+    Empty for any other loss."""
     node: Any = root.grad_fn
     for _ in range(_CHAIN):
         if node is None or node.name().startswith("NllLoss"):

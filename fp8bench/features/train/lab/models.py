@@ -1,6 +1,7 @@
-"""The models that are trained, by their architecture and size: their layers, what can be, and how they are made.
+"""The built-in models by architecture and size: their layers, which settings and precisions they allow, and how they
+are built.
 
-Imports no torch: the parent asks it what a training would be.
+Imports no torch: the parent process plans trainings with it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.gpt import LanguageModel
     from fp8bench.nn.linear import Choose
 
-# The layers of each block, in the order in which they are made, and their kinds.
+# The layers of each block and their kinds, in the order in which they are built.
 _BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "gpt": (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp")),
     "mlp": (("up", "mlp"), ("down", "mlp")),
@@ -36,20 +37,18 @@ _BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "moe": (("attn.qkv", "attn"), ("attn.out", "attn")),
 }
 EXPERTS = 8
-_RATED = "kinds of layers (attn, mlp, conv), and fronts of paths (blocks.0, blocks.0.attn.qkv)"
-# The norms of each block, or of an mlp's, beside the last one.
+_RATED = "kinds of layers (attn, mlp, conv), and beginnings of paths (blocks.0, blocks.0.attn.qkv)"
+# The norms of each block, without the last one of the model.
 _NORMS: Mapping[str, tuple[str, ...]] = {
     "mlp": ("norms.{}",), "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
 }  # fmt: skip
-# A product's sides are multiples of this on every device that has a low precision.
+# Every device with native low precision takes products whose sides are multiples of this.
 _ROUND = 128
 
 
 def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
-    """A model's widths, for a text of so many tokens, with batch and sequence as settings have them.
-
-    A mixture's experts are half as wide as the block whose place they take: two of them are as much work for a token.
-    """
+    """The sizes of a model for a vocabulary, with the settings' batch and sequence. Experts of a mixture are half as
+    wide as the mlp they replace: the two that a token visits do as much work as it."""
     if settings.model not in SIZES:
         raise UnknownName("model", settings.model, SIZES)
     size = SIZES[settings.model]
@@ -65,7 +64,7 @@ def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
 
 
 def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
-    """The layers whose products take a precision, in the order in which they are made; the head stays high."""
+    """The layers that take a precision, in the order in which they are built; the head stays in high precision."""
     blocks = _BLOCKS[arch]
     if arch == "moe":
         experts = (
@@ -78,7 +77,7 @@ def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
 
 
 def around_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
-    """What stands around products, and may have a precision of its own."""
+    """The operations around products that may have a precision of their own."""
     if arch not in _NORMS:
         return gpt_around(config.layers)
     return around(norm.format(block) for block in range(config.layers) for norm in _NORMS[arch])
@@ -87,7 +86,7 @@ def around_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
 def check(settings: TrainerSettings) -> None:
     config, compiled = config_of(settings, 1), settings.compile == "yes"
     attends = settings.arch in ("gpt", "moe")
-    little = "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps little to begin with"
+    why = "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps few activations anyway"
     refusals = (
         (settings.arch == "cnn" and config.sequence % LINE > 0,
          (f"--arch cnn reads a text in lines of {LINE} tokens, and a sequence of {config.sequence} does not divide "
@@ -99,21 +98,21 @@ def check(settings: TrainerSettings) -> None:
          (f"--attention {settings.attention} is for --arch gpt and moe, and cannot be compiled: choose these, or "
           "--attention auto.")),
         (settings.optimizer == "adafactor" and settings.optimizer_states != "fp32",
-         (f"--optimizer-states {settings.optimizer_states} are of moments as large as their weights, and adafactor "
+         (f"--optimizer-states {settings.optimizer_states} is for moments as large as their weights, and adafactor "
           "keeps means of rows and columns: choose fp32, or another optimizer.")),
         (settings.norm != "batch" and settings.arch != "cnn",
          f"--norm {settings.norm} is for --arch cnn: {settings.arch} has no batch norm. Leave it out."),
         (settings.lora > 0 and (settings.arch != "gpt" or compiled or settings.parallel in ("fsdp", *CUT)),
-         "--lora is for --arch gpt, by whole weights and op by op: no --compile yes, no --parallel fsdp, tp or sp."),
+         "--lora is for --arch gpt with whole weights: leave out --compile yes and --parallel fsdp, tp or sp."),
         (compiled and settings.arch == "moe",
-         ("--compile yes cannot be had of --arch moe: how many tokens an expert has is known in the step alone. "
+         ("--compile yes does not work with --arch moe: how many tokens an expert gets is known only during a step. "
           "Choose --compile no.")),
         (settings.checkpointing != "no" and not attends,
-         f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: {little}. Choose --checkpointing no."),
+         f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: {why}. Choose --checkpointing no."),
     )  # fmt: skip
-    for wrong, words in refusals:
+    for wrong, message in refusals:
         if wrong:
-            raise UsageError(words)
+            raise UsageError(message)
     known = {**dict.fromkeys(PARAMETER_KINDS), **keys_of(layers_of(settings.arch, config))}
     known |= {layer.name: None for layer in around_of(settings.arch, config) if layer.kind == "norm"}
     for name, _ in settings.rates:
@@ -121,7 +120,7 @@ def check(settings: TrainerSettings) -> None:
             raise UnknownName("parameters of --rates", name, known, f"{', '.join(PARAMETER_KINDS)}; {_RATED}")
 
 
-# Settings that say something for some values of another one alone.
+# Settings that have an effect only with some values of another one.
 _ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "decay": ("schedule", ("wsd",)), "patience": ("schedule", ("plateau",)), "drop": ("schedule", ("plateau",)),
     "scale_first": ("loss_scale", ("dynamic",)), "scale_factor": ("loss_scale", ("dynamic",)),
@@ -131,23 +130,26 @@ _ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def check_effective(arms: Sequence[TrainerSettings]) -> None:
-    usual = TrainerSettings()
-    for name, (of, values) in _ONLY_WITH.items():
-        given = [arm for arm in arms if getattr(arm, name) != getattr(usual, name)]
-        if given and not any(getattr(arm, of) in values for arm in given):
-            option, other = (f"--{word.replace('_', '-')}" for word in (name, of))
+    """Raises UsageError for a setting that no arm makes use of."""
+    defaults = TrainerSettings()
+    for name, (needed, values) in _ONLY_WITH.items():
+        given = [arm for arm in arms if getattr(arm, name) != getattr(defaults, name)]
+        if given and not any(getattr(arm, needed) in values for arm in given):
+            option, other = (f"--{word.replace('_', '-')}" for word in (name, needed))
             raise UsageError(
-                f"{option} has no effect: it is of {other} {' or '.join(values)}, and that is {getattr(given[0], of)}. "
-                f"Choose {other} {values[0]}, or leave {option} out."
+                f"{option} has no effect: it needs {other} {' or '.join(values)}, and that is "
+                f"{getattr(given[0], needed)}. Choose {other} {values[0]}, or leave {option} out."
             )
 
 
 def _around(settings: TrainerSettings) -> list[str]:
+    """The precisions that the map gives to operations around products."""
     layers = around_of(settings.arch, config_of(settings, 1))
-    return [word for key, word in settings.precision_map if any(key_of(layer, [key]) for layer in layers)]
+    return [mode for key, mode in settings.precision_map if any(key_of(layer, [key]) for layer in layers)]
 
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
+    """Raises UsageError for what several ranks cannot train together."""
     given, cut, sharded = settings, settings.parallel in CUT, settings.parallel == "fsdp"
     way = f"--parallel {given.parallel}"
     shared, compiled = not cut and given.amax_group != "own", given.compile == "yes"
@@ -160,32 +162,32 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
     advice = "add --amax-group own, or leave it out"
     refusals = (
         (cut and given.arch != "gpt", f"--arch {given.arch}", way,
-         "heads and hidden features of gpt's blocks are what is cut. Choose --arch gpt"),
+         "it divides the heads and hidden features of gpt's blocks. Choose --arch gpt"),
         (cut and given.gradients != "fp32", f"--gradients {given.gradients}", way,
-         "of a gradient that is cut a rank would have a scale of its own. Choose --gradients fp32, or --parallel zero"),
+         "each rank would have its own scale for its part of a gradient. Choose --gradients fp32, or --parallel zero"),
         (cut and compiled, "--compile yes", way,
-         "sums are sent between the parts of a block. Choose --compile no"),
+         "ranks send each other sums between the parts of a block. Choose --compile no"),
         (given.parallel == "sp" and given.dropout > 0, f"--dropout {given.dropout:g}", way,
-         "ranks have other tokens each, and would leave out the same places of them. Choose --dropout 0"),
+         "ranks have different tokens, and would drop the same places in each. Choose --dropout 0"),
         (given.parallel == "sp" and rounded, "--precision-map", way,
-         "what stands around products is rounded by the magnitudes of a rank's own tokens. Leave it out"),
-        (given.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would know a rank's own part of a batch alone"),
+         "operations around products would be rounded by the magnitudes of a rank's own tokens. Leave it out"),
+        (given.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would see only a rank's own part of a batch"),
         (given.gradients != "fp32" and given.parallel != "zero", f"--gradients {given.gradients}", way,
-         "what its ranks average are float32 gradients. Choose --parallel zero, as MS-AMP's levels do"),
+         "its ranks average float32 gradients. Choose --parallel zero, as MS-AMP's levels do"),
         (compiled and (sharded or given.parallel == "zero"), "--compile yes", way,
-         "a compiled graph has weights that are taken away between two steps"),
+         "a compiled graph keeps weights that are freed between two steps"),
         (shared and given.arch == "moe", "--arch moe", "--ranks",
-         f"experts cast on some ranks and not on others, so that no largest magnitude is that of all: {advice}"),
+         f"experts cast on some ranks and not on others, so that ranks cannot share largest magnitudes: {advice}"),
         (cut and given.master == "bf16-stochastic", f"--master {given.master}", way,
-         "weights that all ranks have would be rounded in other ways on each. Choose another master"),
+         "weights that all ranks share would be rounded differently on each. Choose another master"),
         ((cut or sharded) and given.optimizer == "adafactor", "--optimizer adafactor", way,
-         "means of rows and columns are those of a whole weight, of which a rank has a part. Choose another one"),
+         "it needs means of a weight's rows and columns, and a rank has a part of them. Choose another one"),
         ((cut or sharded) and given.updates == "fp8", "--updates fp8", way,
-         "its scale is that of a whole weight's update, of which a rank has a part. Choose bf16"),
+         "its scale needs the update of a whole weight, and a rank has a part of it. Choose bf16"),
         (shared and rounded, "--precision-map", "--ranks",
-         f"what stands around products is rounded by a rank's own magnitudes: {advice}"),
+         f"operations around products are rounded by a rank's own magnitudes: {advice}"),
         (shared and compiled, "--compile yes", "--ranks",
-         f"the largest magnitudes of all ranks are sent between casts: {advice}"),
+         f"ranks send each other largest magnitudes between casts: {advice}"),
     )  # fmt: skip
     for wrong, option, other, why in refusals:
         if wrong:
@@ -193,29 +195,30 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
     config = config_of(given, 1)
     why = uncuttable(config, ranks) if cut else ""
     if given.parallel == "sp" and config.sequence % ranks:
-        why = f"{config.sequence} tokens have no equal share for each of {ranks} ranks: choose another --sequence"
+        why = f"{config.sequence} tokens cannot be divided equally among {ranks} ranks: choose another --sequence"
     if why:
         raise UsageError(f"{way} cannot cut {given.model} for --ranks {ranks}: {why}, or fewer ranks.")
 
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
+    """What a precision can do for this model on a device: native, emulated, or refused with the reason."""
     own = settings.make and precision.name == UNTOUCHED
     support = native("the model as it came") if own else _support_of(settings, precision, facts)
     if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:
         return refused(
-            f"layers of {precision.mode} keep scales that no checkpoint can hold: choose backend=torch or emulated"
+            f"layers of {precision.mode} keep scales that a checkpoint cannot store: choose backend=torch or emulated"
         )
     if facts.ranks > 1 and settings.amax_group == "parallel" and _scales_are_own(precision):
         return refused(
-            f"the scale that {precision.mode} has of a whole tensor is always a rank's own: choose --amax-group own"
+            f"ranks cannot share the scale that {precision.mode} has for a whole tensor: choose --amax-group own"
         )
     cut = settings.parallel in CUT and facts.ranks > 1
     if cut and precision.whole_layers:
         way = f"--parallel {settings.parallel}"
-        return refused(f"layers of {precision.mode} are a library's own, and {way} cannot cut them")
+        return refused(f"{way} cannot divide layers of {precision.mode}, which are a library's own")
     if settings.compile == "yes" and precision.remembers and support.level is not Level.REFUSED:
         return refused(
-            f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: choose "
+            f"{precision.mode} rounds by what earlier casts found, which a compiled graph does not see: choose "
             "--compile no"
         )
     if settings.make or support.level is not Level.NATIVE:
@@ -234,7 +237,7 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
     counted = f"batch x sequence is {rows}" + " of each rank" * (readers > 1)
     if settings.arch == "cnn":  # a line and a place more than the text has
         rows = config.batch * (config.sequence // LINE + 1) * (LINE + 1)
-        counted = f"with a line and a column of zeros an image has them, and the batch has {rows}"
+        counted = f"with an image's line and column of zeros the batch has {rows}"
     if rows % along:
         return refused(
             f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; {counted}: "
@@ -244,23 +247,23 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
 
 
 def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
-    """A precision's own; one that unit-scales has constants for some models alone."""
+    """A precision's own support; one with unit scaling has constants for some models only."""
     unlike = (
         settings.make or (settings.arch != "gpt" and f"--arch {settings.arch}"),
         settings.attention != "auto" and f"--attention {settings.attention}", settings.lora and "--lora",
         settings.parallel in ("tp", "fsdp") and f"--parallel {settings.parallel}",
-        not settings.make and _around(settings) and "--precision-map of what is no product",
+        not settings.make and _around(settings) and "--precision-map for operations around products",
     ) if precision.unit_scaled else ()  # fmt: skip
     for given in filter(None, unlike):
         return refused(
-            f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole, and there are "
-            f"constants for a GPT alone, none with {given}: choose fp8, whose scales come from the tensors"
+            f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole. It has constants for a "
+            f"GPT only, without {given}: choose fp8, whose scales come from the tensors"
         )
     return precision.support(facts)
 
 
 def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
-    """Why a rank's share of a block's features is none that native products take; '' where it is."""
+    """Why native products cannot take a rank's share of a block's features; '' where they can."""
     most = max(precision.multiples)
     features = config.width, config.key_heads * config.head_width, config.hidden
     wrong = sorted({feature // ranks for feature in features if feature // ranks % most})
@@ -271,7 +274,8 @@ def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
 
 
 def _scales_are_own(precision: Precision) -> bool:
-    """Whether nobody can hand in a tensor's largest magnitude: a library finds it, or the scale above blocks has it."""
+    """Whether ranks cannot share a tensor's largest magnitude: a library finds it, or a scale of block scales needs
+    it."""
     recipe = getattr(precision, "recipe", None)
     treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
     return precision.whole_layers or any(
@@ -280,7 +284,7 @@ def _scales_are_own(precision: Precision) -> bool:
 
 
 def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:
-    """The model, its weights drawn by torch's generator, on torch's device, in float32 whatever the precision."""
+    """The model, with weights drawn in float32 by torch's current generator on its current device."""
     from fp8bench.nn.experts import MixtureGPT
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.text_models import TextCNN, WindowMLP

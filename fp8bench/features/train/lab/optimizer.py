@@ -1,6 +1,5 @@
-"""What a step does with its gradients: how they are kept from one micro-batch to the next, and the optimizer over the
-weights of one arm, in few kernels, with nothing that the host has to wait for.
-"""
+"""What a step does with its gradients: keeps them from one micro-batch to the next, and updates an arm's weights, in
+few kernels and without the host waiting."""
 
 from __future__ import annotations
 
@@ -26,29 +25,28 @@ from fp8bench.protocols import Operand
 
 
 def seed_of(purpose: str, *numbers: int) -> int:
-    """32 bits, all that a generator on a processor takes, unlike for any other purpose or numbers."""
+    """A seed of 32 bits, the most that a CPU generator takes, different for each purpose and numbers."""
     words = "/".join((purpose, *map(str, numbers)))
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
 
 
 def own_seed(seed: int, arm: Arm) -> int:
-    """The seed of an arm's weights, batches and dropout: its neighbours', but for one that is to have another."""
+    """The seed of an arm's weights, batches and dropout: the same for all arms but the one that checks another seed."""
     return seed_of("other", seed) if arm.role is ArmRole.OTHER_SEED else seed
 
 
-# As FP8-LM has it: a scale is halved where more values saturate than this share, and grows to twice itself over so
-# many steps in which no more do.
+# As in FP8-LM: a scale is halved where more values than this share saturate, else it doubles over 1000 steps.
 MOST_SATURATED = 1e-5
 _GROWTH = 2 ** (1 / 1000)
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Zeros where a step has found none, as of an expert that had no token."""
+    """Zeros where backward found none, as for an expert without tokens."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 class Gradients:
-    """float32, where autograd keeps them and adds them up itself. They lie there until the next step begins."""
+    """Gradients in float32, added up by autograd. They stay until the next step begins."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -68,13 +66,13 @@ class Gradients:
         return self.of(self._parameters)
 
     def given(self) -> None:
-        """What lies in the parameters' grad was brought there and found by no backward."""
+        """Take what lies in the parameters' `grad` but comes from no backward."""
 
     def norms(self) -> list[Tensor]:
         return list(torch._foreach_norm(list(map(dense, self.of(self._parameters)))))
 
     def end(self) -> None:
-        """The weights are updated."""
+        """Called when the weights are updated."""
 
     def kept(self) -> list[Tensor]:
         return self.of(self._parameters)
@@ -84,16 +82,16 @@ class Gradients:
 
 
 class LowGradients(Gradients):
-    """In low precision: of each parameter what backward has found is added and rounded as soon as it is there, so that
-    never more than one of them is float32."""
+    """Gradients in low precision: each is added and rounded as soon as backward has found it, so that only one at a
+    time is float32."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], micro_batches: int, fp8: bool) -> None:
         self._parameters = parameters
         self._sums: dict[Tensor, _BFloat16 | AutomaticScale] = {}
         self._begun: set[Tensor] = set()
         for parameter in parameters:
-            own = parameter.detach()
-            self._sums[parameter] = AutomaticScale(own, micro_batches) if fp8 else _BFloat16(own)
+            values = parameter.detach()
+            self._sums[parameter] = AutomaticScale(values, micro_batches) if fp8 else _BFloat16(values)
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
@@ -133,22 +131,22 @@ class _BFloat16:
     def __init__(self, like: Tensor) -> None:
         self.operand = Operand(torch.zeros_like(like, dtype=torch.bfloat16))
 
-    def add(self, fresh: Tensor, first: bool) -> None:
-        self.operand = Operand((fresh if first else fresh + self.operand.data).to(torch.bfloat16))
+    def add(self, gradient: Tensor, first: bool) -> None:
+        self.operand = Operand((gradient if first else gradient + self.operand.data).to(torch.bfloat16))
 
     def restored(self) -> Tensor:
         return self.operand.data.to(torch.float32)
 
     def end(self) -> None:
-        """Nothing is learnt from a step."""
+        """There is no scale to adapt."""
 
 
 class AutomaticScale:
-    """E4M3 codes under one scale, which all micro-batches of a step share, as do all devices in FP8-LM.
+    """E4M3 codes under one scale for all micro-batches of a step, as all devices share one in FP8-LM.
 
-    It takes the largest magnitude that the first micro-batch lets expect of all of them to the share `share` of the
-    format's own. The share is halved after a step in which too many values were larger, and grows back to 1. Gradients
-    that are not finite are restored as NaN.
+    The scale takes the largest magnitude expected of the step, from its first micro-batch, to `share` of the format's
+    largest. The share is halved after a step in which too many values were larger, and grows back to 1. Gradients that
+    are not finite are restored as NaN.
     """
 
     def __init__(self, like: Tensor, micro_batches: int) -> None:
@@ -161,8 +159,8 @@ class AutomaticScale:
     def operand(self) -> Operand:
         return Operand(self._codes, self._inverse)
 
-    def add(self, fresh: Tensor, first: bool) -> None:
-        total = fresh if first else fresh + self.restored()
+    def add(self, gradient: Tensor, first: bool) -> None:
+        total = gradient if first else gradient + self.restored()
         amax = largest_magnitude(total)
         if first:
             scale, _ = current_scale(amax * self._micro_batches, E4M3, ScaleRounding.EXACT)
@@ -188,14 +186,14 @@ def joint(norms: Sequence[Tensor]) -> Tensor:
 def clippings_of(
     norms: list[Tensor], norm: Tensor, scale: float, most: float, clipped: Sequence[str]
 ) -> tuple[list[Tensor], Tensor]:
-    """What the gradient of each parameter is divided by, and all of them together are smaller by; `clipped` names what
-    each is clipped together with."""
+    """Returns what the gradient of each parameter is divided by, and by how much all of them together shrink. `clipped`
+    names the group with which each parameter is clipped."""
     groups = list(dict.fromkeys(clipped))
     if not most or len(groups) == 1:
         clipping = (norm / most).clamp(min=1.0) if most else torch.ones_like(norm)
         return [clipping] * len(norms), clipping
     parts = {
-        group: joint([tensor for tensor, own in zip(norms, clipped, strict=True) if own == group]) / scale
+        group: joint([tensor for tensor, name in zip(norms, clipped, strict=True) if name == group]) / scale
         for group in groups
     }
     by = {group: (part / most).clamp(min=1.0) for group, part in parts.items()}
@@ -204,33 +202,33 @@ def clippings_of(
 
 
 class Weights:
-    """float32: the parameters themselves."""
+    """Float32 weights, which are the parameters themselves."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
-        """`layers` are those of them that products in low precision read."""
+        """`layers` are the parameters that products in low precision read."""
         self._parameters, self._layers = parameters, layers
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """The parameters have their values in the body."""
+        """Gives the parameters their values for the body."""
         yield
 
     def draws(self, seed: int) -> None:
-        """What comes is drawn from the seed, where anything is."""
+        """Seed the random rounding, if there is any."""
 
     def raised(self) -> None:
-        """Parameters become what an update begins from."""
+        """Give the parameters the values that an update begins from."""
 
     def round(self, parameters: Sequence[Tensor]) -> None:
-        """Parameters that a step has changed become what is kept of them."""
+        """Round parameters that a step has changed, and keep them."""
 
     def kept(self) -> list[Tensor]:
         return [parameter.detach() for parameter in self._parameters]
 
 
 class HalfWeights(Weights):
-    """fp16 under one scale a tensor, as in FP8-LM. The parameters are float32 while a step needs them, and nothing
-    lies in them between two steps."""
+    """fp16 weights under one scale a tensor, as in FP8-LM. Parameters are float32 during a step; between steps they
+    have no memory."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
         super().__init__(parameters, layers)
@@ -241,7 +239,7 @@ class HalfWeights(Weights):
         self._release()
 
     def _stored(self) -> Storage:
-        """By powers of two: what is rounded already is then the same once more, as in a step that changes nothing."""
+        """Scales are powers of two, so that rounding a rounded weight again, as in a skipped step, changes nothing."""
         return scaled(FP16, ScaleRounding.POWER_OF_TWO)
 
     @contextmanager
@@ -268,8 +266,8 @@ class HalfWeights(Weights):
 
 
 class EightBitWeights(HalfWeights):
-    """The same, and beside them E4M3 of what layers multiply by, as MS-AMP's O3 has it: a step's passes see that alone,
-    and its update begins from fp16."""
+    """fp16 weights, and E4M3 copies of those that layers multiply by, as in MS-AMP's O3: passes see the copies, and an
+    update begins from fp16."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter]) -> None:
         self._eight, self._codes = scaled(E4M3, ScaleRounding.POWER_OF_TWO), dict[Tensor, Operand]()
@@ -298,11 +296,8 @@ class EightBitWeights(HalfWeights):
 
 
 class StochasticWeights(HalfWeights):
-    """bf16, rounded at random: up with the probability that is the share of the step that a value has gone.
-
-    The mean of many roundings is the value, so that updates too small for bf16 are not lost. Each step draws from a
-    seed of its own.
-    """
+    """bf16 weights that are rounded up or down at random, with the probability given by the distance. The mean of many
+    roundings is the value, so that updates too small for bf16 are not lost. Each step draws from a seed of its own."""
 
     def _stored(self) -> Storage:
         self._drawn = torch.Generator(self._parameters[0].device)
@@ -314,7 +309,7 @@ class StochasticWeights(HalfWeights):
 
 
 def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Of float32: sixteen random bits are added below the last one that is kept, and cut off with the others there."""
+    """Rounds float32 at random: adds sixteen random bits below the last bit that is kept, and cuts them off."""
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     cut = ((x.contiguous().view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)
     return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
@@ -323,13 +318,13 @@ def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
 _MASTERS = {
     "fp32": Weights, "fp16-scaled": HalfWeights, "fp16-fp8": EightBitWeights, "bf16-stochastic": StochasticWeights,
 }  # fmt: skip
-# Of so many weights at a time the values before a step are kept, to say how far they moved.
+# At most so many weights are copied at a time before a step, to compute how far they move.
 _MOST_ELEMENTS = 1 << 24
 
 
 class _Group(NamedTuple):
-    """A bucket of parameters whose rate is multiplied by `rate` and which decay by `decay`; `first` is the place of its
-    first one in the model, whose gradients are clipped as those of all of them."""
+    """A bucket of parameters with one learning rate, as a factor, and one weight decay. `first` is the index of its
+    first parameter, by which all of the bucket are clipped."""
 
     bucket: Bucket
     rate: float
@@ -337,26 +332,24 @@ class _Group(NamedTuple):
     first: int
 
 
-# The usual betas of each optimizer; sgd's first one is its momentum.
+# The default betas of each optimizer; sgd's first is its momentum.
 _BETAS = {"adamw": BETAS, "sgd": (0.9, 0.0), "lion": (0.9, 0.99), "adafactor": (0.0, 0.0)}
 _EPSILONS = {"adafactor": 1e-3}
 
 
 class LoopOptimizer:
-    """AdamW, or another one of float32 weights. `update_norms` and `weight_norms` are those of the last step by
-    parameter, in the order of the model."""
+    """AdamW, or another optimizer of float32 weights. `update_norms` and `weight_norms` are those of the last step, in
+    the order of the model's parameters."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
         self._parameters = list(parameters.values())
         own, kept = self._parameters, settings.gradients
-        parts = 1 if settings.parallel == "zero" else settings.micro_batches  # an owner is given their mean, once
+        parts = 1 if settings.parallel == "zero" else settings.micro_batches  # an owner receives their mean, once
         self.gradients = Gradients(own) if kept == "fp32" else LowGradients(own, parts, kept == "fp8")
         self._groups = list(_groups(parameters, settings))
         self._rule = RULES.get(settings.optimizer)
-        first, second = _BETAS[settings.optimizer]
-        self._betas = (
-            first if settings.beta1 < 0 else settings.beta1, second if settings.beta2 < 0 else settings.beta2
-        )  # fmt: skip
+        beta1, beta2 = _BETAS[settings.optimizer]
+        self._betas = settings.beta1 if settings.beta1 >= 0 else beta1, settings.beta2 if settings.beta2 >= 0 else beta2
         self._epsilon = settings.eps or _EPSILONS.get(settings.optimizer, EPSILON)
         self._rounded = rounded_update(settings.updates)
         layers = [parameter for name, parameter in parameters.items() if kind_of(name, parameter.ndim) == "layer"]
@@ -364,13 +357,13 @@ class LoopOptimizer:
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor) -> None:
-        """Take the gradients divided by `divisors`, one a parameter, on the device; no change where `skip` is 1."""
+        """Update by the gradients divided by `divisors`, one for each parameter. Where `skip` is 1 nothing changes."""
         self.weights.raised()
-        for bucket, own, decay, place in self._groups:
+        for bucket, factor, decay, place in self._groups:
             before = [parameter.detach().clone() for parameter in bucket.parameters]
             bucket.gradients = self.gradients.of(bucket.parameters)
             first, second = bucket.restored()
-            how = Update(rate * own, decay, self._betas, self._epsilon, divisors[place], skip)
+            how = Update(rate * factor, decay, self._betas, self._epsilon, divisors[place], skip)
             if self._rule is None:
                 bucket.update(first, second, how)
             else:
@@ -397,13 +390,13 @@ class LoopOptimizer:
     def kept(self) -> dict[str, list[Tensor]]:
         kept = [group.bucket.kept() for group in self._groups]
         moments = {
-            name: [tensor for some in kept for tensor in some[order]]
+            name: [tensor for tensors in kept for tensor in tensors[order]]
             for order, name in enumerate(("first moment", "second moment", "steps"))
         }
         return {"weights": self.weights.kept(), "gradients": self.gradients.kept(), **moments}
 
     def memory(self) -> dict[str, list[Tensor]]:
-        """What the next step depends on: gradients are found anew, how they are scaled is not."""
+        """What the next step depends on. Gradients are computed anew, their scales are not."""
         return self.kept() | {"gradients": self.gradients.memory()}
 
     def recall(self, memory: Mapping[str, Sequence[Tensor]]) -> None:
@@ -415,22 +408,22 @@ class LoopOptimizer:
 def _groups(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> Iterator[_Group]:
     kinds: dict[tuple[float, float, str], list[tuple[int, Tensor]]] = {}
     for place, (name, parameter) in enumerate(parameters.items()):
-        own = factor_of(name, parameter.ndim, settings.rates)
-        decay = settings.weight_decay if parameter.ndim > 1 else 0.0  # of matrices, and neither of norms nor of biases
+        factor = factor_of(name, parameter.ndim, settings.rates)
+        decay = settings.weight_decay if parameter.ndim > 1 else 0.0  # norms and biases do not decay
         clipped = group_of(name, parameter.ndim, settings.clip_by)
-        kinds.setdefault((own, decay, clipped), []).append((place, parameter))
-    for (own, decay, _), alike in kinds.items():
+        kinds.setdefault((factor, decay, clipped), []).append((place, parameter))
+    for (factor, decay, _), alike in kinds.items():
         for part in bucketed([tensor.numel() for _, tensor in alike], _MOST_ELEMENTS):
-            some = [tensor for _, tensor in alike[part]]
-            first, second = states_for(settings.optimizer, some)
+            tensors = [tensor for _, tensor in alike[part]]
+            first, second = states_for(settings.optimizer, tensors)
             storages = _storages(settings.optimizer_states)
-            if settings.optimizer in RULES:  # their second moments are none, or one for many
+            if settings.optimizer in RULES:  # these have no second moments, or few
                 storages = storages[0], _storages("fp32")[1]
-            yield _Group(Bucket(some, [], first, second, storages, 0, True), own, decay, alike[part][0][0])
+            yield _Group(Bucket(tensors, [], first, second, storages, 0, True), factor, decay, alike[part][0][0])
 
 
 def rounded_update(kept: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
-    """What makes an update low: what it changes is rounded, and added to the weights before in their dtype."""
+    """Returns a function that rounds how far weights have moved, and moves them by that instead."""
     storage = {"fp32": None, "bf16": in_arithmetic(PlainArithmetic(torch.bfloat16)), "fp8": scaled(E4M3)}[kept]
 
     @torch.no_grad()

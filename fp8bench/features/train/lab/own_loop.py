@@ -1,4 +1,4 @@
-"""A training loop of somebody's own, watched by hooks: of the module, and of the optimizer, whose step ends a step."""
+"""Watches a training loop of the user's own by hooks on the module and on the optimizer, whose step ends a step."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fp8bench.features.train.lab.readings import Figures, dense, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
 from fp8bench.features.train.values import UNSEEN, StepFigure, StepRow, StreamLine, TrainingEvent, Validation
 
-# Micro-batches are counted as they come: there may be several.
+# How many micro-batches a step has is not known beforehand: expect several.
 _SEVERAL = 2
-# So many updates in turn without a row are told.
+# After so many updates in a row without a row of figures, an event says why.
 _SILENT = 3
 
 
 class OwnLoop:
-    """Every step gives a row, and every `stride`-th is watched; `told` gets their lines as watched steps end.
+    """Makes a row of every step and watches every `stride`-th; `told` receives the lines whenever a watched step ends.
 
-    `fp8bench.watch` says what a step is and which loss it has. Norms are those that the optimizer meets: after any
-    clipping; that of the parameters is of the last watched step. A step whose loss nobody knows has no row; three in
-    turn are an event.
+    `fp8bench.watch` says what a step is and which loss it has. Norms of gradients are those that the optimizer meets,
+    after any clipping; the norm of the parameters is that of the last watched step. A step whose loss is not known has
+    no row; three of those in a row are an event.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class OwnLoop:
         tokens: int = 0,
         scaler: Any = None,
     ) -> None:
-        """`tokens` are those of a step, `scaler` a GradScaler if there is one, whose scale is told."""
+        """`tokens` is the number in a step; `scaler` is a GradScaler, whose scale is recorded."""
         if stride < 1:
-            raise UsageError(f"every so many steps one is watched: stride is a whole number from 1 on, not {stride!r}.")
+            raise UsageError(f"stride={stride!r}: one step in every stride is watched. Give a whole number from 1 on.")
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise UsageError("the module has no parameter that is trained: there is nothing to watch.")
+            raise UsageError("the module has no parameter that requires a gradient: there is nothing to watch.")
         self._module, self._optimizer, self._told = module, optimizer, told
         self._name, self._stride, self._tokens, self._scaler = name, stride, tokens, scaler
         self._watch = ModelWatch(module, name)
@@ -56,7 +56,7 @@ class OwnLoop:
         self._roots: list[Tensor] = []
         self._reached = self._is_first = False
         self._silent, self._seen_rows = 0, False
-        # Steps whose numbers nobody has waited for: number, figures, rate and seconds.
+        # Steps whose figures are still on the device: number, figures, rate and seconds.
         self._rows: list[tuple[int, Figures, float, float]] = []
         self._norm: Tensor | None = None
         self._predictions: Figures = {}
@@ -80,17 +80,17 @@ class OwnLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leaves nothing attached, and tells the rows that are left, whatever has ended the loop."""
+        """Remove all hooks and pass on the remaining rows, however the loop has ended."""
         self._hooks.close()
         self._attached.close()
         self._tell(())
 
     def loss(self, value: Tensor | float) -> None:
-        """Say the loss of a micro-batch: for a module that gives back something else."""
+        """Give the loss of a micro-batch, for a module that does not return it."""
         self._losses.append(torch.as_tensor(value, device=self._watch.device).detach().reshape(()))
 
     def held_out(self, value: Tensor | float, tokens: int = 1) -> None:
-        """Say the loss on what is never trained on, as it is now."""
+        """Give the present loss on held-out data."""
         self._told((Validation(self._name, 0, self._step, "held-out", float(value), tokens, None),))
 
     def _optimized(self) -> list[Tensor]:
@@ -143,29 +143,29 @@ class OwnLoop:
     def _before_update(
         self, optimizer: torch.optim.Optimizer, given: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Gradients are there; or an optimizer is given what makes them, and they are there after that."""
+        """Read the gradients now, or after the closure that the optimizer is called with has made them."""
         closure = named.get("closure", given[1] if len(given) > 1 else None)
         if closure is None:
-            self._gradients_are_there()
+            self._read_gradients()
             return None
 
-        def made() -> Any:
-            self._roots = []  # it may be called several times in a step
+        def wrapped() -> Any:
+            self._roots = []  # a closure may be called several times in a step
             loss = closure()
-            self._gradients_are_there()
+            self._read_gradients()
             return loss
 
-        return given[:1], {**named, "closure": made}
+        return given[:1], {**named, "closure": wrapped}
 
     @torch.no_grad()
-    def _gradients_are_there(self) -> None:
+    def _read_gradients(self) -> None:
         self._habits.update_begins()
         trained = self._optimized()
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         if not gradients:
             self._norm = None
             return
-        scale = getattr(self._optimizer, "grad_scale", None)  # a fused one takes gradients as a GradScaler left them
+        scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer undoes a GradScaler's scale itself
         norm = joint(torch._foreach_norm(list(map(dense, gradients))))
         self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
@@ -188,10 +188,9 @@ class OwnLoop:
             self._seen.named |= self._habits.figures(self._updated)
         loss = self._loss()
         if self._norm is not None and loss is not None:
-            rate = self._habits.rate()
-            took = 0.0 if self._seen is not None else seconds
+            row_seconds = 0.0 if self._seen is not None else seconds
             figures = Figures(loss=loss, gradient_norm=self._norm, parameter_norm=self._size, update_ratio=ratio)
-            self._rows.append((self._step, figures, rate, took))
+            self._rows.append((self._step, figures, self._habits.rate(), row_seconds))
         self._attached.close()
         self._habits.updated()
         unseen = self._unseen(self._norm is not None and loss is not None)
@@ -210,7 +209,7 @@ class OwnLoop:
         return torch.stack([root.to(torch.float32) for root in self._roots]).sum() if self._roots else None
 
     def _unseen(self, has_row: bool) -> tuple[TrainingEvent, ...]:
-        """A sentence where so many updates in turn had no row, once until there is one again."""
+        """An event after the third update in a row without a row; none again until rows have come back."""
         self._silent = 0 if has_row else self._silent + 1
         self._seen_rows |= has_row
         if self._silent != _SILENT:
@@ -222,18 +221,18 @@ class OwnLoop:
     def _why_unseen(self) -> str:
         own = {id(parameter) for parameter in self._module.parameters()}
         if not any(id(parameter) in own for parameter in self._optimized()):
-            return "the optimizer changed no parameter of this module. Give fp8bench.watch the two that belong together"
+            return "the optimizer changed no parameter of this module. Give fp8bench.watch the module that it trains"
         if self._norm is None:
-            return "no parameter had a gradient. Look whether backward runs before the optimizer's step"
+            return "no parameter had a gradient. Call backward before the optimizer's step"
         if not self._module.training:
             return "the module was in eval mode. Call its train() before the loop"
         return (
-            "nobody told a loss: backward began with no single number that comes from what the module gives back. "
-            "Say it by loss(value) of what the block is given"
+            "no loss was found: backward did not begin with a single number that comes from the module's output. Give "
+            "it by calling loss(value) on what fp8bench.watch returned"
         )
 
     def _tell(self, lines: Sequence[StreamLine]) -> None:
-        """The rows since the last time, and lines of the step that is watched."""
+        """Pass on the rows since the last time, then the lines of the watched step."""
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         numbers = read([figures for _, figures, _, _ in self._rows])
         rows = [
@@ -249,7 +248,7 @@ class OwnLoop:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in what a module gives back: a number, what is called loss, or the first of several."""
+    """The loss in a module's output: a single number, an entry or attribute `loss`, or the first of a tuple."""
     if isinstance(output, tuple) and output:
         output = output[0]
     elif isinstance(output, dict):

@@ -1,11 +1,11 @@
-"""An optimizer and a schedule of the user's own, asked in a step as AdamW of the built-in models is; and one of
-anybody's over weights in low precision: gradients add up high, updates are applied low.
+"""Adapts an optimizer and schedule of the user's own to the trainer; and HighAccumulation, which wraps any torch
+optimizer for weights in low precision: gradients add up in high precision, updates are applied in low.
 
     optimizer = fp8bench.HighAccumulation(model.parameters(), lambda masters: torch.optim.SGD(masters, lr=0.1))
 
-Of every parameter there is a float32 master, which that optimizer has as its own. What backward finds of a micro-batch
-is added to the master's float32 gradient as soon as it is there; `step` lets the optimizer change the masters, rounds
-what it has changed, and gives the model the masters in its parameters' dtypes.
+Each parameter has a float32 master, which the inner optimizer updates. The gradient of each micro-batch is added to the
+master's float32 gradient as soon as it is there; `step` lets the optimizer change the masters, rounds their updates,
+and copies the masters to the parameters in their dtypes.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ from fp8bench.user_code import own_words
 
 
 class TorchOptimizer:
-    """Updates are torch's. `factor` multiplies the rates of a step and no more; `rate` is that of the first group.
-
-    Whether a step is skipped is asked on the host, which waits for the device once more.
-    """
+    """A torch optimizer with the interface of LoopOptimizer. `factor` multiplies the rates of one step; `rate` is that
+    of the first group. Whether a step is skipped is decided on the host, which waits for the device once more."""
 
     def __init__(
         self, name: str, model: nn.Module, make: Callable[..., Any], schedule: Callable[..., Any] | None,
         updates: str = "fp32",
     ) -> None:  # fmt: skip
         self._own, self._schedule = _made(name, model, make, schedule)
-        held = [parameter for group in self._own.param_groups for parameter in group["params"]]
-        changed = set(map(id, getattr(self._own, "trained", held)))
+        optimized = [parameter for group in self._own.param_groups for parameter in group["params"]]
+        changed = set(map(id, getattr(self._own, "trained", optimized)))
         self.parameters = {path: parameter for path, parameter in model.named_parameters() if id(parameter) in changed}
         if len(self.parameters) < len(changed):
-            raise UsageError(f"{name}: its optimizer has parameters that are none of its model. Make it of the model.")
+            raise UsageError(f"{name}: its optimizer has parameters that are not the model's. Make it from the model.")
         trained = list(self.parameters.values())
         self._changed: list[Tensor] = [*trained]
-        # Where gradients lie: with the parameters, or with the masters of a HighAccumulation.
+        # Gradients lie in the parameters, or in the masters of a HighAccumulation.
         low, high = (getattr(self._own, word, trained) for word in ("trained", "masters"))
         masters = dict(zip(map(id, low), high, strict=True))
         self._holders = [masters[id(parameter)] for parameter in trained]
@@ -111,23 +109,22 @@ def _made(
         raise UsageError(f"{name}: its optimizer or schedule cannot be made: {own_words(error)}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
-            f"{name}: its optimizer gives {type(optimizer).__name__}. Give a function of the model that gives an "
-            "optimizer of torch: lambda model: torch.optim.SGD(model.parameters(), lr=0.1)."
+            f"{name}: its optimizer function returns {type(optimizer).__name__}. Give a function that takes the model "
+            "and returns a torch optimizer: lambda model: torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     by_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     if scheduler is not None and (by_loss or not callable(getattr(scheduler, "step", None))):
         raise UsageError(
-            f"{name}: its schedule gives {type(scheduler).__name__}. Give a function of the optimizer that gives one "
-            "of torch's schedulers, whose step() takes nothing."
+            f"{name}: its schedule function returns {type(scheduler).__name__}. Give a function that takes the "
+            "optimizer and returns a torch scheduler whose step() takes no argument."
         )
     return optimizer, scheduler
 
 
 class HighAccumulation(torch.optim.Optimizer):
-    """`trained` are the model's parameters, `masters` theirs in their order: clip and read gradients of those.
-
-    `updates` is what each update is rounded to: fp8 (E4M3 under a scale of its own), bf16, or fp32 for none.
-    """
+    """`trained` are the model's parameters and `masters` their float32 copies in the same order: clip and read the
+    gradients of `masters`. `updates` is the format to which each update is rounded: fp8 (E4M3, scaled by tensor), bf16,
+    or fp32 for none."""
 
     def __init__(
         self,
@@ -171,6 +168,6 @@ class HighAccumulation(torch.optim.Optimizer):
 
 def _taken(master: nn.Parameter, parameter: Tensor) -> None:
     assert parameter.grad is not None
-    fresh = parameter.grad.to(torch.float32)
-    master.grad = fresh if master.grad is None else master.grad + fresh
+    gradient = parameter.grad.to(torch.float32)
+    master.grad = gradient if master.grad is None else master.grad + gradient
     parameter.grad = None

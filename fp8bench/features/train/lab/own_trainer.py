@@ -1,8 +1,8 @@
-"""One arm of a training of a user's own model: the model as its maker gave it, converted, with its batches and, where
-it gives one, its optimizer.
+"""Trains one arm with a user's own model: as its maker returned it, converted, with its batches and, where there is
+one, its optimizer.
 
-Batches are the same for every arm of a seed, in whatever order arms ask for them, and after a resume. Nothing of a
-place is kept: a function is asked for it, and an iterable is begun anew and gone through up to it.
+Batches are the same for every arm of a seed, in whatever order arms ask for them, and after a resume. No position is
+kept: a function is called with the step, and an iterable is started again and read up to it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.features.train.lab.evaluate import Scores
-from fp8bench.features.train.lab.fine_tuning import begin_as_asked, scaled
+from fp8bench.features.train.lab.fine_tuning import apply_start, scaled
 from fp8bench.features.train.lab.optimizer import LoopOptimizer, seed_of
 from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
 from fp8bench.features.train.lab.together import Alone
-from fp8bench.features.train.lab.trainer import Beside, Trainer
+from fp8bench.features.train.lab.trainer import Trainer, WrapArithmetic
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, Validation
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.step import Coverage
@@ -38,25 +38,27 @@ from fp8bench.workloads.model import copied
 _SILENT = SilentPhases()
 
 
-def trainer_of(task: SeedTask, arm: Arm, watch: WatchCasts | None = None, beside: Beside | None = None) -> Trainer:
-    return (OwnTrainer if task.settings.make else Trainer)(task, arm, watch, beside)
+def trainer_of(
+    task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
+) -> Trainer:
+    return (OwnTrainer if task.settings.make else Trainer)(task, arm, watch, wrap)
 
 
 class OwnTrainer(Trainer):
-    """Batches are counted micro-batch by micro-batch. Rates are the optimizer's own where the maker gives one: those of
-    the settings are then factors of it."""
+    """Batches are numbered by micro-batch. Where the maker returns an optimizer, learning rates are its own, and those
+    of the settings are factors of them."""
 
-    def _begun(self, task: SeedTask) -> nn.Module:
+    def _build(self, task: SeedTask) -> nn.Module:
         settings, facts = self._settings, task.facts
         self.together = Alone()
         self._name = settings.make
         self._given = given = copied(self._name, self._seed, facts)
         model = given.model
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UsageError(f"{self._name}: no parameter of its model needs a gradient, so that nothing is trained.")
-        if not model.training:  # as from_pretrained gives it
+            raise UsageError(f"{self._name}: no parameter of its model requires a gradient: there is nothing to train.")
+        if not model.training:  # as from_pretrained returns it
             model.train()
-        begin_as_asked(model, settings, self._seed)
+        apply_start(model, settings, self._seed)
         self._batches = OwnBatches(self._name, given, self._seed, facts)
         self._held_out = held_out_of(self._name, given, facts)
         self._evaluation: Any = self
@@ -70,7 +72,7 @@ class OwnTrainer(Trainer):
         return model
 
     def _conversion(self, model: nn.Module) -> Conversion | None:
-        """Of what the arm's precision and map convert; None for the model as it came."""
+        """None where nothing is converted."""
         keys, facts = dict(self._settings.precision_map), self._task.facts
         if self.precision.name == UNTOUCHED and not keys:
             return None
@@ -80,21 +82,21 @@ class OwnTrainer(Trainer):
             mode = keys[key] if key is not None else self.precision.mode
             if mode == UNTOUCHED:
                 return None
-            drawn = self._of(mode, facts).layer(f"{self._seed}/{layer.name}")
+            drawn = self._arithmetic(mode, facts).layer(f"{self._seed}/{layer.name}")
             own = scaled(drawn, self._settings, mode, layer.name)
-            self._arithmetics[layer.name] = told = self._told(own)
-            return told
+            self._arithmetics[layer.name] = watched = self._watched(own)
+            return watched
 
         return Conversion(model, choose, skip=self._settings.skip, keys=keys, multiples=self._multiples(), shown=True)
 
     def _multiples(self) -> tuple[int, int]:
-        """What native products of the device want; nothing where they are emulated, or a processor's."""
-        facts, words = self._task.facts, (self.precision.mode, *dict(self._settings.precision_map).values())
-        modes = [precisions.get(word) for word in words if word != UNTOUCHED]
+        """What the sides of native products have to be multiples of; 1 where products are emulated, or on a CPU."""
+        facts, names = self._task.facts, (self.precision.mode, *dict(self._settings.precision_map).values())
+        modes = [precisions.get(name) for name in names if name != UNTOUCHED]
         native = [mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated]
         return (max(pair[0] for pair in native), max(pair[1] for pair in native)) if native else (1, 1)
 
-    def _updating(self) -> Any:
+    def _build_optimizer(self) -> Any:
         given, settings = self._given, self._settings
         if given.optimizer is not None:
             self._optimizer = TorchOptimizer(self._name, self._model, given.optimizer, given.schedule, settings.updates)
@@ -105,13 +107,13 @@ class OwnTrainer(Trainer):
             if parameter.dtype != torch.float32:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 raise UsageError(
-                    f"{self._name}: its parameter {path} is {dtype}, and the usual optimizer keeps float32, from which "
-                    "casts begin. Make it float32, or give an optimizer."
+                    f"{self._name}: its parameter {path} is {dtype}, and the built-in optimizer takes float32 alone. "
+                    "Make it float32, or give an optimizer."
                 )
         if settings.schedule == "plateau" and not self._held_out:
             raise UsageError(
-                f"--schedule plateau looks at held-out losses, and {self._name} gives no held_out batches. Give "
-                "some, or choose another schedule."
+                f"--schedule plateau needs held-out losses, and {self._name} gives no held_out batches. Give some, or "
+                "choose another schedule."
             )
         return LoopOptimizer(self._parameters, settings)
 
@@ -125,8 +127,8 @@ class OwnTrainer(Trainer):
             if getattr(self._settings, name) != getattr(usual, name):
                 hint = "; --sweep handicap=0.5,2 multiplies its rate" if name == "rate" else ""
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is of the usual optimizer, and {self._name} gives its own. Leave it "
-                    f"out{hint}."
+                    f"--{name.replace('_', '-')} sets up the built-in optimizer, and {self._name} gives its own. Leave "
+                    f"the option out{hint}."
                 )
 
     def _rate_now(self) -> float:
@@ -137,11 +139,11 @@ class OwnTrainer(Trainer):
 
     @property
     def tokens(self) -> int:
-        """Of the step that was last, or of the first one: examples where a batch has no tokens."""
+        """Tokens of the last step, or examples where a batch has no tokens."""
         return self._size
 
     def repeat(self, last: int) -> None:
-        """Further steps read the batches that come next."""
+        """Repeated steps read the batches that come next."""
         before = self.step
         super().repeat(last)
         self._past += before - self.step
@@ -177,11 +179,12 @@ class OwnTrainer(Trainer):
         yield Validation(*who, "held-out", mean, sum(tokens), None)
 
     def coverage(self) -> Coverage | None:
-        """Counted in a step of a copy that nobody converts; None for the model as it came."""
+        """How much of the model is converted, counted in a step of an unconverted copy; None for the model as it
+        came."""
         if self.conversion is None:
             return None
         other = OwnTrainer(self._task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
-        held = Conversion(
+        converted = Conversion(
             other._model, lambda layer: self._arithmetics.get(layer.name), skip=self._settings.skip,
             keys=dict(self._settings.precision_map), multiples=self._multiples(),
         ).held  # fmt: skip
@@ -192,16 +195,14 @@ class OwnTrainer(Trainer):
         def step() -> None:
             other._loss_on(batch, _SILENT).backward()  # type: ignore[no-untyped-call]
 
-        coverage = coverage_of(other._model, held, step, multiple=multiple)
+        coverage = coverage_of(other._model, converted, step, multiple=multiple)
         return replace(coverage, loss=other.loss_words)
 
 
 def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
-    """Build every arm of a task, and take a step of it; how much of the model each of them converts.
-
-    Raises UsageError for what cannot be trained: no model or batch, batches that change, nothing that is converted,
-    a step that fails.
-    """
+    """Build every arm of a task, take a step of each, and return how much of the model each converts. Raises UsageError
+    for what cannot be trained: no model or batch, batches that change when read again, nothing converted, a step that
+    fails."""
     coverages = []
     for number, arm in enumerate(task.arms):
         trainer = OwnTrainer(task, arm)
@@ -216,21 +217,21 @@ def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise UsageError(f"{task.settings.make}: a step of {arm.name} fails: {own_words(error)}.") from error
+            raise UsageError(f"{task.settings.make}: a step of {arm.name} failed: {own_words(error)}.") from error
         coverage = trainer.coverage()
         if coverage is not None:
             coverages.append((arm.name, coverage))
     return tuple(coverages)
 
 
-# Of held-out batches that do not end so many are looked at; a function is asked for so few.
-_MOST_HELD_OUT, _ASKED_HELD_OUT = 64, 8
-# So many first ones are compared with themselves.
+# At most so many held-out batches are read from an iterable, which may be endless, and so many from a function.
+_MOST_HELD_OUT, _HELD_OUT_CALLS = 64, 8
+# So many of the first batches are read twice and compared.
 _COMPARED = 3
 
 
 class OwnBatches:
-    """Batch `at` a place, counted from 0: of an iterable in its order, again and again; of a function what it gives."""
+    """Batches by their number from 0: an iterable is read in order, again and again; a function is called."""
 
     def __init__(self, name: str, given: Given, seed: int, facts: DeviceFacts) -> None:
         self._name, self._given, self._seed, self._facts = name, given, seed, facts
@@ -241,10 +242,10 @@ class OwnBatches:
             return
         once = iter(self._source) is self._source
         if once or getattr(self._source, "persistent_workers", False):
-            why = "can be gone through once" if once else "keep their workers, which arms cannot share"
+            why = "can be read only once" if once else "keep their workers, which arms cannot share"
             raise UsageError(
-                f"{self._name}: its batches {why}, and every arm and seed begins anew. Give a list, a DataLoader "
-                "without persistent_workers, or a function of step and seed."
+                f"{self._name}: its batches {why}, and every arm and seed reads them from the start. Give a list, a "
+                "DataLoader without persistent_workers, or a function of step and seed."
             )
 
     def at(self, place: int) -> Any:
@@ -258,7 +259,7 @@ class OwnBatches:
         except UsageError:
             raise
         except Exception as error:
-            raise UsageError(f"{self._name}: its batch {place} cannot be had: {own_words(error)}.") from error
+            raise UsageError(f"{self._name}: its batch {place} cannot be read: {own_words(error)}.") from error
 
     def _read(self, place: int) -> Any:
         if place < self._next:
@@ -285,30 +286,30 @@ class OwnBatches:
 
 
 def held_out_of(name: str, given: Given, facts: DeviceFacts) -> list[Any]:
-    """Batches that are looked at and never trained on, always the same ones; none where the maker gives none."""
+    """The batches to validate on, the same every time; none where the maker gives none."""
     source = given.held_out
     if source is None:
         return []
     try:
         with seeded(seed_of("held-out"), facts):
             if callable(source):
-                return [source(step, 0) for step in range(_ASKED_HELD_OUT)]
+                return [source(step, 0) for step in range(_HELD_OUT_CALLS)]
             alone = isinstance(source, Tensor | dict | tuple)
             return [source] if alone else list(islice(iter(source), _MOST_HELD_OUT))
     except Exception as error:
-        raise UsageError(f"{name}: its held_out batches cannot be had: {own_words(error)}.") from error
+        raise UsageError(f"{name}: its held_out batches cannot be read: {own_words(error)}.") from error
 
 
 def check_batches(name: str, given: Given, seed: int, facts: DeviceFacts) -> None:
-    """Raise UsageError where batches are others when they are read again: arms would not be trained on the same."""
+    """Raises UsageError where batches differ when they are read again: arms would not be trained on the same data."""
     first, again = (OwnBatches(name, given, seed, facts) for _ in range(2))
     read = [first.at(place) for place in range(_COMPARED)]
     for place, batch in enumerate(read):
         if not _same(batch, again.at(place)):
             raise UsageError(
-                f"{name}: its batch {place} is another one when it is read again, and every arm has to see the same. "
-                "Draw it from torch, random or numpy's own generators, which are seeded here, or from the step and "
-                "seed that a function is given."
+                f"{name}: its batch {place} is different when it is read again, and every arm has to see the same. "
+                "Draw it from the global generators of torch, random or numpy, which are seeded here, or from the step "
+                "and seed that a function receives."
             )
 
 
@@ -321,7 +322,7 @@ def _same(batch: Any, other: Any) -> bool:
 
 
 def size_of(batch: Any) -> int:
-    """Tokens of a batch whose first tensor has numbers of them; else its examples."""
+    """The number of tokens in a batch whose first tensor holds integers in rows; else the number of its examples."""
     first = next((tensor for _, tensor in tensors_in(batch)), None)
     if first is None or not first.ndim:
         return 1

@@ -1,78 +1,236 @@
-"""The lab of one of several ranks: trains its part of every arm, and says what shows whether the ranks still agree."""
+"""The lab of one of several ranks, which trains its part of every arm; and how the answers of all ranks become one.
+
+The parent compares what all ranks must have in common, and combines the parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from fp8bench.errors import StoreError
+from fp8bench.errors import RanksDisagree, StoreError
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.values import ArmState, RankLines, SeedTask
+from fp8bench.features.train.values import (
+    ArmCost,
+    ArmState,
+    LayerReading,
+    RankLines,
+    SeedTask,
+    StepFigure,
+    StepRow,
+    StreamLine,
+    TrainingEvent,
+    Validation,
+)
+from fp8bench.measure.ranks.answers import Merges, most_memory
+from fp8bench.units import EXACT_DB
 from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.ranks.bench import RankBench
 from fp8bench.worker.ranks.main import main
 
-# What a RanksWorker runs to have some.
+# What a RanksWorker runs.
 MODULE = "fp8bench.features.train.lab.rank_lab"
 T = TypeVar("T")
 
 
-def _said_by_all(own: Any) -> list[Any]:
-    """Imported where torch is known to be."""
-    from fp8bench.nn.parallel.exchanges import all_answers
+def _from_all_ranks(own: Any) -> list[Any]:
+    from fp8bench.nn.parallel.exchanges import all_answers  # imports torch
 
     return all_answers(own)
 
 
 class RankLab(RankBench, Lab):
-    """One of several labs, which are all asked the same at the same time."""
+    """One of several labs, which all receive the same calls at the same time."""
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
-        """An arm that cannot be built on one rank is built on none: its neighbours would wait for it in every step."""
+        """An arm that fails to build on one rank is dropped on all: the others would wait for it in every step."""
         states = super().begin(task)
-        for rank, faults in enumerate(_said_by_all(self._unbuilt)):
+        for rank, faults in enumerate(_from_all_ranks(self._unbuilt)):
             for name, fault in faults.items():
                 self._trainers.pop(name, None)
                 self._unbuilt.setdefault(name, DescribedFault(*fault)._replace(text=f"rank {rank}: {fault[1]}"))
         return tuple(state for state in states if state.arm in self._trainers)
 
-    def advance(self, arm: str, steps: int) -> RankLines:  # type: ignore[override]
-        """The steps of this rank, and digests of what its neighbours must have alike."""
+    def advance(self, arm: str, _advanced: int) -> RankLines:  # type: ignore[override]
+        """Returns this rank's lines, with digests of its batches and of everything that all ranks must have in
+        common."""
         trainer = self._trainer(arm)
         first = trainer.step
-        lines = super().advance(arm, steps)
+        lines = super().advance(arm, _advanced)
         looked_at = [step for step in range(first, trainer.step) if step % self._task.stride == 0]
         batches = tuple((step, *trainer.read(step)) for step in looked_at)
         weights, faults = trainer.weights_digest()
-        same = ("the steps done", trainer.step), ("the weights", weights), ("the scales", trainer.scales_digest())
+        same = ("the _advanced done", trainer.step), ("the weights", weights), ("the scales", trainer.scales_digest())
         return RankLines(lines, same, batches, trainer.together.shares, faults)
 
     def save(self, folder: str) -> tuple[str, ...]:
-        return self._together(lambda: super(RankLab, self).save(self._own(folder)))
+        return self._on_all_ranks(lambda: super(RankLab, self).save(self._own_folder(folder)))
 
-    def _lost(self) -> tuple[str, ...]:
-        """On any rank: what was kept of an arm by some of them could not be gone on with."""
-        return tuple(sorted({name for names in _said_by_all(super()._lost()) for name in names}))
+    def _not_finite(self) -> tuple[str, ...]:
+        """Arms that are not finite on any rank: a checkpoint that some ranks lack could not be resumed."""
+        return tuple(sorted({name for names in _from_all_ranks(super()._not_finite()) for name in names}))
 
     def _read(self, folder: str, arm: str = "") -> dict[str, dict[str, Any]]:
-        return self._together(lambda: super(RankLab, self)._read(self._own(folder), arm))
+        return self._on_all_ranks(lambda: super(RankLab, self)._read(self._own_folder(folder), arm))
 
-    def _own(self, folder: str) -> str:
-        """Where this rank keeps its state: scales may be a rank's own."""
+    def _own_folder(self, folder: str) -> str:
         return f"{folder}/rank-{self._rank}"
 
-    def _together(self, body: Callable[[], T]) -> T:
-        """What all ranks must be able to do. Raises StoreError on all of them where one cannot."""
+    def _on_all_ranks(self, body: Callable[[], T]) -> T:
+        """Raises StoreError on every rank if `body` raises it on any of them."""
         answer, failure = None, ""
         try:
             answer = body()
         except StoreError as error:
             failure = str(error)
-        for rank, said in enumerate(_said_by_all(failure)):
-            if said:
-                raise StoreError(f"rank {rank}: {said}")
+        for rank, message in enumerate(_from_all_ranks(failure)):
+            if message:
+                raise StoreError(f"rank {rank}: {message}")
         assert answer is not None
         return answer
+
+
+# Digests are taken modulo this.
+_DIGESTS = 1 << 63
+# Figures of parts of a tensor that combine by their largest, or by their mean.
+_MEANS = ("zeros", "underflow", "saturated", "not_finite")
+_LARGEST_OF = ("amax", "largest_scale", "lag", "drift")
+_LARGEST = ("output_amax", "attention_score", "batch_norm_drift", "memory", "watched_seconds")
+
+
+def _advanced(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
+    _check_batches(answers)
+    _check_same(answers)
+    return tuple(_merged_lines([answer.lines for answer in answers]))
+
+
+def _costs(answers: Sequence[ArmCost]) -> ArmCost:
+    """The memory of the rank that takes most, with that of each rank; the reason, if one rank has none."""
+    whole = most_memory([answer.memory or answer.why for answer in answers])
+    if isinstance(whole, str):
+        return next(answer for answer in answers if answer.memory is None)
+    return next(replace(own, memory=whole) for own in answers if own.memory and own.memory.peak == whole.peak)
+
+
+def _check_same(answers: Sequence[RankLines]) -> None:
+    for rank, other in enumerate(answers):
+        if other.faults:
+            raise RanksDisagree(f"in a slice rank {rank} {other.faults[0]}")
+        for (name, first), (_, own) in zip(answers[0].same, other.same, strict=True):
+            if own != first:
+                raise RanksDisagree(f"after a slice {name} of rank {rank} are not those of rank 0")
+
+
+def _check_batches(answers: Sequence[RankLines]) -> None:
+    """All ranks mean the same batch, and their parts add up to it, times the number of ranks that read the same
+    part."""
+    for looked_at in _by_position([answer.batches for answer in answers]):
+        step, _, whole = looked_at[0]
+        for rank, (_, _, other) in enumerate(looked_at):
+            if other != whole:
+                raise RanksDisagree(f"in step {step} rank {rank} reads another text than rank 0, or with another seed")
+        copies = len(answers) // answers[0].shares
+        if (sum(own for _, own, _ in looked_at) - copies * whole) % _DIGESTS:
+            raise RanksDisagree(f"in step {step} the ranks did not read the batch with each sequence once")
+
+
+def _merged_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamLine]:
+    for rank, lines in enumerate(answers):
+        if [type(line) for line in lines] != [type(line) for line in answers[0]]:
+            raise RanksDisagree(f"rank 0 and rank {rank} send different kinds of lines")
+    for parts in _by_position(answers):
+        yield _MERGED[type(parts[0])](parts)
+
+
+def _by_position(answers: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
+    if len({len(answer) for answer in answers}) > 1:
+        raise RanksDisagree("they send different numbers of lines")
+    yield from zip(*answers, strict=True)
+
+
+def _row(rows: Sequence[StepRow]) -> StepRow:
+    """A step takes as long as its slowest rank; all other figures have to be the same bit for bit."""
+    first = rows[0]
+    for rank, row in enumerate(rows):
+        for field in fields(row):
+            before, own = getattr(first, field.name), getattr(row, field.name)
+            if field.name != "seconds" and repr(own) != repr(before):
+                raise RanksDisagree(
+                    f"in step {first.step} of {first.arm} {field.name} is {before!r} on rank 0 and {own!r} on rank "
+                    f"{rank}"
+                )
+    return replace(first, seconds=max(row.seconds for row in rows))
+
+
+def _reading(parts: Sequence[LayerReading]) -> LayerReading:
+    """A tensor whose parts, of equally many values, lie on the ranks; one that all ranks have stays as it is."""
+    first = parts[0]
+    if all(part == first for part in parts):
+        return first
+    mean = _mean([part.mean for part in parts])
+    squares = _mean([part.deviation**2 + part.mean**2 for part in parts])
+    scales = [part.scale for part in parts]
+    figures: dict[str, Any] = {name: _mean([getattr(part, name) for part in parts]) for name in _MEANS}
+    figures |= {name: _largest([getattr(part, name) for part in parts]) for name in _LARGEST_OF}
+    return replace(
+        first,
+        smallest=min((part.smallest for part in parts if part.smallest), default=0.0),
+        mean=mean,
+        deviation=math.sqrt(max(0.0, squares - mean**2)),
+        least_scale=min(part.least_scale for part in parts),
+        scale=scales[0] if len(set(scales)) == 1 else 2.0 ** _mean([math.log2(scale) for scale in scales]),
+        signal_to_noise=_signal_to_noise(parts),
+        **figures,
+    )
+
+
+def _signal_to_noise(parts: Sequence[LayerReading]) -> float | None:
+    signal = noise = 0.0
+    for part in parts:
+        if part.signal_to_noise is None:
+            return None
+        power = part.mean**2 + part.deviation**2
+        signal += power
+        noise += 0.0 if part.signal_to_noise >= EXACT_DB else power / 10 ** (part.signal_to_noise / 10)
+    return EXACT_DB if not noise else 10 * math.log10(signal / noise)
+
+
+def _figure(parts: Sequence[StepFigure]) -> StepFigure:
+    together = max if parts[0].name in _LARGEST else _mean
+    return replace(parts[0], value=together([part.value for part in parts]))
+
+
+def _look(parts: Sequence[Validation]) -> Validation:
+    return replace(parts[0], loss=_mean([part.loss for part in parts]))
+
+
+def _event(parts: Sequence[TrainingEvent]) -> TrainingEvent:
+    """An event that all ranks have; else that of the first rank that knows where it happened."""
+    if all(part == parts[0] for part in parts):
+        return parts[0]
+    rank, event = next(((rank, part) for rank, part in enumerate(parts) if part.layer), (0, parts[0]))
+    return replace(event, words=f"on rank {rank} of {len(parts)}: {event.words}")
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Equal values keep their bits."""
+    return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+_MERGED: dict[type, Callable[..., StreamLine]] = {
+    StepRow: _row, LayerReading: _reading, StepFigure: _figure, TrainingEvent: _event,
+    Validation: _look,
+}  # fmt: skip
+
+
+# All ranks evaluate the whole text with the same weights; only scales may be a rank's own.
+MERGES: Merges = {"advance": _advanced, "validate": lambda answers: tuple(_merged_lines(answers)), "alone": _costs}
 
 
 if __name__ == "__main__":

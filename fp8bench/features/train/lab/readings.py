@@ -1,6 +1,6 @@
-"""What one tensor says of itself and of its rounding: figures found on its device, read by the host once a step.
+"""Figures of one tensor and of its rounding: computed on its device, read by the host once a step.
 
-Values that are not finite are counted, and stand in no other figure. docs/watching.md has the definitions.
+Values that are not finite are counted, and enter no other figure. docs/watching.md has the definitions.
 """
 
 from __future__ import annotations
@@ -31,23 +31,21 @@ Number = float | Tensor
 Figures = dict[str, Number]
 
 _INFINITY, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
-# A magnitude is beyond the largest when it is by more than a float32 scale and its inverse can be wrong.
+# A value counts as saturated beyond this, which leaves room for the rounding of a float32 scale and its inverse.
 _SLACK = 1 + 2.0**-21
 _LARGEST = {fmt.largest: fmt for fmt in FORMATS.values()}
-# Squares of magnitudes between these are float32 numbers, and so are the sums of as many as a row has.
+# Squares of magnitudes between these, and their sums over a row, stay within float32.
 _PLAIN = (2.0**-45, 2.0**45)
-# Values that are looked at together on a GPU: 256 MiB of float32.
+# A GPU looks at so many values at a time: 256 MiB of float32.
 _PIECE = 1 << 26
 _CARRIERS = {torch.bfloat16: BF16, torch.float16: FP16}
 
 
 @dataclass(frozen=True)
 class TensorCast:
-    """What became of a tensor: its elements' format and what scales them, as far as they are known.
-
-    `scale` multiplied it where that does not come from the tensor alone. `left` are the values that a product takes;
-    None where nothing was rounded.
-    """
+    """How a tensor was cast: the format and scaling of its elements, as far as known. `scale` multiplied it, where it
+    does not come from the tensor alone. `left` are the rounded values that a product takes, None where nothing was
+    rounded."""
 
     fmt: Format | None = None
     scaling: Scaling | None = None
@@ -55,13 +53,13 @@ class TensorCast:
     left: Tensor | None = None
 
 
-def waits_for(x: Tensor) -> bool:
-    """Whether a look at a number is as good as free: on a processor it is there as soon as it was asked for."""
+def reads_at_once(x: Tensor) -> bool:
+    """Whether reading a number costs next to nothing, as it does on a CPU."""
     return x.device.type == "cpu"
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """The values that there are."""
+    """The stored values of a sparse gradient, else the gradient."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
@@ -76,20 +74,18 @@ def cast_of(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role
 
 
 def figures_of(x: Tensor, cast: TensorCast | None = None) -> Figures:
-    """All figures of a tensor, and of its cast if there was one. On a GPU nothing waits for it."""
+    """All figures of a tensor, and of its cast if there was one. Nothing waits for a GPU."""
     if not x.numel():
         return {}
     rows, cast = as_rows(x), cast or TensorCast()
-    quick = _quick(rows, cast) if waits_for(x) else None
+    quick = _quick(rows, cast) if reads_at_once(x) else None
     return _counted(rows, cast) if quick is None else quick
 
 
 def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
-    """Those of healthy values, where a look at the least and the largest spares most of the work; else None.
-
-    Magnitudes are looked at as the integers that order them: of bfloat16 those have half as many bits. Nothing is
-    compared with a number: on a processor that takes ten times as long.
-    """
+    """The figures of healthy values on a CPU, where the least and largest magnitude spare most of the work; else None.
+    Magnitudes are compared as integers, which order them and have half as many bits for bfloat16. Comparing with a
+    number takes ten times as long on a CPU."""
     values, count = x.to(torch.float32), x.numel()
     shift = 16 if x.dtype == torch.bfloat16 else 0
     magnitude = _MAGNITUDE >> shift
@@ -100,10 +96,10 @@ def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
         return None
     nonzero = count if low else int(_ones(bits).sum(dtype=torch.int32))
     if nonzero and not low:
-        low = int(bits.sub(1).bitwise_and_(magnitude).amin()) + 1  # of zero the largest number of all
+        low = int(bits.sub(1).bitwise_and_(magnitude).amin()) + 1  # a zero becomes the largest number
     norm, mean = float(_norm(values)), float(values.sum()) / count
     variance = norm**2 / count - mean**2
-    if variance < mean**2:  # a difference of nearly the same numbers
+    if variance < mean**2:  # the difference of two nearly equal numbers loses its digits
         return None
     figures: Figures = {
         "count": count, "finite": count, "nonzero": nonzero, "amax": amax, "smallest": _number(low, shift),
@@ -115,14 +111,14 @@ def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
         low, high = map(int, left_bits.aminmax())
         if high >= _INFINITY:
             return None
-        # Never what is zero in both: a difference of two counts can be negative.
+        # Element by element: the difference of two counts could be negative.
         gone = 0 if low else int((_ones(bits) - _ones(left_bits)).clamp_(min=0).sum(dtype=torch.int32))
         figures |= {"signal": norm, "noise": _norm(left - values), "vanished": gone}
     return figures | _range(values, amax, cast)
 
 
 def _counted(x: Tensor, cast: TensorCast) -> Figures:
-    """Those of any values, in few kernels, without a look at any of them; of a large tensor piece by piece."""
+    """The figures of any values, in few kernels and without reading any; large tensors are taken in pieces."""
     left = None if cast.left is None else as_rows(cast.left)
     rows = max(1, _PIECE // x.shape[1])
     places = [slice(top, top + rows) for top in range(0, len(x), rows)]
@@ -131,7 +127,7 @@ def _counted(x: Tensor, cast: TensorCast) -> Figures:
 
 
 def _piece(x: Tensor, left: Tensor | None) -> Figures:
-    values = x.to(torch.float64 if waits_for(x) else torch.float32)
+    values = x.to(torch.float64 if reads_at_once(x) else torch.float32)
     finite = values - values == 0
     values = torch.where(finite, values, 0.0)
     magnitudes = values.abs()
@@ -153,22 +149,22 @@ def _piece(x: Tensor, left: Tensor | None) -> Figures:
 
 
 def _merged(parts: Sequence[Figures]) -> Figures:
-    every = {name: torch.stack([torch.as_tensor(part[name]) for part in parts]) for name in parts[0] if name != "count"}
+    stacked = {
+        name: torch.stack([torch.as_tensor(part[name]) for part in parts]) for name in parts[0] if name != "count"
+    }
     counts = [float(part["count"]) for part in parts]
-    shares = torch.tensor(counts, dtype=torch.float64, device=every["mean"].device) / sum(counts)
-    mean = (shares * every["mean"]).sum()
+    shares = torch.tensor(counts, dtype=torch.float64, device=stacked["mean"].device) / sum(counts)
+    mean = (shares * stacked["mean"]).sum()
     merged: Figures = {"count": sum(counts), "mean": mean}
-    merged["variance"] = (shares * (every["variance"] + (every["mean"] - mean).square())).sum()
+    merged["variance"] = (shares * (stacked["variance"] + (stacked["mean"] - mean).square())).sum()
     ways = {"amax": torch.amax, "smallest": torch.amin, "signal": torch.linalg.vector_norm,
             "noise": torch.linalg.vector_norm}  # fmt: skip
-    return {name: ways.get(name, torch.sum)(value) for name, value in every.items()} | merged
+    return {name: ways.get(name, torch.sum)(value) for name, value in stacked.items()} | merged
 
 
 def _range(x: Tensor, amax: float | None, cast: TensorCast) -> Figures:
-    """How much of a format's range the values take up, and what they are multiplied by for it.
-
-    `amax` is their largest magnitude, if it is known and all of them are finite.
-    """
+    """How much of a format's range the values use, and what they are multiplied by. `amax` is their largest magnitude,
+    if that is known and all are finite."""
     if cast.fmt is None:
         return {}
     figures: Figures = {"largest": cast.fmt.largest}
@@ -178,14 +174,14 @@ def _range(x: Tensor, amax: float | None, cast: TensorCast) -> Figures:
     if cast.scale is not None:
         limit = limit / (cast.scale if amax is None else float(cast.scale))
         figures["scale"] = cast.scale
-    elif cast.scaling is not None:  # that of the tensor itself: 1 where it is not finite, or nothing is beyond
+    elif cast.scaling is not None:  # the tensor's own scale: 1 where it is not finite, else nothing saturates
         figures["own_scale"] = float(cast.scaling.rounding is ScaleRounding.POWER_OF_TWO)
         limit = limit if amax is None else math.inf
     return figures | {"saturated": 0 if amax is not None and amax <= limit else _beyond(x.abs(), limit)}
 
 
 def _blocks(x: Tensor, fmt: Format, scaling: Scaling, waits: bool) -> Figures:
-    """The same of many scales; those of zeros are left out, and those that leave nothing."""
+    """Like `_range`, for many scales, without those of blocks of zeros and those that round everything to zero."""
     blocks = blocks_of(x.to(torch.float32).abs(), fmt, scaling)
     steps = blocks.steps.to(torch.float64)
     sound = (steps > 0) & (steps < math.inf)
@@ -196,7 +192,7 @@ def _blocks(x: Tensor, fmt: Format, scaling: Scaling, waits: bool) -> Figures:
         saturated = _beyond(blocks.magnitudes, torch.where(sound, steps * (fmt.largest * _SLACK), math.inf))
     return {
         "fullest": fullest, "saturated": saturated,
-        "octaves": torch.where(used, -steps.log2(), 0.0).sum() / used.sum(),  # in the middle
+        "octaves": torch.where(used, -steps.log2(), 0.0).sum() / used.sum(),  # the mean exponent
         "largest_step": torch.where(used, steps, 0.0).amax(),
         "least_step": torch.where(used, steps, math.inf).amin(),
     }  # fmt: skip
@@ -211,7 +207,7 @@ def _ones(bits: Tensor) -> Tensor:
 
 
 def _norm(rows: Tensor) -> Tensor:
-    """Of a row in float32, of all rows in float64."""
+    """Rows are summed in float32, the total in float64."""
     norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=-1).to(torch.float64))
     return norm
 
@@ -222,7 +218,7 @@ def _number(bits: int, shift: int) -> float:
 
 
 def read(figures: Sequence[Figures]) -> list[dict[str, float]]:
-    """Figures as numbers: the one time that a device is waited for."""
+    """Figures as numbers. This is the only place that waits for a device."""
     waiting = [value for figure in figures for value in figure.values() if isinstance(value, Tensor)]
     if waiting and waiting[0].device.type == "cpu":
         numbers: Iterable[float] = [value.item() for value in waiting]
@@ -238,7 +234,7 @@ def read(figures: Sequence[Figures]) -> list[dict[str, float]]:
 def reading_of(
     arm: str, seed: int, step: int, layer: str, role: str, figures: Mapping[str, float], before: float | None
 ) -> LayerReading:
-    """A line of the stream from figures that were read; `before` is the tensor's scale in the reading before it."""
+    """A line of the stream from figures that were read; `before` is the tensor's scale in its previous reading."""
     count = figures.get("count", 0)
     if not count:
         return LayerReading(arm, seed, step, layer, role, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -248,7 +244,7 @@ def reading_of(
     ratio = scale / before if before else 0.0
     drift = abs(math.log2(ratio)) if 0 < ratio < math.inf else None
     in_blocks = bool(figures.get("largest_step"))
-    own = "own_scale" in figures and finite == count  # under which nothing is beyond the largest
+    own = "own_scale" in figures and finite == count  # with which nothing saturates
     return LayerReading(
         arm, seed, step, layer, role, amax, figures["smallest"] if figures["nonzero"] else 0.0, mean, deviation,
         (finite - figures["nonzero"]) / count, scale,
@@ -261,7 +257,8 @@ def reading_of(
 
 
 def _moments(figures: Mapping[str, float]) -> tuple[float, float]:
-    """Mean and standard deviation of the finite values, from those of all of which the others are 0; NaN of none."""
+    """Mean and standard deviation of the finite values; `figures` has those of all values, the others taken as 0. NaN
+    without any."""
     count, finite = figures["count"], figures["finite"]
     if not finite or figures["variance"] == math.inf:  # the squares are beyond float32
         return math.nan, math.nan
@@ -272,7 +269,7 @@ def _moments(figures: Mapping[str, float]) -> tuple[float, float]:
 
 
 def _scale(figures: Mapping[str, float]) -> float:
-    """What values were multiplied by; of many scales the one in the middle, and 1 without any."""
+    """What values were multiplied by: the geometric mean of many scales, 1 without any."""
     if "own_scale" in figures and figures["finite"] == figures["count"]:
         rounding = ScaleRounding.POWER_OF_TWO if figures["own_scale"] else ScaleRounding.EXACT
         return float(float_factor(torch.tensor(figures["amax"]), _LARGEST[figures["largest"]], rounding))
@@ -292,39 +289,35 @@ def _signal_to_noise(figures: Mapping[str, float]) -> float | None:
     return min(2 * decibels(figures["signal"], figures["noise"]), EXACT_DB)  # of norms, not of their squares
 
 
-# Queries whose scores are made at a time: all of a long context would not fit.
+# So many queries have their scores computed at a time: those of a long context would not fit into memory.
 _QUERIES = 256
 _KIB = 1024
 
 
 def attention_score(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """The largest magnitude of q k / sqrt(head width) that softmax gets, of the first sequence, all of its heads.
-
-    Queries are (batch, heads, tokens, width), keys the same of as many heads or fewer, which neighbours share.
-    """
+    """The largest magnitude of q k / sqrt(head width) that enters softmax, over all heads of the first sequence.
+    Queries are (batch, heads, tokens, width). Keys may have fewer heads, which neighbouring queries share."""
     queries, keys = (tensor[0].detach().to(torch.float32) for tensor in (q, k))
     if len(keys) != len(queries):
         keys = keys.repeat_interleave(len(queries) // len(keys), 0)
     largest = torch.zeros((), device=q.device)
     for start in range(0, q.shape[2], _QUERIES):
         scores = queries[:, start : start + _QUERIES] @ keys.transpose(-1, -2)
-        # What is masked becomes 0, and so no largest magnitude.
+        # Masked scores become 0.
         largest = torch.maximum(largest, largest_magnitude(scores.tril_(start) if causal else scores))
     return largest / math.sqrt(q.shape[-1])
 
 
 def embedding_spread(weight: Tensor) -> Tensor:
-    """How far rows lie from their mean, as the root of the mean square: 0 where all tokens are alike."""
+    """The root mean square distance of rows from their mean: 0 where all tokens have the same vector."""
     rows = weight.detach().to(torch.float32)
     norm: Tensor = torch.linalg.vector_norm(rows - rows.mean(0))
     return norm / math.sqrt(max(len(rows), 1))
 
 
 def batch_norm_drift(x: Tensor, mean: Tensor, channels_last: bool) -> Tensor:
-    """How many standard deviations of the batch a running mean is off, as the root of the mean square over channels.
-
-    Channels are the last dimension, or, as torch's own layers have them, the second.
-    """
+    """How many of the batch's standard deviations a running mean is off, as the root mean square over channels.
+    `channels_last` says where channels are: in the last dimension, or, as in torch's own layers, in the second."""
     channels = x.detach().to(torch.float32).transpose(0, -1 if channels_last else 1).flatten(1)
     deviation, batch = torch.std_mean(channels, 1, correction=0)
     return ((mean - batch) / deviation).square().mean().sqrt()
@@ -341,8 +334,7 @@ def begin_peak(device: torch.device) -> None:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """The most that tensors on a GPU have taken since `begin_peak`; on a processor the most that the process has
-    ever taken."""
+    """The peak of tensors on a GPU since `begin_peak`; on a CPU the peak of the process since its start."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB

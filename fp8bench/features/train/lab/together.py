@@ -1,8 +1,7 @@
-"""How one of several ranks trains the same model as the others: its share of a batch or of the model, and what they
-tell each other.
+"""How several ranks train one model together: how a batch or the model is divided, and what ranks send each other.
 
-Gradients are averaged after the last micro-batch and not behind backward, as torch's own DDP does: that one arranges
-them anew after its first step, so that a training that was gone on with would add them in another order.
+Gradients are averaged after the last micro-batch, not during backward as in torch's DDP. DDP regroups them after its
+first step, so that a resumed training would add them up in another order.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ from fp8bench.nn.parallel.ways import cut_of
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases
 
-# So many gradients travel together.
+# At most so many gradient values are sent together,
 _MOST_ELEMENTS = 1 << 24
-# So many numbers are put together, or taken apart, at a time: whole gradients go as they come to that.
+# and so many values of sharded weights or gradients: smaller, as a whole gradient is freed once it is sent.
 _MOST_SHARDED = 1 << 22
-# So many values are multiplied by their places at a time.
 _DIGESTED_ELEMENTS = 1 << 20
-# Two sums of the same float32 numbers, in other orders, are nearer than this share of the sum of their magnitudes, for
-# each rank: torch adds in blocks of fewer than 100 and then in pairs.
+# For each rank, two sums of the same float32 numbers in different orders differ by at most this share of the sum of
+# magnitudes: torch adds in blocks of fewer than 100 and then in pairs.
 _ROUNDING = 2.0**-16
 
 
@@ -40,64 +38,63 @@ T = TypeVar("T")
 
 
 class Alone:
-    """There are no others. The batch is cut into `shares` parts, and `share` is this rank's."""
+    """A training by one rank. A batch is cut into `shares` parts, of which this rank reads number `share`."""
 
     shares = 1
     share = rank = 0
     shares_scales = False
 
     def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
-        """A layer's, by its path in the model, whose scales come from all ranks' largest magnitudes where they are
-        shared."""
+        """Make a layer's scales come from the largest magnitudes of all ranks, where ranks share scales."""
         return arithmetic
 
     def take(self, model: LanguageModel) -> None:
-        """Leave of a model what this rank computes."""
+        """Reduce a model to what this rank computes."""
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
-        """What this rank keeps and updates of each."""
+        """The part of each parameter that this rank keeps and updates."""
         return parameters
 
     @contextmanager
     def present(self, phase: Phases) -> Iterator[None]:
-        """The model's parameters have their values in the body, which is of one step, or looks at the model."""
+        """The model's parameters have their values in the body: for one step, or one validation."""
         yield
 
     def updated(self, phase: Phases) -> None:
-        """What is kept of the parameters was changed, and somebody looks at them before the body ends."""
+        """Give the model's parameters their new values, after an update inside `present`."""
 
     def mean(self, loss: Tensor) -> Tensor:
-        """Over all ranks, of the losses of their shares."""
+        """The mean over all ranks."""
         return loss
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        """Over all ranks, where they lie."""
+        """Average gradients over all ranks, in place."""
 
     def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Of whole parameters, or what is like them, from those of what this rank has of each; in their order."""
+        """Norms of whole parameters from those of this rank's parts, in the same order."""
         return list(own)
 
-    def mine(self, some: Sequence[T]) -> list[T]:
-        """Of what there is for each parameter that of those which this rank keeps."""
-        return list(some)
+    def mine(self, values: Sequence[T]) -> list[T]:
+        """From one value for each parameter, those of the parameters that this rank keeps."""
+        return list(values)
 
     def common(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-        """Those that all ranks must have alike."""
+        """The parameters that must be the same on all ranks."""
         return list(parameters.values())
 
     def faults(self) -> tuple[str, ...]:
-        """What is wrong with what this rank has got of the others since it was asked last."""
+        """What was wrong with what this rank received since the last call."""
         return ()
 
 
 class Together(Alone):
-    """Several ranks, which are a group."""
+    """Several ranks, which form a group."""
 
     def __init__(self, group: RankGroup, own_amax: bool) -> None:
         self._group, self.rank, self.shares_scales = group, group.rank, not own_amax
 
     def _over_ranks(self, amax: Tensor) -> Tensor:
-        """Infinite where it is NaN on any rank: a maximum of several need not keep that."""
+        """Infinite where it is NaN on any rank: a maximum over several need not keep a NaN."""
         return self._group.largest(torch.where(amax.isnan(), torch.inf, amax))
 
 
@@ -118,15 +115,15 @@ class DataParallel(Together):
         whole = gradients.filled()
         with phase.communication:
             for part in bucketed([tensor.numel() for tensor in whole], _MOST_ELEMENTS):
-                some = whole[part]
-                flat = torch.cat([tensor.reshape(-1) for tensor in some])
+                tensors = whole[part]
+                flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
                 dist.all_reduce(flat, group=self._group.handle)
-                pieces = torch.split(flat / self.shares, [tensor.numel() for tensor in some])
-                torch._foreach_copy_(some, [new.view_as(tensor) for new, tensor in zip(pieces, some, strict=True)])
+                means = torch.split(flat / self.shares, [tensor.numel() for tensor in tensors])
+                torch._foreach_copy_(tensors, [new.view_as(old) for new, old in zip(means, tensors, strict=True)])
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:
-    """A number of 63 bits that changes with any bit of float32 tensors, and with the place of each value in them."""
+    """63 bits that change with any bit of float32 tensors, and with the place of each value."""
     total = place = 0
     for tensor in tensors:
         for part in torch.split(tensor.detach().reshape(-1), _DIGESTED_ELEMENTS):
@@ -137,12 +134,12 @@ def digest_of(tensors: Iterable[Tensor]) -> int:
 
 
 class FullySharded(DataParallel):
-    """Every rank reads an equal part of every micro-batch, and keeps and updates equal rows of every weight.
+    """Every rank reads an equal part of every micro-batch, and keeps and updates an equal number of rows of each
+    weight.
 
-    Whole weights are put together for as long as a step lasts, and between two steps nobody has them. torch's
-    fully_shard does so block by block, with modules whose parameters are DTensors; here a step casts all weights at its
-    beginning and uses them for all of its micro-batches, and plain tensors are what a checkpoint keeps and AdamW's
-    kernels take. Rows that do not divide are filled up with zeros, which stay zeros.
+    Whole weights exist during a step only. torch's fully_shard works block by block, on modules with DTensors; here a
+    step casts all weights once for all of its micro-batches, and checkpoints and AdamW's kernels take plain tensors.
+    Rows are padded with zeros to divide evenly; those stay zero.
     """
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
@@ -186,62 +183,60 @@ class FullySharded(DataParallel):
                     whole.detach().copy_(rows.reshape(-1, *whole.shape[1:])[: len(whole)])
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        """Of each rank's rows the mean is sent to it alone, and the gradients of whole parameters are let go."""
+        """Each rank receives the mean of its own rows; the gradients of whole parameters are freed."""
         sums = []
         with phase.communication:
             for part in self._buckets:
-                every = torch.cat([self._cut(gradient_of(parameter)).flatten(1) for parameter in self._wholes[part]], 1)
+                rows = torch.cat([self._cut(gradient_of(parameter)).flatten(1) for parameter in self._wholes[part]], 1)
                 for parameter in self._wholes[part]:
                     parameter.grad = None
-                sums.append(torch.stack((every.sum(1), torch.linalg.vector_norm(every, 1, 1))))
-                self._take(self._own[part], self._group.own_part(every) / self.shares)
+                sums.append(torch.stack((rows.sum(1), torch.linalg.vector_norm(rows, 1, 1))))
+                own, mean = self._own[part], self._group.own_part(rows) / self.shares
+                for parameter, piece in zip(own, torch.split(mean, [each.numel() for each in own]), strict=True):
+                    parameter.grad = piece.view_as(parameter)
             self._check(torch.stack(sums))
 
-    def _take(self, own: Sequence[nn.Parameter], mean: Tensor) -> None:
-        for parameter, piece in zip(own, torch.split(mean, [parameter.numel() for parameter in own]), strict=True):
-            parameter.grad = piece.view_as(parameter)
-
     def _check(self, sums: Tensor) -> None:
-        """What this rank has got is held against sums of what all have brought for it, which travel apart: nobody else
-        knows its share."""
-        wanted_of = self._group.added(sums)[:, :, self.share] / self.shares
-        for part, (wanted, size) in zip(self._buckets, wanted_of, strict=True):
-            got = torch.stack([gradient_of(parameter).sum() for parameter in self._own[part]]).sum()
-            apart = (got - wanted).abs()
-            self._wrong |= apart.isfinite() & (apart > _ROUNDING * self.shares * size)
+        """Compares what this rank received with the sums of what all ranks sent it, which travel separately: no other
+        rank has these rows."""
+        expected_sums = self._group.added(sums)[:, :, self.share] / self.shares
+        for part, (expected, size) in zip(self._buckets, expected_sums, strict=True):
+            received = torch.stack([gradient_of(parameter).sum() for parameter in self._own[part]]).sum()
+            difference = (received - expected).abs()
+            self._wrong |= difference.isfinite() & (difference > _ROUNDING * self.shares * size)
 
     def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
         squares = self._group.added(torch.stack(list(own)).to(torch.float64).square())
         return list(squares.sqrt().to(torch.float32))
 
     def faults(self) -> tuple[str, ...]:
-        """Asked while parameters are present."""
+        """Parameters have to be present."""
         wrong, self._wrong = bool(self._wrong), torch.zeros_like(self._wrong)
-        placed = [self._cut(whole.detach())[self.share] for whole in self._wholes]
-        put, own = ([tensor.detach().view(torch.int32) for tensor in some] for some in (placed, self._own))
-        words = (
-            (wrong, "was given gradients for its rows that are not the mean of what all ranks have brought"),
-            (not all(map(torch.equal, put, own)), "does not find its own rows in the weights that were put together"),
+        cut = [self._cut(whole.detach())[self.share] for whole in self._wholes]
+        gathered, own = ([tensor.detach().view(torch.int32) for tensor in tensors] for tensors in (cut, self._own))
+        faults = (
+            (wrong, "received gradients for its rows that are not the mean of what all ranks sent"),
+            (not all(map(torch.equal, gathered, own)), "does not find its own rows in the gathered weights"),
         )
-        return tuple(text for true, text in words if true)
+        return tuple(text for is_wrong, text in faults if is_wrong)
 
 
 class TensorParallel(Together):
-    """Ranks have heads and hidden features of every block each, and read whole batches. What lies between the parts of
-    the blocks all have and compute alike, bit for bit: a sum that one of them has not got shows there."""
+    """Each rank has some heads and hidden features of every block, and reads whole batches. Between the parts of a
+    block all ranks have the same values bit for bit, so that a wrong sum on one of them shows."""
 
     def __init__(self, group: RankGroup, config: GPTConfig, own_amax: bool) -> None:
         super().__init__(group, own_amax)
         self._config = config
 
     def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
-        """By the largest magnitudes of all ranks where a tensor is cut; of the others every rank knows them."""
+        """Scales come from all ranks where a tensor is cut; of other tensors every rank has the same magnitudes."""
         cut = cut_of(f"{layer}.weight", self._config)
         roles = cut_roles(cut) if cut is not None else tuple(Role) if ".core." in layer else ()
         return scaled_together(arithmetic, roles, self._over_ranks) if roles and self.shares_scales else arithmetic
 
     def take(self, model: LanguageModel) -> None:
-        """This rank's share of every block."""
+        """Keep this rank's share of every block."""
         assert isinstance(model, GPT)
         share_blocks(model, self._config, self._group)
 
@@ -258,7 +253,7 @@ class TensorParallel(Together):
             self._group.phase = SilentPhases()
 
     def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Of what is cut, of all shares; what all ranks have counts once."""
+        """Norms of cut parameters over all shares; parameters that all ranks have count once."""
         each = torch.stack(list(own))
         whole = self._group.added(each.to(torch.float64).square()).sqrt().to(torch.float32)
         return list(torch.where(self._cut.to(each.device).repeat(len(each) // len(self._cut)), whole, each))

@@ -1,4 +1,4 @@
-"""One arm of a training: its model in its precision, and its steps."""
+"""Trains one arm of a seed: builds its model in its precision, and takes its steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Scores, windows_by_step
-from fp8bench.features.train.lab.fine_tuning import begin_as_asked, frozen_in, scaled
+from fp8bench.features.train.lab.fine_tuning import apply_start, frozen_in, scaled
 from fp8bench.features.train.lab.optimizer import LoopOptimizer, clippings_of, joint, own_seed, seed_of
 from fp8bench.features.train.lab.together import digest_of
 from fp8bench.features.train.lab.update_rules import PlateauShare, group_of, loss_scale_of, share_of_rate
-from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
+from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, not_finite_words
 from fp8bench.features.train.lab.ways import together_of
 from fp8bench.features.train.values import (
     FALLBACK,
@@ -45,29 +45,28 @@ from fp8bench.registry import precisions
 from fp8bench.worker.products import product_like
 
 _SILENT = SilentPhases()
-# An arithmetic that looks on, by the mode that it is one of.
-Beside = Callable[[str, Arithmetic], Arithmetic]
-# After so many steps in a row that were not finite nothing is learnt any more.
+# Replaces the arithmetic of a mode, given both.
+WrapArithmetic = Callable[[str, Arithmetic], Arithmetic]
+# An arm stops after this many steps in a row that were not finite.
 _MOST_SKIPPED = 20
 
 
 class _Remembered(NamedTuple):
-    """What a step leaves to the next one beside weights and moments: arithmetics' memories and running statistics."""
+    """What a step passes to the next, apart from weights and moments."""
 
     arithmetics: dict[str, dict[str, Tensor]]
     statistics: dict[str, Tensor]
 
 
 class Trainer:
-    """An arm of one seed: `step` is the next step."""
+    """Trains an arm of one seed; `step` is the next step, counted from 0."""
 
     def __init__(
-        self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, beside: Beside | None = None
+        self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
     ) -> None:  # fmt: skip
-        """`watch` is told of every cast, where somebody wants to know; `beside` puts another arithmetic in the place of
-        that of a mode."""
+        """`watch` is called with every cast."""
         self.arm = arm
-        self._watch_casts, self._beside = watch, beside
+        self._watch_casts, self._wrap = watch, wrap
         self.precision = precisions.get(arm.precision)
         self.step, self.stopped = 0, False
         self._skipped = 0
@@ -75,16 +74,16 @@ class Trainer:
         self._settings = settings = arm.taken(task.settings)
         self._rate = settings.rate
         self._seed = own_seed(task.seed, arm)
-        # First and last of the steps whose batches are passed over.
+        # First and last step of each stretch that is skipped with its batches.
         self.rewinds: tuple[tuple[int, int], ...] = ()
-        # Batches are those of later steps by so many.
+        # A step reads the batches of the step that lies so many steps later.
         self._past = 0
         self._arithmetics: dict[str, Arithmetic] = {}
-        self._model = self._begun(task)
+        self._model = self._build(task)
         self._parameters = {name: own for name, own in self._model.named_parameters() if own.requires_grad}
         self._weights = CachedWeights(self._model)
         self._forward = self._compiled() if settings.compile == "yes" else self._model
-        self._optimizer = self._updating()
+        self._optimizer = self._build_optimizer()
         self._clipped = [group_of(name, own.ndim, settings.clip_by) for name, own in self._parameters.items()]
         self._plateau = PlateauShare(settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
@@ -92,35 +91,36 @@ class Trainer:
             self._model, arm.name, task.seed, self.tokens // settings.micro_batches, inside=settings.compile == "no"
         )
 
-    def _begun(self, task: SeedTask) -> Any:
+    def _build(self, task: SeedTask) -> Any:
+        """Returns the model, and sets up what it is trained and judged on."""
         settings = self._settings
         self._config = models.config_of(settings, task.text.vocabulary)
         self._layers = models.layers_of(settings.arch, self._config)
         self.together = together_of(settings, self._config, task.facts)
-        model = self._made(task.facts)
-        own = self._config.sequence, task.facts.key, self._config.vocabulary
-        text, self._read_in = windows_by_step(task.text, settings.shift, task.steps, *own)
+        model = self._build_model(task.facts)
+        shape = self._config.sequence, task.facts.key, self._config.vocabulary
+        text, self._windows = windows_by_step(task.text, settings.shift, task.steps, *shape)
         self._evaluation = Evaluation(text, self._config, self._layers, task.facts, self.together.scaled)
         self._scores = Scores(task, settings, self._evaluation.held_out, self._config)
         return model
 
-    def _updating(self) -> Any:
+    def _build_optimizer(self) -> Any:
         return LoopOptimizer(self.together.own(self._parameters), self._settings)
 
-    def _made(self, facts: DeviceFacts) -> LanguageModel:
-        """The model, its weights drawn from the seed in float32 whatever the precision."""
+    def _build_model(self, facts: DeviceFacts) -> LanguageModel:
+        """Weights are drawn from the seed in float32 whatever the precision."""
         keys = dict(self._settings.precision_map)
         share = self.together.share
-        own = f"{self._seed}/rank-{share}" if share else f"{self._seed}"  # what is drawn at random is drawn for each
+        source = f"{self._seed}/rank-{share}" if share else f"{self._seed}"  # each rank rounds at random by itself
         layers = {layer.name: layer for layer in self._layers}
 
         def choose(name: str) -> Arithmetic:
             key = key_of(layers[name], keys)
             high = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high or self.arm.precision
-            arithmetic = scaled(self._of(mode, facts).layer(f"{own}/{name}"), self._settings, mode, name)
-            self._arithmetics[name] = told = self._told(self.together.scaled(name, arithmetic))
-            return told
+            arithmetic = scaled(self._arithmetic(mode, facts).layer(f"{source}/{name}"), self._settings, mode, name)
+            self._arithmetics[name] = watched = self._watched(self.together.scaled(name, arithmetic))
+            return watched
 
         carrier = self.precision.arithmetic(facts).carrier
         torch.manual_seed(seed_of("weights", self._seed))
@@ -129,39 +129,40 @@ class Trainer:
         if self.precision.unit_scaled:
             scale_to_unit(model, self._config.sequence)
         around = {layer.name: key_of(layer, keys) for layer in models.around_of(self._settings.arch, self._config)}
-        set_around(model, {name: self._of(keys[key], facts) for name, key in around.items() if key})
+        set_around(model, {name: self._arithmetic(keys[key], facts) for name, key in around.items() if key})
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
-        begin_as_asked(model, self._settings, self._seed)
+        apply_start(model, self._settings, self._seed)
         self._count = sum(parameter.numel() for parameter in model.parameters())
         self.together.take(model)
         return model
 
     def _round_attention(self, model: LanguageModel, facts: DeviceFacts) -> None:
-        """Have attention's core in the arm's precision, each layer's with what it remembers."""
+        """Give the attention cores the arm's precision; each layer keeps its own scales."""
         for path, module in model.named_modules():
             if isinstance(module, SelfAttention):
-                own = self.precision.arithmetic(facts)
-                module.core = core = EmulatedCore(own, prescaled=self._settings.attention == "prescaled")
+                prescaled = self._settings.attention == "prescaled"
+                module.core = core = EmulatedCore(self.precision.arithmetic(facts), prescaled=prescaled)
                 for part, arithmetic in core.parts.items():
                     name = f"{path}.core.{part}"
-                    core.parts[part] = self._arithmetics[name] = self._told(self.together.scaled(name, arithmetic))
+                    core.parts[part] = self._arithmetics[name] = self._watched(self.together.scaled(name, arithmetic))
 
-    def _of(self, mode: str, facts: DeviceFacts) -> Arithmetic:
+    def _arithmetic(self, mode: str, facts: DeviceFacts) -> Arithmetic:
         arithmetic = precisions.get(mode).arithmetic(facts)
-        return arithmetic if self._beside is None else self._beside(mode, arithmetic)
+        return arithmetic if self._wrap is None else self._wrap(mode, arithmetic)
 
-    def _told(self, arithmetic: Arithmetic) -> Arithmetic:
+    def _watched(self, arithmetic: Arithmetic) -> Arithmetic:
         return arithmetic if self._watch_casts is None else WatchedArithmetic(arithmetic, self._watch_casts)
 
     def _compiled(self) -> Forward:
-        """The model compiled here and now, so that no step has to; what it has cast for that is forgotten."""
-        batch = self._read_in(0).drawn(self._seed, 0, 0, self._share)
+        """Compiles the model now, so that no timed step has to."""
+        batch = self._windows(0).drawn(self._seed, 0, 0, self._share)
         with self._weights.cast(_SILENT):
             return compiled(self._model, *batch)
 
     @property
     def _share(self) -> int:
+        """Sequences of a micro-batch that this rank reads."""
         return self._config.batch // self.together.shares
 
     @property
@@ -169,28 +170,29 @@ class Trainer:
         return self._config.batch * self._config.sequence * self._settings.micro_batches
 
     def state(self) -> ArmState:
-        sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in self._kept().items()}
+        sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in self._kept().items()}
         each = tuple((name, size / self._count) for name, size in sizes.items())
         return ArmState(self.arm.name, self._count, self.tokens, each)
 
     def _kept(self) -> dict[str, list[Tensor]]:
-        """All that lies in memory between two steps; what casts remember is there once they have cast."""
-        remembered = [tensor for own in self._arithmetics.values() for tensor in own.memory().values()]
-        others = {"casts": remembered, "statistics": [*self._model.buffers()], "frozen": frozen_in(self._model)}
-        own: dict[str, list[Tensor]] = self._optimizer.kept()
-        return own | {name: some for name, some in others.items() if some}
+        """All tensors that lie in memory between two steps, by kind; those of casts appear with the first cast."""
+        casts = [tensor for arithmetic in self._arithmetics.values() for tensor in arithmetic.memory().values()]
+        others = {"casts": casts, "statistics": [*self._model.buffers()], "frozen": frozen_in(self._model)}
+        kept: dict[str, list[Tensor]] = self._optimizer.kept()
+        return kept | {name: tensors for name, tensors in others.items() if tensors}
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         kept = self._optimizer.kept()
-        moments = [some for name, some in kept.items() if name not in ("weights", "gradients")]
+        moments = [tensors for name, tensors in kept.items() if name not in ("weights", "gradients")]
         weights = [*kept["weights"], *frozen_in(self._model)]
         return {MemoryRole.WEIGHTS: weights, MemoryRole.GRADIENTS: kept["gradients"], MemoryRole.OPTIMIZER: moments}
 
     def advance(self, phase: Phases = _SILENT, watched: bool = True) -> Iterator[StreamLine]:
-        """One step; nothing where the arm has stopped or is done. Not `watched`: whichever step it is."""
+        """Take one step and yield its lines; none where the arm has stopped or is done. With `watched`, tensors are
+        read in every `stride`-th step."""
         if self.stopped or self.step == self._task.steps:
             return
-        if self._passes:
+        if self._is_passed_over:
             self.step += 1
             return
         if self.step == 0 and (other := product_like(self.precision, self._task.facts)):
@@ -211,24 +213,23 @@ class Trainer:
                 self._optimizer.step(rate, [each * scale for each in self.together.mine(clippings)], skip)
             norms = self.together.norms([*self._optimizer.update_norms, *self._optimizer.weight_norms])
             moved, size = norms[: len(clippings)], norms[len(clippings) :]
-            numbers = torch.stack([loss, norm, clipping, joint(moved), joint(size)]).tolist()  # the one wait of a step
-            sent = () if wire is None else wire.sent(self.together.rank)  # what a watched step sends more is no step's
+            numbers = torch.stack([loss, norm, clipping, joint(moved), joint(size)]).tolist()  # the only wait of a step
+            sent = () if wire is None else wire.sent(self.together.rank)  # before readings send messages of their own
             if seen is not None:
                 self.together.updated(phase)
                 seen.updated(*(dict(zip(self._parameters, norms, strict=True)) for norms in (moved, size)))
-        # A step that was watched took longer than a step does.
+        # A watched step takes longer than others: its row has no time.
         row = self._row(numbers, rate, scale, time.perf_counter() - started if seen is None else 0.0)
         yield row
         if seen is not None:
             yield from self._watch.lines(self.step, seen)
-            whole = time.perf_counter() - started
-            yield StepFigure(row.arm, row.seed, row.step, WATCHED_SECONDS, whole)
+            yield StepFigure(row.arm, row.seed, row.step, WATCHED_SECONDS, time.perf_counter() - started)
             for message in sent:
                 what = f"{message.operation} {message.dtype}"
                 yield StepFigure(row.arm, row.seed, row.step, WIRE_BYTES, message.bytes, what)
         self._loss_scale.seen(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
-            yield from self._answered(row, before)
+            yield from self._handle_not_finite(row, before)
         self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
 
@@ -237,8 +238,8 @@ class Trainer:
         return self._rate * self._settings.handicap * share
 
     def read(self, step: int) -> tuple[int, int]:
-        """Digests of what this rank reads in a step, and of all that is read in it."""
-        settings, digest, together = self._settings, self._read_in(step).digest, self.together
+        """Digests of the tokens that this rank reads in a step, and of those that all ranks read in it."""
+        settings, digest, together = self._settings, self._windows(step).digest, self.together
         numbers = range(settings.micro_batches)
         parts = [number * together.shares + together.share for number in numbers]
         own = sum(digest(self._seed, step + self._past, part, self._share) for part in parts)
@@ -246,35 +247,34 @@ class Trainer:
         return own % DIGESTS, whole % DIGESTS
 
     def weights_digest(self) -> tuple[int, tuple[str, ...]]:
-        """A number that changes with any bit of the weights that all ranks have alike; and what is wrong with those
-        that this rank was given."""
+        """A number that changes with any bit of the weights that all ranks share, and what is wrong with what this rank
+        received."""
         with self._present(_SILENT):
             return digest_of(self.together.common(self._parameters)), self.together.faults()
 
     def scales_digest(self) -> int:
-        """The same of scales that come from casts before; 0 where each rank has its own."""
-        memories = (own.memory().values() for own in self._arithmetics.values())
-        scales = [kept for memory in memories for kept in memory if kept.dtype == torch.float32]
+        """A digest of the scales that come from earlier casts; 0 where each rank has its own."""
+        memories = (arithmetic.memory().values() for arithmetic in self._arithmetics.values())
+        scales = [tensor for memory in memories for tensor in memory if tensor.dtype == torch.float32]
         return digest_of(scales) if self.together.shares_scales else 0
 
     @property
-    def _passes(self) -> bool:
+    def _is_passed_over(self) -> bool:
         return any(first <= self.step <= last for first, last in self.rewinds)
 
     def repeat(self, last: int) -> None:
-        """An arm that is done goes back by so many steps, with its weights as they are; what it passes over
-        is none of them."""
+        """Let an arm that is done take its last steps again, from its present weights; without those it passed over."""
         if self.step == self._task.steps:
             self.step = max(0, self.step - last)
         for _ in range(self._task.steps):
-            if not self._passes:
+            if not self._is_passed_over:
                 return
             self.step = (self.step + 1) % self._task.steps
 
     @contextmanager
     def _present(self, phase: Phases) -> Iterator[None]:
         with self._optimizer.weights.present(), self.together.present(phase):
-            if self._watch_casts is not None:  # of what was put together for a step nobody else says what it is for
+            if self._watch_casts is not None:  # whole weights that exist for one step are otherwise of unknown role
                 for parameter in self._parameters.values():
                     self._watch_casts(Operand(parameter), parameter, Role.WEIGHT, None)
             yield
@@ -284,9 +284,9 @@ class Trainer:
         return self._watch.step(self._settings.micro_batches) if watched else nullcontext()
 
     def _counting(self, watched: bool) -> AbstractContextManager[StepWire | None]:
-        """Sees what a watched step sends to other ranks."""
-        counts = watched and self._task.facts.ranks > 1 and self.step % self._task.stride == 0
-        return StepWire(self.together.rank, again=False) if counts else nullcontext()
+        """Counts the bytes that a watched step sends to other ranks."""
+        counted = watched and self._task.facts.ranks > 1 and self.step % self._task.stride == 0
+        return StepWire(self.together.rank, again=False) if counted else nullcontext()
 
     def _losses(self, scale: float, phase: Phases = _SILENT) -> Tensor:
         self._optimizer.gradients.begin()
@@ -300,8 +300,8 @@ class Trainer:
         part = number * self.together.shares + self.together.share
         torch.manual_seed(seed_of("step", self._seed, self.step, part))
         with phase.data_load:
-            batch = self._read_in(self.step).drawn(self._seed, self.step + self._past, part, self._share)
-        if self._settings.nudge == "order":  # the same sums over the batch, from its other end
+            batch = self._windows(self.step).drawn(self._seed, self.step + self._past, part, self._share)
+        if self._settings.nudge == "order":  # the same sums over the batch, in reverse order
             batch = batch[0].flip(0), batch[1].flip(0)
         loss = self._forward(*batch, phase)
         (loss * (scale / self._settings.micro_batches)).backward()
@@ -315,45 +315,46 @@ class Trainer:
             moved / size if size else 0.0, scale, self.tokens, seconds, skipped=not finite,
         )  # fmt: skip
 
-    def _answered(self, row: StepRow, before: _Remembered) -> Iterator[TrainingEvent]:
-        """What is said and done of a step that was not finite and changed no weight, or after which they are not."""
+    def _handle_not_finite(self, row: StepRow, before: _Remembered) -> Iterator[TrainingEvent]:
+        """Handle a skipped step, or one after which weights are not finite: halve the loss scale, or find the first
+        faulty tensor and do what --on-nan says."""
         if row.skipped and math.isfinite(row.loss) and self._loss_scale.scale < row.loss_scale:
             self._recall(_Remembered({}, before.statistics))
             yield self._event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
             return
         place = self._place(row.loss_scale, before)
         layer, tensor, values = (place.layer, place.tensor, place.values) if place is not None else ("", "", ())
-        words = whole_words(place, row.loss, row.gradient_norm)
+        words = not_finite_words(place, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
         yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE, words, layer, tensor, values)
         why = self._why_stopped(row)
         if self._settings.on_nan == "rewind":
-            self.stopped = True  # until whoever has the checkpoints goes back, or says that it is over
+            self.stopped = True  # the parent has the checkpoints: it goes back to one, or ends the arm
         elif why:
             self.stopped = True
             yield self._event("stopped", f"the arm is stopped: {why}")
         elif self._settings.on_nan == "lower-rate":
             self._rate /= 2
             share = self._rate / self._settings.rate
-            yield self._event("rate-lowered", f"the rate is halved from here on, to {share:g} of what was asked")
+            yield self._event("rate-lowered", f"the learning rate is halved from here on, to {share:g} of its setting")
 
     def _why_stopped(self, row: StepRow) -> str:
-        """Why an arm does not go on after a step that was not finite; '' where it does."""
+        """'' where the arm goes on after a step that was not finite."""
         if not math.isfinite(row.parameter_norm):
-            return "its weights are not finite; go back to the last checkpoint"
+            return "its weights are not finite; resume from the last checkpoint"
         if self._skipped + 1 == _MOST_SKIPPED:
             return f"{_MOST_SKIPPED} steps in a row were not finite"
-        return "so --on-nan asks" if self._settings.on_nan == "stop" else ""
+        return "as --on-nan stop says" if self._settings.on_nan == "stop" else ""
 
     def _event(self, kind: str, words: str) -> TrainingEvent:
         return TrainingEvent(self.arm.name, self._task.seed, self.step, kind, words)
 
     def _place(self, scale: float, before: _Remembered) -> FaultyTensor | None:
-        """Where the step first was not finite, by doing it once more; what it remembers is as after the first time."""
+        """The first tensor of the step that was not finite, found by taking the step again without an update."""
         self._recall(before)
         finder = Finder()
         with self._present(_SILENT), finder.attached(self._model):
-            forward, self._forward = self._forward, self._model  # in a compiled graph nobody can look
+            forward, self._forward = self._forward, self._model  # a compiled graph has no hooks
             self._losses(scale)
             self._forward = forward
         self._recall(_Remembered({}, before.statistics))
@@ -365,17 +366,15 @@ class Trainer:
         return _Remembered(copies, {name: kept.clone() for name, kept in self._model.named_buffers()})
 
     def _recall(self, remembered: _Remembered) -> None:
-        """Go on from there. The tensors are the arithmetics' from now on."""
+        """Take over these tensors: the caller must not use them any more."""
         for name, memory in remembered.arithmetics.items():
             self._arithmetics[name].recall({key: tensor.to(self._task.facts.key) for key, tensor in memory.items()})
         for name, buffer in self._model.named_buffers():
             buffer.copy_(remembered.statistics[name])
 
     def validate(self, last: bool = False) -> tuple[StreamLine, ...]:
-        """The losses on text that was not trained on; the `last` time in every way that is looked at.
-
-        What casts remember is put back: looking changes no step to come.
-        """
+        """The losses on held-out text; `last` adds those that only a finished training gets. What casts remember is
+        restored, so that validation changes no later step."""
         who, before = (self.arm.name, self._task.seed, self.step), self._remembered()
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
@@ -409,19 +408,17 @@ class Trainer:
         }
 
     def take_over(self, other: Trainer, memory: dict[str, Any]) -> None:
-        """Go on from another arm's memory with settings and precision of one's own.
-
-        A layer whose arithmetic is not that of the other's remembers nothing of it: the step before is done once more
-        without an update, so that scales which come from earlier casts are there.
-        """
+        """Continue from another arm's memory with this arm's own settings and precision. A layer whose arithmetic
+        differs from the other arm's cannot use what that one remembers: the step before is repeated without an update,
+        which gives it scales from earlier casts."""
         same = {name for name, arithmetic in self._arithmetics.items() if _alike(arithmetic, other._arithmetics[name])}
-        known = {name: kept for name, kept in memory["remembered"]["arithmetics"].items() if name in same}
-        own = {"arithmetics": known, "statistics": memory["remembered"]["statistics"]}
-        own_scale = [self._loss_scale.scale, self._loss_scale.good_steps]
-        changed = self._settings.loss_scale != other._settings.loss_scale
-        scale = own_scale if changed else memory["loss_scale"]
-        kept = {"rate": self._rate, "loss_scale": scale, "stopped": False, "skipped": 0, "remembered": own}
-        self.recall({**memory, **kept})
+        known = {name: tensors for name, tensors in memory["remembered"]["arithmetics"].items() if name in same}
+        remembered = {"arithmetics": known, "statistics": memory["remembered"]["statistics"]}
+        scale = memory["loss_scale"]
+        if self._settings.loss_scale != other._settings.loss_scale:
+            scale = [self._loss_scale.scale, self._loss_scale.good_steps]
+        changed = {"rate": self._rate, "loss_scale": scale, "stopped": False, "skipped": 0, "remembered": remembered}
+        self.recall({**memory, **changed})
         if same != set(self._arithmetics) and self.step:
             before = self._remembered()
             self.step -= 1

@@ -1,8 +1,8 @@
-"""How weights are updated: a step's rate by its schedule, factors of it, what is clipped together, the loss scale; and
-the rules of SGD, Lion and Adafactor, over a bucket of float32 weights, which change nothing where a step is skipped.
+"""How weights are updated: learning-rate schedules and factors, groups of clipping, the loss scale, and the rules of
+SGD, Lion and Adafactor over a bucket of float32 weights.
 
-SGD and Adafactor are torch's, in its order of operations; Lion is that of Chen et al. (2023), algorithm 2. The host
-waits for nothing: what torch reads there (the count of steps, norms) stays on the device.
+SGD and Adafactor are torch's, in its order of operations; Lion is algorithm 2 of Chen et al. (2023). The host never
+waits: what torch reads there (count of steps, norms) stays on the device. A skipped step changes nothing.
 """
 
 from __future__ import annotations
@@ -18,16 +18,13 @@ from fp8bench.features.train.request import LARGEST_LOSS_SCALE, TrainerSettings
 from fp8bench.nn.moments import Bucket, Update
 from fp8bench.units import number_of
 
-# Where one-cycle begins, as in torch: a share of its largest rate.
+# One-cycle begins at this share of its largest rate, as in torch.
 _CYCLE_BEGINS = 1 / 25
 
 
 def share_of_rate(settings: TrainerSettings, step: int, steps: int) -> float:
-    """The share of the full rate in a step, which counts from 0: it rises in a line, then does as its schedule says.
-
-    One-cycle rises and falls along cosines, at the places that torch's has. Plateau stays: what has fallen is another
-    factor.
-    """
+    """The share of the full learning rate in a step, counted from 0: a linear warm-up, then the schedule. One-cycle
+    rises and falls along cosines, as torch's does. Plateau is flat here: PlateauShare is its factor."""
     floor, name = settings.floor, settings.schedule
     if name == "one-cycle":
         top, last = max(0.0, settings.warmup * steps - 1), steps - 1
@@ -55,8 +52,9 @@ def _along_cosine(start: float, end: float, gone: float) -> float:
 
 
 class PlateauShare:
-    """The share of the rate that looks at held-out losses leave: multiplied by `drop` where more than `patience` looks
-    in a row were not better than the best by a ten-thousandth, and never below `floor`: torch's ReduceLROnPlateau."""
+    """The factor that the plateau schedule multiplies the rate by, as torch's ReduceLROnPlateau: it is multiplied by
+    `drop` after more than `patience` validations in a row that did not improve the best loss by 0.01%, down to
+    `floor`."""
 
     LEAST = 1e-4
 
@@ -65,7 +63,7 @@ class PlateauShare:
         self.share, self.best, self.bad, self.at = 1.0, math.inf, 0, -1
 
     def seen(self, step: int, loss: float) -> None:
-        """A look after so many steps; one that was looked at already says nothing new."""
+        """Take in the held-out loss after so many steps; a step that was seen before changes nothing."""
         if step <= self.at or self._settings.schedule != "plateau":
             return
         self.at = step
@@ -83,14 +81,14 @@ class PlateauShare:
 
 
 def kind_of(name: str, dimensions: int) -> str:
-    """What a parameter is, as `rates` names it: 'embedding', 'norm' (whatever has one dimension), 'head' or 'layer'."""
+    """A parameter's kind, as --rates names it: 'embedding', 'head', 'norm' (anything of one dimension) or 'layer'."""
     first = name.partition(".")[0]
     if first in ("embedding", "positions", "head"):
         return "head" if first == "head" else "embedding"
     return "norm" if dimensions < 2 else "layer"
 
 
-# Of a matrix's path, the words that say what kind of layer it is of; all others are an mlp's.
+# Words of a matrix's path that say its kind of layer; without one it belongs to an mlp.
 _LAYERS = {"attn": "attn", "first": "conv", "second": "conv"}
 
 
@@ -99,7 +97,8 @@ def _layer_kind(name: str) -> str:
 
 
 def factor_of(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
-    """By the longest of `rates` that the parameter's path begins with, else its layer's kind, else its own."""
+    """The rate factor of a parameter: of the longest key that its path begins with, else of its kind of layer, else of
+    its kind."""
     known, kind = dict(rates), kind_of(name, dimensions)
     fronts = [key for key in known if name == key or name.startswith(f"{key}.")]
     if fronts:
@@ -122,8 +121,8 @@ _LEAST = 1.0
 
 @dataclass
 class LossScale:
-    """A scale that stays (`growth` 0), or one that finds itself: divided by `factor` after a step whose gradients
-    overflow, multiplied by it after `growth` steps in a row in which none did."""
+    """A loss scale that is fixed (`growth` 0), or dynamic: divided by `factor` when gradients overflow, multiplied by
+    it after `growth` steps in a row without overflow."""
 
     scale: float
     growth: int = 0
@@ -148,14 +147,14 @@ def loss_scale_of(settings: TrainerSettings, own: float) -> LossScale:
 
 
 Moments = list[Tensor]
-# With Adafactor's clipping threshold and the power of the step by which its average forgets, as torch has them.
+# Adafactor's clipping threshold, and the power of the step by which its averages forget, as in torch.
 _THRESHOLD, _FORGETS = 1.0, -0.8
 _TINY = torch.finfo(torch.float32).eps
 
 
 def states_for(optimizer: str, parameters: Sequence[Tensor]) -> tuple[Moments, Moments]:
-    """First and second moments at the start; empty ones where an optimizer has none. Of a matrix Adafactor keeps the
-    means of its rows in the first, and those of its columns in the second; of a vector all of it in the second."""
+    """First and second moments at the start; empty tensors where an optimizer has none. For a matrix, Adafactor keeps
+    means of rows as the first and of columns as the second; for a vector, the whole as the second."""
     zeros, none = torch.zeros_like, [parameter.new_zeros(0) for parameter in parameters]
     if optimizer == "adafactor":
         rows = [zeros(parameter[..., :1]) if parameter.ndim > 1 else parameter.new_zeros(0) for parameter in parameters]

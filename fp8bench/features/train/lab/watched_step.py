@@ -1,9 +1,8 @@
-"""Watches a training: the lines of a step from what is seen of its model, in watched steps alone, to whose layers it is
-attached for as long as they take.
+"""Watches a training through hooks that are attached during watched steps only, and makes the lines of those steps.
 
-It changes no number: what is looked at are tensors that the step makes anyway, and nothing is drawn at random. A tensor
-is read where it is first met: in the first micro-batch, and not again where a block is computed once more. Inside a
-compiled module nothing is looked at but its weights.
+Watching changes no number: it reads tensors that the step makes anyway, and draws nothing at random. A tensor is read
+once a step, in the first micro-batch, and not again when a block is recomputed. Of a compiled module only the weights
+are read.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.loop_figures import GradientSketches, dropouts_of, gains_of, sign_of_inputs
+from fp8bench.features.train.lab.loop_figures import GradientSketches, dropouts_of, fingerprint_of, gains_of
 from fp8bench.features.train.lab.readings import (
     Figures,
     Number,
@@ -47,13 +46,10 @@ from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
 
 
 class ModelWatch:
-    """Of one model in one arm and seed: what of it is watched, found once for all steps.
-
-    All that it keeps from a watched step to the next are `scales`.
-    """
+    """The modules and parameters of one model that are watched. `scales` alone change from step to step."""
 
     def __init__(self, model: nn.Module, arm: str = "", seed: int = 0, examples: int = 1, inside: bool = True) -> None:
-        """`examples` are those of a micro-batch: in them the noise scale is told. Not `inside`: weights alone."""
+        """`examples` is the number in a micro-batch; the noise scale counts them. Without `inside`, only weights."""
         self._arm, self._seed, self._examples = arm, seed, examples
         self.scales: dict[str, float] = {}
         self.model = model
@@ -70,10 +66,10 @@ class ModelWatch:
         self.device = next(iter(self.parameters.values())).device
 
     def table(self, layer: str) -> Tensor:
-        """An embedding as the model looks it up: in the precision that it is given."""
+        """An embedding's values as the model looks them up: rounded to its precision."""
         module = dict(self.model.named_modules()).get(layer)
-        own = getattr(self.model, "around", {}).get(layer, getattr(module, "arithmetic", None))
-        return cast_to(self.weights[layer].detach(), own, Role.WEIGHT)
+        arithmetic = getattr(self.model, "around", {}).get(layer, getattr(module, "arithmetic", None))
+        return cast_to(self.weights[layer].detach(), arithmetic, Role.WEIGHT)
 
     @contextmanager
     def step(self, micro_batches: int = 1) -> Iterator[WatchedStep]:
@@ -81,16 +77,16 @@ class ModelWatch:
             yield WatchedStep(self, stack, micro_batches)
 
     def lines(self, step: int, seen: WatchedStep) -> Iterator[StreamLine]:
-        """What was seen in a step. Waits for the device, once."""
+        """The readings and figures of a watched step. Waits for the device once."""
         noise = seen.noise()
         numbers = iter(
             read([*seen.tensors.values(), *noise.values(), *({"": number} for number in seen.named.values())])
         )
         for layer, role in seen.tensors:
             yield self._reading(step, layer, role, next(numbers))
-        told = [*noise_figures({name: next(numbers) for name in noise}, self._examples)]
-        told += [(*key, next(numbers)[""]) for key in seen.named]
-        for name, layer, value in told:
+        figures = [*noise_figures({name: next(numbers) for name in noise}, self._examples)]
+        figures += [(*key, next(numbers)[""]) for key in seen.named]
+        for name, layer, value in figures:
             yield StepFigure(self._arm, self._seed, step, name, value, layer)
 
     def _reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
@@ -102,17 +98,15 @@ class ModelWatch:
 
 
 _MATRIX = 2
-# What a tensor was multiplied by, found where it is wanted.
+# Computes what a tensor was multiplied by: only a faulty tensor needs it.
 Scale = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class FaultyTensor:
-    """The first tensor that was not finite: a parameter's or a layer's by its path in the model.
-
-    `amax` is the largest of its finite magnitudes, `share` how many of its elements are not finite. `scale` is what it
-    had been multiplied by before it was rounded, None where nothing of the kind was.
-    """
+    """The first tensor that was not finite, of a parameter or layer by its path in the model. `amax` is the largest
+    finite magnitude, `share` the share of elements that are not finite, `scale` what the tensor was multiplied by
+    before it was rounded, None where it was not."""
 
     layer: str
     tensor: str
@@ -136,7 +130,7 @@ class FaultyTensor:
 
 
 class Finder:
-    """Looks at tensors until one is not finite. It waits for each of them."""
+    """Looks at tensors, waiting for each, until one is not finite."""
 
     def __init__(self) -> None:
         self.place: FaultyTensor | None = None
@@ -188,32 +182,29 @@ class Finder:
             (figures,) = read([figures_of(source, cast_of(arithmetic, operand, source, role))])
             return reading_of("", 0, 0, name, role, figures, None).scale
 
-        wanted = None if arithmetic.plain else scale
-        self.see(name, role.value, source, backward, wanted)
+        find_scale = None if arithmetic.plain else scale
+        self.see(name, role.value, source, backward, find_scale)
         if self.place is None:
             rounded = arithmetic.restore(operand, torch.float32)
-            self.see(name, f"{role.value} as it was rounded", rounded, backward, wanted)
+            self.see(name, f"{role.value} as it was rounded", rounded, backward, find_scale)
 
 
-def whole_words(place: FaultyTensor | None, loss: float, norm: float) -> str:
+def not_finite_words(place: FaultyTensor | None, loss: float, norm: float) -> str:
     if math.isfinite(loss + norm):
-        what = "the weights are not after an update"
+        what = "the weights are not finite after an update"
     else:
         what = f"the loss is {loss:g}" if not math.isfinite(loss) else f"the norm of the gradients is {norm:g}"
     if place is None:
-        return f"{what}; the same step once more was finite: it is not deterministic, or only the sum was too large"
-    return f"{what}; first was {place.words}"
+        return f"{what}; repeated, the step was finite: it is not deterministic, or only a sum was too large"
+    return f"{what}; first came {place.words}"
 
 
 class WatchedStep:
-    """Figures of tensors by layer and role, and others by name and layer, as far as the step has come.
-
-    Of gradients there are sums over those that arrive, a micro-batch after the other, and of those together. A step of
-    one micro-batch says nothing of their noise, and neither do gradients that are taken away as soon as they are there.
-    """
+    """Collects figures of tensors by layer and role, and others by name and layer, until `stack` is unwound. Gradient
+    noise comes from the differences between micro-batches: there is none for a step of one, nor where a gradient is
+    taken away as soon as it has arrived."""
 
     def __init__(self, watch: ModelWatch, stack: ExitStack, micro_batches: int) -> None:
-        """Attached until the stack is unwound."""
         self.tensors: dict[tuple[str, str], Figures] = {}
         self.named: dict[tuple[str, str], Number] = {}
         self._watch = watch
@@ -222,7 +213,7 @@ class WatchedStep:
         self._totals: dict[str, Tensor] = {}
         hooked: Mapping[str, Any] = watch.parameters if micro_batches > 1 and watch.inside else {}
         for name, parameter in hooked.items():
-            if not parameter.requires_grad:  # it may have been frozen since
+            if not parameter.requires_grad:  # frozen since the watch began
                 continue
             stack.callback(parameter.register_hook(partial(self._arrives, name)).remove)
             stack.callback(parameter.register_post_accumulate_grad_hook(partial(self._is_added, name)).remove)
@@ -235,7 +226,7 @@ class WatchedStep:
 
     @torch.no_grad()
     def updated(self, moved: Mapping[str, Tensor], sizes: Mapping[str, Tensor]) -> None:
-        """The weights were changed: norms of the changes and of the weights, by parameter."""
+        """The weights have changed: takes norms of the changes and of the weights, by parameter."""
         self.named["memory", ""] = bytes_in_use(self._watch.device)
         for layer, weight in self._watch.weights.items():
             self._see(layer, Role.WEIGHT, weight)
@@ -246,15 +237,15 @@ class WatchedStep:
         for path, gain in self._watch.gains.items():
             self.named["gain", path] = torch.linalg.vector_norm(gain, dtype=torch.float32) / math.sqrt(gain.numel())
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if alone:  # else gradients are those of all ranks
+        if alone:  # with several ranks a gradient is the mean of all, and the sketch is of one
             for layer, cosine in self.sketches.cosines(self._watch.weights):
                 self.named["gradient_cosine", layer] = cosine
 
     def _begins(self, module: nn.Module, *given: Any) -> None:
         if torch.is_grad_enabled() and ("inputs", "") not in self.named:
-            sign, _ = sign_of_inputs(given)
-            if sign is not None:
-                self.named["inputs", ""] = sign
+            fingerprint, _ = fingerprint_of(given)
+            if fingerprint is not None:
+                self.named["inputs", ""] = fingerprint
             for path, share in dropouts_of(module):
                 self.named["dropout", path] = share
 
@@ -279,17 +270,17 @@ class WatchedStep:
         assert source is not None
         self._see(path, role, source, lambda x: cast_of(inner, operand, x, role))
 
-    def _passed(self, path: str, all_of_it: bool, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        """Sees a layer's output; `all_of_it`, its input and the gradient of its output, too."""
+    def _passed(self, path: str, both_sides: bool, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        """Sees a layer's output; with `both_sides` also its input and the gradient of its output."""
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return
         if ("output_amax", path) not in self.named and output.is_floating_point():
             self.named["output_amax", path] = largest_magnitude(output)
         if given and isinstance(given[0], Tensor):
             self.sketches.passed(module, given[0], output)
-        if all_of_it and given and isinstance(given[0], Tensor):
+        if both_sides and given and isinstance(given[0], Tensor):
             self._see(path, Role.INPUT, given[0])
-        if all_of_it and output.requires_grad and output.numel() > 1:
+        if both_sides and output.requires_grad and output.numel() > 1:
             output.register_hook(partial(self._see, path, Role.GRADIENT))  # type: ignore[no-untyped-call]
 
     def _scored(self, path: str, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -328,8 +319,8 @@ class WatchedStep:
 
 
 def is_watched(step: int, stride: int) -> bool:
-    """Whether a loop's step is: one in each stride, drawn so that what comes back every few steps is met in all of its
-    phases; the first step is."""
+    """Whether a loop's step is watched: the first, and one at random in each stride, so that what recurs every few
+    steps is met in all its phases."""
     number = step // stride
     return step % stride == (random.Random(number).randrange(stride) if number else 0)
 
@@ -344,7 +335,7 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """A module and those in it that run as they are written; into a compiled graph nobody looks."""
+    """A module and those inside it, without the compiled ones, whose hooks would not run."""
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         return
     yield path, module
@@ -358,22 +349,22 @@ def _square(gradient: Tensor) -> Tensor:
 
 
 class GradientNoise(NamedTuple):
-    """Of n gradients of equally many examples: the variance of one around their mean, and the square of the true mean,
-    both without bias. Of many parameters they add up."""
+    """From n gradients of equally many examples: the variance of one around their mean, and the square of the true
+    mean, both without bias. Those of several parameters add up."""
 
     variance: float
     signal: float
 
     @property
     def ratio(self) -> float:
-        """The norm of the mean over the deviation of one; 0 where noise leaves nothing of the signal."""
+        """The norm of the mean over the deviation of one gradient; 0 where noise hides the signal."""
         if self.variance <= 0:
             return math.inf if self.signal > 0 else 0.0
         return math.sqrt(max(self.signal, 0.0) / self.variance)
 
     @property
     def scale(self) -> float:
-        """So many gradients averaged are half noise; infinite where there is no signal."""
+        """As many gradients averaged are half noise; infinite without a signal."""
         return max(self.variance, 0.0) / self.signal if self.signal > 0 else math.inf
 
 
@@ -383,10 +374,10 @@ def noise_of(count: float, squares: float, total: float) -> GradientNoise:
 
 
 def noise_figures(seen: Mapping[str, Mapping[str, float]], examples: int) -> Iterator[tuple[str, str, float]]:
-    """Names, layers and values of the figures; of all parameters together the layer is ''."""
-    every = {name: noise_of(**figures) for name, figures in seen.items()}
-    if every:
-        joint = GradientNoise(*map(sum, zip(*every.values(), strict=True)))
-        for name, noise in {**every, "": joint}.items():
+    """Yields name, layer and value of each figure; the layer '' stands for all parameters together."""
+    noises = {name: noise_of(**figures) for name, figures in seen.items()}
+    if noises:
+        joint = GradientNoise(*map(sum, zip(*noises.values(), strict=True)))
+        for name, noise in {**noises, "": joint}.items():
             yield "gradient_snr", name, noise.ratio
         yield "noise_scale", "", examples * joint.scale

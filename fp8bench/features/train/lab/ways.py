@@ -1,7 +1,8 @@
-"""Which way ranks train together; and the two by a wire, whole weights with owners and a stream divided by tokens.
+"""Chooses how ranks train together; and the two ways that send FP8: whole weights with owners (zero), and a stream
+divided by tokens (sp).
 
-Some numbers of what ranks send each other are held against what arrived: rounded by the definition, and not by the
-programs that send them.
+Some numbers of each exchange are compared with what arrived, rounded by the format's definition and not by the code
+that sends them.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ def together_of(settings: TrainerSettings, config: GPTConfig, facts: DeviceFacts
     return DataParallel(group, own_amax)
 
 
-# So many numbers of each tensor are looked at.
+# So many numbers of each tensor are compared.
 _SAMPLED = 64
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Of the sum of magnitudes, what additions in other orders may come to, for each rank.
+# For each rank, the share of the sum of magnitudes by which sums in different orders may differ.
 _ROUNDING = {"fp32": 2.0**-20, "bf16": 2.0**-7}
 
 
 def sampled(tensor: Tensor, turn: int) -> Tensor:
-    """Its largest magnitude, and some of its numbers, others every turn."""
-    own = tensor.detach().flatten().to(torch.float32)
-    stride = max(1, len(own) // _SAMPLED)
-    places = (torch.arange(_SAMPLED, device=own.device) * stride + turn) % len(own)
-    return torch.cat((own.abs().amax().view(1), own[places]))
+    """The largest magnitude, then 64 of the numbers: different ones each turn."""
+    flat = tensor.detach().flatten().to(torch.float32)
+    stride = max(1, len(flat) // _SAMPLED)
+    places = (torch.arange(_SAMPLED, device=flat.device) * stride + turn) % len(flat)
+    return torch.cat((flat.abs().amax().view(1), flat[places]))
 
 
 def alike(tensor: Tensor, other: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def alike(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
-    """Of tensors with these largest magnitudes."""
+    """What arrives of numbers of tensors with these largest magnitudes."""
     if wire != "fp8":
         return numbers.to(_DTYPES[wire]).to(torch.float32)
     scale = largest_scale(amax)
@@ -74,7 +75,7 @@ def as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
 
 
 def mean_as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
-    """Of (ranks, ...) under one scale, added up in the order of ranks."""
+    """What the mean of (ranks, ...) under one scale becomes, added up in the order of ranks."""
     total = torch.zeros_like(numbers[0])
     for number in numbers:
         total += as_sent(number, amax, wire)
@@ -82,38 +83,38 @@ def mean_as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
 
 
 def wrong_means(got: Tensor, numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
-    """Which are not that mean: in FP8 to the bit, else but for rounding."""
+    """Which numbers are not the mean of what ranks sent: in FP8 to the bit, else up to rounding."""
     mean = mean_as_sent(numbers, amax, wire)
     if wire == "fp8":
         return ~alike(got, mean)
-    apart = (got - mean).abs()
-    return apart.isfinite() & (apart > _ROUNDING[wire] * numbers.abs().sum(0))
+    difference = (got - mean).abs()
+    return difference.isfinite() & (difference > _ROUNDING[wire] * numbers.abs().sum(0))
 
 
-# Of steps that nobody asks about, as where memory is measured, the last ones.
+# Samples of at most so many steps are kept, as when memory is measured nothing asks for them.
 _MOST_STEPS = 64
 
 
 class ZeroTensors(FullySharded):
-    """Every rank reads an equal part of every micro-batch, and keeps and updates whole weights, as FP8-LM divides them.
+    """Every rank reads an equal part of every micro-batch, and keeps and updates some whole weights, divided as in
+    FP8-LM.
 
-    What `wire` says goes to owners and comes from them: all ranks, the owner too, compute a step with the weights as
-    they were sent. After a slice some numbers of every gradient in each of its steps, and of every weight, are held
-    against what all ranks have brought, rounded by the definition: in FP8 to the bit.
+    Gradients go to owners, and weights come from them, in the format `wire`: all ranks, the owner too, compute a step
+    with the weights as sent. After a slice of steps, some numbers of every gradient and weight are compared with what
+    ranks sent: in FP8 to the bit.
     """
 
     def __init__(self, group: RankGroup, own_amax: bool, wire: str) -> None:
         super().__init__(group, own_amax)
         self._wire = wire
-        # Of each step some numbers of all tensors that this rank has brought, and of the means that it was given.
+        # For each step, samples of all tensors that this rank sent, and of the means that it received.
         self._seen, self._turn = deque[tuple[Tensor, Tensor]](maxlen=_MOST_STEPS), 0
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
         self._wholes, self._names = list(parameters.values()), list(parameters)
         if len(self._wholes) < self.shares:
             raise UsageError(
-                f"--parallel zero: {self.shares} ranks have no weight each, there are {len(self._wholes)}. Give fewer "
-                "--ranks."
+                f"--parallel zero: {len(self._wholes)} weights are too few for {self.shares} ranks. Give fewer --ranks."
             )
         self._bytes = [whole.untyped_storage().nbytes() for whole in self._wholes]
         self._owned = OwnedTensors(self._group, [whole.numel() for whole in self._wholes], self._wire)
@@ -121,8 +122,8 @@ class ZeroTensors(FullySharded):
         self._release()
         return dict(zip(self.mine(list(parameters)), self._own, strict=True))
 
-    def mine(self, some: Sequence[T]) -> list[T]:
-        return self._owned.own(some)
+    def mine(self, values: Sequence[T]) -> list[T]:
+        return self._owned.own(values)
 
     def updated(self, phase: Phases) -> None:
         self._owned.put(
@@ -130,97 +131,93 @@ class ZeroTensors(FullySharded):
         )
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        found, turn = [gradient_of(whole) for whole in self._wholes], self._turn
-        brought = _rows(found, turn)
-        means = self._owned.means(found, phase)
+        own, turn = [gradient_of(whole) for whole in self._wholes], self._turn
+        sent = _samples(own, turn)
+        means = self._owned.means(own, phase)
         for whole in self._wholes:
             whole.grad = None
         for parameter, mean in zip(self._own, means, strict=True):
             parameter.grad = mean
         gradients.given()
-        self._seen.append((brought, _rows(means, turn)[:, 1:]))
+        self._seen.append((sent, _samples(means, turn)[:, 1:]))
         self._turn += 1
 
     def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Each is its owner's; several figures of all parameters come one behind the other."""
+        """Each norm is its owner's; `own` may be several figures of all parameters, one after the other."""
         squares = torch.stack(list(own)).to(torch.float64).square().view(-1, len(self._own))
-        every = squares.new_zeros(len(squares), len(self._wholes))
-        every[:, self.mine(range(len(self._wholes)))] = squares
-        return list(self._group.added(every).sqrt().to(torch.float32).flatten())
+        placed = squares.new_zeros(len(squares), len(self._wholes))
+        placed[:, self.mine(range(len(self._wholes)))] = squares
+        return list(self._group.added(placed).sqrt().to(torch.float32).flatten())
 
     def faults(self) -> tuple[str, ...]:
-        """Asked while parameters are present."""
+        """Parameters have to be present."""
         seen = list(self._seen)
         self._seen.clear()
         place = torch.tensor(self.mine(range(len(self._wholes))))
-        words = []
+        faults = []
         if seen:
-            brought, got = map(torch.stack, zip(*seen, strict=True))
-            all_of = torch.stack(self._group.all_of(brought))[:, :, place]  # ranks, steps, tensors, numbers
-            wrong = wrong_means(got, all_of[..., 1:], all_of[..., :1].amax(0), self._wire)
-            words.append(self._said("was given a gradient that is not the mean of what all have brought", wrong, place))
-        own = _rows([parameter.detach() for parameter in self._own], 0)
-        every = own.new_zeros(len(self._wholes), own.shape[1])
-        every[place.to(own.device)] = own
-        theirs = torch.stack(self._group.all_of(every))
-        kept = theirs[torch.tensor(self._owned.owners), torch.arange(len(self._wholes))]
-        numbers = _rows([whole.detach() for whole in self._wholes], 0)[:, 1:]
+            sent, received = map(torch.stack, zip(*seen, strict=True))
+            all_sent = torch.stack(self._group.all_of(sent))[:, :, place]  # ranks, steps, tensors, numbers
+            wrong = wrong_means(received, all_sent[..., 1:], all_sent[..., :1].amax(0), self._wire)
+            faults.append(self._fault("received a gradient that is not the mean of what all ranks sent", wrong, place))
+        own = _samples([parameter.detach() for parameter in self._own], 0)
+        rows = own.new_zeros(len(self._wholes), own.shape[1])
+        rows[place.to(own.device)] = own
+        all_rows = torch.stack(self._group.all_of(rows))
+        kept = all_rows[torch.tensor(self._owned.owners), torch.arange(len(self._wholes))]
+        numbers = _samples([whole.detach() for whole in self._wholes], 0)[:, 1:]
         wrong = ~alike(numbers, as_sent(kept[:, 1:], kept[:, :1], self._wire))
-        words.append(self._said("has a weight that is not what its owner has sent", wrong, torch.arange(len(wrong))))
-        return tuple(filter(None, words))
+        faults.append(self._fault("has a weight that is not what its owner sent", wrong, torch.arange(len(wrong))))
+        return tuple(filter(None, faults))
 
-    def _said(self, words: str, wrong: Tensor, place: Tensor) -> str:
-        """Names the first tensor that is."""
+    def _fault(self, words: str, wrong: Tensor, place: Tensor) -> str:
+        """Names the first wrong tensor; '' where there is none."""
         tensors = wrong.any(-1).view(-1, len(place)).any(0).nonzero().flatten().tolist()
         return f"{words}: {self._names[int(place[tensors[0]])]}" if tensors else ""
 
 
-def _rows(tensors: Sequence[Tensor], turn: int) -> Tensor:
-    """Of each tensor its largest magnitude and some of its numbers."""
+def _samples(tensors: Sequence[Tensor], turn: int) -> Tensor:
     return torch.stack([sampled(tensor, turn) for tensor in tensors])
 
 
-# Exchanges that nobody has asked about, the last ones.
+# Notes of at most so many exchanges are kept.
 _MOST_NOTED = 1024
 
 
 class _Note(NamedTuple):
-    """Of an exchange some numbers of what this rank has brought, behind the largest magnitude, and of what it was
-    given: (numbers) and (ranks, numbers) where tokens were gathered, the other way round where they were scattered."""
+    """Samples of an exchange: of what this rank sent, after its largest magnitude, and of what it received. Shapes are
+    (numbers) and (ranks, numbers) where tokens were gathered, the other way round where they were scattered."""
 
-    brought: Tensor
-    got: Tensor
+    sent: Tensor
+    received: Tensor
     dtype: torch.dtype
 
 
 class NotedGroup(RankGroup):
-    """Notes some numbers of every exchange of tokens."""
+    """Notes samples of every exchange of tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.noted, self._turn = deque[_Note](maxlen=_MOST_NOTED), 0
 
     def all_parts(self, x: Tensor) -> Tensor:
-        found = super().all_parts(x)
-        self._note(sampled(x, self._turn), self._rows(found)[:, 1:], x.dtype)
-        return found
+        parts = super().all_parts(x)
+        self._note(sampled(x, self._turn), _samples([*parts], self._turn)[:, 1:], x.dtype)
+        return parts
 
     def own_part(self, parts: Tensor) -> Tensor:
-        brought = self._rows(parts)
-        found = super().own_part(parts)
-        self._note(brought, sampled(found, self._turn)[1:], parts.dtype)
-        return found
+        sent = _samples([*parts], self._turn)
+        own = super().own_part(parts)
+        self._note(sent, sampled(own, self._turn)[1:], parts.dtype)
+        return own
 
-    def _rows(self, parts: Tensor) -> Tensor:
-        return torch.stack([sampled(part, self._turn) for part in parts])
-
-    def _note(self, brought: Tensor, got: Tensor, dtype: torch.dtype) -> None:
-        self.noted.append(_Note(brought, got, dtype))
+    def _note(self, sent: Tensor, received: Tensor, dtype: torch.dtype) -> None:
+        self.noted.append(_Note(sent, received, dtype))
         self._turn += 1
 
 
 class BF16Group(RankGroup):
-    """Sends at most 16 bits, and hands back what it was given in."""
+    """Sends at most 16 bits a number, and returns the dtype it was given."""
 
     def all_parts(self, x: Tensor) -> Tensor:
         return super().all_parts(_narrow(x)).to(x.dtype)
@@ -247,11 +244,11 @@ STREAMS: dict[str, type[NotedGroup]] = {"fp32": NotedGroup, "bf16": _NotedBF16, 
 
 
 class SequenceParallel(TensorParallel):
-    """And of what lies between the parts of blocks a rank has its tokens only. Embedding, last norm, head and loss are
-    of all tokens, on all ranks alike: the stream is cut before the first block and gathered behind the last one.
+    """Tensor parallelism where each rank has only its own tokens between the parts of blocks.
 
-    After a slice some numbers of every exchange are held against what all ranks have brought: what all of them gather
-    alike does not show that one has got another sum.
+    Embedding, last norm, head and loss see all tokens on all ranks: the stream is cut before the first block and
+    gathered after the last. After a slice of steps, samples of every exchange are compared with what ranks sent: since
+    all ranks gather the same stream, comparing weights would not show that one received a wrong sum.
     """
 
     def __init__(self, group: RankGroup, config: GPTConfig, own_amax: bool, wire: str) -> None:
@@ -272,7 +269,7 @@ class SequenceParallel(TensorParallel):
         model.norm.register_forward_pre_hook(lambda _, given: (exchanged(given[0], stream.gathered, own),))
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
-        """Norms of blocks have gradients of this rank's tokens."""
+        """Norms inside blocks see this rank's tokens only: their gradients are summed over ranks."""
         within = {name: parameter for name, parameter in parameters.items() if name.startswith("blocks.")}
         self._summed = [parameter for name, parameter in within.items() if cut_of(name, self._config) is None]
         return super().own(parameters)
@@ -293,25 +290,24 @@ class SequenceParallel(TensorParallel):
     def faults(self) -> tuple[str, ...]:
         notes = list(self.stream.noted)
         self.stream.noted.clear()
-        wrong = bool(notes) and self._arrived_otherwise(notes)
-        return ("was given tokens of the stream that are not what all ranks have brought",) if wrong else ()
+        wrong = bool(notes) and self._arrived_wrong(notes)
+        return ("received tokens of the stream that are not what all ranks sent",) if wrong else ()
 
-    def _arrived_otherwise(self, notes: Sequence[_Note]) -> bool:
-        sizes = [note.brought.numel() for note in notes]
-        flat = self._group.all_of(torch.cat([note.brought.flatten() for note in notes]))
+    def _arrived_wrong(self, notes: Sequence[_Note]) -> bool:
+        sizes = [note.sent.numel() for note in notes]
+        flat = self._group.all_of(torch.cat([note.sent.flatten() for note in notes]))
         by_note = zip(notes, *(torch.split(tensor, sizes) for tensor in flat), strict=True)
-        return any(self._is_wrong(note, torch.stack(brought)) for note, *brought in by_note)
+        return any(self._is_wrong(note, torch.stack(all_sent)) for note, *all_sent in by_note)
 
-    def _is_wrong(self, note: _Note, brought: Tensor) -> bool:
-        """`brought` is everybody's, by rank."""
+    def _is_wrong(self, note: _Note, all_sent: Tensor) -> bool:
         narrow, in_fp8 = _is_narrow(note.dtype), self._wire == "fp8"
-        every = brought.view(len(brought), *note.brought.shape)
-        if note.got.ndim > 1:
-            sent = as_sent(every[:, 1:], every[:, :1], "fp32" if narrow and not in_fp8 else self._wire)
+        all_sent = all_sent.view(len(all_sent), *note.sent.shape)
+        if note.received.ndim > 1:
+            expected = as_sent(all_sent[:, 1:], all_sent[:, :1], "fp32" if narrow and not in_fp8 else self._wire)
         else:
-            numbers, amax = every[:, self.rank, 1:], every[..., 0].amax()
-            if not in_fp8:  # a sum of any order
+            numbers, amax = all_sent[:, self.rank, 1:], all_sent[..., 0].amax()
+            if not in_fp8:  # a sum in any order
                 wire = "bf16" if narrow else self._wire
-                return bool(wrong_means(note.got / len(every), numbers, amax, wire).any())
-            sent = mean_as_sent(numbers, amax, self._wire) * len(every)
-        return not bool(alike(note.got, sent.to(note.dtype).to(torch.float32)).all())
+                return bool(wrong_means(note.received / len(all_sent), numbers, amax, wire).any())
+            expected = mean_as_sent(numbers, amax, self._wire) * len(all_sent)
+        return not bool(alike(note.received, expected.to(note.dtype).to(torch.float32)).all())

@@ -1,12 +1,11 @@
-"""The curves of a training: what was seen of each arm in each seed, and the points that are compared.
+"""The curves of a training, what is compared of them, and the verdicts on pairs of seeds.
 
-The endpoint is declared in advance: the mean training loss over the last tenth of the steps. The second measure is the
-last loss on the held-out text. A point with any value that is not finite is void.
+The endpoint was declared in advance: the mean training loss over the last tenth of the steps. The second measure is the
+last loss on held-out text. A point with a value that is not finite is void.
 
-What gaps paired over seeds say is a verdict by Student's t, and how many more seeds one would take. The interval of 99%
-decides, that of 95% is shown. It is each arm's own: of a hundred arms that differ from their reference by nothing, one
-at most is called worse or better. How many steps, tokens and seconds arms take to a loss that was named ahead
-(`--until`) stands at the end.
+Gaps are paired over seeds and judged by Student's t: the interval of 99% decides, that of 95% is shown. It is each
+arm's own: of a hundred arms that do not differ from their reference, at most one is called worse or better. The end of
+the file has the steps, tokens and seconds that arms take to a loss given in advance (`--until`).
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from fp8bench.model import Interval
 
 HELD_OUT = "held-out"
 _TENTHS = 10
-# A reference that has come down to this share of its first loss knows its text by heart: a share of next to nothing
-# says nothing. Of bytes that is 0.055 a token, where text that was learned and not copied stays above 0.6.
+# A reference whose loss has fallen to this share of its first knows its text by heart, and gaps relative to it mean
+# nothing. For bytes that is 0.055 a token; text that was learned and not copied stays above 0.6.
 _NEARLY_ZERO = 0.01
 _STOPPED = "stopped"
 
@@ -45,7 +44,7 @@ Key = tuple[str, int]
 
 
 class Void(StrEnum):
-    """Why a seed says nothing of an arm beside its reference."""
+    """Why a seed does not count for an arm."""
 
     NOT_FINISHED = "not finished"
     NOT_FINITE = "not finite"
@@ -57,17 +56,15 @@ class Void(StrEnum):
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm in one seed, its rows in the order of their steps, of `steps` that were asked for.
-
-    `beside` are the seconds of the reference's steps beside it, where these are not those of the reference's rows.
-    `passed` are steps that rewinds passed over: their rows have no loss, and what is compared leaves them out.
-    """
+    """One arm in one seed: its rows in the order of steps, of which `steps` were asked for. `reference_seconds` are
+    times of the reference's steps next to this arm, where they differ from those in the reference's rows. `passed` are
+    steps that rewinds passed over: their rows have no loss, and no comparison uses them."""
 
     steps: int
     rows: tuple[StepRow, ...] = ()
     held_out: Mapping[int, float] = field(default_factory=dict)
     events: frozenset[str] = frozenset()
-    beside: Mapping[int, float] = field(default_factory=dict)
+    reference_seconds: Mapping[int, float] = field(default_factory=dict)
     passed: frozenset[int] = frozenset()
 
     @property
@@ -83,14 +80,15 @@ class Curve:
         return self.endpoint_without(self.passed)
 
     def endpoint_without(self, passed: frozenset[int]) -> float:
-        """The mean of the last tenth but for these; NaN if one is not finite, or it did not come to its last step."""
+        """The mean of the last tenth without these steps; NaN if one is not finite, or the arm did not come to its
+        end."""
         end = [row.loss for row in self.rows[-last_of(self.steps) :] if row.step not in passed]
         return math.fsum(end) / len(end) if end and self.whole and all(map(math.isfinite, end)) else math.nan
 
     @property
     def fall(self) -> float:
-        """The share of its first loss by which it fell until the end, or that on held-out text, if that fell by more:
-        the first batch of weights that are trained already may be an easy one. NaN where one of these is void."""
+        """The share by which the loss fell from the first step to the endpoint, or that on held-out text if it fell
+        more: the first batch of trained weights may be an easy one. NaN where a point is void."""
         if not (self.rows and self.rows[0].loss > 0):
             return math.nan
         fell, before, after = 1 - self.endpoint / self.rows[0].loss, *map(self.held_out.get, (0, self.steps))
@@ -98,10 +96,8 @@ class Curve:
 
     @property
     def blew_up(self) -> bool:
-        """Whether it was stopped for a value that is not finite, or came to its end with one.
-
-        One that recovered from such a step is not meant, nor one that was lost for another reason.
-        """
+        """Whether it was stopped for a value that is not finite, or ended with one. Recovered steps do not count, nor
+        does an arm that was lost for another reason."""
         if self.whole:
             taken = [row.loss for row in self.rows if row.step not in self.passed]
             return not (taken and math.isfinite(taken[-1]))
@@ -113,11 +109,11 @@ def last_of(steps: int) -> int:
 
 
 def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
-    """Every arm in every seed. Of lines for the same step the last one counts."""
+    """Every arm in every seed. Of several lines for one step the last counts."""
     rows: dict[Key, dict[int, StepRow]] = defaultdict(dict)
     held_out: dict[Key, dict[int, float]] = defaultdict(dict)
     events: dict[Key, set[str]] = defaultdict(set)
-    beside: dict[Key, dict[int, float]] = defaultdict(dict)
+    reference_seconds: dict[Key, dict[int, float]] = defaultdict(dict)
     passed: dict[Key, set[int]] = defaultdict(set)
     lines = tuple(lines)
     ends = arrivals(lines)
@@ -132,7 +128,7 @@ def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
             if line.kind == REWOUND:
                 passed[key].update(range(int(dict(line.values)["first"]), line.step + 1))
         elif isinstance(line, StepFigure) and line.name == REFERENCE_SECONDS:
-            beside[key][line.step] = line.value
+            reference_seconds[key][line.step] = line.value
     for key, steps_passed in passed.items():
         if like := next(iter(rows[key].values()), None):
             empty = replace(like, loss=math.nan, gradient_norm=math.nan, seconds=0.0, skipped=True)
@@ -140,7 +136,7 @@ def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
     return {
         key: Curve(
             ends.get(key[1], steps), tuple(row for _, row in sorted(own.items())), held_out[key],
-            frozenset(events[key]), beside[key], frozenset(passed[key]),
+            frozenset(events[key]), reference_seconds[key], frozenset(passed[key]),
         )
         for key, own in rows.items() if own
     }  # fmt: skip
@@ -152,7 +148,8 @@ def arrivals(lines: Iterable[StreamLine]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Pair:
-    """One seed: by what share the arm's loss lies above its reference's. `held_out` is None where a point is void."""
+    """One seed: the share by which the arm's loss lies above its reference's. `held_out` is None where a point is
+    void."""
 
     seed: int
     gap: float
@@ -177,8 +174,8 @@ def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
 
 
 def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
-    """Of the last evaluation that both have had, in the last tenth of the steps or after them: an earlier one is of
-    other weights than the endpoint."""
+    """From the last evaluation that both had, within the last tenth of the steps: earlier ones are of other weights
+    than the endpoint."""
     both = [step for step in reference.held_out.keys() & arm.held_out if step >= arm.steps - last_of(arm.steps)]
     if not both:
         return None
@@ -188,16 +185,15 @@ def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
 
 LEAST_PAIRS = 5
 DECIDING, SHOWN = 0.99, 0.95
-# More seeds than this nobody trains.
+# No verdict asks for more seeds than this.
 MOST_SEEDS = 1000
-# So many more seeds are asked for that they decide with a probability of 80% or more, if gap and spread are what they
-# seem: chance moves the mean no further either way in 80 of 100 cases.
+# The seeds asked for decide with a probability of at least 80%, if gap and spread are as estimated: in 80 of 100 cases
+# chance moves the mean by no more than this.
 _POWER = statistics.NormalDist().inv_cdf(0.9)
-_ODD = 0.999
 
 
 class Learned(StrEnum):
-    """What is said of an arm, in the order in which it is asked."""
+    """The verdict on an arm, in the order in which they are tried."""
 
     DIVERGED = "diverged"
     DID_NOT_LEARN = "did not learn"
@@ -221,7 +217,8 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class Gap:
-    """By what share an arm's loss lies above its reference's: the mean over pairs, with intervals if there are two."""
+    """The share by which an arm's loss lies above its reference's: the mean over pairs, with intervals from two pairs
+    on."""
 
     point: float
     pairs: int
@@ -232,8 +229,8 @@ class Gap:
 
 @dataclass(frozen=True)
 class JudgedArm:
-    """What the pairs of one arm say. `more_seeds` would do; None where no number of them is known to, as of a study
-    whose seeds do not count for a reason, `void`, that others would have, too."""
+    """What the pairs of one arm say. `more_seeds` would decide; None where that is unknown, or where further seeds
+    would be void, too, for the reason `void`."""
 
     learned: Learned
     gap: Gap | None = None
@@ -243,7 +240,7 @@ class JudgedArm:
     void: Void | None = None
 
 
-# Why further seeds would count no more than those that there are.
+# Reasons that further seeds would share.
 INCURABLE = (Void.NOT_FINISHED, Void.NEARLY_ZERO, Void.OTHER_TOKENS)
 
 
@@ -253,14 +250,14 @@ def gap_of(gaps: Sequence[float]) -> Gap | None:
     point, count = statistics.fmean(gaps), len(gaps)
     if count == 1:
         return Gap(point, 1, math.nan, None, None)
-    # As statistics.stdev has it, which takes fractions of whole numbers: eighty times as long.
+    # statistics.stdev computes with fractions, which takes eighty times as long.
     deviation = math.sqrt(math.fsum((gap - point) ** 2 for gap in gaps) / (count - 1))
     decides, shown = (_interval(point, deviation, count, level) for level in (DECIDING, SHOWN))
     return Gap(point, count, deviation, decides, shown)
 
 
 def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm:
-    """The verdict on pairs, none of which diverged. Not `looks`: there is no held-out text, and nothing to agree."""
+    """The verdict on pairs, none of which diverged. Without `looks` there is no held-out text that has to agree."""
     gap = gap_of([pair.gap for pair in pairs])
     held_out = gap_of([pair.held_out for pair in pairs if pair.held_out is not None])
     open_arm = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
@@ -277,7 +274,8 @@ def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm
 
 
 def rule(interval: Interval, margin: float) -> Learned:
-    """Worse lies above 0 and reaches beyond the margin, better is its mirror image; what is within lies so wholly."""
+    """Worse lies above 0 and reaches beyond the margin, better is its mirror image; within noise lies inside the
+    margin."""
     if interval.low > 0 and interval.high > margin:
         return Learned.WORSE
     if interval.high < 0 and interval.low < -margin:
@@ -287,7 +285,7 @@ def rule(interval: Interval, margin: float) -> Learned:
 
 
 def _agrees(learned: Learned, held_out: Interval, margin: float) -> bool:
-    """Whether held-out text says the same: by its sign, and where nothing was found not surely something."""
+    """Whether held-out text agrees: by its sign, or, for within noise, by not lying outside the margin."""
     if learned is Learned.WITHIN_NOISE:
         return held_out.low <= margin and held_out.high >= -margin
     return held_out.point > 0 if learned is Learned.WORSE else held_out.point < 0
@@ -299,7 +297,7 @@ def _interval(point: float, deviation: float, count: int, level: float) -> Inter
 
 
 def seeds_until(gap: Gap, margin: float) -> int | None:
-    """The least number that decides, wherever chance may move the mean of so many; None if too many are needed."""
+    """The fewest further seeds that probably decide; None if too many are needed."""
 
     def decides(count: int) -> bool:
         reach, moved = (value * gap.deviation / math.sqrt(count) for value in (quantile(DECIDING, count - 1), _POWER))
@@ -312,8 +310,8 @@ def seeds_until(gap: Gap, margin: float) -> int | None:
 
 
 def settled_by_more(gap: Gap, bound: float) -> tuple[float, int] | None:
-    """The next round share below half of what is excluded, and how many more seeds would probably decide it: of studies
-    that were drawn about two of three or more. None where two seeds say too little of their spread."""
+    """The next round share below half of the excluded one, and how many more seeds would probably decide it: they did
+    in about two of three simulated studies. None for fewer than three seeds, which say too little of their spread."""
     if gap.pairs < 3 or bound <= 0 or not gap.deviation:
         return None
     tenth = 10.0 ** math.floor(math.log10(bound / 2))
@@ -323,39 +321,23 @@ def settled_by_more(gap: Gap, bound: float) -> tuple[float, int] | None:
 
 
 def bound_of_one(gap: float, chaos: float) -> Interval | None:
-    """What a gap of one seed says of that seed, by what one ulp did in it: Student's t with the one freedom that one
-    difference leaves. None where the ulp did nothing.
-
-    Both differences share the reference's own chance, which makes the ratio of them a little narrower than that.
-    """
+    """What a gap of one seed says about that seed, from what one ulp did in it: Student's t with one degree of freedom.
+    None where the ulp did nothing. Both differences share the reference's own chance, which makes their ratio slightly
+    narrower than that."""
     reach = quantile(SHOWN, 1) * abs(chaos)
     return Interval(gap, gap - reach, gap + reach, SHOWN) if reach else None
 
 
 def least_seen(deviation: float, seeds: int) -> tuple[float, float]:
-    """For gaps of such a spread over so many seeds: the difference that would be told from none in four of five cases,
-    and how far the interval of 99% would reach."""
+    """For gaps with this spread over so many seeds: the smallest difference found in four of five cases, and the
+    half-width of the interval of 99%."""
     reach, moved = (value * deviation / math.sqrt(seeds) for value in (quantile(DECIDING, seeds - 1), _POWER))
     return reach + moved, reach
 
 
-def outlier_of(pairs: Sequence[Pair]) -> int | None:
-    """The seed whose gap lies so far from those of all others as one in a thousand would, were it one of them."""
-    if len(pairs) < LEAST_PAIRS:
-        return None
-    middle = statistics.median(pair.gap for pair in pairs)
-    furthest = max(pairs, key=lambda pair: abs(pair.gap - middle))
-    others = [pair.gap for pair in pairs if pair is not furthest]
-    limit = quantile(_ODD, len(others) - 1) * statistics.stdev(others) * math.sqrt(1 + 1 / len(others))
-    return furthest.seed if abs(furthest.gap - statistics.fmean(others)) > limit else None
-
-
 @dataclass(frozen=True)
 class ReachedLoss:
-    """When an arm came to the loss in a seed: where a straight line between two looks does for the first time.
-
-    None where it did not; `seconds` also of an emulated arm, whose time says nothing.
-    """
+    """When an arm came to the loss in a seed, by a straight line between two validations; None where it did not."""
 
     seed: int
     steps: float | None
@@ -365,8 +347,8 @@ class ReachedLoss:
 
 @dataclass(frozen=True)
 class ArmReached:
-    """An arm in every seed. `times` are its steps as a multiple of the reference's, the mean of their logarithms over
-    the `both` seeds in which either came to the loss, with the interval of 95% where these are two or more."""
+    """An arm in every seed. `times` are its steps as a multiple of the reference's, the geometric mean over the `both`
+    seeds in which both reached the loss, with the interval of 95% from two seeds on."""
 
     arm: str
     seeds: tuple[ReachedLoss, ...]
@@ -382,9 +364,9 @@ class ArmReached:
 def reached_by(
     arms: Sequence[Arm], reference: str, curves: Mapping[Key, Curve], seeds: Sequence[int], loss: float
 ) -> tuple[ArmReached, ...]:
-    """Of these arms in these seeds; the reference among them has no multiple."""
+    """The reference has no multiple."""
     places = {arm.name: [_in_seed(curves.get((arm.name, seed)), seed, loss, arm) for seed in seeds] for arm in arms}
-    return tuple(_beside(name, own, places[reference] if name != reference else []) for name, own in places.items())
+    return tuple(_compared(name, own, places[reference] if name != reference else []) for name, own in places.items())
 
 
 def _in_seed(curve: Curve | None, seed: int, loss: float, arm: Arm) -> ReachedLoss:
@@ -407,7 +389,7 @@ def _first_at(looks: Mapping[int, float], loss: float) -> float | None:
     return None
 
 
-def _beside(arm: str, own: Sequence[ReachedLoss], reference: Sequence[ReachedLoss]) -> ArmReached:
+def _compared(arm: str, own: Sequence[ReachedLoss], reference: Sequence[ReachedLoss]) -> ArmReached:
     logs = [
         math.log(new.steps / old.steps)
         for old, new in zip(reference, own, strict=False) if new.steps and old.steps

@@ -1,14 +1,13 @@
-"""Delayed scaling without training: recorded amaxes, replayed through every history, margin, interval and algorithm.
+"""Replays recorded amaxes through every history, margin, interval and algorithm of delayed scaling, without training.
 
-The scales are those that a training would have had on the same tensors, bit by bit: float32 throughout, as in
-nn/tensor_scales.py, which a test holds this against. What other scales would have changed in the tensors themselves is
-not in it.
+The scales are those that a training would have had on the same tensors, bit by bit, in float32 as in
+nn/tensor_scales.py; a test compares the two. How other scales would have changed the tensors is not included.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -28,13 +27,13 @@ MARGINS = (0, 1, 2)
 INTERVALS = (1, 4, 16)
 _ROLES = (Role.INPUT, Role.WEIGHT, Role.GRADIENT)
 _LARGEST_FACTOR = np.float32(2.0**126)
-# What a scaled amax may lie above the largest value because quotient and product were rounded: it loses nothing.
+# A scaled amax may exceed the largest value by the rounding of quotient and product: it loses nothing.
 _ROUNDED = 1 + 2.0**-22
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The largest magnitudes of one tensor, cast by cast, and its smallest ones above 0 where they were recorded."""
+    """The largest magnitudes of one tensor, cast by cast, and the smallest above 0 where they were recorded."""
 
     layer: str
     role: Role
@@ -44,11 +43,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one way of scaling would have done to all tensors of one role, shares of their casts.
+    """What one way of scaling would have done to all tensors of one role, as shares of their casts.
 
-    `overflow` is of casts whose largest value would have been cut off, by `worst` octaves at most; `underflow` of those
-    whose smallest would have become 0, None where nobody recorded it. `idle` is how many octaves of the format's range
-    the others left unused, the mean.
+    `overflow` counts casts whose largest value would have been cut off, by at most `worst` octaves; `underflow` those
+    whose smallest would have become 0, None where that was not recorded. `idle` is the mean number of octaves that the
+    others left unused.
     """
 
     delayed: Delayed
@@ -61,31 +60,38 @@ class Replayed:
 
 
 def traces_of(training: Training, lines: Iterable[StreamLine], arm: Arm) -> tuple[Trace, ...]:
-    """What a training kept of all tensors that an arm casts, in all seeds. Refused unless every cast was recorded."""
+    """All tensors that an arm casts, in all seeds. Raises UsageError unless every cast was recorded."""
     batches = arm.taken(training.request.settings).micro_batches
     if batches > 1:
         raise UsageError(
-            f"{arm.name} casts each tensor {batches} times a step, and the first amax of a step is kept. Train with "
-            "--micro-batches 1 to replay histories."
+            f"{arm.name} casts each tensor {batches} times a step, and only the first amax of a step is kept. Train "
+            "with --micro-batches 1 to replay histories."
         )
     tensors: dict[tuple[str, Role, int], dict[int, LayerReading]] = {}
     for line in lines:
         if isinstance(line, LayerReading) and line.arm == arm.name and line.role in _ROLES:
             tensors.setdefault((line.layer, Role(line.role), line.seed), {})[line.step] = line
     if not tensors:
-        raise UsageError(f"nothing was watched of {arm.name}, so that there are no amaxes. Train with --stride 1.")
+        raise UsageError(f"{arm.name} was not watched, so that there are no amaxes. Train with --stride 1.")
     for (layer, role, _), readings in tensors.items():
         if max(readings) + 1 != len(readings):
             raise UsageError(
-                f"of {layer} {role} in {arm.name} there are {len(readings)} amaxes in {max(readings) + 1} steps, and "
-                "delayed scaling sees every one. Train with --stride 1."
+                f"{layer} {role} in {arm.name} has {len(readings)} amaxes in {max(readings) + 1} steps, and delayed "
+                "scaling needs that of every step. Train with --stride 1."
             )
     cast = _layers_cast(line for readings in tensors.values() for line in readings.values())
-    return tuple(_trace(layer, role, readings) for (layer, role, _), readings in tensors.items() if layer in cast)
+    traces = []
+    for (layer, role, _), readings in tensors.items():
+        if layer in cast:
+            ordered = [readings[step] for step in sorted(readings)]
+            # The infinite amax of a tensor that is not finite enters no history.
+            amax = tuple(math.inf if reading.not_finite else reading.amax for reading in ordered)
+            traces.append(Trace(layer, role, amax, tuple(reading.smallest for reading in ordered)))
+    return tuple(traces)
 
 
 def _layers_cast(readings: Iterable[LayerReading]) -> set[str]:
-    """Layers with a product; of an arm that scales some of them, these alone: the others stay in high precision."""
+    """Layers with a product; where an arm scales only some of them, those."""
     roles: dict[str, set[str]] = {}
     scaled = set()
     for reading in readings:
@@ -96,22 +102,16 @@ def _layers_cast(readings: Iterable[LayerReading]) -> set[str]:
     return products & scaled or products
 
 
-def _trace(layer: str, role: Role, readings: Mapping[int, LayerReading]) -> Trace:
-    """In the order of steps. A reading leaves out what is not finite; a cast of such a tensor enters nothing."""
-    ordered = [reading for _, reading in sorted(readings.items())]
-    amax = tuple(math.inf if reading.not_finite else reading.amax for reading in ordered)
-    return Trace(layer, role, amax, tuple(reading.smallest for reading in ordered))
-
-
-def ways(
+def delayed_ways(
     histories: Sequence[int] = HISTORIES, margins: Sequence[int] = MARGINS, intervals: Sequence[int] = INTERVALS
 ) -> Iterator[Delayed]:
+    """Every combination."""
     for history, margin, interval in product(histories, margins, intervals):
         yield Delayed(history, Amax.MOST_RECENT if history == 1 else Amax.MAX, margin, interval)
 
 
 def best_of(replays: Sequence[Replayed]) -> Delayed:
-    """The way that cuts off in the smallest share of casts, and of such ways leaves the least idle."""
+    """The way that overflows in the smallest share of casts, and of those the one that leaves the least idle."""
 
     def cost(way: Delayed) -> tuple[float, float]:
         own = [replay for replay in replays if replay.delayed == way]
@@ -122,14 +122,14 @@ def best_of(replays: Sequence[Replayed]) -> Delayed:
 
 
 def histories_of(training: Training, lines: Iterable[StreamLine], name: str) -> tuple[Replayed, ...]:
-    """Every way on the amaxes of the arm with that name, by way and role, in its own formats if it has a choice."""
+    """Replays every way on the amaxes of the named arm, in its own formats where it has a choice."""
     arms = {arm.name: arm for arm in training.arms}
     if name not in arms:
         raise UnknownName("arm", name, arms)
     traces = traces_of(training, lines, arms[name])
     word = str(precisions.get(arms[name].precision).chosen.get("formats", ""))
     formats = word if word in FORMATS_BY_ROLE else "hybrid"
-    return tuple(replay for way in ways() for replay in replayed(traces, way, formats))
+    return tuple(replay for way in delayed_ways() for replay in replayed(traces, way, formats))
 
 
 def replayed(traces: Sequence[Trace], delayed: Delayed, formats: str = "hybrid") -> Iterator[Replayed]:
@@ -158,7 +158,7 @@ def replayed(traces: Sequence[Trace], delayed: Delayed, formats: str = "hybrid")
 
 
 def scales_of(amaxes: Sequence[float], delayed: Delayed, largest: float) -> Floats:
-    """The scale that each cast is multiplied by: the one that stood before it, 1 to begin with."""
+    """The scale of each cast: the one that was set before it, at first 1."""
     amax = np.array(amaxes, dtype=np.float32)
     finite = np.isfinite(amax)
     entries = np.where(finite, amax, np.float32(0))
@@ -167,7 +167,7 @@ def scales_of(amaxes: Sequence[float], delayed: Delayed, largest: float) -> Floa
         wanted = np.minimum(np.float32(largest) / largest_amax, _LARGEST_FACTOR) / np.float32(2.0**delayed.margin)
     casts = np.arange(1, len(amax) + 1)
     renewed = finite & (largest_amax > 0) & (casts % delayed.interval == 0)
-    # A cast takes what the last renewal before it has left.
+    # A cast uses the scale of the last renewal before it.
     last = np.maximum.accumulate(np.where(renewed, casts, 0))
     standing = np.concatenate([[np.float32(1)], wanted.astype(np.float32)])
     before = np.concatenate([[0], last[:-1]]).astype(np.int64)
@@ -175,7 +175,7 @@ def scales_of(amaxes: Sequence[float], delayed: Delayed, largest: float) -> Floa
 
 
 def _trailing_max(values: Floats, history: int) -> Floats:
-    """The largest of each value and those before it, so many of them: by doubling, whatever the history."""
+    """The largest of each value and the `history` - 1 before it, by doubling."""
     most, length = values.copy(), 1
     while length < min(history, len(values)):
         step = min(length, history - length)

@@ -1,6 +1,6 @@
-"""What an arm of a training came to: the figures of its row, its energy, and what is said of its scores.
+"""The results of each arm of a training: the figures of its row, its energy, and verdicts on its scores.
 
-Scores are of tasks, of metrics of somebody's own, and losses after quantising; they are paired over seeds.
+Scores are of tasks, of the user's own metrics, and losses after quantising; they are paired over seeds.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from fp8bench.report.words.naming import many
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """Losses are means over seeds: `loss` over the last tenth of the steps, `held_out` after the last one.
+    """The figures of one arm; losses are means over seeds.
 
-    `tokens_per_second` is by the median step, None for an emulated arm. `peak_memory` is that of the arm alone, and
-    `device_peak_memory` what it would be where hardware keeps the formats; other seeds and the repeat of the reference
-    take what it takes, and have neither `capacity` nor `energy`. `wire` is what a rank sends in a step, in bytes by
-    operation and dtype, of several ranks. `events` is None
-    for an arm without a step, `said` for the reference and its bands. `steps` are those of all seeds.
+    `loss` is over the last tenth of the steps, `held_out` after the last step. `tokens_per_second` is by the median
+    step, None for an emulated arm. `peak_memory` is that of the arm alone, and `device_peak_memory` what it would be
+    where hardware keeps the formats. Bands of the reference take the memory it takes, and have neither `capacity` nor
+    `energy`. `wire` is what one of several ranks sends in a step, in bytes by operation and dtype. `events` is None for
+    an arm without a step, `verdict` for the reference and its bands. `steps` are those of all seeds.
     """
 
     arm: Arm
@@ -69,17 +69,17 @@ class ArmSummary:
     capacity: Capacity | None = None
     energy: TrainedEnergy | None = None
     events: int | None = None
-    said: ArmVerdict | None = None
+    verdict: ArmVerdict | None = None
 
 
 def summaries_of(
     kept: KeptTraining, verdicts: TrainingVerdicts, curves: Mapping[Key, Curve] | None = None
 ) -> tuple[ArmSummary, ...]:
-    """Of every arm, in their order. `curves` are those of its lines, for who has them."""
+    """Every arm, in order. `curves` are those of its lines, if the caller has them."""
     curves = curves_of(kept.lines, kept.training.request.steps) if curves is None else curves
     peaks = {line.arm: line.memory for line in kept.of(ArmCost) if line.memory is not None}
     capacities = {line.arm: line.capacity for line in kept.of(ArmCost) if line.capacity is not None}
-    # What a user's own optimizer keeps is there after its first step alone.
+    # A user's own optimizer has its state only after its first step.
     kept_bytes = {
         line.arm: sum(size for _, size in line.kept) / kept.training.parameters
         for line in kept.of(ArmCost) if line.kept and kept.training.request.settings.make
@@ -115,7 +115,7 @@ def summaries_of(
             capacity=capacities.get(arm.name),
             energy=energies.get(arm.name),
             events=events[arm.name] if own else None,
-            said=verdicts.of(arm.name),
+            verdict=verdicts.of(arm.name),
         )
         summaries.append(summary)
     return tuple(summaries)
@@ -126,16 +126,14 @@ def mean_of(values: Sequence[float]) -> float | None:
 
 
 def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, float | None]:
-    """All numbers by their names. Gaps are shares, each with its interval of 95%, 'gap_deciding' with that of 99%.
-
-    A band stands with the arm that makes it.
-    """
-    said = summary.said
+    """All numbers by name. Gaps are shares, each with its interval of 95%, 'gap_deciding' with that of 99%. A band is a
+    figure of the arm that shows it."""
+    verdict = summary.verdict
     energy = summary.energy
-    speed = said.speed.adjusted if said and said.speed else None
+    speed = verdict.speed.adjusted if verdict and verdict.speed else None
     return {
-        "loss": summary.loss, "held_out": summary.held_out, **_gap("gap", said.judged.gap if said else None),
-        **_gap("held_out_gap", said.judged.held_out if said else None),
+        "loss": summary.loss, "held_out": summary.held_out, **_gap("gap", verdict.judged.gap if verdict else None),
+        **_gap("held_out_gap", verdict.judged.held_out if verdict else None),
         "tokens_per_second": summary.tokens_per_second, **_interval("speed_to_same_loss", speed),
         "bytes_per_parameter": summary.bytes_per_parameter, "peak_memory": summary.peak_memory,
         "device_peak_memory": summary.device_peak_memory,
@@ -169,10 +167,8 @@ def _band(arm: Arm, verdicts: TrainingVerdicts) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class TrainedEnergy:
-    """`joules` are those of a step, by its windows. `to_loss` is the ratio to the reference's to the same loss, below 1
-    is less; with `at_least` it is so much or more. `why` says why one of them is not known, '' where that needs no
-    reason.
-    """
+    """`joules` are those of a step, by its windows. `to_loss` is the ratio to the reference's energy to the same loss;
+    `at_least`: it is that or more. `why` says why a figure is missing."""
 
     joules: Range | None
     to_loss: Interval | None = None
@@ -186,34 +182,34 @@ def energies_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> dict[str, Tra
 
 
 def _energy(arm: str, uses: Mapping[str, EnergyUse], verdicts: TrainingVerdicts) -> TrainedEnergy:
-    own, reference, said = uses[arm], uses.get(verdicts.reference), verdicts.of(arm)
+    own, reference, verdict = uses[arm], uses.get(verdicts.reference), verdicts.of(arm)
     samples = energy_samples(own)
     if not samples:
-        return TrainedEnergy(None, why=own.why or "no window was measured, and nothing says why")
+        return TrainedEnergy(None, why=own.why or "no window was measured, for unknown reasons")
     joules = Range(statistics.median(samples), min(samples), max(samples))
-    if said is None or reference is None:
+    if verdict is None or reference is None:
         return TrainedEnergy(joules, why=own.why)
-    why = _why_not_to_loss(said, own, reference)
-    if why or said.speed is None or said.speed.fewer_steps is None:
+    why = _why_not_to_loss(verdict, own, reference)
+    if why or verdict.speed is None or verdict.speed.fewer_steps is None:
         return TrainedEnergy(joules, why="; ".join(filter(None, (own.why, why))))
-    step, fewer = _ratio(own, reference), said.speed.fewer_steps
+    step, fewer = _ratio(own, reference), verdict.speed.fewer_steps
     low, high = step.low / fewer.high, (step.high / fewer.low if fewer.low > 0 else math.inf)
     point = Interval(step.point / fewer.point, low, high, fewer.level)
-    return TrainedEnergy(joules, point, said.speed.bounded, own.why)
+    return TrainedEnergy(joules, point, verdict.speed.bounded, own.why)
 
 
-def _why_not_to_loss(said: ArmVerdict, own: EnergyUse, reference: EnergyUse) -> str:
-    """Why nothing can be said of the energy to a loss, '' where it can, or where the speed says why not."""
-    if not said.arm.native:
+def _why_not_to_loss(verdict: ArmVerdict, own: EnergyUse, reference: EnergyUse) -> str:
+    """'' where the energy to a loss is known, or where the speed says why not."""
+    if not verdict.arm.native:
         return "emulated: joules of its steps are the cost of emulation"
     if own.source != reference.source:
-        return f"its windows are by {own.source}, the reference's by {reference.source}"
+        return f"it was measured by {own.source}, the reference by {reference.source}"
     fewest = min(len(energy_samples(use)) for use in (own, reference))
     if fewest < LEAST_WINDOWS:
-        return f"{LEAST_WINDOWS} windows are needed to compare, and there are {fewest}"
+        return f"a comparison needs {LEAST_WINDOWS} windows, and there are {fewest}"
     if _uncertainty(own) is None or _uncertainty(reference) is None:
-        return "it is unknown how far its power sensor can be off"
-    return "" if said.speed is not None else "fewer than 5 pairs of seeds, or no verdict, say how many steps it takes"
+        return "the error of its power sensor is unknown"
+    return "" if verdict.speed else "its steps to the same loss are unknown: that takes 5 seeds and a verdict"
 
 
 def _uncertainty(use: EnergyUse) -> float | None:
@@ -222,7 +218,7 @@ def _uncertainty(use: EnergyUse) -> float | None:
 
 
 def _ratio(own: EnergyUse, reference: EnergyUse) -> Interval:
-    """Joules of a step over the reference's, with what any pair of windows gives."""
+    """Joules of a step over the reference's, with the range over all pairs of windows."""
     first, second = energy_samples(own), energy_samples(reference)
     wide = (1 + (_uncertainty(own) or 0.0)) * (1 + (_uncertainty(reference) or 0.0))
     point = statistics.median(first) / statistics.median(second)
@@ -231,8 +227,8 @@ def _ratio(own: EnergyUse, reference: EnergyUse) -> Interval:
 
 @dataclass(frozen=True)
 class ScoreVerdict:
-    """An arm's figure beside the reference's, in the mean over seeds: `worse` by points of what was asked, or by a
-    share of a loss or of a metric, paired over seeds; with the interval of 99%."""
+    """An arm's figure compared with the reference's, in the mean over seeds: `worse` is in points of a task, else a
+    share, paired over seeds, with the interval of 99%."""
 
     arm: str
     figure: str
@@ -246,13 +242,13 @@ class ScoreVerdict:
 
 # Values by seed.
 _Values = Mapping[int, float]
-_AT_CHANCE = "at chance, as the reference: it says nothing of precisions"
+_AT_CHANCE = "at chance, like the reference: it says nothing about precisions"
 _IN_BF16 = "quantised:bf16"
 
 
 def verdicts_of_scores(kept: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
-    """Of every task, metric and quantised look that arms have: beside the reference's, of the reference's own weights
-    quantised beside these in bf16."""
+    """Verdicts on every task, metric and loss after quantising, against the reference's. The reference's own quantised
+    weights are compared with these in bf16."""
     scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for line in kept.of(StepFigure):
         if line.name.startswith((TASK, METRIC)):
@@ -268,29 +264,29 @@ def verdicts_of_scores(kept: KeptTraining, verdicts: TrainingVerdicts) -> tuple[
             if arm != base:
                 made.append(_verdict(request, ScoreVerdict(arm, name, base), values[arm], values[base]))
             elif name.startswith("quantised:") and name != _IN_BF16:
-                told = ScoreVerdict(arm, name, "itself in bf16")
-                made.append(_verdict(request, told, values[arm], in_bf16.get(arm, {})))
+                verdict = ScoreVerdict(arm, name, "itself in bf16")
+                made.append(_verdict(request, verdict, values[arm], in_bf16.get(arm, {})))
     return tuple(verdict for verdict in made if verdict is not None)
 
 
-def _verdict(request: TrainingRequest, told: ScoreVerdict, values: _Values, others: _Values) -> ScoreVerdict | None:
+def _verdict(request: TrainingRequest, verdict: ScoreVerdict, values: _Values, others: _Values) -> ScoreVerdict | None:
     """None where no seed has both."""
     both = [(values[seed], others[seed]) for seed in values if seed in others]
-    pairs, name = [pair for pair in both if math.isfinite(sum(pair))], told.figure
+    pairs, name = [pair for pair in both if math.isfinite(sum(pair))], verdict.figure
     if not pairs:
         return None
     own, old = ([pair[place] for pair in pairs] for place in (0, 1))
-    told = replace(told, reference=math.fsum(old) / len(pairs), own=math.fsum(own) / len(pairs))
+    verdict = replace(verdict, reference=math.fsum(old) / len(pairs), own=math.fsum(own) / len(pairs))
     if name.startswith(TASK):
         floor = -math.log(1 - DECIDING) / (ITEMS * len(pairs))
         chance = CHANCES[name.removeprefix(TASK).partition("@")[0]]
-        above = [_widened(gap_of([value - chance for value in some]), floor) for some in (own, old)]
-        return _judged(told, _widened(gap_of([before - new for new, before in pairs]), floor), request.margin,
+        above = [_widened(gap_of([value - chance for value in scores]), floor) for scores in (own, old)]
+        return _judged(verdict, _widened(gap_of([before - new for new, before in pairs]), floor), request.margin,
                        not any(gap and gap.decides and gap.decides.low > 0 for gap in above))  # fmt: skip
     if min(old) <= 0:
-        return replace(told, word="open: no share of a reference that is not above 0")
-    falls = name.startswith(METRIC) and not _lower_is_better(request, name)
-    return _judged(told, gap_of([(new / before - 1) * (-1 if falls else 1) for new, before in pairs]), request.margin)
+        return replace(verdict, word="open: there is no share of a reference that is not above 0")
+    sign = -1 if name.startswith(METRIC) and not _lower_is_better(request, name) else 1
+    return _judged(verdict, gap_of([sign * (new / before - 1) for new, before in pairs]), request.margin)
 
 
 def _lower_is_better(request: TrainingRequest, name: str) -> bool:
@@ -300,24 +296,25 @@ def _lower_is_better(request: TrainingRequest, name: str) -> bool:
 
 
 def _widened(gap: Gap | None, floor: float) -> Gap | None:
-    """No narrower than so many questions can tell: where none was answered otherwise, fewer than so many of all are."""
+    """Widens an interval to what so many questions can resolve: a difference of no answer bounds that of all
+    questions."""
     if gap is None or gap.decides is None or gap.decides.high - gap.point >= floor:
         return gap
     return replace(gap, decides=Interval(gap.point, gap.point - floor, gap.point + floor, gap.decides.level))
 
 
-def _judged(told: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bool = False) -> ScoreVerdict:
+def _judged(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bool = False) -> ScoreVerdict:
     if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
         pairs = gap.pairs if gap else 0
-        return replace(told, worse=gap, word=f"open: {many(pairs, 'seed')} of {LEAST_PAIRS} that are needed")
+        return replace(verdict, worse=gap, word=f"open: {many(pairs, 'seed')} of the {LEAST_PAIRS} that are needed")
     if at_chance:
-        return replace(told, worse=gap, word=_AT_CHANCE)
+        return replace(verdict, worse=gap, word=_AT_CHANCE)
     learned = rule(gap.decides, margin)
     if learned is Learned.INCONCLUSIVE:
         more = seeds_until(gap, margin)
-        word = f"open: {'no number of seeds that is known' if more is None else many(more, 'more seed')} would settle"
-        return replace(told, worse=gap, word=f"{word} {100 * margin:g}", learned=learned)
-    return replace(told, worse=gap, word=learned.value, learned=learned)
+        word = f"open: {'an unknown number of more seeds' if more is None else many(more, 'more seed')} would settle"
+        return replace(verdict, worse=gap, word=f"{word} {100 * margin:g}", learned=learned)
+    return replace(verdict, worse=gap, word=learned.value, learned=learned)
 
 
 _TONES: Mapping[Learned | None, Tone] = {
@@ -328,7 +325,7 @@ _TONES: Mapping[Learned | None, Tone] = {
 
 
 def score_parts(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[Part]:
-    """A row for each arm and figure; what was not learnt says so."""
+    """A table with a row for each arm and figure."""
     rows = verdicts_of_scores(kept, verdicts)
     cols: list[Col[ScoreVerdict]] = [
         Col("arm", lambda verdict: verdict.arm), Col("figure", lambda verdict: verdict.figure),
@@ -338,9 +335,9 @@ def score_parts(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[Part
         Col("worse by", _worse, number=True, hint="points of a task, else a share; with the 99% interval over seeds"),
         Col("verdict", lambda verdict: verdict.word, tone=lambda verdict: _TONES.get(verdict.learned, Tone.DOUBT)),
     ]  # fmt: skip
-    asked = [task for task in CHANCES if any(row.figure.startswith(TASK + task) for row in rows)]
-    chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in asked)
-    words = [Text(f"By chance alone answers are right in: {chances}.")] if asked else []
+    tasks = [task for task in CHANCES if any(row.figure.startswith(TASK + task) for row in rows)]
+    chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in tasks)
+    words = [Text(f"By chance alone answers are right in: {chances}.")] if tasks else []
     scored = any(not row.figure.startswith("quantised:") for row in rows)
     title = "Scores, and losses after quantising" if scored else "Losses after quantising"
     if rows:

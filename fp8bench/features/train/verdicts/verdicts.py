@@ -1,4 +1,5 @@
-"""What is said of how each arm of a training learned beside its reference, and how much sooner it comes to a loss."""
+"""Verdicts on the arms of a training: how each learned compared with its reference, and how much sooner it reaches a
+loss."""
 
 from __future__ import annotations
 
@@ -28,36 +29,30 @@ from fp8bench.features.train.verdicts.curves import (
     gap_of,
     judge,
     last_of,
-    outlier_of,
     paired,
     reached_by,
 )
 from fp8bench.model import Interval
 
-# A verdict that an arm is no worse says something only if an arm that had lost this share of what the reference
-# learned lay beyond the margin. A reference that fell by less than this in any case only met noise.
+# 'No worse' means something only if an arm that lost this share of what the reference learned would be outside the
+# margin. A reference whose loss fell by less than the second share has met noise only.
 _LOST = 0.1
 _LEAST_FALL = 0.1
-# The logarithm of a third: the course is that of the last two thirds, and says nothing of what lies before them.
+# Courses of losses are fitted over the last two thirds of the steps: the logarithm of a third is the furthest back.
 _LEAST = -math.log(3)
 _LEAST_POINTS = 10
 
 
 @dataclass(frozen=True)
 class ArmVerdict:
-    """What is said of one arm: its pairs judged, and of seeds without a pair why.
-
-    `diverged_in` are the seeds in which it diverged, `outlier` one that lies far from all others. `same_bits` says that
-    every loss is the reference's. `speed` is None where it means nothing or is not known. `passed` are the steps of
-    each seed whose batches it or its reference passed over after a rewind.
-    """
+    """The verdict on one arm, its pairs, and why other seeds have no pair. `speed` is None where it is unknown or means
+    nothing. `passed` are the steps of each seed whose batches the arm or its reference passed over after a rewind."""
 
     arm: Arm
     judged: JudgedArm
     pairs: tuple[Pair, ...] = ()
     voids: tuple[tuple[int, Void], ...] = ()
     diverged_in: tuple[int, ...] = ()
-    outlier: int | None = None
     speed: AdjustedSpeed | None = None
     passed: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
@@ -68,7 +63,7 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class SeedBand:
-    """Gaps of the reference under other seeds: the largest either way, and the root of their mean square."""
+    """Gaps of the reference under other seeds."""
 
     gaps: tuple[float, ...]
 
@@ -83,11 +78,8 @@ class SeedBand:
 
 @dataclass(frozen=True)
 class RepeatBand:
-    """The reference once more under the same seed: how many steps both have, the first that differs, and by how much.
-
-    `largest` is the largest gap of any step, infinite where one is not finite. None differs where all have the same
-    bits.
-    """
+    """The reference repeated under the same seed: the number of steps, the first that differs (None where all have the
+    same bits), and the largest gap of any step, infinite where a loss is not finite."""
 
     steps: int
     first: int | None
@@ -96,12 +88,12 @@ class RepeatBand:
 
 @dataclass(frozen=True)
 class TrainingVerdicts:
-    """All that is said of how a training's arms learned. `falls` are those of the reference by seed.
+    """All verdicts of a training.
 
-    Not `looks`: its batches are a user's own, none of them was held out, and the training loss alone decides. `chaos`
-    is what one ulp in the initial weights does in the first seed. `rates` are those that the reference was trained at;
-    with several of them it is the best one, and so are those arms that are judged. `reached` says when each arm came to
-    the loss `until`, where one was asked for.
+    `falls` are those of the reference's loss by seed. Without `looks` there is no held-out text, and the training loss
+    alone decides. `chaos` is what one ulp in the initial weights does in the first seed. `rates` is the number of
+    learning rates of the reference; its best one, and each arm's best, are compared. `reached` says when each arm came
+    to the loss `until`.
     """
 
     reference: str
@@ -119,12 +111,12 @@ class TrainingVerdicts:
     reached: tuple[ArmReached, ...] = ()
 
     def of(self, name: str) -> ArmVerdict | None:
-        """None for the reference itself, and its bands."""
+        """None for the reference and its bands."""
         return next((arm for arm in self.arms if arm.arm.name == name), None)
 
 
 def least_fall(margin: float) -> float:
-    """By what share the reference's loss has to fall: losing a tenth of it must be a gap above the margin."""
+    """By what share the reference's loss has to fall, so that losing a tenth of that is a gap above the margin."""
     return max(_LEAST_FALL, margin / (margin + _LOST))
 
 
@@ -142,35 +134,35 @@ def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> TrainingVerd
 
 
 def verdicts_on(
-    every: Sequence[Arm], curves: Mapping[Key, Curve], seeds: tuple[int, ...], steps: int, margin: float, looks: bool
+    all_arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: tuple[int, ...], steps: int, margin: float, looks: bool
 ) -> TrainingVerdicts:
-    """The same of arms and their curves, wherever these are from."""
-    arms = {role: [arm for arm in every if arm.role is role and not arm.skip] for role in ArmRole}
+    """Like `verdicts_of`, from curves of any origin."""
+    arms = {role: [arm for arm in all_arms if arm.role is role and not arm.skip] for role in ArmRole}
     base = arms[ArmRole.REFERENCE][0]
     at_rates = [base, *arms[ArmRole.OTHER_RATE]]
     reference = _best(at_rates, curves, seeds)
-    usual = {seed: curves.get((base.name, seed), Curve(steps)) for seed in seeds}
-    own = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
+    base_curves = {seed: curves.get((base.name, seed), Curve(steps)) for seed in seeds}
+    best_curves = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
     least = least_fall(margin)
-    learned = not any(curve.blew_up or curve.fall < least for curve in own.values())
-    others = [pair.gap for arm in arms[ArmRole.OTHER_SEED] for pair in _pairs(usual, arm, curves)[0]]
-    chaos = [pair for arm in arms[ArmRole.CHAOS] for pair in _pairs(usual, arm, curves)[0]]
+    learned = not any(curve.blew_up or curve.fall < least for curve in best_curves.values())
+    others = [pair.gap for arm in arms[ArmRole.OTHER_SEED] for pair in _pairs(base_curves, arm, curves)[0]]
+    chaos = [pair for arm in arms[ArmRole.CHAOS] for pair in _pairs(base_curves, arm, curves)[0]]
     repeats = [
-        (usual[seed], curves[arm.name, seed])
+        (base_curves[seed], curves[arm.name, seed])
         for arm in arms[ArmRole.REPEAT] for seed in seeds if (arm.name, seed) in curves
     ]  # fmt: skip
     candidates = arms[ArmRole.CANDIDATE]
-    judged = [_of_arm(reference, arm, own, curves, margin, learned, looks) for arm in candidates]
+    verdicts = [_arm_verdict(reference, arm, best_curves, curves, margin, learned, looks) for arm in candidates]
     return TrainingVerdicts(
-        reference.name, margin, seeds, least, {seed: curve.fall for seed, curve in own.items() if curve.rows},
-        tuple(said if len(at_rates) == 1 else _at_its_best(said, candidates, curves) for said in judged),
+        reference.name, margin, seeds, least, {seed: curve.fall for seed, curve in best_curves.items() if curve.rows},
+        tuple(verdicts) if len(at_rates) == 1 else tuple(_at_best_rate(each, candidates, curves) for each in verdicts),
         SeedBand(tuple(others)) if others else None,
         _repeat_band(repeats) if repeats else None, looks, chaos[0] if chaos else None, len(at_rates),
     )  # fmt: skip
 
 
 def _best(arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: Iterable[int]) -> Arm:
-    """The arm whose endpoint is lowest over all seeds; the first one where none has come to its end in all of them."""
+    """The arm with the lowest mean endpoint; the first one where no arm has an endpoint in every seed."""
 
     def mean(arm: Arm) -> float:
         ends = [curves[arm.name, seed].endpoint if (arm.name, seed) in curves else math.nan for seed in seeds]
@@ -180,41 +172,46 @@ def _best(arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: Iterable[int]
     return min(arms, key=mean)
 
 
-def _at_its_best(said: ArmVerdict, arms: Sequence[Arm], curves: Mapping[Key, Curve]) -> ArmVerdict:
-    """The best of an arm's rates is compared with the best of the reference's, and of the others nothing is said."""
+def _at_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Mapping[Key, Curve]) -> ArmVerdict:
+    """Only the best of an arm's rates keeps its verdict: the others become inconclusive."""
 
-    def but_for_rate(arm: Arm) -> tuple[object, ...]:
+    def without_rate(arm: Arm) -> tuple[object, ...]:
         return arm.precision, *(pair for pair in arm.settings if pair[0] != "rate")
 
-    alike = [arm for arm in arms if but_for_rate(arm) == but_for_rate(said.arm)]
+    alike = [arm for arm in arms if without_rate(arm) == without_rate(verdict.arm)]
     seeds = {seed for name, seed in curves if name in {arm.name for arm in alike}}
-    if len(alike) < 2 or not seeds or said.judged.learned is Learned.DIVERGED:
-        return said
-    if _best(alike, curves, seeds) is said.arm:
-        return said
-    judged = replace(said.judged, learned=Learned.INCONCLUSIVE, why=Why.OTHER_RATE, more_seeds=None)
-    return replace(said, judged=judged, speed=None)
+    if len(alike) < 2 or not seeds or verdict.judged.learned is Learned.DIVERGED:
+        return verdict
+    if _best(alike, curves, seeds) is verdict.arm:
+        return verdict
+    judged = replace(verdict.judged, learned=Learned.INCONCLUSIVE, why=Why.OTHER_RATE, more_seeds=None)
+    return replace(verdict, judged=judged, speed=None)
 
 
-def _of_arm(
+def _arm_verdict(
     reference: Arm, arm: Arm, own: Mapping[int, Curve], curves: Mapping[Key, Curve], margin: float, learned: bool,
     looks: bool,
 ) -> ArmVerdict:  # fmt: skip
+    """`own` are the reference's curves by seed."""
     pairs, voids = _pairs(own, arm, curves)
     least = least_fall(margin)
     diverged = tuple(
         seed for seed, curve in own.items()
-        if (arm.name, seed) in curves and _diverged(curve, curves[arm.name, seed], least)
+        if (ended := curves.get((arm.name, seed))) is not None and not curve.blew_up
+        and (ended.blew_up or (ended.fall <= 0 and curve.fall >= least))  # no lower than it began
     )  # fmt: skip
     judged = judge(pairs, margin, looks)
     void = Counter(why for _, why in voids).most_common(1)[0][0] if voids else None
     if judged.why is Why.FEW_PAIRS and void in INCURABLE:
         judged = replace(judged, more_seeds=None, void=void)
+    fell_back = any(FALLBACK in curve.events for (name, _), curve in curves.items() if name == arm.name)
+    same_bits = bool(pairs) and all(pair.same_bits for pair in pairs) and arm.precision != reference.precision
     if diverged:
         judged = JudgedArm(Learned.DIVERGED, judged.gap, judged.held_out)
     elif not learned:
         judged = JudgedArm(Learned.DID_NOT_LEARN)
-    elif why := _not_what_it_is_called(reference, arm, pairs, curves):
+    elif fell_back or same_bits:
+        why = Why.FALLBACK if fell_back else Why.SAME_BITS
         judged = replace(judged, learned=Learned.INCONCLUSIVE, why=why, more_seeds=None)
         learned = False
     speed, lengths = None, {curve.steps for curve in own.values()}
@@ -223,25 +220,13 @@ def _of_arm(
     empty = Curve(0)
     either = {seed: curve.passed | curves.get((arm.name, seed), empty).passed for seed, curve in own.items()}
     passed = tuple((seed, tuple(sorted(steps))) for seed, steps in either.items() if steps)
-    return ArmVerdict(arm, judged, pairs, voids, diverged, outlier_of(pairs), speed, passed)
-
-
-def _not_what_it_is_called(reference: Arm, arm: Arm, pairs: Sequence[Pair], curves: Mapping[Key, Curve]) -> Why | None:
-    if any(FALLBACK in curve.events for (name, _), curve in curves.items() if name == arm.name):
-        return Why.FALLBACK
-    same = bool(pairs) and all(pair.same_bits for pair in pairs)
-    return Why.SAME_BITS if same and arm.precision != reference.precision else None
-
-
-def _diverged(reference: Curve, arm: Curve, least: float) -> bool:
-    """Whether it ended without a finite loss, or no lower than it began, where its reference learned."""
-    return not reference.blew_up and (arm.blew_up or (arm.fall <= 0 and reference.fall >= least))
+    return ArmVerdict(arm, judged, pairs, voids, diverged, speed, passed)
 
 
 def _pairs(
     own: Mapping[int, Curve], arm: Arm, curves: Mapping[Key, Curve]
 ) -> tuple[tuple[Pair, ...], tuple[tuple[int, Void], ...]]:
-    """The arm's pairs, and seeds without one. Seeds with the same losses of the reference are one seed."""
+    """The arm's pairs, and the seeds without one. Seeds in which the reference has the same losses count once."""
     pairs: list[Pair] = []
     voids: list[tuple[int, Void]] = []
     seen: set[tuple[float, ...]] = set()
@@ -270,14 +255,12 @@ def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
 
 @dataclass(frozen=True)
 class AdjustedSpeed:
-    """How much sooner an arm comes to a loss, not only how fast its steps are. Above 1 is faster: `raw` by steps alone,
-    `adjusted` to the same loss.
+    """How much sooner an arm comes to a loss. Above 1 is faster: `raw` by the time of steps, `adjusted` to the same
+    loss.
 
-    docs/watching.md says how that loss is found, how the interval is, and what else was tried.
-
-    `fewer_steps` is how many times fewer steps the arm takes to that loss. With `bounded` the arm ended with a loss
-    that its reference had left behind after a third of its steps: it is at most so fast. None is not known, because
-    the loss of the better one does not surely fall any more.
+    docs/watching.md says how that loss and the interval are found. `fewer_steps` is how many times fewer steps the arm
+    takes to that loss. `bounded`: the arm ended with a loss that its reference passed within the first third of its
+    steps, so it is at most so fast. None where unknown, because the better loss no longer surely falls.
     """
 
     raw: Interval
@@ -287,29 +270,29 @@ class AdjustedSpeed:
 
 
 def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
-    """Of an arm beside its reference, (reference, arm) in each seed; None for fewer than five that were timed."""
+    """`pairs` are (reference, arm), one a seed. None for fewer than five that were timed."""
     timed = [(pair, log) for pair in pairs if (log := _log_speed(*pair)) is not None]
     if len(timed) < LEAST_PAIRS:
         return None
-    every, speeds = [pair for pair, _ in timed], [log for _, log in timed]
+    curves, speeds = [pair for pair, _ in timed], [log for _, log in timed]
     pace = gap_of(speeds)
     assert pace is not None and pace.shown is not None
-    raw, steps = _exp(pace.shown), log_steps(every)
+    raw, steps = _exp(pace.shown), log_steps(curves)
     if steps is None:
         return AdjustedSpeed(raw, None)
     point = pace.point + max(steps, _LEAST)
     if steps < _LEAST:
         bound, few = (_exp(Interval(value, -math.inf, value, SHOWN)) for value in (point, _LEAST))
         return AdjustedSpeed(raw, bound, bounded=True, fewer_steps=few)
-    lefts = [
-        max(left, _LEAST)
-        for seed in range(len(every))
-        if (left := log_steps(every[:seed] + every[seed + 1 :])) is not None
+    without_one = [
+        max(log, _LEAST)
+        for seed in range(len(curves))
+        if (log := log_steps(curves[:seed] + curves[seed + 1 :])) is not None
     ]
-    if len(lefts) < len(every):
+    if len(without_one) < len(curves):
         return AdjustedSpeed(raw, None)
-    others = [statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + left for seed, left in enumerate(lefts)]
-    return AdjustedSpeed(raw, _jackknifed(point, others), fewer_steps=_jackknifed(max(steps, _LEAST), lefts))
+    others = [statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + log for seed, log in enumerate(without_one)]
+    return AdjustedSpeed(raw, _jackknifed(point, others), fewer_steps=_jackknifed(max(steps, _LEAST), without_one))
 
 
 def _jackknifed(point: float, others: Sequence[float]) -> Interval:
@@ -319,10 +302,8 @@ def _jackknifed(point: float, others: Sequence[float]) -> Interval:
 
 
 def log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
-    """The logarithm of how many times fewer steps the arm takes; minus infinity for less than a third as many.
-
-    None where the loss of the better one does not fall, or has not been followed so far back.
-    """
+    """The logarithm of how many times fewer steps the arm takes; minus infinity for less than a third as many. None
+    where the better loss does not fall, or was not followed so far back."""
     rise = statistics.fmean(arm.endpoint - reference.endpoint for reference, arm in pairs)
     better, sign = (1, -1.0) if rise < 0 else (0, 1.0)
     place = _place_above([pair[better].losses for pair in pairs], sign * rise)
@@ -330,10 +311,8 @@ def log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
 
 
 def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None:
-    """Where the mean of curves lay so far above its endpoint: the logarithm of that step over the endpoint's.
-
-    Minus infinity where that is before the last two thirds; None where the losses there do not fall all along.
-    """
+    """The logarithm of the step at which the mean of curves was `rise` above its endpoint, over the endpoint's step.
+    Minus infinity where that is before the last two thirds; None where losses there do not fall throughout."""
     steps = len(curves[0])
     places = np.log(np.arange(1, steps + 1) / (steps - (last_of(steps) - 1) / 2))
     losses = np.array(curves).mean(axis=0)
@@ -347,24 +326,22 @@ def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None
         return None
     if rise > _LEAST * (slope + bend * _LEAST):
         return -math.inf
-    # The root of bend x^2 + slope x = rise that is 0 where nothing rises, in a form that bears a bend of 0.
+    # The root of bend x^2 + slope x = rise near 0, in a form that also works for a bend of 0.
     root = math.sqrt(max(0.0, slope * slope + 4 * bend * rise))
     return -2 * rise / (root - slope)
 
 
 def _log_speed(reference: Curve, arm: Curve) -> float | None:
-    """The median over the steps that were timed in both: those of one number are of neighbouring slices.
-
-    None where no reference was beside the arm.
-    """
+    """The median over steps that were timed in both arms, which ran them in neighbouring slices. None where no
+    reference trained alongside."""
     if UNPAIRED in arm.events:
         return None
     usual = {row.step: row.seconds for row in reference.rows}
-    beside = arm.beside or usual
+    base_seconds = arm.reference_seconds or usual
     logs = [
         math.log(new.tokens / new.seconds * base / old.tokens)
         for old, new in zip(reference.rows, arm.rows, strict=True)
-        if (base := beside.get(new.step, 0.0)) > 0 and new.seconds > 0
+        if (base := base_seconds.get(new.step, 0.0)) > 0 and new.seconds > 0
     ]
     return statistics.median(logs) if logs else None
 

@@ -1,4 +1,4 @@
-"""Illnesses planted in real trainings, as `python -m suites.health` does it, and how its figures are found."""
+"""Illnesses planted in real trainings, as by `python -m suites.health`, and how its figures are computed."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ def test_every_rule_has_one() -> None:
 
 
 def test_bounds_of_rates() -> None:
-    """Of Clopper and Pearson, one-sided: 0 in n is 1 - 0.05^(1/n); others from tables."""
+    """Expected are the one-sided bounds of Clopper and Pearson: 1 - 0.05^(1/n) for 0 of n, the others from tables."""
     assert upper_bound(0, 50_000) == pytest.approx(1 - 0.05 ** (1 / 50_000), rel=1e-6)
     assert upper_bound(1, 10) == pytest.approx(0.394163, abs=1e-6)
     assert upper_bound(5, 100) == pytest.approx(0.102253, abs=1e-6)
 
 
-def test_nothing_is_made_of_what_is_not_there(tmp_path: Path) -> None:
-    """No training, no row: neither an illness that was found nor steps without alarms."""
+def test_without_trainings_there_are_no_rows(tmp_path: Path) -> None:
     assert judge_well("well", tmp_path) is None and judge_ill(tmp_path) == []
     assert "of 2" not in page([], [])
 
 
 def test_a_training_that_was_cut_off_counts_as_far_as_it_came(tmp_path: Path) -> None:
-    """Of a well one every step is a well step; of an ill one nobody knows what its rule would have found."""
+    """That holds for a healthy one; for an ill one it is unknown whether its rule would have alarmed."""
     rows = [
         StepRow("bf16", 0, step, 3 - step / 1000, 1e-3, 1.0, 0.0, 50.0, 1e-3, 1.0, 256, 0.01) for step in range(600)
     ]
@@ -55,7 +54,7 @@ def test_a_training_that_was_cut_off_counts_as_far_as_it_came(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", sampled(["lag"], ["gradient-norm-spike", "lag", "batch-norm-drift"]))
 def test_a_planted_illness_is_found(rule: str, tmp_path: Path) -> None:
-    """Through the trainer and what watches it; before it no rule says a word."""
+    """The real trainer runs; no rule alarms before the illness begins."""
     study = next(study for study in PARTS["ill"] if study.illness is not None and study.illness.rule == rule)
     keep(study, tmp_path)
     (row,) = judge_ill(tmp_path)

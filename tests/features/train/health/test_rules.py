@@ -1,4 +1,4 @@
-"""Every rule on lines made by hand: what it has to find, and what is near and well; which remedies help."""
+"""Every health rule on lines made by hand: what it has to find, and what is similar and well; which remedies help."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ READING = LayerReading("bf16", 0, 0, "blocks.0.mlp.up", "gradient", 1.0, 1e-6, 0
 
 
 def rows(steps: int, arm: str = "bf16", **changes: Callable[[int], float | bool]) -> Iterator[StepRow]:
-    """Rows of a training that learns, noise on all of it; `changes` are by step."""
+    """Rows of a training that learns, with noise; `changes` are functions of the step."""
     noise = random.Random(1)
     for step in range(steps):
         row = replace(
@@ -48,7 +48,7 @@ def rows(steps: int, arm: str = "bf16", **changes: Callable[[int], float | bool]
 
 
 def readings(count: int, role: str = "gradient", **changes: Callable[[int], float]) -> Iterator[LayerReading]:
-    """Readings of one tensor, ten steps apart; `changes` are by number."""
+    """Readings of one tensor, ten steps apart; `changes` are functions of their number."""
     noise = random.Random(1)
     for number in range(count):
         scale, lag = 256 * 2 ** noise.gauss(0, 0.5), noise.gauss(-0.2, 0.1)
@@ -62,7 +62,7 @@ def figures(name: str, values: Iterable[float]) -> Iterator[StepFigure]:
 
 
 def updates(share: Callable[[int], float]) -> Iterator[StreamLine]:
-    """What updates are of three matrices, the first of them times `share`; a norm and an embedding do as they like."""
+    """Updates of three matrices, the first multiplied by `share`, with those of a norm and an embedding."""
     for number in range(12):
         for layer, times in (("blocks.0", share(number)), ("blocks.1", 1.0), ("head", 0.5)):
             yield replace(READING, step=10 * number, layer=layer, role="weight")
@@ -74,14 +74,14 @@ def updates(share: Callable[[int], float]) -> Iterator[StreamLine]:
 
 
 def alarms(lines: Iterable[StreamLine], *arms: Arm) -> list[tuple[str, int]]:
-    """Rules and steps of the alarms, each a whole sentence."""
+    """The rules and steps of the alarms."""
     events = Health(arms or (ARM,)).see(lines)
     assert all(event.kind == "alarm" and event.words and event.words[-1] != "." for event in events)
     return [(str(dict(event.values)["rule"]), event.step) for event in events]
 
 
 def gap(share: float, other: float = 0.01) -> Iterator[StreamLine]:
-    """Three arms, slice by slice: a candidate behind the reference, and another seed."""
+    """Three arms in slices: the reference, a candidate behind it, and another seed."""
     arms = {"bf16": 0.0, "fp8": share, "bf16, other seed": other}
     noise = random.Random(2)
     for start in range(0, 100, 10):
@@ -113,7 +113,7 @@ def given(again: Iterable[float], examples: float = 32) -> Iterator[StreamLine]:
 
 
 def drifting(mean: Callable[[int], float], deviation: float = 2.0) -> Iterator[StepFigure]:
-    """Twenty watched batches of inputs with these means, and what lies between batches."""
+    """Twenty watched batches whose inputs have these means, with noise between batches."""
     for number in range(20):
         yield StepFigure("bf16", 0, 10 * number, "input_deviation", deviation)
         yield StepFigure("bf16", 0, 10 * number, "input_mean", mean(number) + 0.05 * (number * 7 % 5 - 2))
@@ -123,7 +123,7 @@ def wavering(level: float, step: int) -> float:
     return level * (1 + 0.02 * (step * 7 % 5 - 2))
 
 
-# What is ill from a step on: the alarm, and the step it is raised in.
+# Lines with an illness, by the rule that has to alarm; and the step in which it does.
 ILL: dict[str, tuple[Callable[[], Iterable[StreamLine]], int]] = {
     "gradient-norm-spike": (lambda: rows(80, gradient_norm=lambda step: 18.0 if step == 60 else 1.0), 60),
     "update-norm-burst": (lambda: rows(60, update_ratio=lambda step: 5e-3 if step >= 40 else 1e-3), 40),
@@ -217,36 +217,35 @@ WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
 
 @for_each(("name", "lines", "step"), [(name, *row) for name, row in ILL.items()])
 def test_what_is_ill_is_found(name: str, lines: Callable[[], Iterable[StreamLine]], step: int) -> None:
-    """By its rule, once, in the step that shows it. A training of one seed has no other: the margin decides alone."""
+    """A rule alarms once, in the step that shows it. With one seed the margin alone decides."""
     arms = (ARM, FP8, OTHER) if name == "loss-gap" else ()
     assert alarms(lines(), *arms) == [(name, step)]
     if arms:
         assert alarms((line for line in lines() if line.arm != OTHER.name), ARM, FP8) == [(name, step)]
         for share, other in ((0.015, 0.01), (-0.05, 0.01), (0.04, 0.05), (0.04, -0.05)):
-            assert alarms(gap(share, other), *arms) == [], "within the margin, or the band of another seed"
+            assert alarms(gap(share, other), *arms) == [], "within the margin, or the band of the other seed"
 
 
 @for_each("name", WELL)
-def test_what_is_well_is_left_alone(name: str) -> None:
+def test_what_is_well_raises_no_alarm(name: str) -> None:
     assert alarms(WELL[name]()) == []
 
 
-def test_every_rule_has_an_illness_and_words_with_the_figures_by_which_it_judges() -> None:
-    """As numbers, or as shares; counts of what was before are told with or without the line that is judged. A name
-    is one rule's."""
+def test_every_rule_has_an_illness_and_texts_with_its_constants() -> None:
+    """Texts give constants as numbers or shares; counts of earlier lines include or exclude the judged line."""
     assert {rule.name for rule in RULES} == set(ILL) and len(set(ILL)) == len(RULES)
     for rule in RULES:
         assert rule.remedies and rule.because, rule.name
         words = f"{rule.looks_at} {rule.alarms_at}"
-        told = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", words)}
+        numbers = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", words)}
         missing = {
             name: value for name, value in constants_of(rule).items()
-            if not {value, round(100 * value, 6), *((value + 1, value - 1) if name in COUNTS else ())} & told
+            if not {value, round(100 * value, 6), *((value + 1, value - 1) if name in COUNTS else ())} & numbers
         }  # fmt: skip
         assert not missing, rule.name
 
 
-# In words, and what nothing that was rounded comes to; and counts of lines before the one that is judged.
+# Constants that texts do not name as numbers; and counts of lines before the one that is judged.
 UNSAID, COUNTS = ("falling", "exact"), ("keep", "again")
 
 
@@ -258,13 +257,12 @@ def constants_of(rule: type[HealthRule[Any]]) -> dict[str, float]:
 
 @for_each(("loss", "times", "steps"), [(6.0, 9.0, [70]), (3.2, 9.0, []), (6.0, 7.0, [])])
 def test_a_steep_batch_with_a_loss_of_its_own_is_found_sooner(loss: float, times: float, steps: list[int]) -> None:
-    """Where norms are noisy, too: what has been 15 times its median before."""
     noisy = rows(90, gradient_norm=lambda step: {40: 15.0, 70: times}.get(step, 1.0),
                  loss=lambda step: loss if step == 70 else 3.0 + step % 7 / 50)  # fmt: skip
     assert alarms(noisy) == [("gradient-norm-spike", step) for step in steps]
 
 
-def test_a_layer_that_is_held_back_on_purpose_is_no_illness() -> None:
+def test_a_layer_that_is_slow_on_purpose_raises_no_alarm() -> None:
     lines = list(updates(lambda number: 0.02))
     assert alarms(lines) == [("layer-stands-still", 30)]
     for factor in (0.02, 0.0):
@@ -276,7 +274,7 @@ def test_a_layer_that_is_held_back_on_purpose_is_no_illness() -> None:
     ("inputs", 1.0, 1.0, 0.0, "arithmetic"), ("inputs", 1.0, 2.0, 0.0, "data"), ("dropout", 0.1, 0.2, 0.0, "dropout"),
     ("dropout", 0.1, 0.1, 0.04, "dropout"), ("dropout", 0.1, 0.1, 0.001, "arithmetic"),
 ])  # fmt: skip
-def test_a_gap_is_told_with_its_cause(name: str, reference: float, own: float, apart: float, cause: str) -> None:
+def test_a_gap_names_its_cause(name: str, reference: float, own: float, apart: float, cause: str) -> None:
     lines = [replace(line, loss=3 * (1 + apart * (line.arm == "fp8"))) if line.step == 0 else line
              for line in gap(0.04) if isinstance(line, StepRow)]  # fmt: skip
     seen = [StepFigure(arm, 0, 0, "inputs", 1.0) for arm in ("bf16", "fp8") if name != "inputs"]
@@ -285,17 +283,18 @@ def test_a_gap_is_told_with_its_cause(name: str, reference: float, own: float, a
     assert f"By its {cause}: " in event.words
 
 
-def test_a_gap_is_to_the_reference_at_the_rate_of_the_arm() -> None:
+def test_a_gap_is_to_the_reference_at_the_arms_rate() -> None:
     rate = (("rate", 4e-3),)
     arms = ARM, Arm("bf16 rate=0.004", "bf16", ArmRole.OTHER_RATE, rate), Arm("fp8", "fp8", settings=rate)
-    for other, told in ((0.039, 0), (0.01, 1)):
+    for other, count in ((0.039, 0), (0.01, 1)):
         lines = [replace(line, arm=line.arm.replace(OTHER.name, arms[1].name)) for line in gap(0.04, other)]
         events = Health(arms).see(lines)
-        assert len(events) == told and all(f"behind that of {arms[1].name} over" in event.words for event in events)
+        assert len(events) == count
+        assert all(f"behind that of {arms[1].name} over" in event.words for event in events)
 
 
-def test_large_updates_foretell_a_jump_and_are_not_told_after_it() -> None:
-    """Of a loss that has come back up that alarm is enough, however long updates are large; another episode is told."""
+def test_large_updates_alarm_before_a_jump_and_not_after_it() -> None:
+    """There is one alarm however long updates stay large; a new episode alarms again."""
 
     def lines(burst: int) -> Iterator[StepRow]:
         return rows(
@@ -331,8 +330,8 @@ def test_arms_and_seeds_are_apart() -> None:
     assert alarms([*mixed, *again], ARM, FP8) == []
 
 
-def test_events_say_nothing_about_health() -> None:
-    """Stored lines, alarms among them, are given again after a resume."""
+def test_events_in_the_stream_raise_no_alarm() -> None:
+    """After a resume, stored lines are read again together with their alarms."""
     health = Health((ARM,))
     lines = list(rows(80, gradient_norm=lambda step: 18.0 if step == 60 else 1.0))
     first = health.see(lines[:70])
@@ -340,7 +339,7 @@ def test_events_say_nothing_about_health() -> None:
     assert not health.see([*first, *lines[70:]])
 
 
-def test_a_remedy_is_one_that_changes_something() -> None:
+def test_a_remedy_changes_something() -> None:
     def remedy(arm: Arm) -> str:
         (event,) = Health((arm,)).see(replace(line, arm=arm.name) for line in readings(9, lag=lambda at: 0.3 * at))
         return event.remedy
@@ -364,8 +363,8 @@ def alarm_of(lines: Sequence[StreamLine]) -> TrainingEvent:
     return event
 
 
-def told(losses: Sequence[float], lags: Sequence[float]) -> TrainingEvent:
-    """Of the arm as it was, a history of 1 and a margin of 1, in this order, from step 30 to 90."""
+def outcome_of(losses: Sequence[float], lags: Sequence[float]) -> TrainingEvent:
+    """Three trials in order: the unchanged arm, a history of 1, a margin of 1; each runs from step 30 to 90."""
     alarm, lines = alarm_of(BEHIND), dict[RemedyTrial, list[StreamLine]]()
     for trial, loss, lag in zip(trials_of(alarm, DELAYED, SETTINGS), losses, lags, strict=True):
         lines[trial] = [replace(FP8_ROW, arm=trial.arm.name, step=step, loss=loss) for step in range(30, 90)]
@@ -374,8 +373,8 @@ def told(losses: Sequence[float], lags: Sequence[float]) -> TrainingEvent:
 
 
 def test_what_changes_the_arm_is_tried() -> None:
-    """Beside it as it was: with its own settings, under names of their own. Settings change or the precision does; what
-    states are kept in cannot change in the middle."""
+    """The unchanged arm is tried too; all have names of their own. The precision of states cannot change in the
+    middle."""
     trials, own = trials_of(alarm_of(BEHIND), DELAYED, SETTINGS), replace(SETTINGS, rate=0.01)
     assert [(trial.arm.name, trial.arm.precision, trial.settings) for trial in trials] == [
         ("fp8: as it was", "fp8-delayed:history=16", own), (f"fp8: {SHORTER}", "fp8-delayed:history=1", own),
@@ -399,7 +398,7 @@ def test_what_changes_the_arm_is_tried() -> None:
     ((math.nan, 2.9, math.nan), (2.0, 2.0, 2.0), SHORTER),  # a loss that is finite again
 ])  # fmt: skip
 def test_what_helped(losses: tuple[float, ...], lags: tuple[float, ...], remedy: str) -> None:
-    event = told(losses, lags)
+    event = outcome_of(losses, lags)
     assert event.kind == "tried-fix" and event.remedy == remedy
     assert event.words.startswith(remedy or "nothing that was tried helped")
     assert (event.arm, event.step, event.layer, event.tensor) == ("fp8", 40, "blocks.0.mlp.up", "input")
@@ -408,7 +407,7 @@ def test_what_helped(losses: tuple[float, ...], lags: tuple[float, ...], remedy:
 
 
 def test_the_words() -> None:
-    assert told((3.0, 2.94, 3.3), (2.0, 0.0, 2.0)).words == (
+    assert outcome_of((3.0, 2.94, 3.3), (2.0, 0.0, 2.0)).words == (
         f"{SHORTER} helped most, from step 30 on: {SHORTER}: no alarm, a loss 2.0% lower; {MARGIN}: the alarm again, a "
         "loss 10.0% higher; as it was: the alarm again"
     )

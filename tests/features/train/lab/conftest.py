@@ -1,4 +1,4 @@
-"""A model of a few thousand weights, and few windows to look at, for labs in this process."""
+"""A model of a few thousand weights, and few windows to validate on."""
 
 from __future__ import annotations
 

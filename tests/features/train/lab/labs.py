@@ -22,13 +22,13 @@ SMALL = TrainerSettings(model=TINY)
 
 
 def text_of(corpus: Corpus) -> TrainingText:
-    """A text that is its own held-out part: what is tested here is not what was learnt."""
+    """A text that is its own held-out part: these tests do not ask what was learned."""
     span = TokenSpan(corpus.path, 0, corpus.num_tokens)
     return TrainingText(span, span, None, 256, "bytes", corpus.identity)
 
 
 def task_of(corpus: Corpus, *arms: Arm | str, seed: int = 0, steps: int = 20, **settings: Any) -> SeedTask:
-    """All arms of one seed; a word is an arm in that precision."""
+    """One seed; a string is an arm in that precision."""
     made = tuple(Arm(arm, arm) if isinstance(arm, str) else arm for arm in arms)
     return SeedTask(seed, made, replace(SMALL, **settings), steps, 10, text_of(corpus), CPU)
 
@@ -40,7 +40,7 @@ def lab_of(task: SeedTask) -> Lab:
 
 
 def rows(lines: Sequence[StreamLine]) -> list[StepRow]:
-    """Those of the steps, without the time that they took."""
+    """The rows of steps, without their times."""
     return [replace(line, seconds=0.0) for line in lines if isinstance(line, StepRow)]
 
 

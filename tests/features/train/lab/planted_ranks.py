@@ -1,4 +1,4 @@
-"""Imported by ranks: makes rank 1 train something else than rank 0, or die, where the seed says so."""
+"""Imported by ranks: makes rank 1 train differently from rank 0, or die, where the seed says so."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.features.train.lab import plants
 from tests.features.train.lab.labs import TINY
 
 _RANK = int(os.environ.get("RANK", "0"))
-_begin, _advance = Trainer.__init__, Trainer.advance
+_init, _advance = Trainer.__init__, Trainer.advance
 
 
-def _begun(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
+def _planted_init(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
     planted = task.seed if _RANK == 1 and arm.role == "candidate" else 0
     if planted == plants.SEED:
         task = replace(task, seed=1)
@@ -32,7 +32,7 @@ def _begun(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
         DataParallel._over_ranks = lambda self, amax: 2 * largest(self, amax)  # type: ignore[method-assign]
     if planted == plants.TEXT:
         task = replace(task, text=replace(task.text, train=replace(task.text.train, start=1)))
-    _begin(self, task, arm, *more)
+    _init(self, task, arm, *more)
     if planted == plants.SHARE:
         self.together.share = 0
     if planted == plants.WEIGHTS:
@@ -50,7 +50,7 @@ def _move(trainer: Trainer) -> None:
 
 
 def _spoil_average(trainer: Trainer) -> None:
-    """In one step it takes its own gradients for those of all."""
+    """In one step the rank takes its own gradients for the average."""
     together: Any = trainer.together
     if isinstance(together, FullySharded):
         scattered = together._group.own_part
@@ -73,8 +73,6 @@ def _spoil_average(trainer: Trainer) -> None:
 
 
 def _spoil_step(trainer: Trainer, output: bool) -> None:
-    """Every time that it takes the step."""
-
     def spoilt(x: torch.Tensor) -> torch.Tensor:
         return x * torch.nan if trainer.step == plants.KILLED_AT else x
 
@@ -87,7 +85,7 @@ def _spoil_step(trainer: Trainer, output: bool) -> None:
 
 def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLine]:
     planted = self._task.seed if _RANK == 1 and self.arm.role == "candidate" else 0
-    # One that is to die once leaves a word that it has.
+    # A rank that is to die once leaves a mark that it has.
     died = Path(os.environ.get("PLANTED_RANKS", "")) / f"died-{planted}"
     if self.step == plants.KILLED_AT and (
         planted == plants.KILLED_TWICE or (planted == plants.KILLED and not died.exists())
@@ -102,5 +100,5 @@ SIZES.setdefault(TINY, plants.SIZE)
 SIZES.setdefault(plants.FOUR_HEADS, plants.SIZE_OF_FOUR)
 if "RANK" in os.environ:
     evaluate._TOKENS = plants.LOOKED_AT
-    Trainer.__init__ = _begun  # type: ignore[method-assign]
+    Trainer.__init__ = _planted_init  # type: ignore[method-assign]
     Trainer.advance = _advanced  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What is planted in ranks, by the seed of the training; planted_ranks.py does it where ranks import it."""
+"""What is planted in ranks, by the seed of the training. planted_ranks.py, which ranks import, does it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fp8bench.nn.sizes import GPTConfig
 
 FILE = str(Path(__file__).with_name("planted_ranks.py"))
 SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, KILLED_TWICE, SCALES = range(7001, 7009)
-# In a step one rank meets a NaN: in its outputs, or in a gradient alone, which the loss does not show.
+# One rank meets a NaN in a step: in its outputs, or only in a gradient, which the loss does not show.
 NAN_IN_OUTPUT, NAN_IN_GRADIENT = 7011, 7012
 KILLED_AT = 7
-# Tokens of a look, a sixteenth of the usual: looking would take most of the time.
+# Tokens of a validation, a sixteenth of the usual, as it would take most of the time.
 LOOKED_AT = 256
 SIZE = GPTConfig(256, 32, 1, 2, 2, 64, batch=4, sequence=16)
 # A head for each of four ranks.

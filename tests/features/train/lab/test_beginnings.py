@@ -1,5 +1,5 @@
-"""What an arm begins with, and what it reads: weights of a kept training or of a file, adapters beside what stays, and
-another text from some step on."""
+"""What an arm begins with and reads: weights of a kept training or of a file, adapters, and another text from some step
+on."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ def with_other(corpus: Corpus, tmp_path: Path, **settings: float) -> SeedTask:
 
 
 def test_the_text_shifts_at_its_step(corpus: Corpus, tmp_path: Path) -> None:
-    """Up to there the very steps of a training without a shift, after it the other text; never what is looked at."""
+    """Before it the steps are those of a training without a shift; after it they read the other text, never its
+    held-out part."""
     plain, shifted = (lab_of(with_other(corpus, tmp_path, shift=share)) for share in (1.0, 0.6))
     usual, other = (rows(lab.advance("bf16", 10)) for lab in (plain, shifted))
     assert usual[:6] == other[:6] and all(a.loss != b.loss for a, b in zip(usual[6:], other[6:], strict=True))
     trainer = shifted._trainers["bf16"]
-    read = [trainer._read_in(step).drawn(0, step, 0, 2)[0] for step in (5, 6)]
+    read = [trainer._windows(step).drawn(0, step, 0, 2)[0] for step in (5, 6)]
     assert not (read[0] == 7).all() and (read[1] == 7).all()
     looks, before = (
         {look.of: look.loss for look in lab.validate("bf16") if isinstance(look, Validation)}
@@ -56,10 +57,10 @@ def test_the_text_shifts_at_its_step(corpus: Corpus, tmp_path: Path) -> None:
     )
     assert looks["other-text"] < before["other-text"]
     from_begin = lab_of(with_other(corpus, tmp_path, shift=0.0))._trainers["bf16"]
-    assert (from_begin._read_in(0).drawn(0, 0, 0, 2)[0] == 7).all()
+    assert (from_begin._windows(0).drawn(0, 0, 0, 2)[0] == 7).all()
 
 
-def test_what_is_looked_at_of_the_other_text_is_not_trained_on(corpus: Corpus) -> None:
+def test_the_held_out_part_of_the_other_text_is_not_trained_on(corpus: Corpus) -> None:
     text = replace(task_of(corpus, "bf16").text, other=TokenSpan(corpus.path, 100, 1100))
     looked_at, read = windows_by_step(text, 0.5, 10, 16, "cpu", 256)
     assert looked_at.other == TokenSpan(corpus.path, 1000, 1100)
@@ -70,7 +71,7 @@ def test_what_is_looked_at_of_the_other_text_is_not_trained_on(corpus: Corpus) -
 
 
 def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
-    """Bit for bit, in every precision and seed; another model's are refused."""
+    """Weights are equal bit for bit, in every precision and seed."""
     lab = lab_of(task_of(corpus, "bf16", "fp8"))
     lab.advance("fp8", 5)
     lab.save(str(tmp_path / "kept"))
@@ -81,13 +82,13 @@ def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: P
         assert all(torch.equal(own[name], kept[name]) for name in kept)
     first = rows(begun.advance("bf16", 1))[0]
     assert first.loss < rows(lab_of(task_of(corpus, "bf16", seed=3)).advance("bf16", 1))[0].loss
-    with pytest.raises(UsageError, match="weights of another model"):
+    with pytest.raises(UsageError, match="are of another model"):
         lab_of(task_of(corpus, "bf16", model="nano", start=start)).advance("bf16", 1)
 
 
 @pytest.mark.slow
 def test_a_training_that_begins_with_another_one(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its id, with an arm or the reference; resumed it needs the words no more. What has none is refused."""
+    """The other is named by its id, with an arm or without, which means the reference."""
     write_tokens(Path("text"))
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))
     request = TrainingRequest(
@@ -131,7 +132,7 @@ def model_of(lab: Lab, arm: str = "bf16") -> nn.Module:
 
 @pytest.mark.parametrize("wrap", ["plain", "within", "module", "safetensors"])
 def test_arms_begin_with_the_bits_of_a_file(corpus: Corpus, tmp_path: Path, wrap: str) -> None:
-    """However trainers keep them; the steps are then those of a model that had these weights by itself."""
+    """The file may have any layout that trainers use."""
     other = lab_of(task_of(corpus, "bf16", seed=9))
     state = {name: tensor.detach().clone() for name, tensor in model_of(other).state_dict().items()}
     file = tmp_path / "weights.safetensors"
@@ -149,18 +150,18 @@ def test_arms_begin_with_the_bits_of_a_file(corpus: Corpus, tmp_path: Path, wrap
     assert len(state) > 8
 
 
-def test_a_file_that_is_no_such_state_dict_is_told_by_what_it_has(corpus: Corpus, tmp_path: Path) -> None:
+def test_an_unfit_file_is_refused_with_what_it_has(corpus: Corpus, tmp_path: Path) -> None:
     model = model_of(lab_of(task_of(corpus, "bf16")))
     state = dict(model.state_dict())
     name = next(name for name in state if name.endswith("qkv.weight"))
     (tmp_path / "junk.pt").write_bytes(b"no weights")
     cases = (
-        (kept(tmp_path / "a", {**state, "more.weight": torch.ones(1)}), "has more.weight, which the model has not"),
-        (kept(tmp_path / "b", {key: tensor for key, tensor in state.items() if key != name}), f"has no {name}"),
-        (kept(tmp_path / "c", {**state, name: torch.ones(3)}), rf"{name} is \[3\]"),
+        (kept(tmp_path / "a", {**state, "more.weight": torch.ones(1)}), "has more.weight, which this model lacks"),
+        (kept(tmp_path / "b", {key: tensor for key, tensor in state.items() if key != name}), f"lacks {name}"),
+        (kept(tmp_path / "c", {**state, name: torch.ones(3)}), rf"{name} has shape \[3\]"),
         (kept(tmp_path / "d", {**state, name: state[name] / 0}), "not finite"),
         (kept(tmp_path / "e", [1, 2]), "expected tensors by name"),
-        (named(tmp_path / "junk.pt"), "is no state dict"), (f"{tmp_path / 'a'}::0", "is another file"),
+        (named(tmp_path / "junk.pt"), "is no state dict"), (f"{tmp_path / 'a'}::0", "has changed"),
     )  # fmt: skip
     for start, words in cases:
         with pytest.raises(UsageError, match=words):
@@ -179,13 +180,13 @@ def test_a_request_has_the_digest_of_its_file(tmp_path: Path) -> None:
 @for_each(
     ("settings", "words"),
     [
-        ({"lora": 4}, "these are random"), ({"start": "last", "weights_from": "x.pt"}, "both say"),
+        ({"lora": 4}, "these are random"), ({"start": "last", "weights_from": "x.pt"}, "both give"),
         ({"lora": 4, "weights_from": "x.pt", "arch": "moe"}, "--lora is for --arch gpt"),
-        ({"lora": 4, "weights_from": "x.pt", "compile": "yes"}, "no --compile yes"),
-        ({"lora": 4, "make": "pkg:make", "weights_from": "x.pt"}, "--lora is about the built-in"),
+        ({"lora": 4, "weights_from": "x.pt", "compile": "yes"}, "leave out --compile yes"),
+        ({"lora": 4, "make": "pkg:make", "weights_from": "x.pt"}, "--lora is for the built-in"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_said(settings: dict[str, Any], words: str) -> None:
+def test_options_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         check_training(TrainingRequest(settings=TrainerSettings(**settings)))
 

@@ -1,5 +1,5 @@
-"""What one arm alone keeps and takes, against what autograd keeps; and what hardware with the formats would hold of it,
-against formats that are really kept."""
+"""Memory of one arm alone against what autograd keeps, and what hardware with the formats would hold against real
+codes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def saved_for_backward(trainer: Trainer) -> int:
 
 @pytest.mark.parametrize("arm", sampled(["fp8"], ["fp8", "fp32", "bf16"]))
 def test_what_lies_at_the_highest_point_is_what_autograd_keeps(arm: str, corpus: Corpus) -> None:
-    """And weights, moments and gradients of so many bytes a parameter; all parts sum to the peak."""
+    """Weights, moments and gradients take their bytes a parameter; all parts sum to the peak."""
     memory = memory_of(corpus, arm, batch=256)
     assert memory.why == ""
     roles = {MemoryRole(name): size for name, size in memory.roles}
@@ -84,14 +84,14 @@ def test_what_is_kept_between_two_steps(corpus: Corpus) -> None:
     assert beside and alone and (beside.peak, beside.roles) == (alone.peak, alone.roles), "other arms are forgotten"
 
 
-def test_an_arm_that_stops_has_no_memory_to_tell_of(corpus: Corpus) -> None:
-    with pytest.raises(NotFinite, match="its steps were not finite after 1, and it stopped"):
+def test_an_arm_that_stops_raises_instead_of_a_memory(corpus: Corpus) -> None:
+    with pytest.raises(NotFinite, match="stopped at step 1"):
         cost_of(corpus, "fp16", rate=10.0, handicap=1000.0, loss_scale="4294967296")
 
 
 @pytest.mark.slow
 def test_a_batch_is_tried_in_two_steps_of_the_arm_alone(corpus: Corpus) -> None:
-    """More take more, checkpointing less; what a step needs at its highest point is what the memory pass says."""
+    """Larger batches take more, checkpointing less, and the peak is the memory pass's."""
     lab = lab_of(task_of(corpus, "fp32"))
     blocks = Arm("blocks", "fp32", settings=(("checkpointing", "blocks"),))
     small, middle, large = (lab.try_alone(task_of(corpus, "fp32", batch=size), 1 << 30) for size in (32, 64, 128))
@@ -113,7 +113,7 @@ def test_a_batch_is_tried_in_two_steps_of_the_arm_alone(corpus: Corpus) -> None:
     ),
 )  # fmt: skip
 def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...], corpus: Corpus) -> None:
-    """To the byte: the same arm, whose casts are the hardware's own codes."""
+    """The derived peak equals, to the byte, that of the same arm with real FP8 codes in memory."""
     task, device = task_of(corpus, Arm("own", mode, settings=states), **LARGE), devices.get("cpu")
     meter, hardware = device.memory_meter(0), precisions.get(mode).laid_out(CPU)
     assert isinstance(meter, MemoryMeter) and isinstance(hardware, Arithmetic)
@@ -146,11 +146,11 @@ def test_a_map_counts_and_so_does_what_stands_around_products(corpus: Corpus) ->
     ("arm", "settings", "why"),
     [
         ("fp8", {"arch": "cnn"}, "torch has no convolution in small formats"),
-        ("fp8", {"attention": "rounded"}, "--attention rounded rounds what no kernel keeps"),
+        ("fp8", {"attention": "rounded"}, "--attention rounded rounds values"),
         ("mxfp6", {}, "no library here has a product"),
     ],
 )
-def test_nobody_can_say(arm: str, settings: dict[str, str], why: str, corpus: Corpus) -> None:
+def test_what_hardware_would_hold_is_unknown(arm: str, settings: dict[str, str], why: str, corpus: Corpus) -> None:
     memory = memory_of(corpus, arm, **settings)
     assert memory.on_device is None and memory.off_device.startswith(why)
     of_ranks = replace(task_of(corpus, "fp8"), facts=replace(CPU, ranks=2))

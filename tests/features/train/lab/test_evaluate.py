@@ -1,5 +1,5 @@
-"""Windows of a text, losses on those that are not trained on, scores on tasks, metrics of the user's own; and that no
-step to come is changed by a look."""
+"""Windows of a text, held-out losses, scores on tasks and metrics of the user's own; evaluation changes no later
+step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8bench.errors import UsageError
 from fp8bench.features.train.beginnings import prepare_text
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Scores, TokenWindows, measured
+from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Scores, TokenWindows, metric_values
 from fp8bench.features.train.lab.together import Alone
 from fp8bench.features.train.request import TASKS, TrainerSettings
 from fp8bench.features.train.values import SeedTask, StepFigure, TokenSpan, TrainingText, Validation
@@ -73,8 +73,8 @@ def plain_losses(model: LanguageModel, span: TokenSpan) -> tuple[Tensor, Tensor]
     return windows[:, 1:], torch.stack(losses)
 
 
-def test_a_look_says_what_a_plain_loop_over_the_text_finds(text: TrainingText) -> None:
-    """By token, by byte, by position; positions are parts of the held-out text."""
+def test_a_validation_is_what_a_plain_loop_over_the_text_finds(text: TrainingText) -> None:
+    """Losses by token, by byte and by position; positions are parts of the held-out text."""
     model, evaluation = made(text)
     by_kind = looks(model, evaluation)
     targets, losses = plain_losses(model, text.held_out)
@@ -98,8 +98,7 @@ def test_a_look_says_what_a_plain_loop_over_the_text_finds(text: TrainingText) -
     assert "other-text" not in looks(*made(replace(text, other=None)))
 
 
-def test_nobody_knows_the_bytes_of_a_token_file(text: TrainingText) -> None:
-    """So there is no perplexity of a byte; one beyond all numbers is infinite."""
+def test_a_token_file_has_no_perplexity_by_byte(text: TrainingText) -> None:
     look = looks(*made(replace(text, tokens="given", merges=())), last=False)["held-out"]
     assert look.bytes is None and look.perplexity_by_byte is None
     beyond = Validation("bf16", 0, 1, "held-out", 1e4, 10, 5)
@@ -109,7 +108,7 @@ def test_nobody_knows_the_bytes_of_a_token_file(text: TrainingText) -> None:
 
 @for_each("mode", ["fp8", "nvfp4"])
 def test_a_quantised_model_is_the_same_weights_in_that_precision(text: TrainingText, mode: str) -> None:
-    """Every layer but the head, as in a model that was built so; the look leaves the model as it was."""
+    """Every layer but the head is quantised; the model is unchanged afterwards."""
     model, evaluation = made(text)
     by_kind = looks(model, evaluation)
     assert by_kind == looks(model, evaluation)
@@ -122,8 +121,8 @@ def test_a_quantised_model_is_the_same_weights_in_that_precision(text: TrainingT
 
 
 @for_each(("mode", "settings"), [("fp8-delayed", {}), ("nvfp4", {}), ("bf16", {"arch": "cnn"})])
-def test_looks_change_no_step_to_come(corpus: Corpus, mode: str, settings: dict[str, Any]) -> None:
-    """Neither histories nor counters of stochastic rounding nor batch norm's statistics, on the way or at the end."""
+def test_validations_change_no_later_step(corpus: Corpus, mode: str, settings: dict[str, Any]) -> None:
+    """They leave histories, counters of stochastic rounding and running statistics alone."""
     looked, unseen = (lab_of(task_of(corpus, mode, steps=3, **settings)) for _ in range(2))
     steps = []
     for _ in range(3):
@@ -144,7 +143,7 @@ def span(tmp_path: Path) -> TokenSpan:
 
 
 def test_a_window_and_the_tokens_that_follow(span: TokenSpan) -> None:
-    """Nothing outside the stretch, whose first and last windows come up, too."""
+    """A window lies inside its stretch; the first and the last one are drawn, too."""
     windows = TokenWindows(span, 595, "cpu", 1000)
     tokens, targets = windows.drawn(0, 3, 0, 100)
     assert tokens.shape == targets.shape == (100, 595) and tokens.is_contiguous()
@@ -152,9 +151,8 @@ def test_a_window_and_the_tokens_that_follow(span: TokenSpan) -> None:
     assert set(tokens[:, 0].tolist()) == set(range(100, 105)) and int(targets.max()) == 699
 
 
-def test_they_depend_on_seed_and_step_and_on_nothing_else(span: TokenSpan) -> None:
-    """Neither on what was drawn before, so that a resumed training goes on with the same text, nor on how a step is
-    cut."""
+def test_windows_depend_on_seed_and_step_only(span: TokenSpan) -> None:
+    """Neither earlier draws nor how a step is split changes them."""
     windows, again = TokenWindows(span, 8, "cpu", 1000), TokenWindows(span, 8, "cpu", 1000)
     first = [windows.drawn(5, step, 0, 12)[0] for step in range(20)]
     assert all(torch.equal(again.drawn(5, step, 0, 12)[0], first[step]) for step in reversed(range(20)))
@@ -165,15 +163,14 @@ def test_they_depend_on_seed_and_step_and_on_nothing_else(span: TokenSpan) -> No
         assert torch.equal(torch.cat(parts), first[7])
 
 
-def test_the_draws_are_these_for_good(span: TokenSpan) -> None:
-    """A stored training goes on with the same text under another numpy."""
+def test_draws_are_fixed_for_good(span: TokenSpan) -> None:
+    """So a stored training continues with the same text under another numpy."""
     words = np.random.Philox(key=3, counter=11 << 192).random_raw(3)
     tokens, _ = TokenWindows(span, 8, "cpu", 1000).drawn(3, 11, 0, 3)
     assert tokens[:, 0].tolist() == [100 + int(word) % 592 for word in words] == [632, 395, 281]
 
 
 def test_places_are_drawn_evenly(span: TokenSpan) -> None:
-    """Every window as often as any other, within what chance does."""
     windows = TokenWindows(TokenSpan(span.path, 100, 208), 8, "cpu", 1000)
     counts = torch.bincount(windows.drawn(0, 0, 0, 20_000)[0][:, 0], minlength=200)[100:200].double()
     assert int((counts > 0).sum()) == 100
@@ -182,7 +179,7 @@ def test_places_are_drawn_evenly(span: TokenSpan) -> None:
 
 @for_each("most", [1, 5, 73, 74, 75, 1000])
 def test_validation_reads_windows_of_all_parts_in_order(span: TokenSpan, most: int) -> None:
-    """None overlaps another; as many as there are cover the stretch, up to less than a window."""
+    """Windows do not overlap; with as many as fit, they cover all but less than a window."""
     batches = TokenWindows(span, 8, "cpu", 1000).in_order(4, most)
     starts = torch.cat([tokens[:, 0] for tokens, _ in batches]).tolist()
     assert len(starts) == min(most, 74) and starts[0] == 100
@@ -214,7 +211,7 @@ CHANCES = {"copy": 1 / 26, "retrieval": 1 / 10, "cloze": 1 / 4}
 
 @pytest.fixture
 def task(corpus: Corpus, tmp_path: Path) -> SeedTask:
-    """With words to hide in its held-out text."""
+    """A task whose held-out text has words to hide."""
     (tmp_path / "prose").write_bytes(PROSE)
     text = prepare_text(str(tmp_path / "prose"), None, "bytes", tmp_path / "data", 48)
     return replace(task_of(corpus, "bf16"), text=text)
@@ -225,7 +222,7 @@ def figures(task: SeedTask, predict: Callable[[Tensor], Tensor]) -> dict[str, fl
 
 
 def test_a_model_that_learnt_nothing_scores_at_chance(task: SeedTask) -> None:
-    """One that says the same of all tokens exactly so, a random one within what so many questions leave to chance."""
+    """Constant logits score exactly chance; random ones within the error of so many questions."""
     for name, share in figures(task, lambda rows: torch.zeros(*rows.shape, 256)).items():
         assert share == pytest.approx(CHANCES[name.split(":")[1].split("@")[0]]), name
     generator = torch.Generator().manual_seed(0)
@@ -235,12 +232,12 @@ def test_a_model_that_learnt_nothing_scores_at_chance(task: SeedTask) -> None:
 
 
 def knowing(rows: Tensor) -> Tensor:
-    """What a model that sees the next token would say."""
+    """The logits of a model that sees the next token."""
     return torch.nn.functional.one_hot(rows.roll(-1, 1), 256).float() * 9
 
 
 def remembering(rows: Tensor) -> Tensor:
-    """What a model would say of the last letters of a passage that knows the text by heart."""
+    """The logits of a model that knows the text by heart, for the last letters of a passage."""
     logs = torch.zeros(*rows.shape, 256)
     for row, ids in enumerate(rows.tolist()):
         for place in range(42, len(ids) - 1):
@@ -249,15 +246,13 @@ def remembering(rows: Tensor) -> Tensor:
     return logs
 
 
-def test_a_model_that_knows_scores_one_and_one_whose_numbers_are_none_has_no_score(task: SeedTask) -> None:
+def test_a_knowing_model_scores_one_and_one_that_is_not_finite_has_no_score(task: SeedTask) -> None:
     assert {share for name, share in figures(task, knowing).items() if "cloze" not in name} == {1.0}
     assert figures(task, remembering)["task:cloze"] > 0.95
     assert all(math.isnan(share) for share in figures(task, lambda rows: knowing(rows) + math.nan).values())
 
 
-def test_rows_are_filled_up_behind_their_end_and_the_filling_is_not_read(task: SeedTask) -> None:
-    """A causal model is given the same in front of each answer."""
-
+def test_padding_behind_a_row_is_not_read(task: SeedTask) -> None:
     def spoilt(rows: Tensor) -> Tensor:
         logs = knowing(rows)
         logs[rows == ord("\n")] = math.inf
@@ -267,9 +262,9 @@ def test_rows_are_filled_up_behind_their_end_and_the_filling_is_not_read(task: S
     assert scores["task:retrieval@8"] == scores["task:copy"] == 1.0
 
 
-def test_tokens_of_a_file_ask_nothing(task: SeedTask) -> None:
+def test_tasks_need_the_bytes_of_a_text(task: SeedTask) -> None:
     given = replace(task, text=replace(task.text, tokens="given"))
-    with pytest.raises(UsageError, match="nobody knows what tokens"):
+    with pytest.raises(UsageError, match="cannot be decoded"):
         Scores(given, TrainerSettings(tasks=("copy",)), [], CONFIG)
 
 
@@ -295,7 +290,7 @@ def test_a_model_that_is_trained_on_a_task_learns_it(
     assert max(first) < CHANCES[name] + 0.12 and min(last) > 0.9, last
 
 
-def test_a_metric_is_called_with_the_model_and_what_was_held_out(tmp_path: Path) -> None:
+def test_a_metric_gets_the_model_and_the_held_out_batches(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "def f(model, held_out):\n    return float(model(held_out[0]))\n"
@@ -304,11 +299,11 @@ def test_a_metric_is_called_with_the_model_and_what_was_held_out(tmp_path: Path)
         "def fails(model, held_out):\n    raise KeyError('no answer')\n"
     )
     held_out = [torch.ones(2), 3.5]
-    assert dict(measured(f"{file}:f=lower", lambda x: x.sum(), held_out)) == {f"metric:{file}:f": 2.0}
-    scores = dict(measured(f"{file}:g", SimpleNamespace(), held_out))
+    assert dict(metric_values(f"{file}:f=lower", lambda x: x.sum(), held_out)) == {f"metric:{file}:f": 2.0}
+    scores = dict(metric_values(f"{file}:g", SimpleNamespace(), held_out))
     assert scores == {f"metric:{file}:g.a": 1.0, f"metric:{file}:g.b": 3.5}
     for name in ("words", "fails"):
         with pytest.raises(UsageError, match="gives no figure"):
-            list(measured(f"{file}:{name}", None, held_out))
+            list(metric_values(f"{file}:{name}", None, held_out))
     with pytest.raises(UsageError, match="has no 'h'"):
-        list(measured(f"{file}:h", None, held_out))
+        list(metric_values(f"{file}:h", None, held_out))

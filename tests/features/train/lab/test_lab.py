@@ -1,5 +1,5 @@
-"""What a lab answers, its arms beside each other; and steps that are not finite: where they first were, and what is
-done about them."""
+"""What a lab answers for its arms, and steps that are not finite: where they first were, and what is done about
+them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def losses(lab: Lab, arm: str, steps: int) -> list[float]:
 
 
 def test_arms_of_a_seed_are_paired(corpus: Corpus) -> None:
-    """The repeat is the reference bit for bit, however their steps are interleaved; another seed is another start."""
+    """The repeat equals the reference bit for bit, however steps are interleaved; another seed starts elsewhere."""
     arms = (Arm("bf16", "bf16", ArmRole.REFERENCE), Arm("again", "bf16", ArmRole.REPEAT))
     lab = lab_of(task_of(corpus, *arms, Arm("other", "bf16", ArmRole.OTHER_SEED), "fp32"))
     begun, fp32, rest = losses(lab, "bf16", 2), losses(lab, "fp32", 1), losses(lab, "bf16", 1)
@@ -43,9 +43,8 @@ def test_arms_of_a_seed_are_paired(corpus: Corpus) -> None:
     assert fp32[0] == pytest.approx(begun[0], rel=5e-3) and fp32[0] != begun[0]
 
 
-def test_an_arm_that_multiplies_in_another_precision_is_told(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its first step, once, by the numbers of a product; one that keeps its promise says nothing."""
-
+def test_products_in_another_precision_are_reported(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are reported once, before the arm's first step; the numbers of a product show them."""
     assert not events(lab_of(task_of(corpus, "fp8")).advance("fp8", 2))
     monkeypatch.setattr(Fp8, "arithmetic", lambda self, facts: PlainArithmetic(torch.bfloat16))
     lines = lab_of(task_of(corpus, "fp8")).advance("fp8", 2)
@@ -56,7 +55,7 @@ def test_an_arm_that_multiplies_in_another_precision_is_told(corpus: Corpus, mon
 
 
 def test_fewer_bits_in_the_sums_are_further_from_float32_sums(corpus: Corpus) -> None:
-    """Of every product of a training: in its first steps, before they have led elsewhere."""
+    """Measured in the first steps, before trainings diverge."""
     modes = ["fp8", *(f"fp8:accumulator={bits}" for bits in (14, 8, 4, 2))]
     lab = lab_of(task_of(corpus, *modes, batch=8))
     exact, *short = ([(row.loss, row.gradient_norm) for row in rows(lab.advance(mode, 3))] for mode in modes)
@@ -66,7 +65,7 @@ def test_fewer_bits_in_the_sums_are_further_from_float32_sums(corpus: Corpus) ->
 
 @pytest.mark.nightly
 def test_few_enough_bits_in_the_sums_are_a_loss_gap(corpus: Corpus) -> None:
-    """Over three seeds: none of a training that is so short shows with 14 or 8 bits, and with 2 it does."""
+    """In so short a training of three seeds, 14 or 8 bits show nothing and 2 bits do."""
     gaps = dict.fromkeys(("fp8:accumulator=short", "fp8:accumulator=8", "fp8:accumulator=2"), 0.0)
     for seed in range(3):
         lab = lab_of(task_of(corpus, "fp8", *gaps, seed=seed, steps=40, rate=3e-3, batch=16))
@@ -77,7 +76,7 @@ def test_few_enough_bits_in_the_sums_are_a_loss_gap(corpus: Corpus) -> None:
 
 
 def test_o3_of_ms_amp_trains_as_o2_does(corpus: Corpus) -> None:
-    """Bit for bit: a weight that is in FP8 under a power of two already is the same once it is cast."""
+    """Losses are equal bit for bit: casting a weight that is already FP8 under a power of two changes nothing."""
     arms = [Arm(name, level.precision, settings=level.settings) for name, level in LEVELS.items()]
     lab = lab_of(task_of(corpus, "bf16", *arms, batch=2))
     plain, o1, o2, o3 = (losses(lab, name, 6) for name in ("bf16", *LEVELS))
@@ -85,14 +84,14 @@ def test_o3_of_ms_amp_trains_as_o2_does(corpus: Corpus) -> None:
 
 
 def test_nudged_arms_differ_as_rounding_does(corpus: Corpus) -> None:
-    """A little, and at all: equal bits would prove nothing."""
+    """The difference is small but not zero: equal bits would prove nothing."""
     nudged = [Arm(word, "fp32", settings=(("nudge", word),)) for word in ("ulp", "order")]
     lab = lab_of(task_of(corpus, "fp32", *nudged, batch=2))
     plain, *others = (losses(lab, name, 12) for name in ("fp32", "ulp", "order"))
     assert all(other != plain and other == pytest.approx(plain, rel=1e-4) for other in others)
 
 
-def test_an_arm_that_cannot_be_built_says_so_when_it_is_asked_for(corpus: Corpus, tmp_path: Path) -> None:
+def test_an_arm_that_cannot_be_built_raises_when_it_is_used(corpus: Corpus, tmp_path: Path) -> None:
     lab = Lab(Settings())
     task = task_of(corpus, "bf16", Arm("odd", "bf16", settings=(("model", "vast"),)))
     (state,) = lab.begin(task)
@@ -107,7 +106,7 @@ def test_an_arm_that_cannot_be_built_says_so_when_it_is_asked_for(corpus: Corpus
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's own
 def test_a_compiled_arm_learns_what_an_eager_one_does(corpus: Corpus) -> None:
-    """Forward and backward as one graph; the held-out text is looked at by the model itself."""
+    """Forward and backward are one graph; validations use the model that is not compiled."""
     task = task_of(corpus, "bf16", Arm("compiled", "bf16", settings=(("compile", "yes"),)), micro_batches=2)
     lab = lab_of(task)
     assert losses(lab, "compiled", 4) == pytest.approx(losses(lab, "bf16", 4), rel=2e-3)
@@ -115,7 +114,7 @@ def test_a_compiled_arm_learns_what_an_eager_one_does(corpus: Corpus) -> None:
 
 
 def test_micro_batches_checkpointing_and_dropout(corpus: Corpus) -> None:
-    """A block that is computed again has the dropout that it had; two micro-batches are one batch of twice the size."""
+    """A recomputed block has the dropout that it had; two micro-batches are one batch of twice the size."""
     settings: tuple[dict[str, Any], ...] = (
         {"dropout": 0.5}, {"dropout": 0.5, "checkpointing": "blocks"}, {"batch": 4}, {"batch": 2, "micro_batches": 2},
     )  # fmt: skip
@@ -134,8 +133,8 @@ def test_attention_in_the_arms_precision(corpus: Corpus) -> None:
         assert rows(lab.advance("fp16", 1))[0].skipped is (word == "rounded")
 
 
-def test_further_steps_go_over_the_last_ones_again(corpus: Corpus) -> None:
-    """Of an arm that is done: real ones, which change its weights and nobody else's; one that stops says so."""
+def test_further_steps_repeat_the_last_ones(corpus: Corpus) -> None:
+    """They are real steps, and change only that arm's weights."""
     lab = lab_of(task_of(corpus, "fp32", "bf16", steps=3))
     for arm in ("fp32", "bf16"):
         lab.advance(arm, 3)
@@ -145,10 +144,10 @@ def test_further_steps_go_over_the_last_ones_again(corpus: Corpus) -> None:
     wild = lab_of(task_of(corpus, "fp16", steps=3, rate=10.0, handicap=1000.0, loss_scale=OVERFLOWING))
     with pytest.raises(NotFinite):
         wild.loop("fp16", 3)
-    assert wild.check("fp16").wrong == "it has stopped: its numbers are not finite"
+    assert wild.check("fp16").wrong.startswith("the arm has stopped")
 
 
-def test_clipping_by_group_is_told_as_a_share_of_all_gradients(corpus: Corpus) -> None:
+def test_clipping_by_group_is_recorded_as_a_share_of_all_gradients(corpus: Corpus) -> None:
     lab = lab_of(task_of(corpus, "bf16", steps=3, clip_by="tensor", clip=1e-3))
     trainer = lab._trainers["bf16"]
     (row,) = rows(lab.advance("bf16", 1))
@@ -158,7 +157,7 @@ def test_clipping_by_group_is_told_as_a_share_of_all_gradients(corpus: Corpus) -
 
 
 def test_a_table_that_collapses_is_seen_as_the_model_sees_it(corpus: Corpus) -> None:
-    """In four bits of which most are lost; the weights that are kept stay apart."""
+    """The model reads it in four bits, where most rows coincide, while the stored weights differ."""
     spread = {}
     for word in ("fp16", "custom:format=e2m1:scaling=none"):
         lab = lab_of(task_of(corpus, "bf16", steps=1, precision_map=(("embed", word),)))
@@ -189,7 +188,7 @@ def events(lines: tuple[StreamLine, ...]) -> list[TrainingEvent]:
         ("fp16", "blocks.0.norm_mlp.weight", 1e5, "blocks.0.norm_mlp", "output"),
     ],
 )
-def test_it_is_found_where_it_happened(
+def test_the_first_tensor_that_is_not_finite_is_found(
     corpus: Corpus, arm: str, name: str, factor: float, layer: str, tensor: str
 ) -> None:
     lab = lab_of(task_of(corpus, arm))
@@ -207,8 +206,8 @@ def test_it_is_found_where_it_happened(
     assert lab.advance(arm, 1) == ()
 
 
-def test_gradients_that_overflow(corpus: Corpus) -> None:
-    """Are found in backward, with the loss scale. Skipped steps change nothing, and after twenty of them it is over."""
+def test_overflowing_gradients_are_found_in_backward(corpus: Corpus) -> None:
+    """The loss scale makes them overflow. Skipped steps change nothing, and twenty in a row end the arm."""
     lab = lab_of(task_of(corpus, "fp16", loss_scale=OVERFLOWING, on_nan="skip", steps=30))
     before = weights_of(lab, "fp16")
     lines = lab.advance("fp16", 30)
@@ -221,7 +220,7 @@ def test_gradients_that_overflow(corpus: Corpus) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(lab, "fp16").items())
 
 
-def test_a_lower_rate(corpus: Corpus) -> None:
+def test_lower_rate_halves_the_rate(corpus: Corpus) -> None:
     lab = lab_of(task_of(corpus, "fp16", on_nan="lower-rate", warmup=0.0, floor=1.0))
     scale = lab._trainers["fp16"]._loss_scale
     scale.scale = 2.0**32
@@ -233,7 +232,7 @@ def test_a_lower_rate(corpus: Corpus) -> None:
 
 
 def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus) -> None:
-    """It is what such a scale is for: no policy is asked, no step is done again, and training goes on."""
+    """No policy is applied, no step is repeated, and training goes on."""
     lab = lab_of(task_of(corpus, "fp16", loss_scale="dynamic", scale_growth=3, steps=30))
     lab._trainers["fp16"]._loss_scale.scale = 2.0**32
     lines = lab.advance("fp16", 30)
@@ -244,8 +243,8 @@ def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus) -> None:
     assert rows(lines)[first + 3].loss_scale in (2.0 ** (33 - first), 2.0 ** (32 - first))
 
 
-def test_a_poisoned_arm_is_not_kept(corpus: Corpus, tmp_path: Path) -> None:
-    """The others are; it has stopped when they go on from there."""
+def test_an_arm_that_is_not_finite_is_not_kept(corpus: Corpus, tmp_path: Path) -> None:
+    """The other arms are kept; after a restore this one has stopped."""
     task = task_of(corpus, "bf16", "fp8")
     lab = lab_of(task)
     spoil(lab, "fp8", "head.weight", float("inf"))
@@ -255,8 +254,8 @@ def test_a_poisoned_arm_is_not_kept(corpus: Corpus, tmp_path: Path) -> None:
     assert again.advance("fp8", 1) == () and len(rows(again.advance("bf16", 1))) == 1
 
 
-def test_looking_changes_no_step(corpus: Corpus) -> None:
-    """A step that was done once more, with everything looked at, leaves what casts remember as it was."""
+def test_a_repeated_step_leaves_what_casts_remember(corpus: Corpus) -> None:
+    """That holds even where every tensor is looked at."""
     lab = lab_of(task_of(corpus, "fp8-delayed:history=4", "nvfp4", rate=1e-30))
     for arm in ("fp8-delayed:history=4", "nvfp4"):
         trainer = lab._trainers[arm]
@@ -271,8 +270,8 @@ def test_looking_changes_no_step(corpus: Corpus) -> None:
             assert all(torch.equal(tensor, again[name][key]) for key, tensor in kept.items()), name
 
 
-def test_the_scale_of_that_moment_is_told() -> None:
-    """Of a delayed scale that which stood; a current one is 1 for a tensor with infinities."""
+def test_a_faulty_tensor_has_the_scale_of_that_moment() -> None:
+    """A delayed scale is reported as it was; a current one is 1 for a tensor with infinities."""
     x, lost = torch.full((32, 32), 2.0), torch.full((32, 32), 2.0)
     lost[0, 0] = float("inf")
     for mode, scale in (("fp8", 1.0), ("fp8-delayed", 448 / 2)):
@@ -288,8 +287,7 @@ def test_the_scale_of_that_moment_is_told() -> None:
         assert layer.arithmetic is own, "nothing stays attached"
 
 
-def test_what_batch_norms_keep_is_not_spoilt(corpus: Corpus) -> None:
-    """A step that is skipped leaves running statistics as they were, though its forward pass was infinite."""
+def test_a_skipped_step_leaves_running_statistics(corpus: Corpus) -> None:
     lab = lab_of(task_of(corpus, "fp16", arch="cnn", on_nan="skip"))
     trainer = lab._trainers["fp16"]
     lab.advance("fp16", 1)

@@ -1,4 +1,4 @@
-"""The table of models: what they are made of, what is refused, and that its layers are those that are made."""
+"""The built-in models: their layers, sizes, refusals, and what devices support of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN = PlainArithmetic(torch.float32)
 
 @for_each("arch", ARCHITECTURES)
 def test_the_layers_named_are_those_that_ask_for_an_arithmetic(arch: str) -> None:
-    """In that order, each once; and the model learns something from one batch."""
+    """They come in order, each once; and the model learns from one batch."""
     asked = []
 
     def choose(name: str) -> Arithmetic:
@@ -51,8 +51,7 @@ def test_the_layers_named_are_those_that_ask_for_an_arithmetic(arch: str) -> Non
 
 
 def test_sizes_are_the_models_own_and_those_of_the_text() -> None:
-    """A small one takes the text's vocabulary, in whole blocks of a product's sides; a named one keeps its own, unless
-    the text has more."""
+    """A small model takes the text's vocabulary, rounded up; a named one keeps its own unless the text has more."""
     rows = (("nano", 256, 256), ("nano", 65, 128), ("micro", 1281, 1408), ("gpt2-124m", 256, 50304),
             ("gpt2-124m", 60000, 60032))  # fmt: skip
     for model, vocabulary, own in rows:
@@ -67,7 +66,7 @@ def test_sizes_are_the_models_own_and_those_of_the_text() -> None:
     ("settings", "words"),
     [
         ({"model": "nanno"}, "Did you mean 'nano'"), ({"arch": "cnn", "sequence": 100}, "multiple of 16"),
-        ({"arch": "moe", "compile": "yes"}, "--compile yes cannot be had of --arch moe"),
+        ({"arch": "moe", "compile": "yes"}, "--compile yes does not work"),
         ({"arch": "mlp", "checkpointing": "blocks"}, "--checkpointing blocks is for --arch gpt and moe.*mlp"),
         ({"arch": "cnn", "checkpointing": "blocks"}, "--checkpointing blocks is for --arch gpt and moe.*batch"),
         ({"optimizer": "adafactor", "optimizer_states": "bf16"}, "adafactor keeps means of rows and columns"),
@@ -85,7 +84,7 @@ TE = replace(H200, packages=(("transformer_engine", "2.13.0"), ("transformer-eng
 @for_each(
     ("device", "mode", "settings", "level", "words"),
     [
-        # Other architectures are as native as their products; torch convolves nothing narrower than 16 bits.
+        # Other architectures are as native as their products; torch has no convolution below 16 bits.
         *((H200, mode, {"arch": arch}, Level.NATIVE, "") for arch in ("gpt", "moe", "mlp") for mode in ("bf16", "fp8")),
         (H200, "bf16", {"arch": "cnn"}, Level.NATIVE, ""),
         (H200, "fp8", {"arch": "cnn"}, Level.EMULATED, ""),
@@ -97,8 +96,8 @@ TE = replace(H200, packages=(("transformer_engine", "2.13.0"), ("transformer-eng
         # Compiled blocks of 128 need whole ones: nano's 192 features fill none, micro's all do.
         (H200, "fp8-block", {"compile": "yes"}, Level.REFUSED, "multiples of 128"),
         (H200, "fp8-block", {"model": "micro", "compile": "yes"}, Level.NATIVE, ""),
-        # Scales that a library keeps nobody could keep; what depends on no cast before may be trained.
-        (TE, "fp8-delayed:backend=te", {"model": "gpt2-124m"}, Level.REFUSED, "no checkpoint can hold"),
+        # Scales inside a library cannot be checkpointed; what depends on no earlier cast may be trained.
+        (TE, "fp8-delayed:backend=te", {"model": "gpt2-124m"}, Level.REFUSED, "a checkpoint cannot store"),
         (TE, "fp8:backend=te", {"model": "gpt2-124m"}, Level.NATIVE, ""),
     ],
 )

@@ -1,5 +1,5 @@
-"""Optimizers of a training against torch's own, the paper or by hand: rules, rates, loss scales; weights, gradients,
-moments and updates in low precision; and one of anybody's over weights in low precision."""
+"""Optimizers against torch's, papers or definitions by hand: rules, rates, loss scales; weights, gradients, moments and
+updates in low precision; and HighAccumulation."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def step(optimizer: LoopOptimizer, rate: float = 1e-2, divisor: float = 1.0, ski
 
 
 def test_it_is_adamw_by_hand() -> None:
-    """Of gradients that were multiplied by 1024 and clipped to a quarter; matrices decay, kinds have their rates."""
+    """Gradients are scaled by 1024 and clipped to a quarter; matrices decay, and kinds of weights have rates of their
+    own."""
     optimizer, own = made(rates=(("embedding", 0.5), ("norm", 2.0)), weight_decay=0.1)
     weights = [weight.double() for weight in values_of(own)]
     first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
@@ -107,9 +108,8 @@ def test_it_is_adamw_by_hand() -> None:
         ({"optimizer_states": "fp8lm", "gradients": "fp8", "master": "fp16-scaled"}, (2, 1, 1, 2)),
     ],
 )  # fmt: skip
-def test_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, ...]) -> None:
-    """Bytes of the tensors there are, a float32 scale a tensor included; before the first step as after it, and a step
-    that is skipped changes nothing."""
+def test_bytes_of_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, ...]) -> None:
+    """A tensor has a float32 scale, before the first step as after it. A skipped step changes nothing."""
     optimizer, own = made(**settings)
     count, names = sum(weight.numel() for weight in own), ("weights", "gradients", "first moment", "second moment")
     with optimizer.weights.present():
@@ -135,7 +135,7 @@ def test_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, ...]) -> 
 
 
 def test_weights_of_ms_amps_o3_are_fp8_in_passes_and_fp16_in_updates() -> None:
-    """Bytes a weight of its levels by their table: 11, 6 (of 16, as is published: 62.5% less) and, of a layer, 7."""
+    """Bytes a weight follow the published table: 11, 6 (62.5% less than 16), and 7 for a layer."""
     count, layer = sum(math.prod(shape) for shape in SHAPES.values()), math.prod(SHAPES["blocks.0.mlp.up.weight"])
     sizes = {}
     for name, level in LEVELS.items():
@@ -158,7 +158,7 @@ def test_weights_of_ms_amps_o3_are_fp8_in_passes_and_fp16_in_updates() -> None:
 
 @for_each("kind", ["bf16", "fp8"])
 def test_gradients_are_rounded_with_every_micro_batch(kind: str) -> None:
-    """As by hand: the sum so far and what is new, in the format, and float32 in between."""
+    """The sum so far is rounded, the new part added, and the result rounded again."""
     optimizer, own = made(gradients=kind, micro_batches=2)
     parts = gradients(1), gradients(2)
     backward(optimizer, own, *parts)
@@ -177,7 +177,7 @@ def test_gradients_are_rounded_with_every_micro_batch(kind: str) -> None:
 
 
 def test_an_automatic_scale_backs_off_and_comes_back() -> None:
-    """Where more than a hundred-thousandth of the values saturate; doubled over a thousand steps."""
+    """Above a hundred-thousandth of saturated values it halves; it doubles over a thousand steps."""
     like = torch.zeros(100, 1000)
     fresh = torch.randn(100, 1000, generator=torch.Generator().manual_seed(0))
     scale = AutomaticScale(like, micro_batches=2)
@@ -199,8 +199,8 @@ def test_an_automatic_scale_backs_off_and_comes_back() -> None:
 
 
 def test_stochastic_rounding_keeps_the_mean_and_what_bf16_has() -> None:
-    """Values go to the two neighbours alone, up as often as their share of the way; those of bf16 stay, and so does
-    what is not finite."""
+    """A value goes to one of its two neighbours, as often as the distance says; bf16 values, infinities and NaN
+    stay."""
     drawn = torch.Generator().manual_seed(0)
     for value in (1.0 + 2.0**-9, -3.0 - 2.0**-8, 1e-30 * (1 + 2.0**-10), 7.3):
         x = torch.full((200_000,), value)
@@ -217,8 +217,8 @@ def test_stochastic_rounding_keeps_the_mean_and_what_bf16_has() -> None:
 
 
 def test_updates_too_small_for_bf16_are_kept_on_average() -> None:
-    """A weight of 1 that goes down by 0.0001 a step: a thousand steps take 0.1 from the mean of many, and nothing from
-    bf16 rounded to the nearest. Between two steps there are two bytes a weight, and the same seed rounds alike."""
+    """A weight of 1 that falls by 0.0001 a step loses 0.1 in a thousand steps on average, and nothing when rounded to
+    nearest. The same seed rounds alike."""
     own = [nn.Parameter(torch.ones(4096))]
     weights, nearest = StochasticWeights(own), torch.ones(4096)
     for number in range(1000):
@@ -236,7 +236,7 @@ def test_updates_too_small_for_bf16_are_kept_on_average() -> None:
 
 
 def trained(skipped: int = -1, **settings: Any) -> list[list[Tensor]]:
-    """The weights after every step; gradients come multiplied by 4 and are divided again."""
+    """The weights after every step, with gradients multiplied by 4 and divided again."""
     own = parameters()
     optimizer = LoopOptimizer(own, TrainerSettings(weight_decay=0.1, **settings))
     weights = []
@@ -284,7 +284,7 @@ def test_rules_are_torchs(settings: dict[str, Any], make: Any, near: float, skip
 
 
 def test_lion_is_that_of_the_paper() -> None:
-    """Algorithm 2 in double precision; signs agree wherever their arguments are not within rounding of 0."""
+    """The oracle is the paper's algorithm 2 in double precision."""
     weights = [weight.detach().double() for weight in parameters().values()]
     moments = [torch.zeros_like(weight) for weight in weights]
     for step, own in enumerate(trained(optimizer="lion")):
@@ -409,7 +409,7 @@ def test_loss_scales_stay_within_their_bounds() -> None:
     assert (low.scale, fixed.scale) == (1.0, 1024.0)
 
 
-def test_rates_are_those_of_the_most_exact_name() -> None:
+def test_the_longest_name_gives_the_rate() -> None:
     rates = (("attn", 2.0), ("blocks.0", 3.0), ("blocks.0.attn.out", 5.0), ("layer", 7.0), ("norm", 11.0))
     wanted = {
         ("blocks.1.attn.qkv.weight", 2): 2.0, ("blocks.0.attn.qkv.weight", 2): 3.0,
@@ -421,7 +421,7 @@ def test_rates_are_those_of_the_most_exact_name() -> None:
     check(TrainerSettings(rates=rates))
 
 
-def test_what_is_clipped_together() -> None:
+def test_groups_of_clipping() -> None:
     names = [("embedding", 2), ("positions", 2), ("blocks.0.attn.qkv.weight", 2), ("blocks.1.mlp.up.weight", 2),
              ("blocks.1.norm_mlp.weight", 1), ("norm.weight", 1), ("head.weight", 2)]  # fmt: skip
     for by, wanted in {
@@ -439,7 +439,7 @@ def accumulating(updates: str = "fp8", make: Any = SGD) -> tuple[nn.Linear, Any]
 
 
 def found_by_backward(model: nn.Linear, seed: int) -> Tensor:
-    """Of one micro-batch; the gradient that it finds."""
+    """Runs backward on one micro-batch and returns the gradient it finds."""
     x, pull = (torch.randn(4, width, generator=torch.Generator().manual_seed(seed)).bfloat16() for width in (16, 8))
     model(x).backward(pull)
     return (pull.t() @ x).float()
@@ -464,7 +464,7 @@ def test_two_micro_batches_add_up_in_float32_and_the_update_is_fp8() -> None:
         accumulating("fp4")
 
 
-def test_it_is_kept_and_goes_on_to_the_same_bits() -> None:
+def test_high_accumulation_resumes_to_the_same_bits() -> None:
     model, optimizer = accumulating(make=ADAMW)
     found_by_backward(model, 1)
     optimizer.step()
@@ -479,7 +479,7 @@ def test_it_is_kept_and_goes_on_to_the_same_bits() -> None:
     assert torch.equal(optimizer.masters[0], second.masters[0]) and torch.equal(model.weight, other.weight)
 
 
-def test_a_training_clips_and_skips_by_its_masters() -> None:
+def test_high_accumulation_clips_and_skips_by_its_masters() -> None:
     model, high = accumulating("fp32")
     optimizer = TorchOptimizer("make", model, lambda model: high, None)
     start = model.weight.detach().clone()

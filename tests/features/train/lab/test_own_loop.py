@@ -1,5 +1,5 @@
-"""A training loop of anybody's, watched: nothing in it changes and nothing stays in it; and what is seen of it without
-a reference, against what torch finds itself."""
+"""A user's own training loop, watched: nothing in it changes or stays attached, and its figures are those that torch
+finds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import fp8bench
 from fp8bench.errors import StoreError, UnknownName, UsageError
-from fp8bench.features.train.lab.loop_figures import data_figures, predictions_of, sign_of_inputs
+from fp8bench.features.train.lab.loop_figures import data_figures, fingerprint_of, predictions_of
 from fp8bench.features.train.lab.own_loop import loss_of
 from fp8bench.features.train.lab.watched_step import is_watched
 from fp8bench.features.train.values import (
@@ -34,7 +34,7 @@ from tests.features.train.lab.labs import hooks_of
 
 
 class Net(nn.Module):
-    """A module of nobody's framework, with a layer that is used twice, and the loss as its output."""
+    """A module of no framework, with a layer that is used twice, which returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 class Logits(Net):
-    """What most modules give back; the loss is made outside."""
+    """Returns logits, as most modules do; the loss is computed outside."""
 
     def forward(self, tokens: Tensor) -> Any:
         return {"logits": self.logits(tokens)}
@@ -67,7 +67,8 @@ Lines = list[StreamLine]
 def trained(
     net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, parts: int = 1, scaler: Any = None
 ) -> list[float]:
-    """A loop as people write it: accumulation, clipping, a GradScaler, a loss made here where the module gives none."""
+    """A loop as people write it, with accumulation, clipping, a GradScaler, and a loss outside where the module returns
+    none."""
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
         total = 0.0
@@ -119,7 +120,7 @@ def half_scaler() -> Any:
 
 @for_each("parts", [1, 3])
 def test_the_loop_is_the_same_and_says_everything(parts: int) -> None:
-    """A row a step, in the order of the steps; readings of every second one."""
+    """There is a row for each step, in their order, and readings of every second one."""
     losses, lines = watched(5, parts=parts)
     net = Net()
     assert losses == trained(net, adam(net.parameters()), 5, parts)
@@ -142,7 +143,7 @@ def test_the_loop_is_the_same_and_says_everything(parts: int) -> None:
 @for_each("parts", [1, 4])
 @for_each("scaled", [False, True])
 def test_a_loss_that_is_made_outside_is_what_backward_begins_with(parts: int, scaled: bool) -> None:
-    """To the bit for one part; nothing in the training changes by it."""
+    """It is equal to the bit where there is one part, and recording it changes nothing in the training."""
     alone = Logits()
     expected = trained(alone, adam(alone.parameters()), 6, parts, half_scaler() if scaled else None)
     losses, lines = watched(6, net=Logits(), parts=parts, scaler=half_scaler() if scaled else None)
@@ -152,7 +153,7 @@ def test_a_loss_that_is_made_outside_is_what_backward_begins_with(parts: int, sc
 
 
 def test_a_closure_a_fused_optimizer_and_a_scaler() -> None:
-    """Gradients that are made inside the optimizer's step; those that a GradScaler has scaled, or skips."""
+    """Gradients may be made inside the optimizer's step, or be scaled or skipped by a GradScaler."""
     plain, lines = watched(4, lambda some: torch.optim.SGD(some, lr=0.1), health=False)
     net, told = Net(), Lines()
     optimizer, generator = torch.optim.SGD(net.parameters(), lr=0.1), torch.Generator().manual_seed(1)
@@ -179,7 +180,7 @@ def test_a_closure_a_fused_optimizer_and_a_scaler() -> None:
 
 
 def test_lines_are_kept_step_by_step_and_survive_what_ends_the_loop(tmp_path: Path) -> None:
-    """As JSON, one a line; rows that were not told yet, too, and nothing stays attached."""
+    """Lines are JSON. At the end, rows still waiting are written too, and no hook stays attached."""
     net, path = Net(), tmp_path / "steps.jsonl"
     optimizer = adam(net.parameters())
     before_the_end = []
@@ -203,7 +204,7 @@ def test_lines_are_kept_step_by_step_and_survive_what_ends_the_loop(tmp_path: Pa
 
 @pytest.mark.slow
 def test_inside_a_compiled_module_nobody_looks() -> None:
-    """Its loss, norms, weights and updates are there, and it is compiled as often as without."""
+    """Its loss, norms, weights and updates are recorded, and it is compiled no more often than without a recorder."""
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]  # a reset keeps the counts of the tests before
@@ -217,7 +218,7 @@ def test_inside_a_compiled_module_nobody_looks() -> None:
 
 
 def test_a_loss_that_nobody_can_find_is_said() -> None:
-    """Without it a step has no row, and everything else."""
+    """A step without a loss has no row, but all other lines."""
     net, lines = nn.Linear(4, 3), Lines()
     optimizer = adam(net.parameters())
     with fp8bench.watch(net, optimizer, told=lines.extend, stride=1) as loop:
@@ -235,18 +236,18 @@ def test_a_loss_that_nobody_can_find_is_said() -> None:
     assert loss_of(torch.ones(3)) is None and loss_of({"logits": loss}) is None and loss_of(torch.tensor(1)) is None
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_bad_options_are_refused() -> None:
     net = Net()
     for options, error, words in (({"stride": 0}, UsageError, "stride"), ({"precision": "fp9"}, UnknownName, "fp8")):
         with pytest.raises(error, match=words), fp8bench.watch(net, adam(net.parameters()), **options):  # type: ignore[arg-type]
             pass
     net.requires_grad_(False)
-    with pytest.raises(UsageError, match="no parameter that is trained"), fp8bench.watch(net, adam([torch.ones(1)])):
+    with pytest.raises(UsageError, match="no parameter that requires"), fp8bench.watch(net, adam([torch.ones(1)])):
         pass
 
 
-def test_other_backwards_are_no_loss_of_this_module() -> None:
-    """A second model in the loop, a checkpoint's own backward inside, and autograd.grad."""
+def test_other_backwards_give_no_loss() -> None:
+    """These are a second model in the loop, a checkpoint's inner backward, and autograd.grad."""
     net, other, lines = Logits(), Logits(), Lines()
     optimizer = adam(net.parameters())
     tokens = torch.arange(10)
@@ -265,7 +266,7 @@ def test_other_backwards_are_no_loss_of_this_module() -> None:
     assert first.loss == pytest.approx(float(expected.detach()))
 
 
-def test_updates_without_rows_are_said_once_with_the_reason() -> None:
+def test_updates_without_rows_are_reported_once_with_the_reason() -> None:
     def said(make: Callable[[Logits], None], foreign: bool = False) -> list[str]:
         net, lines = Logits(), Lines()
         optimizer = adam((Logits() if foreign else net).parameters())
@@ -293,7 +294,7 @@ def test_updates_without_rows_are_said_once_with_the_reason() -> None:
 def test_the_loop_of_the_docs_pasted_into_a_fresh_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every step has its row; an alarm is a line on stderr, because nobody takes it."""
+    """Every step has its row, and an alarm is a line on stderr."""
     text = (Path(__file__).resolve().parents[4] / "docs" / "watching.md").read_text(encoding="utf-8")
     code = text.split("## A loop of one's own")[1].split("```python")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
@@ -309,7 +310,7 @@ def test_the_loop_of_the_docs_pasted_into_a_fresh_one(
 
 
 def tied() -> nn.Module:
-    """A table that reads words, and says them."""
+    """One table that is both embedding and head."""
     table, head = nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 11, bias=False)
     head.weight = table.weight
     return nn.Sequential(table, nn.Tanh(), head)
@@ -360,7 +361,8 @@ def cosines(
 
 @for_each("name", MODULES)
 def test_gradients_of_weights_are_those_of_their_layers(name: str) -> None:
-    """However many parts add up; one that is turned or gone is seen, and rounding turns it by little."""
+    """However many parts add up, the cosine is near 1. A reversed or zeroed gradient shows; rounding turns it
+    slightly."""
     layers = MODULES[name][2]
     for parts in (1, 3):
         seen = cosines(name, parts)
@@ -374,7 +376,7 @@ def test_gradients_of_weights_are_those_of_their_layers(name: str) -> None:
 
 
 def test_predictions_of_a_cross_entropy() -> None:
-    """Whatever scales the loss; of other losses nothing is known."""
+    """The scale of the loss does not matter; other losses have no such figures."""
     torch.manual_seed(0)
     logits, targets = (3 * torch.randn(8, 5)).requires_grad_(), torch.arange(8) % 5
     loss = F.cross_entropy(logits, targets)
@@ -391,7 +393,7 @@ def test_predictions_of_a_cross_entropy() -> None:
 
 @for_each("copies", [0, 1, 3, 15])
 def test_copies_in_a_batch_are_counted(copies: int) -> None:
-    """Each example that has a twin, by a comparison of all pairs; wherever the twins stand, in any dtype."""
+    """The oracle compares all pairs; examples come in any order and dtype."""
     for drawn in (torch.randn(16, 3, 5), torch.randint(0, 9000, (16, 40)), torch.randn(16, 20).bfloat16()):
         drawn[1 : copies + 1] = drawn[0]
         x = drawn[torch.randperm(16)]
@@ -403,8 +405,7 @@ def test_copies_in_a_batch_are_counted(copies: int) -> None:
         assert float(figures["input_deviation"]) == pytest.approx(float(values.std()))
 
 
-def test_little_is_said_of_little_data() -> None:
-    """Of few examples, of few values, of masks and of nothing; what is not finite is no copy of anything."""
+def test_little_data_has_few_figures() -> None:
     few = (torch.zeros(4, 20), torch.zeros(20, 4), torch.zeros(20))
     assert all(data_figures(x).keys() == {"input_mean", "input_deviation"} for x in few)
     assert data_figures(torch.zeros(9, 9, dtype=torch.bool)) == data_figures(()) == data_figures("text") == {}
@@ -414,15 +415,15 @@ def test_little_is_said_of_little_data() -> None:
     assert float(data_figures(large)["duplicates"]) == 0.25
 
 
-def test_inputs_are_told_apart() -> None:
-    """By any of their values, whatever holds them; large ones by many of theirs."""
+def test_different_inputs_have_different_fingerprints() -> None:
+    """Any value counts, whatever container holds it; large inputs are sampled."""
     x = torch.randn(64, 3000)
     same, changed = x.clone(), x.clone()
     changed[5] += 1e-3
-    assert sign_of_inputs((x,)) == sign_of_inputs(({"x": same},)) and sign_of_inputs((x,))[1] == 64
-    assert sign_of_inputs((x,))[0] != sign_of_inputs((changed,))[0]
-    assert sign_of_inputs((words(4, 5),))[0] != sign_of_inputs((words(4, 5).flip(0),))[0]
-    assert sign_of_inputs(("no tensor",)) == (None, 0)
+    assert fingerprint_of((x,)) == fingerprint_of(({"x": same},)) and fingerprint_of((x,))[1] == 64
+    assert fingerprint_of((x,))[0] != fingerprint_of((changed,))[0]
+    assert fingerprint_of((words(4, 5),))[0] != fingerprint_of((words(4, 5).flip(0),))[0]
+    assert fingerprint_of(("no tensor",)) == (None, 0)
 
 
 @for_each("stride", [1, 2, 10])
@@ -437,8 +438,7 @@ Change = Callable[[nn.Module, torch.optim.Optimizer, int], object]
 
 def loop(steps: int, change: Change = lambda *_: None, zero: Change = lambda module, optimizer, step: (
     optimizer.zero_grad())) -> Lines:  # fmt: skip
-    """A loop in which something changes before a step, and whose gradients are cleared as `zero` does it, before
-    backward."""
+    """A loop in which `change` runs before each step, and `zero` clears the gradients before backward."""
     torch.manual_seed(0)
     module, lines = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), Lines()
     groups = [{"params": module[0].parameters(), "lr": 1e-4}, {"params": module[2].parameters()}]
@@ -453,8 +453,8 @@ def loop(steps: int, change: Change = lambda *_: None, zero: Change = lambda mod
     return lines
 
 
-def test_zero_grad_that_is_forgotten_is_seen_in_the_first_step() -> None:
-    """However it is done it is none: to nothing, to zeros, or by what a step does of its own."""
+def test_a_forgotten_zero_grad_is_seen_in_its_first_step() -> None:
+    """Setting gradients to None, to zeros, or clearing them by code of one's own are all clearing."""
     (figure,) = named(loop(12, zero=lambda module, optimizer, step: step < 5 and optimizer.zero_grad()), GRADIENTS_LEFT)
     assert figure.step == 5
     for well in (
@@ -464,7 +464,7 @@ def test_zero_grad_that_is_forgotten_is_seen_in_the_first_step() -> None:
         assert not named(loop(12, zero=well), GRADIENTS_LEFT)
 
 
-def test_moments_that_are_gone_and_others_that_train() -> None:
+def test_lost_moments_and_other_optimizers_are_seen() -> None:
     def forgets(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         if step == 6:
             optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
@@ -483,7 +483,7 @@ def test_moments_that_are_gone_and_others_that_train() -> None:
     assert watched == {figure.step for figure in named(lines, "input_mean")} and len(watched) == 2
 
 
-def test_a_layer_that_is_frozen_on_the_way_ends_nobodys_training() -> None:
+def test_a_layer_frozen_on_the_way_does_not_end_the_training() -> None:
     def freezes(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
         if step == 5:
             for parameter in module[2].parameters():
@@ -494,8 +494,8 @@ def test_a_layer_that_is_frozen_on_the_way_ends_nobodys_training() -> None:
     assert (dict(event.values)["rule"], event.layer) == ("layer-stands-still", "2")
 
 
-def test_what_another_loss_has_left_in_gradients_is_no_part_of_them() -> None:
-    """A rival's gradients are cleared after those that its generator's loss had left: they point another way."""
+def test_leftovers_of_another_loss_do_not_count_as_gradients() -> None:
+    """The judge's gradients are cleared after the generator's loss left its own in them."""
     torch.manual_seed(0)
     model, judge = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
     own, other = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, judge))

@@ -1,4 +1,4 @@
-"""A model of a user's own in the lab: its batches, its optimizer, what its layers cast, and what cannot be trained."""
+"""A user's own model in the lab: its batches, its optimizer, what its layers cast, and what cannot be trained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRUE = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 
 
 class Net(nn.Module):
-    """With dropout, batch norm and a head; gives the loss itself."""
+    """A model with dropout, batch norm and a head that returns the loss itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def halving(optimizer: torch.optim.Optimizer) -> object:
 
 
 def from_numpy(step: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draws of numpy and random, which are seeded."""
+    """Draws from the generators of numpy and random, which are seeded."""
     x = torch.from_numpy(np.random.randn(16, 16)).float() * (1 + random.random())
     return x, (x @ TRUE).argmax(1)
 
@@ -100,7 +100,7 @@ def trained(task: SeedTask, arm: str) -> list[StreamLine]:
 
 
 def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float]:
-    """The same loop as anybody writes it, with the same draws."""
+    """The losses of the same loop as anybody writes it, with the same draws."""
     from fp8bench.features.train.lab.optimizer import seed_of
     from fp8bench.nn.own_model import seeded
 
@@ -124,7 +124,7 @@ def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float
 
 
 def test_an_untouched_arm_is_the_loop_written_by_hand() -> None:
-    """With torch's optimizer and schedule: the same losses, bit for bit, and the rates of the schedule."""
+    """Losses are equal bit for bit, with torch's optimizer and schedule."""
     lines = rows(trained(task_of("sgd", "untouched", clip=0.0), "untouched"))
     assert [row.loss for row in lines] == by_hand(MAKERS["sgd"], 12)
     assert [row.rate for row in lines] == pytest.approx([0.1] * 4 + [0.05] * 4 + [0.025] * 4)
@@ -132,7 +132,7 @@ def test_an_untouched_arm_is_the_loop_written_by_hand() -> None:
 
 @for_each("name", ["function", "loader", "sgd", "single", "numpy"])
 def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) -> None:
-    """The first loss of fp32 is that of the model as it came; fp8's is another; the same task again gives the same."""
+    """In fp32 the first loss is that of the untouched model, in fp8 another; a repeated task gives the same."""
     task = task_of(name, "untouched", "fp32", "fp8")
     lab = lab_of(task)
     untouched, fp32, fp8 = (rows(lab.advance(arm.name, 6)) for arm in task.arms)
@@ -145,7 +145,7 @@ def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) ->
 @for_each("name", ["sgd", "loader"])
 @for_each("mode", ["fp8-delayed", "untouched"])
 def test_a_checkpoint_goes_on_to_the_same_bits(name: str, mode: str, tmp_path: Path) -> None:
-    """Moments, schedules, running means, delayed scales and the place in the batches, in the middle of an epoch."""
+    """The checkpoint lies in the middle of an epoch and has moments, schedules, running means and delayed scales."""
     task = task_of(name, mode)
     whole, lab = rows(trained(task, mode)), lab_of(task)
     lab.advance(mode, 7)
@@ -159,8 +159,8 @@ def test_micro_batches_are_the_next_batches() -> None:
     assert two[0].tokens == 32
 
 
-def test_watched_steps_say_what_layers_cast() -> None:
-    """Scales, shares and noise of converted layers, as of the built-in ones; of an untouched arm tensors alone."""
+def test_watched_steps_read_what_layers_cast() -> None:
+    """Converted layers have scales and noise; an untouched arm has readings of tensors only."""
     lines = trained(task_of("function", "fp8"), "fp8")
     readings = [line for line in lines if isinstance(line, LayerReading) and line.step == 0]
     assert {(line.layer, line.role) for line in readings} >= {
@@ -175,7 +175,7 @@ def test_watched_steps_say_what_layers_cast() -> None:
     ]
 
 
-def test_held_out_batches_are_looked_at_and_change_nothing() -> None:
+def test_validation_changes_nothing() -> None:
     task = task_of("function", "fp8-delayed")
     lab = lab_of(task)
     (look,) = lab.validate("fp8-delayed")
@@ -184,7 +184,7 @@ def test_held_out_batches_are_looked_at_and_change_nothing() -> None:
     assert lab_of(task_of("loader", "fp8")).validate("fp8") == ()
 
 
-def test_every_epoch_is_shuffled_anew_and_places_may_come_in_any_order() -> None:
+def test_epochs_are_shuffled_anew_and_batches_read_in_any_order() -> None:
     with_seed = OwnBatches("own", parse_given("own", MAKERS["loader"]()), 3, CPU)
     read = [with_seed.at(place)[0] for place in range(11)]
     again = OwnBatches("own", parse_given("own", MAKERS["loader"]()), 3, CPU)
@@ -216,23 +216,23 @@ def _frozen() -> object:
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "iterator": (lambda: (Net(), iter([pairs(0, 0)] * 20)), "can be gone through once"),
-    "changing": (_changing, "batch 0 is another one when it is read again"),
-    "failing": (lambda: (Net(), _failing), r"batch 1 cannot be had: RuntimeError: the disk is gone"),
+    "iterator": (lambda: (Net(), iter([pairs(0, 0)] * 20)), "can be read only once"),
+    "changing": (_changing, "batch 0 is different when"),
+    "failing": (lambda: (Net(), _failing), r"batch 1 cannot be read: RuntimeError: the disk is gone"),
     "empty": (lambda: {"model": Net(), "batches": []}, "give no first one: there is none"),
-    "frozen": (_frozen, "no parameter of its model needs a gradient"),
-    "half": (lambda: (Net().bfloat16(), pairs), "is bfloat16, and the usual optimizer keeps float32"),
+    "frozen": (_frozen, "no parameter of its model requires"),
+    "half": (lambda: (Net().bfloat16(), pairs), "is bfloat16, and the built-in optimizer"),
     "word": (lambda: {"model": Net(), "batches": pairs, "optimiser": sgd}, "optimiser.*Did you mean.*optimizer"),
     "schedule": (lambda: {"model": Net(), "batches": pairs, "schedule": halving}, "a schedule and no optimizer"),
-    "no-optimizer": (lambda: {"model": Net(), "batches": pairs, "optimizer": lambda m: 3}, "optimizer gives int"),
-    "others": (lambda: {"model": Net(), "batches": pairs, "optimizer": lambda m: sgd(Net())}, "none of its model"),
+    "no-optimizer": (lambda: {"model": Net(), "batches": pairs, "optimizer": lambda m: 3}, "function returns int"),
+    "others": (lambda: {"model": Net(), "batches": pairs, "optimizer": lambda m: sgd(Net())}, "not the model's"),
     "plateau": (
         lambda: {"model": Net(), "batches": pairs, "optimizer": sgd,
                  "schedule": torch.optim.lr_scheduler.ReduceLROnPlateau},
-        "schedule gives ReduceLROnPlateau",
+        "schedule function returns ReduceLROnPlateau",
     ),
     "nothing": (lambda: (nn.Sequential(nn.LayerNorm(16)), torch.ones(2, 16)), "nothing of Sequential can be converted"),
-    "shape": (lambda: (Net(), (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))), "fails"),
+    "shape": (lambda: (Net(), (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))), "failed"),
 }  # fmt: skip
 
 
@@ -242,8 +242,8 @@ def test_what_cannot_be_trained_is_refused(name: str) -> None:
         Lab(Settings()).examine(task_of(name, "bf16"))
 
 
-def test_settings_of_the_usual_optimizer_are_refused_beside_another() -> None:
-    with pytest.raises(UsageError, match=r"--rate is of the usual optimizer.*--sweep handicap"):
+def test_settings_of_the_built_in_optimizer_are_refused_with_an_own_one() -> None:
+    with pytest.raises(UsageError, match=r"--rate sets up the built-in optimizer.*--sweep handicap"):
         Lab(Settings()).examine(task_of("sgd", "fp32", rate=0.5))
     half = rows(trained(task_of("sgd", "untouched", handicap=0.5), "untouched"))
     assert half[0].rate == 0.05
@@ -259,8 +259,8 @@ def test_other_seeds_have_other_weights_and_nudges_move_them() -> None:
     assert torch.allclose(weights, moved, rtol=1e-6)
 
 
-def test_stored_scales_are_those_of_every_cast(tmp_path: Path) -> None:
-    """The reference stays pure; those of another model are named."""
+def test_every_cast_uses_the_stored_scales(tmp_path: Path) -> None:
+    """The reference's casts do not."""
     amaxes = {"input": 4.0, "weight": 0.5, "gradient": 2.0}
     known = tuple(("fp8", layer, role, amax) for layer in ("first", "head") for role, amax in amaxes.items())
     task, usual = (task_of("function", "untouched", "fp8", **settings) for settings in ({"scales": known}, {}))
@@ -273,5 +273,5 @@ def test_stored_scales_are_those_of_every_cast(tmp_path: Path) -> None:
         assert scales == {"input": 448 / 4, "weight": 448 / 0.5, "gradient": 57344 / 2}
     assert len(arithmetics) == 2
     other = replace(task, settings=replace(task.settings, scales=(("fp8", "elsewhere", "input", 1.0),)))
-    with pytest.raises(UsageError, match="--scales-from: it has scales of elsewhere, and none of "):
+    with pytest.raises(UsageError, match="scales for elsewhere, and none for first"):
         OwnTrainer(other, task.arms[1])

@@ -1,4 +1,4 @@
-"""A training by real ranks: what it gives beside one rank's, and that ranks which do not train the same are found."""
+"""Trainings by real ranks, compared with one rank's; ranks that do not train the same are found."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.lab.rank_lab import MODULE
-from fp8bench.features.train.ranks_merge import MERGES
+from fp8bench.features.train.lab.rank_lab import MERGES, MODULE
 from fp8bench.features.train.request import CUT, PARALLEL, WIRES
 from fp8bench.features.train.seed import lab_of as asked
 from fp8bench.features.train.values import (
@@ -69,19 +68,19 @@ def losses(lines: tuple[StreamLine, ...]) -> list[float]:
 
 
 def numbers(lines: tuple[StreamLine, ...]) -> list[float]:
-    """Of each step its loss and its norms, which count every parameter once."""
+    """Loss and norms of each step; norms count every parameter once."""
     return [
         value for row in rows(lines) for value in (row.loss, row.gradient_norm, row.parameter_norm, row.update_ratio)
     ]
 
 
 def readings(lines: tuple[StreamLine, ...]) -> dict[tuple[str, str], LayerReading]:
-    """Of the first step."""
+    """The readings of the first step."""
     return {(line.layer, line.role): line for line in lines if isinstance(line, LayerReading) and line.step == 0}
 
 
 def alone(task: SeedTask) -> Lab:
-    """The same by one rank."""
+    """A lab that trains the task by one rank."""
     return lab_of(replace(task, facts=CPU, settings=replace(task.settings, parallel="")))
 
 
@@ -89,14 +88,13 @@ Lines = dict[str, tuple[StreamLine, ...]]
 
 
 def up_to_and_behind(several: Any, task: SeedTask, folder: Path) -> tuple[Lines, Lines]:
-    """What each arm says before a checkpoint, which is kept, and what it says from there on."""
+    """The lines of each arm before a checkpoint, and those after it."""
     first = {arm.name: several.advance(arm.name, 5) for arm in task.arms}
     several.save(str(folder))
     return first, {arm.name: several.advance(arm.name, STEPS) for arm in task.arms}
 
 
 def assert_fresh_ranks_go_on(ranks: RanksWorker, several: Any, task: SeedTask, folder: Path, rest: Lines) -> None:
-    """To the same bits."""
     ranks.restart()
     several.begin(task)
     assert dict(several.restore(str(folder))) == dict.fromkeys(rest, 5)
@@ -108,7 +106,7 @@ def assert_fresh_ranks_go_on(ranks: RanksWorker, several: Any, task: SeedTask, f
 def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
     corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str
 ) -> None:
-    """Up to the order of additions in fp32, and in FP8 where scales are those of all ranks: of the tensors of all."""
+    """Up to the order of additions in fp32; in FP8 where ranks share scales."""
     task, folder = of_ranks(corpus, *ARMS, parallel=parallel), tmp_path / "kept"
     lab, several = alone(task), asked(ranks, 60)
     several.begin(task)
@@ -119,7 +117,7 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
     assert all(len(losses(lines)) == STEPS for lines in whole.values())
     assert numbers(whole["fp32"]) == pytest.approx(numbers(single["fp32"]), rel=2e-6)
     assert losses(whole["fp32"]) != losses(single["fp32"])  # or nothing was shared
-    # The scales of all ranks are those of lab rank's whole batch; a rank's own are not.
+    # Shared scales are those of one rank's whole batch; a rank's own are not.
     mine, theirs, own = (readings(lines) for lines in (whole["fp8"], single["fp8"], whole["own"]))
     near = 0.03 if parallel in CUT else 0.0  # where products of bfloat16 are rounded once more before they are added
     for key, seen in mine.items():
@@ -134,7 +132,7 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
 
     assert_fresh_ranks_go_on(ranks, several, task, folder, rest)
     assert all(several.validate(name) == look for name, look in looks.items())
-    # A state that one rank cannot read is none for the others, who do not wait for it.
+    # If one rank cannot read its state, the others refuse theirs, too, and do not wait.
     damaged = next((folder / "rank-1").glob("*.pt"))
     damaged.write_bytes(damaged.read_bytes()[:-9])
     with pytest.raises(WorkerFault, match=r"rank 1: .* is damaged") as fault:
@@ -144,7 +142,7 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
 
 
 def test_rows_of_a_rank_are_updated_as_those_of_the_whole_model(corpus: Corpus, ranks: RanksWorker) -> None:
-    """Bit by bit: without clipping nothing that all ranks add up enters a weight, and a mean of two is of any order."""
+    """Bit for bit: without clipping no sum over ranks enters a weight, and a mean of two is the same in any order."""
     several, names, told = asked(ranks, 60), ("fp32", "fp8", "own delayed"), []
     for parallel in ("ddp", "fsdp", "zero"):
         arms = "fp32", "fp8", Arm("own delayed", "fp8-delayed", settings=OWN)
@@ -181,8 +179,8 @@ def test_what_travels_in_fp8_has_half_the_bytes_and_goes_on_to_the_same_bits(
 def test_levels_of_ms_amp_train_as_by_one_rank_and_go_on_to_the_same_bits(
     corpus: Corpus, ranks: RanksWorker, tmp_path: Path
 ) -> None:
-    """By owners of whole weights, of which each keeps half of a level's bytes; by an FP8 wire O3 is O2 bit for bit, as
-    its weights travel with no more rounding than theirs."""
+    """Each rank keeps half of a level's bytes. On an FP8 wire O3 is O2 bit for bit, as its weights travel without
+    further rounding."""
     asked_of = {**{name: (name, "fp32") for name in LEVELS}, "o2": ("msamp-o2", "fp8"), "o3": ("msamp-o3", "fp8")}
     arms = {
         name: Arm(name, LEVELS[level].precision, settings=(*LEVELS[level].settings, ("wire", wire)))
@@ -206,7 +204,8 @@ def test_levels_of_ms_amp_train_as_by_one_rank_and_go_on_to_the_same_bits(
 
 
 def _of_zero(task: SeedTask, arm: str = "fp32") -> dict[str, dict[str, float]]:
-    """Of two ranks: half of all gradients and weights; scales of the tensors of whoever has most, and their amaxes."""
+    """Expected bytes of two ranks: half of all gradients and weights; scales and amaxes of the rank that has most
+    tensors."""
     sizes = [weight.numel() for weight in lab_of(replace(task, facts=CPU))._trainers[arm]._parameters.values()]
     whole, pieces = sum(sizes), max(Counter(owners(sizes, 2)).values())
     norms, loss = {"all_reduce float64": 3 * 8.0 * len(sizes)}, 4.0
@@ -219,8 +218,8 @@ def _of_zero(task: SeedTask, arm: str = "fp32") -> dict[str, dict[str, float]]:
 
 
 def _of_tokens(task: SeedTask) -> dict[str, dict[str, float]]:
-    """Of two ranks, of a stream in bf16: four of each exchange a layer, and the stream gathered at its end and, in
-    backward, at its beginning. Norms of blocks have their gradients added up."""
+    """Expected bytes of two ranks with a stream in bf16: four exchanges a layer, and the stream gathered at its end
+    and, in backward, at its beginning; gradients of norms are summed."""
     layers, width = planted.SIZE.layers, planted.SIZE.width
     sizes = list(lab_of(replace(task, facts=CPU))._trainers["fp32"]._parameters.values())
     half = 4 * planted.SIZE.sequence * width / 2
@@ -234,7 +233,7 @@ def _of_tokens(task: SeedTask) -> dict[str, dict[str, float]]:
 
 
 def _without_norms(line: StreamLine) -> StreamLine:
-    """They are sums in another order."""
+    """Norms are sums in another order."""
     if isinstance(line, StepRow):
         return replace(line, gradient_norm=0.0, parameter_norm=0.0, update_ratio=0.0)
     return replace(line, value=0.0) if isinstance(line, StepFigure) and line.name == "update_ratio" else line
@@ -245,8 +244,7 @@ def _timeless(lines: tuple[StreamLine, ...]) -> list[StreamLine]:
 
 
 def test_four_ranks_have_the_same_losses(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit by bit on all of them, which is looked at in every step, and those of one rank but for rounding: where sums
-    of bfloat16 are added, that is more than this."""
+    """Bit for bit on all of them, and up to rounding those of one rank."""
     monkeypatch.setitem(SIZES, planted.FOUR_HEADS, planted.SIZE_OF_FOUR)
     task = replace(of_ranks(corpus, "fp32", "fp8", model=planted.FOUR_HEADS), facts=replace(CPU, ranks=4))
     lab = alone(task)
@@ -261,16 +259,16 @@ def test_four_ranks_have_the_same_losses(corpus: Corpus, monkeypatch: pytest.Mon
 
 
 def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: RanksWorker) -> None:
-    """Another seed, another text, the same part twice, one bit of a weight, a step whose gradients are not averaged,
-    another scale; and what a rank finds wrong with what it was given (each way's is planted in test_ways.py)."""
-    text = "in step 0 rank 1 reads another text, or of another seed, than rank 0"
+    """Another seed or text, one part twice, one bit of a weight, gradients that are not averaged, another scale, and
+    faults that a rank finds itself (planted one by one in test_ways.py)."""
+    text = "in step 0 rank 1 reads another text than rank 0, or with another seed"
     weights = "after a slice the weights of rank 1 are not those of rank 0"
     several = asked(ranks, 60)
     for seed, parallel, reason in (
         (planted.SEED, "ddp", text), (planted.TEXT, "ddp", text),
-        (planted.SHARE, "ddp", "in step 0 what the ranks have read is not the batch, each sequence once"),
+        (planted.SHARE, "ddp", "in step 0 the ranks did not read the batch"),
         (planted.WEIGHTS, "ddp", weights), (planted.AVERAGE, "ddp", weights),
-        (planted.AVERAGE, "fsdp", "in a slice rank 1 was given gradients for its rows that are not the mean"),
+        (planted.AVERAGE, "fsdp", "in a slice rank 1 received gradients for its rows that are not the mean"),
         (planted.SCALES, "ddp", "after a slice the scales of rank 1 are not those of rank 0"),
     ):  # fmt: skip
         arm = "fp8-delayed" if seed == planted.SCALES else "fp32"
@@ -285,7 +283,7 @@ def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: Ranks
 def test_overflows_and_branches_are_those_of_all_ranks(
     corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str
 ) -> None:
-    """A step that is not finite is none on any rank; an arm that branches off a checkpoint goes on as it would have."""
+    """A step that is not finite is skipped on all ranks; a branch from a checkpoint continues as the arm would."""
     over = ("loss_scale", str(2.0**32))
     slower, stops = (
         Arm("slower", "fp16", settings=(over, ("on_nan", "lower-rate"))),
@@ -297,7 +295,7 @@ def test_overflows_and_branches_are_those_of_all_ranks(
     events = {name: [line for line in some if isinstance(line, TrainingEvent)] for name, some in lines.items()}
     kinds = {name: [event.kind for event in some] for name, some in events.items()}
     assert kinds == {"fp32": [], "slower": ["not-finite", "rate-lowered"] * 3, "stops": ["not-finite", "stopped"]}
-    assert all("first was the gradient of the output of head" in event.words for event in events["slower"][::2])
+    assert all("first came the gradient of the output of head" in event.words for event in events["slower"][::2])
     assert several.save(str(tmp_path / "kept")) == ()
     assert several.branch(str(tmp_path / "kept"), "fp32", Arm("trial", "fp32"), task.settings) == 3
     assert several.branch(str(tmp_path / "kept"), "fp32", Arm("other", "fp8-delayed"), task.settings) == 3
@@ -318,8 +316,8 @@ def test_overflows_and_branches_are_those_of_all_ranks(
 def test_ranks_go_back_together_past_a_batch_that_one_met(
     corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str, seed: int
 ) -> None:
-    """Rank 1 alone meets the NaN. What every rank keeps, weights, moments and scales, is bit for bit that of an arm
-    that never met the batch; from a checkpoint, and from the first step."""
+    """Rank 1 alone meets the NaN. Weights, moments and scales of every rank are bit for bit those of an arm that never
+    met the batch."""
     several, task = asked(ranks, 60), of_ranks(corpus, *ARMS[4:], seed=seed, parallel=parallel, on_nan="rewind")
     names = [arm.name for arm in task.arms]
     passed = ((planted.KILLED_AT, planted.KILLED_AT),)

@@ -1,5 +1,5 @@
-"""What is kept, and how a lab goes on from there: to the same bits in every way of training; back, past a batch; or as
-another arm. Nothing is believed that is not as it was written."""
+"""Checkpoints: every way of training resumes to the same bits, goes back past a batch, or branches; damaged files are
+refused."""
 
 from __future__ import annotations
 
@@ -45,10 +45,8 @@ MANY = (
 
 
 @pytest.mark.parametrize("arms", [MODES, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_it_goes_on_from_a_checkpoint_with_the_same_bits(
-    arms: tuple[Arm | str, ...], corpus: Corpus, tmp_path: Path
-) -> None:
-    """In a lab that has begun anew, and done other steps before it was given the checkpoint."""
+def test_arms_resume_to_the_same_bits(arms: tuple[Arm | str, ...], corpus: Corpus, tmp_path: Path) -> None:
+    """In a new lab that has taken other steps before."""
     task = task_of(corpus, *arms, steps=4)
     names = [arm.name for arm in task.arms]
     lab, other = lab_of(task), lab_of(task)
@@ -80,7 +78,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "batch norm in fp8": {"arch": "cnn", "precision_map": (("norm", "fp8"), ("embed", "mxfp4"))},
     "layer norm": {"arch": "cnn", "norm": "layer"},
 }
-# Ways that have nothing to do with each other are killed together; every one of them once.
+# Independent settings are tested together, each of them once.
 TOGETHER = (
     ("schedule cosine", "optimizer adamw", "clipping by kind", "parts in other precisions"),
     ("schedule linear", "optimizer lion", "clipping by tensor"),
@@ -96,10 +94,8 @@ TOGETHER = (
 
 @pytest.mark.slow
 @for_each("ways", TOGETHER, ids=lambda ways: ways[0])
-def test_every_way_that_was_killed_goes_on_to_the_same_bits(
-    ways: tuple[str, ...], corpus: Corpus, tmp_path: Path
-) -> None:
-    """Looks too: statistics that batch norm keeps are part of what is kept."""
+def test_every_setting_resumes_to_the_same_bits(ways: tuple[str, ...], corpus: Corpus, tmp_path: Path) -> None:
+    """Validations too: batch norm's statistics are part of a checkpoint."""
     assert sorted(way for ways in TOGETHER for way in ways) == sorted(WAYS)
     settings = {name: value for way in ways for name, value in WAYS[way].items()}
     assert len(settings) == sum(len(WAYS[way]) for way in ways)
@@ -123,8 +119,8 @@ def _losses(corpus: Corpus, **settings: Any) -> list[float]:
     return losses
 
 
-def test_each_of_them_changes_a_training(corpus: Corpus) -> None:
-    """None is parsed and ignored, but for what is usual anyway."""
+def test_each_setting_changes_a_training(corpus: Corpus) -> None:
+    """But for defaults."""
     usual = {arch: _losses(corpus, arch=arch) for arch in ("gpt", "cnn")}
     # Powers of two change no bit of bf16's.
     same = {"schedule cosine", "optimizer adamw", "a scale that grows", "arch cnn"}
@@ -133,8 +129,8 @@ def test_each_of_them_changes_a_training(corpus: Corpus) -> None:
         assert (losses == usual.get(settings.get("arch", "gpt"), usual["gpt"])) == (way in same), way
 
 
-def test_stored_scales_stay_as_they_are_in_every_step_and_after_a_kill(corpus: Corpus, tmp_path: Path) -> None:
-    """Of every layer but the head; another magnitude gives another training."""
+def test_stored_scales_stay_in_every_step_and_after_a_resume(corpus: Corpus, tmp_path: Path) -> None:
+    """In every layer but the head."""
     plain_task, mode = task_of(corpus, "fp8-delayed", "bf16"), "fp8-delayed"
     layers = [layer.name for layer in layers_of("gpt", config_of(plain_task.settings, 256)) if not layer.high]
     known = tuple(("fp8", layer, role, 2.0) for layer in layers for role in ("input", "weight", "gradient"))
@@ -150,7 +146,7 @@ def test_stored_scales_stay_as_they_are_in_every_step_and_after_a_kill(corpus: C
 
 
 def test_a_branch_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
-    """As the arm itself goes on, bit for bit; with another precision or rate from the same weights."""
+    """Unchanged, the branch equals the arm bit for bit; another precision or rate starts from the same weights."""
     task, mode = task_of(corpus, "fp8-delayed", steps=20), "fp8-delayed"
     lab, folder, settings = lab_of(task), str(tmp_path / "kept"), task.settings
     lab.advance(mode, 3)
@@ -172,17 +168,14 @@ def test_a_branch_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> N
     assert slower[1].loss != same[1].loss
     assert scaled[0].loss_scale == 2.0**16, "a scale that finds itself begins where it always does"
     assert lab.branch("", mode, Arm("anew", "bf16"), settings) == 0
-    with pytest.raises(StoreError, match="nothing of other"):
+    with pytest.raises(StoreError, match="no arm other"):
         lab.branch(folder, "other", Arm("x", "bf16"), settings)
 
 
 @pytest.mark.slow
 @for_each("mode", ["bf16", "fp8-delayed", "nvfp4"])
-def test_an_arm_goes_back_to_the_weights_of_one_that_never_met_the_batch(
-    corpus: Corpus, tmp_path: Path, mode: str
-) -> None:
-    """Bit for bit, whatever casts remember and draw: the same steps without the batch that spoilt it, from a checkpoint
-    that has been through a file."""
+def test_a_rewound_arm_is_one_that_never_met_the_batch(corpus: Corpus, tmp_path: Path, mode: str) -> None:
+    """Bit for bit, from a checkpoint file, whatever casts remember and draw."""
     task = task_of(corpus, mode, on_nan="rewind", dropout=0.1, steps=12)
     lab, never = lab_of(task), lab_of(task)
     before = lab.advance(mode, 5)
@@ -191,7 +184,7 @@ def test_an_arm_goes_back_to_the_weights_of_one_that_never_met_the_batch(
     never._trainers[mode].rewinds = ((7, 7),)
     whole = never.advance(mode, 12)
     trainer = lab._trainers[mode]
-    windows = trainer._read_in(0)
+    windows = trainer._windows(0)
     drawn, parameter = windows.drawn, next(iter(trainer._parameters.values()))
 
     def spoilt(seed: int, step: int, *rest: int) -> Any:
@@ -225,7 +218,7 @@ def lab(corpus: Corpus) -> Lab:
 
 @contextmanager
 def files_end_after(size: int) -> Iterator[None]:
-    """A real limit of the system's, met in the middle of a file."""
+    """Applies a real limit of the system, met in the middle of a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -235,7 +228,7 @@ def files_end_after(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_leaves_nothing(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the new folder nor a half of it; the one before stands, and training goes on."""
+    """The earlier checkpoint stays, and training goes on."""
     kept = tmp_path / "kept"
     lab.save(str(kept))
     before = {path.name: path.read_bytes() for path in kept.iterdir()}
@@ -251,8 +244,8 @@ def test_a_full_disk_leaves_nothing(lab: Lab, tmp_path: Path, monkeypatch: pytes
 
 
 @for_each("damage", ["bit", "short", "gone", "head", "no head"])
-def test_a_damaged_one_is_named(corpus: Corpus, tmp_path: Path, damage: str) -> None:
-    """And no arm has changed: not even those whose files are sound."""
+def test_a_damaged_checkpoint_is_named(corpus: Corpus, tmp_path: Path, damage: str) -> None:
+    """No arm changes, not even those whose files are sound."""
     lab, kept = lab_of(task_of(corpus, "bf16", "fp8")), tmp_path / "kept"
     lab.save(str(kept))
     path = kept / ("checkpoint.json" if "head" in damage else "1.pt")
@@ -270,21 +263,21 @@ def test_a_damaged_one_is_named(corpus: Corpus, tmp_path: Path, damage: str) -> 
     assert lab._trainers["bf16"].step == 1
 
 
-def test_one_of_another_training_is_refused(corpus: Corpus, lab: Lab, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_training_is_refused(corpus: Corpus, lab: Lab, tmp_path: Path) -> None:
     lab.save(str(tmp_path))
     task = task_of(corpus, "bf16", "fp8")
     for other in (replace(task, seed=1), replace(task, steps=21), replace(task, arms=task.arms[:1])):
-        with pytest.raises(StoreError, match="is of another training"):
+        with pytest.raises(StoreError, match="from another training"):
             lab_of(other).restore(str(tmp_path))
     head = changed_document(tmp_path / "checkpoint.json")
-    for changed, words in (({"version": 99}, "is of another training"), ({"rank": 1}, "of rank 1, not of rank 0")):
+    for changed, words in (({"version": 99}, "from another training"), ({"rank": 1}, "of rank 1, not of rank 0")):
         (tmp_path / "checkpoint.json").write_text(json.dumps(head | changed))
         with pytest.raises(StoreError, match=words):
             lab_of(task).restore(str(tmp_path))
 
 
 def test_nothing_in_a_file_is_run(lab: Lab, tmp_path: Path) -> None:
-    """A file that would call something when it is loaded is refused, whatever its digest."""
+    """Whatever its digest."""
 
     class Harmful:
         def __reduce__(self) -> tuple[object, ...]:

@@ -1,5 +1,5 @@
-"""What a tensor says of itself and of its rounding, against definitions written out in numpy, over all recipes; and a
-watched training: the same numbers as one that nobody watches, and lines that say what was there."""
+"""Readings of tensors against their definitions in numpy, over all recipes; and watched steps, which change no
+number."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Array = NDArray[np.float64]
 
 
 def factors(x: Tensor, fmt: Format, scaling: Scaling) -> Array:
-    """What each element was times, from what is stored of the tensor."""
+    """What each element was multiplied by, from what is stored of the tensor."""
     stored = quantise(x.nan_to_num(0.0, 0.0, 0.0), fmt, scaling)
     assert stored.scales is not None
     steps = stored.scales if scaling.scale is None else decode(stored.scales, scaling.scale, checked=False)
@@ -71,7 +71,7 @@ def factors(x: Tensor, fmt: Format, scaling: Scaling) -> Array:
 
 
 def check(arithmetic: Arithmetic, x: Tensor, role: Role) -> LayerReading:
-    """Counts to the last one, sums to their rounding."""
+    """Compares counts exactly, sums up to rounding."""
     line, left = reading(arithmetic, x, role)
     a, b = x.double().numpy(), left.double().numpy()
     sound = np.isfinite(a)
@@ -149,7 +149,7 @@ def test_what_is_not_finite_is_counted_and_stands_nowhere_else(mode: str, bad: f
     assert line.not_finite >= 1 / x.numel() and math.isfinite(line.amax)
 
 
-def test_nothing_at_all() -> None:
+def test_readings_of_zeros_of_nothing_and_of_nan() -> None:
     arithmetic = precisions.get("fp8").arithmetic(CPU)
     zeros = check(arithmetic, torch.zeros(4, 8), Role.INPUT)
     assert (zeros.zeros, zeros.amax, zeros.smallest, zeros.lag, zeros.signal_to_noise) == (1, 0, 0, None, None)
@@ -168,13 +168,13 @@ def test_squares_neither_overflow_nor_vanish_and_small_spreads_keep_their_digits
 
 
 @for_each("piece", [1 << 26, 1000], ids=["whole", "in pieces"])
-def test_what_a_gpu_does_gives_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There everything is counted, because nobody waits to see whether it has to be."""
+def test_the_path_for_gpus_gives_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts everything, as it never reads a number to find out whether it has to."""
     arithmetic = precisions.get("fp8").arithmetic(CPU)
     tensors = [gaussian(40, 96), spread_out((40, 100)), gaussian(40, 96).bfloat16(), 100 + gaussian(33, 7)]
     tensors.append(tensors[1].index_fill(1, torch.tensor([3]), math.inf))
     quick = [reading(arithmetic, x, Role.GRADIENT)[0] for x in tensors]
-    monkeypatch.setattr(readings, "waits_for", lambda x: False)
+    monkeypatch.setattr(readings, "reads_at_once", lambda x: False)
     monkeypatch.setattr(readings, "_PIECE", piece)
     for x, before in zip(tensors, quick, strict=True):
         line, _ = reading(arithmetic, x, Role.GRADIENT)
@@ -187,12 +187,12 @@ def test_what_a_gpu_does_gives_the_same(piece: int, monkeypatch: pytest.MonkeyPa
     assert math.isnan(huge.deviation) and huge.signal_to_noise is None, "float32 has no squares of these"
 
 
-# Scales of rows or blocks, which are found anew.
+# Scales of rows or blocks, computed for each cast.
 CURRENT = ("fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 
 
 class _Waits(OperatorWatch):
-    """Raises where a number is read, which on a GPU would wait for it; counts what runs."""
+    """Raises where a number is read, which would wait for a GPU; counts operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,8 +208,8 @@ class _Waits(OperatorWatch):
 
 
 @for_each("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
-def test_on_a_gpu_nothing_waits_until_all_is_read(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readings, "waits_for", lambda x: False)
+def test_on_a_gpu_nothing_waits_before_the_final_read(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readings, "reads_at_once", lambda x: False)
     arithmetic = precisions.get(mode).arithmetic(CPU).layer("layer")
     for role, x in ((Role.WEIGHT, gaussian(32, 256)), (Role.GRADIENT, spread_out((32, 256)).to(arithmetic.carrier))):
         cast = cast_of(arithmetic, arithmetic.cast(x, role), x, role)
@@ -218,8 +218,8 @@ def test_on_a_gpu_nothing_waits_until_all_is_read(mode: str, monkeypatch: pytest
         assert 15 < seen.operators < (95 if mode in CURRENT else 40) and read([figures])[0]["count"] == x.numel()
 
 
-def test_delayed_scales_say_lag_and_drift() -> None:
-    """The scale is that of the cast before: what has grown fourfold since is two octaves beyond the largest."""
+def test_delayed_scales_have_lag_and_drift() -> None:
+    """The scale is that of the previous cast: what has grown fourfold is two octaves beyond the largest."""
     arithmetic = precisions.get("fp8-delayed:history=1").arithmetic(CPU).layer("layer")
     x = gaussian(16, 64)
     arithmetic.cast(x, Role.INPUT)
@@ -253,19 +253,19 @@ def advanced(lab: Lab, steps: int) -> list[StreamLine]:
 
 @pytest.fixture(scope="module")
 def lines(corpus: Corpus) -> list[StreamLine]:
-    """Of a training that is watched in every second step."""
+    """The lines of a training that is watched in every second step."""
     return advanced(lab_of(replace(task_of(corpus, *ARMS, steps=5), stride=2)), 5)
 
 
-def test_nobody_sees_in_the_losses_that_it_is_watched(lines: list[StreamLine], corpus: Corpus) -> None:
-    """Not a bit: with delayed scales, stochastic rounding, dropout, blocks that are computed again, a loss scale."""
+def test_watching_changes_no_loss(lines: list[StreamLine], corpus: Corpus) -> None:
+    """Bit for bit: with delayed scales, stochastic rounding, dropout, recomputed blocks, a loss scale."""
     unwatched = rows(advanced(lab_of(replace(task_of(corpus, *ARMS, steps=5), stride=1000)), 5))
     assert list(map(repr, rows(lines))) == list(map(repr, unwatched)) and len(unwatched) == 25  # a NaN is its like
     assert all((row.seconds == 0) == (row.step % 2 == 0) for row in lines if isinstance(row, StepRow))
 
 
-def test_every_layer_says_what_it_casts(lines: list[StreamLine]) -> None:
-    """Once for each role, in watched steps, whatever the micro-batches and how often a block is computed."""
+def test_every_layer_is_read_once_a_watched_step(lines: list[StreamLine]) -> None:
+    """Each role is read once, whatever the micro-batches and however often a block is recomputed."""
     keys = [(line.arm, line.step, line.layer, line.role) for line in lines if isinstance(line, LayerReading)]
     assert len(set(keys)) == len(keys) and {step for _, step, _, _ in keys} == {0, 2, 4}
     products = {(layer, role.value) for layer in LAYERS for role in Role}
@@ -293,8 +293,8 @@ def test_scales_are_those_of_the_casts(lines: list[StreamLine]) -> None:
     assert gradient.lag is not None and -20 < gradient.lag < 0, "with the loss scale in it"
 
 
-def test_amaxes_of_every_step_replayed_give_the_scales_that_there_were(corpus: Corpus) -> None:
-    """Bit for bit, of every tensor: what is read is what delayed scaling saw."""
+def test_replayed_amaxes_give_the_scales_of_the_training(corpus: Corpus) -> None:
+    """Bit for bit, for every tensor."""
     delayed = Delayed(history=3, margin=1, interval=2)
     arm = Arm("delayed", "fp8-delayed:history=3:margin=1:interval=2")
     lab = lab_of(replace(task_of(corpus, arm, steps=6), stride=1))
@@ -309,7 +309,7 @@ def test_amaxes_of_every_step_replayed_give_the_scales_that_there_were(corpus: C
         assert [line.scale for line in course] == wanted.tolist()
 
 
-def test_what_else_a_watched_step_says(lines: list[StreamLine]) -> None:
+def test_other_figures_of_a_watched_step(lines: list[StreamLine]) -> None:
     values = {
         (line.arm, line.name, line.layer): line.value
         for line in lines
@@ -365,7 +365,7 @@ def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
 
 
 def test_noise_of_gradients_is_that_of_their_definition() -> None:
-    """Over the gradients of single micro-batches, taken one by one."""
+    """From the gradients of single micro-batches."""
     model, batches = small_model(), [torch.randn(5, 8) for _ in range(4)]
     alone = [torch.autograd.grad(model(batch).square().mean(), list(model.parameters())) for batch in batches]
     watch = ModelWatch(model, examples=5)
@@ -385,7 +385,7 @@ def test_noise_of_gradients_is_that_of_their_definition() -> None:
     joint = GradientNoise(sum(variances), sum(signals))
     assert values["gradient_snr", ""] == pytest.approx(joint.ratio, rel=1e-3)
     assert values["noise_scale", ""] == pytest.approx(5 * joint.scale, rel=1e-3)
-    # Gradients that are alike have none; of those that cancel each other there is nothing but noise.
+    # Equal gradients have no noise; gradients that cancel are nothing but noise.
     alike, opposite = noise_of(2, 2.0, 4.0), noise_of(2, 2.0, 0.0)
     assert (alike.ratio, alike.scale, opposite.ratio, opposite.scale) == (math.inf, 0.0, 0.0, math.inf)
 
@@ -393,7 +393,7 @@ def test_noise_of_gradients_is_that_of_their_definition() -> None:
 @for_each(("heads", "key_heads", "tokens"), [(4, 4, 30), (4, 2, 300)])
 @for_each("causal", [True, False])
 def test_the_largest_attention_score(heads: int, key_heads: int, tokens: int, causal: bool) -> None:
-    """Of those that softmax gets, made all at once here."""
+    """The oracle computes all scores that softmax gets at once."""
     q, k = torch.randn(2, heads, tokens, 16), torch.randn(2, key_heads, tokens, 16)
     k[0, 1, -1] = 9 * q[0, heads // key_heads, 5]  # a key that only later queries may see
     scores = q[0] @ k[0].repeat_interleave(heads // key_heads, 0).transpose(-1, -2) / 4

@@ -1,5 +1,5 @@
-"""Ranks that are threads, against one process that rounds what travels by another library, or the whole model; bytes by
-hand; mistakes are planted. Real ones train in test_rank_lab.py."""
+"""Ways to train together, with threads as ranks, against one process that rounds by another library, or against the
+whole model; mistakes are planted. Real ranks train in test_rank_lab.py."""
 
 from __future__ import annotations
 
@@ -88,8 +88,7 @@ def mean(brought: Sequence[Tensor], wire: str) -> Tensor:
 
 
 class Learnt(NamedTuple):
-    """What a rank has of all weights at the end, what is wrong with them, three norms of each step, and how many bytes
-    it keeps of what."""
+    """A rank's weights at the end, its faults, three norms of each step, and the bytes of what it keeps."""
 
     weights: list[Tensor]
     faults: str = ""
@@ -104,7 +103,7 @@ def update(optimizer: LoopOptimizer, norms: Callable[[list[Tensor]], list[Tensor
 
 
 def alone(ranks: int, wire: str = "fp32", **settings: Any) -> Learnt:
-    """All ranks' gradients, averaged for the whole model; weights as they are sent."""
+    """The whole model with the average of all ranks' gradients; weights as they are sent."""
     own, norms = parameters(), list[float]()
     optimizer = LoopOptimizer(own, TrainerSettings(**settings))
     for step in range(STEPS):
@@ -160,7 +159,7 @@ def faulty(ranks: Sequence[Learnt], words: str) -> set[int]:
 
 @for_each("settings", [{}, {"master": "fp16-scaled"}, {"optimizer_states": "bf16"}], ids=str)
 def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few of them travel together; norms are those of all ranks, each row counted once."""
+    """However few travel together; norms count each row once."""
     wanted = alone(3, **settings)
     for most in (1 << 22, 100):
         monkeypatch.setattr(ranks_together, "_MOST_SHARDED", most)
@@ -191,26 +190,26 @@ MISPLACES = planted(all_parts=lambda own, x: all_parts(own, x).roll(int(own.rank
         (UNDIVIDED, {0, 1, 2}, "not the mean"), (MISPLACES, {2}, "its own rows"),
     ],
 )  # fmt: skip
-def test_rows_that_are_others_are_found(exchanges: type[ThreadedGroup], ranks: set[int], words: str) -> None:
+def test_wrong_rows_are_found(exchanges: type[ThreadedGroup], ranks: set[int], words: str) -> None:
     assert faulty(trained(3, rows, exchanges=exchanges), words) == ranks
 
 
 class CountsTwice(FullySharded):
-    """The rows of the head."""
+    """Counts the rows of the head twice."""
 
     def norms(self, own: Any) -> list[Tensor]:
         return super().norms([*own[:-1], own[-1] * 2])
 
 
-def test_a_norm_that_counts_twice_is_another() -> None:
+def test_a_norm_that_counts_rows_twice_is_wrong() -> None:
     ranks = trained(3, partial(CountsTwice, own_amax=True))
     assert ranks[0].norms != pytest.approx(alone(3).norms, rel=1e-3)
 
 
 @for_each("value", [float("nan"), float("inf"), 3e38])
 @for_each("wire", ["", *WIRES])
-def test_what_is_not_finite_on_one_rank_is_for_all_and_is_no_fault(wire: str, value: float) -> None:
-    """E4M3 has no infinity: 448 in its place would be an update. So is what overflows in a sum, without a wire."""
+def test_what_is_not_finite_on_one_rank_is_so_on_all_and_is_no_fault(wire: str, value: float) -> None:
+    """E4M3 has no infinity: 448 in its place would be an update. The same for what overflows in a sum."""
     if wire and value == 3e38:
         return
 
@@ -221,8 +220,8 @@ def test_what_is_not_finite_on_one_rank_is_for_all_and_is_no_fault(wire: str, va
         assert not faults and not norms[0] < float("inf") and all(weight.isnan().all() for weight in weights)
 
 
-def test_a_digest_knows_where_a_value_lies() -> None:
-    """In a tensor and among several: or a rank with two others' rows swapped says the same as its neighbours."""
+def test_a_digest_depends_on_the_place_of_values() -> None:
+    """Or a rank with two rows swapped would have the digest of the others."""
     first, other = torch.randn(2, 3, 5)
     digests = [
         digest_of(some) for some in ((first, other), (other, first), (first.flip(0), other), (first, other.roll(1)))
@@ -233,7 +232,7 @@ def test_a_digest_knows_where_a_value_lies() -> None:
 @for_each("wire", WIRES)
 @for_each("ranks", [2, 3])
 def test_owners_have_the_bits_of_one_process_that_rounds_what_travels(ranks: int, wire: str) -> None:
-    """And of two ranks each sum is of any order."""
+    """With two ranks sums are the same in any order."""
     wanted = alone(ranks, wire).weights
     for learnt in trained(ranks, wholes(wire)):
         assert not learnt.faults
@@ -247,15 +246,15 @@ def test_owners_have_the_bits_of_one_process_that_rounds_what_travels(ranks: int
                        {"optimizer": "adafactor"}, {"gradients": "bf16"},
                        {"gradients": "fp8", "micro_batches": 4, "parallel": "zero"},
                        *(dict(level.settings) for level in LEVELS.values())], ids=str)  # fmt: skip
-def test_whole_weights_are_kept_and_updated_in_whatever_way_one_process_does(settings: dict[str, Any]) -> None:
-    """An owner is given one mean of all micro-batches, and leaves no room for others."""
+def test_owners_update_weights_as_one_process_does(settings: dict[str, Any]) -> None:
+    """In every way to keep them; an owner receives one mean of all micro-batches."""
     wanted = alone(2, "fp8", **settings | {"micro_batches": 1}).weights
     for learnt in trained(2, wholes("fp8"), **settings):
         assert not learnt.faults and all(map(torch.equal, learnt.weights, wanted))
 
 
 def sends_double(wire: Any) -> None:
-    """By twice the scale that it says."""
+    """Sends twice the values that its scale says."""
     own = wire._sent
     wire._sent = lambda program, x, phase: own(program, x * 2, phase)
 
@@ -266,14 +265,14 @@ def wrong_scale(together: ZeroTensors, rank: int) -> None:
 
 
 def half_read(together: ZeroTensors, rank: int) -> None:
-    """It reads the gradients that it owns by another scale."""
+    """Rank 1 reads the gradients that it owns by half their scale."""
     if rank == 1:
         own = together._owned.means
         together._owned.means = lambda some, phase: [mean / 2 for mean in own(some, phase)]  # type: ignore[method-assign]
 
 
 def misheard(together: ZeroTensors, rank: int) -> None:
-    """One weight of another's comes by a bit otherwise."""
+    """Rank 1 receives one changed value of another's weight."""
     if rank == 1:
         own = together._owned.put
 
@@ -289,18 +288,18 @@ def misheard(together: ZeroTensors, rank: int) -> None:
     [
         ("fp8", wrong_scale, {0}, "a gradient that is not the mean"),
         ("fp8", wrong_scale, {0, 1}, "a weight that is not what"),
-        *((wire, half_read, {1}, "a gradient that is not the mean of what all have brought: ") for wire in WIRES),
-        *((wire, misheard, {1}, "has a weight that is not what its owner has sent: embedding") for wire in WIRES),
+        *((wire, half_read, {1}, "a gradient that is not the mean of what all ranks sent: ") for wire in WIRES),
+        *((wire, misheard, {1}, "has a weight that is not what its owner sent: embedding") for wire in WIRES),
     ],
 )  # fmt: skip
-def test_wrong_scales_and_what_did_not_arrive_are_found(
+def test_wrong_scales_and_wrong_values_are_found(
     wire: str, plant: Callable[[Any, int], object], ranks: set[int], words: str
 ) -> None:
     assert faulty(trained(2, wholes(wire), plant), words) >= ranks
 
 
 def test_each_rank_needs_a_weight() -> None:
-    with pytest.raises(UsageError, match=r"5 ranks have no weight each"):
+    with pytest.raises(UsageError, match="4 weights are too few for 5 ranks"):
         trained(5, wholes("fp8"))
 
 
@@ -308,7 +307,7 @@ CONFIG = GPTConfig(64, 16, 1, 2, 2, 32, 2, 8)
 
 
 def model(size: float = 1.0) -> GPT:
-    """The same on every rank, whose random state is everybody's."""
+    """The same on every rank."""
     made = GPT(CONFIG, lambda name: PlainArithmetic(torch.float32), torch.float32)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -329,7 +328,7 @@ def cut(place: Place, own_amax: bool = False) -> tuple[TensorParallel, GPT]:
 
 
 def test_layers_keep_their_paths_and_norms_count_everything_once() -> None:
-    """Those of several figures of all parameters, too, one behind the other; one that counts twice is another."""
+    """Also for several figures of all parameters in a row; counting twice shows."""
     names, whole = [name for name, _ in model().named_parameters()], torch.stack(norms_of(model()))
 
     def norms(place: Place) -> tuple[list[Tensor], list[Tensor]]:
@@ -345,8 +344,8 @@ def test_layers_keep_their_paths_and_norms_count_everything_once() -> None:
         assert float(torch.stack(twice).norm()) != pytest.approx(float(whole.norm()), rel=1e-6)
 
 
-def test_scales_are_shared_of_what_is_cut_and_of_nothing_else() -> None:
-    """And of nothing where each rank has its own. NaN is no largest magnitude."""
+def test_scales_of_cut_tensors_alone_are_shared() -> None:
+    """None with own scales. A NaN becomes an infinite largest magnitude."""
 
     def scales(place: Place) -> tuple[list[bool], float]:
         arithmetic = precisions.get("fp8").arithmetic(CPU)
@@ -368,13 +367,13 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-# Attention is then not all or nothing, so that rounding changes little.
+# Small weights keep attention soft, so that rounding changes little.
 SMALL = 0.3
 StreamLearnt = tuple[float, dict[str, Tensor], tuple[str, ...]]
 
 
 def streamed(wire: str, plant: Callable[[Any, int], object] = lambda together, rank: None) -> list[StreamLearnt]:
-    """Loss, gradients and faults of ranks that have tokens of the stream each."""
+    """Loss, gradients and faults of ranks that each have some tokens of the stream."""
 
     def run(place: Place) -> StreamLearnt:
         together, own = SequenceParallel(ThreadedGroup(place), CONFIG, True, wire), model(SMALL)
@@ -394,7 +393,7 @@ def streamed(wire: str, plant: Callable[[Any, int], object] = lambda together, r
 
 @for_each(("wire", "near"), [("fp32", 1e-5), ("bf16", 0.03), ("fp8", 0.2)])
 def test_loss_and_gradients_of_a_stream_are_the_whole_models(wire: str, near: float) -> None:
-    """Norms of blocks see a rank's tokens alone, and have sums of gradients; what all have is alike to the bit."""
+    """Norms in blocks see a rank's tokens and get summed gradients; common tensors are equal to the bit."""
     whole = model(SMALL)
     loss = whole(*batch(), PHASE)
     loss.backward()
@@ -412,20 +411,20 @@ def test_loss_and_gradients_of_a_stream_are_the_whole_models(wire: str, near: fl
 
 
 def own_part_but_once(own: Any, parts: Tensor) -> Tensor:
-    """Of the third sum, that is not noted yet, rank 1 has its own part alone."""
+    """In the third sum rank 1 receives only its own part."""
     whole, sent = own_part(own, parts), own.handle.sent
     sent["sums"] = sent.get("sums", 0) + 1
     return parts[1] if own.rank == 1 and sent["sums"] == 3 else whole
 
 
-def test_tokens_that_are_not_everybodys_are_found_by_all_who_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sum that one has not got, and a wrong scale of what rank 1 sends."""
+def test_wrong_tokens_are_found_by_all_ranks_that_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that one rank did not get, and a wrong scale of what rank 1 sends."""
 
-    def told_by(ranks: list[StreamLearnt]) -> set[int]:
-        words = "was given tokens of the stream that are not what all ranks have brought"
+    def found_by(ranks: list[StreamLearnt]) -> set[int]:
+        words = "received tokens of the stream that are not what all ranks sent"
         return {rank for rank, (_, _, faults) in enumerate(ranks) if words in faults}
 
-    assert told_by(streamed("fp8", lambda together, rank: rank and sends_double(together.stream.wire))) == {0, 1}
+    assert found_by(streamed("fp8", lambda together, rank: rank and sends_double(together.stream.wire))) == {0, 1}
     forgetful = type("NotedForgetful", (NotedGroup, planted(own_part=own_part_but_once)), {})
     monkeypatch.setitem(ways.STREAMS, "fp32", forgetful)
-    assert told_by(streamed("fp32")) == {1}
+    assert found_by(streamed("fp32")) == {1}

@@ -1,4 +1,4 @@
-"""Verdicts on pairs of seeds: their intervals, what chance does to one seed, best rates; how often they are wrong."""
+"""Verdicts on pairs of seeds: intervals, bounds of one seed, best rates, and how often verdicts are wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from fp8bench.features.train.verdicts.curves import (
     gap_of,
     judge,
     least_seen,
-    outlier_of,
     paired,
     rule,
     settled_by_more,
@@ -48,13 +47,13 @@ def around(middle: float, scale: float = 1.0) -> list[float]:
 
 
 def test_intervals_are_those_of_a_t_test() -> None:
-    """scipy says the same, at both levels; of one pair there is a point, and of none nothing."""
+    """The oracle is scipy, at both levels."""
     gaps = [0.011, 0.004, -0.003, 0.02, 0.009, 0.001]
     gap = gap_of(gaps)
     assert gap is not None and gap.decides is not None and gap.shown is not None
     for interval, level in ((gap.decides, 0.99), (gap.shown, 0.95)):
-        said = witness.ttest_1samp(gaps, 0.0).confidence_interval(level)
-        assert (interval.low, interval.high) == pytest.approx((said.low, said.high), rel=1e-9)
+        known = witness.ttest_1samp(gaps, 0.0).confidence_interval(level)
+        assert (interval.low, interval.high) == pytest.approx((known.low, known.high), rel=1e-9)
         assert (interval.point, interval.level) == (pytest.approx(statistics.fmean(gaps)), level)
     single = gap_of([0.5])
     assert single is not None and (single.point, single.decides, single.shown) == (0.5, None, None)
@@ -71,7 +70,7 @@ def test_intervals_are_those_of_a_t_test() -> None:
     ],
 )  # fmt: skip
 def test_where_an_interval_lies(low: float, high: float, learned: Learned) -> None:
-    """At a margin of 1%; edges belong to what is within."""
+    """At a margin of 1%."""
     assert rule(Interval((low + high) / 2, low, high, 0.99), 0.01) is learned
 
 
@@ -90,7 +89,7 @@ def test_the_mirror_image_has_the_mirrored_verdict(gaps: list[float], margin: fl
     (pairs(around(-0.02), around(0.001)), Why.DISAGREE), (pairs(around(0.0), around(0.008)), Learned.WITHIN_NOISE),
     (pairs(around(0.0), around(0.05)), Why.DISAGREE),
     (pairs(around(0.02), [None, *around(0.02)[1:]]), Why.NO_HELD_OUT),
-    # A spread of zero is no trouble, and a gap that is sure but small is within the margin.
+    # A spread of zero is allowed, and a sure but small gap is within the margin.
     (pairs([0.0] * 5), Learned.WITHIN_NOISE), (pairs([0.02] * 5), Learned.WORSE),
     (pairs(around(1e-6, 1e-6)), Learned.WITHIN_NOISE), (pairs([*SPREAD, 0.5]), Why.TOO_WIDE),
 ])  # fmt: skip
@@ -101,14 +100,8 @@ def test_what_pairs_say(gaps: list[Pair], said: Learned | Why) -> None:
     assert said is not Why.FEW_PAIRS or judged.more_seeds == 5 - len(gaps)
 
 
-def test_one_seed_that_stands_alone_is_named() -> None:
-    """Others may follow it, or it may be a mistake."""
-    seeds = [outlier_of(pairs(gaps)) for gaps in ([*SPREAD, 0.5], SPREAD, [0.0] * 4 + [0.5], [0.0] * 5)]
-    assert seeds == [5, None, 4, None]
-
-
 def test_how_many_more_seeds() -> None:
-    """None where the gap is so near the edge that a thousand would not do; fewer the wider the gap."""
+    """None where the gap is so near the edge that a thousand would not do."""
     asked = [judge(pairs(around(gap, 10)), 0.01).more_seeds or 0 for gap in (0.0, 0.012, 0.02, 0.025)]
     assert all(0 < seeds < 100 for seeds in asked) and asked == sorted(asked, reverse=True)
     assert judge(pairs(around(0.0, 1000)), 0.01).more_seeds is None
@@ -134,7 +127,7 @@ def test_so_many_more_seeds_decide_in_four_of_five(gap: float) -> None:
 def test_so_many_more_seeds_settle_a_finer_bound_in_most_studies(
     effect: float, tails: float | None, seeds: int
 ) -> None:
-    """Drawn with a spread of 0.2%, with heavy tails too: with the seeds that were named the bound decides."""
+    """Seeds spread by 0.2%, normally or with heavy tails."""
     draw, settled, named = np.random.default_rng(seeds), 0, 0
     for _ in range(300):
         noise = draw.normal(0, 1, 2000) if tails is None else draw.standard_t(tails, 2000) / 2**0.5
@@ -152,8 +145,7 @@ def test_so_many_more_seeds_settle_a_finer_bound_in_most_studies(
 
 
 @for_each(("gaps", "bound"), [([0.001, 0.002], 0.01), ([0.001] * 5, 0.01), ([0.001, 0.002, 0.003], -0.01)])
-def test_no_number_of_seeds_is_named_where_none_is_known(gaps: list[float], bound: float) -> None:
-    """Of two seeds, of seeds with the same gap, and where nothing worse is left to exclude."""
+def test_no_number_of_seeds_is_named_where_it_is_unknown(gaps: list[float], bound: float) -> None:
     gap = gap_of(gaps)
     assert gap is not None and settled_by_more(gap, bound) is None
 
@@ -165,25 +157,25 @@ SWEPT = (CANDIDATE, *(Arm(f"fp8 rate={rate}", "fp8", settings=(("rate", rate),),
 NOISE = [0.0, 0.001, -0.001, 0.002, -0.002]
 
 
-def of_ends(*arms: Arm, **ends: Sequence[float]) -> tuple[TrainingVerdicts, dict[str, Learned]]:
-    told: list[StreamLine] = []
+def verdicts_of_ends(*arms: Arm, **ends: Sequence[float]) -> tuple[TrainingVerdicts, dict[str, Learned]]:
+    lines: list[StreamLine] = []
     for name, own in ends.items():
         for seed, loss in enumerate(own):
-            told += [*rows(name, seed, curve(100, loss)), held_out(name, seed, 99, loss + 0.1)]
-    verdicts = verdicts_of(training(*arms), told)
+            lines += [*rows(name, seed, curve(100, loss)), held_out(name, seed, 99, loss + 0.1)]
+    verdicts = verdicts_of(training(*arms), lines)
     return verdicts, {said.arm.name: said.judged.learned for said in verdicts.arms}
 
 
 def test_an_arm_is_not_better_than_a_reference_at_a_worse_rate() -> None:
-    """Better by 1.7% than bf16 at the one rate that both had; bf16 at twice the rate is as good, and then it is not."""
+    """Better by 1.7% than bf16 at its only rate; at twice the rate bf16 is as good."""
     ends = {"bf16": 2.034, "fp8": 2.0, "fp8 rate=0.0005": 2.05, "fp8 rate=0.002": 2.01}
     planted = {
         name: [end + noise * (1 + place) / 4 for noise in NOISE] for place, (name, end) in enumerate(ends.items())
     }
-    alone, learned = of_ends(CANDIDATE, **planted)
+    alone, learned = verdicts_of_ends(CANDIDATE, **planted)
     assert learned == {"fp8": Learned.BETTER} and "tune bf16 first" in words.answer(alone.arms[0], alone)
     planted |= {"bf16 rate=0.0005": [2.05] * 5, "bf16 rate=0.002": [2.0 - noise for noise in NOISE]}
-    tuned, learned = of_ends(*OTHERS, *SWEPT, **planted)
+    tuned, learned = verdicts_of_ends(*OTHERS, *SWEPT, **planted)
     assert (tuned.reference, tuned.rates, learned["fp8"]) == ("bf16 rate=0.002", 3, Learned.WITHIN_NOISE)
     others = {said.arm.name for said in tuned.arms if said.judged.why is Why.OTHER_RATE}
     assert others == {"fp8 rate=0.0005", "fp8 rate=0.002"}
@@ -191,12 +183,11 @@ def test_an_arm_is_not_better_than_a_reference_at_a_worse_rate() -> None:
 
 
 def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
-    """And one that diverges at another rate is called that. Without a sweep the reference is its own best."""
     planted = {
         "bf16": [2.03 + noise for noise in NOISE], "bf16 rate=0.002": [2.0 + noise / 2 for noise in NOISE],
         "fp8": [1.95 + noise for noise in NOISE], "fp8 rate=0.0005": [2.0] * 5, "fp8 rate=0.002": [6.0] * 5,
     }  # fmt: skip
-    verdicts, learned = of_ends(OTHERS[1], *SWEPT, **planted)
+    verdicts, learned = verdicts_of_ends(OTHERS[1], *SWEPT, **planted)
     assert learned == {
         "fp8": Learned.BETTER, "fp8 rate=0.0005": Learned.INCONCLUSIVE, "fp8 rate=0.002": Learned.DIVERGED,
     }  # fmt: skip
@@ -207,8 +198,8 @@ def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
 
 @for_each("apart", [0.0, 0.002, 0.02])
 def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -> None:
-    """Three rates of each, alike in both, as near each other as chance or far apart: a difference that is none is told
-    in at most two of a hundred, which is what choosing on the same losses costs at most."""
+    """Three rates each, near or far apart: at most two of a hundred studies call a difference, the price of choosing on
+    the same losses."""
     draw, wrong, studies = random.Random(7), 0, 1000
 
     def flat(end: float) -> Curve:
@@ -223,25 +214,24 @@ def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -
     assert wrong <= 0.02 * studies
 
 
-@for_each(("arms", "gaps", "told"), [
+@for_each(("arms", "gaps", "lines"), [
     ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0005]},
-     "a loss more than 0.84% worse is excluded in seed 0 (95%, by what one ulp does there; of other seeds"),
-    ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0]}, "which bounds nothing"),
+     "a loss more than 0.84% worse is excluded in seed 0 (95%, by what one ulp does there; other seeds"),
+    ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0]}, "gives no bound"),
     ((CANDIDATE,), {"fp8": [0.002]}, "is open: 1 seed counts"),
     ((CHAOS, CANDIDATE), {"fp8": [0.002, 0.001], "bf16 one ulp": [0.0005]}, "is excluded (95%); 2 seeds count"),
 ])  # fmt: skip
 def test_one_seed_is_bounded_by_what_one_ulp_does_in_it(
-    arms: tuple[Arm, ...], gaps: Mapping[str, list[float]], told: str
+    arms: tuple[Arm, ...], gaps: Mapping[str, list[float]], lines: str
 ) -> None:
-    """A bound of that seed; none where the ulp did nothing, or where nobody looked."""
     verdicts = verdicts_of(training(*arms, seeds=len(gaps["fp8"])), lines(gaps))
     assert (verdicts.chaos is not None) == (CHAOS in arms)
     assert verdicts.chaos is None or verdicts.chaos.gap == pytest.approx(gaps[CHAOS.name][0])
-    assert told in words.answer(verdicts.arms[0], verdicts)
+    assert lines in words.answer(verdicts.arms[0], verdicts)
 
 
 def test_the_bound_of_one_seed_holds_as_often_as_it_says() -> None:
-    """Over what chance does to reference, arm and ulp alike: in at least 95 of 100, whatever the true effect."""
+    """With equal noise in reference, arm and ulp it holds in at least 95 of 100, whatever the effect."""
     draw = np.random.default_rng(3)
     for effect in (0.0, 0.01):
         reference, arm, ulp = draw.normal(0, 0.003, (3, 40_000))
@@ -252,12 +242,11 @@ def test_the_bound_of_one_seed_holds_as_often_as_it_says() -> None:
 
 @for_each("seeds", [5, 10])
 def test_what_could_be_detected_is_detected_in_four_of_five(seeds: int) -> None:
-    """Drawn: a true difference of that size is told from none in 80 of 100 cases or more."""
     seen, reach = least_seen(0.01, seeds)
-    draw, told, studies = np.random.default_rng(seeds), 0, 2000
+    draw, lines, studies = np.random.default_rng(seeds), 0, 2000
     for own in draw.normal(seen, 0.01, (studies, seeds)):
-        told += own.mean() - reach * own.std(ddof=1) / 0.01 > 0
-    assert reach < seen and 0.78 <= told / studies <= 0.95
+        lines += own.mean() - reach * own.std(ddof=1) / 0.01 > 0
+    assert reach < seen and 0.78 <= lines / studies <= 0.95
 
 
 FEW, MANY = 200, 10_000
@@ -267,14 +256,14 @@ NEAR, FAR = 0.005, 0.05
 
 @for_each("name", ["Gaussian", "heavy tails"])
 def test_what_differs_by_nothing_is_seldom_called_and_what_was_planted_is_found(name: str) -> None:
-    """Of 200, more than six are called in one of two hundred trials, if one of a hundred is; the seed is fixed. Planted
-    is twice the margin, with noise of half of it, in five seeds."""
+    """More than six false calls in 200 happen in one of two hundred trials. The planted effect is twice the margin, the
+    noise half the margin."""
     assert false_alarms(noises()[name], FEW, FAR) <= 6 / FEW
     assert found(noises()[name], FEW, NEAR, 0.02) > 0.9 and found(noises()[name], FEW, NEAR, -0.02) == 0.0
 
 
 def test_real_nudged_arms_were_never_called() -> None:
-    """What the committed file says of twenty studies; none of their arms had the reference's bits."""
+    """The data are the committed file of twenty studies."""
     kept = json.loads(TRAINED.read_text())
     nudged = {name: counts for name, counts in kept["verdicts"].items() if name.startswith(("ulp", "order"))}
     assert sum(sum(counts.values()) for counts in nudged.values()) >= 20
@@ -285,28 +274,26 @@ def test_real_nudged_arms_were_never_called() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["Gaussian"], sorted(noises())))
 def test_of_ten_thousand_at_most_one_in_a_hundred_is_called(name: str) -> None:
-    """Up to a spread as large as the margin, which no null arm that was trained went far beyond; far beyond it no more
-    often than the interval says, with the error of ten thousand studies: there the margin spares nothing any more."""
+    """That holds up to a spread as large as the margin; beyond it the interval's own rate holds."""
     for spread, most in ((NEAR, 0.01), (0.01, 0.01), (FAR, 0.013)):
         assert false_alarms(noises()[name], MANY, spread) <= most
 
 
 @pytest.mark.nightly
 def test_looking_again_after_more_seeds_is_a_second_chance_to_be_wrong() -> None:
-    """At most twice one in a hundred."""
     assert all(after_advice(noise, MANY // 2, 0.01) <= 0.02 for noise in noises().values())
 
 
 @pytest.mark.slow
 def test_seeds_for_twice_the_margin() -> None:
-    """Five do where seeds lie half a margin apart, and more where they lie further."""
+    """There are five where seeds are half a margin apart."""
     asked = [seeds_for(noises()["Gaussian"], 500, spread, 0.02) or 0 for spread in (NEAR, 0.01, 0.02)]
     assert asked[0] == 5 and asked == sorted(asked)
 
 
 @pytest.mark.nightly
 def test_intervals_of_a_mean_hold_the_truth() -> None:
-    """Student's over five seeds as often as they say or more; a bootstrap of five does not, and is not used."""
+    """Student's interval does over five seeds; a bootstrap does not, and is not used."""
     for noise in noises().values():
         shares = coverage(noise, 2000)
         assert shares["Student's t"] >= SHOWN - 0.02 and shares["bootstrap"] < 0.88
@@ -315,6 +302,5 @@ def test_intervals_of_a_mean_hold_the_truth() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pace", sampled([1.2], [0.7, 1.0, 1.2]))
 def test_speed_to_the_same_loss_holds_the_pace_that_was_planted(pace: float) -> None:
-    """As often as it says or a little less, and without bias."""
     held, point = speeds(150, pace, 0.002)
     assert held > 0.88 and point == pytest.approx(pace, rel=0.02)

@@ -1,4 +1,4 @@
-"""Replayed amaxes: the scales are those of a training, bit by bit; overflow and underflow are counted by hand."""
+"""Replayed amaxes: scales of a training bit by bit, overflow and underflow counted by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.values import Arm, LayerReading
-from fp8bench.features.train.verdicts.histories import Trace, best_of, replayed, scales_of, traces_of, ways
+from fp8bench.features.train.verdicts.histories import Trace, best_of, delayed_ways, replayed, scales_of, traces_of
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import Amax, Delayed
 from fp8bench.model import Params
@@ -27,12 +27,12 @@ DELAYED = Arm("fp8-delayed", "fp8-delayed", native=False)
 
 
 def reading(step: int, role: str = "input", layer: str = "head", *, arm: str = "fp8-delayed", seed: int = 0) -> Any:
-    """With an amax that tells its step."""
+    """Its amax tells its step."""
     return LayerReading(arm, seed, step, layer, role, 1.0 + step, 0.5, 0.0, 1.0, 0.0)
 
 
 def trace_of(draw: random.Random, length: int) -> list[float]:
-    """Amaxes over the whole of float32's range, among them zeros, infinities, NaN and subnormal numbers."""
+    """Amaxes over all of float32, among them zeros, infinities, NaN and subnormals."""
     odd = (0.0, math.inf, math.nan, 1e-45, 1e-40, 3e38, 1.0)
     return [draw.choice(odd) if draw.random() < 0.15 else 2.0 ** draw.uniform(-30, 30) for _ in range(length)]
 
@@ -61,11 +61,11 @@ def test_the_most_recent_is_a_history_of_one() -> None:
     amaxes = trace_of(random.Random(1), 50)
     recent, longer = (scales_of(amaxes, way, 448.0) for way in (Delayed(1, Amax.MAX), Delayed(64, Amax.MOST_RECENT)))
     assert recent.tolist() == longer.tolist()
-    assert len(set(ways())) == len(list(ways())) == 6 * 3 * 3
+    assert len(set(delayed_ways())) == len(list(delayed_ways())) == 6 * 3 * 3
 
 
 def test_overflow_and_underflow_by_hand() -> None:
-    """E4M3: the first cast is not scaled; then amaxes double, and each cast is an octave beyond the one before."""
+    """In E4M3 the first cast is not scaled; then amaxes double, so each cast is an octave beyond the one before."""
     growing = Trace("a", Role.INPUT, (448.0, 448.0, 896.0, 1792.0, 1792.0), (1.0, 1e-3, 2e-3, 1.0, 1e-3))
     (replay,) = replayed([growing], Delayed(1, Amax.MOST_RECENT))
     # Scales: 1, 1, 1, 1/2, 1/4. Up to 2^-10 becomes 0: of these the last alone.
@@ -84,14 +84,14 @@ def test_longer_histories_overflow_less_and_leave_more_idle() -> None:
 
 @for_each("amax", [0.1, 0.3, 1 / 3, 7e-4, 1234.567])
 def test_an_amax_that_stays_overflows_nowhere(amax: float) -> None:
-    """Though quotient and product are rounded, and the product may lie one unit above the largest value."""
+    """Quotient and product are rounded, and the product may lie one unit above the largest value."""
     (replay,) = replayed([Trace("a", Role.WEIGHT, (amax,) * 20)], Delayed(4))
     assert replay.overflow == (1 / 20 if amax > 448 else 0)
 
 
 def test_amaxes_come_from_the_lines_of_a_training() -> None:
-    """In the order of steps, a trace for each tensor and seed; a step that is not finite enters no amax. What has no
-    product is left out, and in an arm that scales anything what it does not scale."""
+    """There is a trace for each tensor and seed, in the order of steps; a step that is not finite enters no amax.
+    Tensors without a product are left out and, in an arm with scales, those without one."""
     lines = [reading(1), reading(0), replace(reading(2), not_finite=0.5), reading(0, arm="fp8"), reading(0, "output")]
     lines += [reading(0, role) for role in ("weight", "gradient")]
     trace, *_ = traces_of(training(DELAYED), lines, DELAYED)
@@ -104,7 +104,7 @@ def test_amaxes_come_from_the_lines_of_a_training() -> None:
 
 
 def test_the_scales_are_those_of_a_real_training(corpus: Corpus) -> None:
-    """Of all layers but the head, which stays in bf16; replayed from what was watched at every step."""
+    """Scales are replayed from amaxes of every step, for all layers but the head, which stays in bf16."""
     task = replace(task_of(corpus, DELAYED, steps=4, model="nano"), stride=1)
     lines = lab_of(task).advance(DELAYED.name, 4)
     traces = traces_of(training(DELAYED), lines, DELAYED)
@@ -118,13 +118,13 @@ def test_the_scales_are_those_of_a_real_training(corpus: Corpus) -> None:
 
 def test_the_best_way_cuts_off_least_and_then_leaves_least_idle() -> None:
     trace = Trace("a", Role.GRADIENT, tuple(2.0 if step % 7 == 3 else 1.0 for step in range(200)))
-    best = best_of([replay for way in ways() for replay in replayed([trace], way)])
+    best = best_of([replay for way in delayed_ways() for replay in replayed([trace], way)])
     assert (best.margin, best.interval) == (1, 1) and best.history in (1, 4)
 
 
 @for_each(("readings", "settings", "why"), [
-    ([reading(0), reading(10)], (), "of head input in fp8-delayed there are 2 amaxes in 11 steps"),
-    ([], (), "nothing was watched of fp8-delayed"),
+    ([reading(0), reading(10)], (), "head input in fp8-delayed has 2 amaxes in 11 steps"),
+    ([], (), "fp8-delayed was not watched"),
     ([reading(0)], (("micro_batches", 2),), "casts each tensor 2 times a step"),
 ])  # fmt: skip
 def test_amaxes_that_are_not_of_every_cast_are_refused(

@@ -1,4 +1,4 @@
-"""Energy of a step and to the same loss, and what is said of scores, of figures whose truth was planted."""
+"""Energy of a step and to the same loss, and verdicts on planted scores."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def energy_of(
     own: EnergyUse = OWN, reference: EnergyUse = REFERENCE, native: bool = True, fewer: Interval | None = SURE,
     bounded: bool = False,
 ) -> TrainedEnergy:  # fmt: skip
-    """What is said of fp8, which takes so many times fewer steps."""
+    """The energy of fp8, which takes `fewer` times fewer steps."""
     costs = ArmCost("bf16", 0, energy=reference), ArmCost("fp8", 0, energy=own)
     kept, verdicts = judged(kept_of((*lines({"fp8": [0.02, 0.03, 0.025, 0.02, 0.03]}), *costs)))
     speed = AdjustedSpeed(Interval(1, 1, 1, 0.95), None, bounded, fewer) if fewer else None
-    arms = tuple(replace(said, arm=replace(said.arm, native=native), speed=speed) for said in verdicts.arms)
+    arms = tuple(replace(own, arm=replace(own.arm, native=native), speed=speed) for own in verdicts.arms)
     return energies_of(kept, replace(verdicts, arms=arms))["fp8"]
 
 
-def test_energy_is_joules_of_a_step_times_steps() -> None:
-    """Half the joules and nine tenths as many times fewer steps; ends are those that windows and seeds allow. Of an arm
-    that learns far less it is at least so much."""
+def test_energy_to_a_loss_is_joules_of_a_step_times_steps() -> None:
+    """Planted are half the joules and 0.9 times the steps; bounds come from windows and seeds. Far worse learning gives
+    a lower bound."""
     energy = energy_of(use([0.99, 1.0, 1.01]))
     assert energy.joules is not None and energy.to_loss is not None and energy.why == ""
     assert (energy.joules.middle, energy.joules.low, energy.joules.high) == (1.0, 0.99, 1.01)
@@ -64,14 +64,14 @@ def test_energy_is_joules_of_a_step_times_steps() -> None:
 
 @for_each(("given", "why"), [
     ({"native": False}, "emulated: joules of its steps are the cost"),
-    ({"own": use([1.0])}, "3 windows are needed to compare, and there are 1"),
-    ({"own": use([1.0] * 3, source="instant")}, "its windows are by instant, the reference's by counter"),
+    ({"own": use([1.0])}, "a comparison needs 3 windows, and there are 1"),
+    ({"own": use([1.0] * 3, source="instant")}, "it was measured by instant, the reference by counter"),
     ({"own": use([1.0] * 3, source="instant"), "reference": use([2.0] * 3, source="instant")},
-     "it is unknown how far its power sensor can be off"),
-    ({"fewer": None}, "fewer than 5 pairs of seeds"),
+     "the error of its power sensor is unknown"),
+    ({"fewer": None}, "its steps to the same loss are unknown"),
 ])  # fmt: skip
-def test_nothing_is_said_of_energy_without_a_reason(given: dict[str, Any], why: str) -> None:
-    """Joules of a step stand all the same; an emulated arm has no energy to a loss. No window is never nothing."""
+def test_missing_energy_has_a_reason(given: dict[str, Any], why: str) -> None:
+    """The joules of a step are given all the same."""
     energy = energy_of(**given)
     assert energy.joules is not None and energy.to_loss is None and energy.why.startswith(why)
     none = energy_of(use([], why=TOO_FEW))
@@ -86,10 +86,10 @@ def scored(name: str, reference: Sequence[float], own: Sequence[float]) -> Itera
 _, VERDICTS = judged(kept_of(lines({"fp8": [0.0] * 5})))
 
 
-def said(told: Iterable[StreamLine], **settings: Any) -> tuple[ScoreVerdict, ...]:
+def score_verdicts(lines_told: Iterable[StreamLine], **settings: Any) -> tuple[ScoreVerdict, ...]:
     of = training()
     of = replace(of, request=replace(of.request, settings=TrainerSettings(**settings)))
-    return verdicts_of_scores(kept_of(told, of), VERDICTS)
+    return verdicts_of_scores(kept_of(lines_told, of), VERDICTS)
 
 
 def answered(chance: random.Random, share: float) -> list[float]:
@@ -97,29 +97,28 @@ def answered(chance: random.Random, share: float) -> list[float]:
 
 
 def test_the_verdict_finds_what_was_planted_and_seldom_what_was_not() -> None:
-    """Of 500 trainings whose arms answer alike at most so many are told apart as a level of 99% lets; where an arm
-    loses ten points nearly all are."""
+    """In 500 trainings it is wrong no more often than a level of 99% allows; ten points are nearly always found."""
     chance, wrong, missed = random.Random(7), 0, 0
     for _ in range(500):
-        (same,) = said(scored("task:copy", answered(chance, 0.8), answered(chance, 0.8)))
-        (lost,) = said(scored("task:copy", [0.95] * 5, answered(chance, 0.85)))
+        (same,) = score_verdicts(scored("task:copy", answered(chance, 0.8), answered(chance, 0.8)))
+        (lost,) = score_verdicts(scored("task:copy", [0.95] * 5, answered(chance, 0.85)))
         wrong += same.learned in (Learned.WORSE, Learned.BETTER)
         missed += lost.learned is not Learned.WORSE
     assert wrong <= 12 and missed <= 50
 
 
-def test_scores_at_chance_say_nothing_of_precisions() -> None:
+def test_scores_at_chance_give_no_verdict() -> None:
     chance = random.Random(3)
-    (neither,) = said(scored("task:retrieval@8", answered(chance, 0.1), answered(chance, 0.1)))
+    (neither,) = score_verdicts(scored("task:retrieval@8", answered(chance, 0.1), answered(chance, 0.1)))
     assert neither.word.startswith("at chance") and neither.learned is None
-    (better,) = said(scored("task:retrieval@8", answered(chance, 0.1), answered(chance, 0.9)))
-    (few,) = said(scored("task:copy", [1.0] * 3, [1.0] * 3))
-    assert better.learned is Learned.BETTER and few.word == "open: 3 seeds of 5 that are needed"
+    (better,) = score_verdicts(scored("task:retrieval@8", answered(chance, 0.1), answered(chance, 0.9)))
+    (few,) = score_verdicts(scored("task:copy", [1.0] * 3, [1.0] * 3))
+    assert better.learned is Learned.BETTER and few.word == "open: 3 seeds of the 5 that are needed"
 
 
-def test_answers_that_are_all_alike_are_known_as_well_as_so_many_questions_tell() -> None:
-    """And not exactly: of 640 questions the interval reaches 0.7 points, by the rule of -ln(0.01) of them."""
-    (alike,) = said(scored("task:cloze", [0.5] * 5, [0.5] * 5))
+def test_equal_answers_still_have_an_interval() -> None:
+    """With 640 questions it reaches 0.7 points, which is -ln(0.01)/640."""
+    (alike,) = score_verdicts(scored("task:cloze", [0.5] * 5, [0.5] * 5))
     assert alike.worse and alike.worse.decides and alike.learned is Learned.WITHIN_NOISE
     assert alike.worse.decides.high == pytest.approx(-math.log(0.01) / 640)
 
@@ -129,29 +128,29 @@ def test_answers_that_are_all_alike_are_known_as_well_as_so_many_questions_tell(
     ("pkg:f=lower", "metric:pkg:f.bits", Learned.BETTER), ("pkg:f=lower", "metric:pkg:fine", Learned.WORSE),
 ])  # fmt: skip
 def test_a_metric_says_which_way_is_better(metric: str, name: str, learned: Learned) -> None:
-    (fallen,) = said(scored(name, [2.0] * 5, [1.8, 1.81, 1.82, 1.8, 1.81]), metric=(metric,))
-    (of_zero,) = said(scored(name, [0.0] * 5, [1.0] * 5), metric=(metric,))
+    (fallen,) = score_verdicts(scored(name, [2.0] * 5, [1.8, 1.81, 1.82, 1.8, 1.81]), metric=(metric,))
+    (of_zero,) = score_verdicts(scored(name, [0.0] * 5, [1.0] * 5), metric=(metric,))
     assert fallen.learned is learned and "not above 0" in of_zero.word
 
 
-def test_quantising_is_held_against_the_reference_and_the_references_own_against_bf16() -> None:
-    """Without a look in bf16 against the reference alone."""
+def test_quantised_losses_are_compared_with_the_reference_and_its_own_with_bf16() -> None:
+    """An arm without a loss in bf16 is compared with the reference alone."""
     looks = [
         Validation(arm, seed, 100, f"quantised:{mode}", loss * (1 + 1e-3 * (seed - 2)), 1000, 1000)
         for arm, of_nvfp4 in (("bf16", 2.1), ("fp8", 2.2)) for seed in range(5)
         for mode, loss in (("bf16", 2.0), ("nvfp4", of_nvfp4))
     ]  # fmt: skip
-    assert [(score.arm, score.figure, score.against, score.learned) for score in said(looks)] == [
+    assert [(score.arm, score.figure, score.against, score.learned) for score in score_verdicts(looks)] == [
         ("fp8", "quantised:bf16", "bf16", Learned.WITHIN_NOISE),
         ("bf16", "quantised:nvfp4", "itself in bf16", Learned.WORSE), ("fp8", "quantised:nvfp4", "bf16", Learned.WORSE),
     ]  # fmt: skip
-    shares = [score.worse.point for score in said(looks) if score.worse]
+    shares = [score.worse.point for score in score_verdicts(looks) if score.worse]
     assert shares == pytest.approx([0.0, 0.05, 2.2 / 2.1 - 1])
     without = [look for look in looks if look.of != "quantised:bf16"]
-    assert [score.against for score in said(without)] == ["bf16"]
+    assert [score.against for score in score_verdicts(without)] == ["bf16"]
 
 
-def test_the_table_says_what_chance_is_and_a_training_without_scores_has_none() -> None:
+def test_the_table_of_scores_has_the_chances() -> None:
     bare = lines({"fp8": [0.0] * 5})
     kept, verdicts = judged(kept_of((*bare, *scored("task:copy", [1.0] * 5, [0.9] * 5))))
     text = render(Page("", "", tuple(score_parts(kept, verdicts))))

@@ -1,5 +1,5 @@
-"""Verdicts on whole trainings, from their lines: what diverges, what does not learn, what does not count,
-and how much sooner an arm comes to the same loss."""
+"""Verdicts on whole trainings from their lines: what diverges, did not learn or does not count, and speed to the same
+loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAME = [0.001, -0.001, 0.002, -0.002, 0.0]
 
 
 def judged(told: Lines | Sequence[float]) -> tuple[ArmVerdict, TrainingVerdicts]:
-    """The verdict on fp8, of lines or of gaps to the reference."""
+    """The verdict on fp8, from lines or from gaps to the reference."""
     told = tuple(told)
     if all(isinstance(gap, float) for gap in told):
         told = lines({"fp8": told}) if told else ()  # type: ignore[arg-type,dict-item]
@@ -47,7 +47,7 @@ def changed(told: Lines, change: Callable[[StepRow], StepRow | None], arm: str =
 
 
 def with_loss(told: Lines, loss: float, seed: int, *steps: int, arm: str = "fp8") -> list[StreamLine]:
-    """In these steps of a seed, in all of them without any."""
+    """Without steps, all steps of the seed have this loss."""
 
     def change(row: StepRow) -> StepRow:
         return replace(row, loss=loss) if row.seed == seed and row.step in (steps or (row.step,)) else row
@@ -56,7 +56,7 @@ def with_loss(told: Lines, loss: float, seed: int, *steps: int, arm: str = "fp8"
 
 
 def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
-    """Nothing before it counts; of one step at least; a step told twice counts once, as it was told last."""
+    """A step that comes twice counts as it came last."""
     assert [last_of(steps) for steps in (1, 9, 10, 19, 20, 300)] == [1, 1, 1, 1, 2, 30]
     told = [*rows("a", 0, [9.0] * 18 + [2.0, 4.0]), *rows("a", 0, [8.0])]
     whole = curves_of(told, 20)["a", 0]
@@ -79,16 +79,16 @@ def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
     ([], Learned.INCONCLUSIVE, "inconclusive: 0 seeds count, fewer than 5: not finished", "whether fp8 learns"),
 ])  # fmt: skip
 def test_what_gaps_say(gaps: list[float], learned: Learned, verdict: str, answer: str) -> None:
-    said, among = judged(gaps)
-    assert said.judged.learned is learned and words.verdict(said, among).startswith(verdict)
-    assert words.answer(said, among).startswith(answer)
+    own, among = judged(gaps)
+    assert own.judged.learned is learned and words.verdict(own, among).startswith(verdict)
+    assert words.answer(own, among).startswith(answer)
 
 
 def test_what_a_command_may_fail_on() -> None:
     alarm = TrainingEvent("fp8", 2, 40, "alarm", "the gradient's norm is 9.1 times its median")
     kept = kept_of((*lines({"fp8": WORSE}), alarm, TrainingEvent("fp8", 2, 41, "tried-fix", "")))
-    said, among = judged(kept.lines)
-    assert list(words.failures(kept, among, ("worse", "diverged"))) == [f"fp8: {words.verdict(said, among)}"]
+    own, among = judged(kept.lines)
+    assert list(words.failures(kept, among, ("worse", "diverged"))) == [f"fp8: {words.verdict(own, among)}"]
     assert list(words.failures(kept, among, ("alarm",))) == [f"fp8, seed 2, step 40: {alarm.words}"]
     assert not list(words.failures(kept, among, ("diverged", "inconclusive", "did-not-learn")))
     assert words.FAILURES == ("diverged", "did-not-learn", "worse", "inconclusive", "alarm")
@@ -97,10 +97,10 @@ def test_what_a_command_may_fail_on() -> None:
 def test_several_arms_say_what_their_level_means() -> None:
     other = replace(CANDIDATE, name="mxfp8")
     among = verdicts_of(of_arms(CANDIDATE, other), lines({"fp8": WORSE, "mxfp8": SAME}))
-    assert [said.judged.learned for said in among.arms] == [Learned.WORSE, Learned.WITHIN_NOISE]
-    assert "of 2 arms" in words.chance_of_all(among) and words.chance_of_all(judged(WORSE)[1]) == ""
+    assert [own.judged.learned for own in among.arms] == [Learned.WORSE, Learned.WITHIN_NOISE]
+    assert "2 arms" in words.chance_of_all(among) and words.chance_of_all(judged(WORSE)[1]) == ""
     skipped = verdicts_of(of_arms(CANDIDATE, replace(other, skip="no hardware")), lines({"fp8": WORSE}))
-    assert [said.arm.name for said in skipped.arms] == ["fp8"]
+    assert [own.arm.name for own in skipped.arms] == ["fp8"]
 
 
 GOOD, BAD = lines({"fp8": SAME}), lines({"fp8": WORSE})
@@ -111,22 +111,22 @@ BY_HEART = [*curve(90, 0.001), *[0.001] * 10]
 UNFINISHED = ((4, Void.NOT_FINISHED),)
 
 
-@for_each(("told", "said", "diverged", "voids"), [
-    # An arm that is stopped has diverged, in one seed of five; of one that was cut off, or lost, nobody knows why.
+@for_each(("told", "own", "diverged", "voids"), [
+    # A stopped arm has diverged; of one that was cut off or lost the reason is unknown.
     ([*CUT_OFF, NO_NUMBER, STOPPED], Learned.DIVERGED, (3,), ((3, Void.NOT_FINISHED),)),
     (CUT_OFF, Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
     ([*CUT_OFF, STOPPED], Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
-    # So has one that ends where it began, or with no number at all; not one that recovered from such a step.
+    # So has one that ends where it began, or with NaN; not one that recovered.
     (with_loss(GOOD, 5.6, 1, *range(50, 100)), Learned.DIVERGED, (1,), ()),
     *((with_loss(GOOD, loss, 1, *range(50, 100)), Learned.DIVERGED, (1,), ((1, Void.NOT_FINITE),))
       for loss in (math.nan, math.inf)),
     (with_loss(GOOD, math.nan, 1, 50), Learned.WITHIN_NOISE, (), ()),
     (with_loss(GOOD, math.nan, 1, 95), Why.FEW_PAIRS, (), ((1, Void.NOT_FINITE),)),
-    # A reference that did not learn in any seed takes every verdict away, but that an arm diverged beside one that did.
+    # If the reference did not learn in some seed there is no verdict, except that an arm diverged.
     (FLAT, Learned.DID_NOT_LEARN, (), ()), (with_loss(FLAT, 5.2, 2), Learned.DID_NOT_LEARN, (), ()),
     (with_loss(FLAT, math.nan, 0), Learned.DIVERGED, (0,), ((0, Void.NOT_FINITE),)),
     (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), Learned.DID_NOT_LEARN, (), ((2, Void.NOT_FINITE),)),
-    # Seeds that say nothing: not finished, copies of another, a share of next to nothing, other tokens.
+    # Void seeds: not finished, copies, a reference near zero, other tokens.
     *((changed(GOOD, lambda row: None if row.seed == 4 and row.step > 97 else row, arm), Why.FEW_PAIRS, (), UNFINISHED)
       for arm in ("fp8", REFERENCE.name)),
     ([replace(line, seed=seed) for seed in range(5) for line in lines({"fp8": [0.03]})], Why.FEW_PAIRS, (),
@@ -136,43 +136,42 @@ UNFINISHED = ((4, Void.NOT_FINISHED),)
      tuple((seed, Void.NEARLY_ZERO) for seed in range(5))),
     (changed(GOOD, lambda row: replace(row, tokens=7)), Why.FEW_PAIRS, (),
      tuple((seed, Void.OTHER_TOKENS) for seed in range(5))),
-    # An arm that is not in its precision: its losses are the reference's to the bit, or a product was of another one.
+    # Arms that are not in their precision: losses equal to the bit, or products of another one.
     (lines({"fp8": [0.0]}), Why.SAME_BITS, (), tuple((seed, Void.NOT_FINISHED) for seed in range(1, 5))),
     (lines({"fp8": [0.0] * 5}), Why.SAME_BITS, (), ()),
     ([*GOOD, TrainingEvent("fp8", 0, 0, FALLBACK, "of bfloat16, not of fp8")], Why.FALLBACK, (), ()),
 ], ids=lambda value: str(value)[:99])  # fmt: skip
-def test_what_is_no_comparison(
-    told: list[StreamLine], said: Learned | Why, diverged: tuple[int, ...], voids: tuple[tuple[int, Void], ...]
+def test_what_does_not_compare(
+    told: list[StreamLine], own: Learned | Why, diverged: tuple[int, ...], voids: tuple[tuple[int, Void], ...]
 ) -> None:
     arm, among = judged(told)
-    assert (arm.judged.why or arm.judged.learned, arm.diverged_in, arm.voids) == (said, diverged, voids)
-    if said is Learned.DIVERGED:
+    assert (arm.judged.why or arm.judged.learned, arm.diverged_in, arm.voids) == (own, diverged, voids)
+    if own is Learned.DIVERGED:
         assert words.verdict(arm, among).startswith("diverged in 1 of 5 seeds")
         assert not any("not count" in note for note in words.notes(arm))
-    elif isinstance(said, Why):
+    elif isinstance(own, Why):
         assert arm.judged.learned is Learned.INCONCLUSIVE and len(list(words.notes(arm))) == bool(voids)
-    if said is Why.FEW_PAIRS:  # more seeds are not asked for where they would count no more than these
+    if own is Why.FEW_PAIRS:  # more seeds are not asked for where they would count no more than these
         told_why, void = words.inconclusive(arm.judged), voids[0][1]
         assert ("more would do" in told_why) == (void not in INCURABLE)
         assert ("train fewer --steps" in told_why) == (void is Void.NEARLY_ZERO)
     assert arm.speed is None
 
 
-@for_each(("told", "fell"), [(FLAT, "fell by 0.0%; at least 10.0% is asked"),
-                             (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), "was no number")],
+@for_each(("told", "fell"), [(FLAT, "fell by 0.0%; every seed needs at least 10.0%"),
+                             (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), "was not a number")],
           ids=lambda value: str(value)[:99])  # fmt: skip
 def test_a_reference_that_did_not_learn_says_by_how_much(told: list[StreamLine], fell: str) -> None:
     assert fell in words.verdict(*judged(told))
 
 
-def test_an_arm_with_the_reference_s_bits_by_a_setting_is_asked_whether_it_takes_effect() -> None:
+def test_an_arm_with_the_references_bits_may_take_no_effect() -> None:
     other = of_arms(Arm("bf16 clip=2.0", "bf16", settings=(("clip", 2.0),)))
     same = verdicts_of(other, lines({"bf16 clip=2.0": [0.0] * 5}))
     assert "does this arm take effect?" in words.verdict(same.arms[0], same)
 
 
-def test_an_easy_first_batch_of_trained_weights_is_no_sign_that_nothing_was_learned() -> None:
-    """Where the loss on held-out text, the same before and after, has fallen; where it has not, batches alone tell."""
+def test_after_an_easy_first_batch_held_out_text_shows_what_was_learned() -> None:
     easy = tuple(rows("bf16", 0, [2.6, *[2.42] * 99]))
     assert Curve(100, easy).fall == pytest.approx(0.069, abs=1e-3)
     assert Curve(100, easy, {0: 2.66, 50: 1.0, 100: 2.22}).fall == pytest.approx(0.165, abs=1e-3)
@@ -181,13 +180,13 @@ def test_an_easy_first_batch_of_trained_weights_is_no_sign_that_nothing_was_lear
 
 
 def test_how_far_a_reference_has_to_fall() -> None:
-    """So far that losing a tenth of it lies beyond the margin: 5.5 to 4.95, and back by 0.055, is 1.1%."""
+    """Losing a tenth of the fall has to be beyond the margin: 5.5 to 4.95, and back by 0.055, is 1.1%."""
     wide = least_fall(0.05)
     assert least_fall(0.01) == 0.1 and (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
 
 
 def test_held_out_losses_are_compared_at_the_same_step() -> None:
-    """The last that both have; other texts do not count, nor what is not finite, nor what was seen long before."""
+    """It is the last step that both have, if it is finite and late enough; other texts do not count."""
     told = [line for line in lines({"fp8": SAME}) if not isinstance(line, Validation)]
     for seed in range(5):
         told += [held_out("bf16", seed, 90, 3.0), held_out("fp8", seed, 90, 3.3), held_out("bf16", seed, 99, 2.0)]
@@ -218,7 +217,6 @@ def test_bands_of_seeds_and_of_a_repeat() -> None:
 
 
 def test_speed_to_the_same_loss() -> None:
-    """A native arm that is twice as fast, and learns as the reference does, is twice as fast; emulated ones say so."""
     native = of_arms(replace(CANDIDATE, native=True))
     speed = verdicts_of(native, lines({"fp8": [1e-9] * 5}, seconds={"fp8": 0.005})).arms[0].speed
     assert speed is not None and speed.adjusted is not None
@@ -247,7 +245,6 @@ def speed(*arms: Curve, reference: Curve | None = None) -> AdjustedSpeed:
 
 @for_each("pace", [0.5, 0.7, 0.95, 1.0, 1.05, 1.4])
 def test_steps_to_the_same_loss(pace: float) -> None:
-    """An arm that learns at nine tenths of the pace takes nine tenths as many times fewer steps, better ones too."""
     steps = log_steps([(of(falling()), of(falling(pace)))])
     assert steps is not None and math.exp(steps) == pytest.approx(pace, rel=0.02)
     arm = speed(of(falling(pace), seconds=0.005))
@@ -256,8 +253,7 @@ def test_steps_to_the_same_loss(pace: float) -> None:
     assert arm.fewer_steps.low <= arm.fewer_steps.point == pytest.approx(pace, rel=0.02)
 
 
-def test_the_noise_of_batches_that_both_have_in_common_is_none() -> None:
-    """Arms that differ by nothing are as fast, whatever single steps do."""
+def test_noise_of_common_batches_cancels() -> None:
     draw = random.Random(0)
     losses = [loss * draw.gauss(1, 0.06) for loss in falling()]
     assert log_steps([(of(losses), of(losses))]) == 0
@@ -265,32 +261,30 @@ def test_the_noise_of_batches_that_both_have_in_common_is_none() -> None:
     assert steps is not None and abs(steps) < 0.005
 
 
-def test_times_are_those_of_the_reference_beside_it() -> None:
-    """Where it was trained once more beside the arm, by these; without one beside it there is no speed, nor of fewer
-    than five seeds."""
+def test_times_are_compared_with_the_reference_beside_the_arm() -> None:
+    """Without the reference's times there is no speed, nor with fewer than five seeds."""
     arm = of(falling(), seconds=0.005)
-    slow = replace(arm, beside=dict.fromkeys(range(STEPS), 0.02))
+    slow = replace(arm, reference_seconds=dict.fromkeys(range(STEPS), 0.02))
     assert speed(arm).raw.point == pytest.approx(2) and speed(slow).raw.point == pytest.approx(4)
     alone = replace(arm, events=frozenset({UNPAIRED}))
     assert adjusted_speed([(of(falling()), alone)] * SEEDS) is None
     assert adjusted_speed([(of(falling()), arm)] * 4) is None and words.speed(None, True) == "-"
 
 
-def test_one_that_learns_far_less_is_a_bound() -> None:
+def test_far_worse_learning_gives_a_bound() -> None:
     stuck = speed(of([max(3.5, loss) for loss in falling()], 0.005))
     assert stuck.bounded and stuck.adjusted is not None and stuck.fewer_steps is not None
     assert (stuck.adjusted.point, stuck.fewer_steps.point) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
     assert words.speed(stuck, True) == "at most 0.667x to the same loss (2.000x by steps)"
 
 
-def test_a_loss_that_falls_no_more_says_nothing_of_steps() -> None:
+def test_a_loss_that_no_longer_falls_gives_no_steps() -> None:
     flat = [5.0] * 20 + [2.0] * (STEPS - 20)
     worse = speed(of([loss * 1.01 for loss in flat], 0.005), reference=of(flat))
-    assert worse.adjusted is None and words.speed(worse, True).startswith("not known to the same loss")
+    assert worse.adjusted is None and words.speed(worse, True).startswith("unknown to the same loss")
 
 
 def test_speed_is_in_tokens_and_by_steps_that_were_timed() -> None:
-    """A watched step has no time; a slow step now and then is no arm's."""
     assert speed(of(falling(), 0.02, tokens=300)).raw.point == pytest.approx(1.5)
     some = tuple(
         row if row.step % 10 else replace(row, seconds=0.0 if row.step % 20 else 9.0) for row in of(falling()).rows
@@ -300,7 +294,6 @@ def test_speed_is_in_tokens_and_by_steps_that_were_timed() -> None:
 
 
 def test_the_interval_is_over_seeds() -> None:
-    """Seeds of different speeds are a wide interval about their geometric mean, and those that learn otherwise, too."""
     apart = speed(of(falling(), 0.005), of(falling(), 0.01))
     assert apart.raw.point == pytest.approx(2**0.6) and apart.raw.low < 1 and apart.raw.high > 2
     other = speed(of(falling(0.8)), of(falling(0.9)))

@@ -1,4 +1,4 @@
-"""What several ranks say of a training, as one, by values."""
+"""How the lines of several ranks become one stream, by values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fp8bench.errors import RanksDisagree
+from fp8bench.features.train.lab.rank_lab import MERGES
 from fp8bench.features.train.lab.readings import TensorCast, figures_of, read, reading_of
-from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.values import (
     ArmCost,
     LayerReading,
@@ -50,10 +50,10 @@ def test_a_step_is_that_of_all_ranks_and_takes_as_long_as_the_slowest() -> None:
     (said(replace(ROW, loss=2.5000000000000004)), r"in step 3 of fp8 loss is 2\.5 on rank 0 and 2\.5000000000000004"),
     (said(replace(ROW, skipped=True)), "skipped is False on rank 0 and True on rank 1"),
     (replace(said(ROW), faults=("lost its rows",)), "rank 1 lost its rows"),
-    (said(ROW, weights=2), "the weights of rank 1 are not those of rank 0"), (said(ROW, ROW), "the same kinds"),
-    (said(ROW, whole=9), "in step 3 rank 1 reads another text"), (said(ROW, own=1), "is not the batch"),
+    (said(ROW, weights=2), "the weights of rank 1 are not those of rank 0"), (said(ROW, ROW), "different kinds"),
+    (said(ROW, whole=9), "in step 3 rank 1 reads another text"), (said(ROW, own=1), "did not read the batch"),
 ])  # fmt: skip
-def test_what_must_be_alike_is_compared(other: RankLines, why: str) -> None:
+def test_what_must_be_the_same_is_compared(other: RankLines, why: str) -> None:
     with pytest.raises(RanksDisagree, match=why):
         merged("advance", [said(ROW), other])
 
@@ -69,7 +69,7 @@ def test_parts_of_a_batch_come_to_the_batch_however_often_it_is_read() -> None:
 
 
 def test_a_reading_is_that_of_all_parts_together() -> None:
-    """As if the parts were one tensor with that scale; scales that differ from the least to the largest."""
+    """It is that of one tensor with that scale; where scales differ, the least and the largest are given."""
     torch.manual_seed(0)
     parts = [torch.randn(64, 32), 3 * torch.randn(64, 32) + 1]
     scale = torch.tensor(100.0)
