@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         kind, path = meant[0]
         _check_meant(word, meant, store)
         _refuse_other_tables(arguments, word, kind.name)
-        _refuse(arguments, word, kind.name, kind.refused)
+        _refuse(arguments, repr(word), kind.name, kind.refused)
         kept = kind.load(path)
         _show(arguments, kind.name, kept, lambda: tell(arguments, *kind.view(kept)))
         told = kept_exported(kind, kept, path, store, wanted_of(arguments), complain)
@@ -77,14 +77,14 @@ def _show(arguments: argparse.Namespace, of: str, kept: Any, whole: Callable[[],
 
 
 def _refuse_other_tables(arguments: argparse.Namespace, name: str, what: str) -> None:
-    _refuse(arguments, name, what, [table.name for table in _tables() if table.of != what])
+    _refuse(arguments, repr(name), what, [table.name for table in _tables() if table.of != what])
 
 
 def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Iterable[str]) -> None:
     for option in options:
         if getattr(arguments, option) not in (None, False):
             raise UsageError(
-                f"{name!r:.80} is a {what}, and --{option} does not go with it. Leave it out, or use --json."
+                f"{name:.80} is a {what}, and --{option} does not go with it. Leave it out, or use --json."
             )
 
 

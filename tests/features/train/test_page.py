@@ -250,7 +250,7 @@ def test_what_a_rank_sends_is_compared_with_the_reference() -> None:
 
 @for_each(("words", "sentence"), [
     (("none",), "unknown arm 'none'"), (("bf16",), "bf16 was not watched"),
-    (("fp8", "--csv", "-"), "is a table, which --csv does not go with"),
+    (("fp8", "--csv", "-"), "what --histories prints is a table, and --csv does not go with it"),
 ])  # fmt: skip
 def test_impossible_histories_are_refused(words: tuple[str, ...], sentence: str, tmp_path: Path, fp8bench: Say) -> None:
     start_training(replace(training(), id="0000beef"), tmp_path).close()

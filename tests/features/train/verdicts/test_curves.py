@@ -214,7 +214,7 @@ def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -
     assert wrong <= 0.02 * studies
 
 
-@for_each(("arms", "gaps", "lines"), [
+@for_each(("arms", "gaps", "bound"), [
     ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0005]},
      "a loss more than 0.84% worse is excluded in seed 0 (95%, by what one ulp does there; other seeds"),
     ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0]}, "gives no bound"),
@@ -222,12 +222,12 @@ def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -
     ((CHAOS, CANDIDATE), {"fp8": [0.002, 0.001], "bf16 one ulp": [0.0005]}, "is excluded (95%); 2 seeds count"),
 ])  # fmt: skip
 def test_one_seed_is_bounded_by_what_one_ulp_does_in_it(
-    arms: tuple[Arm, ...], gaps: Mapping[str, list[float]], lines: str
+    arms: tuple[Arm, ...], gaps: Mapping[str, list[float]], bound: str
 ) -> None:
     verdicts = verdicts_of(training(*arms, seeds=len(gaps["fp8"])), lines(gaps))
     assert (verdicts.chaos is not None) == (CHAOS in arms)
     assert verdicts.chaos is None or verdicts.chaos.gap == pytest.approx(gaps[CHAOS.name][0])
-    assert lines in words.answer(verdicts.arms[0], verdicts)
+    assert bound in words.answer(verdicts.arms[0], verdicts)
 
 
 def test_the_bound_of_one_seed_holds_as_often_as_it_says() -> None:
