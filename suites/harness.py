@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from fp8bench.measure.handle import ProcessWorker
+from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan.corpus import prepare_corpus
@@ -113,6 +114,30 @@ def _harness_ratio(size: Size, settings: Settings, corpus: str) -> float:
     return statistics.median(slot / loop for slot, loop in zip(inside, outside, strict=True))
 
 
+_RANK_SHAPE, _RANK_PAIRS, _RANK_SECONDS = "1408", 150, 60.0
+
+
+def _ranks_over_bare_loop(size: Size) -> float:
+    """Returns the median of pairs of a slot of one call and a bare loop over the same step of about 50 ms.
+
+    Both are the slowest of two ranks, which begin together; the machine needs two free cores. Where pairs differ by 5%,
+    as many as these tell the ratio to 1%.
+    """
+    ratios = []
+    with RanksWorker(Settings(), 2) as worker:
+        facts = worker.probe()
+        request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", (_RANK_SHAPE,)),), ranks=2)
+        worker.within(_RANK_SECONDS).prepare("a", make_plan(request, facts).groups[0].cases[0].case, facts[0])
+        for turn in range(size.choose(_RANK_PAIRS, 1)):
+            before = worker.within(_RANK_SECONDS).loop("a", 1)
+            start = time.perf_counter()
+            worker.within(_RANK_SECONDS).slot("a", 1, 0)
+            slot = time.perf_counter() - start
+            loop = before if turn % 2 else worker.within(_RANK_SECONDS).loop("a", 1)
+            ratios.append(slot / loop)
+    return float(f"{statistics.median(ratios):.6g}")
+
+
 def _mission(size: Size, *words: str) -> tuple[str, ...]:
     few = size.choose((), ("--rounds", "1"))
     return (*FP8BENCH, "suite", "transformer", "--dtypes", "fp8,bf16", *words, *few)
@@ -199,6 +224,9 @@ FIGURES = {
     "harness_over_bare_loop": Figure(
         "ratio", "CPU time of the nano transformer's step inside the harness over the same step in a bare loop",
         _harness_over_bare_loop),
+    "ranks_over_bare_loop": Figure(
+        "ratio", "wall time of two ranks' step, from the request to both answers, over a bare loop's: goal 1.02",
+        _ranks_over_bare_loop),
     "mission_seconds": Figure(
         "seconds", "wall time of `fp8bench suite transformer --dtypes fp8,bf16`",
         lambda size: _wall_seconds(_mission(size))),

@@ -201,7 +201,8 @@ def in_store(kept: Run | Path) -> str:
     store = store_of(Path(kept.path))
     if store is None or store == Path(DEFAULT_STORE).resolve():
         return ""
-    return f" --store {shlex.quote(os.path.relpath(store))}"
+    shorter = min(os.path.relpath(store), str(store.absolute()), key=len)
+    return f" --store {shlex.quote(shorter)}"
 
 
 def options_of(arguments: argparse.Namespace) -> str:
