@@ -15,7 +15,7 @@ from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY
 from fp8bench.report import case_status
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
-from fp8bench.report.elements import ChartAxis, Element, Field, Strips, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, Element, Field, Lines, Mark, Strips, Table, Text, Tone
 from fp8bench.report.page.section import Entry, Material, number, section
 from fp8bench.report.panels import (
     Figures,
@@ -232,6 +232,9 @@ def _why(result: Result) -> str:
 # Labels that a look at the samples can confirm or clear.
 _UNSTEADY = (Label.BIMODAL, Label.DRIFT, Label.NOISY)
 _MOST_ROWS = 250
+# Labels that the order of rounds explains, if there are enough rounds.
+_IN_ORDER = (Label.DRIFT, Label.BIMODAL, Label.CONTENDED)
+_LEAST_IN_ORDER, _MOST_IN_ORDER = 12, 4
 # Percent above the median; points further out would squeeze all others together.
 _FAR = 100.0
 
@@ -245,6 +248,10 @@ class _Strip:
     @property
     def unsteady(self) -> tuple[Label, ...]:
         return tuple(label for label in _UNSTEADY if label in self.result.labels)
+
+    @property
+    def moved(self) -> bool:
+        return len(self.percent) >= _LEAST_IN_ORDER and any(label in self.result.labels for label in _IN_ORDER)
 
     @property
     def label(self) -> str:
@@ -279,8 +286,26 @@ def samples_section(material: Material) -> Iterator[Element]:
         title = f"Rounds of each {whose}, relative to its median"
         axis = ChartAxis("distance from the case's median", "%")
         yield Strips(name, title, _description(shown), axis, strips, folded=cost)
+    yield from _in_order([row for row in rows if row.moved and not emulated(row.result)])
     if len(rows) > _MOST_ROWS:
         yield Text(f"{len(rows) - _MOST_ROWS} more cases are not shown here; their samples are in the run.")
+
+
+def _in_order(moved: Sequence[_Strip]) -> Iterator[Lines]:
+    """Only the order of the rounds shows whether a case drifted, changed once, or was held up now and then."""
+    shown = moved[:_MOST_IN_ORDER]
+    longest = max((len(row.percent) for row in shown), default=0)
+    if longest:
+        series = tuple(
+            (row.name, tuple(Mark(f"round {place}", 1 + value / 100) for place, value in enumerate(row.percent, 1))
+             + (None,) * (longest - len(row.percent)))
+            for row in shown
+        )  # fmt: skip
+        more = len(moved) - len(shown)
+        described = f"{many(len(shown), 'case')} whose times moved{f', {more} more are not drawn' if more else ''}."
+        places = tuple(f"round {place}" for place in range(1, longest + 1))
+        axis = ChartAxis("over the case's median", "x")
+        yield Lines("rounds-in-order", "Rounds in the order in which they ran", described, places, axis, series)
 
 
 def _rows(material: Material) -> Iterator[_Strip]:

@@ -21,6 +21,10 @@ from fp8bench.report.panels import Panel, Result, ResultGroup, main_error, toget
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
 from fp8bench.report.words.naming import listed, many
 
+_AGAINST = (
+    " Against error, further down is more exact: a case is outdone where another of its group is more exact and surely "
+    "faster too."
+)
 _REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
 
 
@@ -70,7 +74,7 @@ def _lead(material: Material) -> str:
     return (
         "To the right of 1x is faster than the reference; whiskers are 99% intervals, of fewer than "
         f"{LEAST_ROUNDS} rounds their range. Grey ones are in doubt, and emulated cases have no speed."
-    ) + (" Against error, further down is more exact." if any(_scatters(_cases(material))) else "")
+    ) + (_AGAINST if any(_scatters(_cases(material))) else "")
 
 
 @section("speedup", "Speed-up", 40, lead=_lead, repeats=True)
@@ -152,34 +156,52 @@ def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
 
 
 def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
+    outdone = _outdone(spots)
     titles = list(dict.fromkeys(spot.title for spot in spots))
     emulated = any(spot.speed is None for spot in spots)
     return Scatter(
         name,
         f"Speed-up against {metric}: {listed(titles)}",
-        _ranges(spots, metric),
+        _ranges(spots, outdone, metric),
         ChartAxis(f"speed-up over {spots[0].reference}", "x"),
         ChartAxis(metric, units.RATIO, log=True),
-        tuple(_point(spot, len(titles) > 1) for spot in spots),
+        tuple(_point(spot, outdone.get(spot), len(titles) > 1) for spot in spots),
         "emulated: no speed" if emulated else "",
     )
 
 
-def _point(spot: _Case, titled: bool) -> ChartPoint:
+def _point(spot: _Case, better: _Case | None, titled: bool) -> ChartPoint:
     label = " ".join(part for part in (spot.title if titled else "", spot.setting) if part)
     x = spot.speed.point if spot.speed is not None else None
     speed = f"{units.speed_up(x)}, " if x is not None else ""
     words = [f"{speed}error {units.relative_error(spot.error)}"]
+    words += [f"outdone by {better.result.mode}, which is faster and more exact"] if better is not None else []
     words += ["emulated: no speed"] if x is None else doubts(spot.result)
     return ChartPoint(
         spot.result.mode, label or spot.result.mode, x, spot.error, tone_of(spot.result), "; ".join(words)
     )
 
 
-def _ranges(spots: Sequence[_Case], metric: str) -> str:
+def _outdone(spots: Sequence[_Case]) -> dict[_Case, _Case]:
+    """Each case that another of its group beats in speed and error, with that one. Doubtful speeds do not count."""
+    sure = ((spot, spot.speed) for spot in spots if spot.speed is not None and tone_of(spot.result) is not Tone.DOUBT)
+    outdone: dict[_Case, _Case] = {}
+    for members in together(((spot.title, spot.setting), (spot, speed)) for spot, speed in sure).values():
+        for spot, speed in members:  # more exact, and faster by intervals that do not touch
+            better = next((case for case, own in members if case.error < spot.error and own.low > speed.high), None)
+            if better is not None:
+                outdone[spot] = better
+    return outdone
+
+
+def _ranges(spots: Sequence[_Case], outdone: Mapping[_Case, _Case], metric: str) -> str:
     by_mode = together((spot.result.mode, spot.error) for spot in spots)
     ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
-    return f"{many(len(spots), 'case')}. {metric}: {listed(ranges, 12)}."
+    sentences = [f"{many(len(spots), 'case')}. {metric}: {listed(ranges, 12)}."]
+    if outdone:
+        named = [f"{spot.name} by {other.result.mode}" for spot, other in outdone.items()]
+        sentences.append(f"Outdone in both: {listed(named, 8)}.")
+    return " ".join(sentences)
 
 
 @section("sustained", "Sustained", 96)
