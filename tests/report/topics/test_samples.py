@@ -1,30 +1,64 @@
-"""The section of samples: rounds in their order where a label says that times moved."""
+"""All rounds of all cases, relative to their medians."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.model import Label
-from fp8bench.report.elements import Lines
-from fp8bench.report.topics.results import samples_section
-from tests.counts import for_each
-from tests.materials import material
-from tests.runs import measured
+import pytest
+
+from fp8bench.model import Finding, Label, Record, Segments, SlotSample, Status, Timing, Verdict
+from fp8bench.report.elements import Lines, Strips, Text
+from tests.materials import Made, built, many, of_kind, part
+from tests.runs import EMULATED, NATIVE, case, measured, run_of
+from tests.told_before import Told, as_before
 
 
-@for_each(
-    ("labels", "drawn"),
-    [((), []), ((Label.NOISY,), []), ((Label.DRIFT,), ["bf16"]), ((Label.CONTENDED, Label.BIMODAL), ["bf16"])],
-)
-def test_rounds_are_drawn_in_their_order_where_times_moved(labels: tuple[Label, ...], drawn: list[str]) -> None:
-    run, findings = measured()
-    native = next(record for record in run.records if record.case.precision == "bf16" and record.timing)
-    findings = {name: replace(finding, labels=()) for name, finding in findings.items()}
-    findings[native.case.id] = replace(findings[native.case.id], labels=labels)
-    charts = [part for part in samples_section(material((run, findings))) if isinstance(part, Lines)]
-    assert [chart.name for chart in charts] == ["rounds-in-order"] * len(drawn)
-    for chart in charts:
-        ((name, marks),) = chart.series
-        assert "bf16" in name and len(marks) == len(chart.places) == 12
-        first, last = marks[0], marks[-1]
-        assert first is not None and last is not None and first.value < 1 < last.value
+def timing(*microseconds: int) -> Timing:
+    """A round for each, with a first call that is slower."""
+    slots = tuple(
+        SlotSample(number, ((9 * 1000 * one,), (1000 * one,)), 1e-3, 1e-3) for number, one in enumerate(microseconds)
+    )
+    return Timing(Segments(("gemm",), (0,)), slots)
+
+
+def made(*rounds: tuple[str, tuple[int, ...], tuple[Label, ...]]) -> Made:
+    records, findings = [], {}
+    for mode, microseconds, labels in rounds:
+        named = case("gemm", mode, {"m": 1})
+        support = EMULATED if mode == "fp8" else NATIVE
+        records.append(Record(named, support, Status.OK, is_reference=mode == "fp32", timing=timing(*microseconds)))
+        findings[named.id] = Finding(named, Verdict.UNSURE, 1e-3, labels=labels)
+    return run_of(records), findings
+
+
+def test_each_round_is_a_distance_from_the_median() -> None:
+    """The fastest call of a round counts: 90, 100 and 130 us are -10, 0 and 30 percent; 1 ms would be too far out."""
+    for microseconds, distances in (((100, 90, 130), (0, -10, 30)), ((100, 100, 100, 1000), (0, 0, 0))):
+        (strips,) = of_kind(part("samples", made(("fp32", microseconds, ()))), Strips)
+        ((_, values, _),) = strips.rows
+        assert values == pytest.approx(distances)
+
+
+@as_before
+def test_samples() -> Told:
+    cases = made(
+        ("fp32", (1, 1), ()), ("bf16", (1, 1), (Label.FEW_SAMPLES,)),
+        ("fp16", (1, 2), (Label.BIMODAL, Label.NOISY)), ("fp8", (1, 1), ()),
+    )  # fmt: skip
+    yield "unsteady cases stand first and grey with their labels, emulations apart", part("samples", cases)
+    yield "rounds far out are counted", part("samples", made(("fp32", (100, 100, 100, 1000), ())))
+    yield "cases without samples are left out", part("samples", measured())
+    yield "a clock that saw nothing has no median", built("samples", made(("fp32", (0, 0), ())))
+    run, _ = measured()
+    yield "a case that lost its finding is shown", part("samples", (replace(run, records=run.records[:1]), {}))
+    rounds = (100,) * 6 + (120,) * 7
+    drifts = made(("fp32", rounds, (Label.DRIFT,)), ("bf16", rounds, (Label.NOISY,)))
+    yield "rounds are drawn in their order where that explains a label", of_kind(part("samples", drifts), Lines)
+    short = made(("fp32", rounds[3:10], (Label.DRIFT,)))
+    yield "and where they are many", of_kind(part("samples", short), Lines)
+
+
+def test_of_very_many_cases_the_rest_is_counted() -> None:
+    found = part("samples", many(100))
+    assert sum(len(strips.rows) for strips in of_kind(found, Strips)) == 250
+    assert of_kind(found, Text)[0].text.startswith("50 more")
