@@ -56,7 +56,7 @@ def tape_of_step(workload: Workload, setup: Setup, precision: Precision, stamper
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _SharedSteps:
     run: Callable[[Phases], object]
     wait: Callable[[], None]
     facts: DeviceFacts
@@ -81,7 +81,7 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares:
     with _kernels_named():
         state = workload.prepare(setup)
         index = setup.facts.index
-        steps = _Steps(
+        steps = _SharedSteps(
             lambda phases: step(workload, state, setup.scales, phases), lambda: device.synchronise(index),
             setup.facts,
         )  # fmt: skip
@@ -92,7 +92,7 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares:
         return _kernel_shares(steps, state) if setup.facts.accelerated else _operator_shares(steps, state)
 
 
-def _operator_shares(steps: _Steps, state: Any) -> Shares:
+def _operator_shares(steps: _SharedSteps, state: Any) -> Shares:
     mode = OperatorTimes(modules_of(state), steps.clock)
     watched, plain = [], []
     for _ in _turns():
@@ -103,7 +103,7 @@ def _operator_shares(steps: _Steps, state: Any) -> Shares:
     return shares_of(watched[1:] or watched, plain[1:] or plain)
 
 
-def _kernel_shares(steps: _Steps, state: Any) -> Shares:
+def _kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
     mode = OperatorTimes(modules_of(state), ranged=True)
     plain = [steps.plain() for _ in _turns()]
 
@@ -117,7 +117,7 @@ def _kernel_shares(steps: _Steps, state: Any) -> Shares:
     return shares_of_kernels(mode.calls, inside, outside, median(plain))
 
 
-def _compiled_shares(steps: _Steps) -> Shares:
+def _compiled_shares(steps: _SharedSteps) -> Shares:
     from torch.profiler import record_function
 
     phases = traced_phases(record_function)
