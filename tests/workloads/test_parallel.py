@@ -228,5 +228,5 @@ def test_mistakes_of_experts_by_ranks_are_found(mistake: str, tmp_path: Path) ->
     settings = Settings(threads=1, corpus=str(tokens), imports=(str(Path(planted_ways.__file__)),))
     with RanksWorker(settings, 2) as worker:
         (facts,) = (one for one in worker.probe() if one.kind == "cpu")
-        with pytest.raises(WorkerFault, match="change weights otherwise than one rank alone does"):
+        with pytest.raises(WorkerFault, match="change weights differently from one rank"):
             worker.within(60).error(case, facts)

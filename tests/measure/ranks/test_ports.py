@@ -81,7 +81,7 @@ def run_watched(
         stderr=subprocess.STDOUT, text=True, env=environment,
     ) as running:  # fmt: skip
         try:
-            reading = threading.Thread(target=lambda: said.append(running.communicate(timeout=240)[0]))
+            reading = threading.Thread(target=lambda: said.append(running.communicate(timeout=540)[0]))
             reading.start()
             while reading.is_alive():
                 for port, address in ports().items():
@@ -96,6 +96,7 @@ def run_watched(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # beside other work
 @pytest.mark.parametrize("name", sampled(["train"], ["parallel", "train"]))
 def test_ranks_listen_on_loopback_alone(name: str, tmp_path: Path) -> None:
     code, said, seen = run_watched(name, tmp_path)
@@ -127,6 +128,7 @@ def knock(port: int, file: Path, kept: list[socket.socket]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # beside other work
 @pytest.mark.parametrize("name", sampled(["collective"], ["suite", "collective"]))
 def test_what_connects_runs_nothing_and_the_run_ends_with_the_truth_or_an_error(name: str, tmp_path: Path) -> None:
     kept: list[socket.socket] = []
@@ -158,6 +160,7 @@ def greet_as_another_user(ports_told: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # beside other work
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 def test_another_user_who_greets_first_is_told_of(tmp_path: Path) -> None:
     reads, writes = os.pipe()
