@@ -26,7 +26,7 @@ _BY_WORDS = (
     "tests/cli/test_help.py",
     "tests/faults/test_bad_recipes.py::test_modes_on_the_command_line",  # train and sensitivity refuse, too
     "tests/faults/test_hostile_stores.py::test_a_file_that_no_memory_holds_is_no_run",
-    "tests/store/runs/test_listing.py::test_a_gate_of_a_commit_with_a_forged_run_has_no_baseline",
+    "tests/store/runs/test_listing.py::test_two_contents_of_one_id_are_both_refused",
     "tests/store/runs/test_listing.py::test_a_copy_with_a_later_name_is_not_the_last_run",
     "tests/test_python_calls.py",
     "tests/test_asv.py",  # asv imports all of suites/, whose benchmarks are of features, too

@@ -113,7 +113,7 @@ def test_a_batch_is_tried_in_two_steps_of_the_arm_alone(corpus: Corpus) -> None:
     ),
 )  # fmt: skip
 def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...], corpus: Corpus) -> None:
-    """The derived peak equals, to the byte, that of the same arm with real FP8 codes in memory."""
+    """The derived bytes on the device equal, to the byte, those of the same arm with the hardware's own codes."""
     task, device = task_of(corpus, Arm("own", mode, settings=states), **LARGE), devices.get("cpu")
     meter, hardware = device.memory_meter(0), precisions.get(mode).laid_out(CPU)
     assert isinstance(meter, MemoryMeter) and isinstance(hardware, Arithmetic)

@@ -157,7 +157,7 @@ def test_clipping_by_group_is_recorded_as_a_share_of_all_gradients(corpus: Corpu
 
 
 def test_a_table_that_collapses_is_seen_as_the_model_sees_it(corpus: Corpus) -> None:
-    """The model reads it in four bits, where most rows coincide, while the stored weights differ."""
+    """In four bits the model sees rows that are all alike, while the stored weights differ."""
     spread = {}
     for word in ("fp16", "custom:format=e2m1:scaling=none"):
         lab = lab_of(task_of(corpus, "bf16", steps=1, precision_map=(("embed", word),)))
