@@ -23,10 +23,9 @@ from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import CEILINGS, SWITCHES_SET
 from fp8bench.plan.asked_suites import known_suites, suites_of
-from fp8bench.plan.checked_workload import sound_axes
+from fp8bench.plan.checked_workload import axes_of, layers_of_all
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
-from fp8bench.plan.precision_map import layers_of
 from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
@@ -211,10 +210,10 @@ def _summary(name: str) -> str:
 def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     yield f"{name}: {workloads.get(name).summary}"
     yield f"axes, with the values {facts.key} takes by default (--set AXIS=A,B):"
-    for axis in sound_axes(workloads.get(name), facts):
+    for axis in axes_of(workloads.get(name), facts):
         yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
     plan = make_plan(Request(name, devices=(facts.key,)), (facts,))
-    layers = layers_of(workloads.get(name), [group.cases[0].case.params for group in plan])
+    layers = layers_of_all(workloads.get(name), [group.cases[0].case.params for group in plan])
     if layers:
         kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
         products = [layer.name for layer in layers if layer.product]

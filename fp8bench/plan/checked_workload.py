@@ -1,27 +1,35 @@
-"""What a workload says of its cases, held against what a plan can keep: foreign code may answer anything.
+"""What a workload answers about its cases, held against what a plan can keep: foreign code may answer anything.
 
-Said in one sentence before anything is measured, and not when a run is written, or read, hours later.
+A wrong answer becomes one sentence before anything is measured, and not when a run is written, or read, hours later.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, TypeVar
 
 from fp8bench.errors import Fp8benchError, UsageError
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
-from fp8bench.protocols import Layer, Workload
+from fp8bench.model import DeviceFacts, Level, Params, Request, Scalar, Support, Work
+from fp8bench.protocols import Layer, Precision, Workload
 from fp8bench.protocols.axes import COMMON, Axis
+from fp8bench.registry import workloads
 from fp8bench.user_code import own_words
 
+MOST_CASES = 20_000
 _MOST_TOKENS = 1 << 62
 _COMMON = frozenset(axis.name for axis in COMMON)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @contextmanager
 def answering(workload: Workload) -> Iterator[None]:
-    """What a user's own workload raises while it is asked about its cases, as a sentence; ours are to be reported."""
+    """What a user's own workload raises meanwhile becomes a sentence; what ours raise is to be reported."""
     try:
         yield
     except Fp8benchError:
@@ -32,7 +40,17 @@ def answering(workload: Workload) -> Iterator[None]:
         raise _cannot(workload, own_words(error)) from error
 
 
-def sound_axes(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
+def _asks(question: Callable[Concatenate[Workload, _P], _R]) -> Callable[Concatenate[Workload, _P], _R]:
+    @functools.wraps(question)
+    def asked(workload: Workload, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with answering(workload):
+            return question(workload, *args, **kwargs)
+
+    return asked
+
+
+@_asks
+def axes_of(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
     """Its own axes, of which the quiet ones have one default, and those that every workload has."""
     axes = workload.axes(facts)
     for axis in axes:
@@ -45,6 +63,7 @@ def sound_axes(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
     return (*axes, *COMMON)
 
 
+@_asks
 def cases_of(workload: Workload, axes: tuple[Axis, ...], chosen: Mapping[str, Scalar]) -> tuple[Params, ...]:
     """The parameters of the cases that one value of each axis stands for; quiet axes need not be among them.
 
@@ -55,12 +74,35 @@ def cases_of(workload: Workload, axes: tuple[Axis, ...], chosen: Mapping[str, Sc
     common = [(name, value) for name, value in every.items() if name in _COMMON]
     expanded = workload.expand({name: value for name, value in every.items() if name not in _COMMON})
     return tuple(
-        tuple(pair for pair in (*sound_params(workload, params), *common) if pair not in quiet.items())
+        tuple(pair for pair in (*_sound_params(workload, params), *common) if pair not in quiet.items())
         for params in expanded
     )
 
 
-def sound_params(workload: Workload, params: Params) -> Params:
+@_asks
+def settings_of(workload: Workload, request: Request, facts: DeviceFacts, corpus: str | None) -> tuple[Params, ...]:
+    """The parameters of all cases of a suite on a device, each once."""
+    axes = axes_of(workload, facts)
+    values = _values(request, workload, axes, facts)
+    combinations = math.prod(map(len, values))
+    if combinations > MOST_CASES:
+        raise UsageError(f"--set asks for {combinations} combinations; the most is {MOST_CASES}. Choose fewer values.")
+    text = (("data", corpus),) if corpus and workload.uses_corpus else ()
+    names = [axis.name for axis in axes]
+    chosen = (dict(zip(names, combination, strict=True)) for combination in itertools.product(*values))
+    return tuple(dict.fromkeys((*params, *text) for given in chosen for params in cases_of(workload, axes, given)))
+
+
+def _values(request: Request, workload: Workload, axes: Sequence[Axis], facts: DeviceFacts) -> list[list[Scalar]]:
+    """The values of every axis of a suite: those given, else the grid's if it is asked for, else the device's own."""
+    given, smaller = dict(request.axes), request.quick
+    if request.grid and workload.history is not None:
+        given = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **given}
+        smaller = False  # other sizes than the grid's have no history
+    return [axis.values(given.get(axis.name) or (smaller and axis.quick) or axis.default) for axis in axes]
+
+
+def _sound_params(workload: Workload, params: Params) -> Params:
     """The parameters, if they are pairs of a name and a plain value that can be printed on a line."""
     given: object = params
     if not isinstance(given, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
@@ -80,7 +122,9 @@ def sound_params(workload: Workload, params: Params) -> Params:
     return params
 
 
-def sound_work(workload: Workload, work: Work) -> Work:
+@_asks
+def work_of(workload: Workload, params: Mapping[str, Scalar]) -> Work:
+    work = workload.work(params)
     given: object = work
     if not isinstance(given, Work):
         raise _cannot(workload, f"work() gave {given!r:.80}, and must give a Work")
@@ -94,20 +138,65 @@ def sound_work(workload: Workload, work: Work) -> Work:
     return work
 
 
-def sound_memory(workload: Workload, given: object) -> float:
+@_asks
+def memory_of(workload: Workload, params: Mapping[str, Scalar], precision: Precision) -> float:
+    given: object = workload.memory(params, precision)
     if type(given) not in (int, float) or not math.isfinite(number := float(str(given))) or number < 0:
         raise _cannot(workload, f"memory() gave {given!r:.80}, and must give a number of bytes (float)")
     return number
 
 
-def sound_support(workload: Workload, support: Support) -> Support:
+@_asks
+def support_of(
+    workload: Workload, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts, kind: str = ""
+) -> Support:
+    """How a device does a workload, or its layers of a kind, in a precision; a backend of whole layers needs some."""
+    if refused := _refused(workload, params, precision, kind):
+        return Support(Level.REFUSED, refused)
+    asked = (params, precision, facts)
+    support = workload.layer_support(kind, *asked) if kind else workload.support(*asked)
     level, reason = getattr(support, "level", None), getattr(support, "reason", None)
     if type(support) is not Support or not isinstance(level, Level) or not isinstance(reason, str):
         raise _cannot(workload, f"support() gave {support!r:.120}, and must give a Support of a Level and a text")
     return support
 
 
-def sound_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
+def _refused(workload: Workload, params: Mapping[str, Scalar], precision: Precision, kind: str) -> str:
+    """Why no device can do that, '' where it is the device's question."""
+    if precision.whole_layers and not workload.linear_layers:
+        assert precision.backend is not None
+        having = ", ".join(name for name in workloads.names() if workloads.get(name).linear_layers)
+        why = f"{precision.backend.name} multiplies in layers of its own, and suite {workload.name} has none for it"
+        return f"{why}: choose {having}"
+    if precision.unit_scaled and (kind or not workload.unit_scales):
+        having = ", ".join(f"suite {name}" for name in workloads.names() if workloads.get(name).unit_scales)
+        what = f"{kind} layers of another model have" if kind else f"suite {workload.name} has"
+        why = f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole, and {what} no such"
+        return f"{why} constants: choose {having} or train, or fp8 here"
+    refuses = precision.backend.refuses if precision.backend else {}
+    return next((why for (axis, value), why in refuses.items() if params.get(axis) == value), "")
+
+
+@_asks
+def layers_of(workload: Workload, params: Mapping[str, Scalar], keys: Iterable[str] = ()) -> tuple[Layer, ...]:
+    """The layers of a case, and what stands around them; those that `keys` name where only a worker knows them."""
+    if workload.examined:
+        return tuple(Layer(key, key) for key in keys)
+    return _sound_layers(workload, (*products_of(workload, params), *workload.around(params)))
+
+
+@_asks
+def products_of(workload: Workload, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    return _sound_layers(workload, workload.layers(params))
+
+
+def layers_of_all(workload: Workload, settings: Iterable[Params], keys: Sequence[str] = ()) -> list[Layer]:
+    """The layers of several cases, each once."""
+    cases = (layers_of(workload, dict(params), keys) for params in settings)
+    return list(dict.fromkeys(itertools.chain.from_iterable(cases)))
+
+
+def _sound_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
     """The layers, if each has a name of its own and a kind that a precision map can be written with."""
     if not isinstance(layers, tuple):
         raise _cannot(workload, f"layers() gave {layers!r:.120}, and must give a tuple of Layer")

@@ -5,20 +5,25 @@ What a device cannot do becomes a case with a reason, never a missing row.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support
+from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Support
 from fp8bench.plan.asked_suites import suites_of
-from fp8bench.plan.checked_workload import answering, cases_of, sound_axes, sound_memory, sound_support, sound_work
+from fp8bench.plan.checked_workload import (
+    answering,
+    axes_of,
+    cases_of,
+    layers_of_all,
+    memory_of,
+    settings_of,
+    support_of,
+    work_of,
+)
 from fp8bench.plan.precision_map import (
     PrecisionMap,
     check_keys,
-    layered_support,
-    layers_of,
     map_for,
     mapped_support,
     multiplied_by,
@@ -26,15 +31,14 @@ from fp8bench.plan.precision_map import (
     with_static_scales,
 )
 from fp8bench.protocols import Layer, Workload
-from fp8bench.protocols.axes import CACHE, HOT, Axis
-from fp8bench.registry import AUTO, devices, precisions, workloads
+from fp8bench.protocols.axes import CACHE, HOT
+from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.units import size
 
 # What is added as the reference where the precisions that were named leave nothing to compare.
 ADDED = "fp32"
 # From such a share of a device's memory on is said what cases take.
 _SAID_FROM = 0.1
-MOST_CASES = 20_000
 # What a device of either class may be, where only the class matters: defaults of axes, and which layers there are.
 _CLASSES = (DeviceFacts("cpu", 0, "", 0, ""), DeviceFacts("cuda", 0, "", 0, ""))
 
@@ -73,12 +77,11 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     groups = []
     added: dict[str, None] = {}
     for part in parts:
-        with answering(part.workload):
-            own = [
-                _group(part, params, device, request.reference is not None)
-                for device in chosen
-                for params in _parameters(request, part.workload, device, corpus)
-            ]
+        own = [
+            _group(part, params, device, request.reference is not None)
+            for device in chosen
+            for params in settings_of(part.workload, request, device, corpus)
+        ]
         groups += own
         added |= dict.fromkeys(_added(part, group) for group in own)
     notes = [note for note in added if note]
@@ -128,9 +131,8 @@ def check_names(request: Request) -> tuple[Workload, ...]:
         devices.canonical(kind)
     # Names and parsers of axes are the same on every device, only their defaults differ.
     for part in parts:
-        with answering(part.workload):
-            for params in _parameters(request, part.workload, _CLASSES[0], None):
-                sound_work(part.workload, part.workload.work(dict(params)))
+        for params in settings_of(part.workload, request, _CLASSES[0], None):
+            work_of(part.workload, dict(params))
     return suites
 
 
@@ -138,7 +140,7 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
     """The same case with another batch; None where its axis does not take that, or the suite that combination."""
     case, workload = planned.case, workloads.get(planned.case.workload)
     with answering(workload):
-        axes = sound_axes(workload, facts)
+        axes = axes_of(workload, facts)
         axis = next((axis for axis in axes if axis.name == workload.batch_axis), None)
         try:
             value = axis.parse(str(batch)) if axis is not None else None
@@ -224,20 +226,18 @@ def _what_fits(groups: Sequence[Group], facts: DeviceFacts) -> Iterator[str]:
 def _parts(
     request: Request, suites: Sequence[Workload], facts: Sequence[DeviceFacts], compares: bool = True
 ) -> list[_Part]:
-    known: set[str] = set()
-    for workload in suites:
-        with answering(workload):
-            known |= {axis.name for axis in sound_axes(workload, _CLASSES[0])}
+    known = {axis.name for workload in suites for axis in axes_of(workload, _CLASSES[0])}
     for name, _ in request.axes:  # each must be one of some suite; the others do without it
         if name not in known:
             raise UnknownName(f"axis of suite {request.suite}", name, known)
+    if request.backend not in (AUTO, *backends.names()):
+        raise UnknownName("backend", request.backend, [AUTO, *backends.names()])
     # The layers of all cases of a suite; none is asked for where there is no map.
     mapped = facts if request.precision_map else ()
+    keys = [key for key, _ in request.precision_map]
     layers = [
-        layers_of(
-            workload,
-            [params for device in mapped for params in _parameters(request, workload, device, None)],
-            request.precision_map,
+        layers_of_all(
+            workload, [params for device in mapped for params in settings_of(workload, request, device, None)], keys
         )
         for workload in suites
     ]
@@ -281,29 +281,6 @@ def device_named(word: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     return known[key]
 
 
-def _parameters(request: Request, workload: Workload, facts: DeviceFacts, corpus: str | None) -> Iterable[Params]:
-    axes = sound_axes(workload, facts)
-    values = _values(request, workload, axes, facts)
-    combinations = math.prod(map(len, values))
-    if combinations > MOST_CASES:
-        raise UsageError(f"--set asks for {combinations} combinations; the most is {MOST_CASES}. Choose fewer values.")
-    seen: dict[Params, None] = {}
-    for combination in itertools.product(*values):
-        chosen = {axis.name: value for axis, value in zip(axes, combination, strict=True)}
-        for params in cases_of(workload, axes, chosen):
-            seen[(*params, ("data", corpus)) if corpus and workload.uses_corpus else params] = None
-    return seen
-
-
-def _values(request: Request, workload: Workload, axes: Sequence[Axis], facts: DeviceFacts) -> list[list[Scalar]]:
-    """The values of every axis of a suite: those given, else the grid's if it is asked for, else the device's own."""
-    given, smaller = dict(request.axes), request.quick
-    if request.grid and workload.history is not None:
-        given = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **given}
-        smaller = False  # other sizes than the grid's have no history
-    return [axis.values(given.get(axis.name) or (smaller and axis.quick) or axis.default) for axis in axes]
-
-
 def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group:
     pure = [_case(part.workload, params, facts, name, ()) for name in part.modes]
     native = [planned for planned in pure if _is_native(planned)]
@@ -340,17 +317,18 @@ def _mapped(part: _Part, planned: PlannedCase, facts: DeviceFacts) -> PlannedCas
 def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: PrecisionMap) -> PlannedCase:
     case = Case(workload.name, params, name, facts.key, layers, workload.version, ranks=facts.ranks)
     named = dict(params)
-    answers = [layered_support(workload, named, precisions.get(name), facts)]
-    answers += mapped_support(workload, named, facts, layers, name)
     # A case is as native as the least native of its layers.
-    supports = (sound_support(workload, answer) for answer in answers)
+    supports = (
+        support_of(workload, named, precisions.get(name), facts),
+        *mapped_support(workload, named, facts, layers, name),
+    )
     support = max(supports, key=lambda support: _WORST_LAST.index(support.level))
     support = replace(support, backend=who_multiplies(name, support.level, facts))
     if facts.unusable:
         support = Support(Level.REFUSED, facts.unusable)
-    work = sound_work(workload, workload.work(named))
+    work = work_of(workload, named)
     skip = support.reason if support.level is Level.REFUSED else ""
-    expected = sound_memory(workload, workload.memory(named, precisions.get(name)))
+    expected = memory_of(workload, named, precisions.get(name))
     if not skip and facts.memory_bytes and max(work.least_memory, expected) > facts.memory_bytes:
         surely = work.least_memory > facts.memory_bytes
         takes = f"need at least {size(work.least_memory)}" if surely else f"take about {size(expected)}"

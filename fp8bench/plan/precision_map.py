@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.model import Case, DeviceFacts, Group, Level, Params, PlannedCase, Request, Scalar, StaticScales, Support
-from fp8bench.plan.checked_workload import answering, sound_layers
+from fp8bench.model import Case, DeviceFacts, Group, Level, PlannedCase, Request, Scalar, StaticScales, Support
+from fp8bench.plan.checked_workload import layers_of, products_of, support_of
 from fp8bench.protocols import Layer, Precision, TensorScale, Workload, around_refused, key_of, keys_of
 from fp8bench.protocols.workload import words_for
 from fp8bench.registry import AUTO, backends, precisions, workloads
@@ -15,35 +15,10 @@ from fp8bench.registry import AUTO, backends, precisions, workloads
 
 def multiplied_by(word: str, backend: str) -> str:
     """The mode of a dtype, by that backend if it takes one and names none itself."""
-    if backend not in (AUTO, *backends.names()):
-        raise UnknownName("backend", backend, [AUTO, *backends.names()])
     precision = precisions.get(word)
     if backend == AUTO or not precision.takes_backend or "backend=" in word:
         return precision.mode
     return precision.by(backends.get(backend)).mode
-
-
-def layered_support(
-    workload: Workload, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts, kind: str = ""
-) -> Support:
-    """How a device does a workload, or its layers of a kind, in a precision; a backend of whole layers needs some."""
-    if precision.whole_layers and not workload.linear_layers:
-        assert precision.backend is not None
-        having = ", ".join(name for name in workloads.names() if workloads.get(name).linear_layers)
-        why = f"{precision.backend.name} multiplies in layers of its own, and suite {workload.name} has none for it"
-        return Support(Level.REFUSED, f"{why}: choose {having}")
-    if precision.unit_scaled and (kind or not workload.unit_scales):
-        having = ", ".join(f"suite {name}" for name in workloads.names() if workloads.get(name).unit_scales)
-        what = f"{kind} layers of another model have" if kind else f"suite {workload.name} has"
-        why = f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole, and {what} no such"
-        return Support(Level.REFUSED, f"{why} constants: choose {having} or train, or fp8 here")
-    refuses = precision.backend.refuses if precision.backend else {}
-    for (axis, value), why in refuses.items():
-        if params.get(axis) == value:
-            return Support(Level.REFUSED, why)
-    if kind:
-        return workload.layer_support(kind, params, precision, facts)
-    return workload.support(params, precision, facts)
 
 
 def who_multiplies(mode: str, level: Level, facts: DeviceFacts) -> str:
@@ -59,20 +34,6 @@ def who_multiplies(mode: str, level: Level, facts: DeviceFacts) -> str:
 PrecisionMap = tuple[tuple[str, str], ...]
 # So many names show how they are made.
 _SHOWN = 4
-
-
-def layers_of(workload: Workload, settings: Iterable[Params], precision_map: PrecisionMap = ()) -> list[Layer]:
-    """The layers of all cases of a suite, each once; those that its keys name where only a worker knows them."""
-    with answering(workload):
-        found = [_layers(workload, dict(params), [key for key, _ in precision_map]) for params in settings]
-    return list(dict.fromkeys(layer for layers in found for layer in layers))
-
-
-def _layers(workload: Workload, params: Mapping[str, Scalar], keys: Iterable[str]) -> tuple[Layer, ...]:
-    if workload.examined:
-        return tuple(Layer(key, key) for key in keys)
-    products = sound_layers(workload, workload.layers(params))
-    return sound_layers(workload, (*products, *workload.around(params)))
 
 
 def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) -> None:
@@ -118,13 +79,13 @@ def mapped_support(
 ) -> Iterator[Support]:
     """How a device does the layers that a map names, in a case of that mode, key by key; a key may name none in it."""
     keys = [key for key, _ in layers]
-    own = _layers(workload, params, keys) if layers else ()
+    own = layers_of(workload, params, keys) if layers else ()
     for key, word in layers:
         if key not in keys_of(own):
             kinds = " and ".join(dict.fromkeys(layer.kind for layer in own)) or "none that a map could name"
             yield Support(Level.REFUSED, f"no layer is called {key} here, there are {kinds}: leave {key} unmapped")
         for kind, product in dict.fromkeys((layer.kind, layer.product) for layer in own if key_of(layer, keys) == key):
-            support = layered_support(workload, params, precisions.get(word), facts, kind)
+            support = support_of(workload, params, precisions.get(word), facts, kind)
             if not product and precisions.get(mode).unit_scaled:
                 yield Support(Level.REFUSED, f"what stands around products of {mode} is unit-scaled: leave {key} out")
             yield support if product else around_support(precisions.get(word), support, key)
@@ -140,12 +101,12 @@ def around_support(precision: Precision, support: Support, key: str) -> Support:
 def modes_of(workload: Workload, case: Case) -> dict[str, None]:
     keys = dict(case.precision_map)
     own = precisions.get(case.precision)
-    found: dict[str, None] = {}
-    for layer in sound_layers(workload, workload.layers(dict(case.params))):
+    modes: dict[str, None] = {}
+    for layer in products_of(workload, dict(case.params)):
         key = key_of(layer, keys)
         high = own.carried_by or case.precision
-        found[keys[key] if key is not None else high if layer.high else case.precision] = None
-    return found
+        modes[keys[key] if key is not None else high if layer.high else case.precision] = None
+    return modes
 
 
 def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tuple[Group, ...], tuple[str, ...]]:

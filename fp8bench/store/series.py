@@ -15,7 +15,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, Cell, DeviceFacts, Params, Scalar, Series
 from fp8bench.model.ranks import BACKENDS, ranks_in_words
 from fp8bench.model.specs import METRICS, PER, RATIOS, MetricSpec, spec_of, taken
-from fp8bench.plan.checked_workload import answering, cases_of, sound_axes
+from fp8bench.plan.checked_workload import answering, axes_of, cases_of
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
@@ -55,7 +55,7 @@ def version_of(version: str, data: str | None) -> str:
 def parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
     """Returns the dtypes, the values of each axis that has several, on a CPU or a GPU, and the numbers of ranks."""
     grid = _grid(workload)
-    axes = {axis.name: axis for axis in sound_axes(workload, _CLASSES["cpu"])}
+    axes = {axis.name: axis for axis in axes_of(workload, _CLASSES["cpu"])}
     values_by_name: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
     for name in grid.cpu:
         values = dict.fromkeys(_shown(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
@@ -158,7 +158,7 @@ def _wrong_axes(workload: Workload) -> Iterator[str]:
     grid = _grid(workload)
     if set(grid.cpu) != set(grid.gpu):
         yield f"cpu names the axes {', '.join(grid.cpu) or 'none'} and gpu {', '.join(grid.gpu) or 'none'}"
-    axes = {axis.name: axis for axis in sound_axes(workload, _CLASSES["cpu"])}
+    axes = {axis.name: axis for axis in axes_of(workload, _CLASSES["cpu"])}
     for name in grid.cpu:
         if name not in axes:
             yield f"{name!r} is no axis; it has {', '.join(sorted(axes))}"
@@ -192,7 +192,7 @@ def _wrong_words(grid: Grid) -> Iterator[str]:
 
 def _ambiguous(workload: Workload) -> Iterator[str]:
     for kind, facts in _CLASSES.items():
-        for axis in sound_axes(workload, facts):
+        for axis in axes_of(workload, facts):
             if axis.name not in _values(workload, facts) and len(axis.values(axis.default)) != 1:
                 yield f"the axis {axis.name!r} has several defaults on a {kind}, and the grid does not choose one"
         seen: set[Params] = set()
@@ -205,7 +205,7 @@ def _ambiguous(workload: Workload) -> Iterator[str]:
 def _combinations(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
     """Yields each cell of a device's class: its values as they are shown, and the parameters of its case."""
     chosen = _values(workload, facts)
-    axes = sound_axes(workload, facts)
+    axes = axes_of(workload, facts)
     texts = [chosen.get(axis.name, axis.default) for axis in axes]
     for combination in itertools.product(*texts):
         named = list(zip(axes, combination, strict=True))

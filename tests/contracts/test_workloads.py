@@ -32,7 +32,7 @@ from fp8bench.model import (
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.specs import ENERGY, PEAK_MEMORY, PEAKS, spec_of
 from fp8bench.pipeline import execute
-from fp8bench.plan.checked_workload import sound_layers
+from fp8bench.plan.checked_workload import products_of
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Arithmetic, Grid, Layer, Setup, SilentObserver
@@ -161,7 +161,7 @@ def test_work_is_known_and_positive(name: str, facts: DeviceFacts) -> None:
 def test_layers_are_declared_by_kind_and_can_be_written_in_a_map(name: str, facts: DeviceFacts) -> None:
     workload, kinds = workloads.get(name), []
     for params in default_cases(name, facts):
-        layers = sound_layers(workload, workload.layers(dict(params)))
+        layers = products_of(workload, dict(params))
         kinds += [layer.kind for layer in layers]
         assert {layer.kind for layer in layers} in (set(), set(workload.layer_kinds))
     assert set(kinds) == set(workload.layer_kinds)

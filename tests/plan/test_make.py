@@ -17,7 +17,8 @@ import pytest
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
 from fp8bench.model.codec import decode, encode
-from fp8bench.plan.make import MOST_CASES, check_names, has_reference_added, make_plan
+from fp8bench.plan.checked_workload import MOST_CASES
+from fp8bench.plan.make import check_names, has_reference_added, make_plan
 from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import precisions, workloads

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Case, Params, Plan, Request, StaticScales
+from fp8bench.plan.checked_workload import layers_of_all
 from fp8bench.plan.make import check_names, make_plan
-from fp8bench.plan.precision_map import layers_of
 from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, key_of, keys_of
 from fp8bench.registry import workloads
 from tests.counts import for_each
@@ -43,7 +43,7 @@ def test_the_longest_name_wins_over_the_kind(keys: tuple[str, ...], wanted: str 
 
 def test_the_keys_of_layers_are_kinds_names_and_front_parts() -> None:
     """And each of them is obeyed by some layer, where it stands alone."""
-    layers = layers_of(workloads.get("transformer"), [SMALL])
+    layers = layers_of_all(workloads.get("transformer"), [SMALL])
     keys = list(keys_of(layers))
     assert keys[:5] == ["attn", "blocks", "blocks.0", "blocks.0.attn", "blocks.0.attn.qkv"]
     # The head is the output, too; embedding (embed), residual, logits and norms have their names and kinds alone.

@@ -29,7 +29,7 @@ from fp8bench.model import DeviceFacts, Environment, Group, Level, Plan, Planned
 from fp8bench.model.codec import encode
 from fp8bench.model.stopping import rule_for
 from fp8bench.pipeline import examine, now, worker_for
-from fp8bench.plan.checked_workload import sound_axes
+from fp8bench.plan.checked_workload import axes_of
 from fp8bench.plan.make import devices_asked, make_plan
 from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Workload
@@ -72,7 +72,7 @@ def _takes(axis: Axis, value: str) -> bool:
 
 def option_of(word: str, workload: Workload, facts: DeviceFacts) -> AblatedOption:
     """Parses a precision, a named option, or AXIS=VALUE. Raises UnknownName, or UsageError for a wrong value."""
-    axes = {axis.name: axis for axis in sound_axes(workload, facts)}
+    axes = {axis.name: axis for axis in axes_of(workload, facts)}
     name, given, value = word.partition("=")
     named = {
         known: option for known, option in NAMED.items() if option[0] in axes and _takes(axes[option[0]], option[1])

@@ -23,7 +23,7 @@ from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Work
 from fp8bench.model.codec import Malformed, decode
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.pipeline import examine, now, worker_for
-from fp8bench.plan.checked_workload import sound_layers
+from fp8bench.plan.checked_workload import products_of
 from fp8bench.plan.make import check_names, make_plan
 from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Layer
@@ -147,7 +147,7 @@ def _layers(planned: PlannedCase, device: DeviceFacts, bench: AskedBench) -> tup
     """Returns a suite's layers by its parameters, or those of a user's model that can be converted."""
     workload = workloads.get(planned.case.workload)
     if not workload.examined:
-        return sound_layers(workload, workload.layers(dict(planned.case.params)))
+        return products_of(workload, dict(planned.case.params))
     coverage = bench.coverage(planned.case, device)
     return tuple(Layer(holder.name, holder.kind) for holder in coverage.holders if holder.converted) if coverage else ()
 

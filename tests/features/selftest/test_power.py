@@ -27,7 +27,7 @@ from fp8bench.features.selftest.power import (
 )
 from fp8bench.measure.arm import STATES
 from fp8bench.model import Case, DeviceFacts, Verdict
-from fp8bench.plan.checked_workload import cases_of, sound_axes
+from fp8bench.plan.checked_workload import axes_of, cases_of
 from fp8bench.registry import workloads
 from fp8bench.workloads import planted
 from fp8bench.workloads.planted import ORDERS
@@ -147,7 +147,7 @@ def test_operations_are_what_the_planted_workload_takes(number: int, facts: Devi
     params = dict(operation.params)
     base = workloads.get(str(params["base"]))
     axes = {axis.name: axis.values(axis.default)[0] for axis in base.axes(facts)}
-    (case,) = cases_of(base, sound_axes(base, facts), axes)
+    (case,) = cases_of(base, axes_of(base, facts), axes)
     wanted = {name for name, _ in case} | ({"data"} if base.uses_corpus else set())
     assert {name.removeprefix("base.") for name in params} - {"base"} == wanted
     assert operation.key in power.OPERATIONS
