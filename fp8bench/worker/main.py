@@ -8,6 +8,7 @@ asked to `greet`, which tells its protocol and versions.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -17,10 +18,11 @@ import platform
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fp8bench import __version__
 from fp8bench.model import Scalar
@@ -158,6 +160,17 @@ def run(connection: Connection, lifeline: int, opened: Open, told: Callable[[str
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
         serve(connection, opened, told)
+        leave()
+
+
+def leave() -> NoReturn:
+    """Ends this process as an interpreter does, without taking all modules apart: torch's take 0.15 s."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
