@@ -49,14 +49,16 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from tensors_in(part, f"{path}.{name}" if path else str(name))
 
 
-def on_device(value: Any, device: torch.device | str) -> Any:
+def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any:
+    """With `copy` also what lies there already is copied, for models that change what they are given."""
+    moved = partial(on_device, device=device, copy=copy)
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        return value.to(device, non_blocking=True, copy=copy)
     if isinstance(value, Mapping):
-        return {name: on_device(part, device) for name, part in value.items()}
+        return {name: moved(part) for name, part in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(on_device(part, device) for part in value))
-    return type(value)(on_device(part, device) for part in value) if isinstance(value, list | tuple) else value
+        return type(value)(*map(moved, value))
+    return type(value)(map(moved, value)) if isinstance(value, list | tuple) else value
 
 
 def call_of(model: nn.Module, batch: Any) -> Callable[[], Any]:

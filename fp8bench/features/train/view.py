@@ -301,7 +301,8 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
     if arms:
         losses = table("looks", "loss", [*cols(lambda mean: Field(f"{mean.loss:.3f}", mean.loss))], arms)
         perplexities = table("perplexities", "perplexity of a token", [*cols(_perplexity)], arms)
-        yield Part("looks", _LOOKS, (losses, perplexities))
+        # The loss of a model of one's own may be of anything, and its exponential nothing.
+        yield Part("looks", _LOOKS, (losses,) if kept.training.request.settings.make else (losses, perplexities))
 
 
 def _perplexity(mean: Validation) -> Field:

@@ -183,7 +183,8 @@ def failures(kept: KeptTraining, verdicts: TrainingVerdicts, wanted: Collection[
 
 
 _CURES = {
-    Void.NEARLY_ZERO: ", and more seeds would not change that; train fewer --steps, or on more --data",
+    Void.NEARLY_ZERO: ", and more seeds would not change that; train fewer --steps, on more --data, or with a loss "
+    "that stays above 0",
     Void.OTHER_TOKENS: ", and more seeds would not change that",
 }
 

@@ -291,6 +291,19 @@ def test_numbers_are_those_of_the_verdict() -> None:
     assert named["bf16"]["gap"] is None and "seed_band" not in named["fp8"]
 
 
+def test_an_own_optimizer_keeps_as_much_in_bands_as_in_the_reference_and_an_own_loss_has_no_perplexity() -> None:
+    """Its moments are not there before the first step, when bytes of all arms are counted."""
+    asked = training(steps=STEPS)
+    own = replace(asked, request=replace(asked.request, settings=replace(asked.request.settings, make="net.py:make")))
+    cost = ArmCost("bf16", 0, 0, kept=(("weights", 4.0 * own.parameters), ("momentum buffer", 4.0 * own.parameters)))
+    kept, verdicts = judged(kept_of((*lines(ALL_GAPS, STEPS), *MORE, cost), own))
+    sizes = {summary.arm.name: summary.bytes_per_parameter for summary in summaries_of(kept, verdicts)}
+    assert sizes[REPEAT.name] == sizes[OTHER_SEED.name] == sizes["bf16"] == 8.0
+    tables = [{getattr(element, "name", "") for part in text_of(*each).parts for element in part.elements}
+              for each in ((KEPT, VERDICTS), (kept, verdicts))]  # fmt: skip
+    assert [{"looks", "perplexities"} & names for names in tables] == [{"looks", "perplexities"}, {"looks"}]
+
+
 def test_rows_document_and_frames_agree_with_the_table() -> None:
     rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(KEPT, VERDICTS)))))
     told = {(row["arm"], row["figure"]): row["value"] for row in rows if row["line"] == "Summary"}

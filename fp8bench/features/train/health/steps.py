@@ -374,10 +374,8 @@ class LossGap(HealthRule[Any]):
         gap, self._band = fmean(self._gaps), max(self._band, abs(fmean(self._seeds)))
         if gap <= max(self.margin, self._band):
             return None
-        words = (
-            f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps; another seed has been at most "
-            f"{self._band:.1%} away"
-        )
+        words = f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps"
+        words += f"; another seed has been at most {self._band:.1%} away" if other else ""
         cause = self._cause.words(own, reference)
         words += f". By its {cause}" if cause else ""
         return HealthAlarm(words, figures=(("gap", gap), ("band", self._band)))

@@ -62,7 +62,7 @@ class OwnTrainer(Trainer):
         self._batches = OwnBatches(self._name, given, self._seed, facts)
         self._held_out = held_out_of(self._name, given, facts)
         self._evaluation: Any = self
-        self._scores = Scores(task, settings, [on_device(batch, facts.key) for batch in self._held_out])
+        self._scores = Scores(task, settings, [on_device(batch, facts.key, copy=True) for batch in self._held_out])
         self._count = sum(parameter.numel() for parameter in model.parameters())
         self._size = size_of(given.batch) * settings.micro_batches
         self.loss_words = ""
@@ -154,7 +154,7 @@ class OwnTrainer(Trainer):
         with phase.data_load:
             batch = self._batches.at(place)
             self._size = size_of(batch) * count
-            placed = on_device(batch, self._task.facts.key)
+            placed = on_device(batch, self._task.facts.key, copy=True)
         with seeded(seed_of("step", self._seed, self.step, number), self._task.facts):
             loss = self._loss_on(placed, phase)
             (loss * (scale / count)).backward()  # type: ignore[no-untyped-call]
@@ -173,7 +173,8 @@ class OwnTrainer(Trainer):
             return
         facts = self._task.facts
         with seeded(seed_of("held-out", self._seed), facts):
-            losses = [float(self._loss_on(on_device(batch, facts.key), _SILENT)) for batch in self._held_out]
+            copies = (on_device(batch, facts.key, copy=True) for batch in self._held_out)
+            losses = [float(self._loss_on(batch, _SILENT)) for batch in copies]
         tokens = [size_of(batch) for batch in self._held_out]
         mean = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
         yield Validation(*who, "held-out", mean, sum(tokens), None)
@@ -190,7 +191,7 @@ class OwnTrainer(Trainer):
         ).held  # fmt: skip
         multiple = max(self.precision.multiples)
 
-        batch = on_device(other._batches.at(0), self._task.facts.key)
+        batch = on_device(other._batches.at(0), self._task.facts.key, copy=True)
 
         def step() -> None:
             other._loss_on(batch, _SILENT).backward()  # type: ignore[no-untyped-call]

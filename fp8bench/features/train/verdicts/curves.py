@@ -49,7 +49,7 @@ class Void(StrEnum):
     NOT_FINISHED = "not finished"
     NOT_FINITE = "not finite"
     PASSED_OVER = "all batches of its last tenth were passed over"
-    NEARLY_ZERO = "the reference's loss is nearly zero"
+    NEARLY_ZERO = "the reference's loss is nearly zero or below"
     OTHER_TOKENS = "another number of tokens a step"
     COPY = "the reference's losses are those of another seed bit for bit"
 
@@ -166,7 +166,7 @@ def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
     old, new = reference.endpoint_without(passed), arm.endpoint_without(passed)
     if math.isnan(old) or math.isnan(new):
         return Void.NOT_FINITE
-    if old <= _NEARLY_ZERO * reference.rows[0].loss:
+    if old <= _NEARLY_ZERO * abs(reference.rows[0].loss):  # of a negative loss a share has the wrong sign
         return Void.NEARLY_ZERO
     if reference.rows[-1].tokens != arm.rows[-1].tokens:
         return Void.OTHER_TOKENS

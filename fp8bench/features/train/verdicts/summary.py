@@ -101,14 +101,15 @@ def summaries_of(
     summaries = []
     for arm in kept.training.arms:
         own = [curve for (name, _), curve in curves.items() if name == arm.name]
-        memory = peaks.get(lead if arm.is_band else arm.name)
+        alone = lead if arm.is_band else arm.name  # what is measured of it alone is the reference's
+        memory = peaks.get(alone)
         summary = ArmSummary(
             arm,
             steps=sum(len(curve.rows) for curve in own),
             loss=mean_of([curve.endpoint for curve in own if curve.whole]),
             held_out=mean_of([curve.held_out[curve.steps] for curve in own if curve.steps in curve.held_out]),
             tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and paces[arm.name] else None,
-            bytes_per_parameter=kept_bytes.get(arm.name, next(iter(sizes[arm.name].values()), None)),
+            bytes_per_parameter=kept_bytes.get(alone, next(iter(sizes[arm.name].values()), None)),
             peak_memory=memory.peak if memory else None,
             device_peak_memory=memory.on_device if memory else None,
             wire=next(iter(sent[arm.name].values()), {}),

@@ -222,6 +222,9 @@ def test_what_is_ill_is_found(name: str, lines: Callable[[], Iterable[StreamLine
     assert alarms(lines(), *arms) == [(name, step)]
     if arms:
         assert alarms((line for line in lines() if line.arm != OTHER.name), ARM, FP8) == [(name, step)]
+        for trained in (arms, arms[:2]):
+            (alarm,) = Health(trained).see(line for line in lines() if line.arm in {arm.name for arm in trained})
+            assert ("another seed" in alarm.words) == (OTHER in trained)
         for share, other in ((0.015, 0.01), (-0.05, 0.01), (0.04, 0.05), (0.04, -0.05)):
             assert alarms(gap(share, other), *arms) == [], "within the margin, or the band of the other seed"
 

@@ -43,6 +43,13 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(hidden), y)
 
 
+class InPlace(Net):
+    """Normalises its input in place, as many models do."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5), y)
+
+
 def pairs(step: int, seed: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(16, 16)
     return x, (x @ TRUE).argmax(1)
@@ -72,6 +79,7 @@ MAKERS: dict[str, Callable[[], object]] = {
     "loader": lambda: (Net(), loader()),
     "sgd": lambda: {"model": Net(), "batches": loader(), "optimizer": sgd, "schedule": halving},
     "single": lambda: (Net(), pairs(0, 0)),
+    "in-place": lambda: {"model": InPlace(), "batches": [pairs(0, 0), pairs(1, 0)], "held_out": [pairs(2, 0)]},
     "numpy": lambda: (Net(), from_numpy),
     "plain": lambda: (
         nn.Linear(16, 4),
@@ -130,7 +138,7 @@ def test_an_untouched_arm_is_the_loop_written_by_hand() -> None:
     assert [row.rate for row in lines] == pytest.approx([0.1] * 4 + [0.05] * 4 + [0.025] * 4)
 
 
-@for_each("name", ["function", "loader", "sgd", "single", "numpy"])
+@for_each("name", ["function", "loader", "sgd", "single", "in-place", "numpy"])
 def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) -> None:
     """In fp32 the first loss is that of the untouched model, in fp8 another; a repeated task gives the same."""
     task = task_of(name, "untouched", "fp32", "fp8")
@@ -182,6 +190,11 @@ def test_validation_changes_nothing() -> None:
     assert isinstance(look, Validation) and look.of == "held-out" and look.tokens == 8 * 16
     assert rows(lab.advance("fp8-delayed", 12)) == rows(trained(task, "fp8-delayed"))
     assert lab_of(task_of("loader", "fp8")).validate("fp8") == ()
+
+
+def test_a_model_that_changes_its_input_changes_no_batch() -> None:
+    (first,), (again,) = (lab_of(task_of("in-place", "fp32")).validate("fp32") for _ in range(2))
+    assert first == again
 
 
 def test_epochs_are_shuffled_anew_and_batches_read_in_any_order() -> None:
