@@ -12,13 +12,15 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.model import DeviceFacts, MemoryRole
@@ -142,6 +144,8 @@ class OwnDecoder:
                 f"{self.name}: tokens at positions {at} to {at + tokens.shape[1] - 1} fail: {short_words(error)}. It "
                 "has fewer positions or ids: give shorter --contexts, and (model, token ids) with texts of its own."
             ) from error
+        if isinstance(out, Mapping):
+            out = out["logits"]
         logits: Tensor = out if isinstance(out, Tensor) else out.logits if hasattr(out, "logits") else out[0]
         return logits if every else logits[:, -1:]
 
@@ -250,13 +254,28 @@ def served_positions(model: nn.Module) -> int:
     return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST)
 
 
+class QueryHeads(TorchFunctionMode):
+    """Sees how many heads the queries of torch's attention have, which may be more than keys have; 0 before a call."""
+
+    heads = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.heads = (args[0] if args else named["query"]).shape[1]
+        return func(*args, **named)
+
+
 def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> ServedShape:
     """What is counted for a model, once its cache is checked: token by token must give the logits of a whole prompt."""
     decoder = OwnDecoder(name, model, ServedArm("fp32"), (1, _TRIED), facts.key)
     generator = torch.Generator(facts.key).manual_seed(seed)
     tokens = torch.randint(decoder.vocabulary, (1, _TRIED), generator=generator, device=facts.key)
     with torch.no_grad():
-        whole = decoder.forward(tokens, 0, SilentPhases(), every=True)
+        with QueryHeads() as query:
+            whole = decoder.forward(tokens, 0, SilentPhases(), every=True)
         parts = [decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_TRIED)]
     off = float((torch.cat(parts, 1) - whole).norm() / whole.norm())
     if not off <= _CLOSE:
@@ -265,7 +284,7 @@ def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> 
             "keep what a prompt gives, or its tokens see later ones."
         )
     keys, layers = decoder.cache.layers[0].keys, len(decoder.cache.layers)
-    heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or keys.shape[1]
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or query.heads or keys.shape[1]
     shapes = tuple(_shapes(model, decoder))
     return ServedShape(decoder.vocabulary, served_positions(model), layers, heads, keys.shape[1], keys.shape[3], shapes)
 

@@ -87,17 +87,17 @@ def test_hugging_faces_llama_is_served_as_fp8benchs_own(arm: Arm) -> None:
         assert float((whole - exact).norm() / exact.norm()) > 5 * float((whole - wanted).norm() / wanted.norm())
 
 
-@for_each("make", [served_models.llama, served_models.gpt2, served_models.Own])
+@for_each("make", [served_models.llama, served_models.gpt2, served_models.Own, served_models.Grouped])
 def test_logits_are_those_of_the_model_without_a_cache(make: Callable[[], nn.Module]) -> None:
     model = make().eval()
     with torch.no_grad():
         out: Any = model(TOKENS)
-    wanted = out if isinstance(out, Tensor) else out.logits
+    wanted = out if isinstance(out, Tensor) else out["logits"]
     whole, parts = both_ways(OwnDecoder("own", model, Arm("fp32"), (2, 12), "cpu"))
     assert max(float((item - wanted).abs().max()) for item in (whole, parts)) <= 1e-5 * float(wanted.abs().max())
 
 
-@for_each("make", [served_models.llama, served_models.gpt2, served_models.Own])
+@for_each("make", [served_models.llama, served_models.gpt2, served_models.Own, served_models.Grouped])
 def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
     model = make()
     shape = shape_of_own("own", model, 0, CPU)
