@@ -104,6 +104,8 @@ class Own(nn.Module):
 
 
 class GroupedLayer(Layer):
+    """Queries share keys."""
+
     key_heads = KEY_HEADS
 
 
