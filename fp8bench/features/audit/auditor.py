@@ -205,7 +205,7 @@ def audited(
         own: list[AuditFinding] = []
         try:
             own += check.look()
-        except Exception as error:  # noqa: BLE001 - foreign code may raise anything, at any time
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
             own.append(check.fail("raises", own_words(error), outcome=AuditOutcome.CANNOT_TELL))
         findings += own or [AuditFinding(check.name, AuditOutcome.PASS)]
         if check.decides:

@@ -85,6 +85,10 @@ def promises_low(module: nn.Module) -> bool:
     return own or hasattr(module, "fp8_meta") or "forward" in vars(module)
 
 
+def _has_own_forward(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+
+
 def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> dict[str, tuple[str, str]]:
     """Returns, for each layer that was not converted, the name of the likely reason and a sentence."""
     weights = {id(layer.weight): layer.name for layer in layers if layer.low}
@@ -169,11 +173,12 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
         if x.shape[-1] != inputs or output.shape != (*x.shape[:-1], outputs):
             return
         layer.flops += 2 * (x.numel() // inputs) * inputs * outputs
-        if layer.low and not layer.runs:
+        if not layer.runs and (layer.low or _has_own_forward(layer.module)):
             key = type(layer.module), type(layer.weight), x.shape, layer.weight.shape
             if key not in known:
                 known[key] = _runs_as(layer, x, output, facts)
-            layer.runs = known[key]
+            layer.low = layer.low or known[key] in _GUESSES  # a class of anybody's own is known by its numbers alone
+            layer.runs = known[key] if layer.low else ""
 
     handles = [layer.module.register_forward_hook(partial(look, layer)) for layer in layers]
     try:

@@ -50,6 +50,10 @@ def refuses(a, b):
     raise RuntimeError("no kernel image")
 
 
+def leaves(a, b):
+    raise SystemExit(0)
+
+
 class Fp8Linear(torch.nn.Linear):
     pass
 
@@ -103,6 +107,7 @@ def test_options_that_a_declared_kernel_would_not_hear_are_refused(kernels: str,
     [
         ("{}:crash --kind product --precision fp8", 4, "crashes"),
         ("{}:refuses --kind product --precision fp8", 4, "raises"),
+        ("{}:leaves --kind product --precision fp8", 4, "raises: SystemExit"),
         ("{}:make --kind model", 1, "1 of 2 layers converted, 56% of the FLOPs"),
         ("{}:three --kind model", 2, "expected a model, or (model, batch)"),
         ("{}:nothing", 2, "has no 'nothing'. Callables in it: wide, fallback, "),

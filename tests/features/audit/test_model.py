@@ -67,6 +67,21 @@ class WideLinear(LowLinear):
     low = False
 
 
+class Mine(nn.Linear):
+    """A class whose name tells nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LowLinear.forward(self, x)  # type: ignore[arg-type]
+
+    low = True
+
+
+class Plain(Mine):
+    """Casts nothing."""
+
+    low = False
+
+
 LowLinear.__module__ = WideLinear.__module__ = "transformer_engine.pytorch"
 
 
@@ -119,6 +134,12 @@ def test_a_class_of_low_precision_that_runs_in_a_wide_one(monkeypatch: pytest.Mo
     audit = audit_model(model, torch.randn(8, 64, dtype=torch.bfloat16))
     assert codes(audit) == {"not-cast"} and {layer.runs for layer in audit.layers} == {"as it came"}
     assert audit.low_flops == sum(layer.flops for layer in audit.layers) == 2 * 8 * 64 * 96
+
+
+def test_a_class_of_anybodys_own_is_known_by_its_numbers() -> None:
+    audit = audit_model(nn.Sequential(Mine(64, 64), Plain(64, 64), Mine(64, 32)), torch.randn(8, 64))
+    assert [layer.runs for layer in audit.layers] == ["fp8", "", "fp8"]
+    assert audit.outcome is AuditOutcome.PASS and rules(audit) == {"1": "filter"}
 
 
 def test_a_model_that_fails_and_one_without_a_batch() -> None:
