@@ -180,6 +180,7 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
             layer.low = layer.low or known[key] in _GUESSES  # a class of anybody's own is known by its numbers alone
             layer.runs = known[key] if layer.low else ""
 
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # running means move in a model that trains
     handles = [layer.module.register_forward_hook(partial(look, layer)) for layer in layers]
     try:
         with torch.no_grad():
@@ -187,6 +188,9 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
     finally:
         for handle in handles:
             handle.remove()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def _runs_as(layer: FoundLayer, x: Tensor, output: Tensor, facts: DeviceFacts) -> str:

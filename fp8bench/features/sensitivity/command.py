@@ -180,7 +180,7 @@ def _candidates(study: Study) -> Table:
     def verdict(trial: LayerTrial) -> Field:
         if study.keeps(trial):
             return Field("keeps the loss", tone=Tone.GOOD)
-        lost = "loses too much" if (study.gap(trial) or 0) > study.tolerance else "its gradients are too far off"
+        lost = "above the tolerance" if (study.gap(trial) or 0) > study.tolerance else "its gradients are too far off"
         return Field("failed" if trial.failure else lost, tone=Tone.BAD)
 
     cols: list[Col[LayerTrial]] = [

@@ -142,6 +142,12 @@ def test_a_class_of_anybodys_own_is_known_by_its_numbers() -> None:
     assert audit.outcome is AuditOutcome.PASS and rules(audit) == {"1": "filter"}
 
 
+def test_running_means_stay_as_they_were() -> None:
+    model = nn.Sequential(Mine(64, 64), nn.BatchNorm1d(64))
+    assert audit_model(model, torch.randn(8, 64)).outcome is AuditOutcome.PASS
+    assert not model[1].running_mean.any() and model[1].num_batches_tracked == 0  # type: ignore[union-attr, operator]
+
+
 def test_a_model_that_fails_and_one_without_a_batch() -> None:
     audit = audit_model(nn.Sequential(LowLinear(64, 64)), torch.randn(4, 48))
     assert audit.outcome is AuditOutcome.CANNOT_TELL and codes(audit, AuditOutcome.CANNOT_TELL) == {"raises"}
