@@ -35,6 +35,7 @@ from fp8bench.nn.holders import (
     kind_of,
     layers_around,
     refuse_meta,
+    weight_of,
     weights_of,
 )
 from fp8bench.nn.linear import grouped_linear, linear, region
@@ -276,8 +277,8 @@ class LayerProducts:
 def forward_of(module: nn.Module, kind: str, products: LayerProducts) -> Callable[..., Any]:
     if kind == "linear":
         multiply = products.linear
-        if isinstance(module.weight, nn.Parameter):
-            whole = products.arithmetic.whole(module.weight)
+        if isinstance(weight := weight_of(module), nn.Parameter):
+            whole = products.arithmetic.whole(weight)
             multiply = multiply if whole is None else partial(products.whole, whole)
         return partial(_linear_forward, module, multiply)
     return partial(_conv1d if kind == "conv1d" else _conv2d, module, products)

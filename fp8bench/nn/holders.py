@@ -82,7 +82,7 @@ class ProductWeight:
 
     @property
     def weight(self) -> torch.Tensor:
-        weight: torch.Tensor = getattr(self.module, self.parameter)
+        weight: torch.Tensor = weight_of(self.module, self.parameter)
         return weight
 
     @property
@@ -99,6 +99,21 @@ class ProductWeight:
         if self.kind == CONV2D:
             return first // int(getattr(self.module, "groups", 1)), rest[0] * rest[1] * rest[2]
         return (rest[0], rest[1]) if self.kind == EXPERTS else (first, rest[0])
+
+
+def weight_of(module: nn.Module, name: str = "weight") -> Any:
+    """A tensor of a module, or None; a parametrization that changes when its tensor is asked for in training mode, as
+    spectral norm's vectors do, stays as it was."""
+    parametrized = getattr(module, "parametrizations", {})
+    if name not in parametrized:
+        return getattr(module, name, None)
+    modes = [(part, part.training) for part in parametrized[name].modules()]
+    parametrized[name].eval()
+    try:
+        return getattr(module, name)
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def weights_of(model: nn.Module, skip: Sequence[str] = ()) -> tuple[ProductWeight, ...]:
@@ -130,7 +145,7 @@ def layers_around(
 ) -> list[tuple[Layer, nn.Module]]:
     parts = [(Layer(f"{held.name}.{LOGITS}", LOGITS, product=False), held.module) for held in holders if held.head]
     for path, module in model.named_modules():
-        gain, norm = getattr(module, "weight", None), isinstance(module, _NORMS)
+        gain, norm = weight_of(module), isinstance(module, _NORMS)
         if not norm and "norm" in type(module).__name__.lower():
             # A library's own norm has nothing but a weight for each feature.
             norm = isinstance(gain, Tensor) and gain.dim() == 1 and not list(module.children())
@@ -249,7 +264,7 @@ def _head_of(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module |
         return said
     tables = {id(path.weight) for path in paths if isinstance(path, nn.Embedding)}
     layers = [path for path in paths if kind_of(path)[0]]
-    tied = next((layer for layer in layers if id(getattr(layer, "weight", None)) in tables), None)
+    tied = next((layer for layer in layers if id(weight_of(layer)) in tables), None)
     # The last layer of a head that has several has a path like 'classifier.1'.
     so_called = [layer for layer in layers if set(paths[layer][0].split(".")[-2:]) & set(_HEADS)]
     return tied or (so_called[-1] if so_called else None)

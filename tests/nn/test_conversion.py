@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -84,6 +85,16 @@ def test_all_is_as_it_was(model: Model) -> None:
     versions = {name: (*tensor[:2], *tensor[3:]) for name, tensor in before["tensors"].items()}
     assert versions == {name: (*tensor[:2], *tensor[3:]) for name, tensor in after["tensors"].items()}
     assert {**before, "tensors": 0} == {**after, "tensors": 0}
+
+
+def test_a_weight_that_changes_when_it_is_asked_for_is_asked_for_as_often_as_before() -> None:
+    """In training mode spectral norm takes a step of its power iteration."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 4))
+    other, x = copy.deepcopy(model), torch.randn(4, 16)
+    with converted(model, FP32):
+        given = model(x)
+    assert torch.equal(given, other(x))
 
 
 def test_all_is_as_it_was_after_an_error(model: Model) -> None:

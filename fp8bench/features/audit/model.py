@@ -18,7 +18,7 @@ from fp8bench.features.audit.operands import promised_by, rounded
 from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Signature
-from fp8bench.nn.holders import weights_of
+from fp8bench.nn.holders import weight_of, weights_of
 from fp8bench.nn.own_model import call_of
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.registry import devices, precisions
@@ -71,7 +71,7 @@ def layers_in(model: nn.Module) -> list[FoundLayer]:
         paths[module].append(path or "model")
     layers = []
     for module, (name, *also) in paths.items():
-        weight, holder = getattr(module, "weight", None), holders.get(module)
+        weight, holder = weight_of(module), holders.get(module)
         if isinstance(weight, Tensor) and weight.dim() >= 2 and promises_low(module):
             layers.append(FoundLayer(name, module, weight, True, tuple(also)))
         elif holder is not None:
@@ -80,7 +80,7 @@ def layers_in(model: nn.Module) -> list[FoundLayer]:
 
 
 def promises_low(module: nn.Module) -> bool:
-    kind, weight = type(module), type(getattr(module, "weight", None))
+    kind, weight = type(module), type(weight_of(module))
     own = any(cls.__module__.partition(".")[0] in _PACKAGES or _LOW.search(cls.__name__) for cls in (kind, weight))
     return own or hasattr(module, "fp8_meta") or "forward" in vars(module)
 
