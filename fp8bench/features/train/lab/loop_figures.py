@@ -179,8 +179,8 @@ class GradientSketches:
         self._unknown: set[nn.Parameter] = set()
 
     def passed(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        weight: object = getattr(module, "weight", None)
-        if not isinstance(weight, nn.Parameter) or not output.requires_grad or not weight.requires_grad:
+        weight = module._parameters.get("weight")  # none that a parametrization makes, which asking may change
+        if weight is None or not output.requires_grad or not weight.requires_grad:
             return
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             products = _products(module, weight, x.detach())

@@ -79,6 +79,10 @@ MAKERS: dict[str, Callable[[], object]] = {
     "loader": lambda: (Net(), loader()),
     "sgd": lambda: {"model": Net(), "batches": loader(), "optimizer": sgd, "schedule": halving},
     "single": lambda: (Net(), pairs(0, 0)),
+    "spectral": lambda: (
+        nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 4)),
+        lambda step, seed: torch.randn(16, 16),
+    ),
     "in-place": lambda: {"model": InPlace(), "batches": [pairs(0, 0), pairs(1, 0)], "held_out": [pairs(2, 0)]},
     "numpy": lambda: (Net(), from_numpy),
     "plain": lambda: (
@@ -181,6 +185,13 @@ def test_watched_steps_read_what_layers_cast() -> None:
     assert [row.loss for row in rows(trained(replace(task_of("function", "fp8"), stride=1), "fp8"))] == [
         row.loss for row in rows(lines)
     ]
+
+
+def test_watching_asks_for_no_parametrized_weight() -> None:
+    """Spectral norm takes a step of its iteration whenever it is asked in training mode."""
+    task = task_of("spectral", "fp32")
+    every, none = (rows(trained(replace(task, stride=stride), "fp32")) for stride in (1, 100))
+    assert [row.loss for row in every] == [row.loss for row in none]
 
 
 def test_validation_changes_nothing() -> None:
