@@ -7,7 +7,7 @@ from functools import partial
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
+from fp8bench.cli.outputs import CommandResult, check_files, check_outputs, in_store
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.advise.values import Checked
@@ -71,6 +71,8 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         raise UsageError("no run was named. Give an id, a path, or 'last'; or --score.")
     basis, notes = basis_of(arguments.run, arguments.store, arguments.training, arguments.least / 100, arguments.beside)
     advice = advised(basis)
+    if (store := in_store(basis.run)) and any(answer.measure for answer in advice.answers):
+        notes.append(f"commands that measure more do it for this advice with{store} added to each")
     if arguments.write_map is not None:
         write_map(advice, basis.run, arguments.write_map)
         notes.append(f"the map is in {arguments.write_map}: --precision-map {arguments.write_map}")

@@ -103,7 +103,7 @@ def _learned(arm: ArmVerdict, among: TrainingVerdicts) -> str:
     seeds = many(gap.pairs, "seed")
     if judged.learned is Learned.WITHIN_NOISE:
         if arm.same_bits:
-            return f"{name} learns as {reference} does, to the bit: does this arm take effect?"
+            return f"{name} learns as {reference} does, to the bit, as if it took no effect"
         bound, more = _excluded(gap.decides), _settled(gap, gap.decides)
         return f"{name} learns as {reference} does: a loss more than {bound} worse is excluded ({seeds}){more}"
     least = _share(min(abs(gap.decides.low), abs(gap.decides.high)), gap.decides)

@@ -39,6 +39,13 @@ def test_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
     assert "Does this device multiply in it? | ▲ yes |" in Path("advice.md").read_text()
 
 
+def test_commands_that_measure_more_need_the_store_of_the_run(store: Path, tmp_path: Path, fp8bench: Say) -> None:
+    for where in (store, tmp_path / "elsewhere"):
+        keep(run(group(fp8=FP8)), where)
+        _, out, _ = fp8bench("advise", "last", "--store", str(where))
+        assert ("with --store" in " ".join(out.split())) == (where != store)
+
+
 @for_each(
     ("words", "error"),
     [
