@@ -144,11 +144,16 @@ class HighAccumulation(torch.optim.Optimizer):
             parameter.register_post_accumulate_grad_hook(partial(_taken, master))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         before = [master.detach().clone() for master in self.masters]
         self._inner.step()
         self._rounded(before, self.masters)
         self._give()
+        return loss
 
     def _give(self) -> None:
         for parameter, master in zip(self.trained, self.masters, strict=True):

@@ -464,6 +464,13 @@ def test_two_micro_batches_add_up_in_float32_and_the_update_is_fp8() -> None:
         accumulating("fp4")
 
 
+def test_high_accumulation_takes_a_closure_as_torch_does() -> None:
+    model, optimizer = accumulating()
+    start = model.weight.detach().clone()
+    loss = optimizer.step(lambda: found_by_backward(model, 1).sum())
+    assert loss == found_by_backward(model, 1).sum() and not torch.equal(model.weight, start)
+
+
 def test_high_accumulation_resumes_to_the_same_bits() -> None:
     model, optimizer = accumulating(make=ADAMW)
     found_by_backward(model, 1)
