@@ -48,6 +48,12 @@ def octaves(scale: float) -> float | None:
     return math.log2(scale) if 0 < scale < math.inf else None
 
 
+def scale_of(reading: LayerReading) -> float | None:
+    """In octaves; None where there is none, or the tensor is all zeros, as of an expert without tokens: its 1 says
+    nothing."""
+    return octaves(reading.scale) if reading.amax else None
+
+
 class _Jump(TensorRule):
     """A scale leaves the median of those before it, in the direction of `sign`."""
 
@@ -58,8 +64,8 @@ class _Jump(TensorRule):
     sign: ClassVar[int]
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
-        now = octaves(reading.scale)
-        known = [value for value in (octaves(old.scale) for old in before) if value is not None]
+        now = scale_of(reading)
+        known = [value for value in map(scale_of, before) if value is not None]
         if now is None or len(known) < self.fewest:
             return None
         moved = self.sign * (now - median(known))
@@ -113,7 +119,7 @@ class ScaleUnsettled(TensorRule):
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
-        scales = [octaves(layer_reading.scale) for layer_reading in (*before, reading)]
+        scales = map(scale_of, (*before, reading))
         known = [scale for scale in scales if scale is not None]
         if len(known) <= self.keep:
             return None

@@ -177,6 +177,8 @@ WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
     "a scale that is 1 before its first amax": lambda: readings(40, scale=lambda number: 1e6 if number else 1.0),
     "a delayed scale that is a little late": lambda: readings(40, lag=lambda number: 0.1),
     "the least scales of NVFP4, rounded": lambda: readings(40, lag=lambda number: 0.58),
+    "an expert without tokens in some readings": lambda: readings(
+        40, scale=lambda number: 1.0 if number % 5 == 4 else 2.0**14, amax=lambda number: float(number % 5 != 4)),
     "a gradient of rare text": lambda: readings(40, scale=lambda number: 2.0**2.2 if number == 20 else 256.0),
     "weights that are rounded as ever":
         lambda: readings(40, "weight", signal_to_noise=lambda number: 31.6 - 0.4 * (number % 3)),
