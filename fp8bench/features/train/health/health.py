@@ -121,6 +121,8 @@ def remedied(precision: str, settings: TrainerSettings, remedy: Remedy, layer: s
             change["loss_scale"] = "dynamic"
         case Remedy.CLIP_HARDER:
             change["clip"] = settings.clip * _CLIP_SHARE or 1.0
+        case Remedy.LOWER_RATE if settings.make:  # whose own optimizer, if it gives one, knows no --rate
+            change["handicap"] = settings.handicap * _RATE_SHARE
         case Remedy.LOWER_RATE:
             change["rate"] = settings.rate * _RATE_SHARE
         case Remedy.HIGHER_MASTER:
@@ -190,8 +192,12 @@ def outcome(
     tried = [trial for trial in trials if trial is not as_it_was]
     good = sorted(filter(helps, tried), key=lambda trial: (again[trial], -gains[trial]))
     ordered = (*good, *(trial for trial in tried if trial not in good))
-    results = [f"{trial.remedy}: {_words(again[trial], gains[trial])}" for trial in ordered]
-    results.append(f"as it was: {'the alarm again' if again[as_it_was] else 'no alarm'}")
+    if next(kind for kind in RULES if kind.name == rule_of(alarm)).compares:  # no arm that it compares with was tried
+        results = [f"{trial.remedy}: {_of_loss(gains[trial])}" for trial in ordered]
+    else:
+        words = {True: "the alarm again", False: "no alarm"}
+        results = [f"{trial.remedy}: {words[again[trial]]}, {_of_loss(gains[trial])}" for trial in ordered]
+        results.append(f"as it was: {words[again[as_it_was]]}")
     head = f"{good[0].remedy} helped most" if good else "nothing that was tried helped"
     figures = [(trial.remedy, gain if math.isfinite(gain := gains[trial]) else str(gain)) for trial in tried]
     return TrainingEvent(
@@ -221,8 +227,7 @@ def _gain(loss: float, base: float) -> float:
     return 1 - loss / base
 
 
-def _words(again: bool, gain: float) -> str:
-    alarm = "the alarm again" if again else "no alarm"
+def _of_loss(gain: float) -> str:
     if math.isinf(gain):
-        return f"{alarm}, a loss that is {'' if gain > 0 else 'not '}finite"
-    return f"{alarm}, a loss {abs(gain):.1%} {'lower' if gain >= 0 else 'higher'}"
+        return f"a loss that is {'' if gain > 0 else 'not '}finite"
+    return f"a loss {abs(gain):.1%} {'lower' if gain >= 0 else 'higher'}"

@@ -395,6 +395,17 @@ def test_what_changes_the_arm_is_tried() -> None:
     assert [trial.settings.clip for trial in clipped] == [1.0, 0.25, 1.0]
 
 
+def test_a_gap_is_tried_by_its_loss_alone_and_with_a_handicap_of_an_own_optimizer() -> None:
+    """No trial has the reference beside it that could raise the alarm again, and an own optimizer knows no rate."""
+    settings = replace(SETTINGS, make="net.py:make")
+    (alarm,) = Health((ARM, FP8)).see(line for line in gap(0.04) if line.arm != OTHER.name)
+    trials = trials_of(alarm, replace(FP8, precision="mxfp8"), settings)
+    assert [(trial.settings.rate, trial.settings.handicap) for trial in trials] == [(0.001, 1.0), (0.001, 0.5)]
+    lines = {trial: [replace(FP8_ROW, arm=trial.arm.name, step=step) for step in range(90)] for trial in trials}
+    words = outcome(alarm, 0, (), lines).words
+    assert words == "nothing that was tried helped, from step 0 on: a lower learning rate: a loss 0.0% lower"
+
+
 @for_each(("losses", "lags", "remedy"), [
     ((3.0, 3.0, 3.0), (2.0, 0.0, 2.0), SHORTER),  # the alarm stays away, and the loss is no worse
     ((3.0, 2.9, 2.8), (2.0, 0.0, 0.0), MARGIN),  # both cure it: the lower loss is better
