@@ -103,7 +103,7 @@ def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], whole: b
     emulated = [mode for mode in same_bits if mode.support.level is Level.EMULATED and not whole]
     if rows := [mode for mode in conformities if mode not in emulated]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
-    if same := [mode.mode for mode in emulated if mode.compared]:
+    if same := [_named(mode) for mode in emulated if mode.compared]:
         words = f"emulated here, and torch's kernels give the same: {listed(same, 20)}"
         parts.append(Part("emulated", "", (Text(words),)))
     different = [case for mode in conformities for case in mode.found if case.difference not in (None, Difference.NONE)]
@@ -175,13 +175,18 @@ _DIFFERENCES: tuple[Col[Conformity], ...] = (
 
 def _verdict(conformities: Sequence[ModeConformity]) -> str:
     different = [mode.mode for mode in conformities if not mode.conforms]
-    compared = [mode.mode for mode in conformities if mode.compared]
+    compared = [_named(mode) for mode in conformities if mode.compared]
     if different:
         return f"{listed(different)} {'does' if len(different) == 1 else 'do'} not give what the emulation gives"
     if not compared:
         return "nothing could be compared"
     short = " and the bits of this GPU's units" if any(map(_by_units, conformities)) else ""
     return f"{listed(compared, 20)}: the emulation gives what the kernels give, up to the order of sums{short}"
+
+
+def _named(mode: ModeConformity) -> str:
+    """The name, with a word where some of its casts and products could not be compared."""
+    return f"{mode.mode} (in part)" if any(case.difference is None for case in mode.found) else mode.mode
 
 
 def _by_units(mode: ModeConformity) -> bool:

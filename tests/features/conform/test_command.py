@@ -160,3 +160,7 @@ def test_the_page_tells_what_differs() -> None:
         text = " ".join(render(page_of(facts, [mode]), width=120).split())
         assert f"fp8 {level.value} 2 1 - 1 - -" in text and mode.conforms
         assert "1 products of fp8 are summed in the bits of this GPU's units" in text
+    undone = Conformity("fp8", "forward product", "8x8x8", None, "no such kernel")
+    mode = ModeConformity("fp8", Support(Level.EMULATED, ""), (same, undone))
+    text = " ".join(render(page_of(facts, [mode]), width=120).split())
+    assert "fp8 (in part): the emulation gives" in text and "give the same: fp8 (in part)" in text
