@@ -145,6 +145,11 @@ class OwnDecoder:
                 "has fewer positions or ids: give shorter --contexts, and (model, token ids) with texts of its own."
             ) from error
         if isinstance(out, Mapping):
+            if "logits" not in out:
+                raise UsageError(
+                    f"{self.name} gives {', '.join(map(str, out))}. Let it give logits: a tensor, a tuple that begins "
+                    "with it, or the name 'logits'."
+                )
             out = out["logits"]
         logits: Tensor = out if isinstance(out, Tensor) else out.logits if hasattr(out, "logits") else out[0]
         return logits if every else logits[:, -1:]

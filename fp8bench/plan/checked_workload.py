@@ -80,7 +80,7 @@ def cases_of(workload: Workload, axes: tuple[Axis, ...], chosen: Mapping[str, Sc
 
 
 @_asks
-def settings_of(workload: Workload, request: Request, facts: DeviceFacts, corpus: str | None) -> tuple[Params, ...]:
+def parameters_of(workload: Workload, request: Request, facts: DeviceFacts, corpus: str | None) -> tuple[Params, ...]:
     """The parameters of all cases of a suite on a device, each once."""
     axes = axes_of(workload, facts)
     values = _values(request, workload, axes, facts)

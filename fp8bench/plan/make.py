@@ -17,7 +17,7 @@ from fp8bench.plan.checked_workload import (
     cases_of,
     layers_of_all,
     memory_of,
-    settings_of,
+    parameters_of,
     support_of,
     work_of,
 )
@@ -80,7 +80,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
         own = [
             _group(part, params, device, request.reference is not None)
             for device in chosen
-            for params in settings_of(part.workload, request, device, corpus)
+            for params in parameters_of(part.workload, request, device, corpus)
         ]
         groups += own
         added |= dict.fromkeys(_added(part, group) for group in own)
@@ -131,7 +131,7 @@ def check_names(request: Request) -> tuple[Workload, ...]:
         devices.canonical(kind)
     # Names and parsers of axes are the same on every device, only their defaults differ.
     for part in parts:
-        for params in settings_of(part.workload, request, _CLASSES[0], None):
+        for params in parameters_of(part.workload, request, _CLASSES[0], None):
             work_of(part.workload, dict(params))
     return suites
 
@@ -237,7 +237,7 @@ def _parts(
     keys = [key for key, _ in request.precision_map]
     layers = [
         layers_of_all(
-            workload, [params for device in mapped for params in settings_of(workload, request, device, None)], keys
+            workload, [params for device in mapped for params in parameters_of(workload, request, device, None)], keys
         )
         for workload in suites
     ]

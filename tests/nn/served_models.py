@@ -120,6 +120,17 @@ class Grouped(Own):
         return {"logits": super().forward(ids, past_key_values)}
 
 
+class Unnamed(Own):
+    """Gives a dict whose logits have another name."""
+
+    def forward(self, ids: Tensor, past_key_values: Any = None) -> Any:
+        return {"scores": super().forward(ids, past_key_values)}
+
+
+def without_logits() -> nn.Module:
+    return Unnamed()
+
+
 def own() -> tuple[nn.Module, Tensor]:
     return Own(), torch.randint(WORDS, (3, 17))
 

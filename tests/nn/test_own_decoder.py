@@ -136,6 +136,7 @@ def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
 REFUSED = {
     "without_a_cache": "takes no past_key_values",
     "keeping_nothing": "puts nothing into the cache",
+    "without_logits": "gives scores. Let it give logits",
     "a_slip": "does not keep what a prompt gives",
     "seeing_later": "tokens see later ones",
     "mixtral": "a stack of experts",

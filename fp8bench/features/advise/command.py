@@ -72,7 +72,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     basis, notes = basis_of(arguments.run, arguments.store, arguments.training, arguments.least / 100, arguments.beside)
     advice = advised(basis)
     if (store := in_store(basis.run)) and any(answer.measure for answer in advice.answers):
-        notes.append(f"commands that measure more do it for this advice with{store} added to each")
+        notes.append(f"add{store} to the commands that measure more: they know this run by it")
     if arguments.write_map is not None:
         write_map(advice, basis.run, arguments.write_map)
         notes.append(f"the map is in {arguments.write_map}: --precision-map {arguments.write_map}")

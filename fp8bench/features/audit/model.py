@@ -180,7 +180,9 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
             layer.low = layer.low or known[key] in _GUESSES  # a class of anybody's own is known by its numbers alone
             layer.runs = known[key] if layer.low else ""
 
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # running means move in a model that trains
+    # Running means move in a model that trains. An expanded buffer cannot be written, by the model either.
+    written = (buffer for buffer in model.buffers() if buffer.layout is not torch.strided or 0 not in buffer.stride())
+    buffers = [(buffer, buffer.clone()) for buffer in written]
     handles = [layer.module.register_forward_hook(partial(look, layer)) for layer in layers]
     try:
         with torch.no_grad():

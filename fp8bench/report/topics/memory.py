@@ -116,21 +116,21 @@ def _why(case: NamedCase, share: float, several: bool) -> str:
     before, after = (roles_of(result) if result else {} for result in (case.group.lead, case.result))
     parts = (_staying(before, after), *_changes(before, after)) if before and after else ()
     words = ", ".join(filter(None, parts))
-    place = f"at {case.place} " if several and case.place else ""
-    text = f"{place}{words}" if words else ""
+    place = f" at {case.place}" if several and case.place else ""
+    text = f"{place} {words}".strip() if words else ""
     if share <= 1 - _LEAST_SAVING:
         return f": {text}" if text else ""
     reason = case.result.record.support.reason
     if emulated(case.result) and reason:
-        because = f", because it is emulated ({reason}): its peak is the cost of emulation{_derived(case)}"
+        because = f", because it is emulated ({reason}): its peak is the cost of emulation{_derived(case, place)}"
         return f"{because}; {text}" if text else because
     return f"; {text}" if text else ""
 
 
-def _derived(case: NamedCase) -> str:
+def _derived(case: NamedCase, place: str) -> str:
     """What it would take on a device, or why that is unknown."""
     if words := device_words(case.group, case.result):
-        return f", and on hardware with its formats it would be {words}, derived"
+        return f", and on hardware with its formats it would be {words}{place}, derived"
     use = use_of(case.result.record)
     return f" (on a device: unknown, {use.off_device})" if use is not None and use.off_device else ""
 

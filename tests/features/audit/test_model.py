@@ -144,6 +144,7 @@ def test_a_class_of_anybodys_own_is_known_by_its_numbers() -> None:
 
 def test_running_means_stay_as_they_were() -> None:
     model = nn.Sequential(Mine(64, 64), nn.BatchNorm1d(64))
+    model.register_buffer("places", torch.zeros(1).expand(64))
     assert audit_model(model, torch.randn(8, 64)).outcome is AuditOutcome.PASS
     assert not model[1].running_mean.any() and model[1].num_batches_tracked == 0  # type: ignore[union-attr, operator]
 

@@ -53,15 +53,17 @@ def usual() -> Made:
     )  # fmt: skip
 
 
-def on_a_device(size: int | None, why: str = "") -> Made:
-    """The transformer run, where fp8 would take this much on a device."""
-    run, findings = usual()
-    *others, last = run.records
+def on_a_device(size: int | None, why: str = "", made: Made | None = None) -> Made:
+    """The transformer run, or another, whose last case with known memory would take this much on a device."""
+    run, findings = made or usual()
+    known = max(number for number, record in enumerate(run.records) if record.memory)
+    last = run.records[known]
     assert last.memory is not None
     derived = Measurement("device_peak_memory", "B", (float(size),), Provenance.DERIVED) if size is not None else None
     measurements = (*last.measurements, *([derived] if derived else []))
     memory_use = replace(last.memory, on_device=size, off_device=why)
-    return replace(run, records=(*others, replace(last, memory=memory_use, measurements=measurements))), findings
+    told_of = replace(last, memory=memory_use, measurements=measurements)
+    return replace(run, records=(*run.records[:known], told_of, *run.records[known + 1 :])), findings
 
 
 def sentences_of(made: Made) -> list[str]:
@@ -89,7 +91,9 @@ def test_memory() -> Told:
         None, None, None, None,
         use(large), use({"weights": 4 * MIB, "workspace": 8}), use({"weights": 8 * MIB, "workspace": MIB}), None,
     ]  # fmt: skip
-    yield "of several groups the largest is explained", sentences_of(with_uses(*uses, made=gemm()))
+    several = with_uses(*uses, made=gemm())
+    yield "of several groups the largest is explained", sentences_of(several)
+    yield "and what a device would hold has its place", sentences_of(on_a_device(6 * MIB, made=several))
     far = with_uses(use(FP32), use({"weights": MIB, "data": 3 * MIB}), use(FP8))
     yield "cases far apart are shares, with their sizes in their names", of_kind(part("memory", far), Stacks)
     unknown = with_uses(use(FP32), MemoryUse(200 * MIB, why="nobody listened"), use(FP8))
