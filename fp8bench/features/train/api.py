@@ -39,8 +39,8 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of
-from fp8bench.features.train.verdicts.summary import ArmSummary, mean_of
-from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of, verdicts_on
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, mean_of
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_on
 from fp8bench.features.train.view import answers, arm_cols
 from fp8bench.files import append
 from fp8bench.jobs.report_files import PAGE, folder_of_kept, short_path
@@ -139,7 +139,7 @@ def train(
             LIVE.pop(name, None)
             MADE.clear()
     if board is not None:
-        write_training(done, verdicts_of(done.training, done.lines), board)
+        write_training(JudgedTraining(done), board)
     return _shown(done)
 
 

@@ -217,14 +217,14 @@ def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
 
 def _judged(kept: KeptTraining, wanted: Sequence[str]) -> int:
     """The exit code for --fail-on, with a sentence for each reason. An arm that was not trained is no pass."""
-    from fp8bench.features.train.verdicts.verdicts import verdicts_of
+    from fp8bench.features.train.verdicts.summary import JudgedTraining
     from fp8bench.features.train.words import failures
 
     if not wanted:
         return EXIT_OK
     for arm in (missing := [other for other in kept.training.arms if other.skip]):
         complain(f"--fail-on: {arm.name} was not trained: {arm.skip}")
-    reasons = list(failures(kept, verdicts_of(kept.training, kept.lines), wanted))
+    reasons = list(failures(JudgedTraining(kept), wanted))
     for reason in reasons:
         complain(f"--fail-on: {reason}")
     if missing:

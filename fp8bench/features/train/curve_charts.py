@@ -17,6 +17,7 @@ from typing import TypeVar
 from fp8bench import units
 from fp8bench.features.train.values import ArmRole, KeptTraining, StepFigure, StepRow, TrainingEvent, Validation
 from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, gap_of, last_of
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.view import POSITION
 from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Lines, Mark, Scatter, Tone
 from fp8bench.report.page.drawing.scale import POINTS
@@ -24,7 +25,6 @@ from fp8bench.report.panels import together
 from fp8bench.report.words.naming import many
 
 P = TypeVar("P", int, str)
-Curves = Mapping[Key, Curve]
 # The means of each curve in the windows before the ends; and an arm's name with its marks.
 Windows = dict[Key, list[float]]
 Series = tuple[str, tuple[Mark | None, ...]]
@@ -49,12 +49,13 @@ def ends_of(steps: int) -> tuple[int, ...]:
     return tuple(sorted({1 + round(number * (steps - 1) / max(1, count - 1)) for number in range(count)} | {steps}))
 
 
-def losses(kept: KeptTraining, curves: Curves, ends: Sequence[int], reference: str) -> Iterator[Element]:
-    means = windows_of(curves, ends)
-    yield from gap_curves(kept, means, ends, reference)
+def losses(judged: JudgedTraining) -> Iterator[Element]:
+    kept, ends = judged.kept, ends_of(judged.training.request.steps)
+    means = windows_of(judged.curves, ends)
+    yield from gap_curves(kept, means, ends, judged.verdicts.reference)
     yield from loss_curves(kept, means, ends)
     yield from held_out_curves(kept)
-    yield from loss_by_time(kept, curves, means, ends)
+    yield from loss_by_time(judged, means, ends)
 
 
 def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
@@ -155,11 +156,12 @@ def _means(arms: Iterable[str], seen: Iterable[tuple[str, P, float]], places: Se
         yield arm, tuple(Mark("", fmean(own)) if (own := known.get((arm, place))) else None for place in places)
 
 
-def loss_by_time(kept: KeptTraining, curves: Curves, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
+def loss_by_time(judged: JudgedTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
     """Native arms only, a line for each seed: an emulation's time means nothing. Watched steps count as the median
     step."""
-    points, names = [], {arm.name for arm in kept.training.arms if arm.native and not arm.is_band}
-    timed = {key: curve for key, curve in curves.items() if key[0] in names and any(row.seconds for row in curve.rows)}
+    points, names = [], {arm.name for arm in judged.training.arms if arm.native and not arm.is_band}
+    own = ((key, curve) for key, curve in judged.curves.items() if key[0] in names)
+    timed = {key: curve for key, curve in own if any(row.seconds for row in curve.rows)}
     stride = max(1, -(-len(timed) * len(ends) // POINTS))
     for (name, seed), curve in timed.items():
         usual = median(row.seconds for row in curve.rows if row.seconds > 0)
@@ -172,14 +174,16 @@ def loss_by_time(kept: KeptTraining, curves: Curves, means: Windows, ends: Seque
     if len(joined) > 1:
         yield Scatter(
             "loss-by-time", "Training loss over time", "Native arms, a line for each seed, by the time of their steps.",
-            ChartAxis("time of the steps", "s"), ChartAxis(_unit(kept)), tuple(points), joined=joined,
+            ChartAxis("time of the steps", "s"), ChartAxis(_unit(judged.kept)), tuple(points), joined=joined,
         )  # fmt: skip
 
 
-def figure_curves(kept: KeptTraining, curves: Curves, ends: Sequence[int]) -> Iterator[Element]:
+def figure_curves(judged: JudgedTraining) -> Iterator[Element]:
     """Further figures of every step in the first seed, one chart each, unless a figure never changes."""
-    arms = {arm.name: curve for arm in kept.training.arms if not arm.is_band
-            and (curve := curves.get((arm.name, kept.training.request.seed))) is not None}  # fmt: skip
+    kept, request = judged.kept, judged.training.request
+    arms = {arm.name: curve for arm in judged.training.arms if not arm.is_band
+            and (curve := judged.curves.get((arm.name, request.seed))) is not None}  # fmt: skip
+    ends = ends_of(request.steps)
     for name, title, value, folded in _FIGURES:
         series = [(arm, tuple(_figures(curve, ends, value))) for arm, curve in arms.items()]
         if len({mark.value for _, marks in series for mark in marks if mark}) > 1:
@@ -241,7 +245,7 @@ def _of_all_arms(
     return Lines(name, title, words, _places(step + 1 for step in steps), axis, _drawn(series), folded=True)
 
 
-def windows_of(curves: Curves, ends: Sequence[int]) -> Windows:
+def windows_of(curves: Mapping[Key, Curve], ends: Sequence[int]) -> Windows:
     """The mean of each curve before each end; NaN where the curve is shorter, or not finite."""
     means = {}
     for key, curve in curves.items():

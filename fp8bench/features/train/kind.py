@@ -306,11 +306,11 @@ class TrainingKind(Kind[KeptTraining]):
 
     def view(self, kept: KeptTraining) -> View:
         from fp8bench.features.train.data import rows_of, value_of
-        from fp8bench.features.train.verdicts.verdicts import verdicts_of
+        from fp8bench.features.train.verdicts.summary import JudgedTraining
         from fp8bench.features.train.view import page_of
 
-        arguments = kept, verdicts_of(kept.training, kept.lines)
-        return View(partial(page_of, *arguments), partial(value_of, *arguments), partial(rows_of, *arguments))
+        judged = JudgedTraining(kept)
+        return View(partial(page_of, judged), partial(value_of, judged), partial(rows_of, judged))
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(_line, path) for path in training_files(store))
@@ -327,18 +327,17 @@ class TrainingKind(Kind[KeptTraining]):
     def report(self, kept: KeptTraining) -> View:
         from fp8bench.features.train.data import rows_of
         from fp8bench.features.train.page import page_of
-        from fp8bench.features.train.verdicts.verdicts import verdicts_of
+        from fp8bench.features.train.verdicts.summary import JudgedTraining
 
-        verdicts = verdicts_of(kept.training, kept.lines)
         few = replace(kept, lines=tuple(line for line in kept.lines if not isinstance(line, LayerReading)))
-        return View(partial(page_of, kept, verdicts), rows=partial(rows_of, few, verdicts))
+        return View(partial(page_of, JudgedTraining(kept)), rows=partial(rows_of, JudgedTraining(few)))
 
     def exports(self, kept: KeptTraining) -> Exports:
         from fp8bench.features.train.data import send_training, write_training
-        from fp8bench.features.train.verdicts.verdicts import verdicts_of
+        from fp8bench.features.train.verdicts.summary import JudgedTraining
 
-        arguments = kept, verdicts_of(kept.training, kept.lines)
-        return Exports(partial(write_training, *arguments), partial(send_training, *arguments))
+        judged = JudgedTraining(kept)
+        return Exports(partial(write_training, judged), partial(send_training, judged))
 
 
 def _line(path: Path) -> str:

@@ -14,9 +14,7 @@ from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.health.health import RULES
 from fp8bench.features.train.health.steps import HealthRule
 from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
-from fp8bench.features.train.verdicts.curves import curves_of
-from fp8bench.features.train.verdicts.summary import score_parts, summaries_of
-from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
+from fp8bench.features.train.verdicts.summary import JudgedTraining, score_parts
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
@@ -52,19 +50,18 @@ _ARMS = (
 )  # fmt: skip
 
 
-def page_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Page:
-    training = kept.training
-    curves, ends = curves_of(kept.lines, training.request.steps), curve_charts.ends_of(training.request.steps)
+def page_of(judged: JudgedTraining) -> Page:
+    training, kept = judged.training, judged.kept
     parts = (
-        *parts_of(kept, verdicts),
-        Part("verdict", "Does it still learn?", tuple(_verdicts(kept, verdicts, curves)), _LEAD),
-        Part("curves", "Losses", tuple(curve_charts.losses(kept, curves, ends, verdicts.reference))),
+        *parts_of(judged),
+        Part("verdict", "Does it still learn?", tuple(_verdicts(judged)), _LEAD),
+        Part("curves", "Losses", tuple(curve_charts.losses(judged))),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
         Part("texts", "Other looks at the trained model", tuple(_looks(kept))),
-        *score_parts(kept, verdicts),
+        *score_parts(judged.scores),
         Part("health", "What happened", tuple(_events(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *tensor_lines(kept))),
-        Part("figures", "Gradients, updates and rates", tuple(curve_charts.figure_curves(kept, curves, ends))),
+        Part("figures", "Gradients, updates and rates", tuple(curve_charts.figure_curves(judged))),
     )  # fmt: skip
     settled = (replace(part, elements=tuple(filter(_worth_showing, part.elements))) for part in parts)
     shown = tuple(part for part in settled if part.elements)
@@ -83,13 +80,13 @@ def _worth_showing(element: Element) -> bool:
     return not isinstance(element, Chart) or (worth_drawing(element) and not empty)
 
 
-def _verdicts(kept: KeptTraining, verdicts: TrainingVerdicts, curves: curve_charts.Curves) -> Iterator[Element]:
-    shown = [summary for summary in summaries_of(kept, verdicts, curves) if not summary.arm.is_band]
+def _verdicts(judged: JudgedTraining) -> Iterator[Element]:
+    verdicts, shown = judged.verdicts, [summary for summary in judged.summaries if not summary.arm.is_band]
     if answers := tuple(view.answers(verdicts)):
         yield Items(answers)
     yield table("arms", "Arms", view.arm_cols(verdicts, shown, _ARMS), shown, main=True)
-    yield from (*view.reached_table(verdicts), *view.wire_table(kept, verdicts))
-    yield from (Text(band) for band in (*view.bands_of(verdicts), *view.notes_of(kept, verdicts)))
+    yield from (*view.reached_table(verdicts), *view.wire_table(judged))
+    yield from (Text(band) for band in (*view.bands_of(verdicts), *view.notes_of(judged)))
 
 
 _DERIVED = "derived: the peak on hardware that keeps the formats which an arm emulates"

@@ -38,7 +38,7 @@ from fp8bench.features.train.values import (
     TrainingObserver,
     Validation,
 )
-from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.view import event_words
 from fp8bench.files import write_whole
 from fp8bench.report.columns import Col, table
@@ -305,7 +305,7 @@ class LivePage(_Outward):
             return
         try:
             kept = load_training(path)
-            page = page_of(replace(kept, finished=kept.finished or bool(state)), verdicts_of(kept.training, kept.lines))
+            page = page_of(JudgedTraining(replace(kept, finished=kept.finished or bool(state))))
             if state:
                 head = Part("live", "In progress", (Text(state, Tone.DOUBT),))
                 page = replace(page, parts=(head, *page.parts), refresh=round(3 * PAGE_SECONDS))

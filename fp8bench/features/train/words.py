@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.values import ArmRole, KeptTraining, Training, TrainingEvent
+from fp8bench.features.train.values import ArmRole, Training, TrainingEvent
 from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
     ArmReached,
@@ -21,7 +21,7 @@ from fp8bench.features.train.verdicts.curves import (
     least_seen,
     settled_by_more,
 )
-from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, TrainedEnergy
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
@@ -171,13 +171,13 @@ ALARM = "alarm"
 FAILURES = (*(word.replace(" ", "-") for word in Learned if word not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
 
 
-def failures(kept: KeptTraining, verdicts: TrainingVerdicts, wanted: Collection[str]) -> Iterator[str]:
+def failures(judged: JudgedTraining, wanted: Collection[str]) -> Iterator[str]:
     """A sentence for each arm whose verdict is wanted, and for each alarm if alarms are."""
-    for arm in verdicts.arms:
+    for arm in judged.verdicts.arms:
         if arm.judged.learned.replace(" ", "-") in wanted and arm.judged.why is not Why.OTHER_RATE:
-            yield f"{arm.arm.name}: {verdict(arm, verdicts)}"
+            yield f"{arm.arm.name}: {verdict(arm, judged.verdicts)}"
     if ALARM in wanted:
-        for event in kept.of(TrainingEvent):
+        for event in judged.kept.of(TrainingEvent):
             if event.kind == ALARM:
                 yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
 

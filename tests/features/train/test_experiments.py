@@ -24,7 +24,7 @@ from fp8bench.report.terminal.layout import render
 from tests.commands import Say
 from tests.counts import for_each
 from tests.facts import CPU
-from tests.learning_curves import curve, judged, kept_of, rows, training
+from tests.learning_curves import curve, judged, rows, training
 
 NAMES = [experiment.name for experiment in EXPERIMENTS]
 
@@ -53,7 +53,7 @@ def stream(of: Training, effect: float, noise: float, chance: random.Random) -> 
 
 
 def result(of: Training, lines: Iterable[StreamLine]) -> ExperimentResult:
-    told = result_of(*judged(kept_of(lines, of)))
+    told = result_of(judged(lines, of))
     assert told is not None
     return told
 
@@ -71,7 +71,7 @@ def test_a_planted_effect_is_confirmed_and_its_absence_refuted(name: str) -> Non
         arms = result(of, lines).arms
         assert {arm.word.partition(":")[0] for arm in arms} == {word}, arms
         assert all(arm.change is not None and arm.change.pairs == 5 for arm in arms)
-    text = " ".join(render(Page("", "", tuple(parts_of(*judged(kept_of(lines, of)))))).split())
+    text = " ".join(render(Page("", "", tuple(parts_of(judged(lines, of))))).split())
     assert own.hypothesis in text and own.measured in text and word in text
 
 

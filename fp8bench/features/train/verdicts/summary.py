@@ -10,6 +10,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fp8bench.analysis.energy import LEAST_WINDOWS, Range, energy_samples
 from fp8bench.features.train.request import TrainingRequest
@@ -23,6 +24,7 @@ from fp8bench.features.train.values import (
     KeptTraining,
     StepFigure,
     StepRow,
+    Training,
     TrainingEvent,
     Validation,
 )
@@ -39,7 +41,7 @@ from fp8bench.features.train.verdicts.curves import (
     rule,
     seeds_until,
 )
-from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdicts
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdicts, verdicts_of
 from fp8bench.model import Capacity, EnergyUse, Interval
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Part, Text, Tone
@@ -72,11 +74,36 @@ class ArmSummary:
     verdict: ArmVerdict | None = None
 
 
-def summaries_of(
-    kept: KeptTraining, verdicts: TrainingVerdicts, curves: Mapping[Key, Curve] | None = None
-) -> tuple[ArmSummary, ...]:
-    """Every arm, in order. `curves` are those of its lines, if the caller has them."""
-    curves = curves_of(kept.lines, kept.training.request.steps) if curves is None else curves
+@dataclass(frozen=True)
+class JudgedTraining:
+    """A training with what follows from its lines, computed once it is asked for. `summaries` are of every arm, in
+    order."""
+
+    kept: KeptTraining
+
+    @property
+    def training(self) -> Training:
+        return self.kept.training
+
+    @cached_property
+    def curves(self) -> dict[Key, Curve]:
+        return curves_of(self.kept.lines, self.training.request.steps)
+
+    @cached_property
+    def verdicts(self) -> TrainingVerdicts:
+        return verdicts_of(self.training, self.kept.lines, self.curves)
+
+    @cached_property
+    def summaries(self) -> tuple[ArmSummary, ...]:
+        return _summaries(self)
+
+    @cached_property
+    def scores(self) -> tuple[ScoreVerdict, ...]:
+        return verdicts_of_scores(self.kept, self.verdicts)
+
+
+def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
+    kept, verdicts = judged.kept, judged.verdicts
     peaks = {line.arm: line.memory for line in kept.of(ArmCost) if line.memory is not None}
     capacities = {line.arm: line.capacity for line in kept.of(ArmCost) if line.capacity is not None}
     # A user's own optimizer has its state only after its first step.
@@ -100,7 +127,7 @@ def summaries_of(
             sent[line.arm][line.seed, line.step][line.layer] = line.value
     summaries = []
     for arm in kept.training.arms:
-        own = [curve for (name, _), curve in curves.items() if name == arm.name]
+        own = [curve for (name, _), curve in judged.curves.items() if name == arm.name]
         memory = peaks.get(lead if arm.is_band else arm.name)
         summary = ArmSummary(
             arm,
@@ -324,9 +351,8 @@ _TONES: Mapping[Learned | None, Tone] = {
 }
 
 
-def score_parts(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[Part]:
+def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
     """A table with a row for each arm and figure."""
-    rows = verdicts_of_scores(kept, verdicts)
     cols: list[Col[ScoreVerdict]] = [
         Col("arm", lambda verdict: verdict.arm), Col("figure", lambda verdict: verdict.figure),
         Col("value", lambda verdict: verdict.own, number=True, show=_four),

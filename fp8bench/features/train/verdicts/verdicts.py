@@ -120,11 +120,14 @@ def least_fall(margin: float) -> float:
     return max(_LEAST_FALL, margin / (margin + _LOST))
 
 
-def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> TrainingVerdicts:
-    request, lines = training.request, tuple(lines)
+def verdicts_of(
+    training: Training, lines: Sequence[StreamLine], curves: Mapping[Key, Curve] | None = None
+) -> TrainingVerdicts:
+    """`curves` are those of the lines, if the caller has them."""
+    request = training.request
     seeds = tuple(range(request.seed, request.seed + request.seeds))
     looks = not request.settings.make or any(isinstance(line, Validation) for line in lines)
-    curves = curves_of(lines, request.steps)
+    curves = curves_of(lines, request.steps) if curves is None else curves
     verdicts = verdicts_on(training.arms, curves, seeds, request.steps, request.margin, looks)
     if request.until is None:
         return verdicts
