@@ -40,20 +40,15 @@ _SWEPT: dict[str, Callable[[str], Scalar]] = {
 }
 
 
-@dataclass(frozen=True)
-class MsampLevel:
-    """One of MS-AMP's levels: a precision, and the formats of what is kept of a parameter."""
-
-    precision: str
-    settings: Params
-
-
-# By the table in its documentation; scales are powers of two. --wire sets what ranks send.
-_MODE = "fp8:scale=pow2"
-LEVELS: Mapping[str, MsampLevel] = {
-    "msamp-o1": MsampLevel(_MODE, (("gradients", "fp8"), ("master", "fp16-scaled"))),
-    "msamp-o2": MsampLevel(_MODE, (("gradients", "fp8"), ("master", "fp16-scaled"), ("optimizer_states", "fp8lm"))),
-    "msamp-o3": MsampLevel(_MODE, (("gradients", "fp8"), ("optimizer_states", "fp8lm"), ("master", "fp16-fp8"))),
+# MS-AMP's levels by the table in its documentation: what is kept of a parameter, under scales that are powers of two.
+# --wire sets what ranks send.
+LEVELS: Mapping[str, Arm] = {
+    name: Arm(name, "fp8:scale=pow2", settings=(("gradients", "fp8"), *settings))
+    for name, settings in {
+        "msamp-o1": (("master", "fp16-scaled"),),
+        "msamp-o2": (("master", "fp16-scaled"), ("optimizer_states", "fp8lm")),
+        "msamp-o3": (("optimizer_states", "fp8lm"), ("master", "fp16-fp8")),
+    }.items()
 }
 
 
@@ -162,11 +157,11 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
     others = [mode for mode in modes if mode != lead] or [lead]
     candidates = {}
     for mode, settings in _swept(request, others):
-        level = LEVELS.get(mode, MsampLevel(mode, ()))
+        level = LEVELS.get(mode, Arm(mode, mode))
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
         if both := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(level.settings).keys():
             raise UsageError(f"--sweep {min(both).replace('_', '-')}: {mode} sets it already. Leave one of them out.")
-        candidates[name] = Arm(name, level.precision, settings=(*level.settings, *settings))
+        candidates[name] = replace(level, name=name, settings=(*level.settings, *settings))
     candidates.pop(lead, None)
     if not candidates:
         raise UsageError(

@@ -105,7 +105,7 @@ def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int], referenc
 def _flagged(kept: KeptTraining, series: Iterable[Series], ends: Sequence[int]) -> Iterator[Series]:
     """The series with their arms' alarms in any seed, at the mark of the step or the last one before it: a value that
     is not finite has no mark."""
-    alarms = [event for event in kept.of(TrainingEvent) if event.kind == "alarm"]
+    alarms = kept.alarms
     for name, marks in series:
         known = [place for place, mark in enumerate(marks) if mark is not None]
         own = ((bisect_right(known, bisect_left(ends, event.step + 1)), event) for event in alarms if event.arm == name)
@@ -113,18 +113,12 @@ def _flagged(kept: KeptTraining, series: Iterable[Series], ends: Sequence[int]) 
         yield name, tuple(mark and _with_flag(mark, flags.get(place, [])) for place, mark in enumerate(marks))
 
 
-def _rule(alarm: TrainingEvent) -> str:
-    return str(dict(alarm.values).get("rule", alarm.kind))
-
-
 def _with_flag(mark: Mark, alarms: Sequence[TrainingEvent]) -> Mark:
     if not alarms:
         return mark
-    words = [
-        f"{_rule(alarm)} in step {alarm.step} of seed {alarm.seed}: {alarm.words}" for alarm in alarms[:_MOST_TOLD]
-    ]
+    words = [f"{alarm.rule} in step {alarm.step} of seed {alarm.seed}: {alarm.words}" for alarm in alarms[:_MOST_TOLD]]
     more = [f"and {many(len(alarms) - _MOST_TOLD, 'more alarm')}"] if len(alarms) > _MOST_TOLD else []
-    flag = ", ".join(dict.fromkeys(map(_rule, alarms)))
+    flag = ", ".join(dict.fromkeys(alarm.rule for alarm in alarms))
     return replace(mark, tone=Tone.BAD, flag=flag, hint="\n".join(filter(None, (mark.hint, *words, *more))))
 
 

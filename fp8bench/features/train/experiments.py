@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from fp8bench import units
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import Arm, KeptTraining, StepFigure, TrainingEvent, Validation
+from fp8bench.features.train.values import Arm, KeptTraining, StepFigure, Validation
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, Learned, gap_of, seeds_until
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.report.columns import Col, table
@@ -191,11 +191,10 @@ def result_of(judged: JudgedTraining) -> ExperimentResult | None:
 
 def _alarms(kept: KeptTraining, reference: str) -> dict[str, str]:
     """The first alarm of every arm by a rule that did not alarm for the reference."""
-    alarms = [event for event in kept.of(TrainingEvent) if event.kind == "alarm"]
-    own = {dict(event.values).get("rule") for event in alarms if event.arm == reference}
+    own = {event.rule for event in kept.alarms if event.arm == reference}
     first: dict[str, str] = {}
-    for event in alarms:
-        if dict(event.values).get("rule") not in own:
+    for event in kept.alarms:
+        if event.rule not in own:
             first.setdefault(event.arm, f"an alarm in seed {event.seed}, step {event.step}: {event.words}")
     return first
 

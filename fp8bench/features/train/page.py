@@ -161,7 +161,7 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
     yield table("events", "Events", cols, events[:_MOST_EVENTS], main=True)
     if len(events) > _MOST_EVENTS:
         yield Text(f"{many(len(events) - _MOST_EVENTS, 'more event')} are in the training's CSV.")
-    struck = {dict(event.values).get("rule") for event in events}
+    struck = {event.rule for event in events}
     rules: list[Col[type[HealthRule[Any]]]] = [
         Col("rule", lambda rule: rule.name), Col("looks at", lambda rule: rule.looks_at),
         Col("alarms at", lambda rule: rule.alarms_at), Col("why there", lambda rule: rule.because),
@@ -185,10 +185,10 @@ _WORST: tuple[tuple[Any, str, str, str, Callable[[LayerReading], float | None], 
 
 def worst_readings(kept: KeptTraining) -> Iterator[Element]:
     """For each arm and role, the layer and step with the worst figures over all seeds."""
-    rows = []
+    rows, readings = [], together(((reading.arm, reading.role), reading) for reading in kept.of(LayerReading))
     for arm in kept.training.arms:
         for role in Role if arm.role is ArmRole.CANDIDATE else ():
-            own = [reading for reading in kept.of(LayerReading) if reading.arm == arm.name and reading.role == role]
+            own = readings.get((arm.name, role.value), [])
             figures = [_worst(own, pick, value, show) for pick, _, _, _, value, show in _WORST]
             if any(figures):
                 fields = [field for figure in figures for field in figure or (Field(units.NONE), Field(""))]

@@ -37,7 +37,6 @@ from fp8bench.features.train.values import (
     COVERAGE,
     Arm,
     ArmCost,
-    ArmRole,
     ArmState,
     KeptTraining,
     L,
@@ -187,9 +186,8 @@ def _coverage_events(training: Training, worker: Worker) -> tuple[TrainingEvent,
     """Check that a user's own model can be trained; the events say how much of it each arm converts."""
     if not training.request.settings.make:
         return ()
-    arms = tuple(arm for arm in training.arms if not arm.skip and not arm.is_band)
     try:
-        coverages = lab_of(worker, FIRST_SECONDS).examine(training.task(arms))
+        coverages = lab_of(worker, FIRST_SECONDS).examine(training.task(tuple(training.compared)))
     except WorkerFault as fault:
         raise as_usage(fault) from None
     alike = together((coverage, name) for name, coverage in coverages)
@@ -198,13 +196,12 @@ def _coverage_events(training: Training, worker: Worker) -> tuple[TrainingEvent,
 
 
 def _reference(training: Training, worker: Worker) -> ArmState:
-    lead = tuple(arm for arm in training.arms if arm.role is ArmRole.REFERENCE)
-    lab, settings = lab_of(worker, START_SECONDS), training.request.settings
+    lead, lab = training.arms[0], lab_of(worker, START_SECONDS)
     try:
-        if not (states := lab.begin(training.task(lead))):
-            lab.validate(lead[0].name)  # raises the reason why it could not be built
-        if settings.metric:
-            lab_of(worker, FIRST_SECONDS).validate(lead[0].name, True)  # a metric that fails does so before any step
+        if not (states := lab.begin(training.task((lead,)))):
+            lab.validate(lead.name)  # raises the reason why it could not be built
+        if training.request.settings.metric:
+            lab_of(worker, FIRST_SECONDS).validate(lead.name, True)  # a metric that fails does so before any step
     except WorkerFault as fault:
         raise as_usage(fault) from None
     (state,) = states
@@ -251,7 +248,7 @@ class _WholeRun(TrainingRun):
         place = self.writer.places[-1] if self.writer.places else ResumePlace(0, 0, 0)
         out, pace, from_start = dict(place.out), SeedPace(), not self.resumed
         if place.number == place.step == 0:
-            from_start, out = True, out | turns.out
+            from_start, out = True, {**out, **turns.out}
             self._tell(turns)
         run = self.training, self.worker, self.writer, self.observer
         with Meters(energy=False) as meters:
@@ -276,7 +273,7 @@ class _WholeRun(TrainingRun):
     def _without(self, has: Callable[[ArmCost], object]) -> list[Arm]:
         """The trained arms without such a line. Bands of the reference cost what it does, and are left out."""
         known = {cost.arm for cost in self._known(ArmCost) if has(cost)}
-        return [arm for arm in self.training.arms if not arm.skip and not arm.is_band and arm.name not in known]
+        return [arm for arm in self.training.compared if arm.name not in known]
 
     def _keep(self, *costs: ArmCost) -> None:
         with held_back():

@@ -347,7 +347,7 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
             f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
             f"wider ones: they say nothing about a device that has the format{derived}"
         )
-    if kept.training.request.try_fix and not any(event.kind == "alarm" for event in kept.of(TrainingEvent)):
+    if kept.training.request.try_fix and not kept.alarms:
         yield "--try-fix: nothing was tried, as there was no alarm"
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.values import ArmRole, Training, TrainingEvent
+from fp8bench.features.train.values import ArmRole, Training
 from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
     ArmReached,
@@ -177,9 +177,8 @@ def failures(judged: JudgedTraining, wanted: Collection[str]) -> Iterator[str]:
         if arm.judged.learned.replace(" ", "-") in wanted and arm.judged.why is not Why.OTHER_RATE:
             yield f"{arm.arm.name}: {verdict(arm, judged.verdicts)}"
     if ALARM in wanted:
-        for event in judged.kept.of(TrainingEvent):
-            if event.kind == ALARM:
-                yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
+        for event in judged.kept.alarms:
+            yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
 
 
 _CURES = {
@@ -330,8 +329,7 @@ def _seeds(seeds: Sequence[int]) -> str:
 def without_histories(training: Training) -> str:
     """What is missing to replay other histories for arms with delayed scaling; '' where nothing is."""
     request = training.request
-    arms = [arm for arm in training.arms if not arm.skip and not arm.is_band]
-    delayed = [arm for arm in arms if precisions.get(arm.precision).tensor_scale is TensorScale.DELAYED]
+    delayed = [arm for arm in training.compared if precisions.get(arm.precision).tensor_scale is TensorScale.DELAYED]
     lacks = ["--stride 1"] if request.stride > 1 else []
     lacks += ["--micro-batches 1"] if any(arm.taken(request.settings).micro_batches > 1 for arm in delayed) else []
     if not delayed or not lacks:

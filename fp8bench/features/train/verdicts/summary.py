@@ -111,7 +111,7 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
         line.arm: sum(size for _, size in line.kept) / kept.training.parameters
         for line in kept.of(ArmCost) if line.kept and kept.training.request.settings.make
     }  # fmt: skip
-    lead = next(arm.name for arm in kept.training.arms if arm.role is ArmRole.REFERENCE)
+    lead = kept.training.arms[0].name
     energies = energies_of(kept, verdicts)
     sent: dict[str, dict[tuple[int, int], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     events, sizes, paces = Counter[str](), defaultdict[str, dict[int, float]](dict), defaultdict[str, list[float]](list)
@@ -287,7 +287,7 @@ def verdicts_of_scores(kept: KeptTraining, verdicts: TrainingVerdicts) -> tuple[
     in_bf16 = dict(scores.get(_IN_BF16, {}))
     base, request, made = verdicts.reference, kept.training.request, []
     for name, values in scores.items():
-        for arm in (arm.name for arm in kept.training.arms if not arm.skip and not arm.is_band):
+        for arm in (arm.name for arm in kept.training.compared):
             if arm != base:
                 made.append(_verdict(request, ScoreVerdict(arm, name, base), values[arm], values[base]))
             elif name.startswith("quantised:") and name != _IN_BF16:

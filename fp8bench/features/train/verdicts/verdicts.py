@@ -131,8 +131,7 @@ def verdicts_of(
     verdicts = verdicts_on(training.arms, curves, seeds, request.steps, request.margin, looks)
     if request.until is None:
         return verdicts
-    arms = [arm for arm in training.arms if not arm.skip and not arm.is_band]
-    reached = reached_by(arms, verdicts.reference, curves, seeds, request.until)
+    reached = reached_by(training.compared, verdicts.reference, curves, seeds, request.until)
     return replace(verdicts, until=request.until, reached=reached)
 
 
