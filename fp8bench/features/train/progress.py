@@ -57,12 +57,15 @@ class _Watching(TrainingObserver):
         self._clock = clock
         self._begun = clock()
         self._done_before: float | None = None
-        self._number = 0
+        self._number, self._turn = 0, (0, 1)
         self._arms: dict[str, ArmNow] = {}
 
     def begun(self, training: Training) -> None:
         self._training, self._begun = training, self._clock()
         self._arms = {arm.name: ArmNow(arm) for arm in training.arms if not arm.skip}
+
+    def turn(self, place: int, turns: int) -> None:
+        self._turn = place, turns
 
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         if number != self._number:
@@ -88,7 +91,8 @@ class _Watching(TrainingObserver):
     def _where(self, number: int, step: int) -> str:
         """'seed 2/5, step 120/300, about 40 s left'."""
         request = self._training.request
-        done = (number * request.steps + step) / (request.seeds * request.steps)
+        place, turns = self._turn
+        done = (place + step / request.steps) / turns
         if self._done_before is None:
             self._done_before = done  # of a resumed training
         left = ""
@@ -269,7 +273,7 @@ class _Outward(TrainingObserver):
 class _Several(TrainingObserver):
     def __init__(self, first: TrainingObserver, others: Sequence[TrainingObserver]) -> None:
         self._every = (first, *others)
-        self.working, self.note = first.working, first.note  # type: ignore[method-assign]
+        self.working, self.note, self.turn = first.working, first.note, first.turn  # type: ignore[method-assign]
 
     def begun(self, training: Training) -> None:
         for observer in self._every:

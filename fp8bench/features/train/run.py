@@ -254,6 +254,7 @@ class _WholeRun(TrainingRun):
         with Meters(energy=False) as meters:
             device = meters.of(self.training.device).device if self.training.device.accelerated else None
             for number, turn in enumerate(turns.turns[place.number :], place.number):
+                self.observer.turn(number, len(turns.turns))
                 SeedRun(*run, number, turn, pace, out, device).run(from_start)
                 from_start = True
 

@@ -320,6 +320,9 @@ class TrainingObserver:
     def begun(self, training: Training) -> None:
         """The training starts or resumes."""
 
+    def turn(self, place: int, turns: int) -> None:
+        """Some arms begin all steps of a seed, or resume them: turn `place`, counted from 0, of so many."""
+
     def working(self, arm: str, doing: str) -> None:
         """An arm is measured, outside its steps."""
 
