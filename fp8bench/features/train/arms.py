@@ -20,7 +20,7 @@ from fp8bench.features.train.lab.models import (
     support,
 )
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.tasks import check_metrics, check_tasks
+from fp8bench.features.train.tasks import check_sequence
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
 from fp8bench.plan.make import check_limit, device_named
@@ -81,21 +81,27 @@ def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceF
 
 def check_training(request: TrainingRequest) -> None:
     """Raise UsageError for unknown names and impossible settings, before anything is started."""
-    arms, mapped = _named(request), request.settings.precision_map
-    check_metrics(request)
-    if request.settings.make:
+    from fp8bench.jobs.profile import function_named
+
+    arms, settings = _named(request), request.settings
+    for metric in settings.metric:
+        function_named(metric.removesuffix("=lower"))
+    if settings.make:
         _check_own(request)
     else:
-        check_tasks(request, config_of(request.settings, 1).sequence)
-        arch, config = request.settings.arch, config_of(request.settings, 1)
-        check_keys(mapped, (*layers_of(arch, config), *around_of(arch, config)), f"model {request.settings.model}")
-    check_effective([arm.taken(request.settings) for arm in arms])
-    check_beginning(request, any(arm.taken(request.settings).lora for arm in arms))
-    for arm in arms:
-        check(arm.taken(request.settings))
+        arch, config = settings.arch, config_of(settings, 1)
+        if settings.tasks:
+            check_sequence("--tasks", config.sequence)
+        layers = (*layers_of(arch, config), *around_of(arch, config))
+        check_keys(settings.precision_map, layers, f"model {settings.model}")
+    taken = {arm: arm.taken(settings) for arm in arms}
+    check_effective([*taken.values()])
+    check_beginning(request, any(own.lora for own in taken.values()))
+    for arm, own in taken.items():
+        check(own)
         if request.ranks is not None:
-            check_ranks(arm.taken(request.settings), request.ranks)
-        for _, word in mapped if arm.role is ArmRole.CANDIDATE else ():
+            check_ranks(own, request.ranks)
+        for _, word in settings.precision_map if arm.role is ArmRole.CANDIDATE else ():
             check_mixed(arm.precision, word)
 
 

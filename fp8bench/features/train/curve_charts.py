@@ -123,29 +123,32 @@ def _with_flag(mark: Mark, alarms: Sequence[TrainingEvent]) -> Mark:
 
 
 def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
-    looks = [look for look in kept.of(Validation) if look.of == HELD_OUT and math.isfinite(look.loss)]
     arms = [arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS)]
-    steps = sorted({look.step for look in looks})
-    series = _means(arms, ((look.arm, look.step, look.loss) for look in looks), steps)
+    known = _known_looks(kept, HELD_OUT, lambda look: look.step)
+    steps = sorted({step for _, step in known})
     yield Lines(
         "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),
-        ChartAxis(f"{_unit(kept)}, by steps done"), _drawn(series),
+        ChartAxis(f"{_unit(kept)}, by steps done"), _drawn(_means(arms, known, steps)),
     )  # fmt: skip
 
 
 def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
-    looks = [look for look in kept.of(Validation) if look.of.startswith(POSITION) and math.isfinite(look.loss)]
     arms = [arm.name for arm in kept.training.arms if not arm.is_band]
-    places = list(dict.fromkeys(look.of.removeprefix(POSITION) for look in looks))
-    series = _means(arms, ((look.arm, look.of.removeprefix(POSITION), look.loss) for look in looks), places)
+    known = _known_looks(kept, POSITION, lambda look: look.of.removeprefix(POSITION))
+    places = list(dict.fromkeys(place for _, place in known))
     yield Lines(
         "places", "Loss by place in the context", "Means over seeds, of held-out text after the last step.",
-        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"), _drawn(series),
+        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"),
+        _drawn(_means(arms, known, places)),
     )  # fmt: skip
 
 
-def _means(arms: Iterable[str], seen: Iterable[tuple[str, P, float]], places: Sequence[P]) -> Iterator[Series]:
-    known = together(((arm, place), loss) for arm, place, loss in seen)
+def _known_looks(kept: KeptTraining, of: str, at: Callable[[Validation], P]) -> dict[tuple[str, P], list[float]]:
+    looks = (look for look in kept.of(Validation) if look.of.startswith(of) and math.isfinite(look.loss))
+    return together(((look.arm, at(look)), look.loss) for look in looks)
+
+
+def _means(arms: Iterable[str], known: Mapping[tuple[str, P], list[float]], places: Sequence[P]) -> Iterator[Series]:
     for arm in arms:
         yield arm, tuple(Mark("", fmean(own)) if (own := known.get((arm, place))) else None for place in places)
 

@@ -30,9 +30,9 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import ArmReached, Learned, Why, arrivals
+from fp8bench.features.train.verdicts.curves import ArmReached, Why, arrivals
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
-from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, score_parts
+from fp8bench.features.train.verdicts.summary import TONES, ArmSummary, JudgedTraining, score_parts
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
@@ -43,9 +43,6 @@ from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics.memory import batch_title, show_batch
 from fp8bench.report.words.naming import listed, many
 
-_TONES = {
-    Learned.DIVERGED: Tone.BAD, Learned.WORSE: Tone.BAD, Learned.BETTER: Tone.GOOD, Learned.WITHIN_NOISE: Tone.GOOD,
-}  # fmt: skip
 _SHOWN = ("arm", "how", "loss", "held-out", "gap", "tokens/s", "B/param", "memory", "on a device", "events", "verdict")
 _LEGEND = (
     "loss: training loss in nats a token, the mean over seeds and the last tenth of the steps",
@@ -84,7 +81,7 @@ def page_of(judged: JudgedTraining) -> Page:
 def answers(verdicts: TrainingVerdicts) -> Iterator[Text]:
     for verdict in verdicts.arms:
         if not verdict.arm.skip and verdict.judged.why is not Why.OTHER_RATE:
-            yield Text(f"{words.answer(verdict, verdicts)}.", _TONES.get(verdict.judged.learned, Tone.DOUBT))
+            yield Text(f"{words.answer(verdict, verdicts)}.", TONES.get(verdict.judged.learned, Tone.DOUBT))
 
 
 def reached_table(verdicts: TrainingVerdicts) -> Iterator[Table]:
@@ -219,7 +216,7 @@ def arm_cols(
 
     def verdict(summary: ArmSummary) -> Field:
         arm, own = summary.arm, summary.verdict
-        tone = _TONES.get(own.judged.learned, Tone.DOUBT) if own and not arm.skip else Tone.PLAIN
+        tone = TONES.get(own.judged.learned, Tone.DOUBT) if own and not arm.skip else Tone.PLAIN
         return Field(words.of_arm(summary, verdicts), tone=tone)
 
     cols: tuple[Col[ArmSummary], ...] = (

@@ -344,11 +344,9 @@ def _judged(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bo
     return replace(verdict, worse=gap, word=learned.value, learned=learned)
 
 
-_TONES: Mapping[Learned | None, Tone] = {
-    Learned.WORSE: Tone.BAD,
-    Learned.BETTER: Tone.GOOD,
-    Learned.WITHIN_NOISE: Tone.GOOD,
-}
+TONES: Mapping[Learned | None, Tone] = {
+    Learned.DIVERGED: Tone.BAD, Learned.WORSE: Tone.BAD, Learned.BETTER: Tone.GOOD, Learned.WITHIN_NOISE: Tone.GOOD,
+}  # fmt: skip
 
 
 def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
@@ -359,7 +357,7 @@ def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
         Col("against", lambda verdict: verdict.against),
         Col("its value", lambda verdict: verdict.reference, number=True, show=_four),
         Col("worse by", _worse, number=True, hint="points of a task, else a share; with the 99% interval over seeds"),
-        Col("verdict", lambda verdict: verdict.word, tone=lambda verdict: _TONES.get(verdict.learned, Tone.DOUBT)),
+        Col("verdict", lambda verdict: verdict.word, tone=lambda verdict: TONES.get(verdict.learned, Tone.DOUBT)),
     ]  # fmt: skip
     tasks = [task for task in CHANCES if any(row.figure.startswith(TASK + task) for row in rows)]
     chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in tasks)
