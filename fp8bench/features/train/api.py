@@ -22,7 +22,7 @@ from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.features.train import words
 from fp8bench.features.train.data import TrainingFrames, write_training
 from fp8bench.features.train.health.health import Health
-from fp8bench.features.train.kind import TrainingKind, line_of, plain, training_named
+from fp8bench.features.train.kind import KIND, line_of, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
 from fp8bench.features.train.progress import on_terminal, outward
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, request_with_defaults
@@ -74,11 +74,11 @@ class TrainingResult(KeptTraining):
         return f"<Training {self.training.id}: {arms}, {state}, {self.path}>"
 
     def __str__(self) -> str:
-        return layout.render(replace(TrainingKind().view(self).page(), footer=())).rstrip("\n")
+        return layout.render(replace(KIND.view(self).page(), footer=())).rstrip("\n")
 
     def _repr_html_(self) -> str:
         page = folder_of_kept(Path(self.path).parent.name, Path(self.path).parents[2]) / PAGE
-        return as_html(TrainingKind().view(self).page(), short_path(page) if page.is_file() else "")
+        return as_html(KIND.view(self).page(), short_path(page) if page.is_file() else "")
 
 
 def _shown(kept: KeptTraining) -> TrainingResult:

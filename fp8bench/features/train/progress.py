@@ -26,7 +26,7 @@ from fp8bench import units
 from fp8bench.cli.progress import REDRAW_SECONDS, LiveBlock, is_watched, time_left
 from fp8bench.cli.streams import complain
 from fp8bench.features.train.data import series_of
-from fp8bench.features.train.kind import find_training, load_training
+from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.page import page_of
 from fp8bench.features.train.values import (
     Arm,
@@ -304,7 +304,7 @@ class LivePage(_Outward):
         self._write("")
 
     def _write(self, state: str) -> None:
-        path = find_training(self._training.id, self._store) if self._training is not None else None
+        path = KIND.find(self._training.id, self._store) if self._training is not None else None
         if path is None:
             return
         try:

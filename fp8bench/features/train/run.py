@@ -19,14 +19,7 @@ from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, Worker
 from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, supported, turns_of
 from fp8bench.features.train.beginnings import prepare_text, started_from, with_file, with_scales
 from fp8bench.features.train.experiments import as_experiment, base_of
-from fp8bench.features.train.kind import (
-    ResumePlace,
-    load_head,
-    load_training,
-    reopen_training,
-    start_training,
-    training_files,
-)
+from fp8bench.features.train.kind import KIND, ResumePlace, load_head, load_training, reopen_training, start_training
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MERGES
@@ -393,7 +386,7 @@ def _expected(training: Training, store: Path) -> tuple[float, list[str], float 
     request = training.request
     known: dict[str, float] = {}
     deviations: list[float] = []
-    for path in training_files(store)[:_LOOKED_AT]:
+    for path in KIND.files(store)[:_LOOKED_AT]:
         with contextlib.suppress(StoreError):
             head = load_head(path)
             if _conditions(head) != _conditions(training):
