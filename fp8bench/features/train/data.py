@@ -40,7 +40,7 @@ from fp8bench.files import safe
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 from fp8bench.report.data.boards import attach, begun_at, sending, told_of, write_scalars
-from fp8bench.report.data.plain import Rows, cell
+from fp8bench.report.data.plain import Rows, cell, frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -232,18 +232,18 @@ def send_training(judged: JudgedTraining, project: str, files: Iterable[Path]) -
 _REPEATED = ("arm", "layer", "role", "of", "name", "kind", "tensor")
 
 
-def _lines(kept: KeptTraining, kind: type[StreamLine]) -> pd.DataFrame:
-    import pandas as pd
+def _frame(kind: type[StreamLine], words: str, *more: str) -> cached_property[pd.DataFrame]:
+    """A frame of the lines of a kind: their fields, and `more` that is computed from them."""
 
-    lines = kept.of(kind)
-    columns = {field.name: [getattr(line, field.name) for line in lines] for field in fields(kind)}
-    return pd.DataFrame(columns).astype({name: "category" for name in _REPEATED if name in columns})
+    def made(frames: TrainingFrames) -> pd.DataFrame:
+        import pandas as pd
 
+        lines, names = frames.training.of(kind), [*(field.name for field in fields(kind)), *more]
+        columns = {name: [getattr(line, name) for line in lines] for name in names}
+        return pd.DataFrame(columns).astype({name: "category" for name in _REPEATED if name in columns})
 
-def _frame(kind: type[StreamLine], words: str) -> cached_property[pd.DataFrame]:
-    frame = cached_property(lambda frames: _lines(frames.training, kind))
-    frame.__doc__ = words
-    return frame
+    made.__doc__ = words
+    return cached_property(made)
 
 
 @dataclass(frozen=True)
@@ -253,36 +253,27 @@ class TrainingFrames:
 
     training: KeptTraining
 
-    @cached_property
-    def arms(self) -> pd.DataFrame:
+    @frame
+    def arms(self) -> Rows:
         """A row for each arm."""
-        import pandas as pd
-
         judged, request = JudgedTraining(self.training), self.training.training.request
         shared = {"ranks": request.ranks or 1, "parallel": request.settings.parallel}
-        ways = ("amax_group", "wire")
-        return pd.DataFrame(
-            {**_arm(own.arm), **shared, **{way: getattr(own.arm.taken(request.settings), way) for way in ways},
-             **row_of(own, judged.verdicts)}
-            for own in judged.summaries
-        )  # fmt: skip
+        rows = []
+        for own in judged.summaries:
+            ways = {way: getattr(own.arm.taken(request.settings), way) for way in ("amax_group", "wire")}
+            rows.append({**_arm(own.arm), **shared, **ways, **row_of(own, judged.verdicts)})
+        return list(dict.fromkeys(chain(*rows))), rows
 
     steps = _frame(StepRow, "A row for each step of an arm in a seed.")
     readings = _frame(LayerReading, "A row for each tensor of a layer in a watched step.")
     figures = _frame(StepFigure, "A row for each further figure of a watched step.")
     events = _frame(TrainingEvent, "A row for each event.")
+    validations = _frame(
+        Validation, "A row for each validation, with perplexities.", "perplexity", "perplexity_by_byte"
+    )
 
-    @cached_property
-    def validations(self) -> pd.DataFrame:
-        """A row for each validation, with perplexities."""
-        looks, names = self.training.of(Validation), ("perplexity", "perplexity_by_byte")
-        more = {name: [getattr(look, name) for look in looks] for name in names}
-        return _lines(self.training, Validation).assign(**more)
-
-    @cached_property
-    def costs(self) -> pd.DataFrame:
+    @frame
+    def costs(self) -> Rows:
         """What each arm takes alone, a row for each figure: bytes, joules of a step, batches and reasons."""
-        import pandas as pd
-
-        figures = [(cost.arm, *figure) for cost in self.training.of(ArmCost) for figure in costs_of(cost)]
-        return pd.DataFrame(figures, columns=["arm", "figure", "value"])
+        figures = ((cost.arm, *figure) for cost in self.training.of(ArmCost) for figure in costs_of(cost))
+        return ("arm", "figure", "value"), figures
