@@ -61,7 +61,7 @@ class _Watching(TrainingObserver):
         self._arms: dict[str, ArmNow] = {}
 
     def begun(self, training: Training) -> None:
-        self._training, self._begun = training, self._clock()
+        self._training, self._begun, self._done_before = training, self._clock(), None
         self._arms = {arm.name: ArmNow(arm) for arm in training.arms if not arm.skip}
 
     def turn(self, place: int, turns: int) -> None:
@@ -395,6 +395,7 @@ class LiveBoard(_Outward):
 
     def begun(self, training: Training) -> None:
         super().begun(training)
+        self.close()  # of the training that an experiment begins with: wandb has one run at a time
         config = {**told_of(training.environment), "command": training.command, "training": training.id}
         self._try(partial(self._open, training, config))
 

@@ -353,6 +353,7 @@ def test_curves_go_to_wandb_as_they_come(monkeypatch: pytest.MonkeyPatch) -> Non
     told, options, ends = NotedTraining(), {}, []
 
     def init(**given: Any) -> SimpleNamespace:
+        assert not ends or ends[-1] == 0, "a run begins before the last one has ended"
         options.update(given)
         return SimpleNamespace(
             log=logged.append, finish=lambda exit_code=0: ends.append(exit_code),
@@ -364,10 +365,12 @@ def test_curves_go_to_wandb_as_they_come(monkeypatch: pytest.MonkeyPatch) -> Non
         board = LiveBoard("mine", told.note)
         board.begun(training())
         board.trained(0, 2, [row_of("bf16", 0, 0), row_of("bf16", 0, 1), row_of("fp8", 0, 0)])
+        if make is init:
+            board.begun(training(2))  # after the training whose weights an experiment begins with
         board.close()
-    assert (options["project"], options["id"], options["resume"]) == ("mine", "fp8bench-00000001-live", "allow")
+    assert (options["project"], options["id"], options["resume"]) == ("mine", "fp8bench-00000002-live", "allow")
     assert [values["step"] for values in logged] == [0, 1, 0] and "fp8/seed-0/training/loss" in logged[2]
-    assert ends == ["* by step", 0] and len(told.notes) == 1 and "division by zero" in told.notes[0]
+    assert ends == ["* by step", 0] * 2 and len(told.notes) == 1 and "division by zero" in told.notes[0]
 
 
 def test_the_inner_observer_still_gets_everything(tmp_path: Path) -> None:
