@@ -30,9 +30,8 @@ Figure = Callable[[JudgedTraining, str, int, Arm], float]
 
 def _mean(seen: JudgedTraining, arm: str, seed: int, first: float, last: float) -> float:
     """The mean loss between two shares of the steps."""
-    curve = seen.curves[arm, seed]
-    part = curve.losses[round(first * curve.steps) : round(last * curve.steps)]
-    return fmean(part) if curve.whole and not curve.blew_up else math.nan
+    losses = seen.curves[arm, seed].losses
+    return fmean(losses[round(first * len(losses)) : round(last * len(losses))])
 
 
 def _late(seen: JudgedTraining, arm: str, seed: int, name: str) -> float:
@@ -42,8 +41,9 @@ def _late(seen: JudgedTraining, arm: str, seed: int, name: str) -> float:
 
 
 def _look(seen: JudgedTraining, arm: str, seed: int, of: str) -> float:
-    looks = (look for look in seen.kept.of(Validation) if (look.arm, look.seed) == (arm, seed))
-    return {look.of: look.loss for look in looks}[of]
+    """The loss after the last step."""
+    looks = {(look.arm, look.seed, look.step, look.of): look.loss for look in seen.kept.of(Validation)}
+    return looks[arm, seed, seen.curves[arm, seed].steps, of]
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,10 @@ def _stopped(arms: tuple[ExperimentArm, ...], alarms: Mapping[str, str]) -> str:
 
 def _result_of_arm(own: Experiment, seen: JudgedTraining, arm: Arm) -> ExperimentArm:
     changes, verdicts = list[float](), seen.verdicts
+    ended = {key for key, curve in seen.curves.items() if curve.whole and not curve.blew_up}
     for seed in verdicts.seeds:
+        if not {(arm.name, seed), (verdicts.reference, seed)} <= ended:
+            continue
         try:
             ratio = own.figure(seen, arm.name, seed, arm) / own.figure(seen, verdicts.reference, seed, arm)
         except (KeyError, ValueError, ZeroDivisionError):  # one of them lacks the figure in this seed
