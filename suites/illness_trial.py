@@ -276,7 +276,7 @@ def run(folder: Path, style: str, seed: int, steps: int, kind: Kind | None = Non
     told = []
     for step, batch in pickle.loads(gzip.decompress(path.read_bytes())):
         events = [line for line in (*batch, *health.see(batch)) if isinstance(line, TrainingEvent)]
-        told += [(step, event.rule or event.kind, event.words) for event in events]
+        told += [(step, str(dict(event.values).get("rule", event.kind)), event.words) for event in events]
     return told
 
 

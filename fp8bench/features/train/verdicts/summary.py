@@ -103,7 +103,7 @@ class JudgedTraining:
 
 
 def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
-    kept, verdicts = judged.kept, judged.verdicts
+    kept, verdicts, curves = judged.kept, judged.verdicts, judged.curves
     peaks = {line.arm: line.memory for line in kept.of(ArmCost) if line.memory is not None}
     capacities = {line.arm: line.capacity for line in kept.of(ArmCost) if line.capacity is not None}
     # A user's own optimizer has its state only after its first step.
@@ -127,7 +127,7 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
             sent[line.arm][line.seed, line.step][line.layer] = line.value
     summaries = []
     for arm in kept.training.arms:
-        own = [curve for (name, _), curve in judged.curves.items() if name == arm.name]
+        own = [curve for (name, _), curve in curves.items() if name == arm.name]
         memory = peaks.get(lead if arm.is_band else arm.name)
         summary = ArmSummary(
             arm,
