@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from fp8bench.features.train.beginnings import prepare_text
-from fp8bench.features.train.health.health import RULES, Health, rule_of
+from fp8bench.features.train.health.health import RULES, Health
 from fp8bench.features.train.lab.evaluate import TokenWindows
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings
@@ -233,8 +233,8 @@ def judge_well(part: str, folder: Path) -> WellRow | None:
         trainings += len({row.arm for row in rows})
         whole += sum(row.step == study.steps - 1 for row in rows)
         events = alarms_of(study, lines)
-        alarms.update(map(rule_of, events))
-        told += [f"{study.name}, {event.arm}, step {event.step}: {rule_of(event)}: {event.words}" for event in events]
+        alarms.update(event.rule for event in events)
+        told += [f"{study.name}, {event.arm}, step {event.step}: {event.rule}: {event.words}" for event in events]
     return WellRow(part, trainings, whole, steps, dict(alarms), told) if steps else None
 
 
@@ -254,8 +254,8 @@ def judge_ill(folder: Path) -> list[IllRow]:
             events = alarms_of(study, kept(study, folder))
             after = [event for event in events if event.arm == "ill" and event.step >= illness.onset]
             early += len(events) - len(after)
-            delays += [event.step - illness.onset for event in after if rule_of(event) == illness.rule][:1]
-            others.update(set(map(rule_of, after)))
+            delays += [event.step - illness.onset for event in after if event.rule == illness.rule][:1]
+            others.update({event.rule for event in after})
         if studies:
             words, rule = illness.words, illness.rule
             rows.append(IllRow(words, rule, illness.precision, len(studies), len(delays), delays, dict(others), early))

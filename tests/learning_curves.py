@@ -16,7 +16,7 @@ from fp8bench.features.train.values import (
     TrainingText,
     Validation,
 )
-from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import Environment
 from tests.facts import CPU
 
@@ -36,12 +36,9 @@ def training(*candidates: Arm, steps: int = 100, seeds: int = 5, margin: float =
     return Training("t1", "2026-01-05T12:00:00Z", "fp8bench train", request, arms, CPU, Environment({}), TEXT, 1000)
 
 
-def kept_of(lines_told: Iterable[StreamLine], of: Training | None = None, finished: bool = True) -> KeptTraining:
-    return KeptTraining(of or training(), tuple(lines_told), finished, "store/trainings/one/steps.jsonl")
-
-
-def judged(kept: KeptTraining) -> tuple[KeptTraining, TrainingVerdicts]:
-    return kept, verdicts_of(kept.training, kept.lines)
+def judged(lines_told: Iterable[StreamLine], of: Training | None = None, finished: bool = True) -> JudgedTraining:
+    kept = KeptTraining(of or training(), tuple(lines_told), finished, "store/trainings/one/steps.jsonl")
+    return JudgedTraining(kept)
 
 
 def rows(arm: str, seed: int, losses: Sequence[float], seconds: float = 0.01, tokens: int = 192) -> Iterator[StepRow]:

@@ -13,7 +13,7 @@ import pytest
 from fp8bench import units
 from fp8bench.analysis.findings import findings
 from fp8bench.api import load
-from fp8bench.features.train.kind import load_training, training_files
+from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.values import ArmCost
 from fp8bench.model import EnergyUse, Run
 from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
@@ -178,7 +178,7 @@ def test_a_training_measures_the_energy_of_each_arm(simulation: Simulation, tmp_
         text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (path,) = training_files(tmp_path / "store")
+    (path,) = KIND.files(tmp_path / "store")
     found = {one.arm: one.energy for one in load_training(path).of(ArmCost) if one.energy}
     assert found.keys() == {"fp32", "bf16"} and " a step [" in done.stdout
     for use in found.values():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from fp8bench.feature_list import feature_parts
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Page
+from fp8bench.store.kept_lines import fitting
 from fp8bench.store.runs.listing import listing
 
 K = TypeVar("K")
@@ -61,23 +63,37 @@ class Exports:
 
 
 class Kind(ABC, Generic[K]):
-    """A kind of kept thing. `refused` are options of `show` that it does not take."""
+    """A kind of kept thing. `pattern` says where its files lie in a store: in folders `<utc>-<...>-<id>`, under one
+    name, or in files that are called so. `refused` are options of `show` that it does not take."""
 
     name: ClassVar[str]
     holds: ClassVar[type]
+    pattern: ClassVar[str]
     refused: ClassVar[tuple[str, ...]] = ()
 
-    @abstractmethod
+    def files(self, store: Path) -> list[Path]:
+        """Newest first."""
+        return [path for path in sorted(store.glob(self.pattern), reverse=True) if path.is_file()]
+
     def find(self, word: str, store: Path) -> Path | None:
-        """The path that a word means: a path, an id or the beginning of one."""
+        """The file that a word means: a path, a folder, an id, a name, or the beginning of one; None if none or several
+        fit."""
+        last = Path(self.pattern).name
+        with contextlib.suppress(OSError, ValueError):
+            for path in (Path(word), Path(word) / last):
+                if path.is_file() and (path.name == last or path.resolve().match(self.pattern)):
+                    return path
+        paths = fitting(word, {path: self.names(path) for path in self.files(store)})
+        return paths[0] if len(paths) == 1 else None
 
     def newest(self, store: Path) -> Path | None:
         """The newest one for 'last', if that may mean this kind; its last name begins with its start time."""
         return None
 
-    @abstractmethod
-    def names(self, path: Path) -> tuple[str, ...]:
-        """Its id and the stem of its file."""
+    def names(self, path: Path) -> tuple[str, str]:
+        """Its id, and the name of its folder or file that ends with the id."""
+        name = path.stem if "*" in Path(self.pattern).name else path.parent.name
+        return name.rpartition("-")[2], name
 
     @abstractmethod
     def load(self, path: Path) -> K:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +13,6 @@ from fp8bench.features.ablate.values import KEPT, Ablation
 from fp8bench.files import unsealed
 from fp8bench.jobs.kinds import Kind, View
 from fp8bench.model.codec import Malformed, decode
-from fp8bench.store.kept_lines import fitting
 
 
 class AblationKind(Kind[Ablation]):
@@ -22,18 +20,8 @@ class AblationKind(Kind[Ablation]):
 
     name = "ablation"
     holds = Ablation
+    pattern = f"ablations/*/{KEPT}"
     refused = ("tensorboard", "wandb")
-
-    def find(self, word: str, store: Path) -> Path | None:
-        with contextlib.suppress(OSError, ValueError):
-            for path in (Path(word), Path(word) / KEPT):
-                if path.is_file() and path.name == KEPT:
-                    return path
-        matches = fitting(word, {path: self.names(path) for path in _files(store)})
-        return matches[0] if len(matches) == 1 else None
-
-    def names(self, path: Path) -> tuple[str, ...]:
-        return path.parent.name.rpartition("-")[2], path.parent.name
 
     def load(self, path: Path) -> Ablation:
         try:
@@ -51,15 +39,11 @@ class AblationKind(Kind[Ablation]):
         return self.view(kept, charts=True)
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
-        return (partial(self._line, path) for path in reversed(_files(store)))
+        return (partial(self._line, path) for path in self.files(store))
 
     def _line(self, path: Path) -> str:
         ablation = self.load(path)
         return f"{self.names(path)[0]}  ablation of {ablation.suite}: {', '.join(ablation.names)}"
-
-
-def _files(store: Path) -> list[Path]:
-    return sorted((store / "ablations").glob(f"*/{KEPT}"))
 
 
 KINDS = (AblationKind(),)

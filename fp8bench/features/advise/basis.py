@@ -19,8 +19,7 @@ from fp8bench.errors import UsageError
 from fp8bench.features.advise.values import Ground, Met, RuleAnswer
 from fp8bench.features.infer.values import ServingAnswer
 from fp8bench.features.sensitivity.study import Study
-from fp8bench.features.train.values import KeptTraining
-from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import (
     CELL_PHASES,
     UNATTRIBUTED,
@@ -41,14 +40,6 @@ from fp8bench.report.panels import together
 
 # The phases that a lower precision changes if values between products keep their dtype.
 _PRODUCTS = frozenset({Phase.CAST, Phase.GEMM, Phase.ATTENTION})
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A training with the verdicts on its arms."""
-
-    kept: KeptTraining
-    verdicts: TrainingVerdicts
 
 
 @dataclass(frozen=True)
@@ -219,7 +210,7 @@ class Basis:
     run: Run
     findings: Mapping[str, Finding]
     studies: tuple[Study, ...] = ()
-    training: Trained | None = None
+    training: JudgedTraining | None = None
     least: float = 0.1
     other_runs: tuple[tuple[Run, Mapping[str, Finding]], ...] = ()
     served: tuple[ServingAnswer, ...] = ()

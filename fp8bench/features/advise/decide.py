@@ -14,14 +14,15 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.features.advise import shape_rules
-from fp8bench.features.advise.basis import Basis, ComparedCase, Trained, doubts, gain_text, mapped, met_above
+from fp8bench.features.advise.basis import Basis, ComparedCase, doubts, gain_text, mapped, met_above
 from fp8bench.features.advise.rules import COST_RULES, SPEED_RULES, arm_of, bound_of, stage_of, study_of, tried_as
 from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Ground, Met, RuleAnswer
 from fp8bench.features.infer.values import ArmTimes, BatchGain, BatchSweep, ServingAnswer, word_of
 from fp8bench.features.infer.view import carrier_of, spared_word
 from fp8bench.features.sensitivity.study import as_words
-from fp8bench.features.train.verdicts.curves import Curve, Gap, curves_of, gap_of
+from fp8bench.features.train.verdicts.curves import Curve, Gap, gap_of
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import Interval, Level, Status, Verdict
 from fp8bench.nn.served import ServedArm
 from fp8bench.report.panels import together
@@ -242,13 +243,13 @@ class Harm(NamedTuple):
     steps: int
 
 
-def harm_of(trained: Trained, arm: str) -> Harm | None:
+def harm_of(trained: JudgedTraining, arm: str) -> Harm | None:
     """Returns None where an arm does no harm, or does it from the first part on: no other time to begin is known."""
     training = trained.kept.training
     steps = training.request.steps
     if steps < _LEAST_STEPS:
         return None
-    curves = curves_of(trained.kept.lines, steps)
+    curves = trained.curves
     gaps = []
     for part in range(PARTS):  # of each seed that has both, the mean loss of that part over the reference's
         losses = [

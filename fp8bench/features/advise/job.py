@@ -24,15 +24,16 @@ from fp8bench.analysis.energy import LEAST_WINDOWS, energy_samples
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.stats import Floats
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.features.advise.basis import Basis, ComparedCase, Trained, speed_of
+from fp8bench.features.advise.basis import Basis, ComparedCase, speed_of
 from fp8bench.features.advise.rules import arm_of
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked, Cost
 from fp8bench.features.infer.values import kept_answers
 from fp8bench.features.sensitivity.job import studies_of, write_map_file
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.kind import load_training, training_named
-from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Learned, curves_of
-from fp8bench.features.train.verdicts.verdicts import ArmVerdict, log_steps, verdicts_of
+from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Learned
+from fp8bench.features.train.verdicts.summary import JudgedTraining
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict, log_steps
 from fp8bench.model import Case, EnergyUse, Interval, Label, Run
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.pipeline import execute, measure_again, now
@@ -56,7 +57,7 @@ def basis_of(
     trained = None
     if training is not None:
         kept = load_training(training_named(training, store))
-        trained = Trained(kept, verdicts_of(kept.training, kept.lines))
+        trained = JudgedTraining(kept)
         troubles += kept.troubles
     known = tuple((other, findings(other)) for other in other_runs)
     answers, wrong = kept_answers(store_of(Path(run.path)) or store).lines()
@@ -272,7 +273,7 @@ def _drawn_joules(use: EnergyUse, seed: int) -> _Drawn | None:
     return _Drawn(float(np.median(samples)), drawn)
 
 
-def _log_steps(trained: Trained | None, arm: ArmVerdict | None) -> tuple[_Drawn | None, str]:
+def _log_steps(trained: JudgedTraining | None, arm: ArmVerdict | None) -> tuple[_Drawn | None, str]:
     """Returns how many times as many steps the arm takes to the same loss, over resampled seeds; or None and why."""
     if trained is None or arm is None:
         return None, "no training had an arm in it" if trained is not None else "no training was named (--training)"
@@ -280,7 +281,7 @@ def _log_steps(trained: Trained | None, arm: ArmVerdict | None) -> tuple[_Drawn 
         return None, f"it never comes to that loss: {arm.judged.learned}"
     if len(arm.pairs) < LEAST_PAIRS:
         return None, f"{LEAST_PAIRS} seeds are needed, and there are {len(arm.pairs)}"
-    curves = curves_of(trained.kept.lines, trained.kept.training.request.steps)
+    curves = trained.curves
     pairs = [(curves[trained.verdicts.reference, pair.seed], curves[arm.arm.name, pair.seed]) for pair in arm.pairs]
 
     @cache

@@ -7,7 +7,6 @@ belongs to no series.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.files import LineWriter, stamp
 from fp8bench.jobs.kinds import Kind, View
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
-from fp8bench.store.kept_lines import Content, UnknownKind, fitting, lines_of, read_header, take_lines
+from fp8bench.store.kept_lines import Content, UnknownKind, lines_of, read_header, take_lines
 from fp8bench.store.runs.run_file import unsound
 
 # Keys of older files, and their names now.
@@ -67,21 +66,8 @@ class DuelKind(Kind[Duel]):
 
     name = "duel"
     holds = Duel
+    pattern = "duels/*.jsonl"
     refused = ("csv", "tensorboard", "wandb")
-
-    def find(self, word: str, store: Path) -> Path | None:
-        """Finds a duel by its path, its file's stem, or the beginning of its id."""
-        with contextlib.suppress(OSError, ValueError):
-            path = Path(word)
-            if path.is_file() and path.resolve().parent.name == "duels":
-                return path
-        files = sorted((store / "duels").glob("*.jsonl"))
-        exact = [path for path in files if word == path.stem]
-        meant = exact or fitting(word, {path: (path.stem.rpartition("-")[2],) for path in files})
-        return meant[0] if len(meant) == 1 else None
-
-    def names(self, path: Path) -> tuple[str, ...]:
-        return path.stem.rpartition("-")[2], path.stem
 
     def load(self, path: Path) -> Duel:
         sheet = lines_of(path, "the duel's file")

@@ -241,8 +241,7 @@ def of_revision(question: DuelQuestion, request: Request, store: Path, observer:
 
 
 def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
-    files = (store / "duels").glob("*.jsonl")
-    path = max(files, key=lambda file: file.name, default=None) if word == "last" else DuelKind().find(word, store)
+    path = next(iter(DuelKind().files(store)), None) if word == "last" else DuelKind().find(word, store)
     if path is None:
         raise RunNotFound(f"no duel {word!r:.200} in {store}. Give an id, a file's stem, a path, or 'last'.")
     duel = DuelKind().load(path)

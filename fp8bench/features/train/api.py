@@ -22,7 +22,7 @@ from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.features.train import words
 from fp8bench.features.train.data import TrainingFrames, write_training
 from fp8bench.features.train.health.health import Health
-from fp8bench.features.train.kind import TrainingKind, line_of, plain, training_named
+from fp8bench.features.train.kind import KIND, line_of, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
 from fp8bench.features.train.progress import on_terminal, outward
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, request_with_defaults
@@ -39,8 +39,8 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of
-from fp8bench.features.train.verdicts.summary import ArmSummary, mean_of
-from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of, verdicts_on
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, mean_of
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_on
 from fp8bench.features.train.view import answers, arm_cols
 from fp8bench.files import append
 from fp8bench.jobs.report_files import PAGE, folder_of_kept, short_path
@@ -74,11 +74,11 @@ class TrainingResult(KeptTraining):
         return f"<Training {self.training.id}: {arms}, {state}, {self.path}>"
 
     def __str__(self) -> str:
-        return layout.render(replace(TrainingKind().view(self).page(), footer=())).rstrip("\n")
+        return layout.render(replace(KIND.view(self).page(), footer=())).rstrip("\n")
 
     def _repr_html_(self) -> str:
         page = folder_of_kept(Path(self.path).parent.name, Path(self.path).parents[2]) / PAGE
-        return as_html(TrainingKind().view(self).page(), short_path(page) if page.is_file() else "")
+        return as_html(KIND.view(self).page(), short_path(page) if page.is_file() else "")
 
 
 def _shown(kept: KeptTraining) -> TrainingResult:
@@ -139,7 +139,7 @@ def train(
             LIVE.pop(name, None)
             MADE.clear()
     if board is not None:
-        write_training(done, verdicts_of(done.training, done.lines), board)
+        write_training(JudgedTraining(done), board)
     return _shown(done)
 
 

@@ -20,7 +20,7 @@ from fp8bench.features.train.lab.models import (
     support,
 )
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.tasks import check_metrics, check_tasks
+from fp8bench.features.train.tasks import check_sequence
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
 from fp8bench.plan.make import check_limit, device_named
@@ -40,20 +40,15 @@ _SWEPT: dict[str, Callable[[str], Scalar]] = {
 }
 
 
-@dataclass(frozen=True)
-class MsampLevel:
-    """One of MS-AMP's levels: a precision, and the formats of what is kept of a parameter."""
-
-    precision: str
-    settings: Params
-
-
-# By the table in its documentation; scales are powers of two. --wire sets what ranks send.
-_MODE = "fp8:scale=pow2"
-LEVELS: Mapping[str, MsampLevel] = {
-    "msamp-o1": MsampLevel(_MODE, (("gradients", "fp8"), ("master", "fp16-scaled"))),
-    "msamp-o2": MsampLevel(_MODE, (("gradients", "fp8"), ("master", "fp16-scaled"), ("optimizer_states", "fp8lm"))),
-    "msamp-o3": MsampLevel(_MODE, (("gradients", "fp8"), ("optimizer_states", "fp8lm"), ("master", "fp16-fp8"))),
+# MS-AMP's levels by the table in its documentation: what is kept of a parameter, under scales that are powers of two.
+# --wire sets what ranks send.
+LEVELS: Mapping[str, Arm] = {
+    name: Arm(name, "fp8:scale=pow2", settings=(("gradients", "fp8"), *settings))
+    for name, settings in {
+        "msamp-o1": (("master", "fp16-scaled"),),
+        "msamp-o2": (("master", "fp16-scaled"), ("optimizer_states", "fp8lm")),
+        "msamp-o3": (("optimizer_states", "fp8lm"), ("master", "fp16-fp8")),
+    }.items()
 }
 
 
@@ -86,21 +81,27 @@ def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceF
 
 def check_training(request: TrainingRequest) -> None:
     """Raise UsageError for unknown names and impossible settings, before anything is started."""
-    arms, mapped = _named(request), request.settings.precision_map
-    check_metrics(request)
-    if request.settings.make:
+    from fp8bench.jobs.profile import function_named
+
+    arms, settings = _named(request), request.settings
+    for metric in settings.metric:
+        function_named(metric.removesuffix("=lower"))
+    if settings.make:
         _check_own(request)
     else:
-        check_tasks(request, config_of(request.settings, 1).sequence)
-        arch, config = request.settings.arch, config_of(request.settings, 1)
-        check_keys(mapped, (*layers_of(arch, config), *around_of(arch, config)), f"model {request.settings.model}")
-    check_effective([arm.taken(request.settings) for arm in arms])
-    check_beginning(request, any(arm.taken(request.settings).lora for arm in arms))
-    for arm in arms:
-        check(arm.taken(request.settings))
+        arch, config = settings.arch, config_of(settings, 1)
+        if settings.tasks:
+            check_sequence("--tasks", config.sequence)
+        layers = (*layers_of(arch, config), *around_of(arch, config))
+        check_keys(settings.precision_map, layers, f"model {settings.model}")
+    taken = {arm: arm.taken(settings) for arm in arms}
+    check_effective([*taken.values()])
+    check_beginning(request, any(own.lora for own in taken.values()))
+    for arm, own in taken.items():
+        check(own)
         if request.ranks is not None:
-            check_ranks(arm.taken(request.settings), request.ranks)
-        for _, word in mapped if arm.role is ArmRole.CANDIDATE else ():
+            check_ranks(own, request.ranks)
+        for _, word in settings.precision_map if arm.role is ArmRole.CANDIDATE else ():
             check_mixed(arm.precision, word)
 
 
@@ -162,11 +163,11 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
     others = [mode for mode in modes if mode != lead] or [lead]
     candidates = {}
     for mode, settings in _swept(request, others):
-        level = LEVELS.get(mode, MsampLevel(mode, ()))
+        level = LEVELS.get(mode, Arm(mode, mode))
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
         if both := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(level.settings).keys():
             raise UsageError(f"--sweep {min(both).replace('_', '-')}: {mode} sets it already. Leave one of them out.")
-        candidates[name] = Arm(name, level.precision, settings=(*level.settings, *settings))
+        candidates[name] = replace(level, name=name, settings=(*level.settings, *settings))
     candidates.pop(lead, None)
     if not candidates:
         raise UsageError(

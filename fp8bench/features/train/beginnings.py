@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.kind import find_training, load_head, load_training, newest_checkpoint, training_named
+from fp8bench.features.train.kind import KIND, load_head, load_training, newest_checkpoint, training_named
 from fp8bench.features.train.lab.models import config_of, layers_of
 from fp8bench.features.train.request import TrainingRequest, merges_of
 from fp8bench.features.train.tasks import TASK_TEXT, text_of
@@ -319,7 +319,7 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
             f"dtype that has ({', '.join(having)}), or leave the option out."
         )
     last, word = request.scales_from == "last", request.scales_from
-    path = training_named(word, store) if last else find_training(word, store)
+    path = training_named(word, store) if last else KIND.find(word, store)
     if path is None:
         run = load_named(word, store)
         known, of = scales_of(run), f"run {run.id}"

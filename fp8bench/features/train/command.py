@@ -16,7 +16,7 @@ from fp8bench.cli.outputs import check_outputs, in_store, tell, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName, UsageError
 from fp8bench.features.train.arms import check_training
-from fp8bench.features.train.kind import TrainingKind, load_head, training_named
+from fp8bench.features.train.kind import KIND, load_head, training_named
 from fp8bench.features.train.request import (
     LEARNING,
     LENGTH,
@@ -193,7 +193,7 @@ def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
             yield outer
     except NotKept as error:
         kept = cast(KeptTraining, error.run)
-        tell(arguments, *TrainingKind().view(kept))
+        tell(arguments, *KIND.view(kept))
         _tell_how_to_go_on(kept, arguments)
         raise
 
@@ -203,12 +203,12 @@ def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
 
     if not kept.finished:
         _tell_how_to_go_on(kept, arguments)
-    tell(arguments, *TrainingKind().view(kept))
+    tell(arguments, *KIND.view(kept))
     if not kept.finished:
         return EXIT_INTERRUPTED
     path, wanted = Path(kept.path), wanted_of(arguments)
     kept_reported(kept, arguments.store, complain)
-    if not kept_exported(TrainingKind(), kept, path, arguments.store, wanted, complain):
+    if not kept_exported(KIND, kept, path, arguments.store, wanted, complain):
         return EXIT_INTERRUPTED
     if any(event.kind == "out" for event in kept.of(TrainingEvent)):
         return EXIT_FAILED
@@ -217,14 +217,14 @@ def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
 
 def _judged(kept: KeptTraining, wanted: Sequence[str]) -> int:
     """The exit code for --fail-on, with a sentence for each reason. An arm that was not trained is no pass."""
-    from fp8bench.features.train.verdicts.verdicts import verdicts_of
+    from fp8bench.features.train.verdicts.summary import JudgedTraining
     from fp8bench.features.train.words import failures
 
     if not wanted:
         return EXIT_OK
     for arm in (missing := [other for other in kept.training.arms if other.skip]):
         complain(f"--fail-on: {arm.name} was not trained: {arm.skip}")
-    reasons = list(failures(kept, verdicts_of(kept.training, kept.lines), wanted))
+    reasons = list(failures(JudgedTraining(kept), wanted))
     for reason in reasons:
         complain(f"--fail-on: {reason}")
     if missing:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from fp8bench import units
 from fp8bench.features.train.values import ArmRole, KeptTraining, StepFigure, StepRow, TrainingEvent, Validation
 from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, gap_of, last_of
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.view import POSITION
 from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Lines, Mark, Scatter, Tone
 from fp8bench.report.page.drawing.scale import POINTS
@@ -24,7 +25,6 @@ from fp8bench.report.panels import together
 from fp8bench.report.words.naming import many
 
 P = TypeVar("P", int, str)
-Curves = Mapping[Key, Curve]
 # The means of each curve in the windows before the ends; and an arm's name with its marks.
 Windows = dict[Key, list[float]]
 Series = tuple[str, tuple[Mark | None, ...]]
@@ -49,12 +49,13 @@ def ends_of(steps: int) -> tuple[int, ...]:
     return tuple(sorted({1 + round(number * (steps - 1) / max(1, count - 1)) for number in range(count)} | {steps}))
 
 
-def losses(kept: KeptTraining, curves: Curves, ends: Sequence[int], reference: str) -> Iterator[Element]:
-    means = windows_of(curves, ends)
-    yield from gap_curves(kept, means, ends, reference)
+def losses(judged: JudgedTraining) -> Iterator[Element]:
+    kept, ends = judged.kept, ends_of(judged.training.request.steps)
+    means = windows_of(judged.curves, ends)
+    yield from gap_curves(kept, means, ends, judged.verdicts.reference)
     yield from loss_curves(kept, means, ends)
     yield from held_out_curves(kept)
-    yield from loss_by_time(kept, curves, means, ends)
+    yield from loss_by_time(judged, means, ends)
 
 
 def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
@@ -104,7 +105,7 @@ def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int], referenc
 def _flagged(kept: KeptTraining, series: Iterable[Series], ends: Sequence[int]) -> Iterator[Series]:
     """The series with their arms' alarms in any seed, at the mark of the step or the last one before it: a value that
     is not finite has no mark."""
-    alarms = [event for event in kept.of(TrainingEvent) if event.kind == "alarm"]
+    alarms = kept.alarms
     for name, marks in series:
         known = [place for place, mark in enumerate(marks) if mark is not None]
         own = ((bisect_right(known, bisect_left(ends, event.step + 1)), event) for event in alarms if event.arm == name)
@@ -112,54 +113,52 @@ def _flagged(kept: KeptTraining, series: Iterable[Series], ends: Sequence[int]) 
         yield name, tuple(mark and _with_flag(mark, flags.get(place, [])) for place, mark in enumerate(marks))
 
 
-def _rule(alarm: TrainingEvent) -> str:
-    return str(dict(alarm.values).get("rule", alarm.kind))
-
-
 def _with_flag(mark: Mark, alarms: Sequence[TrainingEvent]) -> Mark:
     if not alarms:
         return mark
-    words = [
-        f"{_rule(alarm)} in step {alarm.step} of seed {alarm.seed}: {alarm.words}" for alarm in alarms[:_MOST_TOLD]
-    ]
+    words = [f"{alarm.rule} in step {alarm.step} of seed {alarm.seed}: {alarm.words}" for alarm in alarms[:_MOST_TOLD]]
     more = [f"and {many(len(alarms) - _MOST_TOLD, 'more alarm')}"] if len(alarms) > _MOST_TOLD else []
-    flag = ", ".join(dict.fromkeys(map(_rule, alarms)))
+    flag = ", ".join(dict.fromkeys(alarm.rule for alarm in alarms))
     return replace(mark, tone=Tone.BAD, flag=flag, hint="\n".join(filter(None, (mark.hint, *words, *more))))
 
 
 def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
-    looks = [look for look in kept.of(Validation) if look.of == HELD_OUT and math.isfinite(look.loss)]
     arms = [arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS)]
-    steps = sorted({look.step for look in looks})
-    series = _means(arms, ((look.arm, look.step, look.loss) for look in looks), steps)
+    known = _known_looks(kept, HELD_OUT, lambda look: look.step)
+    steps = sorted({step for _, step in known})
     yield Lines(
         "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),
-        ChartAxis(f"{_unit(kept)}, by steps done"), _drawn(series),
+        ChartAxis(f"{_unit(kept)}, by steps done"), _drawn(_means(arms, known, steps)),
     )  # fmt: skip
 
 
 def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
-    looks = [look for look in kept.of(Validation) if look.of.startswith(POSITION) and math.isfinite(look.loss)]
     arms = [arm.name for arm in kept.training.arms if not arm.is_band]
-    places = list(dict.fromkeys(look.of.removeprefix(POSITION) for look in looks))
-    series = _means(arms, ((look.arm, look.of.removeprefix(POSITION), look.loss) for look in looks), places)
+    known = _known_looks(kept, POSITION, lambda look: look.of.removeprefix(POSITION))
+    places = list(dict.fromkeys(place for _, place in known))
     yield Lines(
         "places", "Loss by place in the context", "Means over seeds, of held-out text after the last step.",
-        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"), _drawn(series),
+        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"),
+        _drawn(_means(arms, known, places)),
     )  # fmt: skip
 
 
-def _means(arms: Iterable[str], seen: Iterable[tuple[str, P, float]], places: Sequence[P]) -> Iterator[Series]:
-    known = together(((arm, place), loss) for arm, place, loss in seen)
+def _known_looks(kept: KeptTraining, of: str, at: Callable[[Validation], P]) -> dict[tuple[str, P], list[float]]:
+    looks = (look for look in kept.of(Validation) if look.of.startswith(of) and math.isfinite(look.loss))
+    return together(((look.arm, at(look)), look.loss) for look in looks)
+
+
+def _means(arms: Iterable[str], known: Mapping[tuple[str, P], list[float]], places: Sequence[P]) -> Iterator[Series]:
     for arm in arms:
         yield arm, tuple(Mark("", fmean(own)) if (own := known.get((arm, place))) else None for place in places)
 
 
-def loss_by_time(kept: KeptTraining, curves: Curves, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
+def loss_by_time(judged: JudgedTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
     """Native arms only, a line for each seed: an emulation's time means nothing. Watched steps count as the median
     step."""
-    points, names = [], {arm.name for arm in kept.training.arms if arm.native and not arm.is_band}
-    timed = {key: curve for key, curve in curves.items() if key[0] in names and any(row.seconds for row in curve.rows)}
+    points, names = [], {arm.name for arm in judged.training.arms if arm.native and not arm.is_band}
+    own = ((key, curve) for key, curve in judged.curves.items() if key[0] in names)
+    timed = {key: curve for key, curve in own if any(row.seconds for row in curve.rows)}
     stride = max(1, -(-len(timed) * len(ends) // POINTS))
     for (name, seed), curve in timed.items():
         usual = median(row.seconds for row in curve.rows if row.seconds > 0)
@@ -172,14 +171,16 @@ def loss_by_time(kept: KeptTraining, curves: Curves, means: Windows, ends: Seque
     if len(joined) > 1:
         yield Scatter(
             "loss-by-time", "Training loss over time", "Native arms, a line for each seed, by the time of their steps.",
-            ChartAxis("time of the steps", "s"), ChartAxis(_unit(kept)), tuple(points), joined=joined,
+            ChartAxis("time of the steps", "s"), ChartAxis(_unit(judged.kept)), tuple(points), joined=joined,
         )  # fmt: skip
 
 
-def figure_curves(kept: KeptTraining, curves: Curves, ends: Sequence[int]) -> Iterator[Element]:
+def figure_curves(judged: JudgedTraining) -> Iterator[Element]:
     """Further figures of every step in the first seed, one chart each, unless a figure never changes."""
-    arms = {arm.name: curve for arm in kept.training.arms if not arm.is_band
-            and (curve := curves.get((arm.name, kept.training.request.seed))) is not None}  # fmt: skip
+    kept, request = judged.kept, judged.training.request
+    arms = {arm.name: curve for arm in judged.training.arms if not arm.is_band
+            and (curve := judged.curves.get((arm.name, request.seed))) is not None}  # fmt: skip
+    ends = ends_of(request.steps)
     for name, title, value, folded in _FIGURES:
         series = [(arm, tuple(_figures(curve, ends, value))) for arm, curve in arms.items()]
         if len({mark.value for _, marks in series for mark in marks if mark}) > 1:
@@ -241,7 +242,7 @@ def _of_all_arms(
     return Lines(name, title, words, _places(step + 1 for step in steps), axis, _drawn(series), folded=True)
 
 
-def windows_of(curves: Curves, ends: Sequence[int]) -> Windows:
+def windows_of(curves: Mapping[Key, Curve], ends: Sequence[int]) -> Windows:
     """The mean of each curve before each end; NaN where the curve is shorter, or not finite."""
     means = {}
     for key, curve in curves.items():

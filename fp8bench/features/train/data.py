@@ -32,15 +32,15 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import Key
-from fp8bench.features.train.verdicts.summary import ArmSummary, figures_of, summaries_of, verdicts_of_scores
-from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, figures_of
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.features.train.view import bands_of, notes_of
 from fp8bench.features.train.words import of_arm, verdict
 from fp8bench.files import safe
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 from fp8bench.report.data.boards import attach, begun_at, sending, told_of, write_scalars
-from fp8bench.report.data.plain import Rows, cell
+from fp8bench.report.data.plain import Rows, cell, frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,17 +54,18 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 }
 
 
-def value_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> dict[str, Any]:
+def value_of(judged: JudgedTraining) -> dict[str, Any]:
+    kept, verdicts = judged.kept, judged.verdicts
     trained = [arm for arm in verdicts.arms if not arm.arm.skip]
     bands = {name: encode(getattr(verdicts, name)) for name in ("seed_band", "repeat_band")}
-    arms = {summary.arm.name: encode(row_of(summary, verdicts)) for summary in summaries_of(kept, verdicts)}
+    arms = {summary.arm.name: encode(row_of(summary, verdicts)) for summary in judged.summaries}
     return {
         "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
         "verdicts": {arm.arm.name: {**encode(arm), "words": verdict(arm, verdicts)} for arm in trained},
-        "experiment": encode(result_of(kept, verdicts)),
-        "scores": encode(verdicts_of_scores(kept, verdicts)), "reached": encode(verdicts.reached), **bands,
+        "experiment": encode(result_of(judged)),
+        "scores": encode(judged.scores), "reached": encode(verdicts.reached), **bands,
         "bands": list(bands_of(verdicts)),
-        "notes": list(notes_of(kept, verdicts)),
+        "notes": list(notes_of(judged)),
         "lines": [{"line": type(line).__name__, **encode(line)} for line in kept.lines],
         "troubles": list(kept.troubles),
     }  # fmt: skip
@@ -76,17 +77,17 @@ def row_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, Any]:
     return {**figures_of(summary, verdicts), "verdict": learned, "words": of_arm(summary, verdicts)}
 
 
-def rows_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Rows:
+def rows_of(judged: JudgedTraining) -> Rows:
     """A row for each figure of an arm, then one for each figure of every line; numbers have all their digits."""
-    return COLUMNS, chain(_summaries(kept, verdicts), _rows(kept))
+    return COLUMNS, chain(_summaries(judged), _rows(judged.kept))
 
 
-def _summaries(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[dict[str, Any]]:
-    for summary in summaries_of(kept, verdicts):
-        for figure, value in row_of(summary, verdicts).items():
+def _summaries(judged: JudgedTraining) -> Iterator[dict[str, Any]]:
+    for summary in judged.summaries:
+        for figure, value in row_of(summary, judged.verdicts).items():
             if value is not None:
                 yield {**_arm(summary.arm), "line": "Summary", "figure": figure, "value": value}
-    for kind, sentences in (("band", bands_of(verdicts)), ("note", notes_of(kept, verdicts))):
+    for kind, sentences in (("band", bands_of(judged.verdicts)), ("note", notes_of(judged))):
         yield from ({"line": "Summary", "figure": kind, "value": sentence} for sentence in sentences)
 
 
@@ -183,46 +184,46 @@ def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
             yield f"events/{line.kind}", 1.0
 
 
-def summed_up(kept: KeptTraining, verdicts: TrainingVerdicts) -> dict[str, dict[str, float]]:
-    figures = {summary.arm.name: figures_of(summary, verdicts) for summary in summaries_of(kept, verdicts)}
+def summed_up(judged: JudgedTraining) -> dict[str, dict[str, float]]:
+    figures = {summary.arm.name: figures_of(summary, judged.verdicts) for summary in judged.summaries}
     return {
         arm: {name: value for name, value in own.items() if value is not None and math.isfinite(value)}
         for arm, own in figures.items()
     }
 
 
-def write_training(kept: KeptTraining, verdicts: TrainingVerdicts, folder: Path) -> tuple[Path, ...]:
+def write_training(judged: JudgedTraining, folder: Path) -> tuple[Path, ...]:
     """Write TensorBoard's files. Raises StoreError where one cannot be written."""
-    training = kept.training
+    training = judged.training
     at, own = begun_at(training.started), folder / safe(training.id)
     files = [
         write_scalars(own / safe(arm) / f"seed-{seed}", training.id, at, curve.items())
-        for (arm, seed), curve in series_of(kept).items()
+        for (arm, seed), curve in series_of(judged.kept).items()
     ]
-    for arm, figures in summed_up(kept, verdicts).items():
+    for arm, figures in summed_up(judged).items():
         if figures:
             values = {f"summary/{name}": value for name, value in figures.items()}
             files.append(write_scalars(own / safe(arm), training.id, at, [(training.request.steps, values)]))
     return tuple(files)
 
 
-def send_training(kept: KeptTraining, verdicts: TrainingVerdicts, project: str, files: Iterable[Path]) -> None:
+def send_training(judged: JudgedTraining, project: str, files: Iterable[Path]) -> None:
     """Send runs to wandb, in one group. It may raise anything, since another program's network is involved."""
-    training = kept.training
+    training = judged.training
     arms = {arm.name: arm for arm in training.arms}
     shared: dict[str, Any] = {"project": project, "group": f"fp8bench {training.id}"}
     config_of_all = {**told_of(training.environment), "command": training.command, "training": training.id}
     config_of_all |= {"device": f"{training.device.key}: {training.device.name}", "text": training.text.identity}
     request_config = {"request": encode(training.request), "parameters": training.parameters}
-    for (name, seed), curve in series_of(kept).items():
+    for (name, seed), curve in series_of(judged.kept).items():
         config = {**config_of_all, **request_config, "arm": encode(arms[name]), "seed": seed}
         with sending(**shared, name=f"{name} seed {seed}", job_type="arm", config=config) as sent:
             for step, values in curve.items():
                 sent.log(values, step=step)
-    words = {summary.arm.name: of_arm(summary, verdicts) for summary in summaries_of(kept, verdicts)}
+    words = {summary.arm.name: of_arm(summary, judged.verdicts) for summary in judged.summaries}
     config = {**config_of_all, **request_config, "verdicts": words}
     with sending(**shared, name=f"training {training.id}", job_type="verdict", config=config) as sent:
-        figures = summed_up(kept, verdicts)
+        figures = summed_up(judged)
         sent.log({f"{arm}/{name}": value for arm, own in figures.items() for name, value in own.items()})
         attach(sent, training.id, "fp8bench-training", files)
 
@@ -231,18 +232,18 @@ def send_training(kept: KeptTraining, verdicts: TrainingVerdicts, project: str, 
 _REPEATED = ("arm", "layer", "role", "of", "name", "kind", "tensor")
 
 
-def _lines(kept: KeptTraining, kind: type[StreamLine]) -> pd.DataFrame:
-    import pandas as pd
+def _frame(kind: type[StreamLine], words: str, *more: str) -> cached_property[pd.DataFrame]:
+    """A frame of the lines of a kind: their fields, and `more` that is computed from them."""
 
-    lines = kept.of(kind)
-    columns = {field.name: [getattr(line, field.name) for line in lines] for field in fields(kind)}
-    return pd.DataFrame(columns).astype({name: "category" for name in _REPEATED if name in columns})
+    def made(frames: TrainingFrames) -> pd.DataFrame:
+        import pandas as pd
 
+        lines, names = frames.training.of(kind), [*(field.name for field in fields(kind)), *more]
+        columns = {name: [getattr(line, name) for line in lines] for name in names}
+        return pd.DataFrame(columns).astype({name: "category" for name in _REPEATED if name in columns})
 
-def _frame(kind: type[StreamLine], words: str) -> cached_property[pd.DataFrame]:
-    frame = cached_property(lambda frames: _lines(frames.training, kind))
-    frame.__doc__ = words
-    return frame
+    made.__doc__ = words
+    return cached_property(made)
 
 
 @dataclass(frozen=True)
@@ -252,37 +253,27 @@ class TrainingFrames:
 
     training: KeptTraining
 
-    @cached_property
-    def arms(self) -> pd.DataFrame:
+    @frame
+    def arms(self) -> Rows:
         """A row for each arm."""
-        import pandas as pd
-
-        kept, request = self.training, self.training.training.request
-        verdicts = verdicts_of(kept.training, kept.lines)
+        judged, request = JudgedTraining(self.training), self.training.training.request
         shared = {"ranks": request.ranks or 1, "parallel": request.settings.parallel}
-        ways = ("amax_group", "wire")
-        return pd.DataFrame(
-            {**_arm(own.arm), **shared, **{way: getattr(own.arm.taken(request.settings), way) for way in ways},
-             **row_of(own, verdicts)}
-            for own in summaries_of(kept, verdicts)
-        )  # fmt: skip
+        rows = []
+        for own in judged.summaries:
+            ways = {way: getattr(own.arm.taken(request.settings), way) for way in ("amax_group", "wire")}
+            rows.append({**_arm(own.arm), **shared, **ways, **row_of(own, judged.verdicts)})
+        return list(dict.fromkeys(chain(*rows))), rows
 
     steps = _frame(StepRow, "A row for each step of an arm in a seed.")
     readings = _frame(LayerReading, "A row for each tensor of a layer in a watched step.")
     figures = _frame(StepFigure, "A row for each further figure of a watched step.")
     events = _frame(TrainingEvent, "A row for each event.")
+    validations = _frame(
+        Validation, "A row for each validation, with perplexities.", "perplexity", "perplexity_by_byte"
+    )
 
-    @cached_property
-    def validations(self) -> pd.DataFrame:
-        """A row for each validation, with perplexities."""
-        looks, names = self.training.of(Validation), ("perplexity", "perplexity_by_byte")
-        more = {name: [getattr(look, name) for look in looks] for name in names}
-        return _lines(self.training, Validation).assign(**more)
-
-    @cached_property
-    def costs(self) -> pd.DataFrame:
+    @frame
+    def costs(self) -> Rows:
         """What each arm takes alone, a row for each figure: bytes, joules of a step, batches and reasons."""
-        import pandas as pd
-
-        figures = [(cost.arm, *figure) for cost in self.training.of(ArmCost) for figure in costs_of(cost)]
-        return pd.DataFrame(figures, columns=["arm", "figure", "value"])
+        figures = ((cost.arm, *figure) for cost in self.training.of(ArmCost) for figure in costs_of(cost))
+        return ("arm", "figure", "value"), figures

@@ -10,50 +10,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import fmean
 from typing import Any, TypeVar
 
 from fp8bench import units
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import Arm, KeptTraining, StepFigure, TrainingEvent, Validation
-from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, Learned, curves_of, gap_of, seeds_until
-from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
+from fp8bench.features.train.values import Arm, KeptTraining, StepFigure, Validation
+from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, Learned, gap_of, seeds_until
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Page, Part, Table, Text
 from fp8bench.report.words.naming import many
 
-
-@dataclass(frozen=True)
-class TrainedFigures:
-    """The figures of a training that experiments compare."""
-
-    kept: KeptTraining
-
-    @cached_property
-    def losses(self) -> dict[tuple[str, int], tuple[float, ...]]:
-        curves = curves_of(self.kept.lines, self.kept.training.request.steps)
-        return {key: curve.losses for key, curve in curves.items() if curve.whole and not curve.blew_up}
-
-    @cached_property
-    def looks(self) -> dict[tuple[str, int, str], float]:
-        return {(look.arm, look.seed, look.of): look.loss for look in self.kept.of(Validation)}
-
-    def mean(self, arm: str, seed: int, first: float, last: float) -> float:
-        losses = self.losses[arm, seed]
-        return fmean(losses[round(first * len(losses)) : round(last * len(losses))])
-
-    def late(self, arm: str, seed: int, name: str) -> float:
-        """The mean of a figure over layers in the last third of the steps."""
-        from_step = self.kept.training.request.steps * 2 / 3
-        own = (line for line in self.kept.of(StepFigure) if (line.arm, line.seed, line.name) == (arm, seed, name))
-        return fmean(line.value for line in own if line.step >= from_step)
-
-
 T = TypeVar("T", TrainingRequest, TrainerSettings)
 # A figure of an arm in a seed, given the candidate it is computed for.
-Figure = Callable[[TrainedFigures, str, int, Arm], float]
+Figure = Callable[[JudgedTraining, str, int, Arm], float]
+
+
+def _mean(seen: JudgedTraining, arm: str, seed: int, first: float, last: float) -> float:
+    """The mean loss between two shares of the steps."""
+    losses = seen.curves[arm, seed].losses
+    return fmean(losses[round(first * len(losses)) : round(last * len(losses))])
+
+
+def _late(seen: JudgedTraining, arm: str, seed: int, name: str) -> float:
+    """The mean of a figure over layers in the last third of the steps."""
+    late = (line for line in seen.kept.of(StepFigure) if line.step >= seen.training.request.steps * 2 / 3)
+    return fmean(line.value for line in late if (line.arm, line.seed, line.name) == (arm, seed, name))
+
+
+def _look(seen: JudgedTraining, arm: str, seed: int, of: str) -> float:
+    """The loss after the last step."""
+    looks = {(look.arm, look.seed, look.step, look.of): look.loss for look in seen.kept.of(Validation)}
+    return looks[arm, seed, seen.curves[arm, seed].steps, of]
 
 
 @dataclass(frozen=True)
@@ -82,33 +72,33 @@ EXPERIMENTS = (
     Experiment(
         "embedding-collapse", "a table of embeddings that is looked up, or learns, in low precision collapses",
         "how far its rows lie from their mean, in the last third of the steps",
-        lambda seen, arm, seed, of: seen.late(arm, seed, "embedding_spread"), -1, 0.1,
+        lambda seen, arm, seed, of: _late(seen, arm, seed, "embedding_spread"), -1, 0.1,
         {"dtypes": ("fp32", "bf16"), "steps": 60, "sweep": (("gradients", ("fp32", "fp8")),)},
         {"precision_map": (("embed", "fp8"),)},
     ),
     Experiment(
         "batch-norm-drift", "running statistics that are kept in low precision drift away from those of the batches",
         "by how many standard deviations running means are off, in the last third of the steps",
-        lambda seen, arm, seed, of: seen.late(arm, seed, "batch_norm_drift"), 1, 0.1,
+        lambda seen, arm, seed, of: _late(seen, arm, seed, "batch_norm_drift"), 1, 0.1,
         {"dtypes": ("fp32", "bf16", "fp8"), "steps": 60}, {"arch": "cnn", "precision_map": (("norm", "fp8"),)},
     ),
     Experiment(
         "loss-scale", "fp16 learns worse under this loss scale than fp32 does without one",
         "the training loss over the last tenth of the steps",
-        lambda seen, arm, seed, of: seen.mean(arm, seed, 0.9, 1.0), 1, 0.01,
+        lambda seen, arm, seed, of: _mean(seen, arm, seed, 0.9, 1.0), 1, 0.01,
         {"dtypes": ("fp32", "fp16"), "steps": 60,
          "sweep": (("loss-scale", ("1", "256", "65536", "16777216", "4294967296", "dynamic")),)}, {"on_nan": "skip"},
     ),
     Experiment(
         "shift", "another kind of text in the middle of a training hurts low precision more: its scales are of the old",
         "the loss in the tenth of the steps after the shift, over that in the tenth before",
-        lambda seen, arm, seed, of: seen.mean(arm, seed, 0.5, 0.6) / seen.mean(arm, seed, 0.4, 0.5), 1, 0.01,
+        lambda seen, arm, seed, of: _mean(seen, arm, seed, 0.5, 0.6) / _mean(seen, arm, seed, 0.4, 0.5), 1, 0.01,
         {"dtypes": ("bf16", "fp8", "fp8-delayed"), "steps": 100}, {"shift": 0.5},
     ),
     Experiment(
         "fine-tuning", "a checkpoint of bf16 is tuned to other text less well in low precision than in bf16",
         "the loss on held-out text of the new kind, after the last step",
-        lambda seen, arm, seed, of: seen.looks[arm, seed, "held-out"], 1, 0.01,
+        lambda seen, arm, seed, of: _look(seen, arm, seed, "held-out"), 1, 0.01,
         # With one sequence a batch, noise would be as large as the effect of tuning.
         {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 100}, {"shift": 0.0, "batch": 8},
         base={"dtypes": ("bf16", "fp8"), "steps": 120, "seeds": 1, "keep": 119},
@@ -117,14 +107,14 @@ EXPERIMENTS = (
         "quantises-better", "what was trained in a low precision loses less by being quantised to it",
         "the loss on held-out text with weights quantised to the arm's precision, over that in bf16: how much "
         "more it is than of the arm that was trained in bf16 is an interaction",
-        lambda seen, arm, seed, of: seen.looks[arm, seed, f"quantised:{of.precision}"]
-        / seen.looks[arm, seed, "quantised:bf16"],
+        lambda seen, arm, seed, of: _look(seen, arm, seed, f"quantised:{of.precision}")
+        / _look(seen, arm, seed, "quantised:bf16"),
         -1, 0.001, {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 100}, {},
     ),
     Experiment(
         "ladder", "delayed scales that are loosened this far learn worse than bf16",
         "the training loss over the last tenth of the steps",
-        lambda seen, arm, seed, of: seen.mean(arm, seed, 0.9, 1.0), 1, 0.01,
+        lambda seen, arm, seed, of: _mean(seen, arm, seed, 0.9, 1.0), 1, 0.01,
         {"dtypes": ("bf16", *(f"fp8-delayed:{rung}".rstrip(":") for rung in _RUNGS)), "steps": 100}, {}, is_ladder=True,
     ),
 )  # fmt: skip
@@ -188,24 +178,23 @@ class ExperimentResult:
     stopped: str = ""
 
 
-def result_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> ExperimentResult | None:
+def result_of(judged: JudgedTraining) -> ExperimentResult | None:
     """None for a training that is not an experiment."""
-    request = kept.training.request
-    if not request.experiment:
+    verdicts, name = judged.verdicts, judged.training.request.experiment
+    if not name:
         return None
-    own, seen = experiment_named(request.experiment), TrainedFigures(kept)
-    arms = tuple(_result_of_arm(own, seen, each.arm, verdicts) for each in verdicts.arms if not each.arm.skip)
-    stopped = _stopped(arms, _alarms(kept, verdicts.reference)) if own.is_ladder else ""
+    own = experiment_named(name)
+    arms = tuple(_result_of_arm(own, judged, each.arm) for each in verdicts.arms if not each.arm.skip)
+    stopped = _stopped(arms, _alarms(judged.kept, verdicts.reference)) if own.is_ladder else ""
     return ExperimentResult(own.name, own.hypothesis, own.measured, arms, stopped)
 
 
 def _alarms(kept: KeptTraining, reference: str) -> dict[str, str]:
     """The first alarm of every arm by a rule that did not alarm for the reference."""
-    alarms = [event for event in kept.of(TrainingEvent) if event.kind == "alarm"]
-    own = {dict(event.values).get("rule") for event in alarms if event.arm == reference}
+    own = {event.rule for event in kept.alarms if event.arm == reference}
     first: dict[str, str] = {}
-    for event in alarms:
-        if dict(event.values).get("rule") not in own:
+    for event in kept.alarms:
+        if event.rule not in own:
             first.setdefault(event.arm, f"an alarm in seed {event.seed}, step {event.step}: {event.words}")
     return first
 
@@ -222,9 +211,12 @@ def _stopped(arms: tuple[ExperimentArm, ...], alarms: Mapping[str, str]) -> str:
     return f"All {len(arms)} rungs are healthy, the loosest is {healthy}."
 
 
-def _result_of_arm(own: Experiment, seen: TrainedFigures, arm: Arm, verdicts: TrainingVerdicts) -> ExperimentArm:
-    changes = []
+def _result_of_arm(own: Experiment, seen: JudgedTraining, arm: Arm) -> ExperimentArm:
+    changes, verdicts = list[float](), seen.verdicts
+    ended = {key for key, curve in seen.curves.items() if curve.whole and not curve.blew_up}
     for seed in verdicts.seeds:
+        if not {(arm.name, seed), (verdicts.reference, seed)} <= ended:
+            continue
         try:
             ratio = own.figure(seen, arm.name, seed, arm) / own.figure(seen, verdicts.reference, seed, arm)
         except (KeyError, ValueError, ZeroDivisionError):  # one of them lacks the figure in this seed
@@ -252,8 +244,8 @@ def _word(own: Experiment, change: Gap | None) -> str:
     return f"open: {more} would settle {least}"
 
 
-def parts_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[Part]:
-    result = result_of(kept, verdicts)
+def parts_of(judged: JudgedTraining) -> Iterator[Part]:
+    result = result_of(judged)
     if result is None:
         return
 

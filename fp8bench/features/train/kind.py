@@ -8,7 +8,6 @@ is complete, and older checkpoints are removed afterwards, so that what it names
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -48,7 +47,7 @@ from fp8bench.files import (
 )
 from fp8bench.jobs.kinds import Exports, KeptTable, Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
-from fp8bench.store.kept_lines import Content, UnknownKind, fitting, lines_of, read_header, sheet_of, take_lines
+from fp8bench.store.kept_lines import Content, UnknownKind, lines_of, read_header, sheet_of, take_lines
 
 STREAM = "steps.jsonl"
 _PLACES = "places.json"
@@ -204,34 +203,14 @@ def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def training_files(store: Path) -> list[Path]:
-    """The streams of a store, newest first."""
-    paths = sorted((store / "trainings").glob(f"*/{STREAM}"), reverse=True)
-    return [path for path in paths if path.is_file()]
-
-
-def find_training(word: str, store: Path) -> Path | None:
-    """The stream that a word means: a path, a folder, an id or its beginning; None if none or several fit."""
-    with contextlib.suppress(OSError, ValueError):
-        for path in (Path(word), Path(word) / STREAM):
-            if path.is_file() and path.name == STREAM:
-                return path
-    paths = fitting(word, {path: (path.parent.name, id_of(path)) for path in training_files(store)})
-    return paths[0] if len(paths) == 1 else None
-
-
 def training_named(word: str, store: Path) -> Path:
-    """Like find_training, with 'last' for the newest; raises RunNotFound where there is none."""
-    kept = training_files(store)
-    path = (kept[0] if kept else None) if word == "last" else find_training(word, store)
+    """Like KIND.find, with 'last' for the newest; raises RunNotFound where there is none."""
+    newest = KIND.newest(store)
+    path = newest if word == "last" else KIND.find(word, store)
     if path is None:
-        newest = f" The newest is {kept[0].parent.name}." if kept else " The store has no trainings yet."
-        raise RunNotFound(f"no training {word!r:.200} in {store}.{newest} Give an id, its folder, or 'last'.")
+        known = f" The newest is {newest.parent.name}." if newest else " The store has no trainings yet."
+        raise RunNotFound(f"no training {word!r:.200} in {store}.{known} Give an id, its folder, or 'last'.")
     return path
-
-
-def id_of(path: Path) -> str:
-    return path.parent.name.rpartition("-")[2]
 
 
 def load_head(path: Path) -> Training:
@@ -294,51 +273,47 @@ class TrainingKind(Kind[KeptTraining]):
 
     name = "training"
     holds = KeptTraining
+    pattern = f"trainings/*/{STREAM}"
 
-    find = staticmethod(find_training)
     load = staticmethod(load_training)
 
     def newest(self, store: Path) -> Path | None:
-        return next(iter(training_files(store)), None)
-
-    def names(self, path: Path) -> tuple[str, ...]:
-        return id_of(path), path.parent.name
+        return next(iter(self.files(store)), None)
 
     def view(self, kept: KeptTraining) -> View:
         from fp8bench.features.train.data import rows_of, value_of
-        from fp8bench.features.train.verdicts.verdicts import verdicts_of
+        from fp8bench.features.train.verdicts.summary import JudgedTraining
         from fp8bench.features.train.view import page_of
 
-        arguments = kept, verdicts_of(kept.training, kept.lines)
-        return View(partial(page_of, *arguments), partial(value_of, *arguments), partial(rows_of, *arguments))
+        judged = JudgedTraining(kept)
+        return View(partial(page_of, judged), partial(value_of, judged), partial(rows_of, judged))
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
-        return (partial(_line, path) for path in training_files(store))
+        return (partial(_line, path) for path in self.files(store))
 
     def spare(self, store: Path) -> Iterator[SparePart]:
-        for path in training_files(store):
+        for path in self.files(store):
             if (path.parent / _CHECKPOINTS).is_dir():
                 ended = sheet_of(path.read_bytes().rstrip().rpartition(b"\n")[2]).lines[-1:]
                 finished = bool(ended) and ended[0][1].get("end") == "finished"
                 again = "which is finished" if finished else "which was cut off: `train --resume` would begin it anew"
-                what = f"checkpoints of the training {id_of(path)}, {again}"
+                what = f"checkpoints of the training {self.names(path)[0]}, {again}"
                 yield SparePart([path.with_name(_PLACES), path.parent / _CHECKPOINTS], what, path)
 
     def report(self, kept: KeptTraining) -> View:
         from fp8bench.features.train.data import rows_of
         from fp8bench.features.train.page import page_of
-        from fp8bench.features.train.verdicts.verdicts import verdicts_of
+        from fp8bench.features.train.verdicts.summary import JudgedTraining
 
-        verdicts = verdicts_of(kept.training, kept.lines)
         few = replace(kept, lines=tuple(line for line in kept.lines if not isinstance(line, LayerReading)))
-        return View(partial(page_of, kept, verdicts), rows=partial(rows_of, few, verdicts))
+        return View(partial(page_of, JudgedTraining(kept)), rows=partial(rows_of, JudgedTraining(few)))
 
     def exports(self, kept: KeptTraining) -> Exports:
         from fp8bench.features.train.data import send_training, write_training
-        from fp8bench.features.train.verdicts.verdicts import verdicts_of
+        from fp8bench.features.train.verdicts.summary import JudgedTraining
 
-        arguments = kept, verdicts_of(kept.training, kept.lines)
-        return Exports(partial(write_training, *arguments), partial(send_training, *arguments))
+        judged = JudgedTraining(kept)
+        return Exports(partial(write_training, judged), partial(send_training, judged))
 
 
 def _line(path: Path) -> str:
@@ -358,7 +333,8 @@ def histories(kept: KeptTraining, arm: str, store: Path) -> View:
     return View(partial(histories_page, kept.training, arm, replays), partial(encode, replays))
 
 
-KINDS = (TrainingKind(),)
+KIND = TrainingKind()
+KINDS = (KIND,)
 TABLES = (
     KeptTable(
         "histories", "of a training: what every history, margin and interval would have done to this arm's amaxes",

@@ -14,9 +14,7 @@ from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.health.health import RULES
 from fp8bench.features.train.health.steps import HealthRule
 from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
-from fp8bench.features.train.verdicts.curves import curves_of
-from fp8bench.features.train.verdicts.summary import score_parts, summaries_of
-from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
+from fp8bench.features.train.verdicts.summary import JudgedTraining, score_parts
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
@@ -52,19 +50,18 @@ _ARMS = (
 )  # fmt: skip
 
 
-def page_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Page:
-    training = kept.training
-    curves, ends = curves_of(kept.lines, training.request.steps), curve_charts.ends_of(training.request.steps)
+def page_of(judged: JudgedTraining) -> Page:
+    training, kept = judged.training, judged.kept
     parts = (
-        *parts_of(kept, verdicts),
-        Part("verdict", "Does it still learn?", tuple(_verdicts(kept, verdicts, curves)), _LEAD),
-        Part("curves", "Losses", tuple(curve_charts.losses(kept, curves, ends, verdicts.reference))),
+        *parts_of(judged),
+        Part("verdict", "Does it still learn?", tuple(_verdicts(judged)), _LEAD),
+        Part("curves", "Losses", tuple(curve_charts.losses(judged))),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
         Part("texts", "Other looks at the trained model", tuple(_looks(kept))),
-        *score_parts(kept, verdicts),
+        *score_parts(judged.scores),
         Part("health", "What happened", tuple(_events(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *tensor_lines(kept))),
-        Part("figures", "Gradients, updates and rates", tuple(curve_charts.figure_curves(kept, curves, ends))),
+        Part("figures", "Gradients, updates and rates", tuple(curve_charts.figure_curves(judged))),
     )  # fmt: skip
     settled = (replace(part, elements=tuple(filter(_worth_showing, part.elements))) for part in parts)
     shown = tuple(part for part in settled if part.elements)
@@ -83,13 +80,13 @@ def _worth_showing(element: Element) -> bool:
     return not isinstance(element, Chart) or (worth_drawing(element) and not empty)
 
 
-def _verdicts(kept: KeptTraining, verdicts: TrainingVerdicts, curves: curve_charts.Curves) -> Iterator[Element]:
-    shown = [summary for summary in summaries_of(kept, verdicts, curves) if not summary.arm.is_band]
+def _verdicts(judged: JudgedTraining) -> Iterator[Element]:
+    verdicts, shown = judged.verdicts, [summary for summary in judged.summaries if not summary.arm.is_band]
     if answers := tuple(view.answers(verdicts)):
         yield Items(answers)
     yield table("arms", "Arms", view.arm_cols(verdicts, shown, _ARMS), shown, main=True)
-    yield from (*view.reached_table(verdicts), *view.wire_table(kept, verdicts))
-    yield from (Text(band) for band in (*view.bands_of(verdicts), *view.notes_of(kept, verdicts)))
+    yield from (*view.reached_table(verdicts), *view.wire_table(judged))
+    yield from (Text(band) for band in (*view.bands_of(verdicts), *view.notes_of(judged)))
 
 
 _DERIVED = "derived: the peak on hardware that keeps the formats which an arm emulates"
@@ -164,7 +161,7 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
     yield table("events", "Events", cols, events[:_MOST_EVENTS], main=True)
     if len(events) > _MOST_EVENTS:
         yield Text(f"{many(len(events) - _MOST_EVENTS, 'more event')} are in the training's CSV.")
-    struck = {dict(event.values).get("rule") for event in events}
+    struck = {event.rule for event in events}
     rules: list[Col[type[HealthRule[Any]]]] = [
         Col("rule", lambda rule: rule.name), Col("looks at", lambda rule: rule.looks_at),
         Col("alarms at", lambda rule: rule.alarms_at), Col("why there", lambda rule: rule.because),
@@ -188,10 +185,10 @@ _WORST: tuple[tuple[Any, str, str, str, Callable[[LayerReading], float | None], 
 
 def worst_readings(kept: KeptTraining) -> Iterator[Element]:
     """For each arm and role, the layer and step with the worst figures over all seeds."""
-    rows = []
+    rows, readings = [], together(((reading.arm, reading.role), reading) for reading in kept.of(LayerReading))
     for arm in kept.training.arms:
         for role in Role if arm.role is ArmRole.CANDIDATE else ():
-            own = [reading for reading in kept.of(LayerReading) if reading.arm == arm.name and reading.role == role]
+            own = readings.get((arm.name, role.value), [])
             figures = [_worst(own, pick, value, show) for pick, _, _, _, value, show in _WORST]
             if any(figures):
                 fields = [field for figure in figures for field in figure or (Field(units.NONE), Field(""))]

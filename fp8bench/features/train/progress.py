@@ -26,7 +26,7 @@ from fp8bench import units
 from fp8bench.cli.progress import REDRAW_SECONDS, LiveBlock, is_watched, time_left
 from fp8bench.cli.streams import complain
 from fp8bench.features.train.data import series_of
-from fp8bench.features.train.kind import find_training, load_training
+from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.page import page_of
 from fp8bench.features.train.values import (
     Arm,
@@ -38,7 +38,7 @@ from fp8bench.features.train.values import (
     TrainingObserver,
     Validation,
 )
-from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.view import event_words
 from fp8bench.files import write_whole
 from fp8bench.report.columns import Col, table
@@ -57,12 +57,15 @@ class _Watching(TrainingObserver):
         self._clock = clock
         self._begun = clock()
         self._done_before: float | None = None
-        self._number = 0
+        self._number, self._turn = 0, (0, 1)
         self._arms: dict[str, ArmNow] = {}
 
     def begun(self, training: Training) -> None:
-        self._training, self._begun = training, self._clock()
+        self._training, self._begun, self._done_before = training, self._clock(), None
         self._arms = {arm.name: ArmNow(arm) for arm in training.arms if not arm.skip}
+
+    def turn(self, place: int, turns: int) -> None:
+        self._turn = place, turns
 
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         if number != self._number:
@@ -88,7 +91,8 @@ class _Watching(TrainingObserver):
     def _where(self, number: int, step: int) -> str:
         """'seed 2/5, step 120/300, about 40 s left'."""
         request = self._training.request
-        done = (number * request.steps + step) / (request.seeds * request.steps)
+        place, turns = self._turn
+        done = (place + step / request.steps) / turns
         if self._done_before is None:
             self._done_before = done  # of a resumed training
         left = ""
@@ -269,7 +273,7 @@ class _Outward(TrainingObserver):
 class _Several(TrainingObserver):
     def __init__(self, first: TrainingObserver, others: Sequence[TrainingObserver]) -> None:
         self._every = (first, *others)
-        self.working, self.note = first.working, first.note  # type: ignore[method-assign]
+        self.working, self.note, self.turn = first.working, first.note, first.turn  # type: ignore[method-assign]
 
     def begun(self, training: Training) -> None:
         for observer in self._every:
@@ -300,12 +304,12 @@ class LivePage(_Outward):
         self._write("")
 
     def _write(self, state: str) -> None:
-        path = find_training(self._training.id, self._store) if self._training is not None else None
+        path = KIND.find(self._training.id, self._store) if self._training is not None else None
         if path is None:
             return
         try:
             kept = load_training(path)
-            page = page_of(replace(kept, finished=kept.finished or bool(state)), verdicts_of(kept.training, kept.lines))
+            page = page_of(JudgedTraining(replace(kept, finished=kept.finished or bool(state))))
             if state:
                 head = Part("live", "In progress", (Text(state, Tone.DOUBT),))
                 page = replace(page, parts=(head, *page.parts), refresh=round(3 * PAGE_SECONDS))
@@ -391,6 +395,7 @@ class LiveBoard(_Outward):
 
     def begun(self, training: Training) -> None:
         super().begun(training)
+        self.close()  # of the training that an experiment begins with: wandb has one run at a time
         config = {**told_of(training.environment), "command": training.command, "training": training.id}
         self._try(partial(self._open, training, config))
 

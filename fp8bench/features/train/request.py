@@ -213,7 +213,7 @@ class TrainerSettings:
         "weights; default {default}", "RANK", LEARNING,
     )  # fmt: skip
     tasks: tuple[str, ...] = option(
-        (), Rule(f"some of {', '.join(TASKS)}", lambda value: isinstance(value, tuple)),
+        (), Rule(f"some of {', '.join(TASKS)}", lambda value: isinstance(value, tuple) and set(value) <= set(TASKS)),
         f"score arms after the last step on {', '.join(TASKS)}; --data task:copy,retrieval is a text that teaches the "
         "last two", "NAME,...", WHAT,
     )  # fmt: skip

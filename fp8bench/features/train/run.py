@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,28 +19,20 @@ from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, Worker
 from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, supported, turns_of
 from fp8bench.features.train.beginnings import prepare_text, started_from, with_file, with_scales
 from fp8bench.features.train.experiments import as_experiment, base_of
-from fp8bench.features.train.kind import (
-    ResumePlace,
-    TrainingWriter,
-    load_head,
-    load_training,
-    reopen_training,
-    start_training,
-    training_files,
-)
+from fp8bench.features.train.kind import KIND, ResumePlace, load_head, load_training, reopen_training, start_training
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MERGES
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
 from fp8bench.features.train.request import SETTINGS_RULES, TrainingRequest
-from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, lab_of
+from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, TrainingRun, lab_of
 from fp8bench.features.train.values import (
     COVERAGE,
     Arm,
     ArmCost,
-    ArmRole,
     ArmState,
     KeptTraining,
+    L,
     StepRow,
     TokenSpan,
     Training,
@@ -91,7 +83,7 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
             writer.append(covered)
             for event in covered:
                 observer.note(event.words)
-        return _trained(training, writer, worker, observer)
+        return _WholeRun(training, worker, writer, observer).trained()
 
 
 def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
@@ -113,7 +105,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
         words = f"resumed from step {place.step}"
         number = turns_of(training, kept.of(ArmCost)).turns[place.number].number
         writer.append((TrainingEvent("", request.seed + number, place.step, "resumed", words),))
-        return True, _trained(replace(training, text=text), writer, worker, observer, resumed=True)
+        return True, _WholeRun(replace(training, text=text), worker, writer, observer, resumed=True).trained()
 
 
 def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, float, list[str], float | None]:
@@ -124,7 +116,7 @@ def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, 
     with _ready(request, store) as (worker, text):
         training = _plan(request, worker, text)
         _coverage_events(training, worker)
-        return training, _reference(training, worker), *_expected_seconds(training, store), _spread(training, store)
+        return training, _reference(training, worker), *_expected(training, store)
 
 
 def _differences(training: Training, today: Training) -> Iterator[str]:
@@ -187,9 +179,8 @@ def _coverage_events(training: Training, worker: Worker) -> tuple[TrainingEvent,
     """Check that a user's own model can be trained; the events say how much of it each arm converts."""
     if not training.request.settings.make:
         return ()
-    arms = tuple(arm for arm in training.arms if not arm.skip and not arm.is_band)
     try:
-        coverages = lab_of(worker, FIRST_SECONDS).examine(training.task(arms))
+        coverages = lab_of(worker, FIRST_SECONDS).examine(training.task(tuple(training.compared)))
     except WorkerFault as fault:
         raise as_usage(fault) from None
     alike = together((coverage, name) for name, coverage in coverages)
@@ -198,65 +189,16 @@ def _coverage_events(training: Training, worker: Worker) -> tuple[TrainingEvent,
 
 
 def _reference(training: Training, worker: Worker) -> ArmState:
-    lead = tuple(arm for arm in training.arms if arm.role is ArmRole.REFERENCE)
-    lab, settings = lab_of(worker, START_SECONDS), training.request.settings
+    lead, lab = training.arms[0], lab_of(worker, START_SECONDS)
     try:
-        if not (states := lab.begin(training.task(lead))):
-            lab.validate(lead[0].name)  # raises the reason why it could not be built
-        if settings.metric:
-            lab_of(worker, FIRST_SECONDS).validate(lead[0].name, True)  # a metric that fails does so before any step
+        if not (states := lab.begin(training.task((lead,)))):
+            lab.validate(lead.name)  # raises the reason why it could not be built
+        if training.request.settings.metric:
+            lab_of(worker, FIRST_SECONDS).validate(lead.name, True)  # a metric that fails does so before any step
     except WorkerFault as fault:
         raise as_usage(fault) from None
     (state,) = states
     return state
-
-
-def _tell_turns(training: Training, turns: Turns, writer: TrainingWriter, observer: TrainingObserver) -> None:
-    seed = training.request.seed
-    events = [TrainingEvent(arm, seed, 0, "out", words) for arm, words in turns.out.items()]
-    if turns.cut:
-        events.append(TrainingEvent("", seed, 0, "pairs", turns.cut))
-    kept = {(event.kind, event.arm) for event in load_training(writer.path).of(TrainingEvent)}
-    if events := [event for event in events if (event.kind, event.arm) not in kept]:
-        writer.append(events)
-        observer.trained(0, 0, events)
-
-
-def _trained(
-    training: Training, writer: TrainingWriter, worker: Worker, observer: TrainingObserver, resumed: bool = False
-) -> KeptTraining:
-    place = writer.places[-1] if writer.places else ResumePlace(0, 0, 0)
-    first, at_begin = place.number, place.number == place.step == 0
-    out, pace, from_start = dict(place.out), SeedPace(), not resumed or at_begin
-    observer.begun(training)
-    try:
-        _measure_memory(training, worker, writer, observer)
-        turns = turns_of(training, load_training(writer.path).of(ArmCost))
-        if at_begin:
-            out |= turns.out
-            _tell_turns(training, turns, writer, observer)
-        with Meters(energy=False) as meters:
-            device = meters.of(training.device).device if training.device.accelerated else None
-            for number, turn in enumerate(turns.turns[first:], first):
-                SeedRun(training, number, turn, worker, writer, observer, pace, out, device).run(from_start)
-                from_start = True
-        _measure_energy(training, worker, writer, observer, in_pairs=bool(turns.cut))
-        _largest_batches(training, worker, writer, observer)
-        writer.finish("finished")
-    except KeyboardInterrupt:
-        with ignored(), contextlib.suppress(StoreError):  # without its last line it counts as unfinished, too
-            writer.finish("interrupted")
-    except StoreError as error:
-        raise NotKept(str(error), load_training(writer.path)) from None
-    except WorkerError:
-        with contextlib.suppress(StoreError):
-            writer.finish("interrupted")
-        observer.note(f"what was trained is kept; `fp8bench train --resume {training.id}` continues it")
-        raise
-    finally:
-        writer.close()
-    with ignored():
-        return load_training(writer.path)
 
 
 APART = "its arms do not fit into memory together, and only windows measured side by side compare"
@@ -265,89 +207,144 @@ SEVERAL = "several ranks train together, and energy is measured for one process 
 _FEW_STEPS = 3
 
 
-def _measure_memory(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
-    """Measure every arm's memory alone, before all steps; a resumed training has it already."""
-    missing = _without(training, writer, lambda cost: not (cost.capacity or cost.energy))
-    for arm in missing:
-        observer.working(arm.name, "measuring the memory")
+@dataclass
+class _WholeRun(TrainingRun):
+    """All turns of a training, and what its arms cost before and after them."""
+
+    resumed: bool = False
+
+    def trained(self) -> KeptTraining:
         try:
-            cost = lab_of(worker, FIRST_SECONDS).alone(training.task((arm,)))
-        except WorkerError as error:
-            if not isinstance(error, WorkerFault):
-                worker.restart()
-            cost = ArmCost(arm.name, training.request.seed, why=f"its memory could not be measured: {error}")
+            self.observer.begun(self.training)
+            self._measure_memory()
+            turns = turns_of(self.training, self._known(ArmCost))
+            self._take(turns)
+            self._measure_energy(in_pairs=bool(turns.cut))
+            self._largest_batches()
+            self.writer.finish("finished")
+        except KeyboardInterrupt:
+            with ignored(), contextlib.suppress(StoreError):  # without its last line it counts as unfinished, too
+                self.writer.finish("interrupted")
+        except StoreError as error:
+            raise NotKept(str(error), load_training(self.writer.path)) from None
+        except WorkerError:
+            with contextlib.suppress(StoreError):
+                self.writer.finish("interrupted")
+            self.observer.note(f"what was trained is kept; `fp8bench train --resume {self.training.id}` continues it")
+            raise
+        finally:
+            self.writer.close()
+        with ignored():
+            return load_training(self.writer.path)
+
+    def _take(self, turns: Turns) -> None:
+        place = self.writer.places[-1] if self.writer.places else ResumePlace(0, 0, 0)
+        out, pace, from_start = dict(place.out), SeedPace(), not self.resumed
+        if place.number == place.step == 0:
+            from_start, out = True, {**out, **turns.out}
+            self._tell(turns)
+        run = self.training, self.worker, self.writer, self.observer
+        with Meters(energy=False) as meters:
+            device = meters.of(self.training.device).device if self.training.device.accelerated else None
+            for number, turn in enumerate(turns.turns[place.number :], place.number):
+                self.observer.turn(number, len(turns.turns))
+                SeedRun(*run, number, turn, pace, out, device).run(from_start)
+                from_start = True
+
+    def _tell(self, turns: Turns) -> None:
+        seed = self.training.request.seed
+        events = [TrainingEvent(arm, seed, 0, "out", words) for arm, words in turns.out.items()]
+        if turns.cut:
+            events.append(TrainingEvent("", seed, 0, "pairs", turns.cut))
+        kept = {(event.kind, event.arm) for event in self._known(TrainingEvent)}
+        if events := [event for event in events if (event.kind, event.arm) not in kept]:
+            self.writer.append(events)
+            self.observer.trained(0, 0, events)
+
+    def _known(self, kind: type[L]) -> tuple[L, ...]:
+        return load_training(self.writer.path).of(kind)
+
+    def _without(self, has: Callable[[ArmCost], object]) -> list[Arm]:
+        """The trained arms without such a line. Bands of the reference cost what it does, and are left out."""
+        known = {cost.arm for cost in self._known(ArmCost) if has(cost)}
+        return [arm for arm in self.training.compared if arm.name not in known]
+
+    def _keep(self, *costs: ArmCost) -> None:
         with held_back():
-            writer.append((cost,))
-    if missing and training.device.accelerated:
-        worker.restart()  # a process that has recorded a GPU's memory is not used for timing
+            self.writer.append(costs)
 
+    def _measure_memory(self) -> None:
+        """Measure every arm's memory alone, before all steps; a resumed training has it already."""
+        missing = self._without(lambda cost: not (cost.capacity or cost.energy))
+        for arm in missing:
+            self.observer.working(arm.name, "measuring the memory")
+            try:
+                cost = lab_of(self.worker, FIRST_SECONDS).alone(self.training.task((arm,)))
+            except WorkerError as error:
+                if not isinstance(error, WorkerFault):
+                    self.worker.restart()
+                why = f"its memory could not be measured: {error}"
+                cost = ArmCost(arm.name, self.training.request.seed, why=why)
+            self._keep(cost)
+        if missing and self.training.device.accelerated:
+            self.worker.restart()  # a process that has recorded a GPU's memory is not used for timing
 
-def _measure_energy(
-    training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver, in_pairs: bool
-) -> None:
-    """In windows of each arm's own, with further steps of the arms that the last seed left in memory."""
-    request, facts = training.request, training.device
-    missing = _without(training, writer, lambda cost: cost.energy is not None) if request.energy else []
-    if not missing:
-        return
-    if request.ranks is not None:
-        uses = {arm.name: EnergyUse(SourceKind.NONE, why=SEVERAL) for arm in missing}
-    else:
-        with Meters() as meters:
-            meter = meters.of(facts)
-            if meter.kind is SourceKind.NONE:
-                uses = {arm.name: EnergyUse(SourceKind.NONE, why=meter.why) for arm in missing}
-            elif in_pairs:
-                uses = {arm.name: EnergyUse(meter.kind.value, why=APART) for arm in missing}
-            else:
-                uses = _in_windows(training, missing, worker, meter, observer)
-    with held_back():
-        writer.append([ArmCost(name, request.seed, request.steps, energy=use) for name, use in uses.items()])
+    def _measure_energy(self, in_pairs: bool) -> None:
+        """In windows of each arm's own, with further steps of the arms that the last seed left in memory."""
+        request = self.training.request
+        missing = self._without(lambda cost: cost.energy) if request.energy else []
+        if not missing:
+            return
+        uses: Mapping[str, EnergyUse]
+        if request.ranks is not None:
+            uses = {arm.name: EnergyUse(SourceKind.NONE, why=SEVERAL) for arm in missing}
+        else:
+            with Meters() as meters:
+                meter = meters.of(self.training.device)
+                if meter.kind is SourceKind.NONE or in_pairs:
+                    why = meter.why if meter.kind is SourceKind.NONE else APART
+                    uses = {arm.name: EnergyUse(meter.kind.value, why=why) for arm in missing}
+                else:
+                    uses = self._in_windows(missing, meter)
+        self._keep(*(ArmCost(name, request.seed, request.steps, energy=use) for name, use in uses.items()))
 
+    def _in_windows(self, arms: Sequence[Arm], meter: Meter) -> dict[str, EnergyUse]:
+        uses: dict[str, EnergyUse] = {}
+        running, facts, request = [], self.training.device, self.training.request
+        lab = self.worker.within(FIRST_SECONDS)
+        for arm in arms:
+            try:
+                why = lab.check(arm.name).wrong
+                seconds = 0.0 if why else lab.loop(arm.name, _FEW_STEPS) / _FEW_STEPS
+            except WorkerError as error:
+                why = str(error)
+            if why:
+                uses[arm.name] = EnergyUse(meter.kind.value, why=why)
+                continue
+            support = Support(Level.NATIVE if arm.native else Level.EMULATED, "")
+            planned = PlannedCase(Case("train", (), arm.precision, facts.key), support, Work())
+            running.append(measured.MeasuredArm(arm.name, planned, facts, step_seconds=max(seconds, 1e-7)))
+        rule = WindowRule(windows=1, idle_seconds=1.5) if request.seeds == 1 else WindowRule()
+        windows = WindowPass(
+            meter, rule, request.seed, lambda arm, share: self.observer.working(arm.key, "measuring the energy")
+        )
+        return uses | {name: taken.use for name, taken in windows.measure(running, self.worker).items()}
 
-def _in_windows(
-    training: Training, arms: Sequence[Arm], worker: Worker, meter: Meter, observer: TrainingObserver
-) -> dict[str, EnergyUse]:
-    uses: dict[str, EnergyUse] = {}
-    running, facts = [], training.device
-    for arm in arms:
-        try:
-            why = worker.within(FIRST_SECONDS).check(arm.name).wrong
-            seconds = 0.0 if why else worker.within(FIRST_SECONDS).loop(arm.name, _FEW_STEPS) / _FEW_STEPS
-        except WorkerError as error:
-            why = str(error)
-        if why:
-            uses[arm.name] = EnergyUse(meter.kind.value, why=why)
-            continue
-        support = Support(Level.NATIVE if arm.native else Level.EMULATED, "")
-        planned = PlannedCase(Case("train", (), arm.precision, facts.key), support, Work())
-        running.append(measured.MeasuredArm(arm.name, planned, facts, step_seconds=max(seconds, 1e-7)))
-    rule = WindowRule(windows=1, idle_seconds=1.5) if training.request.seeds == 1 else WindowRule()
-    windows = WindowPass(
-        meter, rule, training.request.seed, lambda arm, share: observer.working(arm.key, "measuring the energy")
-    )
-    return uses | {name: taken.use for name, taken in windows.measure(running, worker).items()}
-
-
-def _largest_batches(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
-    """Runs after all steps: running out of memory may take the worker with it."""
-    request, facts = training.request, training.device
-    missing = _without(training, writer, lambda cost: cost.capacity is not None) if request.max_batch else []
-    for arm in missing:
-        batches, room = _ArmBatches(training, arm, worker, observer), request.memory_limit or facts.memory_bytes
-        capacity = BatchSearch(batches, request.memory_limit, room, worker.restart).capacity()
-        with held_back():
-            writer.append((ArmCost(arm.name, request.seed, request.steps, capacity=capacity),))
+    def _largest_batches(self) -> None:
+        """Runs after all steps: running out of memory may take the worker with it."""
+        request = self.training.request
+        limit, room = request.memory_limit, request.memory_limit or self.training.device.memory_bytes
+        for arm in self._without(lambda cost: cost.capacity) if request.max_batch else ():
+            capacity = BatchSearch(_ArmBatches(self, arm), limit, room, self.worker.restart).capacity()
+            self._keep(ArmCost(arm.name, request.seed, request.steps, capacity=capacity))
 
 
 @dataclass(frozen=True)
 class _ArmBatches(Batches):
     """The batches of an arm for the search: sequences in a micro-batch."""
 
-    _training: Training
+    _run: TrainingRun
     _arm: Arm
-    _worker: Worker
-    _observer: TrainingObserver
 
     @property
     def axis(self) -> str:
@@ -355,31 +352,25 @@ class _ArmBatches(Batches):
 
     @property
     def start(self) -> int:
-        return config_of(self._training.request.settings, 1).batch
+        return config_of(self._run.training.request.settings, 1).batch
 
     def level(self, batch: int) -> Level | None:
         if not SETTINGS_RULES["batch"].holds(batch):
             return None
-        request = self._training.request
+        request = self._run.training.request
         settings = replace(request.settings, batch=batch)
-        arm = supported(self._arm, replace(request, settings=settings), self._training.device)
+        arm = supported(self._arm, replace(request, settings=settings), self._run.training.device)
         return Level.REFUSED if arm.skip else Level.NATIVE if arm.native else Level.EMULATED
 
     def tokens(self, batch: int) -> int:
-        settings = self._training.request.settings
+        settings = self._run.training.request.settings
         return batch * config_of(settings, 1).sequence * self._arm.taken(settings).micro_batches
 
     def run(self, batch: int) -> int | None:
-        self._observer.working(self._arm.name, f"trying a batch of {batch}")
-        task = self._training.task((self._arm,))
+        self._run.observer.working(self._arm.name, f"trying a batch of {batch}")
+        task = self._run.training.task((self._arm,))
         task = replace(task, settings=replace(task.settings, batch=batch))
-        return lab_of(self._worker, FIRST_SECONDS).try_alone(task, self._training.request.memory_limit)
-
-
-def _without(training: Training, writer: TrainingWriter, has: Callable[[ArmCost], bool]) -> list[Arm]:
-    """The trained arms without such a line. Bands of the reference cost what it does, and are left out."""
-    known = {cost.arm for cost in load_training(writer.path).of(ArmCost) if has(cost)}
-    return [arm for arm in training.arms if not arm.skip and not arm.is_band and arm.name not in known]
+        return lab_of(self._run.worker, FIRST_SECONDS).try_alone(task, self._run.training.request.memory_limit)
 
 
 _LOOKED_AT = 20
@@ -389,45 +380,27 @@ _SAME = (
 )  # fmt: skip
 
 
-def _expected_seconds(training: Training, store: Path) -> tuple[float, list[str]]:
-    request, known = training.request, _known_step_seconds(training, store)
-    seconds, unknown = 0.0, []
-    for number in range(request.seeds):
-        for arm in arms_of_seed(training.arms, number):
-            if arm.precision in known:
-                seconds += request.steps * known[arm.precision]
-            elif arm.name not in unknown:
-                unknown.append(arm.name)
-    return seconds, unknown
-
-
-def _known_step_seconds(training: Training, store: Path) -> dict[str, float]:
-    """The median step by precision, from the newest trainings of this model on this device."""
+def _expected(training: Training, store: Path) -> tuple[float, list[str], float | None]:
+    """The seconds of the steps of arms whose precision was trained here before, by the median step of the newest such
+    training; the names of the other arms; and the median deviation of an arm's gaps between seeds."""
+    request = training.request
     known: dict[str, float] = {}
-    for path in training_files(store)[:_LOOKED_AT]:
+    deviations: list[float] = []
+    for path in KIND.files(store)[:_LOOKED_AT]:
         with contextlib.suppress(StoreError):
             head = load_head(path)
             if _conditions(head) != _conditions(training):
                 continue
-            modes = {arm.name: arm.precision for arm in head.arms}
-            seconds: dict[str, list[float]] = {}
-            for row in load_training(path).of(StepRow):
-                if row.seconds > 0 and modes.get(row.arm, "") not in known:
-                    seconds.setdefault(modes[row.arm], []).append(row.seconds)
-            known |= {mode: median(times) for mode, times in seconds.items()}
-    return known
-
-
-def _spread(training: Training, store: Path) -> float | None:
-    """The median deviation of an arm's gaps between seeds, from kept trainings of this model and number of steps."""
-    deviations: list[float] = []
-    for path in training_files(store)[:_LOOKED_AT]:
-        with contextlib.suppress(StoreError):
-            head = load_head(path)
-            if _conditions(head) == _conditions(training) and head.request.steps == training.request.steps:
-                gaps = [arm.judged.gap for arm in verdicts_of(head, load_training(path).lines).arms]
+            kept, modes = load_training(path), {arm.name: arm.precision for arm in head.arms}
+            seconds = together((modes[row.arm], row.seconds) for row in kept.of(StepRow) if row.seconds > 0)
+            known = {mode: median(times) for mode, times in seconds.items()} | known
+            if head.request.steps == request.steps:
+                gaps = [arm.judged.gap for arm in verdicts_of(head, kept.lines).arms]
                 deviations += [gap.deviation for gap in gaps if gap and gap.pairs > 1]
-    return median(deviations) if deviations else None
+    arms = [arm for number in range(request.seeds) for arm in arms_of_seed(training.arms, number)]
+    expected = sum(request.steps * known.get(arm.precision, 0.0) for arm in arms)
+    unknown = list(dict.fromkeys(arm.name for arm in arms if arm.precision not in known))
+    return expected, unknown, median(deviations) if deviations else None
 
 
 def _conditions(training: Training) -> tuple[object, ...]:

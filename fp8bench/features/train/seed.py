@@ -84,16 +84,22 @@ class _Lost(Exception):
 
 
 @dataclass
-class SeedRun:
-    """Runs one turn: all arms of a seed where they fit into memory, else some of them. `place` counts turns from 0.
-    `out` says why arms are no longer trained. `device` reads how busy the device is, where that is possible."""
+class TrainingRun:
+    """A training under way: its worker, the file that keeps its lines, and who is told of it."""
 
     training: Training
-    place: int
-    turn: Turn
     worker: Worker
     writer: TrainingWriter
     observer: TrainingObserver
+
+
+@dataclass
+class SeedRun(TrainingRun):
+    """Runs one turn: all arms of a seed where they fit into memory, else some of them. `place` counts turns from 0.
+    `out` says why arms are no longer trained. `device` reads how busy the device is, where that is possible."""
+
+    place: int
+    turn: Turn
     pace: SeedPace
     out: dict[str, str]
     device: Looks | None = None

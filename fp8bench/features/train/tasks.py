@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.request import TASKS, TrainingRequest
 
 # Prefix of --data for a text of tasks: `--data task:copy,retrieval`.
 TASK_TEXT = "task:"
@@ -95,35 +94,18 @@ def text_of(word: str, sequence: int) -> tuple[str, bytes, bytes]:
     for task in tasks:
         if task not in ("copy", "retrieval"):
             raise UnknownName("task of --data", task, ("copy", "retrieval"), "copy and retrieval have texts")
-    _check_sequence(f"--data {word}", sequence)
+    check_sequence(f"--data {word}", sequence)
     count = max(_LEAST_DOCUMENTS, _TEXT_BYTES // sequence)
     parts = [documents_of(tasks, sequence, part, size) for part, size in (("train", count), ("held-out", count // 9))]
     return "+".join(tasks), parts[0], parts[1]
 
 
-def _check_sequence(option: str, sequence: int) -> None:
+def check_sequence(option: str, sequence: int) -> None:
     if sequence < LEAST_SEQUENCE:
         raise UsageError(
             f"{option} asks questions of {LEAST_SEQUENCE} tokens or more, and a sequence has {sequence}. Give a "
             f"--sequence of at least {LEAST_SEQUENCE}."
         )
-
-
-def check_metrics(request: TrainingRequest) -> None:
-    """Raise UsageError for a metric that names no function. A worker calls the metric once before the first step."""
-    from fp8bench.jobs.profile import function_named
-
-    for metric in request.settings.metric:
-        function_named(metric.removesuffix("=lower"))
-
-
-def check_tasks(request: TrainingRequest, sequence: int) -> None:
-    settings = request.settings
-    for task in settings.tasks:
-        if task not in TASKS:
-            raise UnknownName("task", task, TASKS)
-    if settings.tasks:
-        _check_sequence("--tasks", sequence)
 
 
 def items_of(task: str, sequence: int, held_out: bytes) -> Iterator[tuple[str, list[TaskItem]]]:

@@ -119,6 +119,11 @@ class Training:
     text: TrainingText
     parameters: int
 
+    @property
+    def compared(self) -> list[Arm]:
+        """The reference and the arms that are compared with it, as far as they are trained."""
+        return [arm for arm in self.arms if not arm.skip and not arm.is_band]
+
     def task(self, arms: tuple[Arm, ...], number: int = 0) -> SeedTask:
         request, seed = self.request, self.request.seed + number
         return SeedTask(seed, arms, request.settings, request.steps, request.stride, self.text, self.device)
@@ -251,6 +256,11 @@ class TrainingEvent(StreamLine):
     values: Params = ()
     remedy: str = ""
 
+    @property
+    def rule(self) -> str:
+        """The health rule of an alarm, or of the trials of its remedies."""
+        return str(dict(self.values).get("rule", ""))
+
 
 @dataclass(frozen=True)
 class ArmCost(StreamLine):
@@ -286,6 +296,10 @@ class KeptTraining:
     def of(self, kind: type[L]) -> tuple[L, ...]:
         return tuple(line for line in self.lines if isinstance(line, kind))
 
+    @property
+    def alarms(self) -> list[TrainingEvent]:
+        return [event for event in self.of(TrainingEvent) if event.kind == "alarm"]
+
 
 @dataclass(frozen=True)
 class RankLines:
@@ -305,6 +319,9 @@ class TrainingObserver:
 
     def begun(self, training: Training) -> None:
         """The training starts or resumes."""
+
+    def turn(self, place: int, turns: int) -> None:
+        """Some arms begin all steps of a seed, or resume them: turn `place`, counted from 0, of so many."""
 
     def working(self, arm: str, doing: str) -> None:
         """An arm is measured, outside its steps."""

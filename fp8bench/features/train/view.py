@@ -30,9 +30,9 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import ArmReached, Learned, Why, arrivals
+from fp8bench.features.train.verdicts.curves import ArmReached, Why, arrivals
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
-from fp8bench.features.train.verdicts.summary import ArmSummary, energies_of, score_parts, summaries_of
+from fp8bench.features.train.verdicts.summary import TONES, ArmSummary, JudgedTraining, score_parts
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
@@ -43,9 +43,6 @@ from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics.memory import batch_title, show_batch
 from fp8bench.report.words.naming import listed, many
 
-_TONES = {
-    Learned.DIVERGED: Tone.BAD, Learned.WORSE: Tone.BAD, Learned.BETTER: Tone.GOOD, Learned.WITHIN_NOISE: Tone.GOOD,
-}  # fmt: skip
 _SHOWN = ("arm", "how", "loss", "held-out", "gap", "tokens/s", "B/param", "memory", "on a device", "events", "verdict")
 _LEGEND = (
     "loss: training loss in nats a token, the mean over seeds and the last tenth of the steps",
@@ -65,27 +62,26 @@ _LOOKS = "after the last step, on text that was never trained on"
 _LEAST_BYTES = 0.001
 
 
-def page_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Page:
-    training = kept.training
-    rows = summaries_of(kept, verdicts)
+def page_of(judged: JudgedTraining) -> Page:
+    training, kept, verdicts, rows = judged.training, judged.kept, judged.verdicts, judged.summaries
     arms = table("arms", "", arm_cols(verdicts, rows), rows, main=True)
     parts = [
         Part("answer", "", tuple(answers(verdicts))),
-        *parts_of(kept, verdicts),
-        Part("arms", "", (arms, *reached_table(verdicts), *wire_table(kept, verdicts))),
-    ]
-    parts += [*looks_of(kept), *score_parts(kept, verdicts)]
-    parts += [Part("bands", "", tuple(map(Text, bands_of(verdicts))))]
-    parts += list_of("notes", "notes", notes_of(kept, verdicts))
-    parts += list_of("events", "events", _events(kept))
-    parts += [Part("ending", "", tuple(map(Text, _ending(kept))))]
+        *parts_of(judged),
+        Part("arms", "", (arms, *reached_table(verdicts), *wire_table(judged))),
+        *looks_of(kept), *score_parts(judged.scores),
+        Part("bands", "", tuple(map(Text, bands_of(verdicts)))),
+        *list_of("notes", "notes", notes_of(judged)),
+        *list_of("events", "events", _events(kept)),
+        Part("ending", "", tuple(map(Text, _ending(kept)))),
+    ]  # fmt: skip
     return Page(title_of(training), "", tuple(parts), _LEGEND, tuple(facts_of(training)))
 
 
 def answers(verdicts: TrainingVerdicts) -> Iterator[Text]:
     for verdict in verdicts.arms:
         if not verdict.arm.skip and verdict.judged.why is not Why.OTHER_RATE:
-            yield Text(f"{words.answer(verdict, verdicts)}.", _TONES.get(verdict.judged.learned, Tone.DOUBT))
+            yield Text(f"{words.answer(verdict, verdicts)}.", TONES.get(verdict.judged.learned, Tone.DOUBT))
 
 
 def reached_table(verdicts: TrainingVerdicts) -> Iterator[Table]:
@@ -108,11 +104,11 @@ def reached_table(verdicts: TrainingVerdicts) -> Iterator[Table]:
         yield table("until", f"to a loss of {verdicts.until:g} on held-out text", cols, verdicts.reached)
 
 
-def wire_table(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[Table]:
+def wire_table(judged: JudgedTraining) -> Iterator[Table]:
     """What each arm sends where several ranks train it, compared with the reference."""
-    shown = [summary for summary in summaries_of(kept, verdicts) if summary.wire and not summary.arm.is_band]
+    shown = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_band]
     whole = {summary.arm.name: math.fsum(summary.wire.values()) for summary in shown}
-    reference, count = whole.get(verdicts.reference), kept.training.parameters
+    reference, count = whole.get(judged.verdicts.reference), judged.training.parameters
     cols: list[Col[ArmSummary]] = [
         Col("arm", lambda row: row.arm.name),
         Col("sent", lambda row: whole[row.arm.name], number=True, show=units.size),
@@ -220,7 +216,7 @@ def arm_cols(
 
     def verdict(summary: ArmSummary) -> Field:
         arm, own = summary.arm, summary.verdict
-        tone = _TONES.get(own.judged.learned, Tone.DOUBT) if own and not arm.skip else Tone.PLAIN
+        tone = TONES.get(own.judged.learned, Tone.DOUBT) if own and not arm.skip else Tone.PLAIN
         return Field(words.of_arm(summary, verdicts), tone=tone)
 
     cols: tuple[Col[ArmSummary], ...] = (
@@ -330,7 +326,8 @@ def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:
         yield all_of
 
 
-def notes_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[str]:
+def notes_of(judged: JudgedTraining) -> Iterator[str]:
+    kept, verdicts = judged.kept, judged.verdicts
     yield from dict.fromkeys(event.words for event in kept.of(TrainingEvent) if event.kind == COVERAGE)
     if not verdicts.looks:
         yield "nothing was held out, so that the training loss alone decides: return held_out from make()"
@@ -348,11 +345,11 @@ def notes_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[str]:
             f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
             f"wider ones: they say nothing about a device that has the format{derived}"
         )
-    if kept.training.request.try_fix and not any(event.kind == "alarm" for event in kept.of(TrainingEvent)):
+    if kept.training.request.try_fix and not kept.alarms:
         yield "--try-fix: nothing was tried, as there was no alarm"
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
-    energies = energies_of(kept, verdicts)
+    energies = {summary.arm.name: summary.energy for summary in judged.summaries if summary.energy}
     whys = {energy.why for energy in energies.values()}
     if len(energies) > 1 and len(whys) == 1 and all(energy.joules is None for energy in energies.values()):
         yield f"no energy: {whys.pop()}"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.values import ArmRole, KeptTraining, Training, TrainingEvent
+from fp8bench.features.train.values import ArmRole, Training
 from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
     ArmReached,
@@ -21,7 +21,7 @@ from fp8bench.features.train.verdicts.curves import (
     least_seen,
     settled_by_more,
 )
-from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, TrainedEnergy
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
@@ -171,15 +171,14 @@ ALARM = "alarm"
 FAILURES = (*(word.replace(" ", "-") for word in Learned if word not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
 
 
-def failures(kept: KeptTraining, verdicts: TrainingVerdicts, wanted: Collection[str]) -> Iterator[str]:
+def failures(judged: JudgedTraining, wanted: Collection[str]) -> Iterator[str]:
     """A sentence for each arm whose verdict is wanted, and for each alarm if alarms are."""
-    for arm in verdicts.arms:
+    for arm in judged.verdicts.arms:
         if arm.judged.learned.replace(" ", "-") in wanted and arm.judged.why is not Why.OTHER_RATE:
-            yield f"{arm.arm.name}: {verdict(arm, verdicts)}"
+            yield f"{arm.arm.name}: {verdict(arm, judged.verdicts)}"
     if ALARM in wanted:
-        for event in kept.of(TrainingEvent):
-            if event.kind == ALARM:
-                yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
+        for event in judged.kept.alarms:
+            yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
 
 
 _CURES = {
@@ -331,8 +330,7 @@ def _seeds(seeds: Sequence[int]) -> str:
 def without_histories(training: Training) -> str:
     """What is missing to replay other histories for arms with delayed scaling; '' where nothing is."""
     request = training.request
-    arms = [arm for arm in training.arms if not arm.skip and not arm.is_band]
-    delayed = [arm for arm in arms if precisions.get(arm.precision).tensor_scale is TensorScale.DELAYED]
+    delayed = [arm for arm in training.compared if precisions.get(arm.precision).tensor_scale is TensorScale.DELAYED]
     lacks = ["--stride 1"] if request.stride > 1 else []
     lacks += ["--micro-batches 1"] if any(arm.taken(request.settings).micro_batches > 1 for arm in delayed) else []
     if not delayed or not lacks:

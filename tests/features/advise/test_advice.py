@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.analysis.findings import findings
-from fp8bench.features.advise.basis import Trained
 from fp8bench.features.advise.decide import advised, harm_of, predicted
 from fp8bench.features.advise.job import costs_of
 from fp8bench.features.advise.rules import bound_of
@@ -21,7 +20,7 @@ from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Cost, M
 from fp8bench.features.advise.view import advice_elements, checklist
 from fp8bench.features.sensitivity.study import By, LayerTrial, Study
 from fp8bench.features.train.values import KeptTraining, StreamLine, Training
-from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import (
     Finding,
     Interval,
@@ -457,7 +456,7 @@ def falling(pace: float) -> list[float]:
     return [1.8 + 3.7 * (1 + pace * step / 15) ** -0.7 for step in range(1, STEPS + 1)]
 
 
-def trained(*paces: float, spread: float = 0.0, trial: int = 0) -> Trained:
+def trained(*paces: float, spread: float = 0.0, trial: int = 0) -> JudgedTraining:
     """fp8 at these paces, a seed each; losses of a seed differ by the spread."""
     draw, found = random.Random(trial), list[StreamLine]()
     for seed, pace in enumerate(paces):
@@ -468,11 +467,11 @@ def trained(*paces: float, spread: float = 0.0, trial: int = 0) -> Trained:
     return of_lines(training(steps=STEPS, seeds=len(paces)), found)
 
 
-def of_lines(made: Training, found: Sequence[StreamLine]) -> Trained:
-    return Trained(KeptTraining(made, tuple(found), True, "x/steps.jsonl"), verdicts_of(made, found))
+def of_lines(made: Training, found: Sequence[StreamLine]) -> JudgedTraining:
+    return JudgedTraining(KeptTraining(made, tuple(found), True, "x/steps.jsonl"))
 
 
-def cost(learned: Trained | None = None, level: Level = Level.NATIVE, joules: float = 1.0) -> Cost:
+def cost(learned: JudgedTraining | None = None, level: Level = Level.NATIVE, joules: float = 1.0) -> Cost:
     lead, case = group(fp8=FP8, level=level)
     records = [replace(lead, energy=use([2.0, 2.02, 1.98])), replace(case, energy=use([joules] * 3))]
     (found,) = costs_of(basis(records, training=learned))
@@ -530,7 +529,7 @@ def test_the_interval_holds_seeds_and_rounds() -> None:
         (trained(*[0.1] * 5), "too far from its reference's"),
     ],
 )
-def test_without_a_training_nothing_is_said_of_a_loss(learned: Trained | None, why: str) -> None:
+def test_without_a_training_nothing_is_said_of_a_loss(learned: JudgedTraining | None, why: str) -> None:
     found = cost(learned)
     assert found.time is None and found.energy is None and why in found.why and found.money(1.0) is None
 
@@ -548,7 +547,7 @@ def test_intervals_hold_the_truth() -> None:
     assert sum(found.time is not None and found.time.low <= 0.76 <= found.time.high for found in costs) >= 34
 
 
-def late(gap: float, begins: int, steps: int = 200) -> Trained:
+def late(gap: float, begins: int, steps: int = 200) -> JudgedTraining:
     """fp8 whose loss lies above bf16's from that step on, in five seeds; before it by noise of either sign."""
     found: list[StreamLine] = []
     for seed in range(5):

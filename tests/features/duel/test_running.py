@@ -368,11 +368,11 @@ def test_a_duel_in_older_words_is_read(path: Path) -> None:
 
 
 def test_it_is_found_by_its_names(path: Path) -> None:
-    """By id, stem, path and the beginning of an id; not by a run's id."""
+    """By id, stem, path and the beginning of an id or stem, as runs are; not by a run's id."""
     store = path.parent.parent
     for words, wanted in (
-        (("0a1b2c3d", "0a1b", path.stem, str(path)), path),
-        (("last", "", "ffff", "20260102", "\0", str(store)), None),
+        (("0a1b2c3d", "0a1b", "20260102", path.stem, str(path)), path),
+        (("last", "", "ffff", "\0", str(store)), None),
     ):
         assert {DuelKind().find(word, store) for word in words} == {wanted}
     assert DuelKind().find("0a1b", store / "elsewhere") is None

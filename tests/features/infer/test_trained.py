@@ -14,7 +14,7 @@ from fp8bench.features.infer import job
 from fp8bench.features.infer.job import trained_model
 from fp8bench.features.infer.quality import quality_of
 from fp8bench.features.infer.values import QualityTask
-from fp8bench.features.train.kind import load_head, load_training, training_files
+from fp8bench.features.train.kind import KIND, load_head, load_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.run import train
 from fp8bench.features.train.values import TrainingObserver, Validation
@@ -38,7 +38,7 @@ def test_a_checkpoint_is_served(arch: str, tmp_path: Path, monkeypatch: pytest.M
         isolation=False,
     )  # fmt: skip
     train(request, stored, TrainingObserver(), "fp8bench train")
-    (path,) = training_files(stored)
+    (path,) = KIND.files(stored)
     seen = {row.arm: row.loss for row in load_training(path).of(Validation) if (row.of, row.step) == ("held-out", 8)}
     for word, arm in (("last", "fp32"), ("last:bf16", "bf16")):
         model, size = trained_model(word, stored, 3072)

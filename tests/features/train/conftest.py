@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.features.train import run as job
-from fp8bench.features.train.kind import training_files
+from fp8bench.features.train.kind import KIND
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import KeptTraining
@@ -26,7 +26,7 @@ def trained(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     def train(lab: FakeLab, request: TrainingRequest | None = None) -> tuple[KeptTraining, FakeLab, NotedTraining]:
         monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: lab)
         seen = NotedTraining()
-        kept = job.resume(training_files(store)[0], store, seen)[1] if request is None else job.train(
+        kept = job.resume(KIND.files(store)[0], store, seen)[1] if request is None else job.train(
             request, store, seen, "fp8bench train"
         )  # fmt: skip
         assert lab.closed

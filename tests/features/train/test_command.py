@@ -16,7 +16,7 @@ from fp8bench.cli.config_file import with_config
 from fp8bench.cli.main import build_parser, commands_of
 from fp8bench.features.train import run as job
 from fp8bench.features.train.command import request_from
-from fp8bench.features.train.kind import load_training, training_files
+from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, StepRow, TrainingEvent
 from fp8bench.features.train.words import FAILURES
@@ -38,7 +38,7 @@ def say(store: Path, fp8bench: Say) -> Say:
 
 
 def newest(store: Path) -> KeptTraining:
-    return load_training(training_files(store)[0])
+    return load_training(KIND.files(store)[0])
 
 
 @for_each(("words", "sentence"), [
@@ -59,7 +59,7 @@ def newest(store: Path) -> KeptTraining:
 def test_an_impossible_command_line_is_one_sentence(words: list[str], sentence: str, say: Say, local: None) -> None:
     code, out, err = say(*words)
     assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
-    assert not training_files(Path(".fp8bench"))
+    assert not KIND.files(Path(".fp8bench"))
 
 
 def test_help_names_what_it_may_fail_on() -> None:
@@ -115,7 +115,7 @@ def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, 
     assert f"{key} of {kept.training.started[:10]} " in fp8bench("history", "list", "--runs")[1]
     planned = " ".join(say(*TINY, "--dtypes", "bf16,fp8,mxfp8", "--seeds", "100", "--dry-run")[1].split())
     assert re.search(r"time: about [\d.]+ \w+.* for the steps, .*, without mxfp8", planned)
-    assert len(training_files(store)) == 1
+    assert len(KIND.files(store)) == 1
     code, again, err = say("--resume", "last")
     assert (code, again) == (0, out) and f"training {key} is finished; nothing was missing" in err
     assert say("--resume", "last", "--fail-on", "worse,diverged,alarm")[0] == 0
@@ -274,7 +274,7 @@ def test_scales_of_a_training_are_taken_by_another(store: Path, local: None, say
     assert say(*short)[0] == 0
     code, out, _ = say(*short, "--scales-from", "last")
     assert code == 0 and "scales-from last" in out
-    newest, first = (load_training(path) for path in training_files(store))
+    newest, first = (load_training(path) for path in KIND.files(store))
     known = {(mode, layer, role): amax for mode, layer, role, amax in newest.training.request.settings.scales}
     amax = known["fp8", "blocks.0.mlp.up", "weight"]
     assert amax == [line.amax for line in first.of(LayerReading)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.features.train import run as job
-from fp8bench.features.train.kind import load_training, training_files
+from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import PARALLEL, TrainerSettings
 from fp8bench.features.train.run import resume, train
@@ -43,7 +43,7 @@ def wait_for(process: subprocess.Popen[bytes], store: Path, more: int) -> None:
     """Until the stream has `more` bytes more than at the start, or the process has ended."""
     begun, end = None, time.monotonic() + _PATIENCE
     while process.poll() is None and time.monotonic() < end:
-        paths = training_files(store)
+        paths = KIND.files(store)
         size = paths[0].stat().st_size if paths else 0
         begun = size if begun is None or size < begun else begun
         if paths and size >= begun + more:
@@ -62,7 +62,7 @@ def test_killed_trainings_resume_to_the_same_losses(
     write_tokens(Path("text"))
     begin = SHORT if count == 1 else LONG
     assert fp8bench(*begin, "--store", "whole")[0] == 0
-    whole = load_training(training_files(Path("whole"))[0])
+    whole = load_training(KIND.files(Path("whole"))[0])
     chance = random.Random(20261122)
     kills, length = 0, Path(whole.path).stat().st_size
     words = begin
@@ -79,7 +79,7 @@ def test_killed_trainings_resume_to_the_same_losses(
                     kills += 1 if victim == victims[0] else 0
             process.wait(_PATIENCE)
         assert not wait_until_gone(began, 10.0)
-        kept = load_training(training_files(store)[0])
+        kept = load_training(KIND.files(store)[0])
         assert len(kept.troubles) <= 1 and "out" not in {event.kind for event in kept.of(TrainingEvent)}
         if kept.finished:
             assert said(kept) == said(whole)
@@ -90,7 +90,7 @@ def test_killed_trainings_resume_to_the_same_losses(
         # Not in this process, which has a timer: it would be another one than the training began in.
         with started([*words, "--store", str(store)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
             assert process.wait(_PATIENCE) == 0, process.stderr and process.stderr.read()
-        kept = load_training(training_files(store)[0])
+        kept = load_training(KIND.files(store)[0])
     assert kept.finished and said(kept) == said(whole)
     rows = [(row.seed, row.arm, row.step) for row in kept.of(StepRow)]
     assert len(rows) == len(set(rows)) == len(whole.of(StepRow))
@@ -174,14 +174,14 @@ def test_ranks_rewind_to_the_same_bits_whenever_they_are_killed(count: int, tmp_
     for moment in moments:
         command = [sys.executable, "-m", "fp8bench", "train", "--store", "killed", *words]
         process, end = subprocess.Popen(command, stdout=subprocess.DEVNULL), time.monotonic() + 600
-        while sum(path.stat().st_size for path in training_files(store)) < moment:
+        while sum(path.stat().st_size for path in KIND.files(store)) < moment:
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.01)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert gone()
         words = ["--resume", "last"]
-    (path,) = training_files(store)
+    (path,) = KIND.files(store)
     assert not load_training(path).finished
     with forgotten(Path(planted.FILE).parent):
         _, kept = resume(path, store, NotedTraining())

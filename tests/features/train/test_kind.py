@@ -12,13 +12,12 @@ import pytest
 
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.features.train.kind import (
+    KIND,
     ResumePlace,
     TrainingWriter,
-    find_training,
     load_training,
     reopen_training,
     start_training,
-    training_files,
     training_named,
 )
 from fp8bench.features.train.values import ArmCost, LayerReading, StepFigure, StreamLine, TrainingEvent, Validation
@@ -144,12 +143,12 @@ def test_trainings_are_found_by_what_they_are_called(tmp_path: Path) -> None:
     store = tmp_path / "store"
     for number in (1, 2, 0x10):
         start_training(training(number), store).close()
-    newest, _, oldest = training_files(store)
+    newest, _, oldest = KIND.files(store)
     assert newest.parent.name == "20260105T120016.000Z-ffffffff-00000010"
-    assert training_named("last", store) == newest and find_training("0000001", store) == newest
+    assert training_named("last", store) == newest and KIND.find("0000001", store) == newest
     words = ("00000001", oldest.parent.name, str(oldest), str(oldest.parent))
-    assert {find_training(word, store) for word in words} == {oldest}
-    assert not any(find_training(word, store) for word in ("000000", "ffff", "", "last", "x\0y"))
+    assert {KIND.find(word, store) for word in words} == {oldest}
+    assert not any(KIND.find(word, store) for word in ("000000", "ffff", "", "last", "x\0y"))
     with pytest.raises(RunNotFound, match=f"no training 'ffff' in .* The newest is {newest.parent.name}"):
         training_named("ffff", store)
     with pytest.raises(RunNotFound, match="The store has no trainings yet"):

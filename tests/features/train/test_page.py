@@ -33,7 +33,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import curves_of
-from fp8bench.features.train.verdicts.summary import figures_of, summaries_of
+from fp8bench.features.train.verdicts.summary import figures_of
 from fp8bench.features.train.view import arm_cols
 from fp8bench.features.train.view import page_of as text_of
 from fp8bench.features.train.words import without_histories
@@ -44,7 +44,7 @@ from fp8bench.report.page import html, markdown
 from fp8bench.report.page.drawing.draw import draw
 from tests.commands import Say, unfolded
 from tests.counts import for_each
-from tests.learning_curves import CANDIDATE, OTHER_SEED, REPEAT, judged, kept_of, lines, training
+from tests.learning_curves import CANDIDATE, OTHER_SEED, REPEAT, judged, lines, training
 
 E = TypeVar("E")
 GAPS = {"fp8": [0.02, 0.03, 0.025, 0.02, 0.03], "bf16 other seed": [0.01, -0.02, 0.03, 0.0, 0.01]}
@@ -54,7 +54,7 @@ NAN = math.nan
 def page(*more: StreamLine, of: Training | None = None, change: Callable[[StepRow], StepRow] = lambda row: row) -> Page:
     """The page of a training with changed rows and more lines."""
     rows = (change(line) if isinstance(line, StepRow) else line for line in lines(GAPS))
-    return page_of(*judged(kept_of((*rows, *more), of)))
+    return page_of(judged((*rows, *more), of))
 
 
 def element(made: Page, name: str, kind: type[E]) -> E:
@@ -81,8 +81,7 @@ def test_windows_end_at_the_endpoint(steps: int) -> None:
 def test_the_last_gap_drawn_is_the_verdict_and_the_band_is_of_all_seeds() -> None:
     """The last point has the endpoint's interval of 95%. The band of the loss is the range of the reference over all
     its seeds."""
-    _, verdicts = judged(kept_of(lines(GAPS)))
-    gap = verdicts.arms[0].judged.gap
+    gap = judged(lines(GAPS)).verdicts.arms[0].judged.gap
     last = dict(element(page(), "gap", Lines).series)["fp8"][-1]
     assert gap is not None and gap.shown is not None and last is not None
     shown = [100 * end for end in (gap.shown.point, gap.shown.low, gap.shown.high)]
@@ -195,7 +194,7 @@ def test_the_worst_reading_names_layer_and_step() -> None:
 
 
 def test_a_training_without_steps_has_a_page() -> None:
-    made = page_of(*judged(kept_of((), training(CANDIDATE), finished=False)))
+    made = page_of(judged((), training(CANDIDATE), finished=False))
     assert not [own for part in made.parts for own in part.elements if isinstance(own, Chart)]
     assert "cut off" in html.render(made)
 
@@ -224,7 +223,7 @@ def test_the_cost_of_watching_is_reported() -> None:
         told += [StepFigure(arm, 0, step, WATCHED_SECONDS, watched) for step in range(0, 30, 10)]
     endings = []
     for every in (told, [line for line in told if isinstance(line, StepRow)]):
-        made = text_of(*judged(kept_of(every, training(steps=30, seeds=1))))
+        made = text_of(judged(every, training(steps=30, seeds=1)))
         endings.append([own.text for part in made.parts for own in part.elements if isinstance(own, Text)])
     assert "watched: every 10 steps, which took 5.0% of a step's time at most (bf16)" in endings[0]
     assert not any("watched" in text for text in endings[1])
@@ -237,14 +236,14 @@ def test_what_a_rank_sends_is_compared_with_the_reference() -> None:
     for arm, wire in wires.items():
         told.append(replace(ROW, arm=arm, seconds=0.0))
         told += [StepFigure(arm, 0, step, WIRE_BYTES, size, of) for step in (0, 10) for of, size in wire.items()]
-    kept, verdicts = judged(kept_of(told, asked))
+    sent = judged(told, asked)
     each = [f"{size / asked.parameters:.4g}" for size in (3096, 1548)]
-    for made in (text_of(kept, verdicts), page_of(kept, verdicts)):
+    for made in (text_of(sent), page_of(sent)):
         assert cells(made, "wire") == [
             ["bf16", "3.02 KiB", each[0], "100.0%", "reduce bfloat16 2.93 KiB, all_reduce float32 96 B"],
             ["fp8", "1.51 KiB", each[1], "50.0%", "all_to_all uint8 1.51 KiB"],
         ]
-    figures = [figures_of(summary, verdicts)["wire_bytes"] for summary in summaries_of(kept, verdicts)]
+    figures = [figures_of(summary, sent.verdicts)["wire_bytes"] for summary in sent.summaries]
     assert [size for size in figures if size] == [3096.0, 1548.0]
 
 
@@ -273,13 +272,14 @@ MORE: tuple[StreamLine, ...] = (
 ALL_GAPS = {
     "fp8": [0.02, 0.03, 0.025, 0.02, 0.03], OTHER_SEED.name: [0.01, -0.02, 0.03, 0.0, 0.01], REPEAT.name: [0.0],
 }  # fmt: skip
-KEPT, VERDICTS = judged(kept_of((*lines(ALL_GAPS, STEPS), *MORE), training(steps=STEPS)))
+JUDGED = judged((*lines(ALL_GAPS, STEPS), *MORE), training(steps=STEPS))
+KEPT, VERDICTS = JUDGED.kept, JUDGED.verdicts
 GAP = VERDICTS.arms[0].judged.gap
 
 
 def test_numbers_are_those_of_the_verdict() -> None:
     """Bands are figures of the arms that show them."""
-    named = {summary.arm.name: figures_of(summary, VERDICTS) for summary in summaries_of(KEPT, VERDICTS)}
+    named = {summary.arm.name: figures_of(summary, VERDICTS) for summary in JUDGED.summaries}
     assert GAP is not None and GAP.shown is not None and GAP.decides is not None and VERDICTS.seed_band is not None
     own = named["fp8"]
     assert (own["gap"], own["gap_low"], own["gap_high"]) == (GAP.point, GAP.shown.low, GAP.shown.high)
@@ -296,20 +296,20 @@ def test_an_own_optimizer_keeps_as_much_in_bands_as_in_the_reference_and_an_own_
     asked = training(steps=STEPS)
     own = replace(asked, request=replace(asked.request, settings=replace(asked.request.settings, make="net.py:make")))
     cost = ArmCost("bf16", 0, 0, kept=(("weights", 4.0 * own.parameters), ("momentum buffer", 4.0 * own.parameters)))
-    kept, verdicts = judged(kept_of((*lines(ALL_GAPS, STEPS), *MORE, cost), own))
-    sizes = {summary.arm.name: summary.bytes_per_parameter for summary in summaries_of(kept, verdicts)}
+    of_own = judged((*lines(ALL_GAPS, STEPS), *MORE, cost), own)
+    sizes = {summary.arm.name: summary.bytes_per_parameter for summary in of_own.summaries}
     assert sizes[REPEAT.name] == sizes[OTHER_SEED.name] == sizes["bf16"] == 8.0
-    tables = [{getattr(element, "name", "") for part in text_of(*each).parts for element in part.elements}
-              for each in ((KEPT, VERDICTS), (kept, verdicts))]  # fmt: skip
+    tables = [{getattr(element, "name", "") for part in text_of(each).parts for element in part.elements}
+              for each in (JUDGED, of_own)]  # fmt: skip
     assert [{"looks", "perplexities"} & names for names in tables] == [{"looks", "perplexities"}, {"looks"}]
 
 
 def test_rows_document_and_frames_agree_with_the_table() -> None:
-    rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(KEPT, VERDICTS)))))
+    rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(JUDGED)))))
     told = {(row["arm"], row["figure"]): row["value"] for row in rows if row["line"] == "Summary"}
-    document, frames = value_of(KEPT, VERDICTS)["arms"], TrainingFrames(KEPT)
+    document, frames = value_of(JUDGED)["arms"], TrainingFrames(KEPT)
     arms = frames.arms.set_index("arm")
-    summaries = summaries_of(KEPT, VERDICTS)
+    summaries = JUDGED.summaries
     for summary in summaries:
         cells, name = [col.field(summary).text for col in arm_cols(VERDICTS, summaries)], summary.arm.name
         assert cells[-1] == told[name, "words"] == document[name]["words"] == arms.loc[name, "words"]
@@ -317,7 +317,7 @@ def test_rows_document_and_frames_agree_with_the_table() -> None:
             assert f"{float(told[name, 'loss']):.4f}" == cells[2]
     assert told["fp8", "verdict"] == "worse" and ("bf16", "gap") not in told, "what is not known has no row"
     bands = [row["value"] for row in rows if row["figure"] == "band"]
-    shown = [getattr(own, "text", "") for part in text_of(KEPT, VERDICTS).parts if part.name == "bands"
+    shown = [getattr(own, "text", "") for part in text_of(JUDGED).parts if part.name == "bands"
              for own in part.elements]  # fmt: skip
     assert bands == shown and len(bands) == 2
     losses = [row["value"] for row in rows if (row["line"], row["figure"], row["arm"]) == ("StepRow", "loss", "fp8")]
@@ -347,9 +347,9 @@ def test_curves_by_step() -> None:
 def test_tensorboard_reads_them_back(tmp_path: Path) -> None:
     """A folder for each arm and seed, and for each arm; written twice the bytes are the same."""
     board: ModuleType = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    files = write_training(KEPT, VERDICTS, tmp_path)
+    files = write_training(JUDGED, tmp_path)
     content = [file.read_bytes() for file in files]
-    assert [file.read_bytes() for file in write_training(KEPT, VERDICTS, tmp_path)] == content
+    assert [file.read_bytes() for file in write_training(JUDGED, tmp_path)] == content
 
     def scalars(folder: str, tag: str) -> list[tuple[int, float]]:
         reader = board.EventAccumulator(str(tmp_path / "t1" / folder), size_guidance={board.SCALARS: 0})
@@ -378,7 +378,7 @@ def test_wandb_gets_a_run_for_each_arm_and_seed(monkeypatch: pytest.MonkeyPatch)
         return SimpleNamespace(name=f"{type} {name}", add_file=lambda path, name: None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Artifact=artifact))
-    send_training(KEPT, VERDICTS, "mine", [Path("x/steps.jsonl")])
+    send_training(JUDGED, "mine", [Path("x/steps.jsonl")])
     assert {options["group"] for options, _, _ in told} == {"fp8bench t1"}
     assert all(ends[-1] == "finished 0" for _, _, ends in told)
     *arms, (verdict, figures, ends) = told
@@ -391,6 +391,6 @@ def test_wandb_gets_a_run_for_each_arm_and_seed(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_arm_that_was_not_trained_has_its_reason() -> None:
     arms = tuple(replace(arm, skip="no units") if arm.role is ArmRole.CANDIDATE else arm for arm in KEPT.training.arms)
-    kept, verdicts = judged(kept_of((), replace(KEPT.training, arms=arms)))
-    assert "no units" in csv_text(*rows_of(kept, verdicts)) and series_of(kept) == {}
-    assert value_of(kept, verdicts)["arms"]["fp8"]["verdict"] is None
+    skipped = judged((), replace(KEPT.training, arms=arms))
+    assert "no units" in csv_text(*rows_of(skipped)) and series_of(skipped.kept) == {}
+    assert value_of(skipped)["arms"]["fp8"]["verdict"] is None

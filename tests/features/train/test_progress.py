@@ -72,6 +72,7 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     log, board = TrainingLines(logged.append, clock), TrainingBoard(screen, {}, said.append, clock)
     for observer in (log, board):
         observer.begun(training())
+        observer.turn(0, 2)
 
     def goes_on(number: int, step: int, *lines: StreamLine, seconds: float = 0.0) -> None:
         clock.now += seconds
@@ -90,6 +91,8 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     goes_on(0, 15, alarm(12))
     assert logged[1:] == said == ["seed 0, step 12, fp8: scales fall"]
     assert "1 alarm, last in seed 0, step 12" in last_board(screen)
+    for observer in (log, board):
+        observer.turn(1, 2)
     goes_on(1, 5, *rows(1, 0, 5, ["fp8"]), replace(LOOK, arm="fp8", seed=1, step=5), seconds=1)
     assert re.fullmatch(r"seed 2/2, step 5/20, about .* left: fp8 \d\.\d{3}", logged[-1])
     shown = last_board(screen)
@@ -104,6 +107,19 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     board.close()
     written = screen.getvalue()
     assert written.count("\x1b[?25h") >= written.count("\x1b[?25l") and written.endswith("\x1b[2K")
+
+
+def test_the_time_left_is_of_all_pairs_of_a_seed_also_when_resumed(clock: Clock) -> None:
+    """Resumed in the middle of the second of four turns; half a turn takes ten seconds."""
+    said = list[str]()
+    log = TrainingLines(said.append, clock)
+    log.begun(training())
+    for turn, seed, step in ((1, 0, 10), (1, 0, 20), (2, 1, 10), (2, 1, 20), (3, 1, 10), (3, 1, 20)):
+        log.turn(turn, 4)
+        log.trained(seed, step, [row_of("fp8", seed, step), replace(LOOK, seed=seed, step=step)])
+        clock.now += 10
+    left = [re.search("about (.*) left", line) for line in said]
+    assert [found and found[1] for found in left] == [None, "40 s", "30 s", "20 s", "10 s", None]
 
 
 @for_each("size", [(20, 5), (41, 8), (80, 24), (150, 40)])
@@ -337,6 +353,7 @@ def test_curves_go_to_wandb_as_they_come(monkeypatch: pytest.MonkeyPatch) -> Non
     told, options, ends = NotedTraining(), {}, []
 
     def init(**given: Any) -> SimpleNamespace:
+        assert not ends or ends[-1] == 0, "a run begins before the last one has ended"
         options.update(given)
         return SimpleNamespace(
             log=logged.append, finish=lambda exit_code=0: ends.append(exit_code),
@@ -348,10 +365,12 @@ def test_curves_go_to_wandb_as_they_come(monkeypatch: pytest.MonkeyPatch) -> Non
         board = LiveBoard("mine", told.note)
         board.begun(training())
         board.trained(0, 2, [row_of("bf16", 0, 0), row_of("bf16", 0, 1), row_of("fp8", 0, 0)])
+        if make is init:
+            board.begun(training(2))  # after the training whose weights an experiment begins with
         board.close()
-    assert (options["project"], options["id"], options["resume"]) == ("mine", "fp8bench-00000001-live", "allow")
+    assert (options["project"], options["id"], options["resume"]) == ("mine", "fp8bench-00000002-live", "allow")
     assert [values["step"] for values in logged] == [0, 1, 0] and "fp8/seed-0/training/loss" in logged[2]
-    assert ends == ["* by step", 0] and len(told.notes) == 1 and "division by zero" in told.notes[0]
+    assert ends == ["* by step", 0] * 2 and len(told.notes) == 1 and "division by zero" in told.notes[0]
 
 
 def test_the_inner_observer_still_gets_everything(tmp_path: Path) -> None:

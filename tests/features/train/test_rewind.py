@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8bench.features.train import run as job
-from fp8bench.features.train.kind import TrainingKind
+from fp8bench.features.train.kind import KIND
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
@@ -164,7 +164,7 @@ def test_a_seed_ends_once_all_arms_have_reached_the_loss(trained: Trained) -> No
     told = answer(verdicts.arms[0], verdicts)
     assert "it reaches 1.8 in 1.3" in told and told.endswith("(3 seeds)")
     assert len(verdicts.arms[0].pairs) == 3 and {curve.steps for curve in curves_of(kept.lines, 40).values()} == {16}
-    text = " ".join(render(TrainingKind().view(kept).page()).split())
+    text = " ".join(render(KIND.view(kept).page()).split())
     assert "to a loss of 1.8" in text and "3 of 3" in text and "quantised:fp8" in text
 
 

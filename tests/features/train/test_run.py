@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerFault, WorkerLost
 from fp8bench.features.train import run as job
-from fp8bench.features.train.kind import TrainingWriter, load_training, reopen_training, training_files
+from fp8bench.features.train.kind import KIND, TrainingWriter, load_training, reopen_training
 from fp8bench.features.train.request import BANDS
 from fp8bench.features.train.values import (
     REFERENCE_SECONDS,
@@ -323,7 +323,7 @@ def test_without_its_reference_a_training_ends(trained: Trained, store: Path) ->
     whole, _, _ = trained(FakeLab(), small())
     with pytest.raises(WorkerLost, match="crashed"):
         trained(FakeLab(strikes("bf16", 8, times=2)), small())
-    half = load_training(training_files(store)[0])
+    half = load_training(KIND.files(store)[0])
     assert not half.finished and kinds(half) == ["restarted"]
     assert said(trained(FakeLab())[0]) == said(whole)
 

@@ -159,7 +159,7 @@ class RemedyTrial:
 def trials_of(alarm: TrainingEvent, arm: Arm, settings: TrainerSettings) -> tuple[RemedyTrial, ...]:
     """The unchanged arm, and the arm with each remedy that changes it. Remedies that change what states are kept in are
     left out: they cannot begin in the middle of a training."""
-    rule = next(kind for kind in RULES if kind.name == rule_of(alarm))
+    rule = next(kind for kind in RULES if kind.name == alarm.rule)
     own = arm.taken(settings)
     trials = [RemedyTrial("", Arm(f"{arm.name}: as it was", arm.precision, native=arm.native), own)]
     for remedy in rule.remedies:
@@ -169,10 +169,6 @@ def trials_of(alarm: TrainingEvent, arm: Arm, settings: TrainerSettings) -> tupl
             trial = Arm(f"{arm.name}: {remedy.value}", precision, native=arm.native)
             trials.append(RemedyTrial(remedy.value, trial, changed))
     return tuple(trials)
-
-
-def rule_of(alarm: TrainingEvent) -> str:
-    return str(dict(alarm.values)["rule"])
 
 
 def outcome(
@@ -192,7 +188,7 @@ def outcome(
     tried = [trial for trial in trials if trial is not as_it_was]
     good = sorted(filter(helps, tried), key=lambda trial: (again[trial], -gains[trial]))
     ordered = (*good, *(trial for trial in tried if trial not in good))
-    if next(kind for kind in RULES if kind.name == rule_of(alarm)).compares:  # no arm that it compares with was tried
+    if next(kind for kind in RULES if kind.name == alarm.rule).compares:  # no arm that it compares with was tried
         results = [f"{trial.remedy}: {_of_loss(gains[trial])}" for trial in ordered]
     else:
         words = {True: "the alarm again", False: "no alarm"}
@@ -202,7 +198,7 @@ def outcome(
     figures = [(trial.remedy, gain if math.isfinite(gain := gains[trial]) else str(gain)) for trial in tried]
     return TrainingEvent(
         alarm.arm, alarm.seed, alarm.step, "tried-fix", f"{head}, from step {step} on: {'; '.join(results)}",
-        alarm.layer, alarm.tensor, (("rule", rule_of(alarm)), *figures), good[0].remedy if good else "",
+        alarm.layer, alarm.tensor, (("rule", alarm.rule), *figures), good[0].remedy if good else "",
     )  # fmt: skip
 
 
@@ -211,7 +207,7 @@ def _alarmed(
 ) -> bool:
     health = Health((trial.arm,), trial.settings)
     health.see(replace(line, arm=trial.arm.name) for line in known)
-    return any((rule_of(event), event.layer) == (rule_of(alarm), alarm.layer) for event in health.see(lines))
+    return any((event.rule, event.layer) == (alarm.rule, alarm.layer) for event in health.see(lines))
 
 
 def _loss(lines: Sequence[StreamLine]) -> float:

@@ -34,10 +34,10 @@ class LossRule(HealthRule[Any]):
         if line.skipped or not math.isfinite(line.loss):
             return None
         self._losses.append(line.loss)
-        return self.judge(line) if self._alone else None
+        return self.judge([*self._losses]) if self._alone else None
 
-    def judge(self, row: StepRow) -> HealthAlarm | None:
-        """Judge the newest loss, which is in `_losses`."""
+    def judge(self, losses: list[float]) -> HealthAlarm | None:
+        """Judge the newest loss, the last of these."""
         raise NotImplementedError
 
 
@@ -65,10 +65,9 @@ class LossBackUp(LossRule):
     _first: list[float] = field(default_factory=list)
     _best: float = math.inf
 
-    def judge(self, row: StepRow) -> HealthAlarm | None:
+    def judge(self, losses: list[float]) -> HealthAlarm | None:
         if len(self._first) < self.first:
-            self._first.append(row.loss)
-        losses = list(self._losses)
+            self._first.append(losses[-1])
         before, last = losses[: -self.stays], losses[-self.stays :]
         if len(before) >= 10:
             self._best = min(self._best, fmean(before[-10:]))
@@ -98,8 +97,7 @@ class LossAboveGuessing(LossRule):
     because = "a model that learns is below it within some steps, or on its way there"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
 
-    def judge(self, row: StepRow) -> HealthAlarm | None:
-        losses = list(self._losses)
+    def judge(self, losses: list[float]) -> HealthAlarm | None:
         before, last = losses[-2 * self.last : -self.last], losses[-self.last :]
         if len(before) < self.last or min(last) < self.above * self._guessing:
             return None
@@ -125,9 +123,8 @@ class LossLeaked(LossRule):
     because = "losses fall by percents a step; those of single examples vary by more, and are left alone"
     remedies = (Remedy.LOOK_AT_DATA,)
 
-    def judge(self, row: StepRow) -> HealthAlarm | None:
-        losses = list(self._losses)[-20 - self.last :]
-        before, last = losses[: -self.last], losses[-self.last :]
+    def judge(self, losses: list[float]) -> HealthAlarm | None:
+        before, last = losses[-20 - self.last : -self.last], losses[-self.last :]
         if len(before) < 20 or min(before) <= 0 or not 0 < max(last) < self.share * min(before):
             return None
         noise = noise_of_values([math.log2(value) for value in before])

@@ -61,6 +61,8 @@ class _Jump(TensorRule):
     fewest = 4
     far = 4.0
     gradients = 8.0
+    looks_at = "the last 6 readings of the tensor, from the 4th on"
+    alarms_at = "4 octaves from their median, of gradients 8, and 2 beyond all of them"
     sign: ClassVar[int]
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -82,8 +84,6 @@ class ScaleFall(_Jump):
 
     name = "scale-falls"
     sign = -1
-    looks_at = "the last 6 readings of the tensor, from the 4th on"
-    alarms_at = "4 octaves from their median, of gradients 8, and 2 beyond all of them"
     because = (
         "the largest magnitude of a tensor moves by an octave or two between readings; that of a gradient by six "
         "where a batch has few tokens and rare ones among them"
@@ -96,8 +96,6 @@ class ScaleRise(_Jump):
 
     name = "scale-rises"
     sign = 1
-    looks_at = "the last 6 readings of the tensor, from the 4th on"
-    alarms_at = "4 octaves from their median, of gradients 8, and 2 beyond all of them"
     because = (
         "as for a scale that falls: a tensor that became sixteen times as small has lost its input or its gradient"
     )

@@ -22,9 +22,11 @@ from fp8bench.registry import precisions
 
 Floats = NDArray[np.float32]
 
-HISTORIES = (1, 4, 16, 64, 256, 1024)
-MARGINS = (0, 1, 2)
-INTERVALS = (1, 4, 16)
+# Every combination of histories, margins and intervals.
+DELAYED_WAYS = tuple(
+    Delayed(history, Amax.MOST_RECENT if history == 1 else Amax.MAX, margin, interval)
+    for history, margin, interval in product((1, 4, 16, 64, 256, 1024), (0, 1, 2), (1, 4, 16))
+)
 _ROLES = (Role.INPUT, Role.WEIGHT, Role.GRADIENT)
 _LARGEST_FACTOR = np.float32(2.0**126)
 # A scaled amax may exceed the largest value by the rounding of quotient and product: it loses nothing.
@@ -102,14 +104,6 @@ def _layers_cast(readings: Iterable[LayerReading]) -> set[str]:
     return products & scaled or products
 
 
-def delayed_ways(
-    histories: Sequence[int] = HISTORIES, margins: Sequence[int] = MARGINS, intervals: Sequence[int] = INTERVALS
-) -> Iterator[Delayed]:
-    """Every combination."""
-    for history, margin, interval in product(histories, margins, intervals):
-        yield Delayed(history, Amax.MOST_RECENT if history == 1 else Amax.MAX, margin, interval)
-
-
 def best_of(replays: Sequence[Replayed]) -> Delayed:
     """The way that overflows in the smallest share of casts, and of those the one that leaves the least idle."""
 
@@ -129,7 +123,7 @@ def histories_of(training: Training, lines: Iterable[StreamLine], name: str) -> 
     traces = traces_of(training, lines, arms[name])
     word = str(precisions.get(arms[name].precision).chosen.get("formats", ""))
     formats = word if word in FORMATS_BY_ROLE else "hybrid"
-    return tuple(replay for way in delayed_ways() for replay in replayed(traces, way, formats))
+    return tuple(replay for way in DELAYED_WAYS for replay in replayed(traces, way, formats))
 
 
 def replayed(traces: Sequence[Trace], delayed: Delayed, formats: str = "hybrid") -> Iterator[Replayed]:

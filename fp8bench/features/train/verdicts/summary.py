@@ -10,6 +10,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fp8bench.analysis.energy import LEAST_WINDOWS, Range, energy_samples
 from fp8bench.features.train.request import TrainingRequest
@@ -23,6 +24,7 @@ from fp8bench.features.train.values import (
     KeptTraining,
     StepFigure,
     StepRow,
+    Training,
     TrainingEvent,
     Validation,
 )
@@ -39,7 +41,7 @@ from fp8bench.features.train.verdicts.curves import (
     rule,
     seeds_until,
 )
-from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdicts
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdicts, verdicts_of
 from fp8bench.model import Capacity, EnergyUse, Interval
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Part, Text, Tone
@@ -72,11 +74,36 @@ class ArmSummary:
     verdict: ArmVerdict | None = None
 
 
-def summaries_of(
-    kept: KeptTraining, verdicts: TrainingVerdicts, curves: Mapping[Key, Curve] | None = None
-) -> tuple[ArmSummary, ...]:
-    """Every arm, in order. `curves` are those of its lines, if the caller has them."""
-    curves = curves_of(kept.lines, kept.training.request.steps) if curves is None else curves
+@dataclass(frozen=True)
+class JudgedTraining:
+    """A training with what follows from its lines, computed once it is asked for. `summaries` are of every arm, in
+    order."""
+
+    kept: KeptTraining
+
+    @property
+    def training(self) -> Training:
+        return self.kept.training
+
+    @cached_property
+    def curves(self) -> dict[Key, Curve]:
+        return curves_of(self.kept.lines, self.training.request.steps)
+
+    @cached_property
+    def verdicts(self) -> TrainingVerdicts:
+        return verdicts_of(self.training, self.kept.lines, self.curves)
+
+    @cached_property
+    def summaries(self) -> tuple[ArmSummary, ...]:
+        return _summaries(self)
+
+    @cached_property
+    def scores(self) -> tuple[ScoreVerdict, ...]:
+        return verdicts_of_scores(self.kept, self.verdicts)
+
+
+def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
+    kept, verdicts, curves = judged.kept, judged.verdicts, judged.curves
     peaks = {line.arm: line.memory for line in kept.of(ArmCost) if line.memory is not None}
     capacities = {line.arm: line.capacity for line in kept.of(ArmCost) if line.capacity is not None}
     # A user's own optimizer has its state only after its first step.
@@ -84,7 +111,7 @@ def summaries_of(
         line.arm: sum(size for _, size in line.kept) / kept.training.parameters
         for line in kept.of(ArmCost) if line.kept and kept.training.request.settings.make
     }  # fmt: skip
-    lead = next(arm.name for arm in kept.training.arms if arm.role is ArmRole.REFERENCE)
+    lead = kept.training.arms[0].name
     energies = energies_of(kept, verdicts)
     sent: dict[str, dict[tuple[int, int], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     events, sizes, paces = Counter[str](), defaultdict[str, dict[int, float]](dict), defaultdict[str, list[float]](list)
@@ -261,7 +288,7 @@ def verdicts_of_scores(kept: KeptTraining, verdicts: TrainingVerdicts) -> tuple[
     in_bf16 = dict(scores.get(_IN_BF16, {}))
     base, request, made = verdicts.reference, kept.training.request, []
     for name, values in scores.items():
-        for arm in (arm.name for arm in kept.training.arms if not arm.skip and not arm.is_band):
+        for arm in (arm.name for arm in kept.training.compared):
             if arm != base:
                 made.append(_verdict(request, ScoreVerdict(arm, name, base), values[arm], values[base]))
             elif name.startswith("quantised:") and name != _IN_BF16:
@@ -318,23 +345,20 @@ def _judged(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bo
     return replace(verdict, worse=gap, word=learned.value, learned=learned)
 
 
-_TONES: Mapping[Learned | None, Tone] = {
-    Learned.WORSE: Tone.BAD,
-    Learned.BETTER: Tone.GOOD,
-    Learned.WITHIN_NOISE: Tone.GOOD,
-}
+TONES: Mapping[Learned | None, Tone] = {
+    Learned.DIVERGED: Tone.BAD, Learned.WORSE: Tone.BAD, Learned.BETTER: Tone.GOOD, Learned.WITHIN_NOISE: Tone.GOOD,
+}  # fmt: skip
 
 
-def score_parts(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[Part]:
+def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
     """A table with a row for each arm and figure."""
-    rows = verdicts_of_scores(kept, verdicts)
     cols: list[Col[ScoreVerdict]] = [
         Col("arm", lambda verdict: verdict.arm), Col("figure", lambda verdict: verdict.figure),
         Col("value", lambda verdict: verdict.own, number=True, show=_four),
         Col("against", lambda verdict: verdict.against),
         Col("its value", lambda verdict: verdict.reference, number=True, show=_four),
         Col("worse by", _worse, number=True, hint="points of a task, else a share; with the 99% interval over seeds"),
-        Col("verdict", lambda verdict: verdict.word, tone=lambda verdict: _TONES.get(verdict.learned, Tone.DOUBT)),
+        Col("verdict", lambda verdict: verdict.word, tone=lambda verdict: TONES.get(verdict.learned, Tone.DOUBT)),
     ]  # fmt: skip
     tasks = [task for task in CHANCES if any(row.figure.startswith(TASK + task) for row in rows)]
     chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in tasks)

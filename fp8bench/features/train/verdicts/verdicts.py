@@ -120,16 +120,18 @@ def least_fall(margin: float) -> float:
     return max(_LEAST_FALL, margin / (margin + _LOST))
 
 
-def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> TrainingVerdicts:
-    request, lines = training.request, tuple(lines)
+def verdicts_of(
+    training: Training, lines: Sequence[StreamLine], curves: Mapping[Key, Curve] | None = None
+) -> TrainingVerdicts:
+    """`curves` are those of the lines, if the caller has them."""
+    request = training.request
     seeds = tuple(range(request.seed, request.seed + request.seeds))
     looks = not request.settings.make or any(isinstance(line, Validation) for line in lines)
-    curves = curves_of(lines, request.steps)
+    curves = curves_of(lines, request.steps) if curves is None else curves
     verdicts = verdicts_on(training.arms, curves, seeds, request.steps, request.margin, looks)
     if request.until is None:
         return verdicts
-    arms = [arm for arm in training.arms if not arm.skip and not arm.is_band]
-    reached = reached_by(arms, verdicts.reference, curves, seeds, request.until)
+    reached = reached_by(training.compared, verdicts.reference, curves, seeds, request.until)
     return replace(verdicts, until=request.until, reached=reached)
 
 

@@ -77,7 +77,7 @@ def alarms(lines: Iterable[StreamLine], *arms: Arm) -> list[tuple[str, int]]:
     """The rules and steps of the alarms."""
     events = Health(arms or (ARM,)).see(lines)
     assert all(event.kind == "alarm" and event.words and event.words[-1] != "." for event in events)
-    return [(str(dict(event.values)["rule"]), event.step) for event in events]
+    return [(event.rule, event.step) for event in events]
 
 
 def gap(share: float, other: float = 0.01) -> Iterator[StreamLine]:

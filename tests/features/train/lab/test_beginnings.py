@@ -17,7 +17,7 @@ from fp8bench.errors import UsageError
 from fp8bench.features.train import run as job
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.beginnings import started_from, with_file
-from fp8bench.features.train.kind import newest_checkpoint, training_files
+from fp8bench.features.train.kind import KIND, newest_checkpoint
 from fp8bench.features.train.lab import checkpoint
 from fp8bench.features.train.lab.evaluate import windows_by_step
 from fp8bench.features.train.lab.fine_tuning import LORA_SCALE, take_adapters, take_file
@@ -103,7 +103,7 @@ def test_a_training_that_begins_with_another_one(store: Path, monkeypatch: pytes
     newest = newest_checkpoint(Path(base.path))
     assert kept.finished and newest is not None and kept.training.request.settings.start == f"{newest[0]}::fp8"
     assert checkpoint.weights(str(newest[0]), "fp8")
-    assert job.resume(training_files(store)[0], store, NotedTraining())[0] is False
+    assert job.resume(KIND.files(store)[0], store, NotedTraining())[0] is False
     short = job.train(replace(request, keep=10), store, NotedTraining(), "")
     for asked, why in (
         (beginning("last:mxfp8"), "it has no arm 'mxfp8', but bf16, fp8"),

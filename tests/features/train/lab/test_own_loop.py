@@ -491,7 +491,7 @@ def test_a_layer_frozen_on_the_way_does_not_end_the_training() -> None:
                 parameter.grad = None
 
     (event,) = of(TrainingEvent, loop(40, freezes))
-    assert (dict(event.values)["rule"], event.layer) == ("layer-stands-still", "2")
+    assert (event.rule, event.layer) == ("layer-stands-still", "2")
 
 
 def test_leftovers_of_another_loss_do_not_count_as_gradients() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.values import Arm, LayerReading
-from fp8bench.features.train.verdicts.histories import Trace, best_of, delayed_ways, replayed, scales_of, traces_of
+from fp8bench.features.train.verdicts.histories import DELAYED_WAYS, Trace, best_of, replayed, scales_of, traces_of
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import Amax, Delayed
 from fp8bench.model import Params
@@ -61,7 +61,7 @@ def test_the_most_recent_is_a_history_of_one() -> None:
     amaxes = trace_of(random.Random(1), 50)
     recent, longer = (scales_of(amaxes, way, 448.0) for way in (Delayed(1, Amax.MAX), Delayed(64, Amax.MOST_RECENT)))
     assert recent.tolist() == longer.tolist()
-    assert len(set(delayed_ways())) == len(list(delayed_ways())) == 6 * 3 * 3
+    assert len(set(DELAYED_WAYS)) == len(DELAYED_WAYS) == 6 * 3 * 3
 
 
 def test_overflow_and_underflow_by_hand() -> None:
@@ -118,7 +118,7 @@ def test_the_scales_are_those_of_a_real_training(corpus: Corpus) -> None:
 
 def test_the_best_way_cuts_off_least_and_then_leaves_least_idle() -> None:
     trace = Trace("a", Role.GRADIENT, tuple(2.0 if step % 7 == 3 else 1.0 for step in range(200)))
-    best = best_of([replay for way in delayed_ways() for replay in replayed([trace], way)])
+    best = best_of([replay for way in DELAYED_WAYS for replay in replayed([trace], way)])
     assert (best.margin, best.interval) == (1, 1) and best.history in (1, 4)
 
 

@@ -28,7 +28,7 @@ from fp8bench.report.elements import Page
 from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 from tests.energies import TOO_FEW, use
-from tests.learning_curves import judged, kept_of, lines, training
+from tests.learning_curves import judged, lines, training
 
 REFERENCE = use([2.0, 2.0, 2.0])
 OWN = use([1.0] * 3)
@@ -41,10 +41,10 @@ def energy_of(
 ) -> TrainedEnergy:  # fmt: skip
     """The energy of fp8, which takes `fewer` times fewer steps."""
     costs = ArmCost("bf16", 0, energy=reference), ArmCost("fp8", 0, energy=own)
-    kept, verdicts = judged(kept_of((*lines({"fp8": [0.02, 0.03, 0.025, 0.02, 0.03]}), *costs)))
+    of = judged((*lines({"fp8": [0.02, 0.03, 0.025, 0.02, 0.03]}), *costs))
     speed = AdjustedSpeed(Interval(1, 1, 1, 0.95), None, bounded, fewer) if fewer else None
-    arms = tuple(replace(own, arm=replace(own.arm, native=native), speed=speed) for own in verdicts.arms)
-    return energies_of(kept, replace(verdicts, arms=arms))["fp8"]
+    arms = tuple(replace(own, arm=replace(own.arm, native=native), speed=speed) for own in of.verdicts.arms)
+    return energies_of(of.kept, replace(of.verdicts, arms=arms))["fp8"]
 
 
 def test_energy_to_a_loss_is_joules_of_a_step_times_steps() -> None:
@@ -83,13 +83,13 @@ def scored(name: str, reference: Sequence[float], own: Sequence[float]) -> Itera
         yield from (StepFigure(arm, seed, 100, name, value) for seed, value in enumerate(values))
 
 
-_, VERDICTS = judged(kept_of(lines({"fp8": [0.0] * 5})))
+VERDICTS = judged(lines({"fp8": [0.0] * 5})).verdicts
 
 
 def score_verdicts(lines_told: Iterable[StreamLine], **settings: Any) -> tuple[ScoreVerdict, ...]:
     of = training()
     of = replace(of, request=replace(of.request, settings=TrainerSettings(**settings)))
-    return verdicts_of_scores(kept_of(lines_told, of), VERDICTS)
+    return verdicts_of_scores(judged(lines_told, of).kept, VERDICTS)
 
 
 def answered(chance: random.Random, share: float) -> list[float]:
@@ -152,7 +152,7 @@ def test_quantised_losses_are_compared_with_the_reference_and_its_own_with_bf16(
 
 def test_the_table_of_scores_has_the_chances() -> None:
     bare = lines({"fp8": [0.0] * 5})
-    kept, verdicts = judged(kept_of((*bare, *scored("task:copy", [1.0] * 5, [0.9] * 5))))
-    text = render(Page("", "", tuple(score_parts(kept, verdicts))))
+    scores = judged((*bare, *scored("task:copy", [1.0] * 5, [0.9] * 5))).scores
+    text = render(Page("", "", tuple(score_parts(scores))))
     assert "+10 [+9.3, +11] points" in text and "copy 3.85%" in text and "worse" in text
-    assert not list(score_parts(*judged(kept_of(bare))))
+    assert not list(score_parts(judged(bare).scores))

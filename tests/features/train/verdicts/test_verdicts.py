@@ -23,7 +23,8 @@ from fp8bench.features.train.verdicts.verdicts import (
     verdicts_of,
 )
 from tests.counts import for_each
-from tests.learning_curves import CANDIDATE, OTHER_SEED, REFERENCE, REPEAT, curve, held_out, kept_of, lines, rows
+from tests.learning_curves import CANDIDATE, OTHER_SEED, REFERENCE, REPEAT, curve, held_out, lines, rows
+from tests.learning_curves import judged as judged_training
 from tests.learning_curves import training as of_arms
 
 Lines = Iterable[StreamLine]
@@ -86,11 +87,11 @@ def test_what_gaps_say(gaps: list[float], learned: Learned, verdict: str, answer
 
 def test_what_a_command_may_fail_on() -> None:
     alarm = TrainingEvent("fp8", 2, 40, "alarm", "the gradient's norm is 9.1 times its median")
-    kept = kept_of((*lines({"fp8": WORSE}), alarm, TrainingEvent("fp8", 2, 41, "tried-fix", "")))
-    own, among = judged(kept.lines)
-    assert list(words.failures(kept, among, ("worse", "diverged"))) == [f"fp8: {words.verdict(own, among)}"]
-    assert list(words.failures(kept, among, ("alarm",))) == [f"fp8, seed 2, step 40: {alarm.words}"]
-    assert not list(words.failures(kept, among, ("diverged", "inconclusive", "did-not-learn")))
+    of = judged_training((*lines({"fp8": WORSE}), alarm, TrainingEvent("fp8", 2, 41, "tried-fix", "")))
+    own, among = judged(of.kept.lines)
+    assert list(words.failures(of, ("worse", "diverged"))) == [f"fp8: {words.verdict(own, among)}"]
+    assert list(words.failures(of, ("alarm",))) == [f"fp8, seed 2, step 40: {alarm.words}"]
+    assert not list(words.failures(of, ("diverged", "inconclusive", "did-not-learn")))
     assert words.FAILURES == ("diverged", "did-not-learn", "worse", "inconclusive", "alarm")
 
 
