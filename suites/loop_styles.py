@@ -41,7 +41,6 @@ class Loop:
     zero: Callable[[torch.optim.Optimizer], None] | None = torch.optim.Optimizer.zero_grad
     times: float = 1.0
     step: int = 0
-    since: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
 
     def advance(self) -> None:
