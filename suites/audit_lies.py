@@ -167,14 +167,10 @@ _remembering = partial(Kernel, remembers=True)
 
 LIES: tuple[Kernel, ...] = (
     Kernel("bf16 under the name of fp8", _FP8, lambda a, b: a @ b.t(), "not-cast", "Hyperloom #421"),
-    Kernel(
-        "weights alone are cast", _FP8, lambda a, b: (a.float() @ rounded(b, FP8).t()).to(BF16),
-        "not-cast", "Quartet #12",
-    ),
-    Kernel(
-        "scales rounded up", _FP8, lambda a, b: product(a, b, Treatment(E4M3, TENSOR_POWER_OF_TWO)),
-        "scale-rounding", "huggingface/transformers #47030",
-    ),
+    Kernel("weights alone are cast", _FP8, lambda a, b: (a.float() @ rounded(b, FP8).t()).to(BF16),
+           "not-cast", "Quartet #12"),
+    Kernel("scales rounded up", _FP8, lambda a, b: product(a, b, Treatment(E4M3, TENSOR_POWER_OF_TWO)),
+           "scale-rounding", "huggingface/transformers #47030"),
     Kernel(
         "MX scales of the specification for rounded-up ones", _MX,
         lambda a, b: product(a, b, Treatment(E4M3, Scaling(1, 32, MX.scale, ScaleRounding.FLOOR))),
@@ -185,38 +181,27 @@ LIES: tuple[Kernel, ...] = (
         lambda a, b: (rounded(a.t().contiguous(), MXFP8).t() @ rounded(b, MXFP8).t()).to(BF16),
         "blocks-turned", "flashinfer-ai/flashinfer #3882",
     ),
-    Kernel(
-        "block scales in the order of tiles", _MX, lambda a, b: _rescaled(a, b, MXFP8, lambda s: s.roll(1, 0)),
-        "scale-layout", "vllm-project/vllm #50084",
-    ),
+    Kernel("block scales in the order of tiles", _MX, lambda a, b: _rescaled(a, b, MXFP8, lambda s: s.roll(1, 0)),
+           "scale-layout", "vllm-project/vllm #50084"),
     Kernel(
         "block scales read transposed", _BLOCKS,
         lambda a, b: _rescaled(a, b, BLOCKS, lambda s: s.t().contiguous().reshape(s.shape)),
         "scale-layout", "NVIDIA/cutlass #3394",
     ),
-    Kernel(
-        "the first block's scale for all", _BLOCKS, lambda a, b: _rescaled(a, b, BLOCKS, lambda s: s[:, :1]),
-        "scale-layout", "NVIDIA/cutlass #3394",
-    ),
-    Kernel(
-        "the tensor's scale left out", _NV, lambda a, b: product(a, b, *NV) / (a.float().abs().amax() / (6 * 448)),
-        "factor", "modular/modular #6600",
-    ),
-    Kernel(
-        "the tensor's scale inverted", _FP8,
-        lambda a, b: product(a, b) * (LARGEST / a.float().abs().amax()) ** 2, "factor", "modular/modular #6600",
-    ),
+    Kernel("the first block's scale for all", _BLOCKS, lambda a, b: _rescaled(a, b, BLOCKS, lambda s: s[:, :1]),
+           "scale-layout", "NVIDIA/cutlass #3394"),
+    Kernel("the tensor's scale left out", _NV, lambda a, b: product(a, b, *NV) / (a.float().abs().amax() / (6 * 448)),
+           "factor", "modular/modular #6600"),
+    Kernel("the tensor's scale inverted", _FP8, lambda a, b: product(a, b) * (LARGEST / a.float().abs().amax()) ** 2,
+           "factor", "modular/modular #6600"),
     Kernel("codes read as another format's", _FP8, lambda a, b: product(a, b) / 2, "fnuz", "vllm-project/vllm #45302"),
-    Kernel(
-        "cast to another format", _FP8, lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR)),
-        "other-precision", "ROCm/AMDMIGraphX #2533",
-    ),
+    Kernel("cast to another format", _FP8, lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR)),
+           "other-precision", "ROCm/AMDMIGraphX #2533"),
     Kernel("one scale a tensor for one a row", _ROWS, product, "too-good", "flashinfer-ai/flashinfer #3882"),
     Kernel("the codes of a byte exchanged", _MX4, _exchanged, "layout", "Comfy-Org/comfy-kitchen #41"),
     _remembering("results by address", _FP8, _by_address, "wrong-values", "gpu-mode/kernelbot #501"),
-    _remembering(
-        "results by a few values", _FP8, _by_few_values, "keyed", "flashinfer-ai/flashinfer-bench-starter-kit #21",
-    ),
+    _remembering("results by a few values", _FP8, _by_few_values,
+                 "keyed", "flashinfer-ai/flashinfer-bench-starter-kit #21"),
     _remembering("wrong after many calls", _FP8, _after_many, "late", "karpathy/llm.c #852"),
     _remembering("one result for all calls", _FP8, _one_buffer, "overwritten", "tensara/tensara #238"),
     _remembering("a row that is not written", _FP8, _unwritten, "wrong-values", "AMD-AGI/Primus-Turbo #397"),
@@ -243,49 +228,37 @@ LIES: tuple[Kernel, ...] = (
         "mantissas rounded up", _CAST,  # ties away from zero, and cut before they are rounded
         cast_of(Operand(cast=lambda x: saturated(x * (1 + 2.0**-4)))), "too-bad", "sgl-project/sglang #40581",
     ),
-    Kernel(
-        "subnormal numbers are zero", _CAST, cast_of(Operand(cast=no_subnormals)),
-        "wrong-values", "ROCm/rocm-libraries #7439",
-    ),
-    Kernel(
-        "a NaN that is lost", _FP8, lambda a, b: product(a.nan_to_num(0.0), b), "nan-lost", "vllm-project/vllm #39645",
-    ),
-    Kernel(
-        "no product of zeros", _FP8, lambda a, b: product(a, b) if bool(a.any()) else _zeros(a, b),
-        "data-shortcut", "AI-Hypercomputer/accelerator-agents #50",
-    ),
+    Kernel("subnormal numbers are zero", _CAST, cast_of(Operand(cast=no_subnormals)),
+           "wrong-values", "ROCm/rocm-libraries #7439"),
+    Kernel("a NaN that is lost", _FP8, lambda a, b: product(a.nan_to_num(0.0), b),
+           "nan-lost", "vllm-project/vllm #39645"),
+    Kernel("no product of zeros", _FP8, lambda a, b: product(a, b) if bool(a.any()) else _zeros(a, b),
+           "data-shortcut", "AI-Hypercomputer/accelerator-agents #50"),
     _remembering("casts outside of what is timed", _FP8, _casts_once, "remembered-work", "gpu-mode/kernelbot #501"),
     Kernel(
         "a baseline that does more", _FP8, product, "unfair-baseline", "calcit-lang/calcit #535",
         lambda a, b: (a.float() @ b.t().contiguous().float()).to(BF16),
     ),
-    Kernel(
-        "nothing beyond a size", _FP8, lambda a, b: (_zeros if len(a) * len(b) > 200_000 else product)(a, b),
-        "too-fast", "ScalingIntelligence/KernelBench #82",
-    ),
+    Kernel("nothing beyond a size", _FP8, lambda a, b: (_zeros if len(a) * len(b) > 200_000 else product)(a, b),
+           "too-fast", "ScalingIntelligence/KernelBench #82"),
     Kernel("gradients in bf16", _LINEAR, _layer("wide"), "not-cast", "Quartet #12"),
     Kernel("gradients in the wrong format", _LINEAR, _layer("e4m3"), "other-precision", "Hyperloom #421"),
     Kernel("half the weight gradient", _LINEAR, _layer("half"), "fnuz", "vllm-project/vllm #45302"),
     Kernel("scores that are not scaled", _ATTENTION, partial(_attends, scale=1.0), "scale", "mlc-ai/mlc-llm #3426"),
-    Kernel(
-        "scores scaled by the size", _ATTENTION, lambda q, k, v: _attends(q, k, v, scale=1 / q.shape[-1]),
-        "scale", "NVIDIA/Megatron-LM #848",
-    ),
-    Kernel(
-        "a softmax over queries", _ATTENTION, partial(_unfused, over=-2), "softmax", "nerdai/llms-from-scratch-rs #30",
-    ),
+    Kernel("scores scaled by the size", _ATTENTION, lambda q, k, v: _attends(q, k, v, scale=1 / q.shape[-1]),
+           "scale", "NVIDIA/Megatron-LM #848"),
+    Kernel("a softmax over queries", _ATTENTION, partial(_unfused, over=-2),
+           "softmax", "nerdai/llms-from-scratch-rs #30"),
     Kernel("no causal mask", _CAUSAL, _attends, "mask", "candle-org/MindAct #2143"),
     Kernel(
         "a causal mask that is one off", _CAUSAL,
         lambda q, k, v: _attends(q, k, v, attn_mask=torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1)),
         "mask", "Dao-AILab/flash-attention #282",
     ),
-    Kernel(
-        "values of another head", _ATTENTION, lambda q, k, v: _attends(q, k, v.roll(1, 1)), "heads", "kekzl/imp #654",
-    ),
-    Kernel(
-        "attention in bf16 for mxfp8", signed("attention", "mxfp8"), _attends, "not-cast", "vllm-project/vllm #51828",
-    ),
+    Kernel("values of another head", _ATTENTION, lambda q, k, v: _attends(q, k, v.roll(1, 1)),
+           "heads", "kekzl/imp #654"),
+    Kernel("attention in bf16 for mxfp8", signed("attention", "mxfp8"), _attends,
+           "not-cast", "vllm-project/vllm #51828"),
     Kernel("sums kept in bf16", _WIDE, lambda a, b: parts(8, BF16)(a, b).to(BF16), "too-bad",
            "deepseek-ai/DeepSeek-V3 #1148"),
 )  # fmt: skip
@@ -344,8 +317,6 @@ UNCAUGHT: tuple[Kernel, ...] = (
         lambda a, b: product(a, b) if "fp8bench.features.audit.results" in sys.modules else a @ b.t(),
         thread="gpu-mode/reference-kernels #162",
     ),
-    Kernel(
-        "wrong at one size", _FP8, lambda a, b: product(a, b) * (-1 if a.shape[0] == 1000 else 1),
-        thread="flashinfer-ai/flashinfer #3882",
-    ),
+    Kernel("wrong at one size", _FP8, lambda a, b: product(a, b) * (-1 if a.shape[0] == 1000 else 1),
+           thread="flashinfer-ai/flashinfer #3882"),
 )  # fmt: skip

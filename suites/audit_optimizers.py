@@ -147,10 +147,8 @@ LIES: tuple[Kernel, ...] = (
            "other-precision", "inclusionAI/AReno #541"),
     Kernel("moments under scales rounded up", _FP8, _made("", *_UP),
            "scale-rounding", "huggingface/transformers #47030"),
-    Kernel(
-        "a second moment flushed to zero", _FP8, _made("", _FP8LM[0], _Plain(torch.float16)),
-        "flushed", "ultralytics/ultralytics #24085",
-    ),
+    Kernel("a second moment flushed to zero", _FP8, _made("", _FP8LM[0], _Plain(torch.float16)),
+           "flushed", "ultralytics/ultralytics #24085"),
     Kernel("a count of steps in bf16", _FP8, _made("bf16 count"), "step-count", "pytorch/ao #4915"),
     Kernel("rounding at random that leans", _RANDOM, _made("leaning", _FLOAT, _FLOAT),
            "biased", "graphcore-research/gfloat #36"),

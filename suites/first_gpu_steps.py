@@ -109,12 +109,15 @@ class StepFiles:
         except ValueError:
             raise NoFigure(self.why()) from None
 
-    def cases(self, metric: str, precision: str) -> list[dict[str, str]]:
-        """The rows of whole steps, of a precision that the GPU multiplies. Raises NoFigure with its reason."""
+    def rows(self) -> list[dict[str, str]]:
         if not self.path("csv").exists():
             raise NoFigure(self.why())
         with self.path("csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row["precision"] == precision]
+            return list(csv.DictReader(file))
+
+    def values(self, metric: str, precision: str) -> dict[str, float]:
+        """Of whole steps by case, of a precision that the GPU multiplies. Raises NoFigure with its reason."""
+        rows = [row for row in self.rows() if row["precision"] == precision]
         if not rows:
             raise NoFigure(f"{precision} was not measured: the GPU does not multiply it")
         if bad := next((row for row in rows if row["status"] != "ok"), None):
@@ -122,22 +125,18 @@ class StepFiles:
         if rows[0]["level"] != "native":
             raise NoFigure(f"{precision} was {rows[0]['level']}")
         found = [row for row in rows if row["metric"] == metric and row["phase"] == "step" and row["median_in_unit"]]
-        return found or _none(f"{precision} has no {metric}")
+        return {row["params"]: float(row["median_in_unit"]) for row in found} or _none(f"{precision} has no {metric}")
 
 
 def _none(why: str) -> Any:
     raise NoFigure(why)
 
 
-def _values(files: StepFiles, metric: str, precision: str) -> dict[str, float]:
-    return {row["params"]: float(row["median_in_unit"]) for row in files.cases(metric, precision)}
-
-
 def ratio(metric: str, above: str, below: str) -> Reader:
     """Of sums over the cases of both."""
 
     def read(files: StepFiles) -> Measured:
-        over, under = _values(files, metric, above), _values(files, metric, below)
+        over, under = files.values(metric, above), files.values(metric, below)
         if over.keys() != under.keys():
             raise NoFigure(f"{above} and {below} have not the same cases")
         each = ", ".join(f"{over[case] / under[case]:.3g}" for case in over)
@@ -149,7 +148,7 @@ def ratio(metric: str, above: str, below: str) -> Reader:
 
 def fastest(precision: str) -> Reader:
     def read(files: StepFiles) -> Measured:
-        best = max(_values(files, "flops_per_second", precision).values()) / 1e12
+        best = max(files.values("flops_per_second", precision).values()) / 1e12
         return Measured(best, f"{best:.4g} TFLOP/s")
 
     return read
@@ -157,7 +156,7 @@ def fastest(precision: str) -> Reader:
 
 def marker_share(files: StepFiles) -> Measured:
     """Of the host's cost of all marks of a step in bf16, in its time, in percent."""
-    step = _values(files, "time", "bf16")
+    step = files.values("time", "bf16")
     run = load_run(files.begun()[-1])
     record = next(record for record in run.records if record.case.precision == "bf16" and record.timing)
     marks = sum(count for _, count in record.timing.entries) if record.timing else 0
@@ -183,36 +182,32 @@ def alarms(files: StepFiles) -> Measured:
 
 
 def counted(bad: str, good: str) -> Reader:
-    """How many of its words are bad, where any is good."""
+    """How many of its words are bad, where any is good: each is a count, or counts itself."""
 
     def read(files: StepFiles) -> Measured:
-        wrong, right = (sum(map(int, re.findall(words, files.text()))) for words in (bad, good))
+        every = (re.findall(words, files.text(), re.MULTILINE) for words in (bad, good))
+        wrong, right = (sum(int(word) if word.isdigit() else 1 for word in words) for words in every)
         return Measured(wrong, f"{wrong} failed, {right} held") if wrong + right else _none(files.why())
 
     return read
 
 
-def checks(files: StepFiles) -> Measured:
-    wrong, right = (len(re.findall(rf"^{word} ", files.text(), re.MULTILINE)) for word in ("FAIL", "ok"))
-    return Measured(wrong, f"{wrong} failed, {right} held") if wrong + right else _none(files.why())
+def driver(files: StepFiles) -> Measured:
+    return Measured(None, "; ".join(f"{name} {value}" for name, value in files.json()["driver"].items()))
 
 
-def probed(what: str) -> Reader:
-    """Of the probe: what the clock costs in microseconds, how far energy windows are from NVML's total in percent."""
+def marker(files: StepFiles) -> Measured:
+    micros = 1e6 * files.json()["overheads"]["marker_on"]
+    return Measured(micros, f"{micros:.2g} us")
 
-    def read(files: StepFiles) -> Measured:
-        document = files.json()
-        if what == "marker":
-            return Measured(micros := 1e6 * document["overheads"]["marker_on"], f"{micros:.2g} us")
-        if what == "energy":
-            energy = document["energy"]
-            if "why" in energy:
-                raise NoFigure(energy["why"])
-            far = 100 * abs(energy["window_watts"] / energy["nvml_watts"] - 1)
-            return Measured(far, f"{far:.2g}% of {energy['nvml_watts']:.0f} W, by {energy['source']}")
-        return Measured(None, "; ".join(f"{name} {value}" for name, value in document["driver"].items()))
 
-    return read
+def energy(files: StepFiles) -> Measured:
+    """How far windows are from NVML's total, in percent."""
+    told = files.json()["energy"]
+    if "why" in told:
+        raise NoFigure(told["why"])
+    far = 100 * abs(told["window_watts"] / told["nvml_watts"] - 1)
+    return Measured(far, f"{far:.2g}% of {told['nvml_watts']:.0f} W, by {told['source']}")
 
 
 def said(pattern: str) -> Reader:
@@ -235,10 +230,7 @@ def passes(files: StepFiles) -> Measured:
 
 def cases(files: StepFiles) -> Measured:
     """How many cases were measured, of how many."""
-    if not files.path("csv").exists():
-        raise NoFigure(files.why())
-    with files.path("csv").open() as file:
-        status = {row["case"]: (row["status"], row["reason"]) for row in csv.DictReader(file)}
+    status = {row["case"]: (row["status"], row["reason"]) for row in files.rows()}
     bad = [f"{name}: {reason}".splitlines()[0] for name, (word, reason) in status.items() if word != "ok"]
     words = f"{len(status) - len(bad)} of {len(status)} cases" + (f"; {bad[0][:200]}" if bad else "")
     return Measured(None, words) if len(status) > len(bad) else _none(words)
@@ -268,16 +260,16 @@ def _tests() -> Iterator[FirstStep]:
 
 STEPS = (
     FirstStep("probe", "suites.gpu_probe --json {json}", 60, (
-        Line("driver, clocks, power cap", probed("driver")),
-        Line("event clock, us a marker", probed("marker"), high=1.5),
-        Line("energy windows beside NVML's own total, %", probed("energy"), high=2),
+        Line("driver, clocks, power cap", driver),
+        Line("event clock, us a marker", marker, high=1.5),
+        Line("energy windows beside NVML's own total, %", energy, high=2),
     ), ("energy, state and throttle reasons by NVML",)),
     FirstStep("doctor", "fp8bench doctor", 45, (Line("doctor", said("cuda")),)),
     FirstStep("conform", "fp8bench conform --json", 120, (
         Line("native casts and products that nothing explains", conforms, high=0),
     ), ("`fp8bench conform`",)),
     FirstStep("selftest", "fp8bench selftest --device cuda", 90, (
-        Line("checks of selftest that fail", checks, high=0),
+        Line("checks of selftest that fail", counted("^FAIL ", "^ok "), high=0),
     ), ("`selftest`, and its `--power`",)),
     _suite(
         "best-products", "fp8bench suite gemm --set shape=8192 --set operands=ready --dtypes bf16,fp8", 70,

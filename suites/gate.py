@@ -35,12 +35,7 @@ from fp8bench.features.gate.judging import (
 )
 from fp8bench.features.gate.power import Newest, Second, chance_among, sight_of, sights_of_history
 from fp8bench.features.gate.thresholds import ThresholdRule
-from fp8bench.model import (
-    Comparison,
-    Direction,
-    Evidence,
-    Interval,
-)
+from fp8bench.model import Comparison, Direction, Evidence, Interval
 from fp8bench.model.specs import TIME
 from suites.trials import Table, options
 

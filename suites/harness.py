@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -208,7 +208,7 @@ class Figure(NamedTuple):
     what: str
     measure: Callable[..., float]
     parameter: str = ""
-    values: Sequence[str] = ()
+    values: Iterable[str] = ()
 
 
 FIGURES = {
@@ -239,7 +239,7 @@ FIGURES = {
         lambda size: _peak_bytes(_mission(size)) - _peak_bytes((sys.executable, "-c", _BARE, "FOLDER"))),
     "quantiser_over_copy": Figure(
         "ratio", "CPU time of a fused quantiser over a copy's: goals 1.33 (e4m3, e5m2), 2 (MX), 2.9 (nvfp4 of fp32)",
-        lambda size, name: over_copy(name, *size.choose((4096, 15), (64, 1))), "quantiser", tuple(CASTS)),
+        lambda size, name: over_copy(name, *size.choose((4096, 15), (64, 1))), "quantiser", CASTS),
     "emulated_linear_over_product": Figure(
         "ratio", "CPU time of an emulated mxfp8 linear layer of 1024^3 over its product's in fp32: goal 1.1",
         lambda size: linear_over_product(*size.choose((1024, 40), (64, 1)))),

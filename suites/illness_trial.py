@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,19 +43,25 @@ NOT_FINITE = ("not-finite", "tensor-not-finite")
 Plant = Callable[[Loop], object]
 
 
-def once(plant: Plant) -> Plant:
-    return lambda loop: plant(loop) if loop.since == 0 else None
-
-
 @dataclass(frozen=True)
 class Kind:
-    """What goes wrong in a style from a step on, and the rules of which any is a right diagnosis."""
+    """What goes wrong in a style, at a step or before `each` from there on, and the rules of which any is a right
+    diagnosis."""
 
     words: str
     style: str
     rules: str
     plant: Plant
     onset: int = 101
+    each: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{self.words} ({self.style})"
+
+    def begins(self, seed: int) -> int:
+        """No two seeds have the same distance to the next watched step."""
+        return self.onset + 7 * seed % 10 if self.onset else 0
 
 
 def stands_still(loop: Loop) -> None:
@@ -118,20 +123,8 @@ def louder(loop: Loop, factor: float) -> None:
     loop.batches(lambda x, y: (x * factor, y))
 
 
-def heavier(loop: Loop, factor: float, layer: Any = None) -> None:
-    (layer or loop.layer()).weight.detach().mul_(factor)
-
-
-def no_zeros(loop: Loop) -> None:
-    loop.zero = None
-
-
-def evaluates(loop: Loop) -> None:
-    loop.model.eval()
-
-
-def larger_gains(loop: Loop) -> None:
-    loop.layer(nn.LayerNorm).weight.detach().mul_(1.15)
+def heavier(loop: Loop, factor: float, kind: type[nn.Module] = nn.Linear, number: int = 0) -> None:
+    loop.layer(kind, number).weight.detach().mul_(factor)
 
 
 def negative(gradient: Tensor) -> Tensor:
@@ -145,163 +138,148 @@ def stopped(loop: Loop) -> None:
 
 
 NANO_LAYER = "inner.blocks.0.mlp.up"
-ROSE, FIXED = "loss-back-up", "no-update"
+ROSE, FIXED, STILL, RATE = "loss-back-up", "no-update", "same-inputs", "a rate too high from the start"
+ADAM, SGD, CNN, LSTM = "MLP, AdamW", "MLP, SGD with momentum", "CNN with batch norm", "LSTM, clipped"
+ADAPTERS = "adapters of low rank"
 KINDS = (
-    Kind("30 times the rate", "MLP, SGD with momentum", ROSE, once(lambda loop: loop.rate(30))),
-    Kind("30 times the rate", "LSTM, clipped", f"{ROSE} update-norm-burst", once(lambda loop: loop.rate(30))),
-    Kind("30 times the rate", "nano", f"{ROSE} update-norm-burst", once(lambda loop: loop.rate(30))),
-    Kind("a rate too high from the start", "MLP, SGD with momentum", ROSE, once(lambda loop: loop.rate(60)), 0),
-    Kind("a rate too high from the start", "nano", ROSE, once(lambda loop: loop.rate(100)), 0),
-    Kind("updates uphill", "MLP, SGD with momentum", ROSE, once(lambda loop: loop.rate(-1))),
-    Kind("a schedule that has run out", "CNN with batch norm", FIXED, once(lambda loop: loop.rate(0))),
-    Kind("a rate of 0 from the start", "LSTM, clipped", FIXED, once(lambda loop: loop.rate(0)), 0),
-    Kind("an optimizer of other weights", "MLP, AdamW", FIXED + " unseen", once(lost)),
-    Kind("updates taken back", "MLP, autocast", FIXED, undone),
-    Kind("updates taken back", "nano", FIXED, undone),
-    Kind("a loader that stands still", "CNN with batch norm", "same-inputs", once(stands_still)),
-    Kind("a loader that stands still", "nano", "same-inputs", once(stands_still)),
-    Kind("a loader that stands still from the start", "LSTM, clipped", "same-inputs", once(stands_still), 0),
-    Kind("biases that kill every unit", "MLP, AdamW", "dead-units", once(lambda loop: bias(loop, -40))),
-    Kind("biases that kill every unit, from the start", "CNN with batch norm", "dead-units",
-         once(lambda loop: bias(loop, -40)), 0),
-    Kind("inputs 255 times as large", "MLP, AdamW", "amax-jump", once(lambda loop: louder(loop, 255))),
-    Kind("inputs 255 times as large", "CNN with batch norm", "amax-jump", once(lambda loop: louder(loop, 255))),
-    *(Kind("a quarter of each batch four times", style, "duplicate-inputs", once(lambda loop: loop.batches(copies)))
-      for style in ("MLP, AdamW", "CNN with batch norm")),
-    *(Kind("inputs one deviation higher", style, "data-drift", once(lambda loop: loop.batches(moved)))
-      for style in ("MLP, AdamW", "CNN with batch norm")),
-    Kind("inputs of zeros", "MLP, autocast", "amax-jump dead-units same-inputs", once(lambda loop: louder(loop, 0))),
-    Kind("a layer's weights 64 times as large", "MLP, autocast", "amax-jump", once(lambda loop: heavier(loop, 64))),
-    Kind("a layer's weights 64 times as large", "MLP in bf16", "amax-jump", once(lambda loop: heavier(loop, 64))),
-    Kind("recurrent weights drawn anew, 8 times as large", "LSTM, clipped", f"amax-jump {ROSE}",
-         once(lambda loop: loop.layer(nn.LSTM).weight_hh_l0.detach().normal_(0, 1))),
+    Kind("30 times the rate", SGD, ROSE, lambda loop: loop.rate(30)),
+    *(Kind("30 times the rate", style, f"{ROSE} update-norm-burst", lambda loop: loop.rate(30))
+      for style in (LSTM, "nano")),
+    Kind(RATE, SGD, ROSE, lambda loop: loop.rate(60), 0),
+    Kind(RATE, "nano", ROSE, lambda loop: loop.rate(100), 0),
+    Kind("updates uphill", SGD, ROSE, lambda loop: loop.rate(-1)),
+    Kind("a schedule that has run out", CNN, FIXED, lambda loop: loop.rate(0)),
+    Kind("a rate of 0 from the start", LSTM, FIXED, lambda loop: loop.rate(0), 0),
+    Kind("an optimizer of other weights", ADAM, FIXED + " unseen", lost),
+    *(Kind("updates taken back", style, FIXED, undone, each=True) for style in ("MLP, autocast", "nano")),
+    *(Kind("a loader that stands still", style, STILL, stands_still) for style in (CNN, "nano")),
+    Kind("a loader that stands still from the start", LSTM, STILL, stands_still, 0),
+    Kind("biases that kill every unit", ADAM, "dead-units", lambda loop: bias(loop, -40)),
+    Kind("biases that kill every unit, from the start", CNN, "dead-units", lambda loop: bias(loop, -40), 0),
+    *(Kind("inputs 255 times as large", style, "amax-jump", lambda loop: louder(loop, 255)) for style in (ADAM, CNN)),
+    *(Kind("a quarter of each batch four times", style, "duplicate-inputs", lambda loop: loop.batches(copies))
+      for style in (ADAM, CNN)),
+    *(Kind("inputs one deviation higher", style, "data-drift", lambda loop: loop.batches(moved))
+      for style in (ADAM, CNN)),
+    Kind("inputs of zeros", "MLP, autocast", f"amax-jump dead-units {STILL}", lambda loop: louder(loop, 0)),
+    *(Kind("a layer's weights 64 times as large", style, "amax-jump", lambda loop: heavier(loop, 64))
+      for style in ("MLP, autocast", "MLP in bf16")),
+    Kind("recurrent weights drawn anew, 8 times as large", LSTM, f"amax-jump {ROSE}",
+         lambda loop: loop.layer(nn.LSTM).weight_hh_l0.detach().normal_(0, 1)),
     Kind("a table 64 times as large", "sparse tables, two optimizers", "amax-jump",
-         once(lambda loop: heavier(loop, 64, loop.layer(nn.EmbeddingBag)))),
-    Kind("gains that grow 15% a step", "MLP, AdamW", "norm-gain", larger_gains),
+         lambda loop: heavier(loop, 64, nn.EmbeddingBag)),
+    Kind("gains that grow 15% a step", ADAM, "norm-gain", lambda loop: heavier(loop, 1.15, nn.LayerNorm), each=True),
     Kind("a head 200 times as large", "LSTM, SGD", "large-logits amax-jump",
-         once(lambda loop: heavier(loop, 200, loop.layer(nn.Linear, -1)))),
-    Kind("a head that grows 8% a step", "MLP, AdamW", "large-logits",
-         lambda loop: heavier(loop, 1.08, loop.layer(nn.Linear, -1))),
-    Kind("zero_grad forgotten", "MLP, AdamW", "gradients-left", once(no_zeros)),
-    Kind("zero_grad forgotten from the start", "CNN with batch norm", "gradients-left", once(no_zeros), 0),
-    Kind("zero_grad forgotten", "LSTM, clipped", "gradients-left", once(no_zeros)),
-    Kind("a loss scale left in", "MLP, SGD with momentum", "gradient-scale gradient-norm-spike",
-         once(lambda loop: scale_left_in(loop, 2.0**10))),
-    Kind("a loss scale left in", "adapters of low rank", "gradient-scale",
-         once(lambda loop: setattr(loop, "times", 2.0**4))),
+         lambda loop: heavier(loop, 200, number=-1)),
+    Kind("a head that grows 8% a step", ADAM, "large-logits", lambda loop: heavier(loop, 1.08, number=-1), each=True),
+    Kind("zero_grad forgotten", ADAM, "gradients-left", lambda loop: setattr(loop, "zero", None)),
+    Kind("zero_grad forgotten from the start", CNN, "gradients-left", lambda loop: setattr(loop, "zero", None), 0),
+    Kind("zero_grad forgotten", LSTM, "gradients-left", lambda loop: setattr(loop, "zero", None)),
+    Kind("a loss scale left in", SGD, "gradient-scale gradient-norm-spike", lambda loop: scale_left_in(loop, 2.0**10)),
+    Kind("a loss scale left in", ADAPTERS, "gradient-scale", lambda loop: setattr(loop, "times", 2.0**4)),
     Kind("micro-batches that are not divided", "four micro-batches", "gradient-scale",
-         once(lambda loop: setattr(loop, "times", 4.0))),
+         lambda loop: setattr(loop, "times", 4.0)),
     Kind("a loss scale left in from the start", "LSTM, SGD", "loss-above-guessing",
-         once(lambda loop: setattr(loop, "times", 2.0**6)), 0),
-    Kind("gradients a 64th", "nano", "gradient-scale", once(lambda loop: scale_left_in(loop, 2.0**-6))),
-    Kind("answers among the inputs", "MLP, AdamW", "loss-leaked", once(told_answers)),
-    Kind("answers among the inputs", "CNN with batch norm", "loss-leaked", once(told_answers)),
-    Kind("moments gone on resume", "MLP, AdamW", "moments-gone", once(forgets_moments)),
-    Kind("moments gone on resume", "adapters of low rank", "moments-gone", once(forgets_moments)),
-    Kind("a layer's gradient reversed", "MLP, AdamW", "layer-gradient", once(lambda loop: loop.hook(negative))),
-    Kind("a layer's gradient reversed", "CNN with batch norm", "layer-gradient",
-         once(lambda loop: loop.hook(negative, loop.layer(nn.Conv2d, 1)))),
+         lambda loop: setattr(loop, "times", 2.0**6), 0),
+    Kind("gradients a 64th", "nano", "gradient-scale", lambda loop: scale_left_in(loop, 2.0**-6)),
+    *(Kind("answers among the inputs", style, "loss-leaked", told_answers) for style in (ADAM, CNN)),
+    *(Kind("moments gone on resume", style, "moments-gone", forgets_moments) for style in (ADAM, ADAPTERS)),
+    Kind("a layer's gradient reversed", ADAM, "layer-gradient", lambda loop: loop.hook(negative)),
+    Kind("a layer's gradient reversed", CNN, "layer-gradient",
+         lambda loop: loop.hook(negative, loop.layer(nn.Conv2d, 1))),
     Kind("a layer's gradient reversed", "nano", "layer-gradient",
-         once(lambda loop: loop.hook(negative, loop.model.get_submodule(NANO_LAYER)))),
+         lambda loop: loop.hook(negative, loop.model.get_submodule(NANO_LAYER))),
     Kind("a layer's gradient zeroed", "four micro-batches", "layer-gradient",
-         once(lambda loop: loop.hook(torch.zeros_like, loop.layer(nn.Linear, 1)))),
+         lambda loop: loop.hook(torch.zeros_like, loop.layer(nn.Linear, 1))),
     Kind("a layer's gradient zeroed", "nano", "layer-gradient",
-         once(lambda loop: loop.hook(torch.zeros_like, loop.model.get_submodule(NANO_LAYER)))),
-    Kind("an adapter's gradient reversed", "adapters of low rank", "layer-gradient",
-         once(lambda loop: loop.hook(negative, loop.model.get_submodule("3.up")))),
-    Kind("a head that is frozen by mistake", "two optimizers", "layer-stands-still layer-gradient", once(stopped)),
-    Kind("labels that are always wrong", "MLP, AdamW", ROSE, once(wrong_labels)),
-    Kind("labels that are always wrong", "CNN, two micro-batches", ROSE, once(wrong_labels)),
-    Kind("a model left in eval mode", "MLP, dropout", "unseen", once(evaluates)),
+         lambda loop: loop.hook(torch.zeros_like, loop.model.get_submodule(NANO_LAYER))),
+    Kind("an adapter's gradient reversed", ADAPTERS, "layer-gradient",
+         lambda loop: loop.hook(negative, loop.model.get_submodule("3.up"))),
+    Kind("a head that is frozen by mistake", "two optimizers", "layer-stands-still layer-gradient", stopped),
+    *(Kind("labels that are always wrong", style, ROSE, wrong_labels) for style in (ADAM, "CNN, two micro-batches")),
+    Kind("a model left in eval mode", "MLP, dropout", "unseen", lambda loop: loop.model.eval()),
     Kind("a weight that is infinite", "LSTM, SGD", "not-finite tensor-not-finite",
-         once(lambda loop: loop.layer(nn.Linear, -1).weight.detach()[0].fill_(math.inf))),
+         lambda loop: loop.layer(nn.Linear, -1).weight.detach()[0].fill_(math.inf)),
 )  # fmt: skip
 
 
 # Illnesses that end in values that are not finite, slowly or at once; any rule is right.
 LEADS = (
-    *(Kind("a rate that grows 10% a step", style, "", lambda loop: loop.rate(1.1))
-      for style in ("CNN with batch norm", "MLP, AdamW", "nano")),
-    Kind("updates uphill", "MLP, SGD with momentum", "", once(lambda loop: loop.rate(-1))),
-    Kind("a loss scale left in", "MLP, SGD with momentum", "", once(lambda loop: scale_left_in(loop, 2.0**10))),
-    *(Kind("a layer's weights that grow 30% a step", style, "", lambda loop: heavier(loop, 1.3))
-      for style in ("MLP, SGD with momentum", "MLP in bf16", "MLP, AdamW")),
-    Kind("gains that grow 30% a step", "MLP, AdamW", "",
-         lambda loop: loop.layer(nn.LayerNorm).weight.detach().mul_(1.3)),
-    Kind("a head that grows 30% a step", "MLP, AdamW", "", lambda loop: heavier(loop, 1.3, loop.layer(nn.Linear, -1))),
+    *(Kind("a rate that grows 10% a step", style, "", lambda loop: loop.rate(1.1), each=True)
+      for style in (CNN, ADAM, "nano")),
+    Kind("updates uphill", SGD, "", lambda loop: loop.rate(-1)),
+    Kind("a loss scale left in", SGD, "", lambda loop: scale_left_in(loop, 2.0**10)),
+    *(Kind("a layer's weights that grow 30% a step", style, "", lambda loop: heavier(loop, 1.3), each=True)
+      for style in (SGD, "MLP in bf16", ADAM)),
+    Kind("gains that grow 30% a step", ADAM, "", lambda loop: heavier(loop, 1.3, nn.LayerNorm), each=True),
+    Kind("a head that grows 30% a step", ADAM, "", lambda loop: heavier(loop, 1.3, number=-1), each=True),
 )  # fmt: skip
+# Nothing is planted in them.
+HEALTHY = tuple(Kind("well", style, "", lambda loop: None) for style in STYLES)
 # A training that is finite until then does not count.
 LEAD_STEPS = 400
-
-
-def onset_of(kind: Kind, seed: int) -> int:
-    """No two seeds have the same distance to the next watched step."""
-    return kind.onset + 7 * seed % 10 if kind.onset else 0
 
 
 Batches = list[tuple[int, tuple[StreamLine, ...]]]
 
 
-def lines_of(style: str, seed: int, steps: int, kind: Kind | None = None) -> Batches:
+def lines_of(kind: Kind, seed: int, steps: int) -> Batches:
     """The lines of a training, with the step in which they were reported."""
     torch.manual_seed(seed)
-    loop, told = STYLES[style](seed), Batches()
+    loop, told, onset = STYLES[kind.style](seed), Batches(), kind.begins(seed)
 
     def tell(lines: Sequence[StreamLine]) -> None:
         told.append((loop.step, tuple(lines)))
 
     with fp8bench.watch(loop.model, loop.optimizer, told=tell, scaler=loop.scaler, health=False):
         for step in range(steps):
-            if kind is not None and step >= onset_of(kind, seed):
-                loop.since = step - onset_of(kind, seed)
+            if step == onset or (kind.each and step > onset):
                 with torch.no_grad():
                     kind.plant(loop)
             loop.advance()
     return told
 
 
-def path_of(folder: Path, style: str, seed: int, kind: Kind | None = None) -> Path:
-    name = re.sub("[^a-z0-9]+", "-", f"{kind.words if kind else 'well'} {style} {seed}".lower())
+def path_of(folder: Path, kind: Kind, seed: int) -> Path:
+    name = re.sub("[^a-z0-9]+", "-", f"{kind.words} {kind.style} {seed}".lower())
     return folder / f"{name}.pickle.gz"
 
 
-def run(folder: Path, style: str, seed: int, steps: int, kind: Kind | None = None) -> list[tuple[int, str, str]]:
-    """Steps, rules and sentences of the alarms, by the present rules; lines are kept."""
-    path = path_of(folder, style, seed, kind)
+def run(folder: Path, kind: Kind, seed: int, steps: int) -> tuple[Batches, list[tuple[int, str, str]]]:
+    """The lines, which are kept; steps, rules and sentences of the alarms, by the present rules."""
+    path = path_of(folder, kind, seed)
     if not path.exists():
-        lines = lines_of(style, seed, steps, kind)
-        path.with_suffix(".part").write_bytes(gzip.compress(pickle.dumps(lines), 4))
+        path.with_suffix(".part").write_bytes(gzip.compress(pickle.dumps(lines_of(kind, seed, steps)), 4))
         path.with_suffix(".part").rename(path)
     health = Health((Arm("own", "fp32", ArmRole.REFERENCE),))
+    batches: Batches = pickle.loads(gzip.decompress(path.read_bytes()))
     told = []
-    for step, batch in pickle.loads(gzip.decompress(path.read_bytes())):
+    for step, batch in batches:
         events = [line for line in (*batch, *health.see(batch)) if isinstance(line, TrainingEvent)]
         told += [(step, str(dict(event.values).get("rule", event.kind)), event.words) for event in events]
-    return told
+    return batches, told
 
 
-def lead(folder: Path, kind: Kind, seed: int) -> dict[str, Any]:
+def lead(folder: Path, kind: Kind, seed: int) -> Row:
     """How many steps the first alarm since the onset came before the first value that is not finite: None where all are
     finite, 0 without an alarm before."""
-    onset, name = onset_of(kind, seed), f"{kind.words} ({kind.style})"
-    told = run(folder, kind.style, seed, onset + LEAD_STEPS, kind)
-    batches = pickle.loads(gzip.decompress(path_of(folder, kind.style, seed, kind).read_bytes()))
+    onset = kind.begins(seed)
+    batches, told = run(folder, kind, seed, onset + LEAD_STEPS)
     ended = [line.step for _, batch in batches for line in batch if isinstance(line, StepRow)
              and not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm))]  # fmt: skip
     first = next(((step, rule) for step, rule, _ in told if step >= onset and rule not in NOT_FINITE), None)
+    row = {"lead_of": kind.title, "seed": seed, "lead": None, "rule": first and first[1], "after": None}
     if not ended:
-        return {"lead_of": name, "seed": seed, "lead": None, "rule": first and first[1], "after": None}
+        return row
     ahead = max(0, ended[0] - first[0]) if first else 0
-    rule = first[1] if first and ahead else None
-    return {"lead_of": name, "seed": seed, "lead": ahead, "rule": rule, "after": ended[0] - onset}
+    return row | {"lead": ahead, "rule": first[1] if first and ahead else None, "after": ended[0] - onset}
 
 
-def ill(folder: Path, kind: Kind, seed: int) -> dict[str, Any]:
+def ill(folder: Path, kind: Kind, seed: int) -> Row:
     """The alarms within WAIT steps of the onset, and those before it."""
-    name = f"{kind.words} ({kind.style})"
-    onset = onset_of(kind, seed)
+    onset = kind.begins(seed)
     try:
-        told, ended = run(folder, kind.style, seed, onset + WAIT + 1, kind), ""
+        (_, told), ended = run(folder, kind, seed, onset + WAIT + 1), ""
     except RuntimeError as error:  # the watch ended the training: nothing is found
         told, ended = [], str(error)
     early = [rule for step, rule, _ in told if step < onset]
@@ -309,16 +287,16 @@ def ill(folder: Path, kind: Kind, seed: int) -> dict[str, Any]:
     first = [alarm for alarm in after if alarm[0] == after[0][0]]
     right = any(rule in kind.rules.split() for _, rule, _ in first)
     return {
-        "kind": name, "seed": seed, "found": bool(after), "right": right, "delay": after[0][0] if after else None,
+        "kind": kind.title, "seed": seed, "found": bool(after), "right": right, "delay": after[0][0] if after else None,
         "rules": [rule for _, rule, _ in after], "words": [words for *_, words in first], "early": early,
         "ended": ended,
     }  # fmt: skip
 
 
-def well(folder: Path, style: str, seed: int) -> dict[str, Any]:
-    steps = NANO_STEPS if style == "nano" else WELL_STEPS // 2 if seed in WELL_SEEDS["tune"] else WELL_STEPS
-    told = run(folder, style, seed, steps)
-    return {"style": style, "seed": seed, "steps": steps, "alarms": [[step, rule, words] for step, rule, words in told]}
+def well(folder: Path, kind: Kind, seed: int) -> Row:
+    steps = NANO_STEPS if kind.style == "nano" else WELL_STEPS // 2 if seed in WELL_SEEDS["tune"] else WELL_STEPS
+    _, told = run(folder, kind, seed, steps)
+    return {"style": kind.style, "seed": seed, "steps": steps, "alarms": list(map(list, told))}
 
 
 def summary(rows: Sequence[Row]) -> None:
@@ -362,27 +340,21 @@ def main() -> None:
         report=("", "folder that gets all rows"),
     )  # fmt: skip
     torch.set_num_threads(1)
-    (arguments.folder / "lead").mkdir(parents=True, exist_ok=True)
+    seeds, leads = SEEDS[arguments.seeds], arguments.folder / "lead"
+    leads.mkdir(parents=True, exist_ok=True)
+    trainings = {
+        "ill": (ill, arguments.folder, [(kind, seed) for kind in KINDS for seed in seeds]),
+        "lead": (lead, leads, [(kind, seed) for kind in LEADS for seed in seeds]),
+        "well": (well, arguments.folder, [(kind, seed) for seed in WELL_SEEDS[arguments.seeds] for kind in HEALTHY]),
+    }
     rows: list[Row] = []
-
-    def add(row: Row) -> None:
-        rows.append(row)
-        say(json.dumps(row))
-
-    for kind in KINDS if "ill" in arguments.kinds else ():
-        for seed in SEEDS[arguments.seeds]:
-            there = not arguments.kept or path_of(arguments.folder, kind.style, seed, kind).exists()
-            if there and arguments.only in f"{kind.words} ({kind.style})":
-                add(ill(arguments.folder, kind, seed))
-    for kind in LEADS if "lead" in arguments.kinds else ():
-        for seed in SEEDS[arguments.seeds]:
-            if arguments.only in f"{kind.words} ({kind.style})":
-                add(lead(arguments.folder / "lead", kind, seed))
-    for seed in WELL_SEEDS[arguments.seeds] if "well" in arguments.kinds else ():
-        for style in STYLES:
-            there = not arguments.kept or path_of(arguments.folder, style, seed).exists()
-            if there and arguments.only in style:
-                add(well(arguments.folder, style, seed))
+    for name in (name for name in trainings if name in arguments.kinds):
+        judge, folder, planned = trainings[name]
+        for kind, seed in planned:
+            there = not arguments.kept or path_of(folder, kind, seed).exists()
+            if there and arguments.only in kind.title:
+                rows.append(judge(folder, kind, seed))
+                say(json.dumps(rows[-1]))
     summary(rows)
     if arguments.report:
         Path(arguments.report).mkdir(parents=True, exist_ok=True)

@@ -203,7 +203,7 @@ found = changes_of(stretches(history), StepMemory(store).steps_of_many)
 if not found.changes:
     sys.exit("no change was found")
 """
-_WORKS = {
+WORKS = {
     "from the runs": _CHANGES,
     "first open": _CHANGES,
     "show": f"{OPENED}assert len(history.trends(history.names[0].__eq__)[0].figures) > 1",
@@ -211,7 +211,6 @@ _WORKS = {
     "after a run": _CHANGES,
     "after a run of all": _CHANGES,
 }
-WORKS = tuple(_WORKS)
 
 
 def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Cost:
@@ -232,7 +231,7 @@ def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Co
         index.unlink(missing_ok=True)
         if what.startswith("after"):
             shutil.copy(kept, index)
-        costs.append(cost_of(_WORKS[what], folder))
+        costs.append(cost_of(WORKS[what], folder))
     return min(costs)
 
 
@@ -300,17 +299,16 @@ write_compacted(store, {commits}, {pairs})
 history = open_history(store, lambda done, runs: None)
 """
 # Before the clock runs, and while it does.
-_READS = {
+READS = {
     "first series": ("", f"{_FIGURES}figures(0)"),
     "ten series": (f"{_FIGURES}figures(0)", "for number in range(1, 11):\n    figures(number)"),
     "all medians": ("", f"{OPENED}assert len(history.endings(lambda name: True)) > 1"),
 }
-READS = tuple(_READS)
 
 
 def measure_reading(folder: Path, what: str, repeats: int = 5) -> Cost:
     """Returns the cost of one of READS in the store of a folder: the least of a few times, the largest peak."""
-    before, work = _READS[what]
+    before, work = READS[what]
     costs = [cost_of(work, folder, before) for _ in range(repeats)]
     return min(costs)._replace(peak=max(cost.peak for cost in costs))
 

@@ -41,7 +41,6 @@ class Loop:
     zero: Callable[[torch.optim.Optimizer], None] | None = torch.optim.Optimizer.zero_grad
     times: float = 1.0
     step: int = 0
-    since: int = 0
     notes: dict[str, Any] = field(default_factory=dict)
 
     def advance(self) -> None:
@@ -186,7 +185,11 @@ def sgd(model: nn.Module, rate: float = 0.05, **more: Any) -> torch.optim.Optimi
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=True, **more)
 
 
-def made(model: nn.Module, make: Callable[..., torch.optim.Optimizer], batch: Any, **more: Any) -> Loop:
+Style = Callable[[int], Loop]
+Maker = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def made(model: nn.Module, make: Maker, batch: Any, **more: Any) -> Loop:
     return Loop(model, make(model), batch, **more)
 
 
@@ -215,11 +218,9 @@ def tables(seed: int, size: int = 32) -> Loop:
     return Loop(nn.Sequential(table, head), sparse, batch, others=(torch.optim.Adam(head.parameters(), lr=5e-3),))
 
 
-def adapted(seed: int) -> Loop:
+def adapters() -> nn.Sequential:
     model: Any = mlp()
-    for number in (0, 3, 5):
-        model[number] = Adapted(model[number])
-    return made(model, lambda some: adam(some, 5e-3), vectors(seed))
+    return nn.Sequential(*(Adapted(layer) if isinstance(layer, nn.Linear) else layer for layer in model))
 
 
 def two_optimizers(seed: int) -> Loop:
@@ -258,9 +259,13 @@ def rival(seed: int, watches_judge: bool = False) -> Loop:
     return loop
 
 
-def scheduled(loop: Loop, share: Callable[[int], float]) -> Loop:
-    loop.schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, share)
-    return loop
+def scheduled(style: Style, share: Callable[[int], float]) -> Style:
+    def begun(seed: int) -> Loop:
+        loop = style(seed)
+        loop.schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, share)
+        return loop
+
+    return begun
 
 
 def regression(seed: int, noise: float) -> Loop:
@@ -284,13 +289,10 @@ def mixed(seed: int) -> Loop:
     return made(mlp(), adam, batch)
 
 
-def changed_text(seed: int) -> Loop:
+def changed_text(seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Changes the kind of text halfway."""
     first, second = chains(seed), chains(seed + 50)
-    return made(
-        Recurrent(), lambda model: adam(model, 5e-3), clip=1.0,
-        batch=lambda number: (first if number < WELL_STEPS // 2 else second)(number),
-    )  # fmt: skip
+    return lambda number: (first if number < WELL_STEPS // 2 else second)(number)
 
 
 def words_of_a_bag(seed: int) -> Loop:
@@ -321,7 +323,7 @@ def slow_body(seed: int, share: float) -> Loop:
 
 
 def in_bf16(seed: int) -> Loop:
-    loop = made(mlp().bfloat16(), lambda model: sgd(model, 0.05), vectors(seed))
+    loop = made(mlp().bfloat16(), sgd, vectors(seed))
     loop.batches(lambda x, y: (x.bfloat16(), y))
     return loop
 
@@ -331,8 +333,12 @@ def wave(step: int) -> float:
     return step / 50 if step < 50 else 0.55 + 0.45 * math.cos(step / 30)
 
 
-def by_closure(loop: Loop) -> Loop:
+def by_closure(seed: int) -> Loop:
     """Steps by a closure, as LBFGS needs, always on one large batch."""
+    loop = made(
+        mlp(1), lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4), vectors(seed, 512),
+        criterion=lambda x, y: F.mse_loss(x[:, 0], y / 10),
+    )  # fmt: skip
 
     def advance() -> None:
         inputs, targets = loop.batch(0)
@@ -350,67 +356,54 @@ def by_closure(loop: Loop) -> Loop:
     return loop
 
 
-STYLES: dict[str, Callable[[int], Loop]] = {
-    "MLP, AdamW": lambda seed: made(mlp(), adam, vectors(seed)),
-    "MLP, SGD with momentum": lambda seed: made(mlp(), sgd, vectors(seed)),
-    "MLP, clipped": lambda seed: made(mlp(), adam, vectors(seed), clip=1.0),
-    "MLP, two examples a batch": lambda seed: made(mlp(), lambda model: adam(model, 5e-4), vectors(seed, 2)),
-    "MLP, dropout": lambda seed: made(mlp(10, nn.Dropout(0.5)), adam, vectors(seed)),
-    "MLP, label smoothing": lambda seed: made(
-        mlp(), adam, vectors(seed), criterion=lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1)
+def style(model: Callable[[], nn.Module] = mlp, make: Maker = adam, batch: Any = vectors, **more: Any) -> Style:
+    return lambda seed: made(model(), make, batch(seed), **more)
+
+
+STYLES: dict[str, Style] = {
+    "MLP, AdamW": style(),
+    "MLP, SGD with momentum": style(make=sgd),
+    "MLP, clipped": style(clip=1.0),
+    "MLP, two examples a batch": style(mlp, partial(adam, rate=5e-4), partial(vectors, size=2)),
+    "MLP, dropout": style(lambda: mlp(10, nn.Dropout(0.5))),
+    "MLP, label smoothing": style(criterion=partial(F.cross_entropy, label_smoothing=0.1)),
+    "MLP, margins": style(batch=partial(vectors, wrong=0.0), criterion=F.multi_margin_loss),
+    "MLP, labels rare": style(
+        partial(mlp, 1), criterion=lambda x, y: F.binary_cross_entropy_with_logits(x[:, 0], (y == 3).float())
     ),
-    "MLP, margins": lambda seed: made(mlp(), adam, vectors(seed, wrong=0.0), criterion=F.multi_margin_loss),
-    "MLP, labels rare": lambda seed: made(
-        mlp(1), adam, vectors(seed),
-        criterion=lambda x, y: F.binary_cross_entropy_with_logits(x[:, 0], (y == 3).float()),
-    ),
-    "MLP, gradients kept as zeros": lambda seed: made(
-        mlp(), adam, vectors(seed), zero=partial(torch.optim.Optimizer.zero_grad, set_to_none=False)
-    ),
-    "MLP, a rate that warms up and swings": lambda seed: scheduled(made(mlp(), adam, vectors(seed)), wave),
-    "MLP, a rate that ends at 0": lambda seed: scheduled(
-        made(mlp(), sgd, vectors(seed)), lambda step: max(0.0, 1 - step / (WELL_STEPS - 1))
-    ),
-    "MLP, RMSprop": lambda seed: made(
-        mlp(), lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3), vectors(seed)
-    ),
-    "MLP, learned by heart": lambda seed: made(
-        mlp(), adam, lambda number: vectors(seed, 32)(number % 8)  # so few that they are
-    ),
+    "MLP, gradients kept as zeros": style(zero=partial(torch.optim.Optimizer.zero_grad, set_to_none=False)),
+    "MLP, a rate that warms up and swings": scheduled(style(), wave),
+    "MLP, a rate that ends at 0": scheduled(style(make=sgd), lambda step: max(0.0, 1 - step / (WELL_STEPS - 1))),
+    "MLP, RMSprop": style(make=lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3)),
+    # So few batches that they are.
+    "MLP, learned by heart": style(batch=lambda seed: lambda number: vectors(seed)(number % 8)),
     "MLP, random labels": random_labels,
     "MLP, kinds of batches in turn": mixed,
-    "MLP, all data in each step": lambda seed: made(
-        mlp(), sgd, lambda number: vectors(seed, 512)(0)
-    ),
-    "MLP, LBFGS": lambda seed: by_closure(
-        made(mlp(1), lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4),
-             vectors(seed, 512), criterion=lambda x, y: F.mse_loss(x[:, 0], y / 10))
-    ),
-    "MLP, a body 50 times slower": lambda seed: slow_body(seed, 0.02),
-    "MLP, a body that is frozen": lambda seed: slow_body(seed, 0.0),
+    "MLP, all data in each step": style(mlp, sgd, lambda seed: lambda number: vectors(seed, 512)(0)),
+    "MLP, LBFGS": by_closure,
+    "MLP, a body 50 times slower": partial(slow_body, share=0.02),
+    "MLP, a body that is frozen": partial(slow_body, share=0.0),
     "MLP in bf16": in_bf16,
-    "MLP, autocast": lambda seed: made(mlp(), adam, vectors(seed), cast=torch.bfloat16),
+    "MLP, autocast": style(cast=torch.bfloat16),
     "MLP, GradScaler": lambda seed: made(
         mlp(), adam, vectors(seed), scaler=torch.amp.GradScaler("cpu", growth_interval=40)
     ),
-    "regression to its noise": lambda seed: regression(seed, 0.3),
-    "regression without noise": lambda seed: regression(seed, 0.0),
+    "regression to its noise": partial(regression, noise=0.3),
+    "regression without noise": partial(regression, noise=0.0),
     "bags of words": words_of_a_bag,
-    "CNN with batch norm": lambda seed: made(convolutions(), adam, images(seed)),
-    "CNN with batch norm, SGD and decay": lambda seed: made(
-        convolutions(), lambda model: sgd(model, 0.05, weight_decay=5e-4), images(seed, 8)
+    "CNN with batch norm": style(convolutions, adam, images),
+    "CNN with batch norm, SGD and decay": style(
+        convolutions, partial(sgd, weight_decay=5e-4), partial(images, size=8)
     ),
-    "LSTM, clipped": lambda seed: made(Recurrent(), lambda model: adam(model, 5e-3), chains(seed), clip=1.0),
-    "LSTM, SGD": lambda seed: made(Recurrent(), lambda model: sgd(model, 0.3), chains(seed), clip=0.5),
-    "LSTM, another text": changed_text,
+    "LSTM, clipped": style(Recurrent, partial(adam, rate=5e-3), chains, clip=1.0),
+    "LSTM, SGD": style(Recurrent, partial(sgd, rate=0.3), chains, clip=0.5),
+    "LSTM, another text": style(Recurrent, partial(adam, rate=5e-3), changed_text, clip=1.0),
     "sparse tables, two optimizers": tables,
-    "adapters of low rank": adapted,
-    "four micro-batches": lambda seed: made(mlp(), adam, vectors(seed, 8), parts=4),
-    "CNN, two micro-batches": lambda seed: made(convolutions(), adam, images(seed, 8), parts=2),
+    "adapters of low rank": style(adapters, partial(adam, rate=5e-3)),
+    "four micro-batches": style(batch=partial(vectors, size=8), parts=4),
+    "CNN, two micro-batches": style(convolutions, adam, partial(images, size=8), parts=2),
     "two optimizers": two_optimizers,
     "a generator and its rival": rival,
-    "the rival of a generator": lambda seed: rival(seed, watches_judge=True),
-    "nano": lambda seed: made(
-        Nano(), lambda model: adam(model, 1e-3), bytes_of(seed), criterion=lambda loss, _: loss
-    ),
+    "the rival of a generator": partial(rival, watches_judge=True),
+    "nano": style(Nano, partial(adam, rate=1e-3), bytes_of, criterion=lambda loss, _: loss),
 }  # fmt: skip

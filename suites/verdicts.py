@@ -18,6 +18,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from fp8bench.features.train.beginnings import prepare_text
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, StepRow, StreamLine, Training, TrainingText
-from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Curve, JudgedArm, Learned, Pair, Why, judge
+from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Curve, Learned, Pair, Why, judge
 from fp8bench.features.train.verdicts.verdicts import adjusted_speed, verdicts_of
 from fp8bench.model import DeviceFacts, Environment
 from fp8bench.model.raw import Settings
@@ -109,26 +110,18 @@ def noises(only: str = "") -> dict[str, Noise]:
     return {name: noise for name, noise in known.items() if only in name}
 
 
-def judged(noise: Noise, studies: int, spread: float, seeds: int = SEEDS, shift: float = 0.0) -> Iterator[JudgedArm]:
-    """Judges studies whose arm lies above its reference by `shift`; always the same studies."""
+def share(
+    called: Sequence[Learned], noise: Noise, studies: int, spread: float, shift: float = 0.0, seeds: int = SEEDS
+) -> float:
+    """Returns the share of studies, always the same, whose arm lies above its reference by `shift` and is so called."""
     gaps = shift + spread * noise(np.random.default_rng(seeds), studies, seeds)
-    for study in gaps.tolist():
-        yield judge([Pair(seed, *both) for seed, both in enumerate(study)], MARGIN)
+    arms = (judge([Pair(seed, *both) for seed, both in enumerate(study)], MARGIN) for study in gaps.tolist())
+    return sum(arm.learned in called for arm in arms) / studies
 
 
-def false_alarms(noise: Noise, studies: int, spread: float) -> float:
-    """Returns the share of studies in which an arm without a difference is called worse or better."""
-    return sum(arm.learned in CALLED for arm in judged(noise, studies, spread)) / studies
-
-
-def found(noise: Noise, studies: int, spread: float, shift: float, seeds: int = SEEDS) -> float:
-    """Returns the share of studies in which a planted loss is called worse."""
-    return sum(arm.learned is Learned.WORSE for arm in judged(noise, studies, spread, seeds, shift)) / studies
-
-
-def decided(noise: Noise, studies: int, spread: float) -> float:
-    """Returns the share of studies in which an arm without a difference is called within noise."""
-    return sum(arm.learned is Learned.WITHIN_NOISE for arm in judged(noise, studies, spread)) / studies
+# Without a difference, and with a planted loss.
+false_alarms, decided = partial(share, CALLED), partial(share, (Learned.WITHIN_NOISE,))
+found = partial(share, (Learned.WORSE,))
 
 
 def seeds_for(noise: Noise, studies: int, spread: float, shift: float, power: float = 0.8) -> int | None:

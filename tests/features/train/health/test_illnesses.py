@@ -12,6 +12,7 @@ import pytest
 
 from fp8bench.features.train.health.health import RULES
 from fp8bench.features.train.values import StepRow
+from suites import illness_trial
 from suites.health import PARTS, judge_ill, judge_well, keep, page, together, upper_bound
 from suites.illness_trial import KINDS
 from suites.illnesses import ILLNESSES
@@ -21,6 +22,13 @@ from tests.counts import sampled
 def test_every_rule_has_one() -> None:
     planted = {illness.rule for illness in ILLNESSES} | {rule for kind in KINDS for rule in kind.rules.split()}
     assert planted - {"unseen"} == {rule.name for rule in RULES}
+
+
+def test_kept_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trained what is missing of leads."""
+    monkeypatch.setattr(illness_trial, "lines_of", None)
+    monkeypatch.setattr("sys.argv", ["trial", "--folder", str(tmp_path), "--kinds", "ill lead well", "--kept"])
+    illness_trial.main()
 
 
 def test_bounds_of_rates() -> None:
