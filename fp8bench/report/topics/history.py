@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from fp8bench import units
-from fp8bench.model import Params
-from fp8bench.model.specs import spec_of
+from fp8bench.model import Figure, Params
 from fp8bench.report.case_status import cost_tone, doubts, emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
 from fp8bench.report.page.charts import has_time
 from fp8bench.report.page.html import MOST_DRAWN
-from fp8bench.report.page.section import Material, PastFigure, PastSeries, section
+from fp8bench.report.page.section import Material, PastSeries, section
 from fp8bench.report.panels import Result, shared_params, show_params, together
+from fp8bench.report.terminal.history import value as shown
 from fp8bench.report.words.naming import listed, many
 
 TIME = "time"
@@ -26,6 +26,8 @@ _COMMIT_LETTERS = 8
 _MOST_LINES = 6
 # Metrics that change as the step's time does.
 _PER_WORK = "seconds_per_"
+# A figure, and its value, which is a number.
+_Told = tuple[Figure, float]
 NONE_YET = "No earlier runs of these cases are kept: the next one on another commit begins a line."
 
 
@@ -45,15 +47,21 @@ def history_section(material: Material) -> Iterator[Element]:
     yield from _notes(known)
 
 
-def _values(series: PastSeries) -> list[PastFigure]:
-    return [figure for figure in series.figures if math.isfinite(figure.value)]
+def _values(series: PastSeries) -> list[_Told]:
+    known = ((figure, figure.value) for figure in series.figures)
+    return [(figure, value) for figure, value in known if value is not None and math.isfinite(value)]
 
 
 def _charts(known: Sequence[PastSeries]) -> Iterator[Lines]:
     """Times by suite and machine, and by case if one chart would have too many lines; emulations have none."""
-    timed = [series for series in known if series.metric == TIME and not series.emulated and len(_values(series)) > 1]
+    timed = [
+        series
+        for series in known
+        if series.trend.series.metric == TIME and not series.emulated and len(_values(series)) > 1
+    ]
     machines = {series.machine for series in timed}
-    for (suite, machine), members in together(((series.suite, series.machine), series) for series in timed).items():
+    by_suite = together(((series.trend.series.workload, series.machine), series) for series in timed)
+    for (suite, machine), members in by_suite.items():
         title = f"{suite} on {machine}" if len(machines) > 1 else suite
         by_place = together((member.place if len(members) > _MOST_LINES else "", member) for member in members)
         for place, lines in by_place.items():
@@ -62,8 +70,13 @@ def _charts(known: Sequence[PastSeries]) -> Iterator[Lines]:
 
 def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
     """Each series over its own oldest figure, so that lengths may differ; by date, unkept figures last."""
-    figures = {_place(figure): figure for series in members for figure in _values(series)}
-    places = tuple(sorted(figures, key=lambda place: (figures[place].unkept, figures[place].order)))
+    order: dict[str, tuple[bool, int]] = {}
+    for series in members:
+        date = 0
+        for figure, _ in _values(series):
+            date = date if figure.date is None else figure.date  # without a date it stands with the one before it
+            order[_place(series, figure)] = figure in series.unkept, date
+    places = tuple(sorted(order, key=order.__getitem__))
     alone = len({series.place for series in members}) == 1
     lines = tuple(
         (series.precision if alone else f"{series.place} {series.precision}".strip(), _marks(series, places))
@@ -76,31 +89,36 @@ def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
     return Lines(f"history-{suite}", f"{title}: time, commit by commit", description, places, axis, lines)
 
 
-def _place(figure: PastFigure) -> str:
-    return figure.commit[:_COMMIT_LETTERS] + ("+" if figure.unkept else "")
+def _place(series: PastSeries, figure: Figure) -> str:
+    return figure.commit[:_COMMIT_LETTERS] + "+" * (figure in series.unkept)
+
+
+def _when(series: PastSeries, figure: Figure) -> str:
+    return units.moment(figure.date) + ", with uncommitted changes" * (figure in series.unkept)
+
+
+def _tone(series: PastSeries, *figures: Figure) -> Tone:
+    rough = any(figure.hasty or figure in series.unkept for figure in figures)
+    return Tone.DOUBT if rough else Tone.PLAIN
 
 
 def _marks(series: PastSeries, places: Sequence[str]) -> tuple[Mark | None, ...]:
     figures = _values(series)
-    first = figures[0].value
-    by_place = {_place(figure): _mark(series, figure, first) for figure in figures}
+    _, first = figures[0]
+    by_place = {_place(series, figure): _mark(series, figure, value, first) for figure, value in figures}
     return tuple(by_place.get(place) for place in places)
 
 
-def _mark(series: PastSeries, figure: PastFigure, first: float) -> Mark | None:
-    if first <= 0 or figure.value <= 0:
+def _mark(series: PastSeries, figure: Figure, value: float, first: float) -> Mark | None:
+    if first <= 0 or value <= 0:
         return None
     low, high = ((end / first if end is not None else None) for end in (figure.low, figure.high))
     rough = "; a few rounds only" if figure.hasty else ""
-    hint = f"{figure.when}: {_show(series, figure.value)}, {many(figure.samples, 'sample')}{rough}"
-    return Mark(_place(figure), figure.value / first, low, high, Tone.DOUBT if figure.rough else Tone.PLAIN, hint)
+    hint = f"{_when(series, figure)}: {shown(series.trend, value)}, {many(figure.samples, 'sample')}{rough}"
+    return Mark(_place(series, figure), value / first, low, high, _tone(series, figure), hint)
 
 
-def _show(series: PastSeries, value: float) -> str:
-    return spec_of(series.metric).shown(value, series.unit or units.RATIO)
-
-
-_Row = tuple[PastSeries, PastFigure | None, PastFigure, float | None]
+_Row = tuple[PastSeries, _Told | None, _Told, float | None]
 
 
 def _table(known: Sequence[PastSeries]) -> Table:
@@ -109,30 +127,30 @@ def _table(known: Sequence[PastSeries]) -> Table:
     for series in known:
         before, last = [None, *_values(series)][-2:]
         assert last is not None  # a series without a figure is not shown
-        ratio = last.value / before.value if before and before.value > 0 and last.value > 0 else None
-        told += [] if series.metric.startswith(_PER_WORK) else [(series, before, last, ratio)]
-    places = together((series.suite, series.place) for series, *_ in told)
+        ratio = last[1] / before[1] if before and before[1] > 0 and last[1] > 0 else None
+        told += [] if series.trend.series.metric.startswith(_PER_WORK) else [(series, before, last, ratio)]
+    places = together((series.trend.series.workload, series.place) for series, *_ in told)
 
     def case(row: _Row) -> str:
-        series = row[0]
-        place = series.place if len({*places[series.suite]}) > 1 else ""
-        return " ".join(filter(None, (series.suite, place, series.precision, "(emulated)" * series.emulated)))
+        series, suite = row[0], row[0].trend.series.workload
+        place = series.place if len({*places[suite]}) > 1 else ""
+        return " ".join(filter(None, (suite, place, series.precision, "(emulated)" * series.emulated)))
 
-    def shown(series: PastSeries, figure: PastFigure | None) -> Field | None:
-        return Field(_show(series, figure.value), figure.value) if figure is not None else None
+    def cell(series: PastSeries, told: _Told | None) -> Field | None:
+        return Field(shown(series.trend, told[1]), told[1]) if told is not None else None
 
     cols: list[Col[_Row]] = [
         Col("case", case, tone=lambda row: Tone.DOUBT if row[0].emulated else Tone.PLAIN),
-        Col("metric", lambda row: Field(row[0].metric, hint=f"{row[0].name} on {row[0].machine}")),
-        Col("previous", lambda row: shown(row[0], row[1]), number=True),
-        Col("last", lambda row: shown(row[0], row[2]), number=True),
+        Col("metric", lambda row: Field(
+            row[0].trend.series.metric, hint=f"{row[0].trend.name} on {row[0].machine}")),
+        Col("previous", lambda row: cell(row[0], row[1]), number=True),
+        Col("last", lambda row: cell(row[0], row[2]), number=True),
         Col("change", lambda row: row[3], number=True, show=units.change,
-            tone=lambda row: (
-                Tone.DOUBT if row[3] and any(figure and figure.rough for figure in row[1:3]) else Tone.PLAIN),
+            tone=lambda row: _tone(row[0], *(told[0] for told in row[1:3] if told)) if row[3] else Tone.PLAIN,
             hint="of the figure itself, from previous to last; less is better"),
-        Col("last commit", lambda row: Field(_place(row[2]), hint=row[2].when)),
+        Col("last commit", lambda row: Field(_place(row[0], row[2][0]), hint=_when(row[0], row[2][0]))),
         Col("commits", lambda row: Field(str(len(_values(row[0]))), len(_values(row[0])),
-            trend=tuple(figure.value for figure in _values(row[0])[-MOST_DRAWN:])), number=True),
+            trend=tuple(value for _, value in _values(row[0])[-MOST_DRAWN:])), number=True),
     ]  # fmt: skip
     ordered = sorted(told, key=lambda row: (row[0].emulated, -abs(math.log(row[3] or 1.0))))
     caption = "The last two figures of every series, the largest changes first"
@@ -142,13 +160,13 @@ def _table(known: Sequence[PastSeries]) -> Table:
 def _notes(known: Sequence[PastSeries]) -> Iterator[Element]:
     lost = sum(series.incomparable for series in known)
     if lost:
-        joules = any(series.incomparable and series.metric == _ENERGY for series in known)
+        joules = any(series.incomparable and series.trend.series.metric == _ENERGY for series in known)
         others = "other versions of a suite or the method" + (", or of another source of joules," if joules else "")
         yield Text(f"{many(lost, 'older figure')} of {others} do not compare.")
-    figures = [figure for series in known for figure in _values(series)]
-    if any(figure.hasty for figure in figures):
+    figures = [(series, figure) for series in known for figure, _ in _values(series)]
+    if any(figure.hasty for _, figure in figures):
         yield Text("Grey figures are of --quick runs or of a few rounds: rough ones.", Tone.DOUBT)
-    if any(figure.unkept for figure in figures):
+    if any(figure in series.unkept for series, figure in figures):
         yield Text("+ after a commit: the files differed from it, so that these are not its numbers.", Tone.DOUBT)
     if any(series.emulated for series in known):
         yield Text("Emulated cases are in the table only: their time is a cost, which compares with itself.")

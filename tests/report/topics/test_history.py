@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.model import Environment
-from fp8bench.report.page.section import PastFigure, PastSeries
+from fp8bench.model import Environment, Figure, Series, Trend
+from fp8bench.report.page.section import PastSeries
 from tests.materials import Made, part
 from tests.runs import transformer
 from tests.told_before import Told, as_before
+
+DAY = 86_400_000
+UNITS = {"time": "seconds", "launches": "count"}
 
 
 def at_commit() -> Made:
@@ -16,30 +19,30 @@ def at_commit() -> Made:
     return replace(run, environment=Environment({"commit": "3" * 40})), findings
 
 
-def figure(number: int, value: float, **changes: object) -> PastFigure:
-    made = PastFigure(f"day {number}", str(number) * 40, value, 0.9 * value, 1.1 * value, 24, order=float(number))
+def figure(number: int, value: float, **changes: object) -> Figure:
+    made = Figure(str(number) * 40, number * DAY, "1", 1, 24, value, 0.9 * value, 1.1 * value)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def series(precision: str, *figures: PastFigure, **changes: object) -> PastSeries:
-    made = PastSeries(
-        f"gemm.Gemm.track_time({precision}, 512)", "s", figures, "gemm", "time", precision, "shape=512", "box"
-    )
+def series(precision: str, *figures: Figure, metric: str = "time", shape: str = "512", **changes: object) -> PastSeries:
+    own = Series(f"gemm.Gemm.track_{metric}", "gemm", metric, UNITS[metric], ("dtype", "shape"), (), "1")
+    made = PastSeries(Trend(own, (precision, shape), {"machine": "box"}, "", figures))
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
 @as_before
 def test_history() -> Told:
-    counts = series("bf16", figure(1, 20_110.0), figure(2, 20_111.0), metric="launches", unit="count")
+    counts = series("bf16", figure(1, 20_110.0), figure(2, 20_111.0), metric="launches")
     yield "a count is told with all its digits", part("history", at_commit(), past=(counts,))
     emulation = series("fp8", figure(1, 0.01), figure(2, 0.09), emulated=True)
     yield "emulations are in no chart", part("history", at_commit(), past=(emulation,))
-    two = [series("bf16", figure(1, 1.0), figure(2, 1.0), place=f"shape={size}") for size in (256, 512)]
+    shapes = ("256", "512")
+    two = [series("bf16", figure(1, 1.0), figure(2, 1.0), shape=shape) for shape in shapes]
     yield "places are named where there are several", part("history", at_commit(), past=tuple(two))
-    many = [replace(series, precision=name) for series in two for name in ("fp32", "bf16", "fp16", "tf32")]
+    modes = ("fp32", "bf16", "fp16", "tf32")
+    many = [series(mode, figure(1, 1.0), figure(2, 1.0), shape=shape) for shape in shapes for mode in modes]
     yield "and have charts of their own where too many", part("history", at_commit(), past=tuple(many))
-    changed = figure(2, 2.0, unkept=True, when="now, with uncommitted changes")
-    rough = series("bf16", figure(1, 1.0, hasty=True), changed, incomparable=3)
+    rough = series("bf16", figure(1, 1.0, hasty=True), unkept=(figure(2, 2.0),), incomparable=3)
     yield (
         "rough figures are grey and said; what does not compare is counted",
         part("history", at_commit(), past=(rough,)),
