@@ -17,7 +17,6 @@ from fp8bench.report.panels import (
     error_name,
     floor_of,
     heading,
-    main_error,
     merge_notes,
     panels_of,
     shared_params,
@@ -156,7 +155,7 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
             for how in [" (emulated)" if measurement.unit == "B" and emulated(result) else ""]
             if measurement.metric not in _told_elsewhere(panel)
             and not is_of_step(measurement.metric)
-            and (measurement.phase or measurement.metric != main_error(panel))
+            and (measurement.phase or measurement.metric != panel.error)
         ]
         told += [
             ("speed-up over all calls", f"{result.mode} {speed.of_all_calls(result.finding)}")
@@ -245,7 +244,7 @@ def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
 def _error_legends(panels: Sequence[Panel]) -> list[str]:
     told = []
     for panel in panels:
-        metric = main_error(panel)
+        metric = panel.error
         measured = [result.record.measurement(metric) for result in panel.results]
         described = next(
             (measurement.description for measurement in measured if measurement and measurement.description),
@@ -262,7 +261,7 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
     return sorted({
         f"{measurement.metric}: {measurement.description}"
         for panel in panels
-        for shown in [(main_error(panel), *_told_elsewhere(panel))]
+        for shown in [(panel.error, *_told_elsewhere(panel))]
         for result in panel.results
         for measurement in result.record.measurements
         if measurement.description and measurement.metric not in shown

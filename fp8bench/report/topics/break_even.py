@@ -156,8 +156,7 @@ def _chart(number: int, title: str, panel: Panel, sweep_modes: Swept) -> Iterato
     for size, place in sweep.places:
         group = panel.groups[place]
         for result in group.results:
-            figures = Figures(group, result)
-            rate = figures[figures.rate]
+            rate = Figures(group, result).rate
             if not emulated(result) and rate.best:
                 unit = unit or rate.unit
                 point = ChartPoint(result.mode, "", float(size), rate.best, hint=units.shown(rate.best, rate.unit))

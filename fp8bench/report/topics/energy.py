@@ -89,7 +89,7 @@ class _EnergyRow(NamedTuple):
 
 
 def _shown(row: _EnergyRow, spec: str) -> str:
-    return row.figures.shown(spec)
+    return row.figures[spec].shown
 
 
 def _demand(row: _EnergyRow) -> str:
