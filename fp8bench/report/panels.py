@@ -48,6 +48,10 @@ class Result:
         return self.finding.best_seconds if self.finding else None
 
     @property
+    def spread(self) -> float | None:
+        return self.finding.spread if self.finding else None
+
+    @property
     def labels(self) -> tuple[Label, ...]:
         return self.finding.labels if self.finding else ()
 

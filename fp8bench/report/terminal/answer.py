@@ -104,8 +104,7 @@ def where_stored(path: str, report: str) -> str:
 
 
 def _next(entry: Entry, options: str) -> Iterator[Text]:
-    results = [result for panel in entry.panels for result in panel.results]
-    if roofline.how_to_know(results, entry.run):
+    if roofline.how_to_know(entry.panels, entry.run):
         threads = f" --threads {entry.run.request.threads}" if entry.run.request.threads != 1 else ""
         yield Text(f"fp8bench doctor --ceilings{threads}{options}: later runs say what bounds each phase")
     of_speed = (result for panel in entry.panels if not about_tensors(panel) for result in panel.results)
@@ -163,13 +162,12 @@ def _device(panel: Panel, run: Run) -> Iterator[Text]:
 
 
 def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
-    phases = None if several or ranked else phases_table(panel)
-    crossings = swept(panel)
-    tables = [*([phases] if phases else []), *sustained(panel), *energy_of_phases(panel)]
-    tables += [*other_tables(panel), *capacity(panel)]
-    tables += [break_even_table(panel, crossings, "from where on it pays")] if crossings else []
+    tables = (
+        *(() if several or ranked else phases_table(panel)), *sustained(panel), *energy_of_phases(panel),
+        *other_tables(panel), *capacity(panel), *break_even_table(panel, swept(panel)),
+    )  # fmt: skip
     if tables:
-        yield Part("asked", "", tuple(tables))
+        yield Part("asked", "", tables)
 
 
 def _cases(panel: Panel, width: int) -> Table:

@@ -103,13 +103,10 @@ def _timed(panel: Panel, run: Run) -> Iterator[Part]:
         told = map(Text, [*rank_boards.remarks(panel), _REST.format(id=run.id)])
         yield from _titled(panel, run, (*elements, *told), _reference_line(panel))
         return
-    phases = phases_table(panel)
     elements += [Text(f"{told}.", Tone.STRONG) for told in over_loads(panel)]
-    elements += [main_table(panel), *([phases] if phases else []), *map(Text, over_values(panel))]
+    elements += [main_table(panel), *phases_table(panel), *map(Text, over_values(panel))]
     elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
-    elements += other_tables(panel)
-    crossings = swept(panel)
-    elements += [break_even_table(panel, crossings, "from where on it pays")] if crossings else []
+    elements += [*other_tables(panel), *break_even_table(panel, swept(panel))]
     elements += [*ranks(panel), *capacity(panel), *data(panel)]
     yield from _titled(panel, run, elements, _reference_line(panel))
     if numbers := _numbers(panel):
@@ -286,8 +283,7 @@ def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
     absent = [*map(Text, absences(run))]
     if name == "energy":
         return absent
-    bounds = roofline.how_to_know((result for panel in panels for result in panel.results), run)
-    notes = [Text(bounds)] if bounds else []
+    notes = [*map(Text, filter(None, [roofline.how_to_know(panels, run)]))]
     notes += [Text(f"note: {note}") for note in notes_of(run)]
     notes += [*absent, *(Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles)]
     return [*notes, *map(Text, filter(None, [missing_of(run)]))]

@@ -54,7 +54,7 @@ def main_table(panel: Panel) -> Table:
         Col("group", lambda row: floors and f"{row.place}{floors}{noise_floor(row.group)}", shared=True),
         *CASE,
         Col("error", lambda row: row.figures[row.group.error].value, number=True, show=units.relative_error),
-        Col("spread", lambda row: row.result.finding and row.result.finding.spread, number=True, show=units.percent),
+        Col("spread", lambda row: row.result.spread, number=True, show=units.percent),
         Col("throughput", lambda row: row.figures.rate.shown, number=True),
         Col("labels", lambda row: "\n".join(_doubts(row)), below=True),
     ]
@@ -174,8 +174,7 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
     yield Col("median", lambda row: row.figure(TIME), number=True, unit="s", hint="of a step, over all calls")
     yield figure_col(REPLAY, lambda row: replace(row.figure(REPLAY, best=True), hint=replays_of(row.result.record)))
     words = "distance of the quartiles / median, over all calls"
-    yield Col("spread", lambda row: row.result.finding.spread if row.result.finding else None, number=True,
-              show=units.percent, hint=words)  # fmt: skip
+    yield Col("spread", lambda row: row.result.spread, number=True, show=units.percent, hint=words)
     unit = rates.pop() if len(rates) == 1 else ""
     yield Col("throughput", lambda row: row.figure(row.figures.rate.name), number=True, unit=unit, hint="at the median")
     yield Col("how", lambda row: Field(row.result.record.support.level.value, tone=case_status.cost_tone(row.result),
