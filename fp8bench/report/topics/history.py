@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from fp8bench import units
-from fp8bench.model import Figure, Params
+from fp8bench.model import Case, Figure
 from fp8bench.report.case_status import cost_tone, doubts, emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
@@ -176,19 +175,8 @@ NO_VERDICT = "measured at different times: no verdict (cross-run)"
 _COST = "emulated: cost, not speed"
 
 
-@dataclass(frozen=True)
-class _Key:
-    """What makes cases on different devices the same: workload, version, parameters in any order, mode."""
-
-    workload: str
-    version: str
-    same: frozenset[tuple[str, str]]
-    mode: str
-    params: Params = field(compare=False)
-
-
-# By key, then by column.
-_Found = dict[_Key, dict[int, Result]]
+# A case as the first run has it, and its results by column.
+_Across = tuple[Case, dict[int, Result]]
 
 
 @section("across", "Across runs", 35)
@@ -198,14 +186,14 @@ def across_section(material: Material) -> Iterator[Element]:
     """
     if len(material.entries) < 2:
         return
-    titles, by_key = _collect(material)
-    shared = {key: results for key, results in by_key.items() if len(results) > 1}
-    lonely = len(by_key) - len(shared)
+    titles, every = _collect(material)
+    shared = [row for row in every if len(row[1]) > 1]
+    lonely = len(every) - len(shared)
     if not shared:
         yield Text("No case was timed in more than one of these runs.")
         return
-    settings = _settings(list(shared))
-    cols: list[Col[tuple[_Key, dict[int, Result]]]] = [
+    settings = _settings([case for case, _ in shared])
+    cols: list[Col[_Across]] = [
         Col("precision", lambda row: row[0].mode), Col("suite", lambda row: row[0].workload),
         Col("setting", lambda row: Field(settings[row[0]] or units.NONE, hint=show_params(row[0].params))),
     ]  # fmt: skip
@@ -213,42 +201,41 @@ def across_section(material: Material) -> Iterator[Element]:
         cols.append(Col(title, partial(_time, number=number), number=True, unit="s", hint="best time"))
         faster = Col("speed-up", partial(_faster, number=number), number=True, unit="x", hint=f"over {titles[0]}")
         cols += [faster] if number else []
-    yield table("across-table", "Best time of each case", cols, shared.items())
+    yield table("across-table", "Best time of each case", cols, shared)
     if lonely:
         yield Text(f"{many(lonely, 'timed case')} {'is' if lonely == 1 else 'are'} in one of them only.")
     yield from _speed_charts(titles, shared, settings)
 
 
-def _collect(material: Material) -> tuple[list[str], _Found]:
+def _collect(material: Material) -> tuple[list[str], list[_Across]]:
     titles: list[str] = []
-    by_key: _Found = {}
+    by_key: dict[tuple[object, ...], dict[int, Result]] = {}
     for entry in material.entries:
         devices = list(dict.fromkeys(panel.case.device for panel in entry.panels))
         first = len(titles)
         titles += [f"{entry.label} {device}" if len(devices) > 1 else entry.label for device in devices]
         for panel in entry.panels:
             for result in panel.results:
-                case = result.record.case
-                same = frozenset((name, repr(value)) for name, value in case.params)
-                key = _Key(case.workload, case.version, same, case.mode, case.params)
-                if has_time(result):
-                    by_key.setdefault(key, {})[first + devices.index(case.device)] = result
-    return titles, by_key
+                if has_time(result):  # cases on different devices are the same with parameters in any order
+                    case = result.record.case
+                    params = frozenset((name, repr(value)) for name, value in case.params)
+                    own = by_key.setdefault((case.workload, case.version, case.mode, params), {})
+                    own[first + devices.index(case.device)] = result
+    return titles, [(next(iter(results.values())).record.case, results) for results in by_key.values()]
 
 
-def _settings(keys: Sequence[_Key]) -> dict[_Key, str]:
+def _settings(cases: Sequence[Case]) -> dict[Case, str]:
     settings = {}
-    for workload in dict.fromkeys(key.workload for key in keys):
-        members = [key for key in keys if key.workload == workload]
-        shared = shared_params([key.params for key in members])
-        versions = len({key.version for key in members}) > 1
-        for key in members:
-            words = show_params(pair for pair in key.params if pair not in shared)
-            settings[key] = f"{words} version {key.version}".strip() if versions else words
+    for members in together((case.workload, case) for case in cases).values():
+        shared = shared_params([case.params for case in members])
+        versions = len({case.version for case in members}) > 1
+        for case in members:
+            words = show_params(pair for pair in case.params if pair not in shared)
+            settings[case] = f"{words} version {case.version}".strip() if versions else words
     return settings
 
 
-def _time(row: tuple[_Key, dict[int, Result]], number: int) -> Field:
+def _time(row: _Across, number: int) -> Field:
     result = row[1].get(number)
     if result is None:
         return Field(units.NONE, hint="not timed in this run")
@@ -256,7 +243,7 @@ def _time(row: tuple[_Key, dict[int, Result]], number: int) -> Field:
     return Field(units.seconds(result.best), result.best, cost_tone(result), "; ".join(hints))
 
 
-def _faster(row: tuple[_Key, dict[int, Result]], number: int) -> Field:
+def _faster(row: _Across, number: int) -> Field:
     """Emulations have no speed: their costs compare no devices."""
     speed, why = _speed(row[1], number)
     return Field(units.NONE) if speed is None else Field(units.speed_up(speed), speed, hint=why)
@@ -270,9 +257,9 @@ def _speed(results: dict[int, Result], number: int) -> tuple[float | None, str]:
     return first.best / own.best, "; ".join(dict.fromkeys([NO_VERDICT, *doubts(first), *doubts(own)]))
 
 
-def _speed_charts(titles: Sequence[str], by_key: _Found, settings: dict[_Key, str]) -> Iterator[Bars]:
+def _speed_charts(titles: Sequence[str], shared: Sequence[_Across], settings: dict[Case, str]) -> Iterator[Bars]:
     groups = []
-    for key, results in by_key.items():
+    for case, results in shared:
         marks = tuple(
             Mark(title, speed, tone=Tone.DOUBT if why != NO_VERDICT else Tone.PLAIN, hint=why)
             for number, title in list(enumerate(titles))[1:]
@@ -280,7 +267,7 @@ def _speed_charts(titles: Sequence[str], by_key: _Found, settings: dict[_Key, st
             if speed is not None
         )
         if marks:
-            groups.append((" ".join(filter(None, (key.workload, settings[key], key.mode))), marks))
+            groups.append((" ".join(filter(None, (case.workload, settings[case], case.mode))), marks))
     if not groups:
         return
     speeds = [mark.value for _, marks in groups for mark in marks]
