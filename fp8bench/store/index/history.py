@@ -148,9 +148,15 @@ class History:
 
     def _portions(self, wanted: Callable[[str], bool]) -> Iterator[Callable[[str], bool]]:
         """Divides what is wanted into portions whose rows fit into memory together."""
-        portions = max(1, -(-self.places.count // _MOST_ROWS))
-        for portion in range(portions):
-            yield lambda name, own=portion: wanted(name) and crc32(name.encode()) % portions == own
+        portions = -(-self.places.count // _MOST_ROWS)
+        if portions < 2:
+            yield wanted
+        for portion in range(portions) if portions > 1 else ():
+            yield partial(_is_in_portion, wanted, portion, portions)
+
+
+def _is_in_portion(wanted: Callable[[str], bool], portion: int, portions: int, name: str) -> bool:
+    return crc32(name.encode()) % portions == portion and wanted(name)
 
 
 def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
