@@ -9,9 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fp8bench import units
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.metric import unit_of_series
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.files import keeping, write_whole
 from fp8bench.jobs.kinds import K, Kind, meant_by
@@ -22,7 +20,7 @@ from fp8bench.report.elements import Page
 from fp8bench.report.page.html import CARD_BYTES, MOST_REPORTS, ListedReport, began, charts_of, index_page, read_card
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
-from fp8bench.report.page.section import PastFigure, PastSeries, material_of, page_of
+from fp8bench.report.page.section import PastSeries, material_of, page_of
 from fp8bench.store.commit_runs import TrackedRun, tracked_run, why_untracked
 from fp8bench.store.index.history import open_history
 from fp8bench.store.index.tables import figure_of
@@ -220,35 +218,12 @@ def _series(trend: Trend, tracked: Sequence[TrackedRun]) -> PastSeries | None:
     measured = trend.measured[-MOST_COMMITS:]
     kept = [figure for figure in measured if figure.version == version]
     kept = [figure for figure in kept if figure.source == kept[-1].source]
-    unkept = (figure for run in tracked for figure in _unkept(run, trend, kept[-1] if kept else None))
-    figures = [*_figures(kept), *unkept]
-    precision, *values = trend.cell
-    pairs = zip(trend.series.param_names[1:], values, strict=True)
-    unit = unit_of_series(trend.series)
-    return PastSeries(
-        trend.name, "" if unit == units.RATIO else unit, tuple(figures),
-        trend.series.workload, trend.series.metric, str(precision),
-        " ".join(f"{name}={value}" for name, value in pairs), str(trend.machine.get("machine")),
-        _emulated(trend, tracked), len(measured) - len(kept),
-    )  # fmt: skip
+    unkept = tuple(figure for run in tracked for figure in _unkept(run, trend, kept[-1] if kept else None))
+    own = replace(trend, figures=tuple(kept))
+    return PastSeries(own, unkept, _emulated(trend, tracked), len(measured) - len(kept))
 
 
-def _figures(kept: Sequence[Figure]) -> Iterator[PastFigure]:
-    """In order; a figure without a date stands with the one before it."""
-    order = 0.0
-    for figure in kept:
-        order = float(figure.date) if figure.date is not None else order
-        yield _past(figure, units.moment(figure.date), order)
-
-
-def _past(figure: Figure, when: str, order: float, unkept: bool = False) -> PastFigure:
-    assert figure.value is not None
-    return PastFigure(
-        when, figure.commit, figure.value, figure.low, figure.high, figure.samples, figure.hasty, unkept, order
-    )
-
-
-def _unkept(run: TrackedRun, trend: Trend, last: Figure | None) -> Iterator[PastFigure]:
+def _unkept(run: TrackedRun, trend: Trend, last: Figure | None) -> Iterator[Figure]:
     """The figures of a run that do not count for its commit, if they compare with the last kept ones."""
     if not why_untracked(run.run) or not isinstance(run.run.environment.get("commit"), str):
         return
@@ -258,8 +233,7 @@ def _unkept(run: TrackedRun, trend: Trend, last: Figure | None) -> Iterator[Past
             continue
         figure = figure_of(run, point)
         if last is None or figure.source == last.source:
-            when = f"{run.run.started[:16].replace('T', ' ')}, with uncommitted changes"
-            yield _past(figure, when, run.order[0] * 1000, unkept=True)
+            yield replace(figure, date=run.started_at)
 
 
 def _emulated(trend: Trend, tracked: Sequence[TrackedRun]) -> bool:

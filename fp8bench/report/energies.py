@@ -66,10 +66,6 @@ def sources_of(results: Iterable[Result]) -> list[str]:
     return list(dict.fromkeys(figures.source for result in results if (figures := figures_of(result)) is not None))
 
 
-def named_source(source: str) -> str:
-    return SOURCES.get(source, source)
-
-
 def show_ratio(ratio: EnergyRatio) -> str:
     """'0.613x [0.607, 0.619]', three digits like times."""
     low, high = (units.ratio(value).removesuffix("x") for value in (ratio.low, ratio.high))

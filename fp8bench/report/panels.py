@@ -48,6 +48,10 @@ class Result:
         return self.finding.best_seconds if self.finding else None
 
     @property
+    def spread(self) -> float | None:
+        return self.finding.spread if self.finding else None
+
+    @property
     def labels(self) -> tuple[Label, ...]:
         return self.finding.labels if self.finding else ()
 
@@ -60,11 +64,13 @@ class ResultGroup:
     """The results of one group, in the order of the plan, and the mode of its reference ('' without one).
 
     `place` are the parameters that tell it from the others of its panel: 'm=256 n=256'; '' where there is but one.
+    `error` is the panel's error that is shown first; '' if it has none.
     """
 
     results: tuple[Result, ...]
     reference: str
     place: str = ""
+    error: str = ""
 
     @property
     def case(self) -> Case:
@@ -75,11 +81,26 @@ class ResultGroup:
         return next((result for result in self.results if result.mode == self.reference), None)
 
 
-class NamedCase(NamedTuple):
-    """A result with its group, and its name within their panel."""
-
+class _Member(NamedTuple):
     group: ResultGroup
     result: Result
+
+
+class NamedCase(_Member):
+    """A result with its group, its figures, and its name within their panel."""
+
+    @cached_property
+    def figures(self) -> Figures:
+        return Figures(*self)
+
+    @property
+    def suite(self) -> str:
+        return self.result.record.case.workload
+
+    @property
+    def error(self) -> float | None:
+        """Its value of the error that is shown first."""
+        return value_of(self.result.record.measurement(self.group.error))
 
     @property
     def place(self) -> str:
@@ -104,6 +125,10 @@ class Panel:
     @property
     def reference(self) -> str:
         return self.groups[0].reference
+
+    @property
+    def error(self) -> str:
+        return self.groups[0].error
 
     @cached_property
     def members(self) -> tuple[NamedCase, ...]:
@@ -154,16 +179,10 @@ class Figures(dict[str, Metric]):
         return Metric(spec_of(name))
 
     @property
-    def rate(self) -> str:
-        """The name of the rate that says how much is done in a second, by the first count that its work has.
-
-        '' if there is none, or if its work is not sound.
-        """
+    def rate(self) -> Metric:
+        """How much is done in a second, by the first count that its work has; without a value if that is not sound."""
         rates = (name for name, metric in self.items() if metric.better is Better.HIGHER and metric.unit.endswith("/s"))
-        return next(rates, "") if self._sound else ""
-
-    def shown(self, name: str) -> str:
-        return self[name].shown
+        return self[next(rates, "") if self._sound else ""]
 
 
 def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
@@ -178,7 +197,11 @@ def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
 
 
 def _placed(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
-    """Gives groups their places; a quiet axis that other groups set is named, too: 'cache=hot'."""
+    """Gives groups their places and error; a quiet axis that other groups set is named, too: 'cache=hot'."""
+    results = (result for group in groups for result in group.results)
+    metrics = dict.fromkeys(measurement.metric for result in results for measurement in result.record.measurements)
+    errors = [metric for metric in metrics if metric.endswith(_ERROR_SUFFIX)]
+    error = next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
     shared = shared_params([group.case.params for group in groups])
     named = {name for group in groups for name, _ in group.case.params} - {name for name, _ in shared}
     placed = []
@@ -186,7 +209,7 @@ def _placed(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
         own = dict(pair for pair in group.case.params if pair not in shared)
         usual = {name: value for name, value in QUIET.items() if name in named and name not in own}
         words = show_params([*own.items(), *usual.items()]) or ("as usual" if len(groups) > 1 else "")
-        placed.append(replace(group, place=words))
+        placed.append(replace(group, place=words, error=error))
     return tuple(placed)
 
 
@@ -223,11 +246,6 @@ def _where(places: Sequence[str], num_places: int) -> str:
     if len(places) == num_places:
         return f" in all {num_places} groups"
     return f" at {'; '.join(places)}" if len(places) <= _MOST_PLACES else f" in {len(places)} of {num_places} groups"
-
-
-def main_error(panel: Panel) -> str:
-    errors = [metric for metric in panel.metrics if metric.endswith(_ERROR_SUFFIX)]
-    return next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
 
 
 def value_of(measurement: Measurement | None) -> float | None:

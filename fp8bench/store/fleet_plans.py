@@ -113,9 +113,9 @@ def _files_of(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run | str]]:
             head = load_head(path)
             if not head.started:
                 raise StoreError(f"{path}: {head.troubles[0]}")
-            number = number_of(plan, head)
+            number = number_of(plan, head.cell)
         except (StoreError, RunNotFound) as error:
-            head, number = str(error), _number_of(plan, _cell_in_header(path))
+            head, number = str(error), number_of(plan, _cell_in_header(path))
         if number is not None:
             yield number, head
 
@@ -129,12 +129,8 @@ def _cell_in_header(path: Path) -> str:
     return match[1].decode() if match else ""
 
 
-def number_of(plan: FleetPlan, run: Run) -> int | None:
-    """Returns the number of the cell that a run is of; None if it is of none in this plan."""
-    return _number_of(plan, run.cell)
-
-
-def _number_of(plan: FleetPlan, cell: str) -> int | None:
+def number_of(plan: FleetPlan, cell: str) -> int | None:
+    """Returns the number of a cell by its name; None if it is none of this plan."""
     name, _, number = cell.rpartition("/")
     is_here = name == plan.id and number.isdecimal() and int(number) < len(plan.cells)
     return int(number) if is_here else None

@@ -43,7 +43,7 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
     faults: list[Fault] = []
     lacking: list[Fault] = []
     runs: dict[str, Run] = {}
-    machines: dict[str, RunIdentity | None] = {}
+    counted: list[tuple[Run, int | None]] = []
     unknown: Counter[str] = Counter()
     there = listing(store)
     broken, by_files = 0, by_commit(there.everything)
@@ -60,9 +60,10 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
                 of_run.append(fault)
             if run is not None:
                 of_run += _uncounted(path, there)
-                runs.setdefault(run.id, replace(run, records=(), plan=Plan(())))
+                header = replace(run, records=(), plan=Plan(()))
+                runs.setdefault(run.id, header)
                 if there.counts(path):
-                    machines[run.id] = identity_of(run)
+                    counted.append((header, samples_of(run)))
                 tracked, why = checked_run(run, path)
                 unknown.update([why] if "--import" in why else [])
                 if tracked is not None and there.counts(path):
@@ -73,9 +74,8 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
         for members in by_place(oldest_first):
             lacking += [_judged(fault, soundness) for fault in _lacking(results, members, of_commits)]
         faults += check_figures(index, commit, paths, list(kept.values()))
-    known = [machine for machine in machines.values() if machine is not None]
     across = [*_unchecked(store, unknown, old, len(there.everything)), *check_index(index), *check_steps(store)]
-    across += [*_lost_commits(store, runs.values(), folder), *_copies(known)]
+    across += [*_lost_commits(store, runs.values(), folder), *_copies(counted)]
     broken_of_view = {fault.path for fault in of_view if fault.broken}
     listed = {path for path in (*results.glob("*/*.json"), results / "benchmarks.json") if path.is_file()}
     sound = sum(str(path) not in broken_of_view for path in listed)
@@ -230,36 +230,22 @@ def _lost_commits(store: Path, runs: Iterable[Run], folder: Path) -> list[Fault]
     return [Fault(str(store / "runs"), what, remedy, broken=False)]
 
 
-@dataclass(frozen=True)
-class RunIdentity:
-    """What is compared between runs; `samples` is their digest by `samples_of`."""
-
-    id: str
-    path: str
-    machine: str
-    samples: int | None
-
-
-def identity_of(run: Run) -> RunIdentity | None:
-    """Returns None for a run that names no machine."""
-    identity = from_facts(run.environment.facts)
-    return None if identity is None else RunIdentity(run.id, run.path, identity.home.machine, samples_of(run))
-
-
 def samples_of(run: Run) -> int | None:
     """Returns a digest of all times of a run, valid in this process; None where it has none."""
     times = tuple((record.case.id, record.timing.slots) for record in run.records if record.timing is not None)
     return hash(times) if times else None
 
 
-def _copies(runs: Iterable[RunIdentity]) -> Iterator[Fault]:
+def _copies(runs: Iterable[tuple[Run, int | None]]) -> Iterator[Fault]:
     """Yields runs of two machines that have the same times to the nanosecond: one is a copy."""
-    first: dict[int, RunIdentity] = {}
-    for run in runs:
-        other = first.setdefault(run.samples, run) if run.samples is not None else run
-        if other.machine != run.machine:
-            what = (
-                f"every time in it, to the nanosecond, is that of run {other.id} of machine {other.machine} "
-                f"({other.path}): one is a copy of the other under another name"
-            )
-            yield Fault(run.path, what, REMEDY)
+    first: dict[int, tuple[Run, str]] = {}
+    for run, digest in runs:
+        identity = from_facts(run.environment.facts)
+        if identity is not None and digest is not None:
+            other, machine = first.setdefault(digest, (run, identity.home.machine))
+            if machine != identity.home.machine:
+                what = (
+                    f"every time in it, to the nanosecond, is that of run {other.id} of machine {machine} "
+                    f"({other.path}): one is a copy of the other under another name"
+                )
+                yield Fault(run.path, what, REMEDY)

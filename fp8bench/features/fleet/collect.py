@@ -83,7 +83,7 @@ def _take(plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Colle
     running, content, run = is_locked(path), path.read_bytes(), load_run(path)
     if not run.started:
         raise StoreError(f"{path} was not taken: {run.troubles[0]}, and so is which machine it is of.")
-    if plan is not None and number_of(plan, run) is None:
+    if plan is not None and number_of(plan, run.cell) is None:
         made.left[_OTHERS] += 1
         return
     if running:

@@ -46,7 +46,9 @@ def fleet_report(source: Path, store: Path, expected: Collection[str] = ()) -> F
         store, plans = source, plans_of(source)
     else:
         plans = (read_plan(source),)
-    seen, left, doubts = _read(store, lambda run: not plans or any(number_of(plan, run) is not None for plan in plans))
+    seen, left, doubts = _read(
+        store, lambda run: not plans or any(number_of(plan, run.cell) is not None for plan in plans)
+    )
     if not seen and not expected:
         what = f"run of the plan {plans[0].id}" if plans else "run"
         why = "; ".join(_counts(left) or doubts[:1])

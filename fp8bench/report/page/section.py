@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 from fp8bench import units
 from fp8bench.feature_list import feature_parts
-from fp8bench.model import Finding, Run
+from fp8bench.model import Figure, Finding, Run, Trend
 from fp8bench.model.codec import SCHEMA
 from fp8bench.report import topics
 from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Chart, Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.page.charts import numbers_table, worth_drawing
-from fp8bench.report.panels import NamedCase, Panel, Result, panels_of
+from fp8bench.report.panels import NamedCase, Panel, Result, panels_of, show_params
 from fp8bench.report.words.naming import (
     COMMIT_LETTERS,
     commit_of,
@@ -236,46 +236,34 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class PastFigure:
-    """What a commit has come to: the median of its samples with their interval.
-
-    `when` is the commit's date in words; `order` sorts several series together. A `hasty` figure is of a few rounds
-    only. `unkept` is that of a run at hand whose files differed from the commit.
-    """
-
-    when: str
-    commit: str
-    value: float
-    low: float | None
-    high: float | None
-    samples: int
-    hasty: bool = False
-    unkept: bool = False
-    order: float = 0.0
-
-    @property
-    def rough(self) -> bool:
-        return self.hasty or self.unkept
-
-
-@dataclass(frozen=True)
 class PastSeries:
-    """The history of one case's metric on one machine, oldest first.
+    """The history of one case's metric on one machine, in one version and source of joules, oldest first.
 
-    `unit` is an axis's ('s', 'B', 'x', '' for relative errors) or a metric's ('%', 'dB'). `place` are the parameters
-    that tell the case from its suite's others. `incomparable` counts older figures that are left out.
+    Behind the figures of commits stand those of runs at hand whose files differed from their commit (`unkept`), with
+    their start as their date. `incomparable` counts older figures that are left out.
     """
 
-    name: str
-    unit: str
-    figures: tuple[PastFigure, ...]
-    suite: str = ""
-    metric: str = ""
-    precision: str = ""
-    place: str = ""
-    machine: str = ""
+    trend: Trend
+    unkept: tuple[Figure, ...] = ()
     emulated: bool = False
     incomparable: int = 0
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        return (*self.trend.figures, *self.unkept)
+
+    @property
+    def precision(self) -> str:
+        return str(self.trend.cell[0])
+
+    @property
+    def place(self) -> str:
+        """The parameters that tell the case from its suite's others."""
+        return show_params(zip(self.trend.series.param_names[1:], self.trend.cell[1:], strict=True))
+
+    @property
+    def machine(self) -> str:
+        return str(self.trend.machine.get("machine"))
 
 
 @dataclass(frozen=True)

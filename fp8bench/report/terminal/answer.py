@@ -30,15 +30,14 @@ from fp8bench.report.energies import ratio_against
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
     Figures,
+    NamedCase,
     Panel,
     Result,
     ResultGroup,
     floor_of,
     heading,
-    main_error,
     merge_notes,
     together,
-    value_of,
 )
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
@@ -49,7 +48,7 @@ from fp8bench.report.topics.results import CASE, noise_floor
 from fp8bench.report.topics.shares import coverage_sentence, coverages
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
-from fp8bench.report.topics.verdict import at_most, losses, outcomes, skips
+from fp8bench.report.topics.verdict import at_most, cases_of, losses, skips
 from fp8bench.report.words.legend import PHASE_TITLES, error_word
 from fp8bench.report.words.naming import common_tone, listed
 from fp8bench.report.words.speed import over_loads, over_values, span
@@ -66,7 +65,6 @@ _MOST_PHASES = 3
 _LEAST_PART = 0.02
 # A narrower terminal has no room for rates.
 _ROOM_FOR_RATES = 100
-_Member = tuple[ResultGroup, Result]
 
 
 def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Iterator[Part]:
@@ -85,7 +83,7 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
             title = heading(panel.case.workload, panel.shared, panel.case.device, entry.run.devices)
             in_full = not best or len(panel.groups) <= _MOST_TENSORS
             yield Part("tensors", title, (*best, *(tensors(panel, width) if in_full else ())))
-    cases = outcomes(entry.panels)
+    cases = cases_of(entry.panels)
     ranks = entry.run.request.ranks
     told = [f"{ranks} ranks: the slowest one's time counts, call by call"] if ranks else []
     if modes := dict.fromkeys(result.mode for panel in entry.panels for result in panel.results if emulated(result)):
@@ -106,8 +104,7 @@ def where_stored(path: str, report: str) -> str:
 
 
 def _next(entry: Entry, options: str) -> Iterator[Text]:
-    results = [result for panel in entry.panels for result in panel.results]
-    if roofline.how_to_know(results, entry.run):
+    if roofline.how_to_know(entry.panels, entry.run):
         threads = f" --threads {entry.run.request.threads}" if entry.run.request.threads != 1 else ""
         yield Text(f"fp8bench doctor --ceilings{threads}{options}: later runs say what bounds each phase")
     of_speed = (result for panel in entry.panels if not about_tensors(panel) for result in panel.results)
@@ -165,28 +162,25 @@ def _device(panel: Panel, run: Run) -> Iterator[Text]:
 
 
 def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
-    phases = None if several or ranked else phases_table(panel)
-    crossings = swept(panel)
-    tables = [*([phases] if phases else []), *sustained(panel), *energy_of_phases(panel)]
-    tables += [*other_tables(panel), *capacity(panel)]
-    tables += [break_even_table(panel, crossings, "from where on it pays")] if crossings else []
+    tables = (
+        *(() if several or ranked else phases_table(panel)), *sustained(panel), *energy_of_phases(panel),
+        *other_tables(panel), *capacity(panel), *break_even_table(panel, swept(panel)),
+    )  # fmt: skip
     if tables:
-        yield Part("asked", "", tuple(tables))
+        yield Part("asked", "", tables)
 
 
 def _cases(panel: Panel, width: int) -> Table:
-    error = main_error(panel)
-    cols: list[Col[tuple[ResultGroup, Result, Figures]]] = [
+    cols: list[Col[NamedCase]] = [
         *(col for col in CASE if col.heading != "median"),
-        Col("error", lambda row: None if (value := value_of(row[1].record.measurement(error))) is None else
-            f"{error_word([value])} " * (not row[1].record.is_reference) + units.relative_error(value)),
-        Col("memory", lambda row: _memory(row[0], row[1]), number=True),
-        Col("on a device", lambda row: device_share_of(row[0], row[1]), number=True, unit="x"),
-        Col("energy", lambda row: _energy(row[0], row[1]), number=True),
-        Col("throughput", lambda row: row[2].shown(row[2].rate), number=True, when=width >= _ROOM_FOR_RATES),
+        Col("error", lambda case: None if case.error is None else
+            f"{error_word([case.error])} " * (not case.result.record.is_reference) + units.relative_error(case.error)),
+        Col("memory", lambda case: _memory(*case), number=True),
+        Col("on a device", lambda case: device_share_of(*case), number=True, unit="x"),
+        Col("energy", lambda case: _energy(*case), number=True),
+        Col("throughput", lambda case: case.figures.rate.shown, number=True, when=width >= _ROOM_FOR_RATES),
     ]  # fmt: skip
-    rows = [(*member, Figures(*member)) for member in panel.members]
-    return table("cases", "", cols, rows, kept={"case", "verdict", "best"})
+    return table("cases", "", cols, panel.members, kept={"case", "verdict", "best"})
 
 
 def _memory(group: ResultGroup, result: Result) -> str | None:
@@ -222,8 +216,7 @@ def _in_grid(group: ResultGroup, mode: str) -> Field:
     """The reference's time, or a rate if nothing was timed, as for ceilings; else its speed-up."""
     results = [result for result in group.results if result.mode == mode]
     if len(results) == 1 and status_words(results[0]) == units.NONE:
-        figures = Figures(group, results[0])
-        return Field(figures.shown(figures.rate))
+        return Field(Figures(group, results[0]).rate.shown)
     if results and results[0].record.is_reference and results[0].best and not emulated(results[0]):
         return Field(units.seconds(results[0].best))
     return _cell(results)
@@ -257,17 +250,17 @@ def _cell(results: Sequence[Result]) -> Field:
     return Field(f"{word}{shown}", tone=common_tone(map(tone_of, results)))
 
 
-def _line(members: Sequence[_Member], panel: Panel) -> str:
+def _line(members: Sequence[NamedCase], panel: Panel) -> str:
     """'slower than fp32 in 4 of 5 cases, same in 1; 0.311x to 0.506x; error small (2.9e-03); memory 0.77x'."""
     speeds = [speed.point for _, result in members if (speed := speed_up(result)) is not None]
     shares = [share for group, result in members
               if not emulated(result) and (share := share_of(group, result)) is not None]  # fmt: skip
     memory = f"memory {units.span(shares, units.ratio)}" if shares else ""
-    clauses = (_verdict(members, panel.reference), span(speeds) if speeds else "", _errors(members, panel), memory)
+    clauses = (_verdict(members, panel.reference), span(speeds) if speeds else "", _errors(members), memory)
     return "; ".join(filter(None, clauses))
 
 
-def _verdict(members: Sequence[_Member], reference: str) -> str:
+def _verdict(members: Sequence[NamedCase], reference: str) -> str:
     """'perhaps faster than fp32', 'FAILED in 1 of 3 cases, emulated in 2'."""
     counts = Counter(status_words(result).replace(units.NONE, "not timed") for _, result in members)
     (first, number), *others = sorted(counts.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
@@ -276,9 +269,8 @@ def _verdict(members: Sequence[_Member], reference: str) -> str:
     return f"{first}{word + reference if word else ''}{many}" + "".join(f", {text} in {n}" for text, n in others)
 
 
-def _errors(members: Sequence[_Member], panel: Panel) -> str:
-    known = (value_of(result.record.measurement(main_error(panel))) for _, result in members)
-    values = [value for value in known if value is not None]
+def _errors(members: Sequence[NamedCase]) -> str:
+    values = [case.error for case in members if case.error is not None]
     if not values:
         return ""
     worst = max(values, key=lambda value: (math.isnan(value), abs(value)))

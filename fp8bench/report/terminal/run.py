@@ -17,7 +17,6 @@ from fp8bench.report.panels import (
     error_name,
     floor_of,
     heading,
-    main_error,
     merge_notes,
     panels_of,
     shared_params,
@@ -104,13 +103,10 @@ def _timed(panel: Panel, run: Run) -> Iterator[Part]:
         told = map(Text, [*rank_boards.remarks(panel), _REST.format(id=run.id)])
         yield from _titled(panel, run, (*elements, *told), _reference_line(panel))
         return
-    phases = phases_table(panel)
     elements += [Text(f"{told}.", Tone.STRONG) for told in over_loads(panel)]
-    elements += [main_table(panel), *([phases] if phases else []), *map(Text, over_values(panel))]
+    elements += [main_table(panel), *phases_table(panel), *map(Text, over_values(panel))]
     elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
-    elements += other_tables(panel)
-    crossings = swept(panel)
-    elements += [break_even_table(panel, crossings, "from where on it pays")] if crossings else []
+    elements += [*other_tables(panel), *break_even_table(panel, swept(panel))]
     elements += [*ranks(panel), *capacity(panel), *data(panel)]
     yield from _titled(panel, run, elements, _reference_line(panel))
     if numbers := _numbers(panel):
@@ -156,7 +152,7 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
             for how in [" (emulated)" if measurement.unit == "B" and emulated(result) else ""]
             if measurement.metric not in _told_elsewhere(panel)
             and not is_of_step(measurement.metric)
-            and (measurement.phase or measurement.metric != main_error(panel))
+            and (measurement.phase or measurement.metric != panel.error)
         ]
         told += [
             ("speed-up over all calls", f"{result.mode} {speed.of_all_calls(result.finding)}")
@@ -245,7 +241,7 @@ def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
 def _error_legends(panels: Sequence[Panel]) -> list[str]:
     told = []
     for panel in panels:
-        metric = main_error(panel)
+        metric = panel.error
         measured = [result.record.measurement(metric) for result in panel.results]
         described = next(
             (measurement.description for measurement in measured if measurement and measurement.description),
@@ -262,7 +258,7 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
     return sorted({
         f"{measurement.metric}: {measurement.description}"
         for panel in panels
-        for shown in [(main_error(panel), *_told_elsewhere(panel))]
+        for shown in [(panel.error, *_told_elsewhere(panel))]
         for result in panel.results
         for measurement in result.record.measurements
         if measurement.description and measurement.metric not in shown
@@ -287,8 +283,7 @@ def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
     absent = [*map(Text, absences(run))]
     if name == "energy":
         return absent
-    bounds = roofline.how_to_know((result for panel in panels for result in panel.results), run)
-    notes = [Text(bounds)] if bounds else []
+    notes = [*map(Text, filter(None, [roofline.how_to_know(panels, run)]))]
     notes += [Text(f"note: {note}") for note in notes_of(run)]
     notes += [*absent, *(Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles)]
     return [*notes, *map(Text, filter(None, [missing_of(run)]))]

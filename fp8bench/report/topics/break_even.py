@@ -30,7 +30,7 @@ def swept(panel: Panel) -> list[Swept]:
     return [(sweep, modes) for sweep, modes in pairs if modes]
 
 
-def break_even_table(panel: Panel, sweeps: Sequence[Swept], caption: str) -> Table:
+def break_even_table(panel: Panel, sweeps: Sequence[Swept], title: str = "") -> Iterator[Table]:
     def place(row: tuple[Sweep, SweptMode]) -> str:
         held = show_params(pair for pair in row[0].held if pair not in panel.shared)
         return f"over {row[0].axis}{' at ' * bool(held)}{held}"
@@ -45,7 +45,8 @@ def break_even_table(panel: Panel, sweeps: Sequence[Swept], caption: str) -> Tab
             tone=lambda row: Tone.DOUBT if row[1].found is None or row[1].doubted else Tone.PLAIN),
         Col("measured", measured), Col("remarks", lambda row: "; ".join(remarks(row[1])), below=True),
     ]  # fmt: skip
-    return table("break-even", caption, cols, [(sweep, mode) for sweep, modes in sweeps for mode in modes])
+    if rows := [(sweep, mode) for sweep, modes in sweeps for mode in modes]:
+        yield table("break-even", f"{title}from where on it pays", cols, rows)
 
 
 def pays(axis: str, crossed: BreakEven) -> str:
@@ -141,9 +142,7 @@ def break_even_section(material: Material) -> Iterator[Element]:
     number = 0
     for title, panel in titled_panels(material):
         sweeps = swept(panel)
-        if not sweeps:
-            continue
-        yield break_even_table(panel, sweeps, f"{title}: from where on it pays")
+        yield from break_even_table(panel, sweeps, f"{title}: ")
         for pair in sweeps:
             number += 1
             yield from _chart(number, title, panel, pair)
@@ -156,8 +155,7 @@ def _chart(number: int, title: str, panel: Panel, sweep_modes: Swept) -> Iterato
     for size, place in sweep.places:
         group = panel.groups[place]
         for result in group.results:
-            figures = Figures(group, result)
-            rate = figures[figures.rate]
+            rate = Figures(group, result).rate
             if not emulated(result) and rate.best:
                 unit = unit or rate.unit
                 point = ChartPoint(result.mode, "", float(size), rate.best, hint=units.shown(rate.best, rate.unit))

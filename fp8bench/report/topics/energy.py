@@ -15,11 +15,11 @@ from fp8bench.report.columns import Col, case_cols, table, with_figures
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Stacks, Text, Tone
 from fp8bench.report.energies import (
     DEMANDS,
+    SOURCES,
     absences,
     energy_sentences,
     figures_of,
     missing_within,
-    named_source,
     phases_of,
     power_limits_of,
     ratio_against,
@@ -54,7 +54,7 @@ def energy(panel: Panel) -> Iterator[Element]:
     sources = sources_of(panel.results)
     if not sources:
         return
-    caption = f"energy of a step, by {named_source(sources[0])}"
+    caption = f"energy of a step, by {SOURCES.get(sources[0], sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
     rows = [
@@ -89,7 +89,7 @@ class _EnergyRow(NamedTuple):
 
 
 def _shown(row: _EnergyRow, spec: str) -> str:
-    return row.figures.shown(spec)
+    return row.figures[spec].shown
 
 
 def _demand(row: _EnergyRow) -> str:
@@ -166,7 +166,7 @@ _PHASE: tuple[Col[_Phase], ...] = (
 )  # fmt: skip
 _WINDOW: tuple[Col[_Window], ...] = (
     PRECISION,
-    Col("source", lambda row: Field(row.use.source, hint=named_source(row.use.source)),
+    Col("source", lambda row: Field(row.use.source, hint=SOURCES.get(row.use.source, row.use.source)),
         hint="figures of different ones do not compare"),
     Col("steps", lambda row: row.window.steps, number=True, show=units.whole),
     Col("length", lambda row: row.window.seconds, number=True, unit="s"),
@@ -192,7 +192,7 @@ def _lead(material: Material) -> str:
     return (
         "What the device took while steps ran in windows of their own, after the timing; idling is what it takes with "
         "the same states in memory and nothing to do. Ranges are those of windows, and no confidence intervals. "
-        f"Read from {listed([*map(named_source, sources)])}{differ}."
+        f"Read from {listed([SOURCES.get(source, source) for source in sources])}{differ}."
         if sources
         else ""
     )

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from fp8bench import units
-from fp8bench.model import Params
-from fp8bench.model.specs import spec_of
+from fp8bench.model import Case, Figure
 from fp8bench.report.case_status import cost_tone, doubts, emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
 from fp8bench.report.page.charts import has_time
 from fp8bench.report.page.html import MOST_DRAWN
-from fp8bench.report.page.section import Material, PastFigure, PastSeries, section
+from fp8bench.report.page.section import Material, PastSeries, section
 from fp8bench.report.panels import Result, shared_params, show_params, together
+from fp8bench.report.terminal.history import value as shown
 from fp8bench.report.words.naming import listed, many
 
 TIME = "time"
@@ -26,6 +25,8 @@ _COMMIT_LETTERS = 8
 _MOST_LINES = 6
 # Metrics that change as the step's time does.
 _PER_WORK = "seconds_per_"
+# A figure, and its value, which is a number.
+_Told = tuple[Figure, float]
 NONE_YET = "No earlier runs of these cases are kept: the next one on another commit begins a line."
 
 
@@ -45,15 +46,21 @@ def history_section(material: Material) -> Iterator[Element]:
     yield from _notes(known)
 
 
-def _values(series: PastSeries) -> list[PastFigure]:
-    return [figure for figure in series.figures if math.isfinite(figure.value)]
+def _values(series: PastSeries) -> list[_Told]:
+    known = ((figure, figure.value) for figure in series.figures)
+    return [(figure, value) for figure, value in known if value is not None and math.isfinite(value)]
 
 
 def _charts(known: Sequence[PastSeries]) -> Iterator[Lines]:
     """Times by suite and machine, and by case if one chart would have too many lines; emulations have none."""
-    timed = [series for series in known if series.metric == TIME and not series.emulated and len(_values(series)) > 1]
+    timed = [
+        series
+        for series in known
+        if series.trend.series.metric == TIME and not series.emulated and len(_values(series)) > 1
+    ]
     machines = {series.machine for series in timed}
-    for (suite, machine), members in together(((series.suite, series.machine), series) for series in timed).items():
+    by_suite = together(((series.trend.series.workload, series.machine), series) for series in timed)
+    for (suite, machine), members in by_suite.items():
         title = f"{suite} on {machine}" if len(machines) > 1 else suite
         by_place = together((member.place if len(members) > _MOST_LINES else "", member) for member in members)
         for place, lines in by_place.items():
@@ -62,8 +69,13 @@ def _charts(known: Sequence[PastSeries]) -> Iterator[Lines]:
 
 def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
     """Each series over its own oldest figure, so that lengths may differ; by date, unkept figures last."""
-    figures = {_place(figure): figure for series in members for figure in _values(series)}
-    places = tuple(sorted(figures, key=lambda place: (figures[place].unkept, figures[place].order)))
+    order: dict[str, tuple[bool, int]] = {}
+    for series in members:
+        date = 0
+        for figure, _ in _values(series):
+            date = date if figure.date is None else figure.date  # without a date it stands with the one before it
+            order[_place(series, figure)] = figure in series.unkept, date
+    places = tuple(sorted(order, key=order.__getitem__))
     alone = len({series.place for series in members}) == 1
     lines = tuple(
         (series.precision if alone else f"{series.place} {series.precision}".strip(), _marks(series, places))
@@ -76,31 +88,36 @@ def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
     return Lines(f"history-{suite}", f"{title}: time, commit by commit", description, places, axis, lines)
 
 
-def _place(figure: PastFigure) -> str:
-    return figure.commit[:_COMMIT_LETTERS] + ("+" if figure.unkept else "")
+def _place(series: PastSeries, figure: Figure) -> str:
+    return figure.commit[:_COMMIT_LETTERS] + "+" * (figure in series.unkept)
+
+
+def _when(series: PastSeries, figure: Figure) -> str:
+    return units.moment(figure.date) + ", with uncommitted changes" * (figure in series.unkept)
+
+
+def _tone(series: PastSeries, *figures: Figure) -> Tone:
+    rough = any(figure.hasty or figure in series.unkept for figure in figures)
+    return Tone.DOUBT if rough else Tone.PLAIN
 
 
 def _marks(series: PastSeries, places: Sequence[str]) -> tuple[Mark | None, ...]:
     figures = _values(series)
-    first = figures[0].value
-    by_place = {_place(figure): _mark(series, figure, first) for figure in figures}
+    _, first = figures[0]
+    by_place = {_place(series, figure): _mark(series, figure, value, first) for figure, value in figures}
     return tuple(by_place.get(place) for place in places)
 
 
-def _mark(series: PastSeries, figure: PastFigure, first: float) -> Mark | None:
-    if first <= 0 or figure.value <= 0:
+def _mark(series: PastSeries, figure: Figure, value: float, first: float) -> Mark | None:
+    if first <= 0 or value <= 0:
         return None
     low, high = ((end / first if end is not None else None) for end in (figure.low, figure.high))
     rough = "; a few rounds only" if figure.hasty else ""
-    hint = f"{figure.when}: {_show(series, figure.value)}, {many(figure.samples, 'sample')}{rough}"
-    return Mark(_place(figure), figure.value / first, low, high, Tone.DOUBT if figure.rough else Tone.PLAIN, hint)
+    hint = f"{_when(series, figure)}: {shown(series.trend, value)}, {many(figure.samples, 'sample')}{rough}"
+    return Mark(_place(series, figure), value / first, low, high, _tone(series, figure), hint)
 
 
-def _show(series: PastSeries, value: float) -> str:
-    return spec_of(series.metric).shown(value, series.unit or units.RATIO)
-
-
-_Row = tuple[PastSeries, PastFigure | None, PastFigure, float | None]
+_Row = tuple[PastSeries, _Told | None, _Told, float | None]
 
 
 def _table(known: Sequence[PastSeries]) -> Table:
@@ -109,30 +126,30 @@ def _table(known: Sequence[PastSeries]) -> Table:
     for series in known:
         before, last = [None, *_values(series)][-2:]
         assert last is not None  # a series without a figure is not shown
-        ratio = last.value / before.value if before and before.value > 0 and last.value > 0 else None
-        told += [] if series.metric.startswith(_PER_WORK) else [(series, before, last, ratio)]
-    places = together((series.suite, series.place) for series, *_ in told)
+        ratio = last[1] / before[1] if before and before[1] > 0 and last[1] > 0 else None
+        told += [] if series.trend.series.metric.startswith(_PER_WORK) else [(series, before, last, ratio)]
+    places = together((series.trend.series.workload, series.place) for series, *_ in told)
 
     def case(row: _Row) -> str:
-        series = row[0]
-        place = series.place if len({*places[series.suite]}) > 1 else ""
-        return " ".join(filter(None, (series.suite, place, series.precision, "(emulated)" * series.emulated)))
+        series, suite = row[0], row[0].trend.series.workload
+        place = series.place if len({*places[suite]}) > 1 else ""
+        return " ".join(filter(None, (suite, place, series.precision, "(emulated)" * series.emulated)))
 
-    def shown(series: PastSeries, figure: PastFigure | None) -> Field | None:
-        return Field(_show(series, figure.value), figure.value) if figure is not None else None
+    def cell(series: PastSeries, told: _Told | None) -> Field | None:
+        return Field(shown(series.trend, told[1]), told[1]) if told is not None else None
 
     cols: list[Col[_Row]] = [
         Col("case", case, tone=lambda row: Tone.DOUBT if row[0].emulated else Tone.PLAIN),
-        Col("metric", lambda row: Field(row[0].metric, hint=f"{row[0].name} on {row[0].machine}")),
-        Col("previous", lambda row: shown(row[0], row[1]), number=True),
-        Col("last", lambda row: shown(row[0], row[2]), number=True),
+        Col("metric", lambda row: Field(
+            row[0].trend.series.metric, hint=f"{row[0].trend.name} on {row[0].machine}")),
+        Col("previous", lambda row: cell(row[0], row[1]), number=True),
+        Col("last", lambda row: cell(row[0], row[2]), number=True),
         Col("change", lambda row: row[3], number=True, show=units.change,
-            tone=lambda row: (
-                Tone.DOUBT if row[3] and any(figure and figure.rough for figure in row[1:3]) else Tone.PLAIN),
+            tone=lambda row: _tone(row[0], *(told[0] for told in row[1:3] if told)) if row[3] else Tone.PLAIN,
             hint="of the figure itself, from previous to last; less is better"),
-        Col("last commit", lambda row: Field(_place(row[2]), hint=row[2].when)),
+        Col("last commit", lambda row: Field(_place(row[0], row[2][0]), hint=_when(row[0], row[2][0]))),
         Col("commits", lambda row: Field(str(len(_values(row[0]))), len(_values(row[0])),
-            trend=tuple(figure.value for figure in _values(row[0])[-MOST_DRAWN:])), number=True),
+            trend=tuple(value for _, value in _values(row[0])[-MOST_DRAWN:])), number=True),
     ]  # fmt: skip
     ordered = sorted(told, key=lambda row: (row[0].emulated, -abs(math.log(row[3] or 1.0))))
     caption = "The last two figures of every series, the largest changes first"
@@ -142,13 +159,13 @@ def _table(known: Sequence[PastSeries]) -> Table:
 def _notes(known: Sequence[PastSeries]) -> Iterator[Element]:
     lost = sum(series.incomparable for series in known)
     if lost:
-        joules = any(series.incomparable and series.metric == _ENERGY for series in known)
+        joules = any(series.incomparable and series.trend.series.metric == _ENERGY for series in known)
         others = "other versions of a suite or the method" + (", or of another source of joules," if joules else "")
         yield Text(f"{many(lost, 'older figure')} of {others} do not compare.")
-    figures = [figure for series in known for figure in _values(series)]
-    if any(figure.hasty for figure in figures):
+    figures = [(series, figure) for series in known for figure, _ in _values(series)]
+    if any(figure.hasty for _, figure in figures):
         yield Text("Grey figures are of --quick runs or of a few rounds: rough ones.", Tone.DOUBT)
-    if any(figure.unkept for figure in figures):
+    if any(figure in series.unkept for series, figure in figures):
         yield Text("+ after a commit: the files differed from it, so that these are not its numbers.", Tone.DOUBT)
     if any(series.emulated for series in known):
         yield Text("Emulated cases are in the table only: their time is a cost, which compares with itself.")
@@ -158,19 +175,8 @@ NO_VERDICT = "measured at different times: no verdict (cross-run)"
 _COST = "emulated: cost, not speed"
 
 
-@dataclass(frozen=True)
-class _Key:
-    """What makes cases on different devices the same: workload, version, parameters in any order, mode."""
-
-    workload: str
-    version: str
-    same: frozenset[tuple[str, str]]
-    mode: str
-    params: Params = field(compare=False)
-
-
-# By key, then by column.
-_Found = dict[_Key, dict[int, Result]]
+# A case as the first run has it, and its results by column.
+_Across = tuple[Case, dict[int, Result]]
 
 
 @section("across", "Across runs", 35)
@@ -180,14 +186,14 @@ def across_section(material: Material) -> Iterator[Element]:
     """
     if len(material.entries) < 2:
         return
-    titles, by_key = _collect(material)
-    shared = {key: results for key, results in by_key.items() if len(results) > 1}
-    lonely = len(by_key) - len(shared)
+    titles, every = _collect(material)
+    shared = [row for row in every if len(row[1]) > 1]
+    lonely = len(every) - len(shared)
     if not shared:
         yield Text("No case was timed in more than one of these runs.")
         return
-    settings = _settings(list(shared))
-    cols: list[Col[tuple[_Key, dict[int, Result]]]] = [
+    settings = _settings([case for case, _ in shared])
+    cols: list[Col[_Across]] = [
         Col("precision", lambda row: row[0].mode), Col("suite", lambda row: row[0].workload),
         Col("setting", lambda row: Field(settings[row[0]] or units.NONE, hint=show_params(row[0].params))),
     ]  # fmt: skip
@@ -195,42 +201,41 @@ def across_section(material: Material) -> Iterator[Element]:
         cols.append(Col(title, partial(_time, number=number), number=True, unit="s", hint="best time"))
         faster = Col("speed-up", partial(_faster, number=number), number=True, unit="x", hint=f"over {titles[0]}")
         cols += [faster] if number else []
-    yield table("across-table", "Best time of each case", cols, shared.items())
+    yield table("across-table", "Best time of each case", cols, shared)
     if lonely:
         yield Text(f"{many(lonely, 'timed case')} {'is' if lonely == 1 else 'are'} in one of them only.")
     yield from _speed_charts(titles, shared, settings)
 
 
-def _collect(material: Material) -> tuple[list[str], _Found]:
+def _collect(material: Material) -> tuple[list[str], list[_Across]]:
     titles: list[str] = []
-    by_key: _Found = {}
+    by_key: dict[tuple[object, ...], dict[int, Result]] = {}
     for entry in material.entries:
         devices = list(dict.fromkeys(panel.case.device for panel in entry.panels))
         first = len(titles)
         titles += [f"{entry.label} {device}" if len(devices) > 1 else entry.label for device in devices]
         for panel in entry.panels:
             for result in panel.results:
-                case = result.record.case
-                same = frozenset((name, repr(value)) for name, value in case.params)
-                key = _Key(case.workload, case.version, same, case.mode, case.params)
-                if has_time(result):
-                    by_key.setdefault(key, {})[first + devices.index(case.device)] = result
-    return titles, by_key
+                if has_time(result):  # cases on different devices are the same with parameters in any order
+                    case = result.record.case
+                    params = frozenset((name, repr(value)) for name, value in case.params)
+                    own = by_key.setdefault((case.workload, case.version, case.mode, params), {})
+                    own[first + devices.index(case.device)] = result
+    return titles, [(next(iter(results.values())).record.case, results) for results in by_key.values()]
 
 
-def _settings(keys: Sequence[_Key]) -> dict[_Key, str]:
+def _settings(cases: Sequence[Case]) -> dict[Case, str]:
     settings = {}
-    for workload in dict.fromkeys(key.workload for key in keys):
-        members = [key for key in keys if key.workload == workload]
-        shared = shared_params([key.params for key in members])
-        versions = len({key.version for key in members}) > 1
-        for key in members:
-            words = show_params(pair for pair in key.params if pair not in shared)
-            settings[key] = f"{words} version {key.version}".strip() if versions else words
+    for members in together((case.workload, case) for case in cases).values():
+        shared = shared_params([case.params for case in members])
+        versions = len({case.version for case in members}) > 1
+        for case in members:
+            words = show_params(pair for pair in case.params if pair not in shared)
+            settings[case] = f"{words} version {case.version}".strip() if versions else words
     return settings
 
 
-def _time(row: tuple[_Key, dict[int, Result]], number: int) -> Field:
+def _time(row: _Across, number: int) -> Field:
     result = row[1].get(number)
     if result is None:
         return Field(units.NONE, hint="not timed in this run")
@@ -238,7 +243,7 @@ def _time(row: tuple[_Key, dict[int, Result]], number: int) -> Field:
     return Field(units.seconds(result.best), result.best, cost_tone(result), "; ".join(hints))
 
 
-def _faster(row: tuple[_Key, dict[int, Result]], number: int) -> Field:
+def _faster(row: _Across, number: int) -> Field:
     """Emulations have no speed: their costs compare no devices."""
     speed, why = _speed(row[1], number)
     return Field(units.NONE) if speed is None else Field(units.speed_up(speed), speed, hint=why)
@@ -252,9 +257,9 @@ def _speed(results: dict[int, Result], number: int) -> tuple[float | None, str]:
     return first.best / own.best, "; ".join(dict.fromkeys([NO_VERDICT, *doubts(first), *doubts(own)]))
 
 
-def _speed_charts(titles: Sequence[str], by_key: _Found, settings: dict[_Key, str]) -> Iterator[Bars]:
+def _speed_charts(titles: Sequence[str], shared: Sequence[_Across], settings: dict[Case, str]) -> Iterator[Bars]:
     groups = []
-    for key, results in by_key.items():
+    for case, results in shared:
         marks = tuple(
             Mark(title, speed, tone=Tone.DOUBT if why != NO_VERDICT else Tone.PLAIN, hint=why)
             for number, title in list(enumerate(titles))[1:]
@@ -262,7 +267,7 @@ def _speed_charts(titles: Sequence[str], by_key: _Found, settings: dict[_Key, st
             if speed is not None
         )
         if marks:
-            groups.append((" ".join(filter(None, (key.workload, settings[key], key.mode))), marks))
+            groups.append((" ".join(filter(None, (case.workload, settings[case], case.mode))), marks))
     if not groups:
         return
     speeds = [mark.value for _, marks in groups for mark in marks]

@@ -38,7 +38,6 @@ from fp8bench.report.panels import (
     Result,
     ResultGroup,
     error_name,
-    main_error,
     show_value,
     together,
     value_of,
@@ -123,7 +122,7 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
     by_mode = _by_mode(panel)
     if not by_mode:
         return
-    shown = main_error(panel)
+    shown = panel.error
     measured = ((case, case.result.record.measurement(shown)) for case in panel.members)
     marks = [
         (case, measurement, value)

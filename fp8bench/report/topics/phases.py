@@ -33,10 +33,10 @@ COMPILED = (
 )
 
 
-def phases_table(panel: Panel) -> Table | None:
+def phases_table(panel: Panel) -> Iterator[Table]:
     measured = [(group, result) for group, result in panel.members if result.best]
     if not measured:
-        return None
+        return
     present = {name for _, result in measured for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
     cols: list[Col[tuple[ResultGroup, Result]]] = [
@@ -45,7 +45,7 @@ def phases_table(panel: Panel) -> Table | None:
         Col("best", lambda row: f"{Level.EMULATED} " * emulated(row[1]) + units.seconds(row[1].best), number=True),
         *(Col(PHASE_TITLES.get(name, name), partial(_share, name=name), number=True) for name in names),
     ]  # fmt: skip
-    return table("phases", "phases, as shares of the best case", cols, measured)
+    yield table("phases", "phases, as shares of the best case", cols, measured)
 
 
 def _share(row: tuple[ResultGroup, Result], name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from fp8bench import units
 from fp8bench.analysis.ranks import Untold, efficiency, frontier, rank_times, sent_by_rank
@@ -14,11 +13,10 @@ from fp8bench.report.case_status import cost_tone, emulated, status_words, tone_
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, show_params, together, value_of
+from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, show_params, together, value_of
 from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest, reasons
 from fp8bench.report.words.naming import common_tone
 
-Member = tuple[ResultGroup, Result]
 _COLLECTIVE, _WAY = "collective", "way"
 _SQNR = "sqnr_db"
 # Parameters that only matter for FP8.
@@ -80,14 +78,15 @@ def _waiting(group: ResultGroup, result: Result) -> str:
     return f"{name}: {told}; rank {waiting.rank} waits longest, {units.seconds(waiting.waiting)} of a step."
 
 
-def _of_collective(collective: str, members: Sequence[Member], panel: Panel) -> Table:
+def _of_collective(collective: str, members: Sequence[NamedCase], panel: Panel) -> Table:
     composed = {own.mode for _, own in members if own.record.transfer is not None and own.record.transfer.counted}
     named = []
-    for group, result in members:
+    for case in members:
+        group, result = case
         params = dict(group.case.params)
         ways = [str(params[name]) for name in _COMPOSED if result.mode in composed and name in params]
         words = " ".join([*([] if ways and result.mode == "fp8" else [result.mode]), *ways])
-        named.append(((_beside(panel, group, {_COLLECTIVE, *_COMPOSED}), words), (group, result)))
+        named.append(((_beside(panel, group, {_COLLECTIVE, *_COMPOSED}), words), case))
     lines = [_Line(*names, own) for names, own in together(named).items()]
     sizes = dict.fromkeys(result.record.transfer.logical for _, result in members if result.record.transfer is not None)
     size = f" of {' or '.join(map(units.size, sizes))}" if sizes else ""
@@ -125,15 +124,15 @@ class _Line:
 
     swept: str
     words: str
-    members: Sequence[Member]
+    members: Sequence[NamedCase]
 
     @property
     def results(self) -> list[Result]:
         return [result for _, result in self.members]
 
-    @cached_property
+    @property
     def figures(self) -> list[Figures]:
-        return [Figures(*member) for member in self.members]
+        return [case.figures for case in self.members]
 
     @property
     def cost(self) -> tuple[float, float] | None:
@@ -170,23 +169,23 @@ def _lost(figures: Sequence[Figures]) -> str:
 
 
 def _of_ways(panel: Panel) -> Table:
-    cols: list[Col[tuple[ResultGroup, Result, Figures]]] = [
-        Col("", lambda row: f"{row[0].case.param(_WAY)} {_beside(panel, row[0], {_WAY})}".strip(), shared=True),
-        Col("case", lambda row: row[1].mode),
-        Col("verdict", lambda row: status_words(row[1]), tone=lambda row: tone_of(row[1])),
-        Col("pace", lambda row: Field(row[2].shown(row[2].rate), row[2][row[2].rate].value), number=True, unit="tok/s",
+    cols: list[Col[NamedCase]] = [
+        Col("", lambda row: f"{row.group.case.param(_WAY)} {_beside(panel, row.group, {_WAY})}".strip(), shared=True),
+        Col("case", lambda row: row.result.mode),
+        Col("verdict", lambda row: status_words(row.result), tone=lambda row: tone_of(row.result)),
+        Col("pace", lambda row: Field(row.figures.rate.shown, row.figures.rate.value), number=True, unit="tok/s",
             hint="of all ranks together; none where it is the cost of emulation"),
-        Col("strong", lambda row: _strong(row[1]), hint="one rank over ranks times together, within what rounds leave"),
-        Col("sent", lambda row: max(sent_by_rank(row[1].record), default=None), number=True, unit="B",
+        Col("strong", lambda row: _strong(row.result),
+            hint="one rank over ranks times together, within what rounds leave"),
+        Col("sent", lambda row: max(sent_by_rank(row.result.record), default=None), number=True, unit="B",
             hint="by the rank that sends most"),
-        Col("memory", lambda row: ((use := row[1].record.memory) and max(
+        Col("memory", lambda row: ((use := row.result.record.memory) and max(
             (rank.peak for rank in use.ranks), default=use.peak)) or None, number=True, unit="B",
             hint="of the rank that takes most"),
-        Col("gap", lambda row: row[2]["update_error"].value, number=True, show=units.relative_error,
+        Col("gap", lambda row: row.figures["update_error"].value, number=True, show=units.relative_error,
             hint="relative distance of three updates from one rank's"),
     ]  # fmt: skip
-    rows = [(*member, Figures(*member)) for member in panel.members]
-    return table("board-ways", f"steps that {panel.case.ranks} ranks take together", cols, rows)
+    return table("board-ways", f"steps that {panel.case.ranks} ranks take together", cols, panel.members)
 
 
 def _strong(result: Result) -> Field:

@@ -176,7 +176,7 @@ def _wire(panel: Panel) -> Table:
             units.size(row[2].wire), row[2].wire, hint="counted" if row[2].counted else "a ring's share")),
         figure_col(specs.LOGICAL_BYTES, lambda row: row[2].logical),
         *(figure_col(spec, partial(lambda spec, row: Field(
-            row[3].shown(spec), row[3][spec].value, cost_tone(row[1])), spec)) for spec in _RATES),
+            row[3][spec].shown, row[3][spec].value, cost_tone(row[1])), spec)) for spec in _RATES),
         *(Col(heading, partial(lambda name, row: _measured(row[1], name), name), number=True, unit=unit)
           for heading, name, unit in errors),
     ]  # fmt: skip

@@ -19,11 +19,11 @@ from fp8bench.report.elements import ChartAxis, Element, Field, Lines, Mark, Str
 from fp8bench.report.page.section import Entry, Material, number, section
 from fp8bench.report.panels import (
     Figures,
+    NamedCase,
     Panel,
     Result,
     ResultGroup,
     floor_of,
-    main_error,
     shared_params,
     show_params,
     together,
@@ -36,41 +36,35 @@ from fp8bench.report.words.speed import over_values, would_have_seen
 _COST = "the cost of emulation, not of the precision"
 # Columns that every table has.
 _NAMES = {"precision", "verdict"}
-
-
-_Case = tuple[ResultGroup, Result, Figures]
-
-
 # The first columns of a terminal's tables.
-CASE: tuple[Col[_Case], ...] = (
-    Col("case", lambda row: row[1].mode),
-    Col("verdict", lambda row: case_status.status_words(row[1]), tone=lambda row: case_status.tone_of(row[1])),
-    Col("speed-up", lambda row: case_status.show_speed_up(row[1]) or None,
-        tone=lambda row: case_status.tone_of(row[1])),
-    Col("best", lambda row: row[2][TIME].best, number=True, unit="s"),
-    Col("median", lambda row: row[2][TIME].value, number=True, unit="s"),
-    Col("replayed", lambda row: row[2][REPLAY].best, number=True, unit="s"),
+CASE: tuple[Col[NamedCase], ...] = (
+    Col("case", lambda row: row.result.mode),
+    Col("verdict", lambda row: case_status.status_words(row.result), tone=lambda row: case_status.tone_of(row.result)),
+    Col("speed-up", lambda row: case_status.show_speed_up(row.result) or None,
+        tone=lambda row: case_status.tone_of(row.result)),
+    Col("best", lambda row: row.figures[TIME].best, number=True, unit="s"),
+    Col("median", lambda row: row.figures[TIME].value, number=True, unit="s"),
+    Col("replayed", lambda row: row.figures[REPLAY].best, number=True, unit="s"),
 )  # fmt: skip
 
 
 def main_table(panel: Panel) -> Table:
-    error, floors = main_error(panel), len(panel.groups) > 1
-    cols: list[Col[_Case]] = [
-        Col("group", lambda row: f"{row[0].place}  noise floor (A/A): {noise_floor(row[0])}" * floors, shared=True),
+    floors = "  noise floor (A/A): " if len(panel.groups) > 1 else ""
+    cols: list[Col[NamedCase]] = [
+        Col("group", lambda row: floors and f"{row.place}{floors}{noise_floor(row.group)}", shared=True),
         *CASE,
-        Col("error", lambda row: row[2][error].value, number=True, show=units.relative_error),
-        Col("spread", lambda row: row[1].finding.spread if row[1].finding else None, number=True, show=units.percent),
-        Col("throughput", lambda row: row[2].shown(row[2].rate), number=True),
+        Col("error", lambda row: row.figures[row.group.error].value, number=True, show=units.relative_error),
+        Col("spread", lambda row: row.result.spread, number=True, show=units.percent),
+        Col("throughput", lambda row: row.figures.rate.shown, number=True),
         Col("labels", lambda row: "\n".join(_doubts(row)), below=True),
     ]
     kept = {"group", "case", "verdict", "best", "median", "spread", "labels"}
-    rows = [(*member, Figures(*member)) for member in panel.members]
-    return with_figures(table("cases", "", cols, rows, kept=kept), panel.members)
+    return with_figures(table("cases", "", cols, panel.members, kept=kept), panel.members)
 
 
-def _doubts(row: _Case) -> Iterator[str]:
-    finding, labels = row[1].finding, ", ".join(case_status.named_labels(row[1]))
-    if labels and row[1].record.status is Status.OK:
+def _doubts(row: NamedCase) -> Iterator[str]:
+    finding, labels = row.result.finding, ", ".join(case_status.named_labels(row.result))
+    if labels and row.result.record.status is Status.OK:
         yield f"labels: {labels}"
     if finding and finding.judged and finding.why:
         yield finding.why
@@ -97,7 +91,7 @@ class _ShownCase:
 
 
 def _lead(material: Material) -> str:
-    results = [result for _, panel, _, result in _cases(material) if not about_tensors(panel)]
+    results = [case.result for _, panel, case in _cases(material) if not about_tensors(panel)]
     notes = [
         "Speed-up: above 1x is faster. Best: a step that nothing disturbs, with a hot cache unless it says cache=."
     ]
@@ -112,18 +106,18 @@ def _lead(material: Material) -> str:
 def results_section(material: Material) -> Iterator[Element]:
     cases = [case for case in _cases(material) if not about_tensors(case[1])]
     if cases:
-        by_suite = together((panel.case.workload, group.case.params) for _, panel, group, _ in cases)
+        by_suite = together((panel.case.workload, case.group.case.params) for _, panel, case in cases)
         # Parameters that all cases of a suite share, on any device and in any run.
         shared = {suite: shared_params([*dict.fromkeys(every)]) for suite, every in by_suite.items()}
         rows = [
-            _ShownCase(entry, panel, result, own or units.NONE, Figures(group, result))
-            for entry, panel, group, result in cases
-            for own in [show_params(pair for pair in group.case.params if pair not in shared[panel.case.workload])]
+            _ShownCase(entry, panel, case.result, own or units.NONE, case.figures)
+            for entry, panel, case in cases
+            for own in [show_params(pair for pair in case.group.case.params if pair not in shared[panel.case.workload])]
         ]
         yield _table(rows, material.alone)
         words = "; ".join(f"{suite} {show_params(params)}" for suite, params in shared.items() if params)
         yield from [Text(f"The same in every row: {words}.")] if words else []
-        panels = {id(panel): panel for _, panel, _, _ in cases}  # not by value: that reads all samples
+        panels = {id(panel): panel for _, panel, _ in cases}  # not by value: that reads all samples
         for panel in panels.values():
             yield from other_tables(panel)
             yield from (Text(f"{panel.case.workload}: {value}.") for value in over_values(panel))
@@ -131,9 +125,8 @@ def results_section(material: Material) -> Iterator[Element]:
         yield Text("There are no cases.", Tone.DOUBT)
 
 
-def _cases(material: Material) -> Iterator[tuple[Entry, Panel, ResultGroup, Result]]:
-    for entry, panel in material.panels():
-        yield from ((entry, panel, group, result) for group, result in panel.members)
+def _cases(material: Material) -> Iterator[tuple[Entry, Panel, NamedCase]]:
+    return ((entry, panel, case) for entry, panel in material.panels() for case in panel.members)
 
 
 def _table(rows: Sequence[_ShownCase], alone: bool) -> Table:
@@ -148,9 +141,9 @@ def _table(rows: Sequence[_ShownCase], alone: bool) -> Table:
 
 
 def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
-    metrics = (row.figures[row.figures.rate] for row in rows)
+    metrics = (row.figures.rate for row in rows)
     rates = {rate.unit for rate in metrics if rate.value is not None}
-    errors = together((metric, row.panel.case.workload) for row in rows if (metric := main_error(row.panel)))
+    errors = together((metric, row.panel.case.workload) for row in rows if (metric := row.panel.error))
     yield Col("precision", lambda row: row.result.mode)
     yield Col("run", lambda row: row.entry.label)
     yield Col("device", lambda row: row.panel.case.device)
@@ -170,8 +163,8 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
     words = "of cases called the same: with 1 in so many calls that takes twice as long they would not have been"
     yield Col("slow calls seen", _seen, number=True, hint=words)
     words = ", ".join(f"{metric} ({', '.join(dict.fromkeys(suites))})" for metric, suites in errors.items())
-    yield Col("error", lambda row: number(row.figures[main_error(row.panel)].value, units.relative_error,
-              hint=main_error(row.panel)), number=True, hint=words)  # fmt: skip
+    yield Col("error", lambda row: number(row.figures[row.panel.error].value, units.relative_error,
+              hint=row.panel.error), number=True, hint=words)  # fmt: skip
     yield _of_spec(PEAK_MEMORY)
     yield figure_col(DEVICE_PEAK_MEMORY, lambda row: row.figure(DEVICE_PEAK_MEMORY) if case_status.emulated(row.result)
                      else Field(units.NONE))  # fmt: skip
@@ -181,10 +174,9 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
     yield Col("median", lambda row: row.figure(TIME), number=True, unit="s", hint="of a step, over all calls")
     yield figure_col(REPLAY, lambda row: replace(row.figure(REPLAY, best=True), hint=replays_of(row.result.record)))
     words = "distance of the quartiles / median, over all calls"
-    yield Col("spread", lambda row: row.result.finding.spread if row.result.finding else None, number=True,
-              show=units.percent, hint=words)  # fmt: skip
+    yield Col("spread", lambda row: row.result.spread, number=True, show=units.percent, hint=words)
     unit = rates.pop() if len(rates) == 1 else ""
-    yield Col("throughput", lambda row: row.figure(row.figures.rate), number=True, unit=unit, hint="at the median")
+    yield Col("throughput", lambda row: row.figure(row.figures.rate.name), number=True, unit=unit, hint="at the median")
     yield Col("how", lambda row: Field(row.result.record.support.level.value, tone=case_status.cost_tone(row.result),
               hint=row.result.record.support.reason),
               hint="native: the hardware does it; emulated: right in numbers, without a speed; refused")  # fmt: skip

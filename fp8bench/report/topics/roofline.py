@@ -57,9 +57,9 @@ def sentences(panel: Panel) -> Iterator[str]:
                 yield _gain(group.reference, place, result, gain)
 
 
-def how_to_know(results: Iterable[Result], run: Run) -> str:
+def how_to_know(panels: Iterable[Panel], run: Run) -> str:
     """What to do if steps were counted and timed but the device's ceilings are unknown; else ''."""
-    native = [result for result in results if not emulated(result)]
+    native = [result for panel in panels for result in panel.results if not emulated(result)]
     roofs = [roof for result in native for roof in phase_roofs(result.record, result.finding)]
     known = any(result.record.ceiling is not None and result.record.ceiling.rates for result in native)
     if not roofs or known or any(roof.bound for roof in roofs):
@@ -153,10 +153,7 @@ def roofline_section(material: Material) -> Iterator[Element]:
             yield from _panel(title, panel, cases)
         elif any(result.record.ceiling and result.record.ceiling.rates for result in panel.results):
             yield from (Text(f"{title}: {source}") for source in sources(panel.results))
-    told = [
-        how_to_know((result for panel in entry.panels for result in panel.results), entry.run)
-        for entry in material.entries
-    ]
+    told = (how_to_know(entry.panels, entry.run) for entry in material.entries)
     yield from map(Text, dict.fromkeys(filter(None, told)))
 
 

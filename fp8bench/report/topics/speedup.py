@@ -17,7 +17,7 @@ from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Element, Mark,
 from fp8bench.report.page.charts import against
 from fp8bench.report.page.drawing.scale import BARS
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Panel, Result, ResultGroup, main_error, together, value_of
+from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
 from fp8bench.report.words.naming import listed, many
 
@@ -86,7 +86,7 @@ def speedup_section(material: Material) -> Iterator[Element]:
 
 def _cases(material: Material) -> Iterator[_Case]:
     for (entry, panel), (title, _) in zip(material.panels(), titled_panels(material), strict=True):
-        metric = "" if about_tensors(panel) else main_error(panel)
+        metric = "" if about_tensors(panel) else panel.error
         for group, result in () if about_tensors(panel) else panel.members:
             error = value_of(result.record.measurement(metric)) if metric else None
             run = f"{entry.label} {panel.case.device}"

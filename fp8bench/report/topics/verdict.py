@@ -6,7 +6,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.model import Status
@@ -23,7 +22,7 @@ from fp8bench.report.case_status import (
 from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
 from fp8bench.report.energies import ratio_against
 from fp8bench.report.page.section import Entry, Material, section
-from fp8bench.report.panels import Panel, Result, ResultGroup, main_error, together, value_of
+from fp8bench.report.panels import NamedCase, Panel, together
 from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
 from fp8bench.report.words import legend
@@ -41,52 +40,33 @@ _ALIKE = 0.03
 _TONES = {"less": Tone.GOOD, "more": Tone.BAD, "unclear": Tone.DOUBT}
 _NOT_MEASURED = Field("not measured", tone=Tone.DOUBT)
 _NO_CLAIM = Field("no claim", tone=Tone.DOUBT, hint="emulated")
-_Case = tuple[Panel, ResultGroup, Result]
 
 
-@dataclass(frozen=True)
-class ReportedCase:
-    """A case with its group's name and its panel's main error metric."""
-
-    result: Result
-    setting: str
-    metric: str
-
-    @property
-    def suite(self) -> str:
-        return self.result.record.case.workload
-
-    @property
-    def reason(self) -> str:
-        return shortened(self.result.record.reason, LONGEST_REASON) or "no reason was given"
+def _reason(case: NamedCase) -> str:
+    return shortened(case.result.record.reason, LONGEST_REASON) or "no reason was given"
 
 
-def outcomes(panels: Iterable[Panel]) -> list[ReportedCase]:
-    return [
-        ReportedCase(result, setting_of(group), metric)
-        for panel in panels
-        for metric in [main_error(panel)]
-        for group, result in panel.members
-    ]
+def cases_of(panels: Iterable[Panel]) -> list[NamedCase]:
+    return [case for panel in panels for case in panel.members]
 
 
-def failures(cases: Sequence[ReportedCase]) -> list[str]:
+def failures(cases: Sequence[NamedCase]) -> list[str]:
     """'FAILED: fp8 on gemm m=512: out of memory, even alone'."""
     failed = [case for case in cases if standing(case.result) is Standing.FAILED]
     told = []
-    by_reason = together(((case.suite, case.result.mode, case.reason), case) for case in failed)
+    by_reason = together(((case.suite, case.result.mode, _reason(case)), case) for case in failed)
     for (suite, mode, reason), alike in by_reason.items():
-        places = listed([case.setting for case in alike])
+        places = listed([setting_of(case.group) for case in alike])
         where = f"in {len(alike)} cases of {suite} ({places})" if len(alike) > 1 else f"on {suite} {places}".rstrip()
         told.append(f"FAILED: {mode} {where}: {reason}")
     return told
 
 
-def skips(cases: Sequence[ReportedCase]) -> list[str]:
+def skips(cases: Sequence[NamedCase]) -> list[str]:
     """'nvfp4 was skipped in 3 of 4 cases of gemm: no hardware for FP4'."""
     skipped = [case for case in cases if standing(case.result) is Standing.SKIPPED]
     told = []
-    for reason, alike in together((case.reason, case) for case in skipped).items():
+    for reason, alike in together((_reason(case), case) for case in skipped).items():
         modes = list(dict.fromkeys(case.result.mode for case in alike))
         suites = list(dict.fromkeys(case.suite for case in alike))
         were = "was" if len(modes) == 1 else "were"
@@ -96,7 +76,7 @@ def skips(cases: Sequence[ReportedCase]) -> list[str]:
     return told
 
 
-def emulations(cases: Sequence[ReportedCase], name_devices: bool = False) -> list[str]:
+def emulations(cases: Sequence[NamedCase], name_devices: bool = False) -> list[str]:
     """'fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing ...'."""
     emulated = [case for case in cases if standing(case.result) is Standing.EMULATED]
     by_mode = together(((case.result.mode, case.result.record.case.device), case) for case in emulated).values()
@@ -113,7 +93,7 @@ def emulations(cases: Sequence[ReportedCase], name_devices: bool = False) -> lis
     return told
 
 
-def _place(alike: Sequence[ReportedCase], cases: Sequence[ReportedCase], name_devices: bool) -> str:
+def _place(alike: Sequence[NamedCase], cases: Sequence[NamedCase], name_devices: bool) -> str:
     first = alike[0].result.record.case
     here = "this CPU" if first.device == "cpu" else "this device"
     suites = dict.fromkeys(case.suite for case in alike)
@@ -123,19 +103,15 @@ def _place(alike: Sequence[ReportedCase], cases: Sequence[ReportedCase], name_de
     return f"on {first.device if name_devices else here}{f' in {listed(list(suites))}' if others else ''}"
 
 
-def _errors(alike: Iterable[ReportedCase]) -> dict[tuple[str, str], list[float]]:
-    return together(
-        ((case.suite, case.metric), value)
-        for case in alike
-        if case.metric and (value := value_of(case.result.record.measurement(case.metric))) is not None
-    )
+def _errors(alike: Iterable[NamedCase]) -> dict[tuple[str, str], list[float]]:
+    return together(((case.suite, case.group.error), case.error) for case in alike if case.error is not None)
 
 
-def _finite(alike: Iterable[ReportedCase]) -> bool:
+def _finite(alike: Iterable[NamedCase]) -> bool:
     return all(math.isfinite(value) for values in _errors(alike).values() for value in values)
 
 
-def _numbers(alike: Sequence[ReportedCase]) -> str:
+def _numbers(alike: Sequence[NamedCase]) -> str:
     errors = _errors(alike)
     if not _finite(alike):
         return "its errors are not all finite"
@@ -167,13 +143,13 @@ def verdict_section(material: Material) -> Iterator[Element]:
 
 def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
     by_mode = together(
-        (result.mode, (panel, group, result))
+        (case.result.mode, case)
         for panel in entry.panels
-        for group, result in (panel.members if not about_tensors(panel) else ())
-        if not result.record.is_reference
+        for case in (panel.members if not about_tensors(panel) else ())
+        if not case.result.record.is_reference
     )
     for mode, cases in by_mode.items():
-        native = [(group, result) for _, group, result in cases if not emulated(result)]
+        native = [case for case in cases if not emulated(case.result)]
         shares = [share for case in native if (share := share_of(*case)) is not None]
         sizes = {"less" if value < 1 - _ALIKE else "more" if value > 1 + _ALIKE else "same" for value in shares}
         ratios = [ratio for group, result in native if (ratio := ratio_against(result, group.lead))]
@@ -184,28 +160,27 @@ def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
         )
 
 
-def _speed(cases: Sequence[_Case]) -> Field:
+def _speed(cases: Sequence[NamedCase]) -> Field:
     """Its verdict if all cases have the same; 'mostly faster' if most have."""
-    words = Counter(status_words(result) for _, _, result in cases).most_common()
-    points = [speed.point for _, _, result in cases if (speed := speed_up(result))]
+    words = Counter(status_words(result) for _, result in cases).most_common()
+    points = [speed.point for _, result in cases if (speed := speed_up(result))]
     speeds, middle = units.span(points, units.speed_up), statistics.median(points) if points else None
     (word, number), *others = words
     if not others:
-        alone = speed_up(cases[0][2]) if len(cases) == 1 else None
+        alone = speed_up(cases[0].result) if len(cases) == 1 else None
         return Field(
-            word.replace(units.NONE, "not timed"), middle, tone_of(cases[0][2]),
-            (show_speed_up(cases[0][2]) if len(cases) == 1 else "") or speeds,
+            word.replace(units.NONE, "not timed"), middle, tone_of(cases[0].result),
+            (show_speed_up(cases[0].result) if len(cases) == 1 else "") or speeds,
             interval=(alone.low, alone.high) if alone else None,
         )  # fmt: skip
     said = ", ".join(f"{number} {word.replace(units.NONE, 'not timed')}" for word, number in words)
     mostly = number >= MOSTLY * len(cases)
-    tone = tone_of(next(result for _, _, result in cases if status_words(result) == word)) if mostly else Tone.PLAIN
+    tone = tone_of(next(result for _, result in cases if status_words(result) == word)) if mostly else Tone.PLAIN
     return Field(f"mostly {word}" if mostly else "mixed", middle, tone, "; ".join(filter(None, (said, speeds))))
 
 
-def _error(cases: Sequence[_Case]) -> Field:
-    values = [value_of(result.record.measurement(main_error(panel))) for panel, _, result in cases]
-    errors = [error for error in values if error is not None]
+def _error(cases: Sequence[NamedCase]) -> Field:
+    errors = [case.error for case in cases if case.error is not None]
     if not errors:
         return _NOT_MEASURED
     word = legend.error_word(errors)
@@ -213,10 +188,10 @@ def _error(cases: Sequence[_Case]) -> Field:
     return Field(word, tone=tone, hint=units.span(errors, units.relative_error))
 
 
-def _of_reference(cases: Sequence[_Case], words: set[str], shares: Sequence[float]) -> Field:
+def _of_reference(cases: Sequence[NamedCase], words: set[str], shares: Sequence[float]) -> Field:
     """How a quantity compares with the reference's; emulations make no claim."""
     if not words:
-        return _NO_CLAIM if all(emulated(result) for _, _, result in cases) else _NOT_MEASURED
+        return _NO_CLAIM if all(emulated(result) for _, result in cases) else _NOT_MEASURED
     word = words.pop() if len(words) == 1 else "mixed"
     return Field(word, tone=_TONES.get(word, Tone.PLAIN), hint=f"{units.span(shares, units.ratio)} of the reference's")
 
@@ -227,7 +202,7 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
     yield from losses(entry)
     devices = dict.fromkeys(panel.case.device for panel in entry.panels)
     name_devices = len(devices) > 1
-    cases = outcomes(entry.panels)
+    cases = cases_of(entry.panels)
     timed = [panel for panel in entry.panels if not about_tensors(panel)]
     said = shared_labels(timed)
     if said:
@@ -244,7 +219,7 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
 
 
 def losses(entry: Entry) -> Iterator[Element]:
-    failed = failures(outcomes(entry.panels))
+    failed = failures(cases_of(entry.panels))
     if failed:
         number = sum(record.status is Status.FAILED for record in entry.run.records)
         yield Text(f"{number} of {len(entry.run.records)} cases failed.", Tone.BAD)

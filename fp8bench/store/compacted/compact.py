@@ -35,7 +35,7 @@ from fp8bench.store.compacted.manifest import (
     save_manifest,
     without_runs,
 )
-from fp8bench.store.compacted.parquet import RowBatch, Spool, batch_of, counts_as, leftovers, need_duckdb
+from fp8bench.store.compacted.parquet import RowBatch, Spool, batch_of, leftovers, need_duckdb
 from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, Stamp, figures_of_runs, read_stamped
 from fp8bench.store.index.history import Fit, by_commit, fit, spread
 from fp8bench.store.index.points_file import Index, Kept, points_file
@@ -128,11 +128,8 @@ class _Compacting:
         return self.result
 
     def _bad(self) -> set[str]:
-        bad = set()
-        for name, partition in self.manifest.partitions.items():
-            path = parquet_of(self.store, name)
-            if not counts_as(path, partition) or not is_whole(path, partition):
-                bad.add(name)
+        written = self.manifest.partitions.items()
+        bad = {name for name, partition in written if _fault_of(parquet_of(self.store, name), partition)}
         self.result.mended = sorted(bad)
         return bad
 
@@ -294,8 +291,6 @@ def _fault_of(path: Path, file: Partition | Archive) -> str:
     try:
         if not path.exists():
             return "it is not there"
-        if isinstance(file, Partition) and not counts_as(path, file):
-            return "it is not the file that was written"
         return "" if is_whole(path, file) else "it does not hold what was written into it"
     except OSError as error:
         return f"it cannot be read ({error.strerror})"

@@ -79,7 +79,6 @@ def checks(columns: Columns) -> NDArray[np.uint32]:
 
 
 ID = "fp8bench_id"
-_FOOTER_END = 8
 _MEMORY = "192MB"
 _FROM = "read_parquet(?, hive_partitioning = false, union_by_name = false)"
 # Values that are missing are NULL for other readers, and 0 here.
@@ -97,7 +96,7 @@ def need_duckdb() -> Any:
     return duckdb
 
 
-def connected(database: str = ":memory:", spill: str = "") -> Any:
+def connected(database: str, spill: str) -> Any:
     """Opens a connection without network access, in limited memory, that reads footers once. Raises duckdb.Error."""
     settings = {
         "autoinstall_known_extensions": False, "autoload_known_extensions": False, "memory_limit": _MEMORY,
@@ -159,22 +158,6 @@ def _ranges(counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             first, rows = None, 0
     if first is not None:
         yield first, counts[-1][0]
-
-
-def counts_as(path: Path, partition: Partition) -> bool:
-    """Whether a file is this writing of a partition, by its size and its footer."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size != partition.size:
-                return False
-            file.seek(-_FOOTER_END, os.SEEK_END)
-            length = int.from_bytes(file.read(4), "little")
-            if length > partition.size - _FOOTER_END:
-                return False
-            file.seek(-_FOOTER_END - length, os.SEEK_END)
-            return f"{ID}\x18".encode() in (footer := file.read(length)) and partition.id.encode() in footer
-    except OSError:
-        return False
 
 
 # The number of a place, its texts, and the ids of its runs.

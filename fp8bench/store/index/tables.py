@@ -325,35 +325,11 @@ class _LayoutRows(NamedTuple):
     lines: Numbers
 
 
-@dataclass
-class _JoinedPlaces:
-    """Places that are being joined: lines by home, series and cell, as far as their names are wanted."""
-
-    wanted: Callable[[str], bool]
-    homes: list[Home]
-    keys: dict[tuple[Home, str, Cell], int] = field(default_factory=dict)
-    parts: dict[tuple[Home, bytes], _LayoutRows] = field(default_factory=dict)
-
-    def part(self, shape: PlaceShape) -> _LayoutRows:
-        home = home_of(shape.home, self.homes)
-        part = self.parts.get((home, shape.layout))
-        if part is None:
-            series, cells = read_layout(shape.layout)
-            names = enumerate(trend_name(series[rank].name, cell) for rank, cell in cells)
-            positions = [position for position, name in names if self.wanted(name)]
-            keys = [(home, series[cells[position][0]].name, cells[position][1]) for position in positions]
-            lines = np.array([self.keys.setdefault(key, len(self.keys)) for key in keys], np.int64)
-            order = np.argsort(lines)
-            part = _LayoutRows((series, cells), np.array(positions, np.int64)[order], lines[order])
-            self.parts[home, shape.layout] = part
-        return part
-
-
 class _Gathered(NamedTuple):
     """Rows of wanted lines, sorted by line, and the place of each; where each line begins and the last ends, and
-    which lines have a number or a failure. `parts` are by shapes."""
+    which lines have a number or a failure. `keys` are the lines by home, series and cell, `parts` are by shapes."""
 
-    joined: _JoinedPlaces
+    keys: dict[tuple[Home, str, Cell], int]
     parts: dict[int, _LayoutRows]
     rows: Numbers
     owners: Numbers
@@ -361,9 +337,27 @@ class _Gathered(NamedTuple):
     telling: NDArray[np.bool_]
 
 
+def _layout_rows(
+    home: Home, layout: Layout, wanted: Callable[[str], bool], keys: dict[tuple[Home, str, Cell], int]
+) -> _LayoutRows:
+    """Numbers the wanted lines of a layout that have no number yet."""
+    series, cells = layout
+    known = [(series[rank].name, cell) for rank, cell in cells]
+    positions = [position for position, key in enumerate(known) if wanted(trend_name(*key))]
+    lines = np.array([keys.setdefault((home, *known[position]), len(keys)) for position in positions], np.int64)
+    order = np.argsort(lines)
+    return _LayoutRows(layout, np.array(positions, np.int64)[order], lines[order])
+
+
 def _gathered(places: MeasuredPlaces, wanted: Callable[[str], bool]) -> _Gathered | None:
-    joined = _JoinedPlaces(wanted, places.homes)
-    by_shape = {number: joined.part(places.shapes[number]) for number in dict.fromkeys(places.shape.tolist())}
+    keys: dict[tuple[Home, str, Cell], int] = {}
+    known: dict[tuple[Home, bytes], _LayoutRows] = {}
+    by_shape: dict[int, _LayoutRows] = {}
+    for number in dict.fromkeys(places.shape.tolist()):
+        home, layout = home_of(places.shapes[number].home, places.homes), places.shapes[number].layout
+        if (home, layout) not in known:
+            known[home, layout] = _layout_rows(home, read_layout(layout), wanted, keys)
+        by_shape[number] = known[home, layout]
     parts = list({id(part): part for part in by_shape.values() if len(part.lines)}.values())
     if not parts:
         return None
@@ -372,28 +366,28 @@ def _gathered(places: MeasuredPlaces, wanted: Callable[[str], bool]) -> _Gathere
     by_date = np.array(
         sorted(range(count), key=dates.__getitem__)
     )  # a stable sort: commits of one date keep their order
-    rows, keys = [], []
-    lengths = np.zeros(len(joined.keys), np.int64)
+    rows, ordered = [], []
+    lengths = np.zeros(len(keys), np.int64)
     for part in parts:
-        own = np.array([number for number, known in by_shape.items() if known is part])
+        own = np.array([number for number, other in by_shape.items() if other is part])
         ranks = np.flatnonzero(np.isin(places.shape[by_date], own))
         rows.append((part.positions[:, None] + places.first[by_date[ranks]]).ravel())
-        keys.append((part.lines[:, None] * count + ranks).ravel())  # they are sorted
+        ordered.append((part.lines[:, None] * count + ranks).ravel())  # they are sorted
         lengths[part.lines] += len(ranks)
-    row, key = np.concatenate(rows), np.concatenate(keys)
+    row, key = np.concatenate(rows), np.concatenate(ordered)
     if len(parts) > 1:
         order = np.argsort(key, kind="stable")
         row, key = row[order], key[order]
     bounds = np.concatenate(([0], np.cumsum(lengths)))
     telling = np.logical_or.reduceat(tells(places.rows["flags"][row]), bounds[:-1])
-    return _Gathered(joined, by_shape, row, by_date[key % count], bounds, telling)
+    return _Gathered(keys, by_shape, row, by_date[key % count], bounds, telling)
 
 
 def names_in(places: MeasuredPlaces, wanted: Callable[[str], bool]) -> set[str]:
     gathered = _gathered(places, wanted)
     if gathered is None:
         return set()
-    keys = zip(gathered.joined.keys, gathered.telling.tolist(), strict=True)
+    keys = zip(gathered.keys, gathered.telling.tolist(), strict=True)
     return {trend_name(series, cell) for (_, series, cell), tell in keys if tell}
 
 
@@ -407,20 +401,19 @@ def lines_of(places: MeasuredPlaces, wanted: Callable[[str], bool]) -> TrendLine
 
 def _lines(places: MeasuredPlaces, gathered: _Gathered) -> Iterator[Line]:
     """Yields the lines with a number or a failure; each has the definition of its newest run."""
-    joined, by_shape = gathered.joined, gathered.parts
-    bounds, telling = gathered.bounds.tolist(), gathered.telling.tolist()
+    by_shape, bounds, telling = gathered.parts, gathered.bounds.tolist(), gathered.telling.tolist()
     newest: dict[int, int] = {}  # the place, by the part
     shapes = places.shape.tolist()
     for place, (shape, began) in enumerate(zip(shapes, places.newest, strict=True)):
         part = id(by_shape[shape])
         if part not in newest or began > places.newest[newest[part]]:
             newest[part] = place
-    latest = np.zeros((len(joined.keys), 2), np.int64)
+    latest = np.zeros((len(gathered.keys), 2), np.int64)
     for place in sorted(newest.values(), key=lambda place: (places.newest[place], -place)):
         own = by_shape[shapes[place]]
         latest[own.lines] = np.stack([np.full_like(own.positions, place), own.positions], axis=1)
     for (home, _, _), (place, position), first, end, tell in zip(
-        joined.keys, latest.tolist(), bounds, bounds[1:], telling, strict=False
+        gathered.keys, latest.tolist(), bounds, bounds[1:], telling, strict=False
     ):
         if tell:
             series, cells = by_shape[shapes[place]].layout

@@ -188,3 +188,14 @@ def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]
     assert all(text and text.isprintable() for text in texts)
     assert {row["case"] for row in tidy} == {record.case.id for record in run.records}
     assert len(strict(json_line(run_value(run, findings)))["records"]) == len(run.records)
+
+
+@for_each(
+    ("value", "cell"),
+    [
+        ("=1+1", "'=1+1"), ("+cmd", "'+cmd"), ("-2+3", "'-2+3"), ("@x", "'@x"), ("-", "-"), ("a=1", "a=1"),
+        (-1.5, "-1.5"), (None, ""), ("", ""),
+    ],
+)  # fmt: skip
+def test_no_text_is_a_formula(value: object, cell: str) -> None:
+    assert csv_text(("a", "b"), [{"a": value, "b": 1}]) == f"a,b\n{cell},1\n"

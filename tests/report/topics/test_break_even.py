@@ -1,4 +1,4 @@
-"""How break-even is told: words, the table, the chart, and rows."""
+"""How break-even is told, in words, a table, a chart and rows; and speed-up over shapes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fp8bench.report.data.run import run_value
 from fp8bench.report.notebook import RunFrames
 from fp8bench.report.topics.break_even import break_even_rows, break_even_table, pays, swept
 from tests.materials import Made, built, material, part, shapes
+from tests.runs import gemm
 from tests.told_before import Told, as_before
 
 
@@ -45,7 +46,7 @@ def test_break_even() -> Told:
         "remarks name what is not sure": swept_shapes(1.0, 1.0, 1.25, 2.0, labels=(Label.NOISY,)),
     }.items():
         ((_, panel),) = material(made).panels()
-        yield claim, break_even_table(panel, swept(panel), "")
+        yield claim, list(break_even_table(panel, swept(panel)))
     run, findings = swept_shapes(2.0, 2.0, 2.0)
     emulated = replace(run, records=tuple(record for record in run.records if record.case.mode != "bf16"))
     yield "a sweep of emulations alone has no line to draw", part("break-even", (emulated, findings))
@@ -56,3 +57,31 @@ def test_a_run_without_a_sweep_has_no_rows() -> None:
     made = shapes(params(16), params(32))
     assert not [*break_even_rows(*made)] and run_value(*made)["break_even"] == []
     assert RunFrames(made[0]).break_even.empty
+
+
+Shape = dict[str, Scalar]
+
+
+def mnk(*sides: tuple[int, int, int]) -> list[Shape]:
+    return [{"m": m, "n": n, "k": k, "product": "forward"} for m, n, k in sides]
+
+
+@as_before
+def test_shapes() -> Told:
+    full = shapes(*mnk((512, 64, 16), (512, 64, 32), (256, 64, 32)))
+    yield (
+        "rows are sizes of the output, columns what is contracted; a field without a case is empty",
+        part("shapes", full),
+    )
+    layers: list[Shape] = [
+        {"layer": layer, "m": number, "n": number, "k": 8, "product": product}
+        for number, (layer, product) in enumerate(
+            (layer, product) for layer in ("up", "down") for product in ("forward", "input-gradient")
+        )
+    ]
+    yield "layers of a model stand against its products, of which n and k follow", part("shapes", shapes(*layers))
+    yield "shapes that make no map are a list; emulations are in none", part("shapes", gemm())
+    three = mnk((1, 1, 1), (2, 1, 1), (3, 1, 1))
+    doubtful = shapes(*three, labels=(Label.NOISY,))
+    yield "a field says how sure it is: the interval, the verdict, and every doubt", part("shapes", doubtful)
+    yield "the best and the worst are named", part("shapes", shapes(*three, speed=0.5))

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from fp8bench.model import Finding, Label, Level, Record, Status, Support, Verdict
 from fp8bench.report.elements import Items, Verdicts
-from fp8bench.report.panels import panels_of
+from fp8bench.report.panels import NamedCase, panels_of
 from fp8bench.report.terminal.run import render
-from fp8bench.report.topics.verdict import ReportedCase, emulations, failures, outcomes, skips
+from fp8bench.report.topics.verdict import cases_of, emulations, failures, skips
 from fp8bench.report.words.legend import ERRORS, error_word
 from tests.counts import for_each
 from tests.materials import built, nothing, of_kind, part, recased, skipped
@@ -61,12 +61,12 @@ def test_an_error_has_one_name_on_the_page_and_in_a_terminal(errors: tuple[float
     assert (f"error {word} (" in text or f"{word} " in text) and ERRORS in text
 
 
-def of(*records: Record) -> list[ReportedCase]:
-    """The outcomes of a run of these records; those that ran have a time."""
+def of(*records: Record) -> list[NamedCase]:
+    """The cases of a run of these records; those that ran have a time."""
     findings = {
         record.case.id: Finding(record.case, Verdict.NONE, 1e-3) for record in records if record.status is Status.OK
     }
-    return outcomes(panels_of(run_of(list(records)), findings))
+    return cases_of(panels_of(run_of(list(records)), findings))
 
 
 def emulated(precision: str, suite: str = "gemm", value: float = 0.037, device: str = "cpu") -> Record:
@@ -76,7 +76,7 @@ def emulated(precision: str, suite: str = "gemm", value: float = 0.037, device: 
 
 @as_before
 def test_failures_and_skips() -> Told:
-    made = outcomes(panels_of(*gemm()))
+    made = cases_of(panels_of(*gemm()))
     yield "a failure says where and why", failures(made)
     yield "alike ones share a sentence", failures(of(*(failed("fp8", "no\n memory", m=size) for size in range(1, 8))))
     yield "a reason is one line that ends", failures(of(failed("fp8", "x" * 1000), failed("bf16", "")))
