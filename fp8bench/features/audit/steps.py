@@ -27,8 +27,8 @@ from fp8bench.features.audit.operands import (
     same,
     stochastic,
 )
-from fp8bench.features.audit.promises import BAND, PromiseVerdict, not_finite, unusable
-from fp8bench.features.audit.values import FlatMoments
+from fp8bench.features.audit.promises import BAND, not_finite, unusable
+from fp8bench.features.audit.values import AuditFinding, FlatMoments, fail
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import KeptWeights, Signature, UpdateRule
@@ -267,7 +267,7 @@ class OptimizerPromise:
     others: tuple[OptimizerWay | Unfused, ...]
     likely: dict[str, tuple[Cast, Cast]]
 
-    def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
+    def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
         if wrong := unusable(result, tuple(self.start.shape)) or not_finite(result):
             return wrong
         exact = self._exact
@@ -276,16 +276,16 @@ class OptimizerPromise:
         own = min(relative_frobenius(result, tensor) for tensor in self._promised)
         spread = 1 + _DRAWN / math.sqrt(2 * result.numel()) if self._drawn else 1.0
         high, low = spread * BAND[1] * max(errors) + noise, BAND[0] * min(errors) / spread - noise
-        code = why = ""
+        mistake = None
         if own > noise and (len(self.gradients) <= _LONG or not low <= error <= high):
-            code, why = self._explained(result, own)
-            if not code and error > high:
+            mistake = self._explained(result, own)
+            if mistake is None and error > high:
                 why = f"no known mistake explains it; its error is {error:.3g}, and {errors[0]:.3g} was expected"
-                code = "too-bad"
-            elif not code and error < low:
+                mistake = "too-bad", why
+            elif mistake is None and error < low:
                 why = f"its error is {error:.3g}, and this promise has {errors[0]:.3g}: more bits are kept"
-                code = "too-good"
-        return PromiseVerdict(code, why, error, errors[0])
+                mistake = "too-good", why
+        return fail(*mistake, error, errors[0]) if mistake else AuditFinding(error=error, expected=errors[0])
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
         most = max(relative_frobenius(update, self._exact) for update in self._promised)
@@ -312,13 +312,13 @@ class OptimizerPromise:
     def _update(self, way: OptimizerWay | Unfused) -> Tensor:
         return way.after(self.start, self.gradients) - self.start.to(torch.float64)
 
-    def _explained(self, result: Tensor, own: float) -> tuple[str, str]:
+    def _explained(self, result: Tensor, own: float) -> tuple[str, str] | None:
         if lean := self._lean(result):
             return "biased", lean
         rows = mistakes(self.plain, self.likely, len(self.gradients) > _LONG)
         updates = ((code, words, self._update(way)) for code, words, way in rows)
         distance, surely = partial(relative_frobenius, result), max(self._noise, _SURELY * own)
-        return nearest(updates, distance, own / math.sqrt(_NEARER), surely) or ("", "")
+        return nearest(updates, distance, own / math.sqrt(_NEARER), surely)
 
     def _lean(self, result: Tensor) -> str:
         """Says which way weights that are rounded at random lean; '' if they do not, or are not."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit.operands import DATA, rounded, spread
-from fp8bench.features.audit.promises import PromiseVerdict
 from fp8bench.features.audit.subjects import SUBJECTS, Shape, Subject
+from fp8bench.features.audit.values import AuditFinding
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Treatment
 from fp8bench.model.promises import AuditKind
@@ -28,7 +28,7 @@ def subject(function: object, kind: str, precision: str) -> Subject:
     return SUBJECTS[AuditKind(kind)](function, signed(kind, precision), CPU)  # type: ignore[arg-type]
 
 
-def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> PromiseVerdict:
+def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> AuditFinding:
     matrices = audited.drawn(data, shape, 0)
     (name,) = audited.promises(matrices)
     return audited.promises(matrices)[name].judge(audited.results(audited.arguments(matrices))[name])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fp8bench.features.audit.auditor import ManyStepsCheck
 from fp8bench.features.audit.operands import dynamic_map, kept
-from fp8bench.features.audit.promises import PromiseVerdict
+from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.subjects import OptimizerSubject, Shape
+from fp8bench.features.audit.values import AuditFinding
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
 from suites.audit_kernels import Kernel
@@ -30,7 +30,7 @@ def subject(kernel: Kernel) -> OptimizerSubject:
     return OptimizerSubject(kernel.made(), kernel.signature, CPU)
 
 
-def judged(kernel: Kernel, data: str = "normal", shape: Shape = SHORT) -> PromiseVerdict:
+def judged(kernel: Kernel, data: str = "normal", shape: Shape = SHORT) -> AuditFinding:
     audited = subject(kernel)
     matrices = audited.drawn(data, shape, 0)
     return audited.promises(matrices)["update"].judge(audited.results(audited.arguments(matrices))["update"])
@@ -68,7 +68,7 @@ def test_torchaos_do_so_too(kernel: Kernel) -> None:
 @pytest.mark.slow
 def test_a_count_that_stands_still_shows_in_a_thousand_steps() -> None:
     (lie,) = (kernel for kernel in LIES if kernel.name == LATE)
-    audit = result_of(lie, "cpu", [ManyStepsCheck])
+    audit = result_of(lie, "cpu", [check for check in VALUE_CHECKS if check.name == "many steps"])
     assert codes_of(audit) == "step-count" and "256" in audit.findings[0].why
 
 
