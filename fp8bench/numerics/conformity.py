@@ -178,7 +178,7 @@ def kept_bits(found: Tensor, sums: ConformitySums) -> int:
     """
     model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
     lost, expected = sums.lost(found), sums.lost(model)
-    if lost <= 0 or expected <= 0:
+    if not (lost > 0 < expected):  # NaN where a result is no 0 although its products are
         return FLOAT32_BITS
     more = lost / expected
     if sums.spread(found) > _ALIKE * (more**2 * sums.spread(model) + sums.chance):
