@@ -169,7 +169,7 @@ def span(operand: Rounded) -> tuple[Tensor, Tensor]:
 
 
 def _grid(scales: Tensor) -> tuple[int, int]:
-    return (scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (max(scales.numel(), 1), 1)
+    return (scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (scales.numel(), 1)
 
 
 # The sides of blocks in use: where blocks do not divide a matrix, the next larger side is meant.
@@ -326,7 +326,7 @@ def _of_scales(kept: Rounded) -> Iterator[Mistake]:
 def _of_tails(kept: Rounded) -> Iterator[Mistake]:
     columns = kept.elements.shape[1]
     lost = {columns % size for size in _TAILS} | {size for size in _TAILS if size < columns}
-    for count in sorted(lost - {0}):
+    for count in sorted(lost - {0, columns}):
         values = kept.values.clone()
         values[:, columns - count :] = 0
         yield "tail", f"without the last {count} of the contraction", values

@@ -65,6 +65,7 @@ FIGURES = ("too-bad", "too-good", "gain")
 _JUST = 0.999
 # The audit's codes for what `numerics/conformity.py` explains.
 _CODES = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OVERFLOW: "overflow"}
+_RESULTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Matrices = tuple[Tensor, ...]
 
 
@@ -92,6 +93,7 @@ class ProductPromise:
     def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
         if wrong := unusable(result, (len(self.a.elements), len(self.b.elements))):
             return wrong
+        result = result.to(torch.float32) if result.dtype is torch.float64 else result
         sums = self._sums(result.dtype)
         likely = sums.exact.to(result.dtype) if self.emulated is None else self.emulated
         beyond = ~likely.isfinite()
@@ -221,7 +223,8 @@ class ProductPromise:
                     return code, words
                 nearest = min(nearest, (float((wide - guess.exact).square().sum()), code, words))
         difference, why = explain_product(result, sums)
-        if difference not in _CODES and nearest[0] * _NEARER < own:
+        # A result of zeros is near to whatever makes numbers small.
+        if difference not in _CODES and nearest[0] * _NEARER < own and bool(wide.any()):
             return nearest[1], f"nearest to this: {nearest[2]}"
         return _CODES.get(difference, ""), why
 
@@ -304,8 +307,7 @@ class AttentionPromise:
         distance = partial(_distance, result)
         if mistake := nearest(self._mistakes(), distance, distance(wanted) / _NEARER_IN_ATTENTION):
             return fail(*mistake, error, high)
-        band = in_band(error, high if error > high or not lossy else low)
-        return AuditFinding(error=error, expected=high) if band.code == "too-good" and not lossy else band
+        return in_band(error, high if error > high else low)
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
         allowed = 2 * max(relative_frobenius(self._promised(weights=True).to(tensor.dtype), self._exact()), _LAST_BITS)
@@ -406,8 +408,8 @@ def unusable(result: Tensor, shape: tuple[int, ...]) -> AuditFinding | None:
     if tuple(result.shape) != shape:
         gives, wanted = ("x".join(map(str, sides)) or "one number" for sides in (result.shape, shape))
         return fail("shape", f"gives {gives}, and {wanted} were expected")
-    if not result.is_floating_point():
-        return fail("dtype", f"gives {result.dtype}, and floating-point numbers were expected")
+    if result.dtype not in _RESULTS:
+        return fail("dtype", f"gives {result.dtype}, and float32, bfloat16 or float16 were expected")
     return None
 
 

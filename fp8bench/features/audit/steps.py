@@ -78,6 +78,8 @@ class Hyper(NamedTuple):
             dampening, nesterov = float(group.get("dampening", 0)), bool(group.get("nesterov"))
             return cls(rate, decay, momentum=float(group["momentum"]), dampening=dampening, nesterov=nesterov)
         first, second = (float(value) for value in group["betas"])
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ValueError(f"its betas are {first:g} and {second:g}: each has to be from 0, and below 1")
         return cls(rate, decay, (first, second), float(group["eps"]))
 
 

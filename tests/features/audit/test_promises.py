@@ -51,6 +51,10 @@ def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape
         (lambda a, b: a @ b.t(), "fp16", "outliers along the contraction", ""),
         (lambda a, b: a, "fp8", "normal", "shape"),
         (lambda a, b: (a @ b.t()).to(torch.int32), "fp8", "normal", "dtype"),
+        (lambda a, b: (a @ b.t()).to(torch.float8_e4m3fn), "fp8", "normal", "dtype"),
+        (lambda a, b: a.double() @ b.double().t(), "bf16", "normal", ""),
+        # Zeros are near to whatever makes numbers small: nobody says that they are that.
+        (lambda a, b: a @ b.t() * 0, "fp8", "normal", "wrong-values"),
         (lambda a, b: (a @ b.t()) / 0, "fp8", "normal", "not-finite"),
     ],
 )  # fmt: skip
@@ -101,3 +105,5 @@ def test_a_cast_may_give_codes_and_scales() -> None:
     assert judged(subject(cast, "cast", "mxfp8")).code == ""
     with pytest.raises(ValueError, match="3 x 1 scales do not cover 8 x 4"):
         spread(torch.ones(3, 1), torch.ones(8, 4))
+    with pytest.raises(ValueError, match="0 x 1 scales do not cover 32 x 256"):
+        judged(subject(lambda x: (x.to(torch.float8_e4m3fn), torch.ones(0)), "cast", "fp8"))

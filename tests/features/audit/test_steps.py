@@ -77,6 +77,7 @@ def test_a_count_that_stands_still_shows_in_a_thousand_steps() -> None:
     [
         (lambda weights: torch.optim.AdamW(weights, lr=0.0), "its learning rate is 0"),
         (lambda weights: torch.optim.AdamW(weights, amsgrad=True), "amsgrad is not audited"),
+        (lambda weights: torch.optim.AdamW([{"params": weights, "betas": (0.9, 1)}]), "its betas are 0.9 and 1: each"),
         (list, r"it made list, and step\(\) and param_groups were expected"),
     ],
 )
