@@ -36,7 +36,7 @@ _UNCAST = 2.0**-7
 # Rows and columns of a product that are looked at.
 _CORNER = 64
 HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
-_HIGH = {HIGH: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HIGH = {HIGH: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COVERAGE, _NUMBERS = "conversion", "numbers"
 # Reasons that are mistakes of the converter.
 _SILENT = ("stopped", "shared")
@@ -137,23 +137,23 @@ def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[tuple[str
 
 
 def runs_as(x: Tensor, weight: Tensor, product: Tensor, facts: DeviceFacts) -> str:
-    """Returns the precision in which x times the weight transposed was computed, recognised by its numbers."""
+    """Returns the precision in which x times the weight transposed was computed, recognised by its numbers; '' where
+    casts change nothing, as those of zeros and small whole numbers."""
     x, weight = x.reshape(-1, x.shape[-1]).float(), weight.float()
     product = product.reshape(-1, product.shape[-1])[:_CORNER, :_CORNER]
 
     def error(a: Tensor, b: Tensor) -> float:
         return relative_frobenius(product, a[:_CORNER].double() @ b[:_CORNER].double().t())
 
-    for name, dtype in _HIGH.items():
-        a, b = (x, weight) if dtype is None else (x.to(dtype), weight.to(dtype))
-        if error(a, b) < _UNCAST:
-            return name
-    errors = {}
+    high = (name for name, dtype in _HIGH.items() if error(x.to(dtype), weight.to(dtype)) < _UNCAST)
+    wide, errors = next(high, UNKNOWN), {}
     for name in _GUESSES:
         first, second, _ = promised_by(name, facts).treatments
         errors[name] = error(rounded(x, first).values, rounded(weight, second).values)
     nearest = min(errors, key=lambda name: errors[name])
-    return nearest if errors[nearest] < _UNCAST else UNKNOWN
+    if errors[nearest] < _UNCAST:
+        return nearest if wide == UNKNOWN else ""
+    return wide
 
 
 def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: DeviceFacts) -> None:
@@ -163,7 +163,7 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
 
     def look(layer: FoundLayer, _: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         x = next((tensor for tensor in given if isinstance(tensor, Tensor)), None)
-        if x is None or not isinstance(output, Tensor) or layer.weight.dim() != 2:
+        if x is None or not x.numel() or not isinstance(output, Tensor) or layer.weight.dim() != 2:
             return
         outputs, inputs = layer.weight.shape
         if x.shape[-1] != inputs or output.shape != (*x.shape[:-1], outputs):
@@ -171,7 +171,7 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
         layer.flops += 2 * (x.numel() // inputs) * inputs * outputs
         if layer.low and not layer.runs:
             key = type(layer.module), type(layer.weight), x.shape, layer.weight.shape
-            if key not in known:
+            if not known.get(key):
                 known[key] = _runs_as(layer, x, output, facts)
             layer.runs = known[key]
 
@@ -263,7 +263,7 @@ def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFind
         words = f"a {wrong[0].what} multiplies as {wrong[0].runs} does, and {precision} was promised"
         yield _finding(_NUMBERS, "other-precision", words, wrong)
     for runs, code, words in (
-        ("", "not-seen", "were not called on this batch, or show no single product"),
+        ("", "not-seen", "were not called on this batch, or show no single product that casts change"),
         (UNKNOWN, "unknown", "multiply in a precision that is none of those that are known here"),
     ):
         if alike := [layer for layer in low if layer.runs == runs]:
