@@ -122,7 +122,7 @@ class ProductSubject(Subject):
         else:
             scales = [scale.to(torch.float8_e8m0fnu if fmt.name == "e8m0" else DTYPES[fmt.name]) for scale in scales]
         scales = [scale.to(self.device) for scale in scales]
-        whole = [torch.tensor(side.tensor_scale, device=self.device) for side in kept if side.tensor_scale != 1.0]
+        whole = [torch.tensor(side.tensor_scale, device=self.device) for side in kept if side.tensor_scale is not None]
         return codes[0], codes[1].t() if turned else codes[1], *scales, *whole
 
     def promises(self, matrices: Matrices) -> dict[str, Promise]:

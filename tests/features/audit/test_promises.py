@@ -95,6 +95,16 @@ def test_an_error_that_is_too_small_is_a_wider_precision() -> None:
     assert verdict.error < 0.6 * verdict.expected
 
 
+@for_each("data", ["normal", "zeros", "infinite"])
+def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
+    """Where there is nothing to scale by, too: a kernel takes six arguments."""
+    audited = SUBJECTS[AuditKind.PRODUCT](product, signed("product", "nvfp4", "codes"), CPU)
+    a, b = audited.drawn("zeros" if data == "zeros" else "normal", SHAPE, 0)
+    a[0, 0] = torch.inf if data == "infinite" else a[0, 0]
+    *_, first, second = arguments = audited.arguments((a, b))
+    assert len(arguments) == 6 and first.shape == second.shape == () and (first == 1) == (data != "normal")
+
+
 def test_a_cast_may_give_codes_and_scales() -> None:
     treatment = Treatment(precisions.get("mxfp8").recipe.input.fmt, MXFP8.scaling)  # type: ignore[attr-defined]
 
