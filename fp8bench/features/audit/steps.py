@@ -307,9 +307,13 @@ class OptimizerPromise:
 
     @cached_property
     def _noise(self) -> float:
-        size = float(self._exact.norm()) or 1.0
-        moved = 1 + math.sqrt(len(self.gradients)) * float(self.start.double().norm()) / size
-        return _FLOAT32 * (_ORDERS * moved + 1 / (1 - max(self.plain.hyper.betas)))
+        """Orders of sums err at random from step to step; betas and the factor of decay, rounded to float32, err to the
+        same side in all steps that are remembered."""
+        hyper, steps, size = self.plain.hyper, len(self.gradients), float(self._exact.norm()) or 1.0
+        start = float(self.start.double().norm()) / size
+        decayed = min(float(steps), 1 / (hyper.rate * hyper.decay)) if hyper.decay else 0.0
+        sided = decayed * (1 + start) + 1 / (1 - max(hyper.betas))
+        return _FLOAT32 * (_ORDERS * (1 + math.sqrt(steps) * start) + sided)
 
     def _update(self, way: OptimizerWay | Unfused) -> Tensor:
         return way.after(self.start, self.gradients) - self.start.to(torch.float64)

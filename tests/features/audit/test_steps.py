@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,6 +64,16 @@ def test_steps_that_keep_their_promise(kernel: Kernel, data: str) -> None:
 def test_torchaos_do_so_too(kernel: Kernel) -> None:
     for data in OptimizerSubject.data:
         assert judged(kernel, data).code == ""
+
+
+@pytest.mark.slow
+@for_each(
+    ("rate", "decay", "betas"), [(0.01, 0.3, (0.8, 0.95)), (0.066, 0.016, (0.5, 0.95)), (3.4e-5, 0.0032, (0.9, 0.99))]
+)
+def test_a_factor_of_decay_in_float32_accuses_nobody(rate: float, decay: float, betas: tuple[float, float]) -> None:
+    """torch rounds 1 - rate x decay once, and multiplies by that in each of a thousand steps."""
+    made = partial(torch.optim.AdamW, lr=rate, weight_decay=decay, betas=betas)
+    assert judged(Kernel("", signed("optimizer", "fp32"), made), shape=OptimizerSubject.many).code == ""
 
 
 @pytest.mark.slow
