@@ -276,7 +276,7 @@ class OptimizerPromise:
         error, noise = relative_frobenius(result, exact), self._noise
         errors = [relative_frobenius(tensor, exact) for tensor in self._promised]
         own = min(relative_frobenius(result, tensor) for tensor in self._promised)
-        spread = 1 + _DRAWN / math.sqrt(2 * result.numel()) if self._drawn else 1.0
+        spread = 1 + _DRAWN / math.sqrt(2 * self._carrying) if self._drawn else 1.0
         high, low = spread * BAND[1] * max(errors) + noise, BAND[0] * min(errors) / spread - noise
         mistake = None
         if own > noise and (len(self.gradients) <= _LONG or not low <= error <= high):
@@ -300,6 +300,12 @@ class OptimizerPromise:
     @property
     def _drawn(self) -> bool:
         return self.plain.weights is _WEIGHTS[KeptWeights.STOCHASTIC][0]
+
+    @property
+    def _carrying(self) -> float:
+        """Returns how many elements make the error: of one-hot rows a few do, and how these are rounded is chance."""
+        squares = (self._promised[0] - self._exact).square()
+        return max(1.0, float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)))
 
     @cached_property
     def _promised(self) -> tuple[Tensor, ...]:

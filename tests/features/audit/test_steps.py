@@ -63,7 +63,17 @@ def test_steps_that_keep_their_promise(kernel: Kernel, data: str) -> None:
 @for_each("kernel", [kernel for kernel in HONEST if "torchao" in kernel.name], ids=lambda kernel: kernel.name)
 def test_torchaos_do_so_too(kernel: Kernel) -> None:
     for data in OptimizerSubject.data:
+        torch.manual_seed(0)  # which torchao rounds by
         assert judged(kernel, data).code == ""
+
+
+@pytest.mark.slow
+def test_a_few_elements_that_are_rounded_at_random_accuse_nobody() -> None:
+    """Of one-hot rows sixteen elements make nearly all of the error; at these seeds it was too small, and too large."""
+    (kernel,) = (kernel for kernel in HONEST if kernel.name == "torchao's 8-bit AdamW, rounding at random")
+    for seed in (121, 167):
+        torch.manual_seed(seed)
+        assert judged(kernel, "one-hot rows").code == ""
 
 
 @pytest.mark.slow
