@@ -27,7 +27,7 @@ _MOST_SECONDS = 20.0
 
 
 def result_of(
-    kernel: Kernel, device: str, checks: Sequence[type[AuditCheck]] = CHECKS, ceilings: Ceilings | None = None
+    kernel: Kernel, device: str, checks: Sequence[AuditCheck] = CHECKS, ceilings: Ceilings | None = None
 ) -> Audit:
     """Audits a fresh copy of the kernel, at seed 0."""
     facts = devices.get(device).available()[0]

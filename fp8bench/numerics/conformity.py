@@ -178,7 +178,7 @@ def kept_bits(found: Tensor, sums: ConformitySums) -> int:
     """
     model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
     lost, expected = sums.lost(found), sums.lost(model)
-    if not (0 < lost < math.inf and expected > 0):  # no number, where a result is another than the 0 that it should be
+    if not (0 < lost < math.inf and expected > 0):  # no number, where a result is no 0 although its products are
         return FLOAT32_BITS
     more = lost / expected
     if sums.spread(found) > _ALIKE * (more**2 * sums.spread(model) + sums.chance):

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.results import MemoryCheck
+from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
 from suites.audit_kernels import Kernel
 
 pytestmark = pytest.mark.gpu
 _WIDE = signed("product", "bf16")
+MEMORY = [check for check in VALUE_CHECKS if check.name == "memory"]
 
 
 def _elsewhere(a: Tensor, b: Tensor) -> Tensor:
@@ -21,5 +22,5 @@ def _elsewhere(a: Tensor, b: Tensor) -> Tensor:
 
 
 def test_a_stream_that_nobody_waits_for() -> None:
-    assert codes_of(result_of(Kernel("", _WIDE, _elsewhere), "cuda", [MemoryCheck])) == "stream"
-    assert codes_of(result_of(Kernel("", _WIDE, lambda a, b: a @ b.t()), "cuda", [MemoryCheck])) == "-"
+    assert codes_of(result_of(Kernel("", _WIDE, _elsewhere), "cuda", MEMORY)) == "stream"
+    assert codes_of(result_of(Kernel("", _WIDE, lambda a, b: a @ b.t()), "cuda", MEMORY)) == "-"

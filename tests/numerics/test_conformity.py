@@ -141,6 +141,15 @@ def test_a_recipe_of_short_sums_takes_them() -> None:
     assert kept_bits(result.double(), ConformitySums(a.double(), b.double(), torch.float32)) == 14
 
 
+def test_results_where_all_products_are_zero_are_sums_of_nothing() -> None:
+    a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
+    a[0] = 0
+    result = a @ b.t()
+    result[0] = 8
+    sums = ConformitySums(a.double(), b.double(), torch.float32)
+    assert kept_bits(result.double(), sums) == 24 and explain_product(result, sums)[0] is Difference.UNEXPLAINED
+
+
 def rounded(x: Tensor, fmt: Format = E4M3) -> Tensor:
     return values(x, fmt, Scaling(0, 0))
 

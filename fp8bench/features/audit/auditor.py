@@ -1,20 +1,18 @@
-"""Runs the checks of an audit over one callable, and the two checks on which the others rest: whether its results are
-those of the promised precision, and whether they still are after many steps."""
+"""Runs the checks of an audit over one callable: what they share, and the engine that runs a table of them."""
 
 from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fp8bench.features.audit.promises import CERTAIN, FIGURES, Matrices, PromiseVerdict
-from fp8bench.features.audit.subjects import SUBJECTS, OptimizerSubject, Shape, Subject
+from fp8bench.features.audit.promises import CERTAIN, FIGURES, Matrices
+from fp8bench.features.audit.subjects import SUBJECTS, Shape, Subject
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork
 from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature, Takes
@@ -25,6 +23,8 @@ _SMALLER = (Shape(1, 1, 16), Shape(2, 2, 32), Shape(4, 4, 32), Shape(8, 8, 64), 
 # The search for mistakes is slow: of each result so many that need it are searched.
 _SEARCHES = 4
 NORMAL = "normal"
+# Codes of results that no other check can look at.
+_NOTHING = ("raises", "shape", "dtype")
 # Added to the seed for a second, independent input.
 _ANOTHER = 1 << 32
 
@@ -38,33 +38,38 @@ class AuditInput(NamedTuple):
 
 
 class Auditor:
-    """What all checks of one audit share. `tried` counts judged results. `sound` becomes False once numbers were
-    found wrong: checks that compare results with their promise then say nothing new. `ceilings` are None where the
+    """What all checks of one audit share. `given` is what a check tries at the moment: its findings are about that,
+    unless they name another input. `tried` counts judged results. `sound` becomes False once numbers were found
+    wrong: checks that compare results with their promise then say nothing new. `ceilings` are None where the
     device's are not known. Checks leave here the `times` by kind of data, the `work` of a call of the kernel and of
-    the baseline, and the seconds of both (`compared`)."""
+    the baseline, and the seconds of both where they were compared."""
 
     def __init__(
         self, subject: Subject, seed: int, ceilings: Ceilings | None = None, baseline: Subject | None = None
     ) -> None:
         self.subject, self.seed, self.ceilings, self.baseline = subject, seed, ceilings, baseline
+        self.given: AuditInput | None = None
         self.tried, self.sound = 0, True
         self.times: dict[str, float] = {}
-        self.work: dict[str, CallWork] = {}
-        self.compared: dict[str, float] = {}
+        self.work: dict[str, tuple[CallWork, float | None]] = {}
         self._searches: Counter[str] = Counter()
 
     def shapes(self) -> tuple[Shape, ...]:
         return tuple(dict.fromkeys(map(self.fitting, self.subject.shapes)))
+
+    @property
+    def first(self) -> AuditInput:
+        return AuditInput(NORMAL, self.fitting(self.subject.shapes[0]))
 
     def fitting(self, shape: Shape) -> Shape:
         """Rounds each side up to a multiple that the callable takes."""
         multiple = self.subject.signature.multiple
         return Shape(*(math.ceil(side / multiple) * multiple for side in shape))
 
-    def input_text(self, given: AuditInput) -> str:
-        """Returns for example 'M=64 N=96 K=256, normal'."""
+    def about(self, given: AuditInput, finding: AuditFinding) -> AuditFinding:
+        """Writes for example 'M=64 N=96 K=256, normal' as the finding's input."""
         sides = " ".join(f"{name}={getattr(given.shape, side)}" for side, name in self.subject.sides)
-        return ", ".join(filter(None, (sides, given.data, given.how)))
+        return replace(finding, input=", ".join(filter(None, (sides, given.data, given.how))))
 
     def matrices(self, given: AuditInput) -> Matrices:
         return self.subject.drawn(given.data, given.shape, self.seed)
@@ -72,15 +77,18 @@ class Auditor:
     def results(self, matrices: Matrices) -> dict[str, Tensor]:
         return self.subject.results(self.subject.arguments(matrices))
 
-    def judge(self, matrices: Matrices, results: dict[str, Tensor]) -> dict[str, PromiseVerdict]:
+    def judge(self, matrices: Matrices, results: dict[str, Tensor], search: bool = True) -> dict[str, AuditFinding]:
         promises, verdicts = self.subject.promises(matrices), {}
         for name, result in results.items():
             self.tried += 1
-            verdicts[name] = promises[name].judge(result, self._searches[name] < _SEARCHES)
-            self._searches[name] += verdicts[name].remark
+            verdicts[name] = promises[name].judge(result, search and self._searches[name] < _SEARCHES)
+            self._searches[name] += search and verdicts[name].remark
         return verdicts
 
-    def problems(self, given: AuditInput) -> dict[str, PromiseVerdict]:
+    def is_wrong(self, matrices: Matrices, results: dict[str, Tensor]) -> bool:
+        return any(verdict.failed for verdict in self.judge(matrices, results).values())
+
+    def problems(self, given: AuditInput) -> dict[str, AuditFinding]:
         """Returns, by the result's name, each verdict that is a failure or a remark. A mistake is named only if a
         second, independent input shows it as well."""
         matrices = self.matrices(given)
@@ -97,7 +105,7 @@ class Auditor:
             verdicts[name] = unnamed = promises[name].judge(results[name], search=False)
             if unnamed.code in FIGURES and not second[name].failed:
                 why = f"on one input of two {unnamed.why}"
-                verdicts[name] = unnamed._replace(code="other-rounding", why=why, remark=True)
+                verdicts[name] = replace(unnamed, outcome=AuditOutcome.PASS, code="other-rounding", why=why)
         return verdicts
 
     def smallest(self, given: AuditInput, name: str, code: str) -> AuditInput:
@@ -112,75 +120,36 @@ class Auditor:
                 return smaller
         return given
 
-
-class AuditCheck(ABC):
-    """One way to find a lie. `name` is shown. Its findings are about the input `given`, unless they name another."""
-
-    name: ClassVar[str]
-    # Whether it decides if the callable is sound; whether it runs only on sound ones; the kinds it can look at.
-    decides: ClassVar[bool] = False
-    needs_sound: ClassVar[bool] = False
-    kinds: ClassVar[frozenset[AuditKind]] = frozenset(AuditKind)
-
-    def __init__(self, auditor: Auditor) -> None:
-        self.auditor, self.subject = auditor, auditor.subject
-        self.given: AuditInput | None = None
-
-    @abstractmethod
-    def look(self) -> Iterable[AuditFinding]:
-        """Yields what is wrong or worth a remark; nothing where all is well. It may raise whatever foreign code
-        raises: what it has yielded by then stands."""
-
-    def applies(self) -> bool:
-        return self.subject.kind in self.kinds and (self.auditor.sound or not self.needs_sound)
-
-    def fail(
-        self, code: str, why: str, given: AuditInput | None = None, outcome: AuditOutcome = AuditOutcome.FAIL
-    ) -> AuditFinding:
-        about = given or self.given
-        return AuditFinding(self.name, outcome, code, why, self.auditor.input_text(about) if about else "")
-
-    def remark(self, code: str, why: str, given: AuditInput | None = None) -> AuditFinding:
-        return self.fail(code, why, given, AuditOutcome.PASS)
-
-    def finding(self, given: AuditInput, name: str, verdict: PromiseVerdict) -> AuditFinding:
+    def finding(self, given: AuditInput, name: str, verdict: AuditFinding) -> AuditFinding:
+        """Says of which result a verdict is; a failure is about the smallest input that shows it."""
         result = "" if len(self.subject.sides) < 3 or name == "product" else f"{name}: "
-        about = given if verdict.remark else self.auditor.smallest(given, name, verdict.code)
-        report = self.remark if verdict.remark else self.fail
-        finding = report(verdict.code, result + verdict.why, about)
-        return replace(finding, error=verdict.error, expected=verdict.expected)
+        about = given if verdict.remark else self.smallest(given, name, verdict.code)
+        return self.about(about, replace(verdict, why=result + verdict.why))
 
 
-class NumbersCheck(AuditCheck):
-    """Holds the results on every shape and kind of data against the promise."""
+class AuditCheck(NamedTuple):
+    """One way to find a lie. `look` yields what is wrong or worth a remark, nothing where all is well. It may raise
+    whatever foreign code raises: what it has yielded by then stands. `kinds` are those that it can look at; with
+    `needs_sound` it runs only where numbers are right, which the check that `decides` says."""
 
-    name, decides = "numbers", True
+    name: str
+    look: Callable[[Auditor], Iterable[AuditFinding]]
+    kinds: frozenset[AuditKind] = frozenset(AuditKind)
+    needs_sound: bool = False
+    decides: bool = False
 
-    def look(self) -> Iterator[AuditFinding]:
-        """Yields the first failure of each result, and each remark once."""
-        reported: set[tuple[str, str]] = set()
-        for shape in self.auditor.shapes():
-            for data in self.subject.data:
-                self.given = AuditInput(data, shape)
-                for name, verdict in self.auditor.problems(self.given).items():
-                    key = name, verdict.code if verdict.remark else "failed"
-                    if key not in reported:
-                        reported.add(key)
-                        yield self.finding(self.given, name, verdict)
-            if any(code == "failed" for _, code in reported):
-                return
+    def findings(self, auditor: Auditor) -> Iterator[AuditFinding]:
+        auditor.given = None
+        try:
+            for finding in self.look(auditor):
+                yield self._named(auditor, finding)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
+            raised = AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", own_words(error))
+            yield self._named(auditor, raised)
 
-
-class ManyStepsCheck(AuditCheck):
-    """Takes many steps of an optimizer: a count that stands still, or updates that are lost, show late."""
-
-    name, needs_sound, kinds = "many steps", True, frozenset({AuditKind.OPTIMIZER})
-
-    def look(self) -> Iterator[AuditFinding]:
-        assert isinstance(self.subject, OptimizerSubject)
-        self.given = AuditInput(NORMAL, self.subject.many)
-        for name, verdict in self.auditor.problems(self.given).items():
-            yield self.finding(self.given, name, verdict)
+    def _named(self, auditor: Auditor, finding: AuditFinding) -> AuditFinding:
+        given = None if finding.input else auditor.given
+        return replace(auditor.about(given, finding) if given else finding, check=self.name)
 
 
 def audited(
@@ -189,7 +158,7 @@ def audited(
     signature: Signature,
     facts: DeviceFacts,
     seed: int,
-    checks: Sequence[type[AuditCheck]],
+    checks: Sequence[AuditCheck],
     ceilings: Ceilings | None = None,
     baseline: Callable[..., Any] | None = None,
 ) -> Audit:
@@ -199,21 +168,17 @@ def audited(
     other = None if baseline is None else subject_of(baseline, replace(signature, takes=Takes.VALUES), facts)
     auditor = Auditor(subject_of(function, signature, facts), seed, ceilings, other)
     findings: list[AuditFinding] = []
-    for check in (check_class(auditor) for check_class in checks):
-        if not check.applies():
+    for check in checks:
+        if signature.kind not in check.kinds or (check.needs_sound and not auditor.sound):
             continue
-        own: list[AuditFinding] = []
-        try:
-            own += check.look()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
-            own.append(check.fail("raises", own_words(error), outcome=AuditOutcome.CANNOT_TELL))
-        findings += own or [AuditFinding(check.name, AuditOutcome.PASS)]
+        own = list(check.findings(auditor))
+        findings += own or [AuditFinding(check.name)]
         if check.decides:
-            if any(finding.code == "raises" for finding in own):
+            if any(finding.code in _NOTHING for finding in own):
                 break
             auditor.sound = all(finding.outcome is AuditOutcome.PASS for finding in own)
     return Audit(
         target, signature, tuple(findings), auditor.tried, time.perf_counter() - started,
         times=tuple(auditor.times.items()),
-        work=tuple((side, work, auditor.compared.get(side)) for side, work in auditor.work.items()),
+        work=tuple((side, *work) for side, work in auditor.work.items()),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.audit.operands import promised_by, rounded
-from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome
+from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome, fail, remark
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Signature
 from fp8bench.nn.holders import weight_of, weights_of
 from fp8bench.nn.own_model import call_of
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.registry import devices, precisions
+from fp8bench.report.panels import together
 from fp8bench.user_code.named import signed
 
 # Names that libraries give to layers of low precision.
@@ -36,8 +37,7 @@ _UNCAST = 2.0**-7
 # Rows and columns of a product that are looked at.
 _CORNER = 64
 HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
-_HIGH = {HIGH: None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COVERAGE, _NUMBERS = "conversion", "numbers"
+_HIGH = {HIGH: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Reasons that are mistakes of the converter.
 _SILENT = ("stopped", "shared")
 _SHOWN = 4
@@ -129,35 +129,36 @@ def _behind_odd(model: nn.Module, path: str = "", stopped: str = "") -> Iterator
             yield from _behind_odd(child, own)
 
 
-def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[tuple[str, str]]:
-    """Yields converted layers that have the values of an embedding but not its tensor: converting has cut a tie."""
+def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFinding]:
+    """Names converted layers that have the values of an embedding but not its tensor: converting has cut a tie."""
     tables = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     for layer in (layer for layer in layers if layer.low and layer.weight.device.type != "meta"):
         for name, table in tables:
             weight = layer.weight
             alike = weight is not table and weight.shape == table.shape and weight.dtype == table.dtype
             if alike and bool(table.any()) and torch.equal(weight.detach(), table.detach()):
-                yield layer.name, name
+                why = f"it has the values of {name}, and is another tensor: what was tied is so no longer"
+                yield replace(fail("tie-broken", why), input=layer.name)
 
 
 def runs_as(x: Tensor, weight: Tensor, product: Tensor, facts: DeviceFacts) -> str:
-    """Returns the precision in which x times the weight transposed was computed, recognised by its numbers."""
+    """Returns the precision in which x times the weight transposed was computed, recognised by its numbers; '' where
+    casts change nothing, as those of zeros and small whole numbers."""
     x, weight = x.reshape(-1, x.shape[-1]).float(), weight.float()
     product = product.reshape(-1, product.shape[-1])[:_CORNER, :_CORNER]
 
     def error(a: Tensor, b: Tensor) -> float:
         return relative_frobenius(product, a[:_CORNER].double() @ b[:_CORNER].double().t())
 
-    for name, dtype in _HIGH.items():
-        a, b = (x, weight) if dtype is None else (x.to(dtype), weight.to(dtype))
-        if error(a, b) < _UNCAST:
-            return name
-    errors = {}
+    high = (name for name, dtype in _HIGH.items() if error(x.to(dtype), weight.to(dtype)) < _UNCAST)
+    wide, errors = next(high, UNKNOWN), {}
     for name in _GUESSES:
         first, second, _ = promised_by(name, facts).treatments
         errors[name] = error(rounded(x, first).values, rounded(weight, second).values)
     nearest = min(errors, key=lambda name: errors[name])
-    return nearest if errors[nearest] < _UNCAST else UNKNOWN
+    if errors[nearest] < _UNCAST:
+        return nearest if wide == UNKNOWN else ""
+    return wide
 
 
 def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: DeviceFacts) -> None:
@@ -167,7 +168,7 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
 
     def look(layer: FoundLayer, _: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         x = next((tensor for tensor in given if isinstance(tensor, Tensor)), None)
-        if x is None or not isinstance(output, Tensor) or layer.weight.dim() != 2:
+        if x is None or not x.numel() or not isinstance(output, Tensor) or layer.weight.dim() != 2:
             return
         outputs, inputs = layer.weight.shape
         if x.shape[-1] != inputs or output.shape != (*x.shape[:-1], outputs):
@@ -175,7 +176,7 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
         layer.flops += 2 * (x.numel() // inputs) * inputs * outputs
         if not layer.runs and (layer.low or _has_own_forward(layer.module)):
             key = type(layer.module), type(layer.weight), x.shape, layer.weight.shape
-            if key not in known:
+            if not known.get(key):
                 known[key] = _runs_as(layer, x, output, facts)
             layer.low = layer.low or known[key] in _GUESSES  # a class of anybody's own is known by its numbers alone
             layer.runs = known[key] if layer.low else ""
@@ -212,20 +213,17 @@ def audited_model(target: str, model: nn.Module, batch: Any, signature: Signatur
         if batch is not None:
             run_once(model, batch, layers, facts)
     except UsageError as error:
-        failed.append(AuditFinding(_NUMBERS, AuditOutcome.CANNOT_TELL, "raises", str(error)))
+        failed.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
     reasons = left_out(model, layers)
     rows = []
     for layer in layers:
         rule, reason = reasons.get(layer.name, ("", ""))
         known = layer.what, tuple(layer.weight.shape), layer.low, layer.runs, layer.flops
         rows.append(AuditedLayer(layer.name, *known, reason, rule, layer.also))
-    checks = {_COVERAGE: list(_conversion(rows))}
-    for name, table in untied(model, layers):
-        words = f"it has the values of {table}, and is another tensor: what was tied is so no longer"
-        checks[_COVERAGE].append(AuditFinding(_COVERAGE, AuditOutcome.FAIL, "tie-broken", words, name))
+    checks = {"conversion": [*_conversion(rows), *untied(model, layers)]}
     if batch is not None:
-        checks[_NUMBERS] = failed or list(_numbers(rows, signature.precision))
-    findings = [finding for name, own in checks.items() for finding in own or [AuditFinding(name, AuditOutcome.PASS)]]
+        checks["numbers"] = failed or list(_numbers(rows, signature.precision))
+    findings = [replace(finding, check=name) for name, own in checks.items() for finding in own or [AuditFinding()]]
     looked_at, seconds = sum(bool(layer.runs) for layer in layers), time.perf_counter() - started
     return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
@@ -239,49 +237,39 @@ def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Aud
     return audited_model(type(model).__name__, model, batch, signature, facts)
 
 
-def _finding(
-    check: str, code: str, why: str, rows: Sequence[AuditedLayer], outcome: AuditOutcome = AuditOutcome.FAIL
-) -> AuditFinding:
-    names = ", ".join(row.name for row in rows[:_SHOWN])
+def _of(rows: Sequence[AuditedLayer], finding: AuditFinding) -> AuditFinding:
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    return AuditFinding(check, outcome, code, why, names + more)
+    return replace(finding, input=", ".join(row.name for row in rows[:_SHOWN]) + more)
 
 
 def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
     if not any(row.low for row in rows):
-        why = f"none of {len(rows)} layers is of a class of low precision"
-        yield _finding(_COVERAGE, "nothing-converted", why, rows)
+        yield _of(rows, fail("nothing-converted", f"none of {len(rows)} layers is of a class of low precision"))
         return
-    by_rule = defaultdict[str, list[AuditedLayer]](list)
-    for row in (row for row in rows if row.rule):
-        by_rule[row.rule].append(row)
-    for rule in (name for name in _SILENT if name in by_rule):
-        alike = by_rule.pop(rule)
-        why = f"{alike[0].reason}; {len(alike)} such layers were left as they were"
-        yield _finding(_COVERAGE, rule, why, alike)
-    for rule, alike in by_rule.items():
-        why = f"{len(alike)} of {len(rows)} layers stay as they were: {alike[0].reason}"
-        yield _finding(_COVERAGE, rule, why, alike, AuditOutcome.PASS)
+    by_rule = together((row.rule, row) for row in rows if row.rule)
+    for rule in (*(rule for rule in _SILENT if rule in by_rule), *(rule for rule in by_rule if rule not in _SILENT)):
+        alike = by_rule[rule]
+        silent = fail(rule, f"{alike[0].reason}; {len(alike)} such layers were left as they were")
+        told = remark(rule, f"{len(alike)} of {len(rows)} layers stay as they were: {alike[0].reason}")
+        yield _of(alike, silent if rule in _SILENT else told)
 
 
 def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
     low = [row for row in rows if row.low]
-    if high := [layer for layer in low if layer.runs in _HIGH]:
+    if high := [row for row in low if row.runs in _HIGH]:
         as_ = "its operands as they came" if high[0].runs == HIGH else f"in {high[0].runs}"
-        yield _finding(_NUMBERS, "not-cast", f"a {high[0].what} multiplies {as_}, and promises otherwise", high)
-    wrong = [layer for layer in low if precision and layer.runs not in ("", UNKNOWN, WEIGHTS, precision, *_HIGH)]
-    if wrong:
-        words = f"a {wrong[0].what} multiplies as {wrong[0].runs} does, and {precision} was promised"
-        yield _finding(_NUMBERS, "other-precision", words, wrong)
+        yield _of(high, fail("not-cast", f"a {high[0].what} multiplies {as_}, and promises otherwise"))
+    if wrong := [row for row in low if precision and row.runs not in ("", UNKNOWN, WEIGHTS, precision, *_HIGH)]:
+        why = f"a {wrong[0].what} multiplies as {wrong[0].runs} does, and {precision} was promised"
+        yield _of(wrong, fail("other-precision", why))
     for runs, code, words in (
-        ("", "not-seen", "were not called on this batch, or show no single product"),
+        ("", "not-seen", "were not called on this batch, or show no single product that casts change"),
         (UNKNOWN, "unknown", "multiply in a precision that is none of those that are known here"),
     ):
-        if alike := [layer for layer in low if layer.runs == runs]:
-            why = f"{len(alike)} of {len(low)} converted layers {words}"
-            yield _finding(_NUMBERS, code, why, alike, AuditOutcome.PASS)
-    if low and all(layer.runs == "" for layer in low):
-        yield AuditFinding(_NUMBERS, AuditOutcome.CANNOT_TELL, "not-seen", "no converted layer could be looked at")
+        if alike := [row for row in low if row.runs == runs]:
+            yield _of(alike, remark(code, f"{len(alike)} of {len(low)} converted layers {words}"))
+    if low and all(row.runs == "" for row in low):
+        yield AuditFinding("", AuditOutcome.CANNOT_TELL, "not-seen", "no converted layer could be looked at")
 
 
 def given_model(name: str, answer: object) -> tuple[nn.Module, Any]:

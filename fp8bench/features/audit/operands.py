@@ -114,7 +114,7 @@ class Rounded:
     elements: Tensor
     scales: Tensor
     treatment: Treatment | None
-    tensor_scale: float = 1.0
+    tensor_scale: float | None = None
     given: Tensor | None = None
 
     @property
@@ -123,7 +123,8 @@ class Rounded:
 
     @property
     def spread(self) -> Tensor:
-        return spread(self.scales, self.elements) * self.tensor_scale
+        scales = spread(self.scales, self.elements)
+        return scales if self.tensor_scale is None else scales * self.tensor_scale
 
     @property
     def codes(self) -> Tensor:
@@ -145,7 +146,7 @@ def rounded(x: Tensor, treatment: Treatment | None) -> Rounded:
     scales = torch.ones(1, 1) if stored.scales is None else stored.scales
     if stored.scales is not None and scaling is not None and scaling.scale is not None:
         scales = decode(scales, scaling.scale, checked=False)
-    tensor_scale = 1.0 if stored.tensor_scale is None else float(stored.tensor_scale)
+    tensor_scale = None if stored.tensor_scale is None else float(stored.tensor_scale)
     return Rounded(elements, scales.to(torch.float32).reshape(*_grid(scales)), treatment, tensor_scale, x)
 
 
@@ -169,7 +170,7 @@ def span(operand: Rounded) -> tuple[Tensor, Tensor]:
 
 
 def _grid(scales: Tensor) -> tuple[int, int]:
-    return (scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (max(scales.numel(), 1), 1)
+    return (scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (scales.numel(), 1)
 
 
 # The sides of blocks in use: where blocks do not divide a matrix, the next larger side is meant.
@@ -316,7 +317,7 @@ def _of_scales(kept: Rounded) -> Iterator[Mistake]:
     if fmt in _FNUZ and fmt.name in DTYPES:
         yield "fnuz", f"its codes are read as {_FNUZ[fmt].name}'s: half of it", kept.values / 2
     yield "scale-missing", "without its scales", elements
-    if kept.tensor_scale != 1.0:
+    if kept.tensor_scale is not None:
         yield "scale-missing", "without its tensor's scale", kept.values / kept.tensor_scale
     yield "scale-inverse", "divided by its scales", elements / kept.spread
     yield "scale-twice", "with its scales applied twice", kept.values * kept.spread
@@ -326,7 +327,7 @@ def _of_scales(kept: Rounded) -> Iterator[Mistake]:
 def _of_tails(kept: Rounded) -> Iterator[Mistake]:
     columns = kept.elements.shape[1]
     lost = {columns % size for size in _TAILS} | {size for size in _TAILS if size < columns}
-    for count in sorted(lost - {0}):
+    for count in sorted(lost - {0, columns}):
         values = kept.values.clone()
         values[:, columns - count :] = 0
         yield "tail", f"without the last {count} of the contraction", values

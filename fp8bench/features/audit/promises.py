@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fp8bench.features.audit.operands import Rounded, mistakes, nearest, rounded, span
+from fp8bench.features.audit.values import AuditFinding, fail, remark
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.formats.recipes import HOPPER_BITS, Treatment
 from fp8bench.model.promises import Difference
@@ -64,27 +65,14 @@ FIGURES = ("too-bad", "too-good", "gain")
 _JUST = 0.999
 # The audit's codes for what `numerics/conformity.py` explains.
 _CODES = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OVERFLOW: "overflow"}
+_RESULTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Matrices = tuple[Tensor, ...]
-
-
-class PromiseVerdict(NamedTuple):
-    """`code` is '' where the promise was kept without a remark; of a remark it says what was otherwise."""
-
-    code: str = ""
-    why: str = ""
-    error: float | None = None
-    expected: float | None = None
-    remark: bool = False
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.code) and not self.remark
 
 
 class Promise(Protocol):
     """What a result should be."""
 
-    def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
+    def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
         """Judges one result. Without `search`, no mistakes are looked for in a result with the right error."""
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
@@ -102,9 +90,10 @@ class ProductPromise:
     emulated: Tensor | None = None
     hopper: bool = False
 
-    def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
+    def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
         if wrong := unusable(result, (len(self.a.elements), len(self.b.elements))):
             return wrong
+        result = result.to(torch.float32) if result.dtype is torch.float64 else result
         sums = self._sums(result.dtype)
         likely = sums.exact.to(result.dtype) if self.emulated is None else self.emulated
         beyond = ~likely.isfinite()
@@ -112,41 +101,41 @@ class ProductPromise:
             apart = (result.to(torch.float64) - sums.exact).abs()
             lost = int((~(apart <= sums.bound + sums.step(sums.exact.abs())) & ~beyond).sum())
             why = f"{lost} results beside those that overflow are wrong"
-            return PromiseVerdict("too-bad", why) if lost else PromiseVerdict()
+            return fail("too-bad", why) if lost else AuditFinding()
         if wrong := not_finite(result):
             return wrong
         error, expected = self._error(result), self._error(likely)
         if self.emulated is None:
-            return self._compared(result, sums, search)._replace(error=error, expected=expected)
+            return replace(self._compared(result, sums, search), error=error, expected=expected)
         band = in_band(error, expected)
-        return band if band.failed else PromiseVerdict(error=error, expected=expected)
+        return band if band.failed else AuditFinding(error=error, expected=expected)
 
-    def _compared(self, result: Tensor, sums: ConformitySums, search: bool) -> PromiseVerdict:
+    def _compared(self, result: Tensor, sums: ConformitySums, search: bool) -> AuditFinding:
         wide = result.to(torch.float64)
         if sums.holds(wide):
-            return PromiseVerdict()
+            return AuditFinding()
         if self.hopper and self._of_units(result, sums):
-            return PromiseVerdict("short-sums", "to the bit what Hopper's FP8 units sum in 14 bits", remark=True)
+            return remark("short-sums", "to the bit what Hopper's FP8 units sum in 14 bits")
         spans = span(self.a), span(self.b)
         gain = self._gain(wide, sums, spans)
         if not gain and not bool(self._beyond(wide, sums, map(_slack, (self.a, self.b), spans)).any()):
-            return PromiseVerdict("other-rounding", _TIES, remark=True)
+            return remark("other-rounding", _TIES)
         steps = (_STEPS * steps_of(operand) for operand in (self.a, self.b))
         far = self._beyond(wide, sums, steps, _DRAWN)
         near = not bool(far.any())
         if near and result.numel() < _ENOUGH:
-            return PromiseVerdict("other-rounding", _TIES, remark=True)
+            return remark("other-rounding", _TIES)
         code, why = self._explained(wide, result, sums) if search and result.numel() >= _ENOUGH else ("", "")
         if code or (gain and near):
-            return PromiseVerdict(code, why) if code else PromiseVerdict("gain", gain)
+            return fail(code, why) if code else fail("gain", gain)
         if not near and not self._lossless:
             row, column = (int(place) for place in far.nonzero()[0])
             where = f"{int(far.sum())} of {far.numel()} results, the first in row {row}, column {column}"
-            return PromiseVerdict("wrong-values", f"{where}, are further off than operands that round otherwise")
+            return fail("wrong-values", f"{where}, are further off than operands that round otherwise")
         band = in_band(self._error(result), self._error(sums.exact.to(result.dtype)), why or gain)
         if short := self._short(wide, sums):
-            remark = band.remark or (band.error is None and short >= _SHORT)
-            return PromiseVerdict("short-sums", f"sums, or operands, as if kept in {short} bits", remark=remark)
+            told = remark if band.remark or (band.error is None and short >= _SHORT) else fail
+            return told("short-sums", f"sums, or operands, as if kept in {short} bits")
         return band
 
     def _of_units(self, result: Tensor, sums: ConformitySums) -> bool:
@@ -234,7 +223,8 @@ class ProductPromise:
                     return code, words
                 nearest = min(nearest, (float((wide - guess.exact).square().sum()), code, words))
         difference, why = explain_product(result, sums)
-        if difference not in _CODES and nearest[0] * _NEARER < own:
+        # A result of zeros is near to whatever makes numbers small.
+        if difference not in _CODES and nearest[0] * _NEARER < own and bool(wide.any()):
             return nearest[1], f"nearest to this: {nearest[2]}"
         return _CODES.get(difference, ""), why
 
@@ -257,7 +247,7 @@ class CastPromise:
 
     kept: Rounded
 
-    def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
+    def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
         kept, given, treatment = self.kept, self.kept.given, self.kept.treatment
         if wrong := unusable(result, tuple(kept.elements.shape)) or not_finite(result):
             return wrong
@@ -267,28 +257,28 @@ class CastPromise:
             relative_frobenius(tensor, given) if bool(given.any()) else None for tensor in (values, wanted)
         )
         band = partial(in_band, error, expected)
-        return self._compared(values, search, band)._replace(error=error, expected=expected)
+        return replace(self._compared(values, search, band), error=error, expected=expected)
 
-    def _compared(self, values: Tensor, search: bool, band: Callable[[str], PromiseVerdict]) -> PromiseVerdict:
+    def _compared(self, values: Tensor, search: bool, band: Callable[[str], AuditFinding]) -> AuditFinding:
         kept, given, treatment = self.kept, self.kept.given, self.kept.treatment
         assert given is not None and treatment is not None
         apart = (values - kept.values).abs()
         if self.agrees(values, kept.values):
-            return PromiseVerdict()
+            return AuditFinding()
         wrong = f"{int((apart > _LAST_BITS * kept.values.abs()).sum())} of {apart.numel()} elements are"
         if bool((apart <= _slack(kept, span(kept))).all()):
-            return PromiseVerdict("other-rounding", f"{wrong} rounded otherwise: {_TIES}", remark=True)
+            return remark("other-rounding", f"{wrong} rounded otherwise: {_TIES}")
         enough = values.numel() >= _ENOUGH
         for code, words, other in mistakes(kept) if search and enough else ():
             if self.agrees(values, other):
-                return PromiseVerdict(code, f"the matrix is {words}")
+                return fail(code, f"the matrix is {words}")
         if not bool((apart <= _STEP * steps_of(kept, values)).all()):
-            return PromiseVerdict("wrong-values", f"{wrong} wrong, some by more than a step of the grid")
+            return fail("wrong-values", f"{wrong} wrong, some by more than a step of the grid")
         if not enough:
-            return PromiseVerdict("other-rounding", f"{wrong} rounded otherwise", remark=True)
+            return remark("other-rounding", f"{wrong} rounded otherwise")
         difference, why = explain_cast(values, kept.values, given.to(torch.float32), treatment.fmt)
         if difference in _CODES:
-            return PromiseVerdict(_CODES[difference], why)
+            return fail(_CODES[difference], why)
         return band(why or "other values, of the same error")
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
@@ -303,7 +293,7 @@ class AttentionPromise:
     treatment: Treatment | None
     causal: bool
 
-    def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
+    def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
         if wrong := unusable(result, tuple(self.given[0].shape)) or not_finite(result):
             return wrong
         exact, wanted = self._exact(), self._promised()
@@ -313,12 +303,11 @@ class AttentionPromise:
         low, high = _JUST * min(expected), max(*expected, _LAST_BITS) / _JUST
         lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
         if (not lossy or low <= error) and error <= high:
-            return PromiseVerdict(error=error, expected=high)
+            return AuditFinding(error=error, expected=high)
         distance = partial(_distance, result)
         if mistake := nearest(self._mistakes(), distance, distance(wanted) / _NEARER_IN_ATTENTION):
-            return PromiseVerdict(*mistake, error, high)
-        band = in_band(error, high if error > high or not lossy else low)
-        return PromiseVerdict(error=error, expected=high) if band.code == "too-good" and not lossy else band
+            return fail(*mistake, error, high)
+        return in_band(error, high if error > high else low)
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
         allowed = 2 * max(relative_frobenius(self._promised(weights=True).to(tensor.dtype), self._exact()), _LAST_BITS)
@@ -415,30 +404,30 @@ def _distance(result: Tensor, other: Tensor) -> float:
     return float((result.to(torch.float64) - other).square().mean())
 
 
-def unusable(result: Tensor, shape: tuple[int, ...]) -> PromiseVerdict | None:
+def unusable(result: Tensor, shape: tuple[int, ...]) -> AuditFinding | None:
     if tuple(result.shape) != shape:
         gives, wanted = ("x".join(map(str, sides)) or "one number" for sides in (result.shape, shape))
-        return PromiseVerdict("shape", f"gives {gives}, and {wanted} were expected")
-    if not result.is_floating_point():
-        return PromiseVerdict("dtype", f"gives {result.dtype}, and floating-point numbers were expected")
+        return fail("shape", f"gives {gives}, and {wanted} were expected")
+    if result.dtype not in _RESULTS:
+        return fail("dtype", f"gives {result.dtype}, and float32, bfloat16 or float16 were expected")
     return None
 
 
-def not_finite(result: Tensor) -> PromiseVerdict | None:
+def not_finite(result: Tensor) -> AuditFinding | None:
     gone = int((~result.isfinite()).sum())
-    return PromiseVerdict("not-finite", f"{gone} of {result.numel()} results are no numbers") if gone else None
+    return fail("not-finite", f"{gone} of {result.numel()} results are no numbers") if gone else None
 
 
-def in_band(error: float | None, expected: float | None, why: str = "") -> PromiseVerdict:
+def in_band(error: float | None, expected: float | None, why: str = "") -> AuditFinding:
     """Judges by error alone; `why` are words for what is known already."""
-    why, remark = why or "no known mistake explains it", why or "not the promised values, and with their error"
+    unknown = why or "no known mistake explains it"
     if error is None or expected is None:
-        return PromiseVerdict("unexplained", why, error, expected)
+        return fail("unexplained", unknown, error, expected)
     low, high = (expected * value for value in BAND)
     if error > high:
-        words = f"{why}; its error is {error:.3g}, and {expected:.3g} was expected"
-        return PromiseVerdict("too-bad", words, error, expected)
+        words = f"{unknown}; its error is {error:.3g}, and {expected:.3g} was expected"
+        return fail("too-bad", words, error, expected)
     if error < low:
         words = f"its error is {error:.3g}, and this precision has {expected:.3g}: finer scales, or a wider one"
-        return PromiseVerdict("too-good", words, error, expected)
-    return PromiseVerdict("other-rounding", remark, error, expected, remark=True)
+        return fail("too-good", words, error, expected)
+    return remark("other-rounding", why or "not the promised values, and with their error", error, expected)

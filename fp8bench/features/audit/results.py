@@ -1,5 +1,5 @@
-"""Checks that call a kernel in ways that everyday tests do not: again, at other addresses, with numbers that are not
-finite, and with sizes and layouts that nobody tries."""
+"""Checks of results: of numbers, and of calls that everyday tests do not make: again, at other addresses, with numbers
+that are not finite, and with sizes and layouts that nobody tries."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, ManyStepsCheck, NumbersCheck
+from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor
 from fp8bench.features.audit.promises import Matrices
-from fp8bench.features.audit.values import AuditFinding, AuditOutcome
+from fp8bench.features.audit.subjects import OptimizerSubject, Subject
+from fp8bench.features.audit.values import AuditFinding, fail, remark
 from fp8bench.model.promises import AuditKind
 from fp8bench.user_code import own_words
 
@@ -25,6 +26,29 @@ _ORDINALS = ("first", "second", "third")
 # The dimensions that are exchanged in a matrix, and in one with heads.
 _SIDES = (0, 1), (1, 2)
 Results = dict[str, Tensor]
+
+
+def _numbers(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Holds the results on every shape and kind of data against the promise. Yields the first failure of each result,
+    and each remark once."""
+    reported: set[tuple[str, str]] = set()
+    for shape in auditor.shapes():
+        for data in auditor.subject.data:
+            auditor.given = given = AuditInput(data, shape)
+            for name, verdict in auditor.problems(given).items():
+                key = name, verdict.code if verdict.remark else "failed"
+                if key not in reported:
+                    reported.add(key)
+                    yield auditor.finding(given, name, verdict)
+        if any(code == "failed" for _, code in reported):
+            return
+
+
+def _many_steps(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Takes many steps of an optimizer: a count that stands still, or updates that are lost, show late."""
+    auditor.given = given = AuditInput(NORMAL, OptimizerSubject.many)
+    for name, verdict in auditor.problems(given).items():
+        yield auditor.finding(given, name, verdict)
 
 
 class Relation(NamedTuple):
@@ -39,54 +63,52 @@ def _flipped(dimension: int, *matrices: Tensor) -> Matrices:
     return tuple(matrix.flip(dimension).contiguous() for matrix in matrices)
 
 
+_PLACES = "keys and values in another order"
 _SHARED = (
     Relation("the first operand doubled", lambda a, *rest: (a * 2, *rest), lambda y: y * 2),
     Relation("the first operand negated", lambda a, *rest: (-a, *rest), lambda y: -y),
     Relation("rows in another order", lambda a, *rest: (*_flipped(0, a), *rest), lambda y: y.flip(0)),
 )
-_OF_PRODUCTS = (
-    Relation("the second operand halved", lambda a, b: (a, b / 2), lambda y: y / 2),
-    Relation("the second operand's rows in another order", lambda a, b: (a, *_flipped(0, b)), lambda y: y.flip(1)),
-    Relation(
-        "blocks of the contraction in another order", lambda *ab: tuple(side.roll(BLOCK, 1).contiguous() for side in ab)
+_RELATIONS = {
+    AuditKind.PRODUCT: (
+        *_SHARED,
+        Relation("the second operand halved", lambda a, b: (a, b / 2), lambda y: y / 2),
+        Relation("the second operand's rows in another order", lambda a, b: (a, *_flipped(0, b)), lambda y: y.flip(1)),
+        Relation(
+            "blocks of the contraction in another order",
+            lambda *ab: tuple(side.roll(BLOCK, 1).contiguous() for side in ab),
+        ),
     ),
-)
-_OF_ATTENTION = (
-    Relation("queries and keys negated", lambda q, k, v: (-q, -k, v)),
-    Relation("values doubled", lambda q, k, v: (q, k, v * 2), lambda y: y * 2),
-    Relation("heads in another order", lambda *qkv: _flipped(1, *qkv), lambda y: y.flip(1)),
-    Relation("batches in another order", lambda *qkv: _flipped(0, *qkv), lambda y: y.flip(0)),
-)
-_NOT_CAUSAL = Relation("keys and values in another order", lambda q, k, v: (q, *_flipped(2, k, v)))
-_OF_OPTIMIZERS = (Relation("gradients and weights negated", lambda *both: tuple(-side for side in both), lambda y: -y),)
+    AuditKind.CAST: _SHARED,
+    AuditKind.ATTENTION: (
+        Relation("queries and keys negated", lambda q, k, v: (-q, -k, v)),
+        Relation("values doubled", lambda q, k, v: (q, k, v * 2), lambda y: y * 2),
+        Relation("heads in another order", lambda *qkv: _flipped(1, *qkv), lambda y: y.flip(1)),
+        Relation("batches in another order", lambda *qkv: _flipped(0, *qkv), lambda y: y.flip(0)),
+        Relation(_PLACES, lambda q, k, v: (q, *_flipped(2, k, v))),
+    ),
+    AuditKind.OPTIMIZER: (
+        Relation("gradients and weights negated", lambda *both: tuple(-side for side in both), lambda y: -y),
+    ),
+}
 
 
-class RelationsCheck(AuditCheck):
+def _relations(auditor: Auditor) -> Iterator[AuditFinding]:
     """Checks what has to hold in any precision: if operands are doubled or permuted, results must follow."""
-
-    name, kinds = "relations", frozenset(AuditKind) - {AuditKind.LINEAR}
-
-    def look(self) -> Iterator[AuditFinding]:
-        relations = {
-            AuditKind.PRODUCT: _SHARED + _OF_PRODUCTS,
-            AuditKind.CAST: _SHARED,
-            AuditKind.ATTENTION: _OF_ATTENTION + (() if self.subject.signature.causal else (_NOT_CAUSAL,)),
-            AuditKind.OPTIMIZER: _OF_OPTIMIZERS,
-        }
-        shape = self.auditor.shapes()[0]
-        self.given = AuditInput(NORMAL, shape)
-        if self.subject.kind in (AuditKind.PRODUCT, AuditKind.CAST):
-            self.given = AuditInput(BLOCKS, self.auditor.fitting(shape._replace(k=2 * BLOCK)))
-        matrices = self.auditor.matrices(self.given)
-        base = self.auditor.results(matrices)
-        for words, given, wanted in relations[self.subject.kind]:
-            changed = given(*matrices)
-            promises, results = self.subject.promises(changed), self.auditor.results(changed)
-            self.auditor.tried += len(results)
-            for name, result in results.items():
-                if result.shape != base[name].shape or not promises[name].agrees(result, wanted(base[name])):
-                    why = f"{words}: the result does not follow"
-                    yield self.fail("relation", why, self.given._replace(how=words))
+    subject, given = auditor.subject, auditor.first
+    if subject.kind in (AuditKind.PRODUCT, AuditKind.CAST):
+        given = AuditInput(BLOCKS, auditor.fitting(given.shape._replace(k=2 * BLOCK)))
+    auditor.given, matrices = given, auditor.matrices(given)
+    base = auditor.results(matrices)
+    for words, change, wanted in _RELATIONS[subject.kind]:
+        if subject.signature.causal and words == _PLACES:
+            continue
+        auditor.given, changed = given._replace(how=words), change(*matrices)
+        promises, results = subject.promises(changed), auditor.results(changed)
+        auditor.tried += len(results)
+        for name, result in results.items():
+            if result.shape != base[name].shape or not promises[name].agrees(result, wanted(base[name])):
+                yield fail("relation", f"{words}: the result does not follow")
 
 
 _OTHER = "uniform"
@@ -97,110 +119,112 @@ _POISONED = 4
 _BUSY_CYCLES = 100_000_000
 
 
-class MemoryCheck(AuditCheck):
+def _memory(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel again and again, and changes what lies around it."""
+    auditor.given = auditor.first
+    arguments = auditor.subject.arguments(auditor.matrices(auditor.first))
+    looks = [_changed, _overwritten]
+    if auditor.sound:
+        looks += [_stale, _keyed, _poisoned, _late, _repeated, _other_stream]
+    for look in looks:
+        yield from look(auditor, arguments)
 
-    name = "memory"
 
-    def look(self) -> Iterator[AuditFinding]:
-        self.given = AuditInput(NORMAL, self.auditor.shapes()[0])
-        arguments = self.subject.arguments(self._matrices(NORMAL))
-        looks = [self._changed, self._overwritten]
-        if self.auditor.sound:
-            looks += [self._stale, self._keyed, self._poisoned, self._late, self._repeated, self._other_stream]
-        for look in looks:
-            yield from look(arguments)
-
-    def _changed(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        before = [argument.detach().clone() for argument in arguments]
-        self.subject.results(arguments)
-        for place, pair in enumerate(zip(arguments, before, strict=True), 1):
-            now, then = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in pair)
-            if not torch.equal(now, then):
-                yield self.fail("input-changed", f"argument {place} is not as it was before the call")
-                return
-
-    def _stale(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """Writes new values where others were: a kernel that remembers results by address gives old ones."""
-        self.subject.results(arguments)
-        fresh = self._refilled(arguments, _OTHER)
-        if self._wrong(fresh, self.subject.results(arguments)):
-            yield self.fail("stale", "other values at the same addresses: the result is not theirs")
-
-    def _keyed(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """Changes all but the outer rows and columns: a kernel that knows inputs by a few values gives old results."""
-        base = self._refilled(arguments, NORMAL)
-        self.subject.results(arguments)
-        fresh = self._matrices(_OTHER)
-        for tensor, old in zip(fresh, base, strict=True):
-            rows, kept = (matrix.view(-1, matrix.shape[-1]) for matrix in (tensor, old))
-            rows[0], rows[:, 0], rows[-1], rows[:, -1] = kept[0], kept[:, 0], kept[-1], kept[:, -1]
-        if self._wrong(fresh, self.auditor.results(fresh)):
-            yield self.fail("keyed", "all but the first and last rows and columns changed: old results")
-
-    def _overwritten(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        first = self.subject.raw(arguments)
-        kept = {name: tensor.detach().clone() for name, tensor in first.items()}
-        self._refilled(arguments, "rows of different sizes")
-        self.subject.raw(arguments)
-        pairs = [(first[name], tensor) for name, tensor in kept.items()]
-        if not all(bool(((tensor == two) | (tensor.isnan() & two.isnan())).all()) for tensor, two in pairs):
-            yield self.fail("overwritten", "a later call writes into the result of an earlier one")
-
-    def _poisoned(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """Fills results that were given back, and so the memory that the allocator hands out again, with NaN."""
-        fresh = self._refilled(arguments, NORMAL)
-        for _ in range(_POISONED):
-            for tensor in self.subject.raw(arguments).values():
-                tensor.detach().fill_(math.nan)
-            if self._wrong(fresh, self.subject.results(arguments)):
-                yield self.fail("uninitialised", "after results were filled with NaN the next is wrong")
-                return
-
-    def _late(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """Gives other values after a loop of calls such as a timing."""
-        end, calls = time.monotonic() + _LONGEST, 0
-        while calls < _CALLS and time.monotonic() < end:
-            self.subject.raw(arguments)
-            calls += 1
-        fresh = self._refilled(arguments, "outliers along the contraction")
-        if self._wrong(fresh, self.subject.results(arguments)):
-            yield self.fail("late", f"after {calls} calls with the same arguments results are wrong")
-
-    def _repeated(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """Asks for the same bits at other addresses. Others that are right get a remark: sums in another order."""
-        fresh = self._refilled(arguments, NORMAL)
-        here, there = self.subject.results(arguments), self.auditor.results(fresh)
-        if all(torch.equal(here[name], tensor) for name, tensor in there.items()):
+def _changed(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
+    before = [argument.detach().clone() for argument in arguments]
+    auditor.subject.results(arguments)
+    for place, pair in enumerate(zip(arguments, before, strict=True), 1):
+        now, then = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in pair)
+        if not torch.equal(now, then):
+            yield fail("input-changed", f"argument {place} is not as it was before the call")
             return
-        if self._wrong(fresh, there):
-            yield self.fail("address", "the same values at other addresses: the result is wrong")
-        else:
-            yield self.remark("not-repeatable", "the same values do not always give the same bits")
 
-    def _other_stream(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """On a GPU, writes the inputs late on a stream of its own, and calls the kernel on that stream behind them."""
-        fresh = self._matrices(_OTHER)
-        arguments_there, late = self.subject.arguments(self._matrices(NORMAL)), self.subject.arguments(fresh)
-        with beside(self.subject.device) as there:
-            if not there:
-                return
-            _write(late, arguments_there)
-            results = self.subject.results(arguments_there)
-        if self._wrong(fresh, results):
-            yield self.fail("stream", "on its caller's stream it does not wait for what went before")
 
-    def _wrong(self, matrices: Matrices, results: dict[str, Tensor]) -> bool:
-        return any(verdict.failed for verdict in self.auditor.judge(matrices, results).values())
+def _stale(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
+    """Writes new values where others were: a kernel that remembers results by address gives old ones."""
+    auditor.subject.results(arguments)
+    fresh = _refilled(auditor, arguments, _OTHER)
+    if auditor.is_wrong(fresh, auditor.subject.results(arguments)):
+        yield fail("stale", "other values at the same addresses: the result is not theirs")
 
-    def _matrices(self, data: str) -> Matrices:
-        assert self.given is not None
-        return self.auditor.matrices(self.given._replace(data=data))
 
-    def _refilled(self, arguments: Matrices, data: str) -> Matrices:
-        fresh = self._matrices(data)
-        _write(self.subject.arguments(fresh), arguments)
-        return fresh
+def _keyed(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
+    """Changes all but the outer rows and columns: a kernel that knows inputs by a few values gives old results."""
+    base = _refilled(auditor, arguments, NORMAL)
+    auditor.subject.results(arguments)
+    fresh = _drawn(auditor, _OTHER)
+    for tensor, old in zip(fresh, base, strict=True):
+        rows, kept = (matrix.view(-1, matrix.shape[-1]) for matrix in (tensor, old))
+        rows[0], rows[:, 0], rows[-1], rows[:, -1] = kept[0], kept[:, 0], kept[-1], kept[:, -1]
+    if auditor.is_wrong(fresh, auditor.results(fresh)):
+        yield fail("keyed", "all but the first and last rows and columns changed: old results")
+
+
+def _overwritten(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
+    first = auditor.subject.raw(arguments)
+    kept = {name: tensor.detach().clone() for name, tensor in first.items()}
+    _refilled(auditor, arguments, "rows of different sizes")
+    auditor.subject.raw(arguments)
+    pairs = [(first[name], tensor) for name, tensor in kept.items()]
+    if not all(bool(((tensor == two) | (tensor.isnan() & two.isnan())).all()) for tensor, two in pairs):
+        yield fail("overwritten", "a later call writes into the result of an earlier one")
+
+
+def _poisoned(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
+    """Fills results that were given back, and so the memory that the allocator hands out again, with NaN."""
+    fresh = _refilled(auditor, arguments, NORMAL)
+    for _ in range(_POISONED):
+        for tensor in auditor.subject.raw(arguments).values():
+            tensor.detach().fill_(math.nan)
+        if auditor.is_wrong(fresh, auditor.subject.results(arguments)):
+            yield fail("uninitialised", "after results were filled with NaN the next is wrong")
+            return
+
+
+def _late(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
+    """Gives other values after a loop of calls such as a timing."""
+    end, calls = time.monotonic() + _LONGEST, 0
+    while calls < _CALLS and time.monotonic() < end:
+        auditor.subject.raw(arguments)
+        calls += 1
+    fresh = _refilled(auditor, arguments, "outliers along the contraction")
+    if auditor.is_wrong(fresh, auditor.subject.results(arguments)):
+        yield fail("late", f"after {calls} calls with the same arguments results are wrong")
+
+
+def _repeated(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
+    """Asks for the same bits at other addresses. Others that are right get a remark: sums in another order."""
+    fresh = _refilled(auditor, arguments, NORMAL)
+    here, there = auditor.subject.results(arguments), auditor.results(fresh)
+    if all(torch.equal(here[name], tensor) for name, tensor in there.items()):
+        return
+    if auditor.is_wrong(fresh, there):
+        yield fail("address", "the same values at other addresses: the result is wrong")
+    else:
+        yield remark("not-repeatable", "the same values do not always give the same bits")
+
+
+def _other_stream(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
+    """On a GPU, writes the inputs late on a stream of its own, and calls the kernel on that stream behind them."""
+    fresh = _drawn(auditor, _OTHER)
+    arguments_there, late = auditor.subject.arguments(_drawn(auditor, NORMAL)), auditor.subject.arguments(fresh)
+    with beside(auditor.subject.device) as there:
+        if not there:
+            return
+        _write(late, arguments_there)
+        results = auditor.subject.results(arguments_there)
+    if auditor.is_wrong(fresh, results):
+        yield fail("stream", "on its caller's stream it does not wait for what went before")
+
+
+def _drawn(auditor: Auditor, data: str) -> Matrices:
+    return auditor.matrices(auditor.first._replace(data=data))
+
+
+def _refilled(auditor: Auditor, arguments: Matrices, data: str) -> Matrices:
+    fresh = _drawn(auditor, data)
+    _write(auditor.subject.arguments(fresh), arguments)
+    return fresh
 
 
 def _write(values: Matrices, into: Matrices) -> None:
@@ -223,67 +247,69 @@ def beside(device: str) -> Iterator[bool]:
         side.synchronize()
 
 
-class SpecialValuesCheck(AuditCheck):
-    """A NaN or infinity must not become an ordinary number, nor zeros anything else."""
+Trial = tuple[str, Matrices, Callable[[Results], bool], str, str]
 
-    name = "special values"
 
-    def look(self) -> Iterator[AuditFinding]:
-        """Yields each code once."""
-        given, reported = AuditInput(NORMAL, self.auditor.shapes()[0]), set[str]()
-        for how, matrices, is_wrong, code, why in self._trials(self.auditor.matrices(given)):
-            about = given._replace(how=how) if how else given._replace(data="zeros")
-            try:
-                results = self.auditor.results(matrices)
-                self.auditor.tried += len(results)
-            except Exception as error:  # noqa: BLE001 - foreign code may raise anything
-                finding = self.remark("raises", f"{how or 'zeros'}: {type(error).__name__}", about)
-            else:
-                finding = self.fail(code, f"{how}: {why}" if how else why, about)
-                if not is_wrong(results):
-                    continue
-            if finding.code not in reported:
-                reported.add(finding.code)
-                yield finding
+def _special_values(auditor: Auditor) -> Iterator[AuditFinding]:
+    """A NaN or infinity must not become an ordinary number, nor zeros anything else. Yields each code once."""
+    given, reported = auditor.first, set[str]()
+    for how, matrices, is_wrong, code, why in _special(auditor, auditor.matrices(given)):
+        auditor.given = given._replace(how=how) if how else given._replace(data="zeros")
+        try:
+            results = auditor.results(matrices)
+            auditor.tried += len(results)
+        except Exception as error:  # noqa: BLE001 - foreign code may raise anything
+            finding = remark("raises", f"{how or 'zeros'}: {type(error).__name__}")
+        else:
+            finding = fail(code, f"{how}: {why}" if how else why)
+            if not is_wrong(results):
+                continue
+        if finding.code not in reported:
+            reported.add(finding.code)
+            yield finding
 
-    def _trials(self, matrices: Matrices) -> Iterator[tuple[str, Matrices, Callable[[Results], bool], str, str]]:
-        """Yields what was done to the matrices, these, whether results are wrong, and a code and words if they are."""
-        first, *rest = matrices
-        tiny = first * torch.finfo(first.dtype).smallest_normal / 4
-        zeros = self.subject.zeroed(matrices)
-        yield "", zeros, lambda results: bool((_first(results) != 0).any()), "zeros", "zeros gave other numbers"
-        yield "subnormal numbers", (tiny, *rest), _not_finite, "subnormal", "what came out is not finite"
-        for operand, matrix in enumerate(matrices[: 1 if self.subject.kind is AuditKind.OPTIMIZER else None]):
-            last = matrix.numel() - 1
-            for index in (0, (last - matrix.shape[-1]) // 2, last):
-                row, column = divmod(index, matrix.shape[-1])
-                where = f"in the {_ORDINALS[operand]} argument's row {row}, column {column}"
-                nan, infinity, zero = (_set(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0))
-                is_lost = partial(self._nan_lost, operand=operand, row=row)
-                yield f"a NaN {where}", nan, is_lost, "nan-lost", "what it goes into is all numbers"
-                is_lost = partial(self._infinity_lost, operand=operand, row=row, zero=zero)
-                yield f"an infinity {where}", infinity, is_lost, "infinity-lost", "results are those of a zero"
 
-    def _reached(self, results: Results, operand: int, row: int) -> Tensor:
-        """Returns the results that a row of an operand goes into."""
-        kind, names = self.subject.kind, list(results)
-        result = results[names[operand == 2 and kind is AuditKind.LINEAR]]
-        result = result.reshape(-1, result.shape[-1])
-        if kind in (AuditKind.PRODUCT, AuditKind.LINEAR) and operand == 1:
-            return result[:, row]
-        return result[row] if kind is AuditKind.LINEAR or (operand == 0 and kind is not AuditKind.OPTIMIZER) else result
+def _special(auditor: Auditor, matrices: Matrices) -> Iterator[Trial]:
+    """Yields what was done to the matrices, these, whether results are wrong, and a code and words if they are."""
+    subject, (first, *rest) = auditor.subject, matrices
+    tiny = first * torch.finfo(first.dtype).smallest_normal / 4
+    zeros = subject.zeroed(matrices)
+    yield "", zeros, lambda results: bool((_first(results) != 0).any()), "zeros", "zeros gave other numbers"
+    yield "subnormal numbers", (tiny, *rest), _not_finite, "subnormal", "what came out is not finite"
+    for operand, matrix in enumerate(matrices[: 1 if subject.kind is AuditKind.OPTIMIZER else None]):
+        last = matrix.numel() - 1
+        for index in (0, (last - matrix.shape[-1]) // 2, last):
+            row, column = divmod(index, matrix.shape[-1])
+            where = f"in the {_ORDINALS[operand]} argument's row {row}, column {column}"
+            nan, infinity, zero = (_set(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0))
+            is_lost = partial(_nan_lost, subject, operand=operand, row=row)
+            yield f"a NaN {where}", nan, is_lost, "nan-lost", "what it goes into is all numbers"
+            is_lost = partial(_infinity_lost, subject, operand=operand, row=row, zero=zero)
+            yield f"an infinity {where}", infinity, is_lost, "infinity-lost", "results are those of a zero"
 
-    def _nan_lost(self, results: Results, operand: int, row: int) -> bool:
-        return not bool(self._reached(results, operand, row).isnan().any())
 
-    def _infinity_lost(self, results: Results, operand: int, row: int, zero: Matrices) -> bool:
-        """An infinity may become the largest number, or NaN, but must not count as a zero."""
-        if self.subject.kind not in (AuditKind.PRODUCT, AuditKind.CAST, AuditKind.LINEAR):
-            return False
-        if not bool(self._reached(results, operand, row).isfinite().all()):
-            return False
-        promises = self.subject.promises(zero)
-        return not any(promises[name].judge(result, search=False).failed for name, result in results.items())
+def _reached(subject: Subject, results: Results, operand: int, row: int) -> Tensor:
+    """Returns the results that a row of an operand goes into."""
+    kind, names = subject.kind, list(results)
+    result = results[names[operand == 2 and kind is AuditKind.LINEAR]]
+    result = result.reshape(-1, result.shape[-1])
+    if kind in (AuditKind.PRODUCT, AuditKind.LINEAR) and operand == 1:
+        return result[:, row]
+    return result[row] if kind is AuditKind.LINEAR or (operand == 0 and kind is not AuditKind.OPTIMIZER) else result
+
+
+def _nan_lost(subject: Subject, results: Results, operand: int, row: int) -> bool:
+    return not bool(_reached(subject, results, operand, row).isnan().any())
+
+
+def _infinity_lost(subject: Subject, results: Results, operand: int, row: int, zero: Matrices) -> bool:
+    """An infinity may become the largest number, or NaN, but must not count as a zero."""
+    if subject.kind not in (AuditKind.PRODUCT, AuditKind.CAST, AuditKind.LINEAR):
+        return False
+    if not bool(_reached(subject, results, operand, row).isfinite().all()):
+        return False
+    promises = subject.promises(zero)
+    return not any(promises[name].judge(result, search=False).failed for name, result in results.items())
 
 
 def _first(results: Results) -> Tensor:
@@ -304,82 +330,70 @@ def _set(matrices: Matrices, operand: int, index: int, number: float) -> Matrice
     return _replaced(matrices, operand, changed)
 
 
-class ExtremesCheck(AuditCheck):
+def _extremes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Sizes that tests leave out: values far from one, tall and long matrices, and rows of zeros among others."""
-
-    name, needs_sound, kinds = "extremes", True, frozenset(AuditKind) - {AuditKind.OPTIMIZER}
-
-    def look(self) -> Iterator[AuditFinding]:
-        for given, whole in self._cases():
-            results, matrices = self.auditor.results(whole), whole
-            if given.shape == self.auditor.fitting(self.subject.tall) and self.subject.kind is not AuditKind.ATTENTION:
-                # To save time, only some rows are judged: those beside the ends of blocks of 16, and those with the
-                # largest numbers, which decide scales.
-                high = (whole[0], *whole[2:])
-                count, largest = len(high[0]), [int(matrix.abs().amax(1).argmax()) for matrix in high]
-                rows = sorted({*range(0, count, 16), *(end - 1 for end in range(16, count, 16)), count - 1, *largest})
-                results = {name: result[rows] for name, result in results.items() if name != "weight gradient"}
-                matrices = tuple(matrix if place == 1 else matrix[rows] for place, matrix in enumerate(whole))
-            promises = self.subject.promises(matrices)
-            self.auditor.tried += len(results)
-            for name, result in results.items():
-                verdict = promises[name].judge(result, search=False)
-                if verdict.failed:
-                    finding = self.fail(verdict.code, f"{name}: {verdict.why}", given)
-                    yield replace(finding, error=verdict.error, expected=verdict.expected)
-                    return
-
-    def _cases(self) -> Iterator[tuple[AuditInput, Matrices]]:
-        given = AuditInput(NORMAL, self.auditor.shapes()[0])
-        matrices = self.auditor.matrices(given)
-        # Only operands with scales can be far from one, and not in fp16. In attention the values alone: queries and
-        # keys of another size are another softmax.
-        operands = (2,) if self.subject.kind is AuditKind.ATTENTION else range(len(matrices))
-        for operand in operands if matrices[0].dtype is not torch.float16 and self.subject.is_scaled else ():
-            for power in (40, -40):
-                how = f"the {_ORDINALS[operand]} argument times 2^{power}"
-                yield given._replace(how=how), _replaced(matrices, operand, matrices[operand] * 2.0**power)
-        empty = tuple(matrix.clone() for matrix in matrices)
-        for matrix in empty:
-            matrix.view(-1, matrix.shape[-1])[1] = 0
-            matrix.view(-1, matrix.shape[-1])[2, :BLOCK] = 0
-        yield given._replace(how="a row and a block of zeros in each argument"), empty
-        tall = given._replace(shape=self.auditor.fitting(self.subject.tall), how="the largest in the last rows")
-        large = self.auditor.matrices(tall)
-        for matrix in large:
-            matrix.view(-1, matrix.shape[-1])[-1, -8:] *= 16
-        yield tall, large
-        if "signs that lean" in self.subject.data:
-            signs = AuditInput("signs that lean", tall.shape)
-            yield signs, self.auditor.matrices(signs)
+    subject = auditor.subject
+    for given, whole in _far(auditor):
+        auditor.given, matrices = given, whole
+        results = auditor.results(whole)
+        if given.shape == auditor.fitting(subject.tall) and subject.kind is not AuditKind.ATTENTION:
+            # To save time, only some rows are judged: those beside the ends of blocks of 16, and those with the
+            # largest numbers, which decide scales.
+            high = (whole[0], *whole[2:])
+            count, largest = len(high[0]), [int(matrix.abs().amax(1).argmax()) for matrix in high]
+            rows = sorted({*range(0, count, 16), *(end - 1 for end in range(16, count, 16)), count - 1, *largest})
+            results = {name: result[rows] for name, result in results.items() if name != "weight gradient"}
+            matrices = tuple(matrix if place == 1 else matrix[rows] for place, matrix in enumerate(whole))
+        for name, verdict in auditor.judge(matrices, results, search=False).items():
+            if verdict.failed:
+                yield replace(verdict, why=f"{name}: {verdict.why}")
+                return
 
 
-class StridesCheck(AuditCheck):
+def _far(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
+    subject, given = auditor.subject, auditor.first
+    matrices = auditor.matrices(given)
+    # Only operands with scales can be far from one, and not in fp16. In attention the values alone: queries and
+    # keys of another size are another softmax.
+    operands = (2,) if subject.kind is AuditKind.ATTENTION else range(len(matrices))
+    for operand in operands if matrices[0].dtype is not torch.float16 and subject.is_scaled else ():
+        for power in (40, -40):
+            how = f"the {_ORDINALS[operand]} argument times 2^{power}"
+            yield given._replace(how=how), _replaced(matrices, operand, matrices[operand] * 2.0**power)
+    empty = tuple(matrix.clone() for matrix in matrices)
+    for matrix in empty:
+        matrix.view(-1, matrix.shape[-1])[1] = 0
+        matrix.view(-1, matrix.shape[-1])[2, :BLOCK] = 0
+    yield given._replace(how="a row and a block of zeros in each argument"), empty
+    tall = given._replace(shape=auditor.fitting(subject.tall), how="the largest in the last rows")
+    large = auditor.matrices(tall)
+    for matrix in large:
+        matrix.view(-1, matrix.shape[-1])[-1, -8:] *= 16
+    yield tall, large
+    if "signs that lean" in subject.data:
+        signs = AuditInput("signs that lean", tall.shape)
+        yield signs, auditor.matrices(signs)
+
+
+def _strides(auditor: Auditor) -> Iterator[AuditFinding]:
     """Matrices that are slices of others, or lie transposed: the result must be right, or the call refused."""
-
-    name, needs_sound, kinds = "strides", True, frozenset(AuditKind) - {AuditKind.OPTIMIZER}
-
-    def look(self) -> Iterator[AuditFinding]:
-        given = AuditInput(NORMAL, self.auditor.shapes()[0])
-        matrices = self.auditor.matrices(given)
-        promises = self.subject.promises(matrices)
-        refused = ""
-        for operand in range(min(len(matrices), len(self.subject.sides))):
-            for words, laid in _LAID.items():
-                arguments = self.subject.arguments(matrices)
-                about = given._replace(how=f"the {_ORDINALS[operand]} argument {words}")
-                try:
-                    moved = laid(arguments[operand].detach()).requires_grad_(arguments[operand].requires_grad)
-                    results = self.subject.results(_replaced(arguments, operand, moved))
-                except Exception as error:  # noqa: BLE001 - it may refuse
-                    refused = refused or f"{about.how}: {own_words(error)}"
-                    continue
-                self.auditor.tried += len(results)
-                if any(promises[name].judge(result, search=False).failed for name, result in results.items()):
-                    yield self.fail("strides", f"{about.how}: the result is not that of its values", about)
-                    return
-        if refused:
-            yield self.remark("refused", refused, given)
+    subject, matrices, refused = auditor.subject, auditor.matrices(auditor.first), ""
+    for operand in range(min(len(matrices), len(subject.sides))):
+        for words, laid in _LAID.items():
+            arguments, how = subject.arguments(matrices), f"the {_ORDINALS[operand]} argument {words}"
+            auditor.given = auditor.first._replace(how=how)
+            try:
+                moved = laid(arguments[operand].detach()).requires_grad_(arguments[operand].requires_grad)
+                results = subject.results(_replaced(arguments, operand, moved))
+            except Exception as error:  # noqa: BLE001 - it may refuse
+                refused = refused or f"{how}: {own_words(error)}"
+                continue
+            if any(verdict.failed for verdict in auditor.judge(matrices, results, search=False).values()):
+                yield fail("strides", f"{how}: the result is not that of its values")
+                return
+    auditor.given = auditor.first
+    if refused:
+        yield remark("refused", refused)
 
 
 def _wider(x: Tensor) -> Tensor:
@@ -393,39 +407,35 @@ _LAID: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class OddShapesCheck(AuditCheck):
+def _odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Sizes that fill no whole tile: the result must be right, or the call refused."""
-
-    name, needs_sound = "odd shapes", True
-
-    def look(self) -> Iterator[AuditFinding]:
-        refused: list[str] = []
-        why = ""
-        for shape in self.subject.odd:
-            for data in (NORMAL, BLOCKS) if BLOCKS in self.subject.data else (NORMAL,):
-                given = AuditInput(data, shape)
-                try:
-                    problems = self.auditor.problems(given)
-                except Exception as error:  # noqa: BLE001 - it may refuse
-                    refused.append(self.auditor.input_text(given).partition(",")[0])
-                    why = why or own_words(error)
-                    break
-                for name in (name for name, verdict in problems.items() if verdict.failed):
-                    yield self.finding(given, name, problems[name])
-                    return
-        if refused:
-            why = f"{len(refused)} of {len(self.subject.odd)} sizes are refused: {why}"
-            yield AuditFinding(self.name, AuditOutcome.PASS, "refused", why, refused[0])
+    subject, refused = auditor.subject, list[AuditFinding]()
+    for shape in subject.odd:
+        for data in (NORMAL, BLOCKS) if BLOCKS in subject.data else (NORMAL,):
+            auditor.given = given = AuditInput(data, shape)
+            try:
+                problems = auditor.problems(given)
+            except Exception as error:  # noqa: BLE001 - it may refuse
+                refused.append(auditor.about(given, remark("refused", own_words(error))))
+                break
+            for name in (name for name, verdict in problems.items() if verdict.failed):
+                yield auditor.finding(given, name, problems[name])
+                return
+    if refused:
+        first = refused[0]
+        why = f"{len(refused)} of {len(subject.odd)} sizes are refused: {first.why}"
+        yield replace(first, why=why, input=first.input.partition(",")[0])
 
 
+_NOT_OPTIMIZERS = frozenset(AuditKind) - {AuditKind.OPTIMIZER}
 # The checks that look at values, in the order in which they run.
-VALUE_CHECKS: tuple[type[AuditCheck], ...] = (
-    NumbersCheck,
-    ManyStepsCheck,
-    RelationsCheck,
-    MemoryCheck,
-    SpecialValuesCheck,
-    OddShapesCheck,
-    StridesCheck,
-    ExtremesCheck,
+VALUE_CHECKS = (
+    AuditCheck("numbers", _numbers, decides=True),
+    AuditCheck("many steps", _many_steps, frozenset({AuditKind.OPTIMIZER}), needs_sound=True),
+    AuditCheck("relations", _relations, frozenset(_RELATIONS)),
+    AuditCheck("memory", _memory),
+    AuditCheck("special values", _special_values),
+    AuditCheck("odd shapes", _odd_shapes, needs_sound=True),
+    AuditCheck("strides", _strides, _NOT_OPTIMIZERS, needs_sound=True),
+    AuditCheck("extremes", _extremes, _NOT_OPTIMIZERS, needs_sound=True),
 )

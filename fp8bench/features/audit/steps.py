@@ -27,8 +27,8 @@ from fp8bench.features.audit.operands import (
     same,
     stochastic,
 )
-from fp8bench.features.audit.promises import BAND, PromiseVerdict, not_finite, unusable
-from fp8bench.features.audit.values import FlatMoments
+from fp8bench.features.audit.promises import BAND, not_finite, unusable
+from fp8bench.features.audit.values import AuditFinding, FlatMoments, fail
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import KeptWeights, Signature, UpdateRule
@@ -78,6 +78,8 @@ class Hyper(NamedTuple):
             dampening, nesterov = float(group.get("dampening", 0)), bool(group.get("nesterov"))
             return cls(rate, decay, momentum=float(group["momentum"]), dampening=dampening, nesterov=nesterov)
         first, second = (float(value) for value in group["betas"])
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ValueError(f"its betas are {first:g} and {second:g}: each has to be from 0, and below 1")
         return cls(rate, decay, (first, second), float(group["eps"]))
 
 
@@ -267,25 +269,25 @@ class OptimizerPromise:
     others: tuple[OptimizerWay | Unfused, ...]
     likely: dict[str, tuple[Cast, Cast]]
 
-    def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
+    def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
         if wrong := unusable(result, tuple(self.start.shape)) or not_finite(result):
             return wrong
         exact = self._exact
         error, noise = relative_frobenius(result, exact), self._noise
         errors = [relative_frobenius(tensor, exact) for tensor in self._promised]
         own = min(relative_frobenius(result, tensor) for tensor in self._promised)
-        spread = 1 + _DRAWN / math.sqrt(2 * result.numel()) if self._drawn else 1.0
+        spread = 1 + _DRAWN / math.sqrt(2 * self._carrying) if self._drawn else 1.0
         high, low = spread * BAND[1] * max(errors) + noise, BAND[0] * min(errors) / spread - noise
-        code = why = ""
+        mistake = None
         if own > noise and (len(self.gradients) <= _LONG or not low <= error <= high):
-            code, why = self._explained(result, own)
-            if not code and error > high:
+            mistake = self._explained(result, own)
+            if mistake is None and error > high:
                 why = f"no known mistake explains it; its error is {error:.3g}, and {errors[0]:.3g} was expected"
-                code = "too-bad"
-            elif not code and error < low:
+                mistake = "too-bad", why
+            elif mistake is None and error < low:
                 why = f"its error is {error:.3g}, and this promise has {errors[0]:.3g}: more bits are kept"
-                code = "too-good"
-        return PromiseVerdict(code, why, error, errors[0])
+                mistake = "too-good", why
+        return fail(*mistake, error, errors[0]) if mistake else AuditFinding(error=error, expected=errors[0])
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
         most = max(relative_frobenius(update, self._exact) for update in self._promised)
@@ -299,26 +301,36 @@ class OptimizerPromise:
     def _drawn(self) -> bool:
         return self.plain.weights is _WEIGHTS[KeptWeights.STOCHASTIC][0]
 
+    @property
+    def _carrying(self) -> float:
+        """Returns how many elements make the error: of one-hot rows a few do, and how these are rounded is chance."""
+        squares = (self._promised[0] - self._exact).square()
+        return max(1.0, float(squares.sum() ** 2 / squares.square().sum().clamp(min=1e-300)))
+
     @cached_property
     def _promised(self) -> tuple[Tensor, ...]:
         return tuple(map(self._update, (self.plain, *self.others)))
 
     @cached_property
     def _noise(self) -> float:
-        size = float(self._exact.norm()) or 1.0
-        moved = 1 + math.sqrt(len(self.gradients)) * float(self.start.double().norm()) / size
-        return _FLOAT32 * (_ORDERS * moved + 1 / (1 - max(self.plain.hyper.betas)))
+        """Orders of sums err at random from step to step; betas and the factor of decay, rounded to float32, err to the
+        same side in all steps that are remembered."""
+        hyper, steps, size = self.plain.hyper, len(self.gradients), float(self._exact.norm()) or 1.0
+        start = float(self.start.double().norm()) / size
+        decayed = min(float(steps), 1 / (hyper.rate * hyper.decay)) if hyper.decay else 0.0
+        sided = decayed * (1 + start) + 1 / (1 - max(hyper.betas))
+        return _FLOAT32 * (_ORDERS * (1 + math.sqrt(steps) * start) + sided)
 
     def _update(self, way: OptimizerWay | Unfused) -> Tensor:
         return way.after(self.start, self.gradients) - self.start.to(torch.float64)
 
-    def _explained(self, result: Tensor, own: float) -> tuple[str, str]:
+    def _explained(self, result: Tensor, own: float) -> tuple[str, str] | None:
         if lean := self._lean(result):
             return "biased", lean
         rows = mistakes(self.plain, self.likely, len(self.gradients) > _LONG)
         updates = ((code, words, self._update(way)) for code, words, way in rows)
         distance, surely = partial(relative_frobenius, result), max(self._noise, _SURELY * own)
-        return nearest(updates, distance, own / math.sqrt(_NEARER), surely) or ("", "")
+        return nearest(updates, distance, own / math.sqrt(_NEARER), surely)
 
     def _lean(self, result: Tensor) -> str:
         """Says which way weights that are rounded at random lean; '' if they do not, or are not."""

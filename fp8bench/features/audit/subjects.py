@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fp8bench.features.audit.operands import (
     DATA,
+    Promised,
     Rounded,
     drawn,
     promised_by,
@@ -66,9 +67,11 @@ class Subject(ABC):
     data: ClassVar[tuple[str, ...]] = tuple(DATA)
 
     def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
-        self.function, self.signature, self.device = function, signature, facts.key
-        self.promised = promised_by(signature.precision, facts)
-        self.hopper = has_hopper_units(facts)
+        self.function, self.signature, self.facts, self.device = function, signature, facts, facts.key
+
+    @cached_property
+    def promised(self) -> Promised:
+        return promised_by(self.signature.precision, self.facts)
 
     @property
     def is_scaled(self) -> bool:
@@ -122,11 +125,11 @@ class ProductSubject(Subject):
         else:
             scales = [scale.to(torch.float8_e8m0fnu if fmt.name == "e8m0" else DTYPES[fmt.name]) for scale in scales]
         scales = [scale.to(self.device) for scale in scales]
-        whole = [torch.tensor(side.tensor_scale, device=self.device) for side in kept if side.tensor_scale != 1.0]
+        whole = [torch.tensor(side.tensor_scale, device=self.device) for side in kept if side.tensor_scale is not None]
         return codes[0], codes[1].t() if turned else codes[1], *scales, *whole
 
     def promises(self, matrices: Matrices) -> dict[str, Promise]:
-        return {"product": ProductPromise(*self._kept(matrices), hopper=self.hopper)}
+        return {"product": ProductPromise(*self._kept(matrices), hopper=has_hopper_units(self.facts))}
 
     def _kept(self, matrices: Matrices) -> tuple[Rounded, Rounded]:
         (a, b), (first, second, _) = matrices, self.promised.treatments
@@ -201,7 +204,7 @@ class LinearSubject(Subject):
             first, second = (
                 rounded(tensor.contiguous(), None if high and last else role[which]) for tensor, which in (a, b)
             )
-            promises[name] = ProductPromise(first, second, self._emulated(a, b, last), self.hopper)
+            promises[name] = ProductPromise(first, second, self._emulated(a, b, last), has_hopper_units(self.facts))
         return promises
 
     def _emulated(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], last: bool) -> Tensor | None:
@@ -253,9 +256,9 @@ class OptimizerSubject(Subject):
     timed = Shape(256, 2, 256)
     data = ("normal", "rows of different sizes", "many octaves", "one-hot rows", "small")
 
-    def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
-        self.function, self.signature, self.device, self.facts = function, signature, facts.key, facts
-        self.dtype = torch.bfloat16 if signature.weights in _LOW else torch.float32
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.signature.weights in _LOW else torch.float32
 
     def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
         """Returns gradients, which keep their sizes from step to step, and weights."""

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench import units
-from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, audited
+from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, audited
 from fp8bench.features.audit.model import audited_model, given_model
 from fp8bench.features.audit.operands import TIMED
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.results import VALUE_CHECKS
-from fp8bench.features.audit.subjects import Shape
-from fp8bench.features.audit.values import CONTROL, Audit, AuditFinding, CallWork, noise_of, spread_of
+from fp8bench.features.audit.subjects import Shape, Subject
+from fp8bench.features.audit.values import CONTROL, Audit, AuditFinding, CallWork, fail, noise_of, remark, spread_of
 from fp8bench.model import Ceilings, DeviceFacts, Limit
 from fp8bench.model.promises import AuditKind, Signature, Takes
+from fp8bench.numerics.operands import OperatorWatch, tensors_within
 from fp8bench.registry import precisions
 from fp8bench.user_code.named import declared_of, named
 from fp8bench.worker.bench import Bench
@@ -37,19 +37,19 @@ _COPIES = ("clone", "copy_", "_to_copy", "contiguous")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm")
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counting(OperatorWatch):  # type: ignore[no-untyped-call]
     """Counts memory that is taken, casts, copies and products, as far as they are operators of torch."""
 
+    unwraps = False
+
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: Counter[str] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        before = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-        made = func(*args, **(kwargs or {}))
-        for tensor in _tensors(made):
+    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        before = {_storage(tensor) for tensor in tensors_within((args, named))}
+        made = func(*args, **named)
+        for tensor in tensors_within(made):
             if tensor.numel() and _storage(tensor) not in before:
                 before.add(_storage(tensor))
                 self.seen.update(allocations=1, bytes=tensor.untyped_storage().nbytes())
@@ -57,7 +57,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen["products"] += name in _PRODUCTS
         if name in _COPIES:
             source = args[1] if name == "copy_" else args[0]
-            target = next(iter(_tensors(made)), None)
+            target = next(iter(tensors_within(made)), None)
             cast = target is not None and isinstance(source, Tensor) and source.dtype != target.dtype
             self.seen["casts" if cast else "copies"] += 1
         return made
@@ -69,14 +69,6 @@ def work_of(call: Callable[[], object]) -> CallWork:
     return CallWork(**counting.seen)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | tuple | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
-
-
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, torch.nn.Parameter) else id(tensor)
 
@@ -86,43 +78,43 @@ _WARM = 3
 _SINGLE = (AuditKind.PRODUCT, AuditKind.ATTENTION)
 
 
-class WorkCheck(AuditCheck):
+def _work(auditor: Auditor) -> Iterator[AuditFinding]:
     """Compares what calls do, by torch's operators; what a kernel does inside is not seen."""
+    auditor.given = AuditInput(NORMAL, auditor.fitting(auditor.subject.timed))
+    matrices = auditor.matrices(auditor.given)
+    yield from _remembered(auditor, matrices)
+    if auditor.baseline is not None:
+        yield from _compared(auditor, auditor.baseline, matrices)
 
-    name = "work"
 
-    def look(self) -> Iterator[AuditFinding]:
-        self.given = AuditInput(NORMAL, self.auditor.fitting(self.subject.timed))
-        matrices = self.auditor.matrices(self.given)
-        yield from self._remembered(matrices)
-        if self.auditor.baseline is not None:
-            yield from self._compared(self.auditor.baseline.arguments(matrices), self.subject.arguments(matrices))
+def _remembered(auditor: Auditor, matrices: Matrices) -> Iterator[AuditFinding]:
+    """A call with arguments that it has seen must do as much as one with fresh arguments."""
+    subject = auditor.subject
+    known = subject.arguments(matrices)
+    for _ in range(_WARM):
+        subject.raw(known)
+    again = work_of(partial(subject.raw, known))
+    fresh = work_of(partial(subject.raw, subject.arguments(matrices)))
+    auditor.work["kernel"] = fresh, None
+    counts = {name: (getattr(again, name), getattr(fresh, name)) for name in _REMEMBERED}
+    if lost := [f"{name}: {less} of {all_}" for name, (less, all_) in counts.items() if less < all_]:
+        why = f"with arguments that it has seen it does less than with fresh ones ({'; '.join(lost)})"
+        yield fail("remembered-work", why)
 
-    def _remembered(self, matrices: Matrices) -> Iterator[AuditFinding]:
-        """A call with arguments that it has seen must do as much as one with fresh arguments."""
-        known = self.subject.arguments(matrices)
-        for _ in range(_WARM):
-            self.subject.raw(known)
-        again = work_of(partial(self.subject.raw, known))
-        fresh = self.auditor.work["kernel"] = work_of(partial(self.subject.raw, self.subject.arguments(matrices)))
-        counts = {name: (getattr(again, name), getattr(fresh, name)) for name in _REMEMBERED}
-        if lost := [f"{name}: {less} of {all_}" for name, (less, all_) in counts.items() if less < all_]:
-            why = f"with arguments that it has seen it does less than with fresh ones ({'; '.join(lost)})"
-            yield self.fail("remembered-work", why)
 
-    def _compared(self, arguments: Matrices, own: Matrices) -> Iterator[AuditFinding]:
-        """Tells what the baseline does that it need not: copies, casts, results in fresh memory."""
-        assert self.auditor.baseline is not None
-        kernel, baseline = partial(self.subject.raw, own), partial(self.auditor.baseline.raw, arguments)
-        baseline()
-        work, mine = work_of(baseline), self.auditor.work["kernel"]
-        self.auditor.work["baseline"] = work
-        self.auditor.compared = fastest({"kernel": kernel, "baseline": baseline}, self.subject.device)
-        if self.subject.kind in _SINGLE and (more := list(_more(work, mine))):
-            yield self.fail("unfair-baseline", f"the baseline {' and '.join(more)}")
-        if self.subject.signature.takes is Takes.CODES:
-            why = "it is given codes and scales, and the baseline values: the time of casts is in neither"
-            yield self.remark("casts-outside", why)
+def _compared(auditor: Auditor, other: Subject, matrices: Matrices) -> Iterator[AuditFinding]:
+    """Tells what the baseline does that it need not: copies, casts, results in fresh memory."""
+    subject, (mine, _) = auditor.subject, auditor.work["kernel"]
+    sides = ("kernel", subject), ("baseline", other)
+    calls = {side: partial(called.raw, called.arguments(matrices)) for side, called in sides}
+    calls["baseline"]()
+    work, seconds = work_of(calls["baseline"]), fastest(calls, subject.device)
+    auditor.work = {"kernel": (mine, seconds["kernel"]), "baseline": (work, seconds["baseline"])}
+    if subject.kind in _SINGLE and (more := list(_more(work, mine))):
+        yield fail("unfair-baseline", f"the baseline {' and '.join(more)}")
+    if subject.signature.takes is Takes.CODES:
+        why = "it is given codes and scales, and the baseline values: the time of casts is in neither"
+        yield remark("casts-outside", why)
 
 
 _REMEMBERED = ("casts", "products", "copies", "allocations")
@@ -221,80 +213,76 @@ _SHORT, _SPREAD = 4.0, 0.3
 _CLEARLY = 3.0
 
 
-class SpeedCheck(AuditCheck):
-    """Checks times, with limits that leave room for a busy machine."""
+def _speed(auditor: Auditor) -> list[AuditFinding]:
+    """Checks times, with limits that leave room for a busy machine. Returns all findings or raises: times say nothing
+    where a call failed on the way."""
+    shape = auditor.fitting(auditor.subject.timed)
+    while (seconds := _seconds(auditor, shape)) < _LONG_ENOUGH and max(shape) < _LARGEST:
+        shape = Shape(*(2 * side for side in shape))
+    auditor.given = given = AuditInput(NORMAL, shape)
+    if why := _too_fast(auditor, shape):
+        return [fail("too-fast", why)]
+    findings = list(_by_data(auditor, shape))
+    if seconds < _LONG_ENOUGH:
+        return [*findings, remark("overhead", f"{units.seconds(seconds)} a call: too short to see whether it grows")]
 
-    name = "speed"
+    def flat(larger: Shape) -> str:
+        before, after = _seconds(auditor, shape), _seconds(auditor, larger)
+        return "" if after >= _AT_LEAST * before else f"{units.seconds(after)}, and {units.seconds(before)} before"
 
-    def look(self) -> list[AuditFinding]:
-        """Returns all findings or raises: times say nothing where a call failed on the way."""
-        shape = self.auditor.fitting(self.subject.timed)
-        while (seconds := self._seconds(shape)) < _LONG_ENOUGH and max(shape) < _LARGEST:
-            shape = Shape(*(2 * side for side in shape))
-        given = AuditInput(NORMAL, shape)
-        if why := self._too_fast(shape):
-            return [self.fail("too-fast", why, given)]
-        findings = list(self._by_data(given))
-        if seconds < _LONG_ENOUGH:
-            why = f"{units.seconds(seconds)} a call: too short to see whether it grows"
-            return [*findings, self.remark("overhead", why, given)]
+    for side in ("m", "k"):
+        larger = shape._replace(**{side: _MORE * getattr(shape, side)})
+        if why := _always(partial(flat, larger)):
+            finding = fail("flat-time", f"{_MORE} times the {side.upper()}: {why}")
+            findings.append(auditor.about(given._replace(shape=larger), finding))
+    return findings
 
-        def flat(larger: Shape) -> str:
-            before, after = self._seconds(shape), self._seconds(larger)
-            return "" if after >= _AT_LEAST * before else f"{units.seconds(after)}, and {units.seconds(before)} before"
 
-        for side in ("m", "k"):
-            larger = shape._replace(**{side: _MORE * getattr(shape, side)})
-            if why := _always(partial(flat, larger)):
-                why = f"{_MORE} times the {side.upper()}: {why}"
-                findings.append(self.fail("flat-time", why, given._replace(shape=larger)))
-        return findings
+def _too_fast(auditor: Auditor, shape: Shape) -> str:
+    subject, ceilings, device = auditor.subject, auditor.ceilings, auditor.subject.device
+    arguments = _arguments(auditor, NORMAL, shape)
+    touched = (*arguments, *subject.raw(arguments).values())
+    moved, flops = sum(tensor.numel() * tensor.element_size() for tensor in touched), subject.flops(shape)
+    bounds = {
+        "FLOP/s": (flops, lambda: flops_bound(ceilings, subject.signature.precision, shape, device)),
+        "B/s": (moved, lambda: bytes_bound(ceilings, moved, device)),
+    }
 
-    def _too_fast(self, shape: Shape) -> str:
-        device, ceilings, precision = self.subject.device, self.auditor.ceilings, self.subject.signature.precision
-        arguments = self._arguments(NORMAL, shape)
-        moved = sum(
-            argument.numel() * argument.element_size()
-            for argument in (*arguments, *self.subject.raw(arguments).values())
-        )
-        flops = self.subject.flops(shape)
-        bounds = {
-            "FLOP/s": (flops, lambda: flops_bound(ceilings, precision, shape, device)),
-            "B/s": (moved, lambda: bytes_bound(ceilings, moved, device)),
-        }
+    def above(count: int, unit: str, bound: Callable[[], RateBound]) -> str:
+        own, (most, words) = count / _seconds(auditor, shape), bound()
+        return "" if own <= most else f"{units.count(own, unit)}; {units.count(most, unit)} is {words}"
 
-        def above(count: int, unit: str, bound: Callable[[], RateBound]) -> str:
-            own, (most, words) = count / self._seconds(shape), bound()
-            return "" if own <= most else f"{units.count(own, unit)}; {units.count(most, unit)} is {words}"
+    looks = (_always(partial(above, count, unit, bound)) for unit, (count, bound) in bounds.items() if count)
+    return next(filter(None, looks), "")
 
-        looks = (_always(partial(above, count, unit, bound)) for unit, (count, bound) in bounds.items() if count)
-        return next(filter(None, looks), "")
 
-    def _by_data(self, given: AuditInput) -> Iterator[AuditFinding]:
-        """Times calls on zeros, ones, integers, uniform and normal numbers in turns, and again while they differ."""
-        auditor, device = self.auditor, self.subject.device
-        calls = {name: partial(self.subject.raw, self._arguments(name, given.shape)) for name in TIMED}
-        calls[CONTROL] = calls[NORMAL]
-        # On a CPU the process's own time: other processes would disturb any comparison by the clock.
-        clock = time.process_time if device.startswith("cpu") else time.perf_counter
-        for _ in range(_AGAIN):
-            times = fastest(calls, device, clock)
-            auditor.times = {name: min(time_, auditor.times.get(name, time_)) for name, time_ in times.items()}
-            if spread_of(auditor.times) <= _SPREAD:
-                return
-        least = min((name for name in auditor.times if name != CONTROL), key=lambda name: auditor.times[name])
-        less, normal = (units.seconds(auditor.times[name]) for name in (least, NORMAL))
-        why = f"{less} on {least}, and {normal} on normal numbers"
-        if auditor.times[least] * _SHORT < auditor.times[NORMAL]:
-            yield self.fail("data-shortcut", why, given)
-        elif (spread := spread_of(auditor.times)) > _CLEARLY * noise_of(auditor.times):
-            yield self.remark("data-time", f"its time differs by {spread:.0%} with what its inputs hold: {why}", given)
+def _by_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
+    """Times calls on zeros, ones, integers, uniform and normal numbers in turns, and again while they differ."""
+    device = auditor.subject.device
+    calls = {name: partial(auditor.subject.raw, _arguments(auditor, name, shape)) for name in TIMED}
+    calls[CONTROL] = calls[NORMAL]
+    # On a CPU the process's own time: other processes would disturb any comparison by the clock.
+    clock = time.process_time if device.startswith("cpu") else time.perf_counter
+    for _ in range(_AGAIN):
+        times = fastest(calls, device, clock)
+        auditor.times = {name: min(time_, auditor.times.get(name, time_)) for name, time_ in times.items()}
+        if spread_of(auditor.times) <= _SPREAD:
+            return
+    least = min((name for name in auditor.times if name != CONTROL), key=lambda name: auditor.times[name])
+    less, normal = (units.seconds(auditor.times[name]) for name in (least, NORMAL))
+    why = f"{less} on {least}, and {normal} on normal numbers"
+    if auditor.times[least] * _SHORT < auditor.times[NORMAL]:
+        yield fail("data-shortcut", why)
+    elif (spread := spread_of(auditor.times)) > _CLEARLY * noise_of(auditor.times):
+        yield remark("data-time", f"its time differs by {spread:.0%} with what its inputs hold: {why}")
 
-    def _arguments(self, data: str, shape: Shape) -> Matrices:
-        return self.subject.arguments(self.auditor.matrices(AuditInput(data, shape)))
 
-    def _seconds(self, shape: Shape) -> float:
-        return fastest({"": partial(self.subject.raw, self._arguments(NORMAL, shape))}, self.subject.device)[""]
+def _arguments(auditor: Auditor, data: str, shape: Shape) -> Matrices:
+    return auditor.subject.arguments(auditor.matrices(AuditInput(data, shape)))
+
+
+def _seconds(auditor: Auditor, shape: Shape) -> float:
+    return fastest({"": partial(auditor.subject.raw, _arguments(auditor, NORMAL, shape))}, auditor.subject.device)[""]
 
 
 def _always(look: Callable[[], str]) -> str:
@@ -305,20 +293,21 @@ def _always(look: Callable[[], str]) -> str:
     return why
 
 
-class LaterCheck(AuditCheck):
+def _values_later(auditor: Auditor) -> Iterator[AuditFinding]:
     """Results have to be right after all that was timed, too."""
-
-    name, needs_sound = "values later", True
-
-    def look(self) -> Iterator[AuditFinding]:
-        given = AuditInput(NORMAL, self.auditor.shapes()[0])
-        for name, verdict in self.auditor.problems(given).items():
-            if verdict.failed:
-                yield self.fail("late", f"after it was timed {name} is wrong: {verdict.why}", given)
+    auditor.given = auditor.first
+    for name, verdict in auditor.problems(auditor.first).items():
+        if verdict.failed:
+            yield fail("late", f"after it was timed {name} is wrong: {verdict.why}")
 
 
 # All checks, in the order in which they run.
-CHECKS: tuple[type[AuditCheck], ...] = (*VALUE_CHECKS, WorkCheck, SpeedCheck, LaterCheck)
+CHECKS = (
+    *VALUE_CHECKS,
+    AuditCheck("work", _work),
+    AuditCheck("speed", _speed),
+    AuditCheck("values later", _values_later, needs_sound=True),
+)
 
 
 class AuditBench(Bench):

@@ -38,13 +38,29 @@ class AuditFinding:
     smallest input that showed it. `error` is how far results are from the exact product of what went in, `expected`
     how far the emulation is; None where that says nothing."""
 
-    check: str
-    outcome: AuditOutcome
+    check: str = ""
+    outcome: AuditOutcome = AuditOutcome.PASS
     code: str = ""
     why: str = ""
     input: str = ""
     error: float | None = None
     expected: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome is AuditOutcome.FAIL
+
+    @property
+    def remark(self) -> bool:
+        return self.outcome is AuditOutcome.PASS and bool(self.code)
+
+
+def fail(code: str, why: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
+    return AuditFinding("", AuditOutcome.FAIL, code, why, "", error, expected)
+
+
+def remark(code: str, why: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
+    return AuditFinding("", AuditOutcome.PASS, code, why, "", error, expected)
 
 
 def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:

@@ -17,7 +17,7 @@ from fp8bench.report.comparisons import TONES, counted, direction, label_legend,
 from fp8bench.report.elements import Element, Field, Page, Part, Text, Tone
 from fp8bench.report.panels import show_params, together
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.naming import many
+from fp8bench.report.words.naming import listed, many
 
 _HOW_RATIO = (
     f"change: of the time from A to B, below 0 is faster, with its {units.percent(FINAL_LEVEL, 0)} interval; a side is "
@@ -118,9 +118,7 @@ def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
         for result in duel.results for record in (result.before, result.after)
         if record.status is Status.OK and record.detail
     ]  # fmt: skip
-    alike = ((why, list(dict.fromkeys(about))) for why, about in together(reasons).items())
-    return [f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}: {why}"
-            for why, names in alike]  # fmt: skip
+    return [f"{listed(list(dict.fromkeys(about)), 3)}: {why}" for why, about in together(reasons).items()]
 
 
 def _ending(duel: Duel) -> Iterator[Text]:

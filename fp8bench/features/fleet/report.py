@@ -29,6 +29,7 @@ from fp8bench.files import is_locked
 from fp8bench.model import Run
 from fp8bench.model.run import CellStatus, FleetPlan
 from fp8bench.report.panels import together
+from fp8bench.report.words.naming import listed
 from fp8bench.store.fleet_plans import number_of, plans_of, read_plan, states_of
 from fp8bench.store.runs.listing import REFUSED, REMEDY, listing
 from fp8bench.store.runs.run_file import load_head, load_run
@@ -236,7 +237,7 @@ def of_coverage(seen: Sequence[MachineRun], expected: Collection[str]) -> Iterat
     for machine, runs in own.items():
         cut = {setting: run.run for run in runs for setting in run.cut if setting not in whole[machine]}
         if cut:
-            which = _shortened([f"{setting} (run {run})" for setting, run in cut.items()])
+            which = listed([f"{setting} (run {run})" for setting, run in cut.items()])
             words = f"{len(cut)} of its cells were cut off and not resumed: {which}"
             yield MachineAlarm(machine, Oddity.CUT_OFF, words)
         others = [have for name, have in whole.items() if name != machine]
@@ -245,7 +246,7 @@ def of_coverage(seen: Sequence[MachineRun], expected: Collection[str]) -> Iterat
         lacking = [setting for setting in wanted if setting not in whole[machine] and setting not in cut]
         if lacking:
             count = f"{len(lacking)} of {len(wanted)} cells"
-            words = f"{count} that other machines measured are missing: {_shortened(lacking)}"
+            words = f"{count} that other machines measured are missing: {listed(lacking)}"
             yield MachineAlarm(machine, Oddity.MISSING, words)
     for machine in sorted(set(expected) - own.keys()):
         yield MachineAlarm(machine, Oddity.MISSING, "nothing came of it")
@@ -354,10 +355,6 @@ def _long(seconds: float) -> str:
     return f"{size / 3600:.1f} hours" if size >= 3600 else f"{size / 60:.0f} minutes"
 
 
-# At most so many names stand in one sentence.
-_MOST = 4
-
-
 # The alarm for a machine whose bits differ: from its own, from those of most machines of its kind, or from those of
 # some, with no majority.
 _DISSENTS = {
@@ -385,7 +382,7 @@ def _of_bits(kind: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
     for machine in sorted({machine for machine, _ in differing}):
         for which, (oddity, words) in _DISSENTS.items():
             if whats := differing.get((machine, which)):
-                yield MachineAlarm(machine, oddity, f"{words}: {_shortened(whats)}")
+                yield MachineAlarm(machine, oddity, f"{words}: {listed(whats)}")
 
 
 def _answers(kind: Sequence[MachineRun]) -> dict[str, dict[str, set[str]]]:
@@ -397,8 +394,3 @@ def _answers(kind: Sequence[MachineRun]) -> dict[str, dict[str, set[str]]]:
         for what, values in (*answers, *((name, (value,)) for name, value in run.errors.items())):
             by_machine.setdefault(what, {}).setdefault(run.machine, set()).update(values)
     return by_machine
-
-
-def _shortened(names: Sequence[str]) -> str:
-    more = len(names) - _MOST
-    return ", ".join(names[:_MOST]) + (f" and {more} more" if more > 0 else "")

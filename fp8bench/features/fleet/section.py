@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8bench.features.fleet import view as fleets
 from fp8bench.features.fleet.report import fleet_of
-from fp8bench.report.elements import Element, Text
+from fp8bench.features.fleet.view import report_page
+from fp8bench.report.elements import Element, Table, Text
 from fp8bench.report.page.section import Material, section
 from fp8bench.report.words.naming import fact
 
@@ -25,12 +25,9 @@ def fleet_section(material: Material) -> Iterator[Element]:
         run = material.entries[0].run
         number = run.cell.rpartition("/")[2]
         yield Text(f"This run is cell {number} of plan {run.fleet_plan}, measured on {fact(run, 'machine')}.")
-    named = fleets.named(report)
-    caption = "Machines that stand out"
-    yield named if isinstance(named, Text) else replace(named, name="fleet-named", caption=caption)
-    yield replace(fleets.machines(report), name="fleet-machines", caption="Machines")
-    yield from fleets.charts(report)
-    yield replace(fleets.kinds(report), name="fleet-kinds", caption="Kinds of machines")
-    cases = fleets.cases(report)
-    yield replace(cases, name="fleet-cases", caption="Cases, machine beside machine", main=False, folded=True)
-    yield from fleets.coverage(report)
+    for part in report_page(report, "", drawn=True).parts:
+        for element in part.elements:
+            yield (
+                replace(element, name=f"fleet-{part.name}", caption=part.title, main=False, folded=part.name == "cases")
+                if isinstance(element, Table) else element
+            )  # fmt: skip

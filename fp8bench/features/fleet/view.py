@@ -33,7 +33,7 @@ LEGEND = (
 )
 
 
-def named(report: FleetReport) -> Table | Text:
+def _named(report: FleetReport) -> Table | Text:
     if not report.alarms:
         return Text("No machine stands out.", Tone.GOOD)
     cols: list[Col[MachineAlarm]] = [
@@ -44,7 +44,7 @@ def named(report: FleetReport) -> Table | Text:
     return table("named", "", cols, report.alarms)
 
 
-def machines(report: FleetReport) -> Table:
+def _machines(report: FleetReport) -> Table:
     named = named_for(report)
     cols: list[Col[Machine]] = [
         Col("machine", lambda machine: machine.name),
@@ -60,7 +60,7 @@ def machines(report: FleetReport) -> Table:
     return table("machines", "", cols, report.machines)
 
 
-def charts(report: FleetReport) -> Iterator[Bars]:
+def _charts(report: FleetReport) -> Iterator[Bars]:
     groups = tuple(
         (f"kind {figure.kind}", tuple(
             Mark(name, 1 + own.change, tone=Tone.BAD if own.odd else Tone.PLAIN)
@@ -75,7 +75,7 @@ def charts(report: FleetReport) -> Iterator[Bars]:
         )
 
 
-def kinds(report: FleetReport) -> Table:
+def _kinds(report: FleetReport) -> Table:
     few = f"needs {LEAST_MACHINES} machines"
     cols: list[Col[MachineKind]] = [
         Col("kind", lambda kind: kind.name),
@@ -94,7 +94,7 @@ def _hardware_of(kind: MachineKind) -> str:
     return " + ".join(dict.fromkeys(devices)) or dict(kind.hardware).get("asv_cpu", units.NONE)
 
 
-def cases(report: FleetReport) -> Table:
+def _cases(report: FleetReport) -> Table:
     figures = sorted((figure for figure in report.figures if figure.case), key=lambda figure: figure.case)
     first = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
 
@@ -115,7 +115,7 @@ def cases(report: FleetReport) -> Table:
     return table("cases", "", cols, figures, main=True)
 
 
-def coverage(report: FleetReport) -> Iterator[Element]:
+def _coverage(report: FleetReport) -> Iterator[Element]:
     whole = report.settings - len(report.lacking)
     yield Text(f"{whole} of {report.settings} cells were measured completely by at least one machine.")
     yield Items(tuple(Text(f"by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
@@ -229,12 +229,11 @@ def status_rows(plan: FleetPlan, states: Sequence[CellState]) -> Rows:
 
 
 def report_page(report: FleetReport, name: str, drawn: bool = False) -> Page:
-    shown = tuple(charts(report)) if drawn else ()
     parts = [
-        Part("named", "Machines that stand out", (named(report),)),
-        Part("machines", "Machines", (machines(report), *shown)),
-        Part("kinds", "Kinds of machines", (kinds(report),)),
-        Part("cases", "Cases side by side", (cases(report),)),
-        Part("coverage", "Coverage and exclusions", tuple(coverage(report))),
+        Part("named", "Machines that stand out", (_named(report),)),
+        Part("machines", "Machines", (_machines(report), *(_charts(report) if drawn else ()))),
+        Part("kinds", "Kinds of machines", (_kinds(report),)),
+        Part("cases", "Cases side by side", (_cases(report),)),
+        Part("coverage", "Coverage and exclusions", tuple(_coverage(report))),
     ]
     return Page(f"fleet report: {name}", "", tuple(parts), LEGEND)

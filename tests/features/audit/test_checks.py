@@ -13,9 +13,8 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from fp8bench.features.audit import results, times
-from fp8bench.features.audit.results import MemoryCheck
 from fp8bench.features.audit.subjects import Shape
-from fp8bench.features.audit.times import CHECKS, SpeedCheck, WorkCheck, work_of
+from fp8bench.features.audit.times import CHECKS, work_of
 from fp8bench.features.audit.values import AuditOutcome, CallWork
 from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.model.promises import AuditKind
@@ -27,8 +26,9 @@ from suites.audit_kernels import Kernel, product
 from suites.audit_lies import HONEST, LIES, UNCAUGHT
 from tests.counts import for_each
 
+BY_NAME = {check.name: check for check in CHECKS}
 # The check of speed takes seconds: of two lies and one honest kernel it is enough.
-UNTIMED = tuple(check for check in CHECKS if check is not SpeedCheck)
+UNTIMED = tuple(check for check in CHECKS if check.name != "speed")
 TIMED = ("nothing beyond a size", "no product of zeros", "emulated fp8")
 QUICK = (
     "no tail of the contraction", "NaN of zeros", "a NaN that is lost", "rows are taken to follow one another",
@@ -90,13 +90,13 @@ def test_what_is_compiled_is_seen_as_what_it_was_made_of() -> None:
     ],
 )
 def test_work_that_is_not_done_or_not_needed(name: str, code: str) -> None:
-    assert codes_of(result_of(_BY_NAME[name], "cpu", [WorkCheck])) == code
+    assert codes_of(result_of(_BY_NAME[name], "cpu", [BY_NAME["work"]])) == code
 
 
 def test_a_baseline_beside_a_kernel_of_codes() -> None:
     kernel = _BY_NAME["torch's scaled product"]
     beside = Kernel("", kernel.signature, kernel.function, baseline=lambda a, b: a @ b)
-    audit = result_of(beside, "cpu", [WorkCheck])
+    audit = result_of(beside, "cpu", [BY_NAME["work"]])
     assert [finding.code for finding in audit.findings] == ["casts-outside"]
     assert [(side, work.products, bool(seconds)) for side, work, seconds in audit.work] == [
         ("kernel", 1, True), ("baseline", 1, True),
@@ -107,7 +107,7 @@ def test_a_baseline_beside_a_kernel_of_codes() -> None:
 def test_a_cast_is_not_held_against_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "flops_bound", lambda *_: pytest.fail("products of a cast"))
     (kernel,) = (row for row in everyday.HONEST if row.signature.kind is AuditKind.CAST)
-    assert "too-fast" not in codes_of(result_of(kernel, "cpu", [SpeedCheck]))
+    assert "too-fast" not in codes_of(result_of(kernel, "cpu", [BY_NAME["speed"]]))
 
 
 def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,5 +147,5 @@ def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.
         return kernel
 
     monkeypatch.setattr(results, "beside", beside)
-    assert codes_of(result_of(Kernel("", _FP8, made(waits=False)), "cpu", [MemoryCheck])) == "stream"
-    assert result_of(Kernel("", _FP8, made(waits=True)), "cpu", [MemoryCheck]).outcome is AuditOutcome.PASS
+    assert codes_of(result_of(Kernel("", _FP8, made(waits=False)), "cpu", [BY_NAME["memory"]])) == "stream"
+    assert result_of(Kernel("", _FP8, made(waits=True)), "cpu", [BY_NAME["memory"]]).outcome is AuditOutcome.PASS

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit.operands import DATA, rounded, spread
-from fp8bench.features.audit.promises import PromiseVerdict
 from fp8bench.features.audit.subjects import SUBJECTS, Shape, Subject
+from fp8bench.features.audit.values import AuditFinding
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Treatment
 from fp8bench.model.promises import AuditKind
@@ -28,7 +28,7 @@ def subject(function: object, kind: str, precision: str) -> Subject:
     return SUBJECTS[AuditKind(kind)](function, signed(kind, precision), CPU)  # type: ignore[arg-type]
 
 
-def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> PromiseVerdict:
+def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> AuditFinding:
     matrices = audited.drawn(data, shape, 0)
     (name,) = audited.promises(matrices)
     return audited.promises(matrices)[name].judge(audited.results(audited.arguments(matrices))[name])
@@ -51,6 +51,10 @@ def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape
         (lambda a, b: a @ b.t(), "fp16", "outliers along the contraction", ""),
         (lambda a, b: a, "fp8", "normal", "shape"),
         (lambda a, b: (a @ b.t()).to(torch.int32), "fp8", "normal", "dtype"),
+        (lambda a, b: (a @ b.t()).to(torch.float8_e4m3fn), "fp8", "normal", "dtype"),
+        (lambda a, b: a.double() @ b.double().t(), "bf16", "normal", ""),
+        # Zeros are near to whatever makes numbers small: nobody says that they are that.
+        (lambda a, b: a @ b.t() * 0, "fp8", "normal", "wrong-values"),
         (lambda a, b: (a @ b.t()) / 0, "fp8", "normal", "not-finite"),
     ],
 )  # fmt: skip
@@ -91,6 +95,16 @@ def test_an_error_that_is_too_small_is_a_wider_precision() -> None:
     assert verdict.error < 0.6 * verdict.expected
 
 
+@for_each("data", ["normal", "zeros", "infinite"])
+def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
+    """Where there is nothing to scale by, too: a kernel takes six arguments."""
+    audited = SUBJECTS[AuditKind.PRODUCT](product, signed("product", "nvfp4", "codes"), CPU)
+    a, b = audited.drawn("zeros" if data == "zeros" else "normal", SHAPE, 0)
+    a[0, 0] = torch.inf if data == "infinite" else a[0, 0]
+    *_, first, second = arguments = audited.arguments((a, b))
+    assert len(arguments) == 6 and first.shape == second.shape == () and (first == 1) == (data != "normal")
+
+
 def test_a_cast_may_give_codes_and_scales() -> None:
     treatment = Treatment(precisions.get("mxfp8").recipe.input.fmt, MXFP8.scaling)  # type: ignore[attr-defined]
 
@@ -101,3 +115,5 @@ def test_a_cast_may_give_codes_and_scales() -> None:
     assert judged(subject(cast, "cast", "mxfp8")).code == ""
     with pytest.raises(ValueError, match="3 x 1 scales do not cover 8 x 4"):
         spread(torch.ones(3, 1), torch.ones(8, 4))
+    with pytest.raises(ValueError, match="0 x 1 scales do not cover 32 x 256"):
+        judged(subject(lambda x: (x.to(torch.float8_e4m3fn), torch.ones(0)), "cast", "fp8"))

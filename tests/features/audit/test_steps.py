@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from fp8bench.features.audit.auditor import ManyStepsCheck
 from fp8bench.features.audit.operands import dynamic_map, kept
-from fp8bench.features.audit.promises import PromiseVerdict
+from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.subjects import OptimizerSubject, Shape
+from fp8bench.features.audit.values import AuditFinding
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
 from suites.audit_kernels import Kernel
@@ -30,7 +31,7 @@ def subject(kernel: Kernel) -> OptimizerSubject:
     return OptimizerSubject(kernel.made(), kernel.signature, CPU)
 
 
-def judged(kernel: Kernel, data: str = "normal", shape: Shape = SHORT) -> PromiseVerdict:
+def judged(kernel: Kernel, data: str = "normal", shape: Shape = SHORT) -> AuditFinding:
     audited = subject(kernel)
     matrices = audited.drawn(data, shape, 0)
     return audited.promises(matrices)["update"].judge(audited.results(audited.arguments(matrices))["update"])
@@ -62,13 +63,33 @@ def test_steps_that_keep_their_promise(kernel: Kernel, data: str) -> None:
 @for_each("kernel", [kernel for kernel in HONEST if "torchao" in kernel.name], ids=lambda kernel: kernel.name)
 def test_torchaos_do_so_too(kernel: Kernel) -> None:
     for data in OptimizerSubject.data:
+        torch.manual_seed(0)  # which torchao rounds by
         assert judged(kernel, data).code == ""
+
+
+@pytest.mark.slow
+def test_a_few_elements_that_are_rounded_at_random_accuse_nobody() -> None:
+    """Of one-hot rows sixteen elements make nearly all of the error; at these seeds it was too small, and too large."""
+    (kernel,) = (kernel for kernel in HONEST if kernel.name == "torchao's 8-bit AdamW, rounding at random")
+    for seed in (121, 167):
+        torch.manual_seed(seed)
+        assert judged(kernel, "one-hot rows").code == ""
+
+
+@pytest.mark.slow
+@for_each(
+    ("rate", "decay", "betas"), [(0.01, 0.3, (0.8, 0.95)), (0.066, 0.016, (0.5, 0.95)), (3.4e-5, 0.0032, (0.9, 0.99))]
+)
+def test_a_factor_of_decay_in_float32_accuses_nobody(rate: float, decay: float, betas: tuple[float, float]) -> None:
+    """torch rounds 1 - rate x decay once, and multiplies by that in each of a thousand steps."""
+    made = partial(torch.optim.AdamW, lr=rate, weight_decay=decay, betas=betas)
+    assert judged(Kernel("", signed("optimizer", "fp32"), made), shape=OptimizerSubject.many).code == ""
 
 
 @pytest.mark.slow
 def test_a_count_that_stands_still_shows_in_a_thousand_steps() -> None:
     (lie,) = (kernel for kernel in LIES if kernel.name == LATE)
-    audit = result_of(lie, "cpu", [ManyStepsCheck])
+    audit = result_of(lie, "cpu", [check for check in VALUE_CHECKS if check.name == "many steps"])
     assert codes_of(audit) == "step-count" and "256" in audit.findings[0].why
 
 
@@ -77,6 +98,7 @@ def test_a_count_that_stands_still_shows_in_a_thousand_steps() -> None:
     [
         (lambda weights: torch.optim.AdamW(weights, lr=0.0), "its learning rate is 0"),
         (lambda weights: torch.optim.AdamW(weights, amsgrad=True), "amsgrad is not audited"),
+        (lambda weights: torch.optim.AdamW([{"params": weights, "betas": (0.9, 1)}]), "its betas are 0.9 and 1: each"),
         (list, r"it made list, and step\(\) and param_groups were expected"),
     ],
 )

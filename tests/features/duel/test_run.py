@@ -29,7 +29,6 @@ def work(x):
     return x @ x[:, :COLUMNS]
 """
 # Steps that need no size of their own: what differs between the sides is in mylib, in whoami, or planted by a name.
-# Steps that need no size of their own: what differs between the sides is in mylib, in whoami, or planted by a name.
 SUITE = """
 import os
 import signal
