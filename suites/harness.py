@@ -1,4 +1,4 @@
-"""fp8bench's benchmarks of itself, for asv; `python -m suites.harness` prints them without asv.
+"""fp8bench's benchmarks of itself, for asv; `python -m suites.harness` prints them without asv, in 10 to 15 minutes.
 
 Lower is better in all. Where the wall time of a shared machine would say little, figures are CPU time, or ratios of
 neighbouring runs. All processes measure the fp8bench that this one imports.
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -31,7 +31,7 @@ from fp8bench.plan.make import make_plan
 from suites import long_history
 from suites.long_history import COMMITS, PAIRS, Cost
 from suites.quantisers import CASTS, linear_over_product, over_copy
-from suites.trials import FP8BENCH, environment, ran, say, scratch
+from suites.trials import FP8BENCH, environment, options, ran, say, scratch
 
 SUITES = Path(__file__).resolve().parent
 # Commits and pairs of the smallest compacted store that has every part.
@@ -282,11 +282,20 @@ def cases(benchmark: Benchmark) -> Iterator[tuple[str, ...]]:
     return itertools.product(*vars(benchmark)["params"])
 
 
-def main() -> None:
-    for benchmark in BENCHMARKS:
+def show(names: Collection[str]) -> None:
+    """Measures these figures, and prints each as it comes."""
+    for name in names:
+        benchmark = BENCHMARKS[[*FIGURES].index(name)]
         for words in cases(benchmark):
-            name = " ".join((benchmark.__name__.removeprefix("track_"), *words))
-            say(f"{name:<34} {benchmark(*words):.6g} {vars(benchmark)['unit']}")
+            say(f"{' '.join((name, *words)):<34} {benchmark(*words):.6g} {FIGURES[name].unit}")
+
+
+def main() -> None:
+    only = options(__doc__, only=("", f"some of {', '.join(FIGURES)}; all unless given")).only
+    names = only.split(",") if only else [*FIGURES]
+    if unknown := set(names) - FIGURES.keys():
+        sys.exit(f"--only {min(unknown)}: no such figure. There are {', '.join(FIGURES)}.")
+    show(names)
 
 
 if __name__ == "__main__":

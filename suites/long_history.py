@@ -1,4 +1,4 @@
-"""A store with a long history, and how fast it is opened: for suites/harness.py.
+"""A store with a long history, and how fast it is opened: `python -m suites.long_history`, for suites/harness.py.
 
 300 commits of a suite with 1,001 series, ten samples each: figures that spread by 2% from commit to commit, and a step
 of 5% in every tenth pair of cases.
@@ -317,3 +317,9 @@ def make_compacted(folder: Path, commits: int = MANY_COMMITS, pairs: int = PAIRS
     """Returns the cost of making such a store in a folder, most of which is its compaction."""
     write_module(folder, pairs)
     return cost_of(_MAKING.format(commits=commits, pairs=pairs), folder)
+
+
+if __name__ == "__main__":
+    from suites.harness import FIGURES, show
+
+    show([name for name in FIGURES if name.startswith(("history", "compact"))])
