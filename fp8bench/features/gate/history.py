@@ -93,9 +93,9 @@ def _failures(newest: Run, store: Path) -> Iterator[Comparison]:
 
 
 def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]:
-    """Returns the open changes on the newest run's machine; of two changes of one series the larger. A time is left
-    out where its ratio to the reference has a series, because it also shows how fast the machine was; a time per
-    FLOP is left to the time."""
+    """Returns the open changes on the newest run's machine; of two changes of one series the one that is worse, else the
+    larger. A time is left out where its ratio to the reference has a series, because it also shows how fast the machine
+    was; a time per FLOP is left to the time."""
     place = from_facts(newest.environment.facts)
     here = [
         change for change in steps.changes
@@ -104,7 +104,11 @@ def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]
     ]  # fmt: skip
     relative = _with_relative(here, history)
     judged = (change for change in here if change.trend.series.metric in RATIOS or not _settled(change.trend, relative))
-    return {key_of(change.comparison): change for change in sorted(judged, key=lambda change: change.size)}
+    return {key_of(change.comparison): change for change in sorted(judged, key=_weight)}
+
+
+def _weight(change: Change) -> tuple[bool, float]:
+    return change.is_worse, change.size
 
 
 def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:

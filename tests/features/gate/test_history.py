@@ -45,6 +45,13 @@ def test_a_step_fails_until_it_is_acknowledged(store: Path, fp8bench: Say) -> No
     assert code == 0 and "acknowledged" in out
 
 
+def test_a_larger_improvement_before_it_hides_no_regression(store: Path, fp8bench: Say) -> None:
+    bf16_history(store, *FLAT, *(0.5 * time for time in FLAT), *(0.58 * time for time in FLAT))
+    assert fp8bench("history", "regressions")[0] == 1
+    code, out, _ = fp8bench("gate", "--history", "--no-rerun")
+    assert code == 1 and "+16." in out and "better" not in out
+
+
 def test_a_slower_reference_is_a_regression_of_its_own(store: Path, fp8bench: Say) -> None:
     """By 50%: it fails, and says why nobody confirmed it."""
     history(store, *STEPPED)
