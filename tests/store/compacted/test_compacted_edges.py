@@ -213,6 +213,20 @@ def test_runs_that_were_taken_away(tmp_path: Path) -> None:
     same(tmp_path)
 
 
+def test_a_night_after_all_compacted_runs_were_taken_away(tmp_path: Path) -> None:
+    """Each command says what lacks, not the first alone, and the only copy of the runs stays."""
+    history(tmp_path, 1.0, 1.1)
+    compacted(tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    keep(tmp_path, run_at(1, 9.5))
+    for _ in range(2):
+        (trouble,) = opened(tmp_path).troubles
+        assert trouble.startswith("2 run files that were compacted are not in")
+    with pytest.raises(StoreError, match="stays as it is"):
+        compacted(tmp_path)
+    assert restore(tmp_path).written == 2 and compacted(tmp_path).runs == 3
+
+
 def test_a_copy_of_two_moments(tmp_path: Path) -> None:
     """Copied elsewhere, as to a bucket and back, the files of one compaction are a store; those of two are an error."""
     history(tmp_path / "a", 1.0)
