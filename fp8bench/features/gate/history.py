@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 from fp8bench.analysis.metric import unit_of_series
@@ -22,7 +22,7 @@ from fp8bench.features.gate.power import Newest
 from fp8bench.features.gate.stored_runs import GateSource, duel_with, failed, measured_again, unmeasured
 from fp8bench.jobs.history import all_changes, existing_store, read_history
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.model import Comparison, Direction, Evidence, Interval, Run, Status, Trend
+from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RATIOS, RELATIVE
 from fp8bench.pipeline import AGAIN
 from fp8bench.report.panels import together
@@ -55,7 +55,8 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     history = read_history(store, observer)
     series = tuple(_newest_of_series(history, newest))
     steps = all_changes(history, store, observer)
-    failures = tuple(_failures(newest, store))
+    tonight, before = _nights(newest, store)
+    failures = (*_failures(tonight, before), *unmeasured(tonight, Evidence.HISTORY))
     if not steps.looked_at and not failures and not any(change.alarms for change in steps.changes):
         why = "; ".join(f"{count} series: {words}" for words, count in steps.left.items()) or "there is no series"
         problem = f"there is nothing to compare with: {why}."
@@ -63,7 +64,7 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     changes = _judgeable(steps, newest, history)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        return _second_look([changes[key_of(suspect)] for suspect in suspects], newest, store, observer)
+        return _second_looks([changes[key_of(suspect)] for suspect in suspects], tonight, store, observer)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
     known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
@@ -82,20 +83,33 @@ def _runs(store: Path) -> Iterator[Run]:
             yield run
 
 
-def _failures(newest: Run, store: Path) -> Iterator[Comparison]:
-    commit = newest.environment.get("commit")
-    before = next((run for run in _runs(store) if run.environment.get("commit") != commit), None)
-    old = {record.case.id: record.status for record in before.records} if before is not None else {}
-    for record in newest.records:
-        if record.status is Status.FAILED and old.get(record.case.id) is not Status.FAILED:
-            yield failed(record.case.id, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
-    yield from unmeasured([newest], Evidence.HISTORY)
+def _nights(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
+    """Returns the newest run with others of its commit, and those of the commit before, newest first: suites may have
+    runs of their own."""
+    place = from_facts(newest.environment.facts)
+
+    def is_here(run: Run) -> bool:
+        other = from_facts(run.environment.facts)
+        return place is None or (other is not None and other.home.is_same(place.home))
+
+    by_commit = groupby(filter(is_here, _runs(store)), lambda run: run.environment.get("commit"))
+    (_, *others), *before = (list(runs) for _, runs in islice(by_commit, 2))
+    clean = all(run.environment.get("dirty") is False for run in (newest, *others))
+    return [newest, *(others if clean else ())], before[0] if before else []
+
+
+def _failures(tonight: Sequence[Run], before: Sequence[Run]) -> Iterator[Comparison]:
+    now, old = ({record.case.id: record for run in reversed(night) for record in run.records}
+                for night in (tonight, before))  # fmt: skip
+    for case, record in now.items():
+        if record.status is Status.FAILED and (case not in old or old[case].status is not Status.FAILED):
+            yield failed(case, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
 
 
 def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]:
-    """Returns the open changes on the newest run's machine; of two changes of one series the one that is worse, else the
-    larger. A time is left out where its ratio to the reference has a series, because it also shows how fast the machine
-    was; a time per FLOP is left to the time."""
+    """Returns the open changes on the newest run's machine; of two changes of one series the one that is worse, else
+    the larger. A time is left out where its ratio to the reference has a series, because it also shows how fast the
+    machine was; a time per FLOP is left to the time."""
     place = from_facts(newest.environment.facts)
     here = [
         change for change in steps.changes
@@ -162,9 +176,35 @@ def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[obj
     return {_place(trend) for trend in history.trends(wanted) if trend.measured}
 
 
-def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: JobObserver) -> SecondLook:
-    here = {(record.case.workload, cell_of(record.case, newest)): record.case.id for record in reversed(newest.records)}
-    wanted = {key_of(suspect.comparison): (suspect.trend.series.workload, suspect.trend.cell) for suspect in suspects}
+def _second_looks(suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver) -> SecondLook:
+    """Has each suspect measured as the newest run was asked that has its case."""
+    there = [_cases(run) for run in tonight]
+    by_run = together(
+        (next((number for number, cases in enumerate(there) if _cell(suspect) in cases), 0), suspect)
+        for suspect in suspects
+    )
+    looks = [_second_look(some, tonight[number], there[number], store, observer) for number, some in by_run.items()]
+    comparisons = {key: comparison for look in looks for key, comparison in look.comparisons.items()}
+    return SecondLook(
+        comparisons, " and ".join(look.how for look in looks if look.how), "; ".join(look.refused for look in looks)
+    )
+
+
+_CellKey = tuple[str, Cell | None]
+
+
+def _cases(run: Run) -> dict[_CellKey, str]:
+    return {(record.case.workload, cell_of(record.case, run)): record.case.id for record in reversed(run.records)}
+
+
+def _cell(suspect: Change) -> _CellKey:
+    return suspect.trend.series.workload, suspect.trend.cell
+
+
+def _second_look(
+    suspects: Sequence[Change], newest: Run, here: Mapping[_CellKey, str], store: Path, observer: JobObserver
+) -> SecondLook:
+    wanted = {key_of(suspect.comparison): _cell(suspect) for suspect in suspects}
     cases = {key: here[cell] for key, cell in wanted.items() if cell in here}
     comparisons: dict[Key, Comparison] = {}
     how: list[str] = []

@@ -90,6 +90,28 @@ def test_a_second_look_must_lie_near_the_new_level(
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
 
 
+def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails in the night's first run is not hidden by its last, and what is suspected there is measured again."""
+    others = tuple(replace(one, case=replace(one.case, workload="copy")) for one in records())
+    asked: list[str] = []
+
+    def measured(run: Run, *_: object) -> tuple[Run, str]:
+        asked.append(run.id)
+        return run_at(99, records=bf16_at(1.5)), ""
+
+    monkeypatch.setattr(source, "measured_again", measured)
+    for number, time in enumerate(STEPPED):
+        path = keep(store, run_at(number, records=bf16_at(time)))
+        keep(store, run_at(number, number + 1.5, records=others))
+    settled, suspects = looked_again(store)
+    assert asked == [path.stem.rpartition("-")[2]]
+    assert {figure.outcome for figure in settled if figure.comparison in suspects} == {GateOutcome.REGRESSION}
+    for number, code in ((len(STEPPED), 3), (len(STEPPED) + 1, 1)):
+        keep(store, run_at(number, records=tuple(records(status=Status.FAILED))))
+        keep(store, run_at(number, number + 1.5, records=others))
+        assert fp8bench("gate", "--history", "--no-rerun")[0] == code
+
+
 @for_each(("times", "outcome"), [(1.4, GateOutcome.REGRESSION), (1.0, GateOutcome.CLEARED)])
 def test_a_duel_with_the_commit_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
