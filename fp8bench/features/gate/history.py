@@ -31,7 +31,7 @@ from fp8bench.store.commit_runs import commit_named
 from fp8bench.store.index.history import History
 from fp8bench.store.index.tables import Line
 from fp8bench.store.points import cell_of, followed
-from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.listing import run_files, without_runs
 from fp8bench.store.runs.run_file import load_run
 
 # At most so many run files are searched for the newest commit's and the one before it.
@@ -44,7 +44,7 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     newest = next(_runs(store), None)
     title = f"the history in {path}"
     if newest is None:
-        return GateSource(title, problem="the store has no runs.", code=EXIT_FAILED)
+        return GateSource(title, problem=f"the store {without_runs(store)}.", code=EXIT_FAILED)
     title = f"{title}, up to run {newest.id}"
     if all(record.status is Status.SKIPPED for record in newest.records):
         return GateSource(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
