@@ -70,7 +70,8 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
     notes = [f"{known} acknowledged: `fp8bench history regressions --all` tells them"] if known else []
     notes += [f"{count} series not looked at: {why}" for why, count in steps.left.items()]
-    return GateSource(title, comparisons, confirm, tuple(notes), newest=series)
+    every = tuple(_unchanged(line.trend) for line in history.lines.lines)
+    return GateSource(title, comparisons, confirm, tuple(notes), newest=series, unchanged=every)
 
 
 def _runs(store: Path) -> Iterator[Run]:
@@ -133,13 +134,13 @@ def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
     judged = [pair for pair in positive if pair[0].series.metric == RELATIVE or not _settled(pair[0], relative)]
     for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
         value = float(values[-level.length :].mean() if level is not None else values.mean())
-        yield Newest(
-            Comparison(
-                case_of(trend), trend.series.workload, trend.series.metric, unit_of_series(trend.series),
-                Direction.SAME, Evidence.HISTORY, value, value,
-            ),
-            level, len(values),
-        )  # fmt: skip
+        yield Newest(replace(_unchanged(trend), before=value, after=value), level, len(values))
+
+
+def _unchanged(trend: Trend) -> Comparison:
+    series = trend.series
+    unit = unit_of_series(series)
+    return Comparison(case_of(trend), series.workload, series.metric, unit, Direction.SAME, Evidence.HISTORY)
 
 
 def _lines_of(history: History, newest: Run) -> list[Line]:

@@ -51,8 +51,8 @@ Confirm = Callable[[Sequence[Comparison]], SecondLook]
 @dataclass(frozen=True)
 class GateSource:
     """Comparisons to judge. `confirm` measures suspects again, `second` says how. `problem` says why there is
-    nothing to judge, with the exit `code` for that. A history has its series as they are now in `newest`; its
-    comparisons are only changes. `duel` is set if one is judged."""
+    nothing to judge, with the exit `code` for that. A history has its series as they are now in `newest`, and all
+    that rules may be of in `unchanged`; its comparisons are only changes. `duel` is set if one is judged."""
 
     title: str
     comparisons: tuple[Comparison, ...] = ()
@@ -62,6 +62,7 @@ class GateSource:
     code: int = EXIT_OK
     second: Second = Second.AGAIN
     newest: tuple[Newest, ...] = ()
+    unchanged: tuple[Comparison, ...] = ()
     duel: Duel | None = None
 
 

@@ -90,6 +90,17 @@ def test_a_second_look_must_lie_near_the_new_level(
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
 
 
+def test_rules_are_of_all_series_and_not_of_those_that_changed_tonight(store: Path, fp8bench: Say) -> None:
+    bf16_history(store, *STEPPED)
+    for rules, code in (("cast: {time: ignore}", 2), ("gemm: {mean_time: ignore}", 1)):
+        Path("rules.yaml").write_text(rules)
+        assert fp8bench("gate", "--history", "--no-rerun", "--thresholds", "rules.yaml")[0] == code
+    bf16_history(Path("flat"), *FLAT)
+    Path("rules.yaml").write_text("gemm: {time: {relative: 3%}}")
+    code, _, err = fp8bench("gate", "--history", "--no-rerun", "--thresholds", "rules.yaml", "--store", "flat")
+    assert code == 0 and "fits no figure" not in err
+
+
 def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails in the night's first run is not hidden by its last, and what is suspected there is measured again."""
     others = tuple(replace(one, case=replace(one.case, workload="copy")) for one in records())
