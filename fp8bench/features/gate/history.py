@@ -17,7 +17,7 @@ from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.steps.change_points import newest_levels
 from fp8bench.analysis.steps.changes import Change, ChangeState, Found, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
-from fp8bench.features.gate.judging import Key, SecondLook, key_of
+from fp8bench.features.gate.judging import Key, SecondLook, joined, key_of
 from fp8bench.features.gate.power import Newest
 from fp8bench.features.gate.stored_runs import GateSource, duel_with, failed, measured_again, unmeasured
 from fp8bench.jobs.history import all_changes, existing_store, read_history
@@ -184,11 +184,9 @@ def _second_looks(suspects: Sequence[Change], tonight: Sequence[Run], store: Pat
         (next((number for number, cases in enumerate(there) if _cell(suspect) in cases), 0), suspect)
         for suspect in suspects
     )
-    looks = [_second_look(some, tonight[number], there[number], store, observer) for number, some in by_run.items()]
-    comparisons = {key: comparison for look in looks for key, comparison in look.comparisons.items()}
-    return SecondLook(
-        comparisons, " and ".join(look.how for look in looks if look.how), "; ".join(look.refused for look in looks)
-    )
+    return joined([
+        _second_look(some, tonight[number], there[number], store, observer) for number, some in by_run.items()
+    ])  # fmt: skip
 
 
 _CellKey = tuple[str, Cell | None]
