@@ -250,7 +250,7 @@ class Pace(StrEnum):
 
 @dataclass(frozen=True)
 class Since:
-    """The newest value of a rate beside earlier measurements under the same settings.
+    """The newest value of a rate beside earlier measurements under the same settings, steady ones if there are any.
 
     It is slower where it lies below all of them by more than runs of one measurement may differ, because shared
     machines differ from day to day. It is unclear where its own runs, or those of all earlier ones, differ by more.
@@ -277,7 +277,7 @@ def since(rate: Rate, earlier: Iterable[Ceilings]) -> Since | None:
     if rate.value is None or not known:
         return None
     steady = [value for other, value in known if other.steady]
-    values = tuple(value for _, value in known)
+    values = tuple(steady or (value for _, value in known))
     if not rate.steady or not steady:
         return Since(rate, values, Pace.UNCLEAR)
     slower = rate.value < (1 - WIDEST_SPREAD) * min(steady)

@@ -325,6 +325,9 @@ def _of_commit(commit: str, there: Listing) -> ChosenRuns:
     named = [path for path in reversed(there.everything) if commit_of(path).startswith(commit[:8])]
     heads = [(path, head) for path in named if there.counts(path) and (head := _head(path)) is not None]
     alike = [(path, head) for path, head in heads if str(head.environment.get("commit")).startswith(commit)]
+    commits = sorted({str(head.environment.get("commit")) for _, head in alike})
+    if len(commits) > 1:
+        raise RunNotFound(f"{commit} begins {len(commits)} commits, {', '.join(commits[:4])}. Give more of one.")
     clean = [path for path, head in alike if head.environment.get("dirty") is False]
     if alike and not clean:
         raise RunNotFound(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, across, direction, exact_change
+from fp8bench.analysis.compare.interval import Estimate, across, direction, exact_change
 from fp8bench.analysis.compare.sides import Differing, MatchedFigures, Side, Sighting, counted, differing, sensed, timed
 from fp8bench.analysis.labels import AHEAD, FAR_AHEAD, disturbed_slots
 from fp8bench.analysis.tapes import counts_of, what_changed
@@ -203,11 +203,6 @@ def of_times(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, 
     if figures.few and difference.alone:
         where, why = Direction.UNSURE, "a few runs of a few rounds each"
         ratio = Interval(ratio.point, ratio.point, ratio.point, 0.0)
-    elif where is Direction.UNSURE and difference.alone:
-        why = (
-            f"fewer than {LEAST_FREEDOM + 2} runs in all do not tell how far runs lie apart, and below "
-            f"{percent(ALONE, 0)} they say nothing: measure more of them, or duel"
-        )
     typical = across(figures.typical[0], figures.typical[1], figures.typical[2]).ratio if figures.typical else ratio
     contradicted = where in _VERDICTS and not agrees(_VERDICTS[where], ratio, typical)
     if contradicted:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Direction, Interval, Noise
 from fp8bench.model.specs import BAND
+from fp8bench.units import percent
 
 # The least change that a few stored numbers can show, as their runs were made at different times.
 ALONE = 0.10
@@ -83,7 +84,10 @@ def direction(difference: RunDifference) -> tuple[Direction, str]:
     if ratio.high < 1 and ratio.point < 1 / (1 + band):
         return Direction.BETTER, ""
     if difference.alone:
-        return Direction.UNSURE, ""
+        return Direction.UNSURE, (
+            f"fewer than {LEAST_FREEDOM + 2} runs in all do not tell how far runs lie apart, and below "
+            f"{percent(ALONE, 0)} they say nothing: measure more of them, or duel"
+        )
     if ratio.low > 1 - SAME and ratio.high < 1 + SAME:
         return Direction.SAME, ""
     return Direction.UNSURE, "runs of one side differ too much to tell; measure more of them, or duel"

@@ -29,7 +29,7 @@ from fp8bench.report.terminal.history import (
 )
 from fp8bench.store.ceilings import history_of_ceilings
 from fp8bench.store.commit_runs import UNREADABLE, missing_commits
-from fp8bench.store.runs.listing import closed_folders, index_of, listing, newest_files
+from fp8bench.store.runs.listing import closed_folders, index_of, listing, newest_files, without_runs
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import tracked_by
 
@@ -114,7 +114,8 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
         told_of = bool(_kept_lines(store, Counter())) or any(newest_files(store))
     if not told_of:
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
-        say_folded([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
+        begin = "no runs that may be read" if closed_folders(store) else begin
+        say_folded([f"{store} {without_runs(store)}" if index_of(store).exists() else f"{store}: {begin}"])
         return EXIT_OK
     word = arguments.word.lower()
     if history is None:

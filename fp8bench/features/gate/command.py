@@ -127,7 +127,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     else:
         before, after = arguments.sides
         source = of_sides(before, after, arguments.store, observer)
-    for note in check_rules(rules, source.comparisons, str(arguments.thresholds)):
+    for note in check_rules(rules, (*source.comparisons, *source.unchanged), str(arguments.thresholds)):
         observer.note(note)
     verdict = judged(source, rules, arguments.rerun, observer, arguments.require_power)
     code, text = verdict.exit_code, ""

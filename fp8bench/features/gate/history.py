@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.steps.change_points import newest_levels
 from fp8bench.analysis.steps.changes import Change, ChangeState, Found, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
-from fp8bench.features.gate.judging import Key, SecondLook, key_of
+from fp8bench.features.gate.judging import Key, SecondLook, joined, key_of
 from fp8bench.features.gate.power import Newest
 from fp8bench.features.gate.stored_runs import GateSource, duel_with, failed, measured_again, unmeasured
 from fp8bench.jobs.history import all_changes, existing_store, read_history
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.model import Comparison, Direction, Evidence, Interval, Run, Status, Trend
+from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RATIOS, RELATIVE
 from fp8bench.pipeline import AGAIN
 from fp8bench.report.panels import together
@@ -31,7 +31,7 @@ from fp8bench.store.commit_runs import commit_named
 from fp8bench.store.index.history import History
 from fp8bench.store.index.tables import Line
 from fp8bench.store.points import cell_of, followed
-from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.listing import run_files, without_runs
 from fp8bench.store.runs.run_file import load_run
 
 # At most so many run files are searched for the newest commit's and the one before it.
@@ -44,7 +44,7 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     newest = next(_runs(store), None)
     title = f"the history in {path}"
     if newest is None:
-        return GateSource(title, problem="the store has no runs.", code=EXIT_FAILED)
+        return GateSource(title, problem=f"the store {without_runs(store)}.", code=EXIT_FAILED)
     title = f"{title}, up to run {newest.id}"
     if all(record.status is Status.SKIPPED for record in newest.records):
         return GateSource(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
@@ -55,7 +55,8 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     history = read_history(store, observer)
     series = tuple(_newest_of_series(history, newest))
     steps = all_changes(history, store, observer)
-    failures = tuple(_failures(newest, store))
+    tonight, before = _nights(newest, store)
+    failures = (*_failures(tonight, before), *unmeasured(tonight, Evidence.HISTORY))
     if not steps.looked_at and not failures and not any(change.alarms for change in steps.changes):
         why = "; ".join(f"{count} series: {words}" for words, count in steps.left.items()) or "there is no series"
         problem = f"there is nothing to compare with: {why}."
@@ -63,13 +64,14 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     changes = _judgeable(steps, newest, history)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        return _second_look([changes[key_of(suspect)] for suspect in suspects], newest, store, observer)
+        return _second_looks([changes[key_of(suspect)] for suspect in suspects], tonight, store, observer)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
     known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
     notes = [f"{known} acknowledged: `fp8bench history regressions --all` tells them"] if known else []
     notes += [f"{count} series not looked at: {why}" for why, count in steps.left.items()]
-    return GateSource(title, comparisons, confirm, tuple(notes), newest=series)
+    every = tuple(_unchanged(line.trend) for line in history.lines.lines)
+    return GateSource(title, comparisons, confirm, tuple(notes), newest=series, unchanged=every)
 
 
 def _runs(store: Path) -> Iterator[Run]:
@@ -82,20 +84,33 @@ def _runs(store: Path) -> Iterator[Run]:
             yield run
 
 
-def _failures(newest: Run, store: Path) -> Iterator[Comparison]:
-    commit = newest.environment.get("commit")
-    before = next((run for run in _runs(store) if run.environment.get("commit") != commit), None)
-    old = {record.case.id: record.status for record in before.records} if before is not None else {}
-    for record in newest.records:
-        if record.status is Status.FAILED and old.get(record.case.id) is not Status.FAILED:
-            yield failed(record.case.id, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
-    yield from unmeasured([newest], Evidence.HISTORY)
+def _nights(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
+    """Returns the newest run with others of its commit, and those of the commit before, newest first: suites may have
+    runs of their own."""
+    place = from_facts(newest.environment.facts)
+
+    def is_here(run: Run) -> bool:
+        other = from_facts(run.environment.facts)
+        return place is None or (other is not None and other.home.is_same(place.home))
+
+    by_commit = groupby(filter(is_here, _runs(store)), lambda run: run.environment.get("commit"))
+    (_, *others), *before = (list(runs) for _, runs in islice(by_commit, 2))
+    clean = all(run.environment.get("dirty") is False for run in (newest, *others))
+    return [newest, *(others if clean else ())], before[0] if before else []
+
+
+def _failures(tonight: Sequence[Run], before: Sequence[Run]) -> Iterator[Comparison]:
+    now, old = ({record.case.id: record for run in reversed(night) for record in run.records}
+                for night in (tonight, before))  # fmt: skip
+    for case, record in now.items():
+        if record.status is Status.FAILED and (case not in old or old[case].status is not Status.FAILED):
+            yield failed(case, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
 
 
 def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]:
-    """Returns the open changes on the newest run's machine; of two changes of one series the larger. A time is left
-    out where its ratio to the reference has a series, because it also shows how fast the machine was; a time per
-    FLOP is left to the time."""
+    """Returns the open changes on the newest run's machine; of two changes of one series the one that is worse, else
+    the larger. A time is left out where its ratio to the reference has a series, because it also shows how fast the
+    machine was; a time per FLOP is left to the time."""
     place = from_facts(newest.environment.facts)
     here = [
         change for change in steps.changes
@@ -104,7 +119,11 @@ def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]
     ]  # fmt: skip
     relative = _with_relative(here, history)
     judged = (change for change in here if change.trend.series.metric in RATIOS or not _settled(change.trend, relative))
-    return {key_of(change.comparison): change for change in sorted(judged, key=lambda change: change.size)}
+    return {key_of(change.comparison): change for change in sorted(judged, key=_weight)}
+
+
+def _weight(change: Change) -> tuple[bool, float]:
+    return change.is_worse, change.size
 
 
 def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
@@ -115,13 +134,13 @@ def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
     judged = [pair for pair in positive if pair[0].series.metric == RELATIVE or not _settled(pair[0], relative)]
     for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
         value = float(values[-level.length :].mean() if level is not None else values.mean())
-        yield Newest(
-            Comparison(
-                case_of(trend), trend.series.workload, trend.series.metric, unit_of_series(trend.series),
-                Direction.SAME, Evidence.HISTORY, value, value,
-            ),
-            level, len(values),
-        )  # fmt: skip
+        yield Newest(replace(_unchanged(trend), before=value, after=value), level, len(values))
+
+
+def _unchanged(trend: Trend) -> Comparison:
+    series = trend.series
+    unit = unit_of_series(series)
+    return Comparison(case_of(trend), series.workload, series.metric, unit, Direction.SAME, Evidence.HISTORY)
 
 
 def _lines_of(history: History, newest: Run) -> list[Line]:
@@ -158,9 +177,33 @@ def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[obj
     return {_place(trend) for trend in history.trends(wanted) if trend.measured}
 
 
-def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: JobObserver) -> SecondLook:
-    here = {(record.case.workload, cell_of(record.case, newest)): record.case.id for record in reversed(newest.records)}
-    wanted = {key_of(suspect.comparison): (suspect.trend.series.workload, suspect.trend.cell) for suspect in suspects}
+def _second_looks(suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver) -> SecondLook:
+    """Has each suspect measured as the newest run was asked that has its case."""
+    there = [_cases(run) for run in tonight]
+    by_run = together(
+        (next((number for number, cases in enumerate(there) if _cell(suspect) in cases), 0), suspect)
+        for suspect in suspects
+    )
+    return joined([
+        _second_look(some, tonight[number], there[number], store, observer) for number, some in by_run.items()
+    ])  # fmt: skip
+
+
+_CellKey = tuple[str, Cell | None]
+
+
+def _cases(run: Run) -> dict[_CellKey, str]:
+    return {(record.case.workload, cell_of(record.case, run)): record.case.id for record in reversed(run.records)}
+
+
+def _cell(suspect: Change) -> _CellKey:
+    return suspect.trend.series.workload, suspect.trend.cell
+
+
+def _second_look(
+    suspects: Sequence[Change], newest: Run, here: Mapping[_CellKey, str], store: Path, observer: JobObserver
+) -> SecondLook:
+    wanted = {key_of(suspect.comparison): _cell(suspect) for suspect in suspects}
     cases = {key: here[cell] for key, cell in wanted.items() if cell in here}
     comparisons: dict[Key, Comparison] = {}
     how: list[str] = []

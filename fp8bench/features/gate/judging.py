@@ -115,6 +115,13 @@ class SecondLook:
     refused: str = ""
 
 
+def joined(looks: Sequence[SecondLook]) -> SecondLook:
+    return SecondLook(
+        {key: comparison for look in looks for key, comparison in look.comparisons.items()},
+        " and ".join(look.how for look in looks if look.how), "; ".join(look.refused for look in looks if look.refused),
+    )  # fmt: skip
+
+
 def key_of(figure: Comparison) -> Key:
     return figure.case, figure.metric
 

@@ -26,6 +26,7 @@ from fp8bench.features.gate.judging import (
     GateVerdict,
     SecondLook,
     first_look,
+    joined,
     key_of,
     second_look,
 )
@@ -41,6 +42,7 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.pipeline import measure_again
 from fp8bench.plan.resumable import refuse_code_of_others
 from fp8bench.report.comparisons import side_words
+from fp8bench.report.panels import together
 from fp8bench.store.commit_runs import commit_named, find_runs
 from fp8bench.store.runs.listing import store_of
 from fp8bench.user_code import import_user_modules
@@ -51,8 +53,8 @@ Confirm = Callable[[Sequence[Comparison]], SecondLook]
 @dataclass(frozen=True)
 class GateSource:
     """Comparisons to judge. `confirm` measures suspects again, `second` says how. `problem` says why there is
-    nothing to judge, with the exit `code` for that. A history has its series as they are now in `newest`; its
-    comparisons are only changes. `duel` is set if one is judged."""
+    nothing to judge, with the exit `code` for that. A history has its series as they are now in `newest`, and all
+    that rules may be of in `unchanged`; its comparisons are only changes. `duel` is set if one is judged."""
 
     title: str
     comparisons: tuple[Comparison, ...] = ()
@@ -62,6 +64,7 @@ class GateSource:
     code: int = EXIT_OK
     second: Second = Second.AGAIN
     newest: tuple[Newest, ...] = ()
+    unchanged: tuple[Comparison, ...] = ()
     duel: Duel | None = None
 
 
@@ -209,8 +212,15 @@ def _problem(compared: Compared) -> tuple[str, int]:
 
 
 def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver) -> SecondLook:
-    # The newest run with the first suspect: nearly all comparisons have only one run a side.
-    newest = compared.after.sightings[suspects[0].case][-1].run
+    """Has each suspect measured as the newest run was asked that has its case: suites may have runs of their own."""
+    newest = {suspect.case: compared.after.sightings[suspect.case][-1].run for suspect in suspects}
+    by_run = together((newest[suspect.case].id, suspect) for suspect in suspects)
+    return joined([_measured_by(newest[some[0].case], compared, some, store, observer) for some in by_run.values()])
+
+
+def _measured_by(
+    newest: Run, compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver
+) -> SecondLook:
     commit = _commit_to_duel(compared, newest)
     look = duel_with(commit, newest.request, store, suspects, observer) if commit is not None else None
     if look is not None and not look.refused:

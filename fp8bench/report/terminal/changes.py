@@ -68,12 +68,14 @@ def page_of(search: Found, store: str, everything: bool = False, options: str = 
     parts += list_of("left", "not looked at", left)
     alarming = next((change for change in search.changes if change.alarms), None)
     if alarming is not None:
-        parts.append(Part("summary", "", tuple(_what_to_do(alarming, options))))
+        parts.append(Part("summary", "", tuple(_what_to_do(alarming, search, options))))
     return Page(f"{store}: {_counted(search)}", "", tuple(parts), _legend(search, everything))
 
 
-def _what_to_do(change: Change, options: str) -> Iterator[Element]:
+def _what_to_do(change: Change, search: Found, options: str) -> Iterator[Element]:
     name, comparison = shlex.quote(change.trend.name), change.comparison
+    several = sum(other.alarms and other.trend.name == change.trend.name for other in search.changes) > 1
+    until = f" --until {comparison.until[:8]}" if several else ""
     yield Text("the first of them, commit by commit")
     yield Code(f"fp8bench history show {name}{options}")
     if change.is_counted:
@@ -85,7 +87,7 @@ def _what_to_do(change: Change, options: str) -> Iterator[Element]:
         )
         yield Code(f"fp8bench duel suite {comparison.suite} --against {comparison.since[:8]}{options}")
     yield Text("it is known, and stays")
-    yield Code(f"fp8bench history ack {name}{options}")
+    yield Code(f"fp8bench history ack {name}{until}{options}")
 
 
 def value_of(search: Found) -> dict[str, object]:

@@ -226,7 +226,7 @@ def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
 UNITS = {**dict.fromkeys(Limit, "B/s"), Limit.PRODUCT: "FLOP/s", Limit.LAUNCH: "launches/s"}
 _TONES = {Pace.SLOWER: Tone.BAD, Pace.FASTER: Tone.GOOD, Pace.UNCLEAR: Tone.DOUBT}
 _LEGEND = (
-    "before: all earlier measurements under the same software and settings; change: from the middle one",
+    "before: earlier measurements under the same software and settings, steady ones if any; change: from their middle",
     "slower, faster: more than 5% beyond all of them; unclear: runs of one measurement differ by more than 5%",
 )
 

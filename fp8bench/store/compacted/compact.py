@@ -88,9 +88,9 @@ class _Compacting:
         self.result = Compaction()
         self.before = stamps_of(store)
         self.manifest = _begun(store)
-        if self.manifest.files and not self.before:
+        if self.manifest.files and not self.manifest.files.keys() & self.before.keys():
             raise StoreError(
-                f"{store} has no runs any more, and what was compacted of them stays as it is. "
+                f"{store} has none of the runs any more that were compacted, and what was compacted stays as it is. "
                 "`fp8bench store restore` writes them again."
             )
         self.index = Index.opened(store)

@@ -164,15 +164,15 @@ def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
     index, files, known = Index.opened(store), stamps_of(store), Fingerprints()
     troubles, there, read = [], Listing(()), 0
     compacted = index_of(store).exists()
+    if compacted and files and (lacking := lacking_files(store, files)):
+        are = "a run file that was compacted is" if lacking == 1 else f"{lacking} run files that were compacted are"
+        troubles.append(f"{are} not in {store}: {_RESTORES} what lacks, `fp8bench store compact` forgets it")
     if compacted and not files and stands_alone(store, index):
         commits = index.in_order()
         troubles.append(f"{store} has no runs: figures are those that were compacted. {_RESTORES} the runs")
     elif files and index.stamps() == files and index.are_known(known):
         commits = index.in_order()
     else:
-        if compacted and (lacking := lacking_files(store, files)):
-            are = "a run file that was compacted is" if lacking == 1 else f"{lacking} run files that were compacted are"
-            troubles.append(f"{are} not in {store}: {_RESTORES} what lacks, `fp8bench store compact` forgets it")
         there, names = by_commit(index, files)
         commits, torn = list(names), index.torn
         read, unkept = _update_index(index, names, files, known, observe)

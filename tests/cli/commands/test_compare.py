@@ -99,6 +99,12 @@ def test_a_commit_whose_runs_all_had_other_files_has_none(store: Path) -> None:
         find_runs(commit(3), store)
 
 
+def test_digits_that_begin_several_commits_are_none_of_them(store: Path) -> None:
+    history(store, 1.0, 1.0)
+    with pytest.raises(RunNotFound, match=f"2 commits, {commit(0)}, {commit(1)}"):
+        find_runs("0000", store)
+
+
 def test_what_git_calls_a_commit(store: Path, say: Say) -> None:
     git(Path(), "init", "-q")
     titles = []

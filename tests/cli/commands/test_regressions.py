@@ -62,7 +62,7 @@ def test_history_regressions(fp8bench: Say, anew: Anew) -> Told:
     yield "an improvement has code 0", session(fp8bench, LOOK)
     history(anew(), *times((12, 1.0), (10, 1.1), (5, 1.2)))
     yield "of several changes --until tells which; they are listed by what it takes", session(
-        fp8bench, ack, f"{ack} --until 00000001", f"{ack} --until 000000", f"{ack} --until {commit(12)}",
+        fp8bench, LOOK, ack, f"{ack} --until 00000001", f"{ack} --until 000000", f"{ack} --until {commit(12)}",
         f"{ack} --until 0000000c", ack, ack,
     )  # fmt: skip
     store = anew()

@@ -48,6 +48,25 @@ def test_a_regression_that_cannot_be_confirmed_here(store: Path, say: Say) -> No
     assert {row["unit"] for row in json.loads(Path("out.json").read_text())} == {"s", "x"}
 
 
+def test_suspects_of_each_run_are_measured_again(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By that run's own question: suites that were measured one by one are runs of their own."""
+    asked: list[tuple[str, set[str]]] = []
+
+    def again(run: Run, cases: set[str], *_: object) -> tuple[None, str]:
+        asked.append((run.id, cases))
+        return None, "not here"
+
+    monkeypatch.setattr(sides_source, "measured_again", again)
+    for number, time in ((0, 1.0), (1, 1.5)):
+        others = tuple(replace(one, case=replace(one.case, workload="copy")) for one in records(time))
+        for hour, some in ((1, tuple(records(time))), (1.5, others)):
+            keep(store, run_at(number, number + hour, records=some))
+    assert say(commit(0), commit(1))[0] == 1
+    assert sorted((run, {case.partition("[")[0] for case in cases}) for run, cases in asked) == [
+        ("000000c8", {"gemm"}), ("000000fa", {"copy"}),
+    ]  # fmt: skip
+
+
 def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: Say) -> None:
     history(store, 1.0, 1.08)
     code, out, _ = say(commit(0), commit(1), "--no-rerun")

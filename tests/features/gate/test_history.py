@@ -45,6 +45,13 @@ def test_a_step_fails_until_it_is_acknowledged(store: Path, fp8bench: Say) -> No
     assert code == 0 and "acknowledged" in out
 
 
+def test_a_larger_improvement_before_it_hides_no_regression(store: Path, fp8bench: Say) -> None:
+    bf16_history(store, *FLAT, *(0.5 * time for time in FLAT), *(0.58 * time for time in FLAT))
+    assert fp8bench("history", "regressions")[0] == 1
+    code, out, _ = fp8bench("gate", "--history", "--no-rerun")
+    assert code == 1 and "+16." in out and "better" not in out
+
+
 def test_a_slower_reference_is_a_regression_of_its_own(store: Path, fp8bench: Say) -> None:
     """By 50%: it fails, and says why nobody confirmed it."""
     history(store, *STEPPED)
@@ -81,6 +88,39 @@ def test_a_second_look_must_lie_near_the_new_level(
     settled, suspects = looked_again(tmp_path)
     assert {figure.outcome for figure in settled if figure.comparison in suspects} == {outcome}
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
+
+
+def test_rules_are_of_all_series_and_not_of_those_that_changed_tonight(store: Path, fp8bench: Say) -> None:
+    bf16_history(store, *STEPPED)
+    for rules, code in (("cast: {time: ignore}", 2), ("gemm: {mean_time: ignore}", 1)):
+        Path("rules.yaml").write_text(rules)
+        assert fp8bench("gate", "--history", "--no-rerun", "--thresholds", "rules.yaml")[0] == code
+    bf16_history(Path("flat"), *FLAT)
+    Path("rules.yaml").write_text("gemm: {time: {relative: 3%}}")
+    code, _, err = fp8bench("gate", "--history", "--no-rerun", "--thresholds", "rules.yaml", "--store", "flat")
+    assert code == 0 and "fits no figure" not in err
+
+
+def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails in the night's first run is not hidden by its last, and what is suspected there is measured again."""
+    others = tuple(replace(one, case=replace(one.case, workload="copy")) for one in records())
+    asked: list[str] = []
+
+    def measured(run: Run, *_: object) -> tuple[Run, str]:
+        asked.append(run.id)
+        return run_at(99, records=bf16_at(1.5)), ""
+
+    monkeypatch.setattr(source, "measured_again", measured)
+    for number, time in enumerate(STEPPED):
+        path = keep(store, run_at(number, records=bf16_at(time)))
+        keep(store, run_at(number, number + 1.5, records=others))
+    settled, suspects = looked_again(store)
+    assert asked == [path.stem.rpartition("-")[2]]
+    assert {figure.outcome for figure in settled if figure.comparison in suspects} == {GateOutcome.REGRESSION}
+    for number, code in ((len(STEPPED), 3), (len(STEPPED) + 1, 1)):
+        keep(store, run_at(number, records=tuple(records(status=Status.FAILED))))
+        keep(store, run_at(number, number + 1.5, records=others))
+        assert fp8bench("gate", "--history", "--no-rerun")[0] == code
 
 
 @for_each(("times", "outcome"), [(1.4, GateOutcome.REGRESSION), (1.0, GateOutcome.CLEARED)])

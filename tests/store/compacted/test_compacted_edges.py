@@ -22,6 +22,7 @@ from fp8bench.store.compacted.archive import restore
 from fp8bench.store.compacted.manifest import load_manifest, points_of
 from fp8bench.store.index.points_file import points_file
 from fp8bench.store.runs.listing import all_files, index_of
+from tests.commands import Say, unfolded
 from tests.histories import history, keep, read_trends, run_at, tree, trends_of
 from tests.store.compacted.test_compacted import compacted, every, no_figures, opened, same, told, words
 
@@ -211,6 +212,22 @@ def test_runs_that_were_taken_away(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "runs")
     shutil.move(tmp_path / "away", tmp_path / "runs")
     same(tmp_path)
+
+
+def test_a_night_after_all_compacted_runs_were_taken_away(tmp_path: Path, fp8bench: Say) -> None:
+    """Each command says what lacks, not the first alone, and the only copy of the runs stays."""
+    history(tmp_path, 1.0, 1.1)
+    compacted(tmp_path)
+    shutil.rmtree(tmp_path / "runs")
+    for line in ("history list --runs", "gate --history"):
+        assert "runs in compacted files alone" in unfolded(fp8bench(*line.split(), "--store", str(tmp_path))[1])
+    keep(tmp_path, run_at(1, 9.5))
+    for _ in range(2):
+        (trouble,) = opened(tmp_path).troubles
+        assert trouble.startswith("2 run files that were compacted are not in")
+    with pytest.raises(StoreError, match="stays as it is"):
+        compacted(tmp_path)
+    assert restore(tmp_path).written == 2 and compacted(tmp_path).runs == 3
 
 
 def test_a_copy_of_two_moments(tmp_path: Path) -> None:
