@@ -214,7 +214,7 @@ def _cell(arguments: argparse.Namespace) -> int:
 
 def _resume(arguments: argparse.Namespace) -> int:
     """Goes on with a run; its file says what to measure."""
-    from fp8bench.jobs.after_run import exported
+    from fp8bench.jobs.after_run import published
     from fp8bench.pipeline import resume
 
     check_alone(arguments.words, _BESIDE_RESUME, [arguments.suite] if arguments.suite is not None else [])
@@ -227,8 +227,11 @@ def _resume(arguments: argparse.Namespace) -> int:
         return _ended(run, arguments)
     complain(f"run {run.id} is finished; nothing was missing")
     print_run(run, arguments)
-    told = exported(run, arguments.store, wanted_of(arguments), complain)
-    return EXIT_OK if told else EXIT_INTERRUPTED
+    wanted = wanted_of(arguments)
+    if wanted.pages is not None and not wanted.pages.asked:
+        wanted = replace(wanted, pages=None)
+    told = published(run, arguments.store, wanted, complain)
+    return (EXIT_OK if run.ok else EXIT_FAILED) if told else EXIT_INTERRUPTED
 
 
 @contextmanager

@@ -178,7 +178,7 @@ def _cases(panel: Panel, width: int) -> Table:
         Col("memory", lambda case: _memory(*case), number=True),
         Col("on a device", lambda case: device_share_of(*case), number=True, unit="x"),
         Col("energy", lambda case: _energy(*case), number=True),
-        Col("throughput", lambda case: case.figures.rate.shown, number=True, when=width >= _ROOM_FOR_RATES),
+        Col("median rate", lambda case: case.figures.rate.shown, number=True, when=width >= _ROOM_FOR_RATES),
     ]  # fmt: skip
     return table("cases", "", cols, panel.members, kept={"case", "verdict", "best"})
 
