@@ -169,11 +169,11 @@ def _open(answer: RuleAnswer) -> bool:
 
 
 def _checklist_cols(named: Callable[[str], str], shared: bool, below: bool) -> list[Col[Sequence[RuleAnswer]]]:
-    """The columns for answers to one question: the most frequent answer, if there is any, and the first that gave it."""
+    """The columns for answers to one question: the most frequent answer, if there is any, and who gave it first."""
 
     def first(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
         known = [answer.met for answer in answers if answer.met is not Met.UNKNOWN]
-        (met, count), *_ = Counter(known or [Met.UNKNOWN] * len(answers)).most_common()
+        (met, count), *_ = Counter(known or (answer.met for answer in answers)).most_common()
         return next(answer for answer in answers if answer.met is met), count
 
     def here(answers: Sequence[RuleAnswer]) -> Field:
