@@ -49,6 +49,14 @@ def test_answers() -> Told:
     yield "labels that cast doubt are counted by case", words(*judged((Verdict.FASTER, 0.5, Label.CONTENDED)))
 
 
+def test_the_table_of_suites_hides_no_loss_behind_a_gain() -> None:
+    """A median of both would be the speed of no case."""
+    both, known = judged((Verdict.FASTER, 0.5), (Verdict.SLOWER, 2.0))
+    other, more = transformer()
+    run = replace(both, records=(*both.records, *other.records))
+    assert "0.500x to 2.00x" in words(run, {**known, **more})
+
+
 def test_how_many_times_the_noise_floor_an_effect_is() -> None:
     """ln 2 is 7.3 times ln 1.1: half as fast and twice as fast are equally far."""
     run, findings = judged((Verdict.FASTER, 0.5))
