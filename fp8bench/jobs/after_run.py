@@ -52,8 +52,15 @@ def after_run(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]
             "`fp8bench history rebuild` makes the view again"
         )
         return False
-    if not run.finished:
-        return True
+    if run.finished:
+        return published(run, store, wanted, note)
+    if wanted.pages is not None and wanted.pages.asked:
+        note(f"report: none of a run that was cut off; `fp8bench report {run.id}` writes one")
+    return True
+
+
+def published(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
+    """Writes the report and the exports, with notes; False if interrupted."""
     if wanted.pages is not None:
         try:
             for sentence in _report(run, store, wanted.pages):

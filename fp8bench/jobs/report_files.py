@@ -49,6 +49,10 @@ class Pages:
     plots: Path | None = None
     plots_formats: tuple[str, ...] = ("png",)
 
+    @property
+    def asked(self) -> bool:
+        return self.html is not None or self.markdown is not None or self.browser
+
 
 def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
     """Writes the report of stored runs, or of another kept thing; returns the page. A store stands for its runs."""

@@ -120,10 +120,10 @@ def check_names(request: Request) -> tuple[Workload, ...]:
     for part in parts:
         if (request.ranks or 1) < (least := part.workload.least_ranks):
             raise UsageError(f"the suite {part.workload.name} takes {least} processes together: add --ranks {least}.")
-    if twice := next((word for word in request.dtypes if request.dtypes.count(word) > 1), ""):
-        raise UsageError(
-            f"--dtypes names {twice} twice. Leave one out: the reference is measured twice in every round anyway."
-        )
+    _refuse_repeated("--dtypes", request.dtypes, ": the reference is measured twice in every round anyway")
+    _refuse_repeated("--devices", request.devices)
+    for axis, values in request.axes:
+        _refuse_repeated(f"--set {axis}", values)
     for word in request.devices:
         kind = word.partition(":")[0]
         if why := _NOT_MEASURED.get(kind):
@@ -134,6 +134,11 @@ def check_names(request: Request) -> tuple[Workload, ...]:
         for params in parameters_of(part.workload, request, _CLASSES[0], None):
             work_of(part.workload, dict(params))
     return suites
+
+
+def _refuse_repeated(option: str, words: Sequence[str], why: str = "") -> None:
+    if twice := next((word for word in words if words.count(word) > 1), ""):
+        raise UsageError(f"{option} names {twice} twice. Leave one out{why}.")
 
 
 def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedCase | None:

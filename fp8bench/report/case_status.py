@@ -104,12 +104,14 @@ def bounds(speed: Interval) -> str:
 
 def what_intervals_hold(results: Iterable[Result]) -> str:
     """'99% of these rounds', '99% of reruns, by 12 earlier runs, hull of 3 sessions'; '' without intervals."""
-    told = [result.record for result in results if (speed := speed_up(result)) is not None and speed.level]
+    known = [(result.record, speed) for result in results if (speed := speed_up(result)) is not None]
+    told = [record for record, speed in known if speed.level]
     runs = [record.reruns.runs for record in told if record.reruns is not None]
     words = [f"99% of reruns, by {_range(runs)} earlier runs"] if runs else []
     words += ["99% of these rounds"] if len(runs) < len(told) else []
-    sessions = [1 + len(record.sessions) for record in told if record.sessions]
-    return " or ".join(words) + (f", hull of {_range(sessions)} sessions" if sessions else "")
+    sessions = [1 + len(record.sessions) for record, _ in known if record.sessions]
+    hull = [f"hull of {_range(sessions)} sessions"] if sessions else []
+    return ", ".join(filter(None, (" or ".join(words), *hull)))
 
 
 def _range(numbers: Sequence[int]) -> str:

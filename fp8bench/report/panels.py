@@ -160,7 +160,7 @@ def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:
 
 
 class Figures(dict[str, Metric]):
-    """The figures of a case's whole step by name; missing ones have no value.
+    """The figures of a case's whole step, those of single ranks left out, by name; missing ones have no value.
 
     A suite may name a figure of its own like one of ours: a step's energy is the one with a source, and else the first
     counts.
@@ -172,7 +172,8 @@ class Figures(dict[str, Metric]):
         unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
         self._sound = not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
         for metric in metrics_within(group, result):
-            if metric.phase == STEP and (metric.name != ENERGY or metric.source):
+            of_all = metric.phase == STEP and metric.of_rank is None
+            if of_all and (metric.name != ENERGY or metric.source):
                 self.setdefault(metric.name, metric)
 
     def __missing__(self, name: str) -> Metric:

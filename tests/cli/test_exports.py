@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fp8bench.cli import outputs
 from fp8bench.cli.main import main
 from fp8bench.errors import StoreError
 from fp8bench.jobs import after_run
+from fp8bench.jobs.report_files import Pages
 from fp8bench.model import Run, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.runs.listing import run_files
@@ -82,6 +84,22 @@ def test_the_traces_of_a_run_that_is_resumed_go_where_it_was_asked(store: Path) 
     assert whole.finished and len(whole.records) == 2 and len(list(Path("traces").iterdir())) == 2
     stamps = {Path(record.trace).name for record in whole.records}
     assert len(stamps) == 1 and all(Path("traces", record.trace).is_file() for record in whole.records)
+
+
+def test_a_finished_run_is_told_again_with_all_that_is_asked_for(store: Path, fp8bench: Say) -> None:
+    """With the exit code that it had; without a page that nobody asks for."""
+    assert main([*GEMM]) == 0
+    assert fp8bench("suite", "--resume", "last")[0] == 0 and not (store / "reports").exists()
+    assert fp8bench("suite", "--resume", "last", "--html", "page.html", "--md", "page.md", "--csv", "rows.csv")[0] == 0
+    page = next((store / "reports").glob("*/report.html")).read_bytes()
+    assert Path("page.html").read_bytes() == page and Path("page.md").is_file() and Path("rows.csv").is_file()
+
+
+def test_a_run_that_was_cut_off_says_that_there_is_no_page(store: Path) -> None:
+    run = fp8bench.run("gemm", set={"shape": 8}, dtypes=["fp32"], rounds=1, isolation=False)
+    wanted, notes = after_run.Wanted(Pages(html=Path("page.html"))), list[str]()
+    assert after_run.after_run(replace(run, finished=False), store, wanted, notes.append)
+    assert notes[1:] == [f"report: none of a run that was cut off; `fp8bench report {run.id}` writes one"]
 
 
 def test_figures_for_tensorboard(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ TEN = steady(10 * MS, 24)
 Asked = list[dict[str, Any]]
 
 
-def run_like(milliseconds: float, finished: bool = True) -> Run:
-    own = replace(record(steady(round(milliseconds * MS), 24)), reruns=Reruns(0.1, 9, 9))
+def run_like(milliseconds: float, finished: bool = True, rounds: int = 24) -> Run:
+    own = replace(record(steady(round(milliseconds * MS), rounds)), reruns=Reruns(0.1, 9, 9))
     made = run_of([record(TEN, "fp32", is_reference=True, control=TEN), own])
     return replace(made, devices=(CPU,), finished=finished)
 
@@ -51,6 +51,17 @@ def test_the_last_run_knows_what_all_before_it_said(asked: Asked) -> None:
     known = asked[2]["sessions"][case]
     assert asked[0]["sessions"] == {} and [round(call.point, 3) for call in known] == [0.5, 0.6]
     assert all(call.half_width < 0.05 for call in known)
+
+
+def test_a_session_of_few_rounds_widens_the_hull_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a range and no interval; left out, the last session alone would stand for all."""
+    calls: Asked = []
+    monkeypatch.setattr(
+        several_runs, "execute", lambda *_, **options: calls.append(options) or run_like(4 + len(calls), rounds=12)
+    )
+    run = measured(2)
+    (range_of_first,) = calls[1]["sessions"][run.records[1].case.id]
+    assert range_of_first.point == pytest.approx(0.5) and not range_of_first.level
 
 
 def test_an_interval_is_the_hull_of_all_sessions() -> None:

@@ -149,6 +149,8 @@ def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
 
 
 def expected_time(plan: Plan, request: Request) -> str:
+    if not any(planned.runs for group in plan for planned in group.cases):
+        return ""
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
     energy = _warming_expected(plan, request) + _energy_expected(plan, request)
@@ -208,13 +210,11 @@ def _cell(arguments: argparse.Namespace) -> int:
         now, run = measure_cell(plan, arguments.cell, arguments.store, observer, command_line())
     if now:
         return _ended(run, arguments)
-    complain(f"cell {run.cell} is done: run {run.id}")
-    return EXIT_OK if run.ok else EXIT_FAILED
+    return _told_again(run, arguments, f"cell {run.cell} is done: run {run.id}")
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     """Goes on with a run; its file says what to measure."""
-    from fp8bench.jobs.after_run import exported
     from fp8bench.pipeline import resume
 
     check_alone(arguments.words, _BESIDE_RESUME, [arguments.suite] if arguments.suite is not None else [])
@@ -225,10 +225,20 @@ def _resume(arguments: argparse.Namespace) -> int:
         _tell_how_to_go_on(run)
     if resumed:
         return _ended(run, arguments)
-    complain(f"run {run.id} is finished; nothing was missing")
+    return _told_again(run, arguments, f"run {run.id} is finished; nothing was missing")
+
+
+def _told_again(run: Run, arguments: argparse.Namespace, why: str) -> int:
+    """Prints a run that was measured before, and writes what is asked for: a page in the store is there."""
+    from fp8bench.jobs.after_run import published
+
+    complain(why)
     print_run(run, arguments)
-    told = exported(run, arguments.store, wanted_of(arguments), complain)
-    return EXIT_OK if told else EXIT_INTERRUPTED
+    wanted = wanted_of(arguments)
+    if wanted.pages is not None and not wanted.pages.asked:
+        wanted = replace(wanted, pages=None)
+    told = published(run, arguments.store, wanted, complain)
+    return (EXIT_OK if run.ok else EXIT_FAILED) if told else EXIT_INTERRUPTED
 
 
 @contextmanager

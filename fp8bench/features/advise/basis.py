@@ -36,6 +36,7 @@ from fp8bench.model import (
 )
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.registry import precisions
+from fp8bench.report.case_status import bounds
 from fp8bench.report.panels import together
 
 # The phases that a lower precision changes if values between products keep their dtype.
@@ -325,9 +326,9 @@ def mapped(interval: Interval, by: Callable[[float], float]) -> Interval:
 
 
 def gain_text(gain: Interval) -> str:
-    """Returns for example '1.62x [1.60, 1.64]', or one number if that is all there is."""
-    low, high = units.significant(gain.low), units.significant(gain.high)
-    return units.speed_up(gain.point) + (f" [{low}, {high}]" if low != high else "")
+    """Returns for example '1.62x [1.60, 1.64]', '1.6x (1.5 to 1.7)' of few rounds, or one number if that is all."""
+    alone = units.significant(gain.low) == units.significant(gain.high)
+    return units.speed_up(gain.point) + ("" if alone else f" {bounds(gain)}")
 
 
 def share_text(share: Interval) -> str:

@@ -11,7 +11,6 @@ from fp8bench.cli.outputs import CommandResult, check_files, check_outputs, in_s
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.advise.values import Checked
-from fp8bench.features.advise.view import page_of, score_page, score_value, value_of
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT, whole_number
@@ -59,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.advise.decide import advised
     from fp8bench.features.advise.job import basis_of, checked, costs_of, load_checks, write_map
+    from fp8bench.features.advise.view import page_of, score_page, score_value, value_of
 
     check_files({"--write-map": arguments.write_map})
     if arguments.score:

@@ -27,6 +27,7 @@ from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Interval, Label, Level, MemoryRole, Phase, Status, Verdict
 from fp8bench.registry import precisions
 from fp8bench.report.panels import error_name
+from fp8bench.report.words.legend import NOT_FINITE
 
 EMULATED = "emulated here: its time is the cost of emulation"
 _PRODUCTS = frozenset({Phase.GEMM})
@@ -89,7 +90,8 @@ def _amdahl(pair: ComparedCase, basis: Basis) -> Reply | str:
     if gain is not None and gain.binds:
         bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
         grounds.append(Ground(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
-    if (own := pair.of_reference(_PRODUCTS, _PRODUCTS)) is not None and own.high < 1:
+    own = None if _untimed(pair) else pair.of_reference(_PRODUCTS, _PRODUCTS)
+    if own is not None and own.high < 1:
         low, high = amdahl(share.low, own.high), amdahl(share.high, own.low)
         most = Interval(amdahl(share.point, own.point), low, high, own.level)
         bounds.append((most, f"with products {units.speed_up(1 / own.point)} as fast, as here"))
@@ -299,8 +301,11 @@ def _error(pair: ComparedCase, basis: Basis) -> Reply | str:
     """A relative error says what a precision costs in numbers only; whether that matters, a training says."""
     known = {error_name(each): max(each.samples) for each in pair.record.measurements
              if each.metric.endswith("_error") and each.samples}  # fmt: skip
-    if pair.record.status is not Status.OK or not known:
-        return "no error was measured"
+    why = pair.record.reason if pair.record.status is not Status.OK else ""
+    if NOT_FINITE in why:
+        return Reply(Met.NO, why, (Ground(pair.row, why),))
+    if why or not known:
+        return why or "no error was measured"
     words = ", ".join(f"{name.replace('_', ' ')} {units.relative_error(value)}" for name, value in known.items())
     finite = all(value < float("inf") for value in known.values()) and not pair.record.not_finite
     return Reply(Met.YES if finite else Met.NO, words, (Ground(pair.row, words),))

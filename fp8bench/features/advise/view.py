@@ -10,10 +10,12 @@ from fp8bench import units
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked, Cost, Met, RuleAnswer
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.report.case_status import bounds
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.words.legend import RANGE
 from fp8bench.report.words.naming import many
 
 _TONES = {Met.YES: Tone.GOOD, Met.NO: Tone.BAD, Met.UNCLEAR: Tone.DOUBT, Met.UNKNOWN: Tone.DOUBT}
@@ -28,6 +30,7 @@ _MOST_MEASURES = 3
 LEGEND = (
     "adopt, route, schedule: take a precision, leave layers high, leave steps or kinds of steps high",
     "predicted: the speed-up that the same step will show once more, never above what Amdahl's law leaves",
+    RANGE,
     "emulated cases have no speed, and nothing is predicted of them",
     "yes speaks for the precision; not measured here: no figure of this machine answers it, and the command would",
 )
@@ -54,7 +57,10 @@ def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
 
 def _alike(advice: Sequence[Advice]) -> list[list[Advice]]:
     """Groups advice to do nothing for the same reason in many settings; each other piece is its own group."""
-    reasons = [(each.kind, each.mode, each.rule, each.sentence.partition(" ")[0]) for each in advice]
+    reasons = [
+        (each.kind, each.mode, each.rule, each.sentence.partition("(" if each.gain is None else " ")[0])
+        for each in advice
+    ]
     groups: dict[object, list[Advice]] = {}
     for number, (each, reason) in enumerate(zip(advice, reasons, strict=True)):
         is_common = each.kind is AdviceKind.NOTHING and reasons.count(reason) > _FEW
@@ -94,8 +100,7 @@ def short_names(advised: Advised) -> Callable[[str], str]:
 def speed(gain: Interval | None, show: Callable[[float], str] = units.speed_up) -> Field:
     if gain is None:
         return Field(units.NONE)
-    ends = f"[{units.significant(gain.low)}, {units.significant(gain.high)}]"
-    return Field(f"{show(gain.point)} {ends}", gain.point)
+    return Field(f"{show(gain.point)} {bounds(gain)}", gain.point)
 
 
 def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) -> Iterator[Element]:
@@ -133,7 +138,7 @@ def _gap(cost: Cost) -> str:
 
 def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
     """Yields a table for each suite and device, with a row for each precision and question. Of several settings it
-    shows the answer of most. What an emulation leaves open is one row."""
+    shows the answer of most that have an answer. What an emulation leaves open is one row."""
     named = short_names(advised)
     # 'gemm[m=64]@cpu' becomes 'gemm on cpu'.
     by_place = together(
@@ -150,9 +155,8 @@ def _answered(advised: Advised) -> Iterator[Element]:
     named = short_names(advised)
     by_row = together(((answer.mode, answer.rule), answer) for answer in advised.answers)
     known = [several for several in by_row.values() if any(answer.met is not Met.UNKNOWN for answer in several)]
-    rows = [[answer for answer in several if answer.met is not Met.UNKNOWN] for several in known]
-    if rows:
-        yield table("answered", "what decides it", _checklist_cols(named, shared=False, below=True)[:4], rows)
+    if known:
+        yield table("answered", "what decides it", _checklist_cols(named, shared=False, below=True)[:4], known)
     missing = [several[0] for several in by_row.values() if several not in known and not _open(several[0])]
     measures = dict.fromkeys(answer.measure for answer in missing if answer.measure)
     if missing:
@@ -165,10 +169,11 @@ def _open(answer: RuleAnswer) -> bool:
 
 
 def _checklist_cols(named: Callable[[str], str], shared: bool, below: bool) -> list[Col[Sequence[RuleAnswer]]]:
-    """The columns for answers to one question: the most frequent answer, and the first one that gave it."""
+    """The columns for answers to one question: the most frequent answer, if there is any, and who gave it first."""
 
     def first(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
-        (met, count), *_ = Counter(answer.met for answer in answers).most_common()
+        known = [answer.met for answer in answers if answer.met is not Met.UNKNOWN]
+        (met, count), *_ = Counter(known or (answer.met for answer in answers)).most_common()
         return next(answer for answer in answers if answer.met is met), count
 
     def here(answers: Sequence[RuleAnswer]) -> Field:

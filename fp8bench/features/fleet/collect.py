@@ -100,9 +100,10 @@ def _take(plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Colle
 
 
 def _doubts(run: Run, path: Path) -> Iterator[str]:
-    if run.troubles:
-        yield f"{path} is torn: {'; '.join(run.troubles)}"
+    wrong = [f"is torn: {'; '.join(run.troubles)}"] if run.troubles else []
     missing = len(missing_groups(run))
     if not run.finished or missing:
         cut = f"{missing} of {len(run.plan.groups)} groups are missing" if missing else "its end is missing"
-        yield f"{path} was cut off: {cut}"
+        wrong.append(f"was cut off: {cut}")
+    if wrong:
+        yield f"{path} {', and '.join(wrong)}"

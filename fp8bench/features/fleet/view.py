@@ -34,6 +34,8 @@ LEGEND = (
 
 
 def _named(report: FleetReport) -> Table | Text:
+    if not report.alarms and all(kind.seen_from is None for kind in report.kinds):
+        return Text(f"No machine stands out; times were not compared: no kind has {LEAST_MACHINES} machines with them.")
     if not report.alarms:
         return Text("No machine stands out.", Tone.GOOD)
     cols: list[Col[MachineAlarm]] = [

@@ -53,8 +53,12 @@ from fp8bench.report.words.legend import PHASE_TITLES, error_word
 from fp8bench.report.words.naming import common_tone, listed
 from fp8bench.report.words.speed import over_loads, over_values, span
 
-_HOW_MATRIX = "speed-up over the reference, median over a suite's cases; perhaps: some are in doubt or unsure"
+_HOW_MATRIX = (
+    "speed-up over the reference: median of a suite's cases, or both ends where some lose and some gain; "
+    "perhaps: some are in doubt or unsure"
+)
 _HOW_GRID = "speed-up over {reference}; perhaps: in doubt"
+_MIXED = frozenset({Standing.FASTER, Standing.SLOWER})
 _NOT_CLEAR = frozenset({Standing.DOUBTED, Standing.UNSURE})
 # Further groups are in `show --all` and on the page.
 _MOST_GROUPS = 16
@@ -178,7 +182,7 @@ def _cases(panel: Panel, width: int) -> Table:
         Col("memory", lambda case: _memory(*case), number=True),
         Col("on a device", lambda case: device_share_of(*case), number=True, unit="x"),
         Col("energy", lambda case: _energy(*case), number=True),
-        Col("throughput", lambda case: case.figures.rate.shown, number=True, when=width >= _ROOM_FOR_RATES),
+        Col("median rate", lambda case: case.figures.rate.shown, number=True, when=width >= _ROOM_FOR_RATES),
     ]  # fmt: skip
     return table("cases", "", cols, panel.members, kept={"case", "verdict", "best"})
 
@@ -237,7 +241,7 @@ def _suites(panels: Sequence[Panel]) -> Table:
 
 
 def _cell(results: Sequence[Result]) -> Field:
-    """'1.90x', 'perhaps 1.90x', 'unsure 1.01x', 'reference', 'emulated', 'FAILED'."""
+    """'1.90x', 'perhaps 1.90x', 'unsure 1.01x', '0.433x to 1.91x', 'reference', 'emulated', 'FAILED'."""
     if not results:
         return Field(units.NONE)
     speeds = [speed.point for result in results if (speed := speed_up(result)) is not None]
@@ -246,7 +250,9 @@ def _cell(results: Sequence[Result]) -> Field:
         return Field(status_words(worst), tone=tone_of(worst))
     stands = {standing(result) for result in results}
     word = "unsure " if stands == {Standing.UNSURE} else "perhaps " if stands & _NOT_CLEAR else ""
-    shown = units.speed_up(statistics.median(speeds))
+    # A median would tell of no case where some are faster and some slower.
+    of = speeds if stands >= _MIXED else [statistics.median(speeds)]
+    shown = units.span(of, units.speed_up)
     return Field(f"{word}{shown}", tone=common_tone(map(tone_of, results)))
 
 

@@ -75,7 +75,7 @@ def detail_of(name: str, run: Run, findings: Mapping[str, Finding], width: int, 
         parts.insert(0, Part("nothing", "", (Text("Nothing was measured."),)))
     parts += [] if parts else [Part("nothing", "", (Text(f"This run has no {name}."),))]
     parts += [Part("stored", "", (Text(where_stored(run.path, report)),))] if name == "all" else []
-    return Page("", "", tuple(parts), _legend(panels, whole=True) if name == "all" else ())
+    return Page("", "", tuple(parts), _legend(panels, whole=True) if name == "all" else _LEGENDS[name](panels))
 
 
 def _titled(panel: Panel, run: Run, elements: Iterable[Element], lead: str = "") -> Iterator[Part]:
@@ -197,11 +197,10 @@ def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
 
 
 def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
-    timed = [panel for panel in panels if not about_tensors(panel)]
+    timed = _timed_of(panels)
     results = [result for panel in timed for result in panel.results]
     of_tensors = [LEGEND] if len(timed) < len(panels) else []
-    looked_at = any(result.record.statistics for panel in panels for result in panel.results)
-    of_data = [legend.DATA] if looked_at and whole else []
+    of_data = _data_legends(panels) if whole else []
     if not any(result.best for result in results):
         return [*of_tensors, *of_data] if of_tensors else []
     findings = [result.finding for result in results if result.finding]
@@ -217,14 +216,27 @@ def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
     lines += [f"pays: {legend.BREAK_EVEN}"] if any(map(swept, timed)) else []
     lines += [legend.ERRORS]
     if whole:
-        lines += [*_number_legends(timed), *_energy_legends(timed)]
-        in_memory = [panel for panel in timed if tells_memory(panel)]
-        known = dict.fromkeys(
-            f"{spec.heading}: {spec.description}" for panel in in_memory for spec in counters_of(panel)
-        )
-        lines += [legend.MEMORY, *filter(None, ["; ".join(known)])] if in_memory else []
-    seen = {label for result in results for label in result.labels if whole or label.casts_doubt}
-    return [*lines, *of_tensors, *of_data, *(explained(label) for label in Label if label in seen)]
+        lines += [*_number_legends(panels), *_energy_legends(panels), *_memory_legends(panels)]
+    return [*lines, *of_tensors, *of_data, *_label_legends(timed, whole)]
+
+
+def _timed_of(panels: Sequence[Panel]) -> list[Panel]:
+    return [panel for panel in panels if not about_tensors(panel)]
+
+
+def _data_legends(panels: Sequence[Panel]) -> list[str]:
+    return [legend.DATA] if any(result.record.statistics for panel in panels for result in panel.results) else []
+
+
+def _memory_legends(panels: Sequence[Panel]) -> list[str]:
+    in_memory = [panel for panel in _timed_of(panels) if tells_memory(panel)]
+    known = dict.fromkeys(f"{spec.heading}: {spec.description}" for panel in in_memory for spec in counters_of(panel))
+    return [legend.MEMORY, *filter(None, ["; ".join(known)])] if in_memory else []
+
+
+def _label_legends(panels: Sequence[Panel], whole: bool = True) -> list[str]:
+    seen = {label for panel in panels for result in panel.results for label in result.labels}
+    return [explained(label) for label in Label if label in seen and (whole or label.casts_doubt)]
 
 
 def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
@@ -257,7 +269,7 @@ def _error_legends(panels: Sequence[Panel]) -> list[str]:
 def _number_legends(panels: Sequence[Panel]) -> list[str]:
     return sorted({
         f"{measurement.metric}: {measurement.description}"
-        for panel in panels
+        for panel in _timed_of(panels)
         for shown in [(panel.error, *_told_elsewhere(panel))]
         for result in panel.results
         for measurement in result.record.measurements
@@ -270,11 +282,18 @@ def _told_elsewhere(panel: Panel) -> tuple[str, ...]:
 
 
 def _energy_legends(panels: Sequence[Panel]) -> list[str]:
-    cases = [(panel, group, result) for panel in panels for group, result in panel.members]
+    cases = [(panel, group, result) for panel in _timed_of(panels) for group, result in panel.members]
     measured = [case for case in cases if figures_of(case[2]) is not None]
     compared = dict.fromkeys(panel.reference for panel, group, result in measured if ratio_against(result, group.lead))
     cost = [legend.ENERGY_EMULATED] if any(emulated(result) for _, _, result in measured) else []
     return [legend.ENERGY, *map(legend.energy_versus, compared), *cost] if measured else []
+
+
+# How to read what `show --memory` and the like print.
+_LEGENDS: dict[str, Callable[[Sequence[Panel]], list[str]]] = {
+    "memory": _memory_legends, "data": _data_legends, "numbers": _number_legends, "energy": _energy_legends,
+    "notes": _label_legends,
+}  # fmt: skip
 
 
 def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:

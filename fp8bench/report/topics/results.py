@@ -265,9 +265,9 @@ class _Strip:
 
 @section("samples", "Samples", 120)
 def samples_section(material: Material) -> Iterator[Element]:
-    """Each point is one round: the fastest call of the case in it, as a distance from the case's median. Two clusters
-    are two states of the machine or of the code. A long tail to the right is other work on the machine: it hardly
-    touches the best case, which verdicts rest on.
+    """Each point is one round: the fastest call of the case in it, less what calls waited for a core, as a distance
+    from the median of these. Two clusters are two states of the machine or of the code. A long tail to the right is
+    other work on the machine: it hardly touches the best case, which verdicts rest on.
     """
     rows = sorted(_rows(material), key=lambda row: not row.unsteady)  # a stable sort: else as in the table
     kinds = [[row for row in rows[:_MOST_ROWS] if emulated(row.result) is cost] for cost in (False, True)]

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.analysis.findings import findings
+from fp8bench.features.advise.basis import Basis, gain_text
 from fp8bench.features.advise.decide import advised, harm_of, predicted
 from fp8bench.features.advise.job import costs_of
 from fp8bench.features.advise.rules import bound_of
 from fp8bench.features.advise.shape_rules import pays_from
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Cost, Met
-from fp8bench.features.advise.view import advice_elements, checklist
+from fp8bench.features.advise.view import advice_elements, checklist, speed
 from fp8bench.features.sensitivity.study import By, LayerTrial, Study
 from fp8bench.features.train.values import KeptTraining, StreamLine, Training
 from fp8bench.features.train.verdicts.summary import JudgedTraining
@@ -35,6 +36,7 @@ from fp8bench.model import (
     Share,
     ShareKind,
     Shares,
+    Status,
     Tape,
     Verdict,
 )
@@ -50,6 +52,7 @@ def met(rule: str, *groups: list[Record], mode: str = "fp8", **more: object) -> 
     return answer(advise(*groups, **more), rule, mode).met
 
 
+HALF = Interval(0.5, 0.4, 0.625, 0.99)
 TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
 STAGES = [group({"pass": word}, fp8=phases) for word, phases in (("training", FP8), ("forward", {**FP8, "cast": 4000}))]
 
@@ -497,6 +500,32 @@ def test_the_same_advice_about_many_settings_is_one_piece(count: int, items: int
     (told, *_) = advice_elements(advise(*groups))
     assert isinstance(told, Items) and len(told.items) == items
     assert ("the like in 4 more settings, down to 0." in str(told.items[0])) == (items == 1)
+
+
+def test_other_reasons_are_other_advice() -> None:
+    """What failed is not like what has a doubtful label, and results that are not finite are an answer."""
+    reasons = ("out of memory (8 GiB)", "its state is not finite: 2 of 9", "no kernel", "labelled no-work (of 3)")
+    groups = [group({**NANO, "batch": number}, fp8=FP8) for number in range(1, 5)]
+    for records, reason in zip(groups, reasons, strict=True):
+        records[1] = replace(records[1], status=Status.FAILED, timing=None, reason=reason)
+    found = advise(*groups)
+    (told, *_) = advice_elements(found)
+    assert isinstance(told, Items) and len(told.items) == 4
+    assert all(reason in str(item) for reason, item in zip(reasons, told.items, strict=True))
+    assert [each.met for each in found.answers if each.rule == "errors"] == [Met.UNKNOWN, Met.NO, *2 * [Met.UNKNOWN]]
+
+
+def test_a_case_without_a_verdict_says_nothing_of_its_products() -> None:
+    lead, case = group(fp8=FP8)
+    labelled = {case.case.id: Finding(case.case, Verdict.UNSURE, ratio=HALF, hard=(Label.FALLBACK,))}
+    found = advised(Basis(run([lead, case]), labelled))
+    assert answer(found, "amdahl").met is Met.UNKNOWN
+
+
+@for_each(("level", "words"), [(0.99, "2.00x [1.60, 2.50]"), (0.0, "2.00x (1.60 to 2.50)")])
+def test_a_range_is_not_told_as_an_interval(level: float, words: str) -> None:
+    gain = replace(HALF, level=level).inverse
+    assert gain_text(gain) == words and speed(gain).text == words
 
 
 def test_time_to_the_same_loss_is_that_of_a_step_times_steps() -> None:

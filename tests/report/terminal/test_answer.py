@@ -49,6 +49,14 @@ def test_answers() -> Told:
     yield "labels that cast doubt are counted by case", words(*judged((Verdict.FASTER, 0.5, Label.CONTENDED)))
 
 
+def test_the_table_of_suites_hides_no_loss_behind_a_gain() -> None:
+    """A median of both would be the speed of no case."""
+    both, known = judged((Verdict.FASTER, 0.5), (Verdict.SLOWER, 2.0))
+    other, more = transformer()
+    run = replace(both, records=(*both.records, *other.records))
+    assert "0.500x to 2.00x" in words(run, {**known, **more})
+
+
 def test_how_many_times_the_noise_floor_an_effect_is() -> None:
     """ln 2 is 7.3 times ln 1.1: half as fast and twice as fast are equally far."""
     run, findings = judged((Verdict.FASTER, 0.5))
@@ -60,6 +68,12 @@ def test_how_many_times_the_noise_floor_an_effect_is() -> None:
 def test_a_detail_says_something_of_any_run(name: str) -> None:
     for run, findings in (transformer(), gemm(), (replace(transformer()[0], records=()), {})):
         assert detail_of(name, run, findings, 80).parts
+
+
+def test_a_detail_is_explained_as_far_as_it_is_shown() -> None:
+    labelled = judged((Verdict.FASTER, 0.5, Label.CONTENDED))
+    assert [line.partition(":")[0] for line in detail_of("notes", *labelled, 80).footer] == ["contended"]
+    assert not detail_of("memory", *labelled, 80).footer
 
 
 @settings(max_examples=30, deadline=None)
