@@ -166,11 +166,20 @@ def whole_steps(reference: Timing, control: Timing | None) -> bool:
 def _floor(
     entries: Sequence[Timing], rounds: Sequence[int], case: Timing | None = None
 ) -> tuple[Interval | None, bool]:
-    """Returns the A/A interval of a reference and its control, if it has one, and whether whole steps are compared."""
-    aa = best_ratio(entries[::-1], rounds, whole=False) if len(entries) > 1 else None
-    floor = max(BAND, aa.reach) if aa is not None else BAND
-    whole = make_up([*entries, case] if case is not None else entries, rounds, floor)
-    return best_ratio(entries[::-1], rounds, whole=True) if whole and aa is not None else aa, whole
+    """Returns the A/A interval of a reference and its control, if it has one, and whether whole steps are compared.
+
+    Cells that make up for each other make the A/A of cells wide, too; so the noise floor is that of whole steps where
+    these agree better.
+    """
+    timings = [*entries, case] if case is not None else entries
+    if len(entries) < 2:
+        return None, make_up(timings, rounds, BAND)
+    aa = best_ratio(entries[::-1], rounds, whole=False)
+    if not make_up(timings, rounds, BAND):
+        return aa, False
+    by_steps = best_ratio(entries[::-1], rounds, whole=True)
+    whole = make_up(timings, rounds, max(BAND, min(aa.reach, by_steps.reach)))
+    return by_steps if whole else aa, whole
 
 
 def band_of(aa: Interval | None) -> float:

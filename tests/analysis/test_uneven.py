@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.analysis.findings import find, rarest
 from fp8bench.analysis.labels import pattern
-from fp8bench.analysis.verdicts import Conclusion, below_every_step, best_phases, conclude, means
+from fp8bench.analysis.verdicts import Conclusion, below_every_step, best_phases, best_ratio, conclude, means
 from fp8bench.model import Interval, Label, Segments, SlotSample, Timing, Verdict
 from tests.counts import counts, for_each
 from tests.fakes import MS, called, record, timing
@@ -211,6 +211,19 @@ def test_equal_steps_whose_stretches_make_up_for_each_other_are_neither_faster_n
         assert known is not None and known.whole
         assert known.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, known)
     assert of_stretches == count or step is spinning
+
+
+def test_a_noise_floor_that_making_up_alone_has_widened_does_not_hide_it() -> None:
+    """The control's stretches move further than the reference's: identical code then differs by more than any of them
+    lies below its fastest step."""
+    draw = np.random.default_rng(0)
+    reference, control, case = (stretched(pacing, draw, wide) for wide in (0.2, 3.0, 0.2))
+    rounds = list(range(ROUNDS))
+    by_stretches = best_ratio([control, reference], rounds, whole=False)
+    assert by_stretches.reach > max(map(below_every_step, (reference, control, case)))
+    known = conclude(case, reference, control)
+    assert known is not None and known.whole and known.verdict is Verdict.SAME
+    assert known.aa is not None and known.aa.reach < 0.02
 
 
 def test_the_best_time_is_that_of_steps_and_the_label_says_why() -> None:

@@ -168,9 +168,14 @@ def _best(timings: Sequence[Timing], rounds: Sequence[int], whole: bool) -> list
 
 def _make_up(session: Session) -> bool:
     rounds = _rounds(session)
-    sides = [_best(side, rounds, False) for side in (session.before, session.after)]
-    floor = max(BAND, *(max(side) / min(side) - 1 for side in sides))
+    sides = session.before, session.after
+    apart = [max(_apart(_best(side, rounds, whole)) for side in sides) for whole in (False, True)]
+    floor = max(BAND, min(apart))  # stretches that make up for each other widen the first
     return verdicts.make_up([*session.before, *session.after], rounds, floor)
+
+
+def _apart(seconds: Sequence[float]) -> float:
+    return max(seconds) / min(seconds) - 1
 
 
 def _low(logs: NDArray[np.float64]) -> Any:
