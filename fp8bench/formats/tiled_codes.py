@@ -22,7 +22,7 @@ from fp8bench.formats.compiling import ONE_LAUNCH, Kernel
 from fp8bench.formats.grids import E2M1, E4M3, FORMATS, Format
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
 from fp8bench.formats.native_codes import Called, call, laid, whole_blocks
-from fp8bench.formats.quantise import Draw, check_input, drawn_bits, key_of
+from fp8bench.formats.quantise import Draw, check_input, drawn_bits, key_of, quantised
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, bytes_in_tiles, swizzled, swizzled_into
 from fp8bench.formats.scaled import largest_magnitude, quantise
@@ -184,6 +184,37 @@ class TiledCodesKernel(Kernel):
 
 
 @dataclass(frozen=True)
+class PairsKernel(Kernel):
+    """E2M1 codes without a scale, two in a byte. Takes a matrix, which may lie `turned`, as (rows, pairs, 2), and
+    memory for (rows, pairs) bytes."""
+
+    source: torch.dtype
+    device: str
+    turned: bool
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        given, out = tensors
+        # There is no code for NaN: it becomes the largest, as by a GPU's saturating conversions.
+        values = given.to(torch.float32).nan_to_num(E2M1.largest, torch.inf, -torch.inf)
+        first, second = (encoded(quantised(values[..., number], E2M1), E2M1) for number in (0, 1))
+        out.copy_(first.bitwise_or(second.bitwise_left_shift(4)))
+        return ()
+
+    def examples(self) -> list[Tensor]:
+        shape = (2 * _TURNED_ACROSS, TILE_ROWS) if self.turned else (TILE_ROWS, 2 * _ACROSS)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.device(self.device), self.source)
+        given = _pairs(x, self.turned)
+        return [given, torch.empty(given.shape[:2], dtype=torch.uint8, device=self.device)]
+
+    def free(self) -> list[Sequence[int]]:
+        return [(0, 1), (0, 1)]
+
+
+def _pairs(matrix: Tensor, turned: bool) -> Tensor:
+    return matrix.unflatten(0, (-1, 2)).permute(2, 0, 1) if turned else matrix.unflatten(1, (-1, 2))
+
+
+@dataclass(frozen=True)
 class TensorScalesKernel(Kernel):
     """NVFP4's tensor scales, each from the largest magnitudes of its tensor's parts; and keys of seeds.
 
@@ -260,6 +291,18 @@ def tiled_codes_both(
     _scale_tensors([straight, other], [x], draw, amaxes)
     torch.ops.fp8bench.tiled_codes_both(*straight.given, *other.given, *_written(fmt, scaling))
     return straight.result(), other.result()
+
+
+def unscaled_codes(x: Tensor) -> Tensor:
+    """The e2m1 codes of a matrix without a scale, two in a byte; an odd row ends with a zero."""
+    check_input(x)
+    matrix, _ = whole_blocks(x.detach(), 1, 2)
+    out = torch.empty(len(matrix), matrix.shape[1] // 2, dtype=torch.uint8, device=x.device)
+    if torch.compiler.is_compiling():
+        PairsKernel(x.dtype, str(x.device), False)(_pairs(matrix, False), out)
+    else:
+        torch.ops.fp8bench.unscaled_codes(matrix, out)
+    return out.view(torch.float4_e2m1fn_x2)
 
 
 def _scale_tensors(made: list[_Tiled], sources: list[Tensor], draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
@@ -379,6 +422,12 @@ def _called(
     return Called(kernel, (*seen, *(tensor for tensor in (above, key) if tensor is not None)), turned)
 
 
+def _run_unscaled_codes(x: Tensor, out: Tensor) -> None:
+    if x.numel():
+        matrix, turned = laid(x)
+        call(PairsKernel(x.dtype, str(x.device), turned), _pairs(matrix, turned), out)
+
+
 def _run_tensor_scales(
     amaxes: list[Tensor], above: list[Tensor], last: Tensor | None, after: Tensor | None, keys: list[Tensor],
     steps: list[int],
@@ -394,3 +443,4 @@ _ABOVE = "Tensor[] amaxes, Tensor(a!)[] above, Tensor? last, Tensor(b!)? after, 
 operators.define("tiled_codes", f"({_TILED}, {_WRITTEN}) -> ()", _run_tiled_codes)
 operators.define("tiled_codes_both", f"({_TILED}, {_OF_Y}, {_WRITTEN}) -> ()", _run_tiled_codes_both)
 operators.define("tensor_scales", f"({_ABOVE}) -> ()", _run_tensor_scales)
+operators.define("unscaled_codes", "(Tensor x, Tensor(a!) out) -> ()", _run_unscaled_codes)

@@ -9,9 +9,9 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp8bench.formats.codes import decode, unpack
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
-from fp8bench.formats.native_codes import codes_turned, row_codes, row_codes_both, square_codes
+from fp8bench.formats.native_codes import codes, codes_turned, row_codes, row_codes_both, square_codes
 from fp8bench.formats.scale_layouts import TILE_ROWS, of_squares, squares, unswizzled
-from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both
+from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both, unscaled_codes
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.rotations import rotation
 from fp8bench.numerics.products import in_dtype
@@ -41,13 +41,17 @@ class BlockArithmetic(RecipeArithmetic):
         assert treatment.scaling is not None
         if treatment.scaling.scale is None:
             rounding, squared = treatment.scaling.rounding, treatment.scaling.rows > 1
-            codes = (
+            made = (
                 square_codes(tensor, treatment.fmt, rounding)[0]
                 if squared
                 else row_codes(tensor, treatment.fmt, rounding, _BLOCK)
             )
-            return Operand(*codes, role is Role.GRADIENT)
+            return Operand(*made, role is Role.GRADIENT)
         return self._tiled(tensor, role, again)
+
+    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+        fmt = self.treatments[role].fmt
+        return Operand(unscaled_codes(tensor) if fmt is E2M1 else codes(tensor, fmt))
 
     def turned(self, source: Tensor, role: Role) -> Operand:
         if not self._rotates(role) or not self._in_tiles(role):
@@ -137,9 +141,8 @@ class BlockArithmetic(RecipeArithmetic):
         return product
 
     def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
-        if operand.scale is None:
-            return super().restore(operand, dtype)
-        return _values(operand.data, operand.scale).to(dtype)
+        values = _elements(operand.data) if operand.scale is None else _values(operand.data, operand.scale)
+        return values.to(dtype)
 
 
 def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
@@ -170,14 +173,18 @@ def _values(data: Tensor, scale: Tensor) -> Tensor:
         across = -(-data.shape[1] // _BLOCK)
         matrix = scale if _by_rows(data, scale) else of_squares(scale, across).repeat_interleave(_BLOCK, 0)
         return data.to(torch.float32) * _each(matrix, _BLOCK, data.shape)
-    packed = data.dtype == torch.float4_e2m1fn_x2
-    elements = decode(unpack(data.view(torch.uint8), E2M1), E2M1, checked=False) if packed else data.to(torch.float32)
+    elements = _elements(data)
     if scale.dtype == torch.float8_e8m0fnu:
         matrix, block = _bytes(scale.view(torch.uint8), elements.shape, _MX, E8M0), _MX
     else:
         of_blocks, of_tensor = _nvfp4_scales(scale)
         matrix, block = _bytes(of_blocks, elements.shape, _NVFP4, E4M3) * of_tensor, _NVFP4
     return elements * _each(matrix, block, elements.shape)
+
+
+def _elements(data: Tensor) -> Tensor:
+    packed = data.dtype == torch.float4_e2m1fn_x2
+    return decode(unpack(data.view(torch.uint8), E2M1), E2M1, checked=False) if packed else data.to(torch.float32)
 
 
 def _bytes(laid: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:

@@ -73,7 +73,7 @@ class AutoScale:
 
 
 class Reduced(NamedTuple):
-    """A mean over ranks, or one part of it, and the codes that it was decoded from."""
+    """A mean over ranks, or one part of it, and the codes under the common scale that it was made of."""
 
     values: Tensor
     codes: Tensor
@@ -131,13 +131,14 @@ def mean_in_fp8(
         rows = yield AllToAll(wire.encode(shifted).reshape(size, -1))
         reduced = Reduced(_added([wire.decode(row) for row in rows]) / (scale * size), rows)
         if whole:
-            reduced = yield from transported(reduced.values)
+            # Codes of the mean have scales of their own: what the common scale cuts off shows in those that were sent.
+            reduced = (yield from transported(reduced.values))._replace(codes=rows)
     else:
         raise ValueError(f"expected one of {', '.join(WAYS)}, got {way!r}")
     if scaling == FP8LM_AUTO:
-        # With a part each rank has other codes, but all ranks need the same mu.
+        # With a part, or in two shots, each rank has other codes, but all ranks need the same mu.
         share = saturated(reduced.codes).reshape(1)
-        auto.after(share if whole else (yield Largest(share)))
+        auto.after(share if whole and way != TWOSHOT else (yield Largest(share)))
     return reduced
 
 

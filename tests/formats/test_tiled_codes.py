@@ -19,7 +19,7 @@ from fp8bench.formats.quantise import Draw
 from fp8bench.formats.recipes import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import by_columns, of_squares, squares, swizzled, unswizzled
 from fp8bench.formats.scaled import quantise
-from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both
+from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both, unscaled_codes
 from tests.counts import for_each, sampled
 from tests.formats.scaling_definitions import gaussian
 from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, assert_fused, counted
@@ -151,6 +151,27 @@ def test_nvfp4_codes_are_those_of_ml_dtypes(turned: bool) -> None:
     of_blocks = unswizzled(laid[:-FLOAT_BYTES], len(x), x.shape[1] // 16).numpy()
     assert np.array_equal(of_blocks.reshape(-1, 1), scales.view(np.uint8))
     assert laid[-FLOAT_BYTES:].view(F32).item() == above
+
+
+def unscaled(x: Tensor) -> list[Tensor]:
+    return [unscaled_codes(x).view(torch.uint8)]
+
+
+def test_e2m1_codes_without_a_scale_are_those_of_ml_dtypes() -> None:
+    """NaN, which has no code, is the largest, as in a GPU's saturating conversion."""
+    halves = torch.arange(-32, 33) / 4  # every number, every tie, and what lies beyond
+    x = torch.cat([halves, torch.tensor([torch.inf, -torch.inf, 1e-45, -0.0, torch.nan])]).repeat(3, 1)
+    for tensor in (x, x.t(), x[:, ::2], x[:1].to(BF16)):
+        wanted = tensor.float().nan_to_num(6.0).numpy().clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+        (codes,) = unscaled(tensor)
+        found = unpack(codes, E2M1)
+        assert np.array_equal(found[:, : tensor.shape[1]].numpy(), wanted) and not found[:, tensor.shape[1] :].any()
+
+
+@pytest.mark.slow
+@for_each("source", [F32, BF16])
+def test_compiled_codes_without_a_scale_are_eager_ones(source: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_fused(monkeypatch, unscaled, [*pieces(source)], same)
 
 
 def test_what_is_empty_has_codes_and_scales_too() -> None:

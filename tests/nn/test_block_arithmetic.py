@@ -59,6 +59,18 @@ def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
         assert torch.equal(native.restore(ours, torch.float32), wanted.data.float())
 
 
+@for_each("role", list(Role))
+@each_mode
+def test_codes_without_a_scale_are_codes_too(mode: str, role: Role) -> None:
+    native, emulated = pair(mode)
+    for tensor in (sources(), sources(48, 64).to(torch.bfloat16), sources(130, 96).t(), torch.zeros(0, 32)):
+        operand, theirs = native.unscaled(tensor, role), emulated.unscaled(tensor, role)
+        assert operand.scale is None and operand.data.is_contiguous()
+        halved = 1 + (native.treatments[role].fmt is E2M1)
+        assert operand.data.untyped_storage().nbytes() * halved == tensor.numel()
+        assert torch.equal(native.restore(operand, torch.float32), theirs.data)
+
+
 def test_the_squares_of_weights_are_turned_without_another_cast() -> None:
     native, _ = pair("fp8-block")
     operand = native.cast(sources(), Role.WEIGHT)

@@ -176,6 +176,17 @@ def test_mu_is_halved_until_next_to_nothing_saturates() -> None:
     assert float(auto.mu) == 2.0
 
 
+@for_each("whole", [True, False])
+@for_each("way", WAYS)
+def test_what_is_cut_off_halves_mu_on_every_rank(way: str, whole: bool) -> None:
+    """Also in two shots, whose second codes have scales of their own, and with values that only one rank cuts off."""
+    one = torch.ones(1 << 12)
+    given = [torch.cat([one, 1.9 * one]), torch.cat([one, one])]
+    autos = [AutoScale(torch.full((1,), 2.0)) for _ in given]
+    simulated([mean_in_fp8(way, item, FP8LM_AUTO, rank, 2, autos[rank], whole) for rank, item in enumerate(given)])
+    assert [float(auto.mu) for auto in autos] == [1.0, 1.0]
+
+
 def test_bytes_are_counted() -> None:
     """A ring and two shots send the same, gathering n - 1 times the vector."""
     size, count = 4, 1 << 12

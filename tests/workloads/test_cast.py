@@ -14,6 +14,7 @@ from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.cast import Cast, parse_shape
 from tests.counts import for_each
+from tests.facts import B200
 from tests.workloads.steps import CPU, marks, small
 
 ALL = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4", "nvfp4")
@@ -181,3 +182,11 @@ def test_layouts_of_a_cast_count_what_is_cast_and_hold_what_lies_between() -> No
     for changes, words in (({"direction": "from"}, "direction=to"), ({"shape": "1x16"}, "contiguous or strided")):
         support = Cast().support(expand(layout="padded", **changes), precisions.get("bf16"), CPU)
         assert support.level is Level.REFUSED and words in support.reason
+
+
+@for_each("scaling", ["on", "off"])
+@for_each("precision", ["mxfp8", "nvfp4"])
+def test_codes_of_a_device_have_the_emulations_error_in_odd_rows_too(precision: str, scaling: str) -> None:
+    emulated = setup_for(precision, scaling=scaling, columns=71)
+    native = replace(emulated, arithmetic=precisions.get(precision).arithmetic(B200))
+    assert Cast().error(native) == Cast().error(emulated)

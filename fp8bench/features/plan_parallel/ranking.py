@@ -267,6 +267,9 @@ def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
     tokens = question.batch * load.sequence / gpus
     dealt = question.batch % gpus == 0
     undealt = "" if dealt else f"; but {question.batch} sequences cannot be dealt out evenly to {gpus} GPUs"
+    ways = list(layouts(question))
+    by_tensor, by_stage = any(way.tensor > 1 for way in ways), any(way.pipeline > 1 for way in ways)
+    uneven = f"; but {gpus} GPUs cannot divide this model evenly by it"
     # Tokens of a GPU's step from which on products take as long as what FSDP sends.
     sent = (2 * (1 if load.narrow_gather else load.kept.copy) + load.kept.gradient) * (gpus - 1) / gpus
     hidden = sent * (topology.fp8 if load.precision == "fp8" else topology.bf16) / (6 * topology.link(gpus))
@@ -278,12 +281,14 @@ def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
         ("FSDP", gpus > 1 and sharded <= usable and tokens >= hidden and dealt,
          (f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
           f"GPU and step, and computing takes as long as what it sends from {units.count(hidden)} on{undealt}")),
-        ("TP", gpus > 1 and (sharded > usable or question.batch < gpus),
+        ("TP", by_tensor and (sharded > usable or question.batch < gpus),
          ("worth it where FSDP does not fit, or there are fewer sequences than GPUs; within the "
-          f"{topology.node} GPUs of a node alone, because products wait for what it sends")),
-        ("PP", gpus > topology.node and (tokens < hidden or question.batch < gpus),
+          f"{topology.node} GPUs of a node alone, because products wait for what it sends"
+          f"{uneven if gpus > 1 and not by_tensor else ''}")),
+        ("PP", by_stage and gpus > topology.node and (tokens < hidden or question.batch < gpus),
          ("worth it between nodes where a GPU has too few tokens for FSDP, or there are fewer sequences than GPUs; "
-          "with 4 micro-batches a stage or more, because stages are idle at both ends of a step")),
+          "with 4 micro-batches a stage or more, because stages are idle at both ends of a step"
+          f"{uneven if gpus > 1 and not by_stage else ''}")),
         ("CP", load.sequence >= _LONG, f"worth it for sequences from {_LONG} tokens on; these have {load.sequence}"),
         ("EP", False, "worth it for experts; this model has none"),
     )  # fmt: skip

@@ -76,6 +76,12 @@ def test_the_matrix() -> None:
     # Sequences that cannot be dealt out: of too few for any GPU to have one, TP and PP, which no ranking contradicts.
     assert yes(asked(batch=7)) == {"TP"} and yes(asked(gpus=64, batch=8)) == {"TP", "PP"}
     assert yes(asked(batch=12)) == set() and yes(asked(gpus=1, batch=1)) == set()
+    # 64 heads and 80 layers cannot be cut in seven, nor in 83.
+    for gpus in (7, 83):
+        question = asked("llama3-70b", gpus, batch=gpus - 1)
+        assert yes(question) == set() and rulings(question)[2].why.endswith(
+            f"{gpus} GPUs cannot divide this model evenly by it"
+        )
     assert {ruling.why.split("; but ")[-1] for ruling in rulings(asked(batch=12))[:2]} == {
         "12 sequences cannot be dealt out evenly to 8 GPUs"
     }
