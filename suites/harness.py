@@ -211,7 +211,7 @@ class Figure(NamedTuple):
     values: Iterable[str] = ()
 
 
-FIGURES = {
+FIGURES: dict[str, Figure] = {
     "help": Figure(
         "seconds", "CPU time of `fp8bench --help`", lambda size: _cpu_seconds(size, "--help")),
     "list": Figure(
