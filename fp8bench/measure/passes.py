@@ -79,7 +79,8 @@ class CaseOutcome:
     def fail(self, why: str, cause: WorkerError) -> None:
         self.failure = why
         failed = cause.rank if isinstance(cause.rank, FailedRank) else None
-        self.note(detail=cause.trace if isinstance(cause, WorkerFault) else "", failed_rank=failed)
+        # Only a lost worker leaves no detail: a gate tells what a case has done from what was done to it.
+        self.note(detail=(cause.trace or str(cause)) if isinstance(cause, WorkerFault) else "", failed_rank=failed)
 
     def add_detail(self, why: str) -> None:
         self.note(detail="; ".join(filter(None, (self.draft.detail, why))))
@@ -163,7 +164,9 @@ class Passes:
                     outcome.add_detail(f"no numerical error: {errors}")
                     continue
                 wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
-                outcome.failure = f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
+                if wrong:
+                    fault = WorkerFault("its numbers are not finite", ", ".join(wrong))
+                    outcome.fail(str(fault), fault)
                 measurements = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
                 outcome.note(measurements=(*outcome.draft.measurements, *measurements))
 

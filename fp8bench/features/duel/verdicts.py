@@ -140,7 +140,8 @@ def why_sure(times: DuelVerdict) -> str:
 
 def why_unsure(times: DuelVerdict) -> str:
     if times.rounds < LEAST_ROUNDS:
-        return f"{times.rounds} rounds a session are too few; give it more time (--budget) or rounds"
+        rounds = "1 round a session is" if times.rounds == 1 else f"{times.rounds} rounds a session are"
+        return f"{rounds} too few; give it more time (--budget) or rounds"
     if not times.resolved:
         return (
             f"{times.sessions} session{'s' * (times.sessions != 1)} cannot tell what two processes differ by anyway; "

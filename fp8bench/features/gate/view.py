@@ -321,7 +321,7 @@ def review(verdict: GateVerdict, duel: Duel) -> Review:
 
 def _unlike(result: CaseResult) -> ReviewStatus | None:
     """Returns the status for a case that was not measured alike on both sides; None if it was. A lost worker leaves
-    no trace of what raised."""
+    no detail."""
     failed = [record for record in (result.before, result.after) if record.status is Status.FAILED]
     if len(failed) == 2 or any(not record.detail for record in failed):
         return ReviewStatus.INFRASTRUCTURE
