@@ -19,6 +19,9 @@ from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Overheads
 from fp8bench.protocols import Device, Markers, Phases, SilentPhases, Stamper
 
 UNATTRIBUTED_CODE = CELL_PHASES.index(UNATTRIBUTED)
+# What a phase that is closed out of turn leaves below the open ones. It raises nothing itself, since a thread or a
+# generator that is thrown away would swallow it.
+_CROSSED = [UNATTRIBUTED_CODE] * 2
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +42,8 @@ class Marker:
     def __exit__(self, *exc: object) -> None:
         self._stamp(self._now())
         stack = self._stack
-        stack.pop()
+        if stack.pop() != self._code:
+            stack[:0] = _CROSSED
         self._note(stack[-1])
 
 
@@ -73,8 +77,14 @@ class PhaseClock(Markers[Marker]):
         self._stamps.append(self._now())
 
     def end(self) -> tuple[list[int], list[Any]]:
-        """Finishes the step; raises RuntimeError if a marker is still open, which is a bug of the workload."""
+        """Finishes the step; raises RuntimeError if a marker is still open, or one was closed out of turn: bugs of the
+        workload."""
         self._stamps.append(self._now())
+        if self._stack[:2] == _CROSSED:
+            raise RuntimeError(
+                "the step closed a phase that was not the last one opened: phases nest, and what threads or generators "
+                "open must be closed before another phase around it is"
+            )
         if len(self._stack) != 1:
             open_phases = ", ".join(CELL_PHASES[code] for code in self._stack[1:])
             raise RuntimeError(f"the step ended inside {open_phases}: every phase opened must be closed in the step")

@@ -97,6 +97,22 @@ def test_a_phase_left_open_says_which(clock: PhaseClock) -> None:
         clock.end()
 
 
+@for_each("closed", [("gemm",), ("cast", "cast"), ("cast", "gemm", "gemm")])
+def test_a_phase_closed_out_of_turn_fails_the_step(clock: PhaseClock, closed: tuple[str, ...]) -> None:
+    """As threads, generators and hooks do that keep a phase open beyond the phase around it."""
+    clock.begin()
+    clock.gemm.__enter__()
+    clock.cast.__enter__()
+    for name in closed:
+        getattr(clock, name).__exit__(None, None, None)
+    with clock.elementwise:
+        pass
+    with pytest.raises(RuntimeError, match="not the last one opened"):
+        clock.end()
+    clock.begin()
+    clock.end()
+
+
 def test_an_aborted_step_leaves_neither_marks_nor_open_phases_behind(clock: PhaseClock) -> None:
     for _ in range(3):
         clock.attention.__enter__()
