@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fp8bench import __version__
 from fp8bench.cli.streams import complain, make_usable, say, silence
@@ -85,19 +85,25 @@ class Parser(argparse.ArgumentParser):
     examples: Sequence[str] = ()
     first = ""
 
+    def __init__(self, *words: Any, **given: Any) -> None:
+        super().__init__(*words, **given)
+        if self.add_help:  # not listed where --help shows all options
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{_nearest(self, message)} See `{self.prog} --help`.")
 
     def show_first(self, examples: Sequence[str], options: str) -> None:
         self.examples, self.first = examples, options
         if options:
-            words = f"show all {sum(bool(action.option_strings) for action in self._actions) + 1} options"
-            self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help=words)
+            every = next(action for action in self._actions if isinstance(action, _HelpAll))
+            every.help = f"show all {sum(bool(action.option_strings) for action in self._actions)} options"
 
     def format_help(self, every: bool = False) -> str:
         formatter = self._get_formatter()
         needed = [action for action in self._actions if action.required or not action.option_strings]
-        formatter.add_usage(self.usage, [_OPTIONS, *needed] if len(self._actions) > len(needed) + 1 else needed, [])
+        optional = {*self._actions} - {*needed}
+        formatter.add_usage(self.usage, [_OPTIONS, *needed] if len(optional) > 2 else needed, [])  # more than help
         formatter.add_text(self.description)
         if self.examples:
             lines = "".join(f"\n  {example}" for example in self.examples)

@@ -47,7 +47,8 @@ def test_every_command_stands_under_one_verb(capsys: pytest.CaptureFixture[str])
 def test_many_options_are_a_dozen_at_first(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = commands_of(build_parser((name,)))[name]
     assert isinstance(command, Parser)
-    words = {word for action in command._actions for word in action.option_strings}
+    listed = (action for action in command._actions if action.help != argparse.SUPPRESS)
+    words = {word for action in listed for word in action.option_strings}
     first = command.first.split()
     assert bool(first) == (len(words) > FEW) and len(first) <= 14 and set(first) <= words
     text = helped(name, "--help", capsys=capsys)
@@ -78,6 +79,13 @@ def test_every_option_says_what_it_does_and_examples_stand_where_they_are_many()
         others = (action for action in parser._actions if not isinstance(action, argparse._SubParsersAction))
         assert all(action.help for action in others), name
         assert isinstance(parser, Parser) and (parser.examples or not parser.first), name
+
+
+@for_each("words", [(), ("doctor",), ("history", "list"), ("fleet", "status"), ("compare",)])
+def test_all_options_are_shown_where_help_shows_them_already(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert helped(*words, "--help-all", capsys=capsys) == helped(*words, "--help", capsys=capsys)
 
 
 @for_each("words", [(), ("suite",), ("history", "list")])
