@@ -1,9 +1,10 @@
 """The phase clock, which a workload's markers write into.
 
-A marker costs about a third of a microsecond, so it does two appends and nothing else; stamps are read after the slot.
-All markers share one plain object. It is not thread-local on purpose: on CUDA, autograd runs backward on a thread of
-its own, which sees an object's attributes but none of the main thread's locals. This module also measures what
-observing costs: the marker, the stamp, the event pair, and the whole harness against a bare loop.
+A marker costs about a third of a microsecond, so it does two appends and nothing else: which phase is open where, and
+what a stamp says, is found out after the step. All markers share one plain object. It is not thread-local on purpose:
+on CUDA, autograd runs backward on a thread of its own, which sees an object's attributes but none of the main thread's
+locals. This module also measures what observing costs: the marker, the stamp, the event pair, and the whole harness
+against a bare loop.
 """
 
 from __future__ import annotations
@@ -12,57 +13,48 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Overheads
 from fp8bench.protocols import Device, Markers, Phases, SilentPhases, Stamper
 
 UNATTRIBUTED_CODE = CELL_PHASES.index(UNATTRIBUTED)
-# What a phase that is closed out of turn leaves below the open ones. It raises nothing itself, since a thread or a
-# generator that is thrown away would swallow it.
-_CROSSED = [UNATTRIBUTED_CODE] * 2
 
 
 @dataclass(slots=True, eq=False)
 class Marker:
-    """A phase's context manager, made once and entered many times, also within itself."""
+    """A phase's context manager, made once and entered many times, also within itself. It notes its code where the
+    phase begins, and the code's complement where it ends."""
 
     _code: int
-    _stack: list[int]
     _note: Callable[[int], None]
     _stamp: Callable[[Any], None]
     _now: Callable[[], Any]
 
     def __enter__(self) -> None:
         self._stamp(self._now())
-        self._stack.append(self._code)
         self._note(self._code)
 
     def __exit__(self, *exc: object) -> None:
         self._stamp(self._now())
-        stack = self._stack
-        if stack.pop() != self._code:
-            stack[:0] = _CROSSED
-        self._note(stack[-1])
+        self._note(~self._code)
 
 
 class PhaseClock(Markers[Marker]):
-    """Hands out markers by name and collects the marks of the step in progress. A mark is a stamp and the code of the
-    phase that begins there. `begin` opens a step in UNATTRIBUTED; `end` closes it and returns (codes, stamps): codes[i]
-    is the phase between stamps[i] and stamps[i + 1]. A `told` callback also receives each code."""
+    """Hands out markers by name and collects the marks of the step in progress. A mark is a stamp and what a marker
+    notes. `begin` opens a step in UNATTRIBUTED; `end` closes it and returns (codes, stamps): codes[i] is the phase
+    between stamps[i] and stamps[i + 1]. A `told` callback also receives each code."""
 
-    __slots__ = ("_codes", "_note", "_now", "_stack", "_stamps")
+    __slots__ = ("_notes", "_now", "_open", "_stamps", "_told")
 
     def __init__(self, stamper: Stamper, told: Callable[[int], None] | None = None) -> None:
-        self._codes: list[int] = []
+        self._notes: list[int] = []
         self._stamps: list[Any] = []
-        self._stack: list[int] = [UNATTRIBUTED_CODE]
+        self._open: list[int] = [UNATTRIBUTED_CODE]  # kept for `told` alone
+        self._told = told
         self._now = stamper.source()
-        self._note = self._codes.append if told is None else partial(_note_and_tell, self._codes.append, told)
-        super().__init__(
-            lambda name: Marker(CELL_PHASES.index(name), self._stack, self._note, self._stamps.append, self._now)
-        )
+        note = self._notes.append if told is None else self._tell
+        super().__init__(lambda name: Marker(CELL_PHASES.index(name), note, self._stamps.append, self._now))
 
     @property
     def now(self) -> Callable[[], Any]:
@@ -70,30 +62,41 @@ class PhaseClock(Markers[Marker]):
 
     def begin(self) -> None:
         """Starts a step; drops what an aborted step has left."""
-        self._codes.clear()
+        self._notes.clear()
         self._stamps.clear()
-        self._stack[:] = [UNATTRIBUTED_CODE]
-        self._note(UNATTRIBUTED_CODE)
+        self._open[:] = [UNATTRIBUTED_CODE]
+        if self._told is not None:
+            self._told(UNATTRIBUTED_CODE)
         self._stamps.append(self._now())
 
     def end(self) -> tuple[list[int], list[Any]]:
-        """Finishes the step; raises RuntimeError if a marker is still open, or one was closed out of turn: bugs of the
-        workload."""
+        """Finishes the step. Raises RuntimeError if a marker is still open, or one was closed out of turn: bugs of the
+        workload, of which a marker itself says nothing, as a thread or a dropped generator would swallow it."""
         self._stamps.append(self._now())
-        if self._stack[:2] == _CROSSED:
-            raise RuntimeError(
-                "the step closed a phase that was not the last one opened: phases nest, and what threads or generators "
-                "open must be closed before another phase around it is"
-            )
-        if len(self._stack) != 1:
-            open_phases = ", ".join(CELL_PHASES[code] for code in self._stack[1:])
+        inside = [UNATTRIBUTED_CODE]
+        codes = inside.copy()
+        for note in self._notes:
+            if note >= 0:
+                inside.append(note)
+            elif inside.pop() != ~note:
+                raise RuntimeError(
+                    "the step closed a phase that was not the last one opened: phases nest, and what threads or "
+                    "generators open must be closed before another phase around it is"
+                )
+            codes.append(inside[-1])
+        if len(inside) != 1:
+            open_phases = ", ".join(CELL_PHASES[code] for code in inside[1:])
             raise RuntimeError(f"the step ended inside {open_phases}: every phase opened must be closed in the step")
-        return self._codes.copy(), self._stamps.copy()
+        return codes, self._stamps.copy()
 
-
-def _note_and_tell(note: Callable[[int], None], told: Callable[[int], None], code: int) -> None:
-    note(code)
-    told(code)
+    def _tell(self, note: int) -> None:
+        self._notes.append(note)
+        if note >= 0:
+            self._open.append(note)
+        elif len(self._open) > 1:
+            self._open.pop()
+        assert self._told is not None
+        self._told(self._open[-1])
 
 
 _REPEATS = 2000
