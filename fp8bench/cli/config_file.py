@@ -231,8 +231,7 @@ def with_config(
     )
     for action in command._actions:
         if _repeats(action) and _names_things(action) and action.dest in values:
-            kept = values[action.dest]
-            given = getattr(arguments, action.dest)[len(kept) :]
+            kept, given = values[action.dest], getattr(arguments, action.dest)[len(values[action.dest]) :]
             replaced = {name for name, _ in given}
             setattr(arguments, action.dest, [*(pair for pair in kept if pair[0] not in replaced), *given])
             where, word = places[action.dest], action.option_strings[0]
