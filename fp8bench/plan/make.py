@@ -120,8 +120,7 @@ def check_names(request: Request) -> tuple[Workload, ...]:
     for part in parts:
         if (request.ranks or 1) < (least := part.workload.least_ranks):
             raise UsageError(f"the suite {part.workload.name} takes {least} processes together: add --ranks {least}.")
-    modes = [multiplied_by(word, request.backend) for word in request.dtypes]
-    _refuse_repeated("--dtypes", modes, ": the reference is measured twice in every round anyway")
+    _refuse_repeated("--dtypes", request.dtypes, ": the reference is measured twice in every round anyway")
     _refuse_repeated("--devices", request.devices)
     for axis, values in request.axes:
         _refuse_repeated(f"--set {axis}", values)

@@ -75,7 +75,6 @@ suite gemm --devices cpx | Did you mean 'cpu'
 suite gemm --devices cuda:77 | unknown device on this machine 'cuda:77'
 report last --md - | --md '-' would be a file of that name
 suite gemm --dtypes fp8,bf16,fp8 | --dtypes names fp8 twice
-suite gemm --dtypes fp8-delayed:margin=0,fp8-delayed | --dtypes names fp8-delayed twice
 suite gemm --devices cpu,cpu | --devices names cpu twice. Leave one out.
 suite gemm --set shape=64 --set shape=32,64 | --set shape names 64 twice. Leave one out.
 suite gemm,collective | the suite collective takes 2 processes together: add --ranks 2
