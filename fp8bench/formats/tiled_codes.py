@@ -211,7 +211,8 @@ class PairsKernel(Kernel):
 
 
 def _pairs(matrix: Tensor, turned: bool) -> Tensor:
-    return matrix.unflatten(0, (-1, 2)).permute(2, 0, 1) if turned else matrix.unflatten(1, (-1, 2))
+    rows, columns = matrix.shape
+    return matrix.view(rows // 2, 2, columns).permute(2, 0, 1) if turned else matrix.view(rows, columns // 2, 2)
 
 
 @dataclass(frozen=True)
