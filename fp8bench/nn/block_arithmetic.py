@@ -51,7 +51,7 @@ class BlockArithmetic(RecipeArithmetic):
 
     def unscaled(self, tensor: Tensor, role: Role) -> Operand:
         fmt = self.treatments[role].fmt
-        return Operand(unscaled_codes(tensor) if fmt is E2M1 else codes(tensor, fmt))
+        return Operand(unscaled_codes(tensor) if fmt is E2M1 else codes(tensor, fmt), columns=tensor.shape[1])
 
     def turned(self, source: Tensor, role: Role) -> Operand:
         if not self._rotates(role) or not self._in_tiles(role):
@@ -75,7 +75,8 @@ class BlockArithmetic(RecipeArithmetic):
         treatment = self.treatments[role]
         assert treatment.scaling is not None
         draw = self._draws[role].draw(tensor.device, 1, again) if role in self._draws else None
-        return Operand(*tiled_codes(tensor, treatment.fmt, treatment.scaling, draw, amaxes), role is Role.GRADIENT)
+        made = tiled_codes(tensor, treatment.fmt, treatment.scaling, draw, amaxes)
+        return Operand(*made, role is Role.GRADIENT, tensor.shape[1])
 
     def _tiled_both(self, tensor: Tensor, role: Role, amax: Tensor | None) -> tuple[Operand, Operand]:
         treatment = self.treatments[role]
@@ -85,8 +86,11 @@ class BlockArithmetic(RecipeArithmetic):
             turned, *others = rotation(turned, self._signs)
             amaxes = others[::-1]
         draw = self._draws[role].draw(tensor.device, 2) if role in self._draws else None
-        codes_of_both = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, draw, amaxes)
-        straight, other = (Operand(*codes, role is Role.GRADIENT) for codes in codes_of_both)
+        both = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, draw, amaxes)
+        straight, other = (
+            Operand(*made, role is Role.GRADIENT, columns)
+            for made, columns in zip(both, tensor.shape[::-1], strict=True)
+        )
         return straight, other
 
     def _in_tiles(self, role: Role) -> bool:
@@ -142,7 +146,7 @@ class BlockArithmetic(RecipeArithmetic):
 
     def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
         values = _elements(operand.data) if operand.scale is None else _values(operand.data, operand.scale)
-        return values.to(dtype)
+        return values[:, : operand.columns].to(dtype)
 
 
 def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:

@@ -68,12 +68,14 @@ class Operand:
     """A tensor made ready for a product: its codes or rounded values, and the scale that gives the values back.
 
     Two dimensions, contraction last. `scale` is None where the data are the values themselves. `gradient`: a gradient
-    was cast, and sums with one may be kept more precisely than those of a forward product.
+    was cast, and sums with one may be kept more precisely than those of a forward product. `columns`: how many values a
+    row has, where the codes may have room for one more.
     """
 
     data: Tensor
     scale: Tensor | None = None
     gradient: bool = False
+    columns: int | None = None
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -71,6 +71,19 @@ def test_codes_without_a_scale_are_codes_too(mode: str, role: Role) -> None:
         assert torch.equal(native.restore(operand, torch.float32), theirs.data)
 
 
+@for_each("mode", BLACKWELL)
+def test_odd_rows_come_back_as_long_as_they_were(mode: str) -> None:
+    """Two E2M1 codes share a byte, and the last has room for one more."""
+    native, emulated = pair(mode)
+    tensor = sources(48, 33)
+    for cast in ("cast", "turned", "unscaled"):
+        operand, theirs = (getattr(each, cast)(tensor, Role.WEIGHT) for each in (native, emulated))
+        assert torch.equal(native.restore(operand, torch.float32), theirs.data.float())
+    straight, turned = native.cast_both(tensor, Role.GRADIENT)
+    assert turned is None or native.restore(turned, torch.float32).shape == (33, 48)
+    assert native.restore(straight, torch.float32).shape == (48, 33)
+
+
 def test_the_squares_of_weights_are_turned_without_another_cast() -> None:
     native, _ = pair("fp8-block")
     operand = native.cast(sources(), Role.WEIGHT)
