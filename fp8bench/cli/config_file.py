@@ -235,10 +235,9 @@ def with_config(
             replaced = {name for name, _ in given}
             setattr(arguments, action.dest, [*(pair for pair in kept if pair[0] not in replaced), *given])
             where, word = places[action.dest], action.option_strings[0]
-            arguments.unused += tuple(
-                f"{where}: {name} has no effect: {word} {name}= on the command line wins"
-                for name in dict.fromkeys(name for name, _ in kept if name in replaced)
-            )
+            lost = dict.fromkeys(name for name, _ in kept if name in replaced)
+            wins = f"has no effect: {word} on the command line wins"
+            arguments.unused += tuple(f"{where}: {name} {wins}" for name in lost)
     return arguments
 
 
