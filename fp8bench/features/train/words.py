@@ -137,14 +137,20 @@ def _settled(gap: Gap, interval: Interval) -> str:
 
 
 def _excluded(interval: Interval) -> str:
-    return _share(max(0.0, interval.high), interval)
+    """The upper end, rounded up: a smaller one would claim more."""
+    decimals = _decimals(interval)
+    steps = round(100 * max(0.0, interval.high) * 10**decimals, 6)
+    return f"{(math.ceil(steps) if math.isfinite(steps) else steps) / 10**decimals:.{decimals}f}%"
 
 
 def _share(value: float, interval: Interval) -> str:
-    """With the digits that its interval allows: '0.24%', '12%'."""
+    return f"{100 * value:.{_decimals(interval)}f}%"
+
+
+def _decimals(interval: Interval) -> int:
+    """The digits that an interval allows to show in percent: '0.24%', '12%'."""
     reach = 100 * (interval.high - interval.low) / 2
-    decimals = min(4, max(0, 1 - math.floor(math.log10(reach)))) if 0 < reach < math.inf else 2
-    return f"{100 * value:.{decimals}f}%"
+    return min(4, max(0, 1 - math.floor(math.log10(reach)))) if 0 < reach < math.inf else 2
 
 
 def verdict(arm: ArmVerdict, among: TrainingVerdicts) -> str:
