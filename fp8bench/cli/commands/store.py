@@ -61,10 +61,11 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _compact(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import compact_store, existing_store
+    from fp8bench.jobs.history import compact_store, existing_store, read_history
 
     store = existing_store(arguments.store, TERMINAL)
     done = compact_store(store, TERMINAL)
+    unknown = [why for why in read_history(store, TERMINAL).left if "--import" in why]
     archived = done.archived
     written = len(done.written) + len(archived.written)
     files = count_of(written + done.kept + archived.kept, "compacted file")
@@ -78,5 +79,6 @@ def _compact(arguments: argparse.Namespace) -> int:
     lines += [
         f"  left for the next time, since it changed meanwhile or cannot be read: {name}" for name in archived.left
     ]
+    lines += [f"  figures left out: {why}" for why in unknown]
     say_folded(lines)
     return EXIT_OK

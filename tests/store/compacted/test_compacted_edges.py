@@ -214,6 +214,14 @@ def test_runs_that_were_taken_away(tmp_path: Path) -> None:
     same(tmp_path)
 
 
+def test_figures_of_suites_that_are_not_known_are_left_out_aloud(tmp_path: Path, fp8bench: Say) -> None:
+    run = run_at(0)
+    known = run.records[0]
+    keep(tmp_path, replace(run, records=(known, replace(known, case=replace(known.case, workload="nosuch")))))
+    code, out, _ = fp8bench("store", "compact", "--store", str(tmp_path))
+    assert code == 0 and "figures left out: the suite nosuch is not known here; --import its module" in unfolded(out)
+
+
 def test_a_night_after_all_compacted_runs_were_taken_away(tmp_path: Path, fp8bench: Say) -> None:
     """Each command says what lacks, not the first alone, and the only copy of the runs stays."""
     history(tmp_path, 1.0, 1.1)
