@@ -10,7 +10,7 @@ against a bare loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,10 +45,11 @@ class PhaseClock(Markers[Marker]):
     notes. `begin` opens a step in UNATTRIBUTED; `end` closes it and returns (codes, stamps): codes[i] is the phase
     between stamps[i] and stamps[i + 1]. A `told` callback also receives each code."""
 
-    __slots__ = ("_notes", "_now", "_open", "_stamps", "_told")
+    __slots__ = ("_last", "_notes", "_now", "_open", "_stamps", "_told")
 
     def __init__(self, stamper: Stamper, told: Callable[[int], None] | None = None) -> None:
         self._notes: list[int] = []
+        self._last: tuple[list[int], list[int]] = [], [UNATTRIBUTED_CODE]  # notes of a step, and their phases
         self._stamps: list[Any] = []
         self._open: list[int] = [UNATTRIBUTED_CODE]  # kept for `told` alone
         self._told = told
@@ -73,21 +74,11 @@ class PhaseClock(Markers[Marker]):
         """Finishes the step. Raises RuntimeError if a marker is still open, or one was closed out of turn: bugs of the
         workload, of which a marker itself says nothing, as a thread or a dropped generator would swallow it."""
         self._stamps.append(self._now())
-        inside = [UNATTRIBUTED_CODE]
-        codes = inside.copy()
-        for note in self._notes:
-            if note >= 0:
-                inside.append(note)
-            elif inside.pop() != ~note:
-                raise RuntimeError(
-                    "the step closed a phase that was not the last one opened: phases nest, and what threads or "
-                    "generators open must be closed before another phase around it is"
-                )
-            codes.append(inside[-1])
-        if len(inside) != 1:
-            open_phases = ", ".join(CELL_PHASES[code] for code in inside[1:])
-            raise RuntimeError(f"the step ended inside {open_phases}: every phase opened must be closed in the step")
-        return codes, self._stamps.copy()
+        notes, codes = self._last
+        if self._notes != notes:  # most steps are like the one before
+            codes = _phases(self._notes)
+            self._last = self._notes.copy(), codes
+        return codes.copy(), self._stamps.copy()
 
     def _tell(self, note: int) -> None:
         self._notes.append(note)
@@ -97,6 +88,24 @@ class PhaseClock(Markers[Marker]):
             self._open.pop()
         assert self._told is not None
         self._told(self._open[-1])
+
+
+def _phases(notes: Iterable[int]) -> list[int]:
+    inside = [UNATTRIBUTED_CODE]
+    codes = inside.copy()
+    for note in notes:
+        if note >= 0:
+            inside.append(note)
+        elif inside.pop() != ~note:
+            raise RuntimeError(
+                "the step closed a phase that was not the last one opened: phases nest, and what threads or generators "
+                "open must be closed before another phase around it is"
+            )
+        codes.append(inside[-1])
+    if len(inside) != 1:
+        open_phases = ", ".join(CELL_PHASES[code] for code in inside[1:])
+        raise RuntimeError(f"the step ended inside {open_phases}: every phase opened must be closed in the step")
+    return codes
 
 
 _REPEATS = 2000
