@@ -114,8 +114,8 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
         told_of = bool(_kept_lines(store, Counter())) or any(newest_files(store))
     if not told_of:
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
-        begin = "no runs that may be read" if closed_folders(store) else begin
-        say_folded([f"{store} {without_runs(store)}" if index_of(store).exists() else f"{store}: {begin}"])
+        words = f": {'no runs that may be read' if closed_folders(store) else begin}"
+        say_folded([f"{store}{f' {without_runs(store)}' if index_of(store).exists() else words}"])
         return EXIT_OK
     word = arguments.word.lower()
     if history is None:

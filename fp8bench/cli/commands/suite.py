@@ -229,7 +229,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _told_again(run: Run, arguments: argparse.Namespace, why: str) -> int:
-    """Prints a run that was measured before, and writes what is asked for: a page in the store is there."""
+    """Prints a run that was measured before, and writes the files that are asked for; its page in the store stays."""
     from fp8bench.jobs.after_run import published
 
     complain(why)

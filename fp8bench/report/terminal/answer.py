@@ -251,8 +251,8 @@ def _cell(results: Sequence[Result]) -> Field:
     stands = {standing(result) for result in results}
     word = "unsure " if stands == {Standing.UNSURE} else "perhaps " if stands & _NOT_CLEAR else ""
     # A median would tell of no case where some are faster and some slower.
-    of = speeds if stands >= _MIXED else [statistics.median(speeds)]
-    shown = units.span(of, units.speed_up)
+    points = speeds if stands >= _MIXED else [statistics.median(speeds)]
+    shown = units.span(points, units.speed_up)
     return Field(f"{word}{shown}", tone=common_tone(map(tone_of, results)))
 
 

@@ -29,6 +29,7 @@ def test_kept_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(illness_trial, "lines_of", None)
     monkeypatch.setattr("sys.argv", ["trial", "--folder", str(tmp_path), "--kinds", "ill lead well", "--kept"])
     illness_trial.main()
+    assert not any(tmp_path.rglob("*.gz"))
 
 
 def test_bounds_of_rates() -> None:
