@@ -65,24 +65,28 @@ def put_back(tensor: Any, copy: Any) -> None:
 
 
 @contextmanager
-def other_numbers(tensor: Any, others: bool = True) -> Iterator[None]:
+def other_numbers(tensor: Any, seed: int) -> Iterator[None]:
     """Replaces a tensor's numbers in the body, and puts all back after it: others may hold the same tensor.
 
     Floating-point numbers become random ones between the smallest and the largest, others are drawn from those that
-    were there. What is not finite stays: a mask is none without its infinities. With `others` False nothing is
-    replaced, only put back.
+    were there. What is not finite stays: a mask is none without its infinities.
     """
+    with same_after(tensor):
+        _replace_numbers(tensor, seed)
+        yield
+
+
+@contextmanager
+def same_after(tensor: Any) -> Iterator[None]:
     before = copied(tensor)
     try:
-        if others:
-            _replace_numbers(tensor)
         yield
     finally:
         put_back(tensor, before)
 
 
-def _replace_numbers(tensor: Any) -> None:
-    random = torch.Generator(tensor.device).manual_seed(1)
+def _replace_numbers(tensor: Any, seed: int) -> None:
+    random = torch.Generator(tensor.device).manual_seed(seed)
     dtype = _numbers_as(tensor.dtype)
     with torch.no_grad():
         for piece in _flat(tensor, dtype).split(_PIECE):

@@ -35,7 +35,7 @@ from fp8bench.model import CELL_PHASES, StepEffect
 from fp8bench.model.words import LOADING
 from fp8bench.profiler import calls_operators
 from fp8bench.protocols import Device, Setup, Workload
-from fp8bench.worker.bits import copied, digest, other_numbers, put_back, sketch
+from fp8bench.worker.bits import copied, digest, other_numbers, put_back, same_after, sketch
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.state_tensors import address_of, draws_of, is_foreign, reads_elsewhere, tensors_of, version_of
 from fp8bench.worker.static_scales import step as take_step
@@ -229,19 +229,28 @@ def _alike(old: Sequence[_SeenMemory], new: Sequence[_SeenMemory]) -> tuple[set[
 
 def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) -> bool:
     """Tells whether a step gives what none gave before once the `chosen` memories hold other numbers. What changes
-    anyway is left out, and so are the chosen memories themselves. With `results_too` these count: the step may work in
-    place."""
-    left_out = set[int]() if results_too else chosen
+    anyway is left out, and so are chosen memories which still hold their other numbers. With `results_too` these count:
+    the step may work in place.
+
+    A chosen memory may be a result all the same: before the first step it held by chance what the steps give, as fresh
+    memory does where the state before this one had its result, and torch did not count the writing."""
+    before, replaced = steps.seen(), dict[int, int]()
+    with ExitStack() as others:
+        # Each by numbers of its own: a result that equals an input would else equal it afterwards too.
+        for seed, (address, (first, *_)) in enumerate(steps.memories().items()):
+            if address in chosen:
+                others.enter_context(other_numbers(first, seed))
+                replaced[address] = digest(first)
+        if steps.fails():
+            return True
+        after = steps.seen()
+    untouched = {tensor.address for tensor in after if tensor.digest == replaced.get(tensor.address)}
+    left_out = set[int]() if results_too else untouched
 
     def given(seen: Sequence[_SeenMemory]) -> Counter[int]:
         return Counter(tensor.digest for tensor in seen if not taken.counts(tensor) and tensor.address not in left_out)
 
-    before = [given(seen) for seen in (*taken.seen, steps.seen())]
-    with ExitStack() as replaced:
-        for address, tensors in steps.memories().items():
-            if address in chosen:
-                replaced.enter_context(other_numbers(tensors[0]))
-        return steps.fails() or given(steps.seen()) not in before
+    return given(after) not in [given(seen) for seen in (*taken.seen, before)]
 
 
 def _idle(steps: _Steps) -> bool:
@@ -367,7 +376,7 @@ def as_they_were(state: object, inputs: set[int]) -> Iterator[Beginning]:
     with ExitStack() as kept:
         for draw_again in draws_of(state):
             kept.callback(draw_again)
-        for address, (first, *_) in memories.items():
+        for seed, (address, (first, *_)) in enumerate(memories.items()):
             replaced = address in inputs and first.dtype.is_floating_point
-            kept.enter_context(other_numbers(first, replaced))
+            kept.enter_context(other_numbers(first, seed) if replaced else same_after(first))
         yield Beginning(state, memories)

@@ -142,9 +142,16 @@ IDLE: dict[str, Step] = {
 }  # fmt: skip
 
 
-@for_each("how", IDLE)
-def test_a_step_that_does_no_work_is_found(how: str) -> None:
-    found = effect(IDLE[how])
+def stale() -> State:
+    """Its fresh memory holds what a state before this one left there."""
+    held = state()
+    held.out = held.x.clone()
+    return held
+
+
+@for_each(("how", "prepare"), [(how, prepare) for how in IDLE for prepare in (state, stale)])
+def test_a_step_that_does_no_work_is_found(how: str, prepare: Callable[[], State]) -> None:
+    found = effect(IDLE[how], prepare)
     assert found.changes is False and found.why
 
 
@@ -177,9 +184,17 @@ HONEST: dict[str, Step] = {
 }  # fmt: skip
 
 
-@for_each("how", HONEST)
-def test_an_honest_step_changes_what_it_gives(how: str) -> None:
-    assert effect(HONEST[how]) == StepEffect(True)
+@for_each(("how", "prepare"), [(how, prepare) for how in HONEST for prepare in (state, stale)])
+def test_an_honest_step_changes_what_it_gives(how: str, prepare: Callable[[], State]) -> None:
+    assert effect(HONEST[how], prepare) == StepEffect(True)
+
+
+def test_a_foreign_kernel_beside_constants_of_torchs_is_no_lie() -> None:
+    def step(state: State, phase: Phases) -> torch.Tensor:
+        foreign_kernel(state, phase)
+        return torch.ones(SIZE)
+
+    assert effect(step, stale) == StepEffect(True)
 
 
 def load(state: State, phase: Phases) -> None:
@@ -276,7 +291,7 @@ def test_signs_that_change_two_by_two_are_seen() -> None:
 def test_numbers_are_replaced_by_others_of_their_range(dtype: torch.dtype) -> None:
     numbers = (torch.arange(1, 200) % 5).to(dtype)
     view, version, before = numbers.view(-1)[3:], numbers._version, digest(numbers)
-    with other_numbers(view):
+    with other_numbers(view, 1):
         assert digest(numbers) != before and numbers._version == version
         if not dtype.is_complex:
             assert float(numbers.to(torch.float32).min()) >= 0 and float(numbers.to(torch.float32).max()) <= 4
@@ -287,10 +302,10 @@ def test_what_is_not_finite_stays() -> None:
     """Ones stay about ones, so that variances stay positive."""
     mask = torch.full((4, 4), -torch.inf).triu(1)
     where = mask.isinf()
-    with other_numbers(mask):
+    with other_numbers(mask, 1):
         assert torch.equal(mask.isinf(), where) and bool((mask[~where] >= 0).all())
     ones = torch.ones(100)
-    with other_numbers(ones):
+    with other_numbers(ones, 1):
         assert 0.5 <= float(ones.min()) < float(ones.max()) <= 1
 
 
