@@ -89,6 +89,18 @@ def foreign_kernel(state: State, phase: Phases) -> None:
     ctypes.memmove(state.out.data_ptr(), state.x.data_ptr(), 4 * state.x.numel())
 
 
+def foreign_rounding(state: State, phase: Phases) -> None:
+    """Works in place, and changes nothing the second time."""
+    numbers = np.ctypeslib.as_array((ctypes.c_float * state.w.numel()).from_address(state.w.data_ptr()))
+    np.rint(numbers, out=numbers)
+
+
+def foreign_memory(state: State, phase: Phases) -> None:
+    """Writes what it kept of the first step, past torch."""
+    kept = memoised(state, phase)
+    ctypes.memmove(state.out.data_ptr(), kept.data_ptr(), 4 * kept.numel())
+
+
 def anew_in_turns(state: State, phase: Phases) -> None:
     """The last result has the address of the one before, if that memory is free by then."""
     for _ in range(2):
@@ -130,6 +142,7 @@ IDLE: dict[str, Step] = {
     "a memory that is copied": copied,
     "a memory that is cloned": lambda state, phase: memoised(state, phase).clone(),
     "a result that stays": kept,
+    "a memory that is copied past torch": foreign_memory,
     "constants": lambda state, phase: torch.mm(torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE), out=state.out),
     "constants anew": lambda state, phase: setattr(state, "out", torch.ones(SIZE, SIZE) * 3),
     "a memory beside a count": counting,
@@ -177,6 +190,7 @@ HONEST: dict[str, Step] = {
     "two results by turns": lambda state, phase: _turned(state) @ state.w,
     "numbers that are drawn": lambda state, phase: state.out.normal_(),
     "a kernel that is not torch's": foreign_kernel,
+    "rounding in place that is not torch's": foreign_rounding,
     "dropout": lambda state, phase: torch.dropout(state.x, 0.5, True),
     "a small format": lambda state, phase: state.x.to(torch.float8_e4m3fn),
     "what takes some numbers only": lambda state, phase: torch.linalg.cholesky(state.positive),
