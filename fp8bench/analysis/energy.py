@@ -20,6 +20,7 @@ from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, PhaseEnergy, Provenance, Record
 from fp8bench.model.consumed import CHOSEN, reasons_in
 from fp8bench.model.specs import ENERGY_PER, MetricSpec
+from fp8bench.model.words import UNATTRIBUTED
 
 # Fewer windows on either side do not show how far windows of the same code differ.
 LEAST_WINDOWS = 3
@@ -253,8 +254,9 @@ MOST_OFF = 0.10
 @dataclass(frozen=True)
 class PhaseJoules:
     """Joules of one phase of a step. `found` is the range of its windows with their uncertainty, `seconds` its time
-    by itself, `seconds_width` how much windows differ in it. All None for an estimate, the step's joules by share of
-    the time; `why` says why it is one."""
+    by itself, `seconds_width` how much windows differ in it. All None for an estimate: the step's joules by share of
+    the time, or for unattributed time what measured phases and other estimates leave of them; `why` says why it is
+    one."""
 
     phase: str
     joules: float
@@ -317,6 +319,9 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
         measured, whys = {}, dict.fromkeys(asked, held.void)
     rest = [PhaseJoules(phase, joules, why=whys.get(phase, "")) for phase, joules in estimated.items()]
     every = {phase.phase: phase for phase in rest} | measured
+    if measured and held.residual is not None:
+        others = (phase.joules for phase in rest if phase.phase not in {*measured, UNATTRIBUTED})
+        every[UNATTRIBUTED] = PhaseJoules(UNATTRIBUTED, max(0.0, held.residual.middle - sum(others)))
     return replace(held, phases=tuple(every.values())) if every else None
 
 

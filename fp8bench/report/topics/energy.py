@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.energy import EnergyFigures, EnergyRatio, PhaseEnergies, PhaseJoules, per_work
+from fp8bench.analysis.energy import EnergyFigures, EnergyRatio, PhaseJoules, per_work
 from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
 from fp8bench.report.case_status import emulated, speed_up
@@ -117,7 +117,8 @@ def energy_of_phases(panel: Panel) -> Iterator[Element]:
         *case_cols(),
         *(Col(PHASE_TITLES[name], partial(_of_phase, name=name), number=True) for name in names),
     ]  # fmt: skip
-    yield table("phase-energy", "joules per step of each phase by itself; (estimated) by share of time", cols, known)
+    caption = "joules per step of each phase by itself; (estimated) by share of time, or as what is left"
+    yield table("phase-energy", caption, cols, known)
 
 
 def _of_phase(row: tuple[ResultGroup, Result, dict[str, PhaseJoules]], name: str) -> Field | None:
@@ -279,7 +280,10 @@ def _phases(title: str, measured: Sequence[_Measured], parts: Mapping[str, str])
     if len(kinds) < _LEAST_PHASES:
         return
     estimated = all(phase.found is None for _, _, told in known for phase in told.phases)
-    rows = [(case.name, figures.gross.middle, _parts(told)) for case, figures, told in known]
+    rows = [
+        (case.name, figures.gross.middle, {phase.phase: phase.joules for phase in told.phases})
+        for case, figures, told in known
+    ]
     workload = measured[0][0].result.record.case.workload
     axis = ChartAxis("energy of a step by phase", "J")
     heading = f"{title}: energy by phase ({'estimated' if estimated else 'each measured by itself'})"
@@ -290,13 +294,3 @@ def _phases(title: str, measured: Sequence[_Measured], parts: Mapping[str, str])
     if phases:
         name, caption = f"energy-of-phases-{workload}", f"{title}: joules of phases"
         yield table(name, caption, _PHASE, phases[:MOST_ROWS], folded=True, kept=())
-
-
-def _parts(told: PhaseEnergies) -> dict[str, float]:
-    by_phase = {phase.phase: phase.joules for phase in told.phases}
-    measured = sum(phase.joules for phase in told.phases if phase.found is not None)
-    if told.residual is not None and measured:
-        known = sum(joules for phase, joules in by_phase.items() if phase != UNATTRIBUTED)
-        whole = told.residual.middle + measured
-        by_phase[UNATTRIBUTED] = max(0.0, whole - known)
-    return by_phase
