@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.energy import Demand
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Run, Status, Verdict
+from fp8bench.model import UNATTRIBUTED, Finding, Run, Status, Verdict
 from fp8bench.model.consumed import reasons_in
 from fp8bench.report.case_status import (
     Standing,
@@ -37,6 +37,7 @@ from fp8bench.report.panels import (
     floor_of,
     heading,
     merge_notes,
+    phases_beside,
     together,
 )
 from fp8bench.report.topics import rank_boards, roofline
@@ -50,7 +51,7 @@ from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
 from fp8bench.report.topics.verdict import at_most, cases_of, losses, skips
 from fp8bench.report.words.legend import PHASE_TITLES, error_word
-from fp8bench.report.words.naming import common_tone, listed
+from fp8bench.report.words.naming import common_tone, listed, phase_order
 from fp8bench.report.words.speed import over_loads, over_values, span
 
 _HOW_MATRIX = (
@@ -327,13 +328,10 @@ def _why(result: Result, lead: Result | None) -> str:
 
 
 def _changes(own: Finding, base: Finding) -> list[tuple[str, float]]:
-    seconds: Mapping[str, float] = dict(own.phases)
-    before: Mapping[str, float] = dict(base.phases)
     unknown = {*own.below_floor, *base.below_floor, UNATTRIBUTED}
-    names = [name for name in dict.fromkeys((*CELL_PHASES, *seconds, *before))
-             if name not in unknown and (name in seconds or name in before)]  # fmt: skip
-    changes = ((name, seconds.get(name, 0.0) - before.get(name, 0.0)) for name in names)
-    return sorted(changes, key=lambda pair: -abs(pair[1]))
+    beside = phases_beside(base, own)
+    changes = ((name, beside[name][1] - beside[name][0]) for name in sorted(beside, key=phase_order))
+    return sorted(((name, change) for name, change in changes if name not in unknown), key=lambda pair: -abs(pair[1]))
 
 
 def _sureness(panel: Panel) -> Iterator[str]:
