@@ -15,6 +15,7 @@ from fp8bench import units
 from fp8bench.analysis.energy import Demand
 from fp8bench.model import UNATTRIBUTED, Finding, Run, Status, Verdict
 from fp8bench.model.consumed import reasons_in
+from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.report.case_status import (
     Standing,
     emulated,
@@ -26,7 +27,7 @@ from fp8bench.report.case_status import (
 )
 from fp8bench.report.columns import Col, other_tables, table
 from fp8bench.report.elements import Element, Facts, Field, Items, Part, Table, Text, Tone
-from fp8bench.report.energies import ratio_against
+from fp8bench.report.energies import absences, ratio_against
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
     Figures,
@@ -98,6 +99,7 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
             f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs{beside}"
         )
     told += [*at_most(skips(cases)), *(f"note: {words}" for words in entry.run.notes)]
+    told += absences(entry.run) if entry.run.request.energy_of == PHASE_ENERGY else []
     told += [f"trouble: {words}" for words in entry.run.troubles]
     if told:
         yield Part("beside", "", tuple(Text(words, Tone.DOUBT) for words in told))
@@ -209,7 +211,7 @@ def _grid(panel: Panel) -> Table:
         Col(panel.reference or "reference", partial(_in_grid, mode=panel.reference), number=True),
         *(Col(mode, partial(_in_grid, mode=mode)) for mode in modes),
     ]
-    caption = _HOW_GRID.format(reference=panel.reference) if _timed(panel) else ""
+    caption = _HOW_GRID.format(reference=panel.reference) if modes and _timed(panel) else ""
     return table("grid", caption, cols, panel.groups[:_MOST_GROUPS])
 
 
@@ -292,8 +294,9 @@ def _grounds(panel: Panel) -> Iterator[tuple[str, str]]:
     if not measured:
         yield "reference", f"none ({panel.reference or 'none planned'} was not measured)"
     yield "how sure", "; ".join(_sureness(panel))
-    held_against = merge_notes(_reservations(panel), len(panel.groups))
-    yield from (("but", words.removeprefix("- ")) for words in held_against)
+    alike = together(((words, place), mode) for mode, words, place in _reservations(panel))
+    reservations = ((listed(modes), words, place) for (words, place), modes in alike.items())
+    yield from (("but", words.removeprefix("- ")) for words in merge_notes(reservations, len(panel.groups)))
     doubts = together((label.value, result.mode) for result in panel.results if not emulated(result)
                       for label in result.labels if label.casts_doubt)  # fmt: skip
     if doubts:
@@ -346,4 +349,7 @@ def _sureness(panel: Panel) -> Iterator[str]:
             words = f"{units.significant(times, 2)} times" if times >= 1 else "within"
             yield f"{result.mode}'s difference is {words} it"
     if intervals := what_intervals_hold(panel.results):
-        yield f"[low, high]: {intervals}"
+        # A grid has no room for them.
+        level = any((speed := speed_up(result)) and speed.level for result in panel.results)
+        brackets = ("[low, high]" if level else "(low to high)") if alone else "intervals"
+        yield f"{brackets}: {intervals}"
