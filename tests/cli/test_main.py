@@ -65,6 +65,7 @@ history show a b | unknown argument 'b'. See `fp8bench history show --help`.
 suite | no suite was named. Give one of
 suite gem | Did you mean 'gemm'
 suite _planted | unknown suite '_planted'
+suite mine | transformer, vision; or a .py file with suites of your own.
 suite gemm,_planted | unknown suite '_planted'
 list _planted | unknown thing to list '_planted'
 suite gemm, | the suite 'gemm,' has an empty name
