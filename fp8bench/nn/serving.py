@@ -10,6 +10,7 @@ they are put into the cache, which stays in the carrier.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -174,8 +175,8 @@ class OwnDecoder:
     def _keep_weights(self, arm: ServedArm) -> None:
         formats = arm.weights_of(len(self.cache.layers))
         for held in self.held:
-            layer, module = _layer_in(held.name), held.module
-            format_of = formats[layer] if layer is not None and not held.head else arm.carrier
+            layer, module = self.layer_of(held), held.module
+            format_of = formats[layer] if layer is not None else arm.carrier
             if format_of in DTYPES:
                 vars(module)["forward"] = self._product(module.forward)
                 continue
@@ -183,6 +184,19 @@ class OwnDecoder:
             kept = kept_weight(weight.t() if held.kind == CONV1D else weight, format_of, arm.low_inputs)
             self.kept[held.name] = kept
             vars(module)["forward"] = self._product(kept, getattr(module, "bias", None))
+
+    def layer_of(self, held: ProductWeight) -> int | None:
+        """The number of the block that a linear layer is in, if it is in any."""
+        match = None if held.head else re.search(r"(?:^|\.)(\d+)(?:\.|$)", held.name)
+        if match is None:
+            return None
+        number, layers = int(match[1]), len(self.cache.layers)
+        if number >= layers:
+            raise UsageError(
+                f"{self.name}: {held.name} would be in layer {number}, and the cache has layers 0 to {layers - 1}. "
+                "Keep the blocks, and nothing else, in a list: each calls the cache once."
+            )
+        return number
 
     def _product(self, by: Callable[[Tensor], Tensor] | KeptWeight, bias: Tensor | None = None) -> Callable[..., Any]:
         def product(x: Tensor) -> Tensor:
@@ -250,11 +264,6 @@ def kept_layers(name: str, model: nn.Module) -> tuple[ProductWeight, ...]:
     return tuple(holder for holder in held if holder.kind in (LINEAR, CONV1D) and not holder.reason)
 
 
-def _layer_in(path: str) -> int | None:
-    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
-    return None if match is None else int(match[1])
-
-
 def served_positions(model: nn.Module) -> int:
     return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST)
 
@@ -282,7 +291,11 @@ def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> 
         with QueryHeads() as query:
             whole = decoder.forward(tokens, 0, SilentPhases(), every=True)
         parts = [decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_TRIED)]
-    off = float((torch.cat(parts, 1) - whole).norm() / whole.norm())
+    if bool(whole.isnan().any()):
+        raise UsageError(f"{name}: its logits have NaN in fp32: are its weights finite?")
+    alone, known = torch.cat(parts, 1), whole.isfinite()  # models mask ids that they have not by -inf
+    same = torch.equal(alone[~known], whole[~known])
+    off = float((alone - whole)[known].norm() / whole[known].norm()) if same else math.inf
     if not off <= _CLOSE:
         raise UsageError(
             f"{name}: token by token its logits are {off:.2g} off those of the same prompt at once: its cache does not "
@@ -306,7 +319,7 @@ def _shapes(model: nn.Module, decoder: OwnDecoder) -> list[tuple[str, tuple[int,
         if held is None and id(parameter) not in tables:
             shapes.append((f"other.{name}", shape))
         elif held is not None:
-            layer = None if held.head else _layer_in(held.name)
+            layer = decoder.layer_of(held)
             shapes.append((f"head.{name}" if layer is None else f"blocks.{layer}.{name}", held.sides))
     return shapes
 

@@ -13,7 +13,7 @@ from fp8bench.errors import UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
 from fp8bench.nn.served import ServedArm as Arm
-from fp8bench.nn.served import served_shapes, step_bytes
+from fp8bench.nn.served import check_groups, served_shapes, step_bytes
 from fp8bench.nn.serving import OwnDecoder, make_model, shape_of_own
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
@@ -141,6 +141,8 @@ REFUSED = {
     "seeing_later": "tokens see later ones",
     "mixtral": "a stack of experts",
     "mistral": "a sliding window",
+    "with_more_in_the_list": "would be in layer 2, and the cache has layers 0 to 1",
+    "with_nan": "logits have NaN",
     "heads_that_do_not_divide": "a token with a cache fails",
 }
 
@@ -150,6 +152,17 @@ def test_what_cannot_be_served_is_a_sentence(make: str) -> None:
     model, _ = make_model(getattr(served_models, make), make, 0, CPU)
     with pytest.raises(UsageError, match=REFUSED[make]):
         shape_of_own(make, model, 0, CPU)
+
+
+def test_a_model_that_masks_ids_is_served() -> None:
+    assert shape_of_own("masking", served_models.masking()[0], 0, CPU).vocabulary == WORDS
+
+
+def test_weights_in_no_numbered_block_cannot_be_kept() -> None:
+    shape = shape_of_own("own", served_models.OneBlock(), 0, CPU)
+    check_groups(shape, Arm("bf16", "fp8", "bf16"))
+    with pytest.raises(UsageError, match="weights=int8 changes nothing"):
+        check_groups(shape, Arm("bf16", "", "int8"))
 
 
 def test_what_makers_may_give() -> None:

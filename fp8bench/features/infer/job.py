@@ -152,9 +152,6 @@ def _qualities(
     low with and without the worst."""
     lead, *others = question.arms
     arms = [_within(arm, model.layers) for arm in question.arms]
-    if arms != list(question.arms):
-        whose = f"{model.name}, which has {model.layers} layers"
-        observer.note(f"quality is read on {whose}: exceptions for later layers are left out")
     alone = layer_arms(question.check_layers, lead, others, model.layers)
     rolls_out = len(arms) if question.rollout else 0
     task = QualityTask(model, question.tokens, (*arms, *alone), facts, question.seed, rolls_out)
@@ -167,16 +164,24 @@ def _qualities(
             both = spared_arms(question.check_layers, [arm for arm, _ in ranked])
             qualities = _ask(worker, "quality", replace(task, arms=(lead, *both), rolls_out=0)).arms
             spared = tuple(zip(both, qualities, strict=True))
-    return replace(quality, arms=quality.arms[: len(others)]), tuple(ranked), spared
+    cut = f"{model.layers} layers: what arms say of later ones is left out" if arms != list(question.arms) else ""
+    caution = "; ".join(filter(None, (quality.caution, cut)))
+    return replace(quality, arms=quality.arms[: len(others)], caution=caution), tuple(ranked), spared
 
 
 def _within(arm: ServedArm, layers: int) -> ServedArm:
-    """Drops exceptions for layers beyond those of the model that quality is read on."""
+    """Cuts exceptions for layers beyond those of the model that quality is read on."""
 
     def without_later(word: str) -> str:
         usual, *exceptions = word.split("@")
-        few = [exception for exception in exceptions if int(exception.partition("=")[0].split("-")[-1]) < layers]
-        return "@".join([usual, *few])
+        for exception in exceptions:
+            places, _, kept = exception.partition("=")
+            first, _, last = places.partition("-")
+            if int(last or first) < layers:
+                usual += f"@{exception}"
+            elif int(first) < layers:
+                usual += f"@{first}-{layers - 1}={kept}"
+        return usual
 
     return replace(arm, kv=without_later(arm.kv), weights=without_later(arm.weights))
 
@@ -262,7 +267,8 @@ def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run
     reference: LineDraws | None = None
     for arm in native:
         records = sorted((_context(record), record) for record in decode.records if is_of(record, arm))
-        why = next((record.reason for _, record in records if record.timing is None), "")
+        untimed = ((context, record.reason) for context, record in records if record.timing is None)
+        why = next((f"at a context of {context}: {reason}" for context, reason in untimed), "")
         rounds = {context: step_samples(record.timing) for context, record in records if record.timing is not None}
         line = None if why else line_of(rounds)
         crossing = None

@@ -13,7 +13,7 @@ from fp8bench.features.infer.fits import cause_of, swept
 from fp8bench.features.infer.job import checked, times_of
 from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
-from fp8bench.features.infer.view import sweep_words, value_of
+from fp8bench.features.infer.view import rows_of, sweep_words, value_of
 from fp8bench.model import Level, Record, Segments, SlotSample, Status, Timing
 from fp8bench.model.measured import Ceiling
 from fp8bench.model.raw import Settings
@@ -66,6 +66,12 @@ def test_its_quality_is_read_on_its_own_tokens_or_on_random_ones(own: str) -> No
     assert len(quality.arms[0].streams) == served_models.LAYERS and quality.arms[0].bits == 16.0
     drawn = bench.quality(QualityTask(ServedModel(f"{MODELS}:llama"), 256, arms, CPU, 0))
     assert drawn.caution == RANDOM_TOKENS and drawn.tokens == 256 and drawn.itself.kl == 0 < drawn.floor.kl
+
+
+def test_quality_of_a_model_that_masks_ids() -> None:
+    task = QualityTask(ServedModel(f"{MODELS}:masking"), 0, (Arm("fp32"), Arm("bf16")), CPU, 0)
+    quality = InferBench(Settings()).quality(task)
+    assert quality.itself.kl == 0 < quality.floor.kl < 1e-9 < quality.arms[0].kl < 1e-3
 
 
 def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
@@ -136,6 +142,29 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
     assert bf16.endswith("below 20") and bound.endswith("past 40")
     unknown = run_of([replace(record, ceiling=None) for record in records])
     assert [*sweep_words(swept(unknown, arms, (768, 192), (1, 512)))][-1].startswith("computed: nothing")
+
+
+def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
+    """An arm fails beyond a context of 512: it has no TPOT at the longest, and the answer says where it failed."""
+    records = []
+    for context in (128, 256, 512, 1024):
+        params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}
+        for precision in ("fp32", "bf16"):
+            failed = context > 512 and precision == "bf16"
+            made = case("decode", precision, params)
+            timing = None if failed else steady(int(1e6), 24)
+            status, reason = (Status.FAILED, "out of memory") if failed else (Status.OK, "")
+            lead = precision == "fp32"
+            records.append(Record(made, NATIVE, status, reason=reason, timing=timing, is_reference=lead))
+    arms = Arm("fp32"), Arm("bf16")
+    question = ServingQuestion("nano", arms, (128, 256, 512, 1024), 1, True, 512)
+    times = tuple(times_of(question, arms, run_of(records), run_of([])))
+    answer = ServingAnswer(question, "cpu", times, 128, None, bandwidth=1e9)
+    lead, low = times
+    assert answer.tpot(lead) == pytest.approx(1e-3) and answer.tpot(low) is None and len(low.tpot) == 3
+    assert low.why == "at a context of 1024: out of memory"
+    _, rows = rows_of(answer)
+    assert "tpot_1024" in rows[0] and rows[1]["tpot_1024"] is None
 
 
 def test_a_figure_lies_on_its_line() -> None:
