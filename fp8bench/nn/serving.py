@@ -367,7 +367,10 @@ def served_state(setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: i
                 heads.grown = heads.codes
     tokens = torch.randint(model.vocabulary, (batch, new), generator=generator, device=device)
     logits = torch.zeros(batch, model.vocabulary, dtype=model.carrier, device=device)
-    return ServedState(model, tokens, context - new, logits)
+    state = ServedState(model, tokens, context - new, logits)
+    if isinstance(model, OwnDecoder):
+        state.step(SilentPhases())  # so that ids which it masks have been -inf from the start
+    return state
 
 
 def _decoder(
@@ -399,7 +402,9 @@ def logits_error(
     states = served_state(setup, arm, layers, new, named), served_state(exact, ServedArm("fp64"), layers, new, named)
     for state in states:
         state.step(SilentPhases())
-    errors, model = {"logits_error": relative_frobenius(states[0].logits, states[1].logits)}, states[0].model
+    own, wanted = (state.logits for state in states)
+    known = wanted.isfinite() | (own != wanted)
+    errors, model = {"logits_error": relative_frobenius(own[known], wanted[known])}, states[0].model
     if not isinstance(model, Decoder) or not model.loads:
         return errors
     return {**errors, **load_figures([*model.loads.values()], 0), "expert_bytes": float(model.expert_bytes())}

@@ -136,7 +136,7 @@ class Masking(Own):
 
 
 def masking() -> tuple[nn.Module, Tensor]:
-    return Masking(), torch.randint(WORDS - 3, (1, 17))
+    return Masking(), torch.randint(WORDS - 3, (2, 17))
 
 
 class OneBlock(nn.Module):

@@ -21,6 +21,7 @@ from fp8bench.nn.served import OWN_SHAPES, ServedShape, step_bytes
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
+from fp8bench.worker.finite import FiniteState
 from tests.commands import Say
 from tests.counts import for_each
 from tests.fakes import steady
@@ -72,6 +73,18 @@ def test_quality_of_a_model_that_masks_ids() -> None:
     task = QualityTask(ServedModel(f"{MODELS}:masking"), 0, (Arm("fp32"), Arm("bf16")), CPU, 0)
     quality = InferBench(Settings()).quality(task)
     assert quality.itself.kl == 0 < quality.floor.kl < 1e-9 < quality.arms[0].kl < 1e-3
+
+
+def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"{MODELS}:masking"
+    monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).shape(name, CPU, 0)))
+    setup = setup_of("decode", {"size": name, "batch": 2, "context": 24, "kv": "own", "weights": "own"}, "bf16")
+    workload = workloads.get("decode")
+    state = workload.prepare(setup)
+    before = FiniteState(state)
+    workload.step(state, SilentPhases())
+    assert not before.lost(state).lost and bool(state.logits.isneginf().any())
+    assert 0 < workload.error(setup)["logits_error"] < 0.05
 
 
 def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
