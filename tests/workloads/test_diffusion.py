@@ -432,6 +432,10 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match="as in 4"):
             ends_word(text)
     assert ends_word("04+1") == "4+1"
+    support = Diffusion().support
+    params = params_of("dit", high_steps="3+1")
+    assert "leaves none of 4 steps to fp8" in support(params, precisions.get("fp8"), CPU).reason
+    assert support(params, precisions.get("bf16"), CPU).level is Level.NATIVE
     training = params_of("dit", **{"pass": "training"})
     assert not {"steps", "guidance", "high_steps"} & set(training)
 
