@@ -108,8 +108,8 @@ def threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Exits:
             ordered = sure.sort().values
             if stays and not ordered[stays - 1] < ordered[stays]:
                 raise UsageError(
-                    "rows are equally sure, so that no threshold lets the asked share of them leave: choose exits=held, "
-                    "or another width"
+                    "rows are equally sure, so that no threshold lets the asked share of them leave: "
+                    "choose exits=held, or another width"
                 )
             # Half-way between two rows, so that rounding either does not move it across.
             thresholds.append(float(ordered[stays - 1] + ordered[stays]) / 2 if stays else 0.0)
