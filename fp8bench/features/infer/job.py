@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -86,6 +87,8 @@ def answer_question(
         answer = _timed(answer, facts, store, command, observer)
     except KeyboardInterrupt:
         return replace(answer, finished=False)
+    if not answer.finished:
+        return answer
     try:
         kept_answers(store).append([answer])
     except StoreError as error:
@@ -227,26 +230,39 @@ def _timed(
             seed=question.seed, threads=question.threads,
         )  # fmt: skip
         with observer.measuring() as watch:
-            run = execute(request, store, watch, command, origin="infer")
-        if not run.finished:
-            raise KeyboardInterrupt
-        return run
+            return execute(request, store, watch, command, origin="infer")
 
     if question.batches:
         _, outputs, inputs = max(served_shape(question.size).kept, key=lambda layer: layer[1] * layer[2])
         arms = [arm for arm in native if not arm.kv]
         run = measured("gemm", arms, shape=[f"{batch}x{outputs}x{inputs}" for batch in question.batches])
+        if not run.finished:
+            raise KeyboardInterrupt
         return replace(answer, sweep=swept(run, arms, (outputs, inputs), question.batches), runs=(run.id,))
     own: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
     decode = measured("decode", native, **own, context=question.contexts)
-    prefill = measured("prefill", native, **own, context=[answer.prompt])
-    times = list(times_of(question, native, decode, prefill))
+    runs = [decode]
+    with suppress(KeyboardInterrupt):
+        if decode.finished:
+            runs.append(measured("prefill", native, **own, context=[answer.prompt]))
+    finished = len(runs) == 2 and runs[-1].finished
+    question = question if finished else _until(question, decode)
+    times = list(times_of(question, native, decode, runs[-1]))
     kernels = {arm: supports[arm].reason for arm in question.arms}
     times = [replace(time, kernel=kernels[time.arm]) for time in times]
     times += [ArmTimes(arm, why=kernels[arm]) for arm in question.arms if arm not in native]
     ceiling = next((record.ceiling.bytes for record in decode.records if record.ceiling is not None), None)
     experts = experts_read(decode, question)
-    return replace(answer, times=tuple(times), bandwidth=ceiling, runs=(decode.id, prefill.id), experts=experts)
+    return replace(
+        answer, question=question, times=tuple(times), bandwidth=ceiling, runs=tuple(run.id for run in runs),
+        experts=experts, finished=finished,
+    )  # fmt: skip
+
+
+def _until(question: ServingQuestion, decode: Run) -> ServingQuestion:
+    """The question as far as it was measured before an interrupt."""
+    measured = tuple(sorted({_context(record) for record in decode.records}))
+    return replace(question, contexts=measured or question.contexts)
 
 
 def experts_read(decode: Run, question: ServingQuestion) -> float | None:
@@ -270,13 +286,14 @@ def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run
         untimed = ((context, record.reason) for context, record in records if record.timing is None)
         why = next((f"at a context of {context}: {reason}" for context, reason in untimed), "")
         rounds = {context: step_samples(record.timing) for context, record in records if record.timing is not None}
-        line = None if why else line_of(rounds)
+        line = line_of(rounds) if len(rounds) == len(question.contexts) else None
         crossing = None
         if arm is native[0]:
             reference = line
         elif line is not None and reference is not None:
             crossing = crossing_of(line, reference, question.contexts)
-        prompt = next((record for record in prefill.records if is_of(record, arm)), None)
+        prompts = (record for record in prefill.records if record.case.workload == "prefill" and is_of(record, arm))
+        prompt = next(prompts, None)
         yield ArmTimes(
             arm, tuple((context, fastest(samples)) for context, samples in rounds.items()),
             None if line is None else line.line, crossing,

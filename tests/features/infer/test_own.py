@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.features.infer import job
 from fp8bench.features.infer.fits import cause_of, swept
 from fp8bench.features.infer.job import checked, times_of
 from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
 from fp8bench.features.infer.view import rows_of, sweep_words, value_of
-from fp8bench.model import Level, Record, Segments, SlotSample, Status, Timing
+from fp8bench.model import Level, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.measured import Ceiling
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import OWN_SHAPES, ServedShape, step_bytes
@@ -178,6 +180,33 @@ def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
     assert low.why == "at a context of 1024: out of memory"
     _, rows = rows_of(answer)
     assert "tpot_1024" in rows[0] and rows[1]["tpot_1024"] is None
+
+
+def test_what_was_measured_until_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    arms, contexts = (Arm("fp32"), Arm("bf16")), (128, 256, 512, 1024, 2048)
+    question = ServingQuestion("nano", arms, contexts, 1, True, 512)
+    records = [
+        Record(case("decode", arm.carrier, {"context": context}), NATIVE, Status.OK, timing=steady(int(1e6), 24),
+               is_reference=arm == arms[0])
+        for context in contexts for arm in arms
+    ]  # fmt: skip
+
+    def answered(*runs: Run) -> ServingAnswer:
+        given = iter(runs)
+
+        def executed(*words: object, **more: object) -> Run:
+            for run in given:
+                return run
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(job, "execute", executed)
+        return job._timed(ServingAnswer(question, "cpu", (), 128, None), CPU, Path(), "", TERMINAL)
+
+    whole = answered(run_of(records))
+    assert not whole.finished and len(whole.runs) == 1 and whole.question == question
+    assert [time.crossing is None for time in whole.times] == [True, False] and whole.times[1].ttft is None
+    few = answered(replace(run_of(records[:8]), finished=False))
+    assert not few.finished and few.question.contexts == contexts[:4] and few.tpot(few.times[1]) is not None
 
 
 def test_a_figure_lies_on_its_line() -> None:
