@@ -32,6 +32,7 @@ from fp8bench.features.infer.values import (
     is_of,
     kept_answers,
     low_layer,
+    word_of,
 )
 from fp8bench.features.train.kind import load_head, newest_checkpoint, training_named
 from fp8bench.features.train.lab.models import config_of
@@ -235,6 +236,11 @@ def _timed(
     if question.batches:
         _, outputs, inputs = max(served_shape(question.size).kept, key=lambda layer: layer[1] * layer[2])
         arms = [arm for arm in native if not arm.kv]
+        if len(arms) < 2:
+            words = ", ".join(map(word_of, question.arms[1:]))
+            raise UsageError(
+                f"--sweep batch times weights, and {words} has no kernel for them. Give --arms weights=int8."
+            )
         run = measured("gemm", arms, shape=[f"{batch}x{outputs}x{inputs}" for batch in question.batches])
         if not run.finished:
             raise KeyboardInterrupt

@@ -174,6 +174,9 @@ def _seconds(interval: Interval | None, times: int = 1) -> str:
 def _crossings(answer: ServingAnswer) -> Iterator[str]:
     if answer.sweep is not None:
         yield from sweep_words(answer.sweep)
+        swept = {gain.arm for gain in answer.sweep.gains}
+        if others := [word_of(arm) for arm in answer.question.arms[1:] if arm not in swept]:
+            yield f"without a product that could be timed: {', '.join(others)}"
     reference = word_of(answer.question.arms[0])
     for time in answer.times:
         name, crossing = word_of(time.arm), time.crossing
@@ -293,18 +296,24 @@ def value_of(answer: ServingAnswer) -> dict[str, Any]:
 
 
 def rows_of(answer: ServingAnswer) -> Rows:
-    rows = []
-    for time in answer.times:
-        quality, moved = answer.quality_of(time.arm), answer.moved(time.arm)
-        line, crossing = time.line, time.crossing
+    rows, times = [], {time.arm: time for time in answer.times}
+    gains = {gain.arm: gain for gain in answer.sweep.gains} if answer.sweep else {}
+    for arm in answer.question.arms:
+        quality, moved = answer.quality_of(arm), answer.moved(arm)
+        time, gain = times.get(arm, ArmTimes(arm)), gains.get(arm)
+        line, crossing = time.line, None if time.doubts else time.crossing
+        swept = gain and {
+            "crossing_rows": " ".join(f"{at:.0f}" for at, *_ in gain.crossings), "pays": gain.pays,
+            "worst_rows": gain.worst, "cause": gain.cause, "computed_rows": gain.computed,
+        }  # fmt: skip
         rows.append({
-            "arm": word_of(time.arm), "ttft": time.ttft,
+            "arm": word_of(arm), "ttft": time.ttft,
             **{f"tpot_{context}": seconds for context, seconds in time.tpot},
             "a": line and line.a.point, "a_low": line and line.a.low, "a_high": line and line.a.high,
             "b": line and line.b.point, "b_low": line and line.b.low, "b_high": line and line.b.high,
             "break_even": crossing and crossing.at, "weight_bytes": moved.weights, "kv_bytes": moved.kv,
             "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail,
-            "why": time.why, "kernel": time.kernel,
+            "why": time.why, "kernel": time.kernel, "doubts": " ".join(time.doubts), **(swept or {}),
             **{f"{end}_layer_error": quality.streams[place] if quality and quality.streams else None
                for end, place in (("first", 0), ("last", -1))},
             "log_perplexity_ratio": quality and quality.log_perplexity.point,

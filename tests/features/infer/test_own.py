@@ -15,7 +15,7 @@ from fp8bench.features.infer.fits import cause_of, swept
 from fp8bench.features.infer.job import checked, times_of
 from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
-from fp8bench.features.infer.view import rows_of, sweep_words, value_of
+from fp8bench.features.infer.view import page_of, rows_of, sweep_words, value_of
 from fp8bench.model import Level, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.measured import Ceiling
 from fp8bench.model.raw import Settings
@@ -23,6 +23,7 @@ from fp8bench.nn.served import OWN_SHAPES, ServedShape, step_bytes
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
+from fp8bench.report.terminal.layout import render
 from fp8bench.worker.finite import FiniteState
 from tests.commands import Say
 from tests.counts import for_each
@@ -146,7 +147,14 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
             made = case("gemm", precision, {"m": rows, "n": 768, "k": 192, "product": "forward", "operands": "cast"})
             lead = precision == "fp32"
             records.append(Record(made, NATIVE, Status.OK, timing=timing, is_reference=lead, ceiling=ceiling))
-    heading, int8, bf16, bound = sweep_words(swept(run_of(records), arms, (768, 192), (1, 512)))
+    found = swept(run_of(records), arms, (768, 192), (1, 512))
+    heading, int8, bf16, bound = sweep_words(found)
+    asked = ServingQuestion("nano", (*arms, Arm("bf16", "fp8")), (128,), 1, True, 512, batches=found.rows)
+    answer = ServingAnswer(asked, "cpu", (), 128, None, sweep=found)
+    assert "without a product that could be timed: kv=fp8" in render(page_of(answer), 100)
+    _, rows = rows_of(answer)
+    assert [row["arm"] for row in rows] == ["fp32", "weights=int8", "bf16", "kv=fp8"]
+    assert 45 <= int(rows[1]["crossing_rows"]) <= 55 and rows[2]["pays"] is False and rows[3]["pays"] is None
     assert "768 x 192" in heading
     match = re.match(r"weights=int8 stops paying at (\d+) \((\d+) to (\d+)\) rows, loses most at 512 by (.*); ", int8)
     assert match is not None, int8
