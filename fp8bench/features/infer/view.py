@@ -281,7 +281,8 @@ def spared_word(answer: ServingAnswer) -> str:
     lead, *others = answer.question.arms
     carrier = next(arm.carrier for arm in others if getattr(arm, what))
     word = str(getattr(answer.spared[-1][0], what)).replace(f"={lead.carrier}", f"={carrier}")
-    return word_of(replace(ServedArm(carrier), **{what: word}))
+    arm = ServedArm(carrier)
+    return word_of(replace(arm, kv=word) if what == "kv" else replace(arm, weights=word))
 
 
 def value_of(answer: ServingAnswer) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.report.terminal.layout import render
+from fp8bench.worker.bench import Bench
 from fp8bench.worker.finite import FiniteState
 from tests.commands import Say
 from tests.counts import for_each
@@ -104,6 +105,16 @@ def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Pa
     assert support({**params, "size": "a:b"}, precisions.get("bf16"), CPU).level is Level.REFUSED
     code, _, err = fp8bench("suite", "decode", "--set", f"size={MODELS}:llama", "--store", str(tmp_path))
     assert code == 2 and "Ask `fp8bench infer" in err
+
+
+@for_each("carrier", ["fp32", "bf16"])
+def test_the_head_is_in_the_carrier(carrier: str, bench: Bench) -> None:
+    """In the worker, too: a head in bf16 made the arm of fp32 a seventh slower, and gave it bf16's error."""
+    params = dict(small("decode", "fp32").case.params)
+    arms = f"served:carrier={carrier}:kv={carrier}", carrier
+    setups = [bench._setup(case("decode", precisions.canonical(arm), params), CPU) for arm in arms]
+    same, own = (workloads.get("decode").error(setup)["logits_error"] for setup in setups)
+    assert same == own and setups[0].high.carrier is {"fp32": torch.float32, "bf16": torch.bfloat16}[carrier]
 
 
 @for_each("name", ["int8", "int4", "fp8", "nvfp4"])
