@@ -261,7 +261,7 @@ def rounded_rows(x: Tensor) -> Tensor:
 
 
 def kept_weight(weight: Tensor, name: str, low_inputs: bool) -> KeptWeight:
-    return (IntegerWeight if name in ("int8", "int4") else FloatWeight)(weight, name, low_inputs)
+    return (IntegerWeight if name in ("int8", "int4") else FloatWeight)(weight.contiguous(), name, low_inputs)
 
 
 # Takes a layer's path and its fp32 weight.

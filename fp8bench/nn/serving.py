@@ -93,8 +93,13 @@ def make_model(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFact
     model, ids = (*given, None)[:2] if isinstance(given, tuple) else (given, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{name} gives {type(model).__name__}. Let it return a model, or (model, token ids).")
-    if ids is not None and not (isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()):
-        raise UsageError(f"{name} gives no tokens beside its model. Give whole numbers of shape (texts, positions).")
+    if ids is not None and not (
+        isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() and len(ids) and ids.shape[1] > 2
+    ):
+        raise UsageError(
+            f"{name} gives no tokens beside its model. Give whole numbers of shape (texts, positions), with 3 positions "
+            "or more."
+        )
     return model, ids
 
 

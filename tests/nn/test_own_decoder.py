@@ -120,6 +120,18 @@ def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
     assert OwnDecoder("own", make(), Arm("bf16"), (2, 12), "cpu").weight_bytes() == 2 * stored
 
 
+@for_each("weights", ["int8", "int4", "fp8", "mxfp4", "nvfp4"])
+def test_gpt2s_turned_weights_are_multiplied(weights: str) -> None:
+    """Hugging Face's GPT-2 has them transposed: in bf16, by torch's own kernels where there are some."""
+    seen = []
+    for arm in (Arm("fp32"), Arm("bf16", "", weights)):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            seen.append(both_ways(OwnDecoder("gpt2", served_models.gpt2(), arm, (2, 12), "cpu"))[0].float())
+    exact, low = seen
+    assert 1e-3 < float((low - exact).norm() / exact.norm()) < 0.2
+
+
 def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
     logits = []
     for seed in (0, 0, 1):
@@ -173,6 +185,8 @@ def test_what_makers_may_give() -> None:
     for wrong, words in (
         (lambda: 3, "gives int"),
         (lambda: (model, torch.rand(2, 3)), "no tokens"),
+        (lambda: (model, torch.ones(2, 2, dtype=torch.int64)), "3 positions or more"),
+        (lambda: (model, torch.ones(0, 9, dtype=torch.int64)), "no tokens"),
         (lambda: 1 / 0, "fails: Zero"),
     ):
         with pytest.raises(UsageError, match=words):

@@ -132,7 +132,7 @@ def _own(task: QualityTask, maker: Callable[[], Any]) -> tuple[Serve, Tensor, st
     """Serves a copy of the maker's model for each arm, on its own tokens or on random ones."""
     name, device = task.model.name, task.facts.key
     model, ids = make_model(maker, name, task.seed, task.facts)
-    if ids is not None and ids.shape[1] > 2:
+    if ids is not None:
         text, caution = ids.to(device), ""
     else:
         length = min(WINDOW, served_positions(model))
