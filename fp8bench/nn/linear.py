@@ -196,6 +196,20 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.arithmetic, phase, self.operands)
 
 
+def cast_once(model: nn.Module) -> None:
+    """Casts weights for all passes to come, forward alone, and lets go of what they were made of, as in serving."""
+    for layer in model.modules():
+        if isinstance(layer, Linear) and layer.arithmetic.casts and layer._whole is None and layer.unit is None:
+            operand = layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT)
+            layer.operands = operand, operand  # no gradient needs a turned one
+            let_go(layer.weight)
+
+
+def let_go(weight: nn.Parameter) -> None:
+    """Keeps a weight's shape and dtype without its memory."""
+    weight.data = weight.new_zeros(()).expand(weight.shape)
+
+
 @contextmanager
 def multiplied_by(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> Iterator[None]:
     """Layers of a model, by path, multiply in other arithmetics in the body; each casts its own weight."""
