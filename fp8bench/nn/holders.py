@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fp8bench.errors import UnknownName, UsageError
+from fp8bench.model.step import part_of
 from fp8bench.protocols import Layer, key_of, keys_of
 
 LINEAR, CONV1D, CONV2D, EXPERTS, HEAD = "linear", "conv1d", "conv2d", "experts", "head"
@@ -30,12 +31,6 @@ _OTHERS = (
     nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Bilinear, nn.RNNBase,
     nn.RNNCellBase, nn.MultiheadAttention,
 )  # fmt: skip
-# Marks of a transformer's parts in paths; the first group that fits counts: BERT has an attention.output.dense, too.
-_GROUPS = {
-    "attn": ("attn", "attention"),
-    "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "densereludense", "intermediate", "experts", "fc1", "fc2",
-            "linear1", "linear2", "output.dense"),
-}  # fmt: skip
 # What surrounds products: embeddings and norms, the head's output, and the residual stream, which is no module.
 EMBED, NORM, LOGITS, RESIDUAL = "embed", "norm", "logits", "residual"
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
@@ -69,9 +64,7 @@ class ProductWeight:
 
     @property
     def group(self) -> str:
-        path = self.name.lower()
-        fits = (group for group, marks in _GROUPS.items() if any(mark in path for mark in marks))
-        return "" if self.head else next(fits, "")
+        return "" if self.head else part_of(self.name)
 
     def layer(self, keys: Collection[str] = ()) -> Layer:
         """The layer of precision maps, under that of its paths which the longest key of the map names."""
