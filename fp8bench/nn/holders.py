@@ -133,9 +133,7 @@ def weights_of(model: nn.Module, skip: Sequence[str] = ()) -> tuple[ProductWeigh
     return tuple(_skipped(held, skip) for held in holders)
 
 
-def layers_around(
-    model: nn.Module, holders: Sequence[ProductWeight], keys: Collection[str]
-) -> list[tuple[Layer, nn.Module]]:
+def layers_around(model: nn.Module, holders: Sequence[ProductWeight]) -> list[tuple[Layer, nn.Module]]:
     parts = [(Layer(f"{held.name}.{LOGITS}", LOGITS, product=False), held.module) for held in holders if held.head]
     for path, module in model.named_modules():
         gain, norm = weight_of(module), isinstance(module, _NORMS)
@@ -145,7 +143,7 @@ def layers_around(
         kind = EMBED if isinstance(module, nn.Embedding) else NORM if norm else ""
         if kind:
             parts.append((Layer(path, kind, product=False), module))
-    return [(layer, module) for layer, module in parts if key_of(layer, keys) is not None]
+    return parts
 
 
 def check_map(keys: Collection[str], holders: Sequence[ProductWeight], around: Sequence[Layer] = ()) -> None:
@@ -157,16 +155,16 @@ def check_map(keys: Collection[str], holders: Sequence[ProductWeight], around: S
                 "Leave it out; embed, norm, logits and output can be given a precision."
             )
         if key not in known:
-            raise UnknownName("layer of this model", key, known, _known(holders))
+            raise UnknownName("layer of this model", key, known, _known(holders, [layer.kind for layer in around]))
 
 
 def _layers(held: ProductWeight) -> Iterator[Layer]:
     yield from (Layer(name, held.shown_kind, group=held.group) for name in (held.name, *held.also))
 
 
-def _known(holders: Sequence[ProductWeight]) -> str:
+def _known(holders: Sequence[ProductWeight], around: Sequence[str] = ()) -> str:
     words = (word for held in holders for word in (held.shown_kind, held.group))
-    kinds = ", ".join(dict.fromkeys(filter(None, (*words, EMBED, NORM))))
+    kinds = ", ".join(dict.fromkeys(filter(None, (*words, *around))))
     names = ", ".join(held.name for held in holders[:_SHOWN])
     return f"{kinds}; layers by name ({names}, {len(holders)} in all), and prefixes of names" if holders else ""
 
