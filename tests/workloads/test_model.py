@@ -147,6 +147,29 @@ def test_a_model_may_change_its_batch() -> None:
     assert not calm._copies, "a batch that nobody changes is copied once"
 
 
+class Penalty(nn.Module):
+    """A loss with the gradient of a first layer's output in it."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.first(x).square().sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+@pytest.mark.parametrize("first", [nn.Linear(16, 16), nn.Conv2d(16, 16, 1)])
+def test_what_is_differentiated_twice_is_refused(first: nn.Module) -> None:
+    """A copy's products would have no second derivative, and the error would be that of another loss."""
+    shape = (4, 16) if isinstance(first, nn.Linear) else (2, 16, 4, 4)
+    setup = setup_of(lambda: (Penalty(first), torch.randn(shape)), "bf16")
+    with pytest.raises(UsageError, match="differentiated twice"):
+        Model().examine(setup)
+    Model().examine(setup_of(lambda: (Penalty(first), torch.randn(shape))))
+
+
 def test_a_forward_pass_has_no_gradients() -> None:
     setup = setup_of(make, "bf16", **{"pass": "forward", "optimizer": "none"})
     output = Model().prepare(setup).step(SilentPhases())
