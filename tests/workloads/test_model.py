@@ -170,6 +170,28 @@ def test_what_is_differentiated_twice_is_refused(first: nn.Module) -> None:
     Model().examine(setup_of(lambda: (Penalty(first), torch.randn(shape))))
 
 
+class Routed(nn.Module):
+    """The second expert gets a token only where a score is exact, and the output has another shape then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.first, self.second = nn.Linear(16, 1, bias=False), nn.Linear(16, 16), nn.Linear(16, 16)
+        nn.init.constant_(self.score.weight, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.score(x).sum().item() == 16 * (1 + 2**-10):
+            return y + self.second(x)  # type: ignore[no-any-return]
+        return y[:, :8]  # type: ignore[no-any-return]
+
+
+def test_steps_that_reach_other_weights_are_compared_whole() -> None:
+    """A gradient that only one of them has is an error of its whole size; outputs of other shapes have none."""
+    setup = setup_of(lambda: (Routed(), torch.full((1, 16), 1 + 2**-10), lambda y: y.sum()), "bf16")
+    errors = Model().error(setup)
+    assert "output_error" not in errors and errors["gradient_error"] > 0.3
+
+
 def test_a_forward_pass_has_no_gradients() -> None:
     setup = setup_of(make, "bf16", **{"pass": "forward", "optimizer": "none"})
     output = Model().prepare(setup).step(SilentPhases())
