@@ -332,12 +332,16 @@ def _changes(own: Finding, base: Finding) -> list[tuple[str, float]]:
     seconds: Mapping[str, float] = dict(own.phases)
     before: Mapping[str, float] = dict(base.phases)
     known = dict.fromkeys((*CELL_PHASES, *seconds, *before))
-    # An untouched model does its products too, and marks none.
-    alone = {name for name in known if bool(seconds.get(name)) != bool(before.get(name))} - _MAY_LACK
+    # An untouched model does its products too, and marks none: they are among what is unattributed there.
+    alone = [name for name in known if bool(seconds.get(name)) != bool(before.get(name)) and name not in _MAY_LACK]
     unknown = {*own.below_floor, *base.below_floor, *alone, UNATTRIBUTED}
     names = [name for name in known if name not in unknown and (name in seconds or name in before)]
-    changes = ((name, seconds.get(name, 0.0) - before.get(name, 0.0)) for name in names)
-    return sorted(changes, key=lambda pair: -abs(pair[1]))
+    changes = {name: seconds.get(name, 0.0) - before.get(name, 0.0) for name in names}
+    if alone and UNATTRIBUTED in known:
+        rest = [*(name for name in alone if name != UNATTRIBUTED), UNATTRIBUTED]
+        title = listed([PHASE_TITLES.get(name, name) for name in rest])
+        changes[title] = sum(seconds.get(name, 0.0) - before.get(name, 0.0) for name in rest)
+    return sorted(changes.items(), key=lambda pair: -abs(pair[1]))
 
 
 def _sureness(panel: Panel) -> Iterator[str]:
