@@ -116,7 +116,13 @@ def arguments_of(model: nn.Module, batch: Any) -> Arguments:
 
 def way_of(model: nn.Module, batch: Any) -> Callable[[Any], Arguments]:
     """A function that makes arguments of a batch like this one. Raises UsageError if forward does not take it."""
-    signature = inspect.signature(model.forward)
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:
+        raise UsageError(
+            f"forward of {_name(model)} has no signature that Python could read, and its layers are out of reach, as "
+            "those of torch.jit are: give the module that it was made from"
+        ) from None
     wrong = ""
     for way in _ways(batch, len(signature.parameters) == 1):
         places, named = way(batch)

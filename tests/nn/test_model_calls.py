@@ -75,6 +75,12 @@ def test_a_batch_that_cannot_be_taken_is_asked_for_shortly(batch: Any, words: st
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_is_asked_for_as_it_was() -> None:
+    with pytest.raises(UsageError, match="give the module that it was made from"):
+        call_of(torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4)), torch.ones(2, 4))
+
+
 def test_memory_that_is_exhausted_is_no_fault_of_the_model() -> None:
     def full(y: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("full")
