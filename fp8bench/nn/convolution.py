@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.gpt import Norm
-from fp8bench.nn.linear import Both, Choose, cast_marker, let_go, linear, region
+from fp8bench.nn.linear import Both, Choose, cast_marker, let_go, linear, refuse_twice, region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Sides = tuple[int, int]
@@ -129,6 +129,7 @@ class _ConvolvedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_twice()
         arithmetic, phase, geometry, layout, (shape, weights) = (
             ctx.arithmetic,
             ctx.phase,

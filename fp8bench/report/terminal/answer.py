@@ -13,7 +13,7 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.energy import Demand
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Run, Status, Verdict
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Phase, Run, Status, Verdict
 from fp8bench.model.consumed import reasons_in
 from fp8bench.report.case_status import (
     Standing,
@@ -67,6 +67,8 @@ _MOST_TENSORS = 2
 # Phases that explain a difference: at most this many, and none with a smaller share.
 _MOST_PHASES = 3
 _LEAST_PART = 0.02
+# Phases that one precision has and another need not have.
+_MAY_LACK = {Phase.CAST, Phase.ACCUMULATE}
 # A narrower terminal has no room for rates.
 _ROOM_FOR_RATES = 100
 
@@ -329,11 +331,17 @@ def _why(result: Result, lead: Result | None) -> str:
 def _changes(own: Finding, base: Finding) -> list[tuple[str, float]]:
     seconds: Mapping[str, float] = dict(own.phases)
     before: Mapping[str, float] = dict(base.phases)
-    unknown = {*own.below_floor, *base.below_floor, UNATTRIBUTED}
-    names = [name for name in dict.fromkeys((*CELL_PHASES, *seconds, *before))
-             if name not in unknown and (name in seconds or name in before)]  # fmt: skip
-    changes = ((name, seconds.get(name, 0.0) - before.get(name, 0.0)) for name in names)
-    return sorted(changes, key=lambda pair: -abs(pair[1]))
+    known = dict.fromkeys((*CELL_PHASES, *seconds, *before))
+    # An untouched model does its products too, and marks none: they are among what is unattributed there.
+    alone = [name for name in known if bool(seconds.get(name)) != bool(before.get(name)) and name not in _MAY_LACK]
+    unknown = {*own.below_floor, *base.below_floor, *alone, UNATTRIBUTED}
+    names = [name for name in known if name not in unknown and (name in seconds or name in before)]
+    changes = {name: seconds.get(name, 0.0) - before.get(name, 0.0) for name in names}
+    if alone and UNATTRIBUTED in known:
+        rest = [*(name for name in alone if name != UNATTRIBUTED), UNATTRIBUTED]
+        title = listed([PHASE_TITLES.get(name, name) for name in rest])
+        changes[title] = sum(seconds.get(name, 0.0) - before.get(name, 0.0) for name in rest)
+    return sorted(changes.items(), key=lambda pair: -abs(pair[1]))
 
 
 def _sureness(panel: Panel) -> Iterator[str]:

@@ -31,6 +31,13 @@ def test_answers() -> Told:
     yield "what differs is told by phase, the largest first; unmarked phases explain nothing", words(run, made)
     alone = {key: replace(finding, phases=(("gemm", 1e-3),)) for key, finding in made.items()}
     yield "a step of one phase has nothing to explain", words(run, alone)
+    bare = {
+        base: replace(
+            made[base], phases=(("gemm", 0.0), ("optimizer_step", 3e-3), ("unattributed", 7e-3)), below_floor=()
+        ),
+        own: replace(made[own], phases=(("gemm", 3e-3), ("optimizer_step", 1e-3), ("cast", 2e-3))),
+    }
+    yield "products that only one marks are told with what is unattributed, casts by themselves", words(run, bare)
     within = {
         key: replace(own_finding, ratio=own_finding.ratio and Interval(0.99, 0.98, 1.0, 0.99))
         for key, own_finding in made.items()
