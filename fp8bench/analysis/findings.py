@@ -290,7 +290,8 @@ def _why_unsure(conclusion: verdicts.Conclusion, record: Record) -> str:
     assert record.timing is not None
     interval, rounds, reruns = conclusion.ratio, record.timing.num_rounds, record.reruns
     if rounds < verdicts.LEAST_FOR_VERDICT:
-        return f"{rounds} rounds are too few for a verdict; give it more time (--budget) or rounds"
+        few = "1 round is" if rounds == 1 else f"{rounds} rounds are"
+        return f"{few} too few for a verdict; give it more time (--budget) or rounds"
     if verdicts.rule(interval, verdicts.band_of(conclusion.aa)) is not Verdict.UNSURE:
         typical = conclusion.typical.inverse
         low, high = units.speed_up(typical.low), units.speed_up(typical.high)

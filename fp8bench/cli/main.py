@@ -167,8 +167,8 @@ def _meant(parser: argparse.ArgumentParser, *names: str) -> Iterator[str]:
     """Explains lacking arguments by their help: 'RUN is an id, a file's stem, a path, or 'last''."""
     formatter = parser._get_formatter()
     for action in parser._actions:
-        if action.help and {action.metavar, action.dest, *action.option_strings} & {*names}:
-            name = names[0] if action.option_strings else action.metavar or action.dest
+        own = set(action.option_strings) or {str(action.metavar or action.dest)}
+        if action.help and (name := next((name for name in names if name in own), "")):
             yield f"{name}: {formatter._expand_help(action)}"
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.roofline import Datasheet, Since, alike, datasheets, kind_of_path, since
 from fp8bench.errors import UsageError, WorkerError
-from fp8bench.files import make_store
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.ceilings import RUNS, WHOLE_SECONDS, pieces_of, whole_ceilings
 from fp8bench.measure.environment import gather
@@ -60,7 +59,7 @@ def ceilings_here(store: Path, observer: JobObserver, threads: int = 1) -> Itera
 
     `threads` are those of a processor.
     """
-    make_store(store)
+    check_store(store)
     with claimed(True), ProcessWorker(Settings(threads)) as worker:
         for device in (device_facts for device_facts in worker.probe() if not device_facts.unusable):
             try:

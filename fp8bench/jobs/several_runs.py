@@ -16,7 +16,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import LOCK, locked, make_store
+from fp8bench.files import LOCK, locked
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import DeviceFacts, Interval, Plan, Request, Run
@@ -28,7 +28,7 @@ from fp8bench.plan.cells import cells_of
 from fp8bench.protocols import Observer
 from fp8bench.store.fleet_plans import check_cell, folder_of, runs_of
 from fp8bench.store.reruns import add_reruns
-from fp8bench.store.runs.run_file import load_run, missing_groups
+from fp8bench.store.runs.run_file import check_store, load_run, missing_groups
 from fp8bench.units import clock, percent
 
 _WAIT_SHOWN_EVERY = 1.0
@@ -85,7 +85,7 @@ def standard_runs(store: Path, observer: JobObserver) -> Iterator[str]:
 
     What they differ by is kept in the store, for the intervals of later runs.
     """
-    make_store(store)
+    check_store(store)
     with ProcessWorker(Settings()) as worker:
         keys = [device_facts.key for device_facts in worker.probe() if not device_facts.unusable]
     for device in keys:

@@ -52,11 +52,15 @@ class StoppingRule:
     def ended(self, rounds: int, seconds: float) -> str:
         """Why measuring must end now, '' if it need not."""
         if self.fixed is not None and rounds >= self.fixed:
-            return f"{self.fixed} rounds, a fixed number"
+            return f"{_told(self.fixed)}, a fixed number"
         if self.fixed is None and rounds >= self.most:
-            return f"{rounds} rounds, the most a group gets"
+            return f"{_told(rounds)}, the most a group gets"
         enough = self.fixed is None and rounds >= self.least and seconds >= self.budget
-        return f"time was up after {rounds} rounds" if enough or (rounds and seconds >= self.ceiling) else ""
+        return f"time was up after {_told(rounds)}" if enough or (rounds and seconds >= self.ceiling) else ""
+
+
+def _told(rounds: int) -> str:
+    return "1 round" if rounds == 1 else f"{rounds} rounds"
 
 
 def rule_for(quick: bool, rounds: int | None, budget: float | None) -> StoppingRule:

@@ -62,5 +62,6 @@ def _suites(word: str) -> Sequence[str]:
                 f"the suite {word!r} is a model of your own: `fp8bench profile {word}` and `fp8bench train {word}` "
                 "take it. Give a suite's name, or a file that ends in .py."
             )
-        raise UnknownName("suite", word, [*known_suites(), ALL])
+        known = sorted([*known_suites(), ALL])
+        raise UnknownName("suite", word, known, f"{', '.join(known)}; or a .py file with suites of your own")
     return [word]

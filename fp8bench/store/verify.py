@@ -91,7 +91,7 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
 def _unchecked(store: Path, unknown: Mapping[str, int], old: int, files: int) -> Iterator[Fault]:
     """Yields what could not be checked: figures of suites that are not imported, and files without checksums."""
     for why, count in unknown.items():
-        what = f"of {count} runs, {why}"
+        what = f"of {count} run{'s' * (count != 1)}, {why}"
         yield Fault(str(store / "runs"), what, "Their figures were not compared", broken=False)
     if old:
         what = f"{old} of {files} run files have no checksums: an older fp8bench wrote them"

@@ -65,6 +65,7 @@ history show a b | unknown argument 'b'. See `fp8bench history show --help`.
 suite | no suite was named. Give one of
 suite gem | Did you mean 'gemm'
 suite _planted | unknown suite '_planted'
+suite mine | transformer, vision; or a .py file with suites of your own.
 suite gemm,_planted | unknown suite '_planted'
 list _planted | unknown thing to list '_planted'
 suite gemm, | the suite 'gemm,' has an empty name
@@ -80,6 +81,11 @@ suite gemm --set shape=64 --set shape=32,64 | --set shape names 64 twice. Leave 
 suite gemm,collective | the suite collective takes 2 processes together: add --ranks 2
 suite colective | Did you mean 'collective'
 lint-shapes gpt2 --model gpt2 | both name a model. Give one.
+audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable; file.py:function, too). See
+ablate | as profile takes it; --options: precisions, compile
+duel | and then its name; NAME: a suite, several with commas
+train nano | Give --model nano.
+show nope --histories fp8-delayed | no run 'nope'
 profile nothere.py | 'nothere.py' names no function. Give nothere.py:make.
 suite gemm --set shap=64 | Did you mean 'shape'
 suite gemm --set shape=big | axis 'shape' cannot be 'big'

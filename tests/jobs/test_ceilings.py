@@ -13,9 +13,10 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.cli.main import main
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.errors import UsageError, WorkerLost
+from fp8bench.errors import StoreError, UsageError, WorkerLost
 from fp8bench.jobs import ceilings as job
 from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
+from fp8bench.jobs.several_runs import standard_runs
 from fp8bench.measure.ceilings import whole_ceilings
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Ceilings, DeviceFacts, Limit, Rate, Request, specs
@@ -83,6 +84,13 @@ def test_they_are_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     assert lines[2].startswith("  product bf16   425 GFLOP/s; spread 0.5% over 5 runs") and "threads 2" in lines[1]
     assert len(list((tmp_path / "store" / "ceilings").glob("whole*.json"))) == 1
+
+
+def test_a_store_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for lines in (job.ceiling_lines, standard_runs):
+        with pytest.raises(StoreError, match=r"cannot be written .* Choose another --store"):
+            next(lines(tmp_path / "file" / "store", TERMINAL))
 
 
 def test_what_takes_longer_than_it_should_shortens_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -446,7 +446,7 @@ def test_preparing_counts_against_a_whole_budget(monkeypatch: pytest.MonkeyPatch
     cases = group(*native("fp32", "bf16"))
     method = Method(rule=rule, judge=decided, seed=0)
     records = GroupMeasurement(cases, {"cpu": CPU}, worker, SilentObserver(), method).run()
-    assert [record.stopped for record in records] == ["time was up after 1 rounds"] * 2
+    assert [record.stopped for record in records] == ["time was up after 1 round"] * 2
 
 
 def test_the_observer_hears_of_every_stage() -> None:

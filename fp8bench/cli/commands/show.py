@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     word, store = arguments.run, arguments.store
     meant = meant_by(word, store, {table.of for table in _tables() if getattr(arguments, table.name)})
     if not meant:
-        _refuse_other_tables(arguments, word, RUN)
         measured = load_named(word, store)
+        _refuse_other_tables(arguments, word, RUN)
         _show(arguments, RUN, measured, lambda: print_run(measured, arguments))
         told = exported(measured, store, wanted_of(arguments), complain)
     else:

@@ -221,6 +221,8 @@ def _again_worse(figure: JudgedFigure, again: Comparison, rules: Rules) -> bool:
 
 
 def _decides(figure: JudgedFigure) -> str:
+    if figure.comparison.evidence is Evidence.PAIRED:
+        return "more sessions of such a duel decide (--sessions)"
     return f"`fp8bench duel suite {figure.comparison.suite} --against COMMIT` decides"
 
 

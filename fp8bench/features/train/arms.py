@@ -23,6 +23,7 @@ from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.tasks import check_sequence
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
+from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.make import check_limit, device_named
 from fp8bench.plan.precision_map import check_keys, check_mixed
 from fp8bench.registry import precisions
@@ -117,6 +118,8 @@ def _check_own(request: TrainingRequest) -> None:
     from fp8bench.jobs.profile import function_named
 
     settings, usual, name = request.settings, TrainerSettings(), request.settings.make
+    if name in SIZES:
+        raise UsageError(f"{name} is a built-in model, and a function was expected here. Give --model {name}.")
     if name not in LIVE:
         function_named(name)
     swept = {axis.replace("-", "_") for axis, _ in request.sweep}

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.energy import Demand
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Phase, Run, Status, Verdict
+from fp8bench.model import UNATTRIBUTED, Finding, Run, Status, Verdict
 from fp8bench.model.consumed import reasons_in
+from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.report.case_status import (
     Standing,
     emulated,
@@ -26,7 +27,7 @@ from fp8bench.report.case_status import (
 )
 from fp8bench.report.columns import Col, other_tables, table
 from fp8bench.report.elements import Element, Facts, Field, Items, Part, Table, Text, Tone
-from fp8bench.report.energies import ratio_against
+from fp8bench.report.energies import absences, ratio_against
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
     Figures,
@@ -37,6 +38,7 @@ from fp8bench.report.panels import (
     floor_of,
     heading,
     merge_notes,
+    phases_beside,
     together,
 )
 from fp8bench.report.topics import rank_boards, roofline
@@ -50,7 +52,7 @@ from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
 from fp8bench.report.topics.verdict import at_most, cases_of, losses, skips
 from fp8bench.report.words.legend import PHASE_TITLES, error_word
-from fp8bench.report.words.naming import common_tone, listed
+from fp8bench.report.words.naming import common_tone, listed, phase_order
 from fp8bench.report.words.speed import over_loads, over_values, span
 
 _HOW_MATRIX = (
@@ -67,8 +69,6 @@ _MOST_TENSORS = 2
 # Phases that explain a difference: at most this many, and none with a smaller share.
 _MOST_PHASES = 3
 _LEAST_PART = 0.02
-# Phases that one precision has and another need not have.
-_MAY_LACK = {Phase.CAST, Phase.ACCUMULATE}
 # A narrower terminal has no room for rates.
 _ROOM_FOR_RATES = 100
 
@@ -99,6 +99,7 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
             f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs{beside}"
         )
     told += [*at_most(skips(cases)), *(f"note: {words}" for words in entry.run.notes)]
+    told += absences(entry.run) if entry.run.request.energy_of == PHASE_ENERGY else []
     told += [f"trouble: {words}" for words in entry.run.troubles]
     if told:
         yield Part("beside", "", tuple(Text(words, Tone.DOUBT) for words in told))
@@ -210,7 +211,7 @@ def _grid(panel: Panel) -> Table:
         Col(panel.reference or "reference", partial(_in_grid, mode=panel.reference), number=True),
         *(Col(mode, partial(_in_grid, mode=mode)) for mode in modes),
     ]
-    caption = _HOW_GRID.format(reference=panel.reference) if _timed(panel) else ""
+    caption = _HOW_GRID.format(reference=panel.reference) if modes and _timed(panel) else ""
     return table("grid", caption, cols, panel.groups[:_MOST_GROUPS])
 
 
@@ -293,8 +294,9 @@ def _grounds(panel: Panel) -> Iterator[tuple[str, str]]:
     if not measured:
         yield "reference", f"none ({panel.reference or 'none planned'} was not measured)"
     yield "how sure", "; ".join(_sureness(panel))
-    held_against = merge_notes(_reservations(panel), len(panel.groups))
-    yield from (("but", words.removeprefix("- ")) for words in held_against)
+    alike = together(((words, place), mode) for mode, words, place in _reservations(panel))
+    reservations = ((listed(modes), words, place) for (words, place), modes in alike.items())
+    yield from (("but", words.removeprefix("- ")) for words in merge_notes(reservations, len(panel.groups)))
     doubts = together((label.value, result.mode) for result in panel.results if not emulated(result)
                       for label in result.labels if label.casts_doubt)  # fmt: skip
     if doubts:
@@ -329,19 +331,10 @@ def _why(result: Result, lead: Result | None) -> str:
 
 
 def _changes(own: Finding, base: Finding) -> list[tuple[str, float]]:
-    seconds: Mapping[str, float] = dict(own.phases)
-    before: Mapping[str, float] = dict(base.phases)
-    known = dict.fromkeys((*CELL_PHASES, *seconds, *before))
-    # An untouched model does its products too, and marks none: they are among what is unattributed there.
-    alone = [name for name in known if bool(seconds.get(name)) != bool(before.get(name)) and name not in _MAY_LACK]
-    unknown = {*own.below_floor, *base.below_floor, *alone, UNATTRIBUTED}
-    names = [name for name in known if name not in unknown and (name in seconds or name in before)]
-    changes = {name: seconds.get(name, 0.0) - before.get(name, 0.0) for name in names}
-    if alone and UNATTRIBUTED in known:
-        rest = [*(name for name in alone if name != UNATTRIBUTED), UNATTRIBUTED]
-        title = listed([PHASE_TITLES.get(name, name) for name in rest])
-        changes[title] = sum(seconds.get(name, 0.0) - before.get(name, 0.0) for name in rest)
-    return sorted(changes.items(), key=lambda pair: -abs(pair[1]))
+    unknown = {*own.below_floor, *base.below_floor, UNATTRIBUTED}
+    beside = phases_beside(base, own)
+    changes = ((name, beside[name][1] - beside[name][0]) for name in sorted(beside, key=phase_order))
+    return sorted(((name, change) for name, change in changes if name not in unknown), key=lambda pair: -abs(pair[1]))
 
 
 def _sureness(panel: Panel) -> Iterator[str]:
@@ -356,4 +349,7 @@ def _sureness(panel: Panel) -> Iterator[str]:
             words = f"{units.significant(times, 2)} times" if times >= 1 else "within"
             yield f"{result.mode}'s difference is {words} it"
     if intervals := what_intervals_hold(panel.results):
-        yield f"[low, high]: {intervals}"
+        # A grid has no room for them.
+        level = any((speed := speed_up(result)) and speed.level for result in panel.results)
+        brackets = ("[low, high]" if level else "(low to high)") if alone else "intervals"
+        yield f"{brackets}: {intervals}"

@@ -17,7 +17,16 @@ from fp8bench.report.columns import Col, case_cols, table
 from fp8bench.report.elements import ChartAxis, Element, Field, Mark, Stacks, Table, Text, Tone, Waterfall
 from fp8bench.report.page.charts import has_time, phase_parts, stacked
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, phases_of, together
+from fp8bench.report.panels import (
+    NamedCase,
+    Panel,
+    Result,
+    ResultGroup,
+    phases_beside,
+    phases_of,
+    together,
+    unmarked_phases,
+)
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES, PHASE_WORDS
 from fp8bench.report.words.naming import listed, phase_order, phase_words
@@ -75,7 +84,7 @@ def is_mixed(finding: Finding) -> bool:
 def phase_clauses(own: Finding, base: Finding) -> str:
     """'; products gain 1.50x; data loading takes 13% of the step and does not gain', in a fixed order."""
     seconds, before = dict(own.phases), dict(base.phases)
-    unknown = {*own.below_floor, *base.below_floor}
+    unknown = {*own.below_floor, *base.below_floor, *unmarked_phases(base, own)}
     large = {*_large(own), *_large(base)} - unknown
     names: dict[PhaseChange, list[str]] = {change: [] for change in PhaseChange}
     for name in (phase for phase in CELL_PHASES if phase in large):
@@ -247,15 +256,15 @@ def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
         reference = _timed(lead) if lead and standing(lead) is Standing.REFERENCE else None
         if finding is None or reference is None or case.result.record.is_reference or emulated(case.result):
             continue
-        present = {name for timed in (finding, reference) for name, seconds in timed.phases if seconds > 0}
-        if len(present - {UNATTRIBUTED}) < _LEAST_PHASES:
+        beside = phases_beside(reference, finding)
+        times = {
+            phase: (max(0.0, beside[phase][0]), max(0.0, beside[phase][1]))
+            for phase in sorted(beside, key=phase_order)
+            if max(beside[phase]) > 0
+        }
+        if len(set(times) - {UNATTRIBUTED}) < _LEAST_PHASES:
             continue
         words = f"{title} {case.name} against {panel.reference}"
-        before, after = dict(reference.phases), dict(finding.phases)
-        times = {
-            phase: (max(0.0, before.get(phase, 0.0)), max(0.0, after.get(phase, 0.0)))
-            for phase in sorted(present, key=phase_order)
-        }
         yield _Pair(words, case.result, finding, reference, times)
 
 
@@ -337,7 +346,7 @@ def _ratio(below: float, above: float) -> Field:
 def _lead(pair: _Pair) -> str:
     before, after = pair.steps
     times = {phase: both for phase, both in pair.times.items() if pair.clear(phase)}
-    saved = {phase: old - new for phase, (old, new) in times.items()}
+    saved = {phase: old - new for phase, (old, new) in times.items() if abs(old - new) >= _LEAST_DRAWN * before}
     gains = sorted((phase for phase in saved if saved[phase] > 0), key=lambda phase: -saved[phase])
     losses = sorted((phase for phase in saved if saved[phase] < 0), key=lambda phase: saved[phase])
     words = f"The step takes {units.seconds(after)} instead of {units.seconds(before)}."

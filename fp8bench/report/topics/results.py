@@ -98,7 +98,9 @@ def _lead(material: Material) -> str:
     if any(case_status.standing(result) is case_status.Standing.DOUBTED for result in results):
         notes.append("'Perhaps': a label casts doubt on it.")
     if any(map(case_status.emulated, results)):
-        notes.append("Emulated cases are right in numbers and have no speed: their time and memory are its cost.")
+        notes.append(
+            "Emulated cases are right in numbers and have no speed: their time and memory are what emulating costs."
+        )
     return " ".join(notes)
 
 

@@ -168,6 +168,13 @@ def test_what_a_second_look_does(first: Comparison, again: Comparison | None, ou
     assert outcome is not GateOutcome.TO_CONFIRM or again is None or again.why in settled.why
 
 
+def test_what_would_confirm_is_named() -> None:
+    """A duel that could not tell is not recommended again, as it was."""
+    duelled = settle(figure(1.06), figure(1.06, direction=Direction.UNSURE))
+    assert "--sessions" in duelled.why and "fp8bench duel" not in duelled.why
+    assert "fp8bench duel suite" in settle(stored(1.08), stored(1.08)).why
+
+
 def test_without_a_second_look() -> None:
     """What may fail fails, unconfirmed; the rest stays a suspect."""
     for change, outcome in (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 
 from fp8bench.model import Environment, Finding, Interval, Label, Record, Run, Status, Verdict
-from fp8bench.model.consumed import DeviceWatch
+from fp8bench.model.consumed import DeviceWatch, EnergyUse
 from fp8bench.report.terminal.run import detail_of, render
 from tests.counts import for_each
 from tests.runs import NATIVE, gemm, judged, transformer, wild_runs
@@ -31,13 +31,6 @@ def test_answers() -> Told:
     yield "what differs is told by phase, the largest first; unmarked phases explain nothing", words(run, made)
     alone = {key: replace(finding, phases=(("gemm", 1e-3),)) for key, finding in made.items()}
     yield "a step of one phase has nothing to explain", words(run, alone)
-    bare = {
-        base: replace(
-            made[base], phases=(("gemm", 0.0), ("optimizer_step", 3e-3), ("unattributed", 7e-3)), below_floor=()
-        ),
-        own: replace(made[own], phases=(("gemm", 3e-3), ("optimizer_step", 1e-3), ("cast", 2e-3))),
-    }
-    yield "products that only one marks are told with what is unattributed, casts by themselves", words(run, bare)
     within = {
         key: replace(own_finding, ratio=own_finding.ratio and Interval(0.99, 0.98, 1.0, 0.99))
         for key, own_finding in made.items()
@@ -54,6 +47,36 @@ def test_answers() -> Told:
     records = (three.records[0], failed, *three.records[2:])
     yield "a failure stands above everything", words(replace(three, records=records), own_finding, 200)
     yield "labels that cast doubt are counted by case", words(*judged((Verdict.FASTER, 0.5, Label.CONTENDED)))
+    noted = tuple(replace(record, detail="no cycles: the kernel sees no counters") for record in run.records)
+    yield "what is held against two precisions alike is told once", words(replace(run, records=noted), findings)
+
+
+def test_a_grid_of_the_reference_alone_has_no_speed_ups() -> None:
+    run, findings = judged((Verdict.FASTER, 0.5), (Verdict.FASTER, 0.5))
+    assert "speed-up over fp32" in words(run, findings)
+    alone = replace(run, records=tuple(record for record in run.records if record.is_reference))
+    assert "speed-up" not in words(alone, findings)
+
+
+def test_what_stands_in_brackets_is_told_by_the_brackets_that_stand_there() -> None:
+    """A grid shows no interval, and what others held up is a range."""
+    assert "[low, high]: 99%" in words(*judged((Verdict.FASTER, 0.5)), width=200)
+    assert "intervals: 99%" in words(*judged((Verdict.FASTER, 0.5), (Verdict.FASTER, 0.5)), width=200)
+    run, findings = judged((Verdict.FASTER, 0.5))
+    twice = tuple(replace(record, sessions=(Interval(2.0, 1.9, 2.1, 0.0),)) for record in run.records)
+    ranges = {key: replace(finding, ratio=finding.ratio and replace(finding.ratio, level=0.0))
+              for key, finding in findings.items()}  # fmt: skip
+    assert "(low to high): hull of 2 sessions" in words(replace(run, records=twice), ranges, 200)
+
+
+def test_energy_that_was_asked_for_and_is_not_there_is_told() -> None:
+    run, findings = judged((Verdict.FASTER, 0.5))
+    run = replace(
+        run, records=tuple(replace(record, energy=EnergyUse("none", why="no RAPL")) for record in run.records)
+    )
+    assert "no RAPL" not in words(run, findings)
+    asked = replace(run, request=replace(run.request, energy_of="phases"))
+    assert "energy: not measured on cpu: no RAPL" in words(asked, findings)
 
 
 def test_the_table_of_suites_hides_no_loss_behind_a_gain() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fp8bench.model import CELL_PHASES, Finding, Label, Level, Record, Status, Verdict
 from fp8bench.report.elements import Stacks, Table, Text, Waterfall
+from fp8bench.report.panels import phases_beside
 from fp8bench.report.topics.phases import change_of, is_mixed, phase_clauses
 from fp8bench.report.words.legend import PHASE_WORDS
 from tests.materials import Made, built, many, of_kind, part, recased, shapes
@@ -38,6 +39,18 @@ def test_phase_clauses() -> Told:
         yield claim, phase_clauses(own, base)
     for own_time, base_time in ((1.0, 1.04), (1.0, 1.06), (1.06, 1.0), (1.0, 0.0), (0.0, 1.0)):
         yield f"a change from {base_time} to {own_time} is more than 5%, or none", change_of(own_time, base_time).name
+
+
+def test_what_an_untouched_model_does_not_mark_is_compared_with_its_unattributed_time() -> None:
+    """10 ms of products would else be a loss of 10 ms beside a step that is 9 ms shorter."""
+    came = replace(step(gemm=0, optimizer_step=1, unattributed=24), case=replace(CASE, precision="untouched"))
+    copy = step(cast=1, gemm=10, optimizer_step=1, unattributed=4)
+    beside = phases_beside(came, copy)
+    assert {phase: round(1e3 * (own - base)) for phase, (base, own) in beside.items()} == {
+        "cast": 1, "optimizer_step": 0, "gemm and unattributed": -10
+    }  # fmt: skip
+    assert "products" not in phase_clauses(copy, came)
+    assert "gemm" in phases_beside(replace(came, case=CASE), copy)
 
 
 def test_a_step_is_mixed_where_two_phases_matter() -> None:
