@@ -167,7 +167,7 @@ def _meant(parser: argparse.ArgumentParser, *names: str) -> Iterator[str]:
     """Explains lacking arguments by their help: 'RUN is an id, a file's stem, a path, or 'last''."""
     formatter = parser._get_formatter()
     for action in parser._actions:
-        own = action.option_strings or [str(action.metavar or action.dest)]
+        own = set(action.option_strings) or {str(action.metavar or action.dest)}
         if action.help and (name := next((name for name in names if name in own), "")):
             yield f"{name}: {formatter._expand_help(action)}"
 

@@ -187,6 +187,19 @@ class HeldProduct:
         return 2 * self.m * self.n * self.k * self.times
 
 
+# Marks of a transformer's parts in paths; the first that fits counts: BERT has an attention.output.dense, too.
+_PARTS = {
+    "attn": ("attn", "attention"),
+    "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "densereludense", "intermediate", "experts", "fc1", "fc2",
+            "linear1", "linear2", "output.dense"),
+}  # fmt: skip
+
+
+def part_of(path: str) -> str:
+    """The part of a transformer that a layer's path names: 'attn', 'mlp' or ''."""
+    return next((part for part, marks in _PARTS.items() if any(mark in path.lower() for mark in marks)), "")
+
+
 @dataclass(frozen=True)
 class Holder:
     """A weight that products are made with: a module of its own, or one parameter of a module that has several.
@@ -209,6 +222,10 @@ class Holder:
     rule: str = ""
     native: str = ""
     also: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> str:
+        return "" if self.kind == "head" else part_of(self.name)
 
 
 @dataclass(frozen=True)

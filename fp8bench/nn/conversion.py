@@ -40,7 +40,7 @@ from fp8bench.nn.holders import (
 )
 from fp8bench.nn.linear import grouped_linear, linear, region
 from fp8bench.nn.whole_layers import WholeLayers
-from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases
+from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, key_of
 
 # The arithmetic of a layer, or None to leave it as it is.
 Choose = Callable[[Layer], Arithmetic | None]
@@ -78,8 +78,9 @@ class Conversion:
         self._rows = multiples[0]
         self._replaced: list[nn.Module] = []
         holders = weights_of(model, skip)
-        parts = layers_around(model, holders, keys)
+        parts = layers_around(model, holders)
         check_map(keys, holders, [layer for layer, _ in parts])
+        parts = [(layer, module) for layer, module in parts if key_of(layer, keys) is not None]
         self._around = [(module, _checked_around(layer, choose(layer))) for layer, module in parts]
         chosen = [(held, None if held.reason else choose(held.layer(keys))) for held in holders]
         self.held = tuple(_decided(held, arithmetic, multiples) for held, arithmetic in chosen)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.gpt import Norm
-from fp8bench.nn.linear import Both, Choose, cast_both_ways, cast_marker, linear, region
+from fp8bench.nn.linear import Both, Choose, cast_marker, let_go, linear, refuse_twice, region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Sides = tuple[int, int]
@@ -129,6 +129,7 @@ class _ConvolvedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_twice()
         arithmetic, phase, geometry, layout, (shape, weights) = (
             ctx.arithmetic,
             ctx.phase,
@@ -209,16 +210,15 @@ class Convolution(nn.Module):
         self.weight = nn.Parameter(weight if layout == torch.channels_last else _windows(weight, geometry.size, layout))
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        return convolved(x, self._windows(), self.geometry, self.arithmetic, phase, self.layout, self.operands)
+        return convolved(x, self.windows(), self.geometry, self.arithmetic, phase, self.layout, self.operands)
 
     def cast_once(self) -> None:
-        """Casts the weight for all passes to come, which may not change it."""
-        weight = self._windows().detach()
-        whole = casts_whole(self.arithmetic, self.layout)
-        operand = self.arithmetic.cast(weight, Role.WEIGHT) if whole else None
-        self.operands = (operand, operand) if operand else cast_both_ways(self.arithmetic, weight)
+        """Does for a convolution what `linear.cast_once` does."""
+        operand = self.arithmetic.cast(self.windows().detach(), Role.WEIGHT)
+        self.operands = operand, operand
+        let_go(self.weight)
 
-    def _windows(self) -> Tensor:
+    def windows(self) -> Tensor:
         if self.layout == torch.channels_last:
             return self.weight
         windows = self.weight.permute(0, 2, 3, 1)

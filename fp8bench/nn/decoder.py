@@ -63,6 +63,11 @@ class BlockCodes:
         return values if self.above is None else values * self.above
 
 
+def _scale_for(amax: Tensor) -> Tensor:
+    """1 for a prompt of zeros, as some heads are."""
+    return torch.where(amax == 0, 1.0, E4M3.largest / amax)
+
+
 class KeptHeads:
     """The keys of one layer, or its values: (batch, key heads, positions, head width), in a format.
 
@@ -92,9 +97,9 @@ class KeptHeads:
 
     def calibrate(self, x: Tensor) -> None:
         if self.kept.shared == "all":
-            self.scale = (E4M3.largest / largest_magnitude(x)).view(1, 1, 1, 1)
+            self.scale = _scale_for(largest_magnitude(x)).view(1, 1, 1, 1)
         elif self.kept.shared == "head":
-            self.scale = E4M3.largest / x.float().abs().amax((0, 2, 3)).view(1, -1, 1, 1)
+            self.scale = _scale_for(x.float().abs().amax((0, 2, 3))).view(1, -1, 1, 1)
         elif self.blocks is not None and self.kept.above:
             self.blocks.above = nvfp4_tensor_scale(largest_magnitude(x))
 
@@ -256,7 +261,7 @@ def rounded_rows(x: Tensor) -> Tensor:
 
 
 def kept_weight(weight: Tensor, name: str, low_inputs: bool) -> KeptWeight:
-    return (IntegerWeight if name in ("int8", "int4") else FloatWeight)(weight, name, low_inputs)
+    return (IntegerWeight if name in ("int8", "int4") else FloatWeight)(weight.contiguous(), name, low_inputs)
 
 
 # Takes a layer's path and its fp32 weight.

@@ -25,7 +25,7 @@ from fp8bench.nn.attention import Core, FusedCore, HeadwiseCore, SelfAttention, 
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.exercise import Exercise, exercise
 from fp8bench.nn.gpt import FeedForward
-from fp8bench.nn.linear import Choose, Linear, scoped
+from fp8bench.nn.linear import Choose, Linear, let_go, scoped
 from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, TIME_STEPS, DenoiserSizes, SamplerPlan, heads_of
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.numerics.products import in_dtype
@@ -237,8 +237,7 @@ def angle(time: int) -> float:
 @dataclass
 class Sampling(Exercise):
     """All steps from noise to image. `inputs` are the noise and the conditions; `high` is the arithmetic of all layers
-    in the plan's high steps. Weights are cast once, ahead of all steps, as in serving; those of emulated convolutions
-    are not."""
+    in the plan's high steps. Weights are cast once, ahead of all steps, as in serving."""
 
     plan: SamplerPlan
     high: Arithmetic
@@ -256,6 +255,7 @@ class Sampling(Exercise):
             vars(layer).update(own)
             if self.plan.first + self.plan.last:
                 self.switched.append((layer, own, _multiplier(layer, self.high)))
+            let_go(layer.weight)
 
     def step(self, phase: Phases) -> None:
         """ACCUMULATE ends each step, so that the clock can tell steps apart."""
@@ -302,9 +302,8 @@ class Sampling(Exercise):
 
 
 def _multiplier(layer: Linear | Convolution, arithmetic: Arithmetic) -> _Multiplier:
-    if isinstance(layer, Convolution):
-        return {"arithmetic": arithmetic}
-    operand = arithmetic.cast(layer.weight.detach(), Role.WEIGHT)
+    weight = layer.windows() if isinstance(layer, Convolution) else layer.weight
+    operand = arithmetic.cast(weight.detach(), Role.WEIGHT)
     return {"arithmetic": arithmetic, "operands": (operand, operand)}  # no gradient needs a turned one
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8bench.errors import UsageError
 from fp8bench.nn.gpt import FeedForward
 from fp8bench.nn.linear import Choose
 from fp8bench.numerics.products import in_dtype
@@ -105,6 +106,11 @@ def threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Exits:
         for stays, (at, logits) in zip(rows[1:], exact.walk(x, SilentPhases()), strict=False):
             sure = confidence(logits[torch.isin(at, here)])
             ordered = sure.sort().values
+            if stays and not ordered[stays - 1] < ordered[stays]:
+                raise UsageError(
+                    "rows are equally sure, so that no threshold lets the asked share of them leave: "
+                    "choose exits=held, or another width"
+                )
             # Half-way between two rows, so that rounding either does not move it across.
             thresholds.append(float(ordered[stays - 1] + ordered[stays]) / 2 if stays else 0.0)
             here = here[sure < thresholds[-1]]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.gpt import GPT, FeedForward, Norm
-from fp8bench.nn.linear import Choose, Linear, cast_both_ways, grouped_linear, linear, scoped
+from fp8bench.nn.linear import Choose, Linear, grouped_linear, linear, scoped
 from fp8bench.nn.sizes import CHOSEN, GPTConfig, MoeSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
 
@@ -318,7 +318,10 @@ class Mixture(nn.Module):
 
     def bytes_each(self) -> int:
         layers = [layer for layer in self.modules() if isinstance(layer, Linear)][:2]
-        operands = [layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT) for layer in layers]
+        operands = [
+            layer.operands[0] if layer.operands else layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT)
+            for layer in layers
+        ]
         return sum(
             tensor.nbytes for operand in operands for tensor in (operand.data, operand.scale) if tensor is not None
         )
@@ -332,12 +335,6 @@ class Mixture(nn.Module):
         for block in blocks:
             block.watched = False
         return [block.seen for block in blocks]
-
-
-def cast_once(model: nn.Module) -> None:
-    for layer in model.modules():
-        if isinstance(layer, Linear) and layer.arithmetic.casts:
-            layer.operands = cast_both_ways(layer.arithmetic, layer.weight.detach())
 
 
 def disagreements(seen: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fp8bench.errors import UnknownName, UsageError
+from fp8bench.model.step import part_of
 from fp8bench.protocols import Layer, key_of, keys_of
 
 LINEAR, CONV1D, CONV2D, EXPERTS, HEAD = "linear", "conv1d", "conv2d", "experts", "head"
@@ -30,12 +31,6 @@ _OTHERS = (
     nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Bilinear, nn.RNNBase,
     nn.RNNCellBase, nn.MultiheadAttention,
 )  # fmt: skip
-# Marks of a transformer's parts in paths; the first group that fits counts: BERT has an attention.output.dense, too.
-_GROUPS = {
-    "attn": ("attn", "attention"),
-    "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "densereludense", "intermediate", "experts", "fc1", "fc2",
-            "linear1", "linear2", "output.dense"),
-}  # fmt: skip
 # What surrounds products: embeddings and norms, the head's output, and the residual stream, which is no module.
 EMBED, NORM, LOGITS, RESIDUAL = "embed", "norm", "logits", "residual"
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
@@ -69,9 +64,7 @@ class ProductWeight:
 
     @property
     def group(self) -> str:
-        path = self.name.lower()
-        fits = (group for group, marks in _GROUPS.items() if any(mark in path for mark in marks))
-        return "" if self.head else next(fits, "")
+        return "" if self.head else part_of(self.name)
 
     def layer(self, keys: Collection[str] = ()) -> Layer:
         """The layer of precision maps, under that of its paths which the longest key of the map names."""
@@ -140,9 +133,7 @@ def weights_of(model: nn.Module, skip: Sequence[str] = ()) -> tuple[ProductWeigh
     return tuple(_skipped(held, skip) for held in holders)
 
 
-def layers_around(
-    model: nn.Module, holders: Sequence[ProductWeight], keys: Collection[str]
-) -> list[tuple[Layer, nn.Module]]:
+def layers_around(model: nn.Module, holders: Sequence[ProductWeight]) -> list[tuple[Layer, nn.Module]]:
     parts = [(Layer(f"{held.name}.{LOGITS}", LOGITS, product=False), held.module) for held in holders if held.head]
     for path, module in model.named_modules():
         gain, norm = weight_of(module), isinstance(module, _NORMS)
@@ -152,7 +143,7 @@ def layers_around(
         kind = EMBED if isinstance(module, nn.Embedding) else NORM if norm else ""
         if kind:
             parts.append((Layer(path, kind, product=False), module))
-    return [(layer, module) for layer, module in parts if key_of(layer, keys) is not None]
+    return parts
 
 
 def check_map(keys: Collection[str], holders: Sequence[ProductWeight], around: Sequence[Layer] = ()) -> None:
@@ -164,16 +155,16 @@ def check_map(keys: Collection[str], holders: Sequence[ProductWeight], around: S
                 "Leave it out; embed, norm, logits and output can be given a precision."
             )
         if key not in known:
-            raise UnknownName("layer of this model", key, known, _known(holders))
+            raise UnknownName("layer of this model", key, known, _known(holders, [layer.kind for layer in around]))
 
 
 def _layers(held: ProductWeight) -> Iterator[Layer]:
     yield from (Layer(name, held.shown_kind, group=held.group) for name in (held.name, *held.also))
 
 
-def _known(holders: Sequence[ProductWeight]) -> str:
+def _known(holders: Sequence[ProductWeight], around: Sequence[str] = ()) -> str:
     words = (word for held in holders for word in (held.shown_kind, held.group))
-    kinds = ", ".join(dict.fromkeys(filter(None, (*words, EMBED, NORM))))
+    kinds = ", ".join(dict.fromkeys(filter(None, (*words, *around))))
     names = ", ".join(held.name for held in holders[:_SHOWN])
     return f"{kinds}; layers by name ({names}, {len(holders)} in all), and prefixes of names" if holders else ""
 

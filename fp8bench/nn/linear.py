@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8bench.errors import UsageError
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Marker = AbstractContextManager[None]
@@ -90,6 +91,16 @@ def cast_marker(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager
     return phase.cast if arithmetic.casts else _NOTHING
 
 
+def refuse_twice() -> None:
+    """Raises UsageError in a backward pass that autograd records: what is differentiated again would silently lack
+    these products."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UsageError(
+            "a converted layer is differentiated twice (create_graph=True, as for a gradient penalty or forces), and "
+            "its products have one derivative: leave such layers out by --skip"
+        )
+
+
 # A weight's operands in both orientations.
 Both = tuple[Operand, Operand]
 
@@ -120,6 +131,7 @@ class _LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_twice()
         gradient = gradients[0]
         arithmetic, phase = ctx.arithmetic, ctx.phase
         a_data, a_scale, x, b_data, b_scale, weight = ctx.saved_tensors
@@ -196,6 +208,20 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.arithmetic, phase, self.operands)
 
 
+def cast_once(model: nn.Module) -> None:
+    """Casts weights for all passes to come, forward alone, and lets go of what they were made of, as in serving."""
+    for layer in model.modules():
+        if isinstance(layer, Linear) and layer.arithmetic.casts and layer._whole is None and layer.unit is None:
+            operand = layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT)
+            layer.operands = operand, operand  # no gradient needs a turned one
+            let_go(layer.weight)
+
+
+def let_go(weight: nn.Parameter) -> None:
+    """Keeps a weight's shape and dtype without its memory."""
+    weight.data = weight.new_zeros(()).expand(weight.shape)
+
+
 @contextmanager
 def multiplied_by(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> Iterator[None]:
     """Layers of a model, by path, multiply in other arithmetics in the body; each casts its own weight."""
@@ -231,6 +257,7 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_twice()
         arithmetic, phase, (gradient,) = ctx.arithmetic, ctx.phase, gradients
         kept, ends, *turned = ctx.saved_tensors
         casting = cast_marker(arithmetic, phase)

@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy as shallow
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType
@@ -26,7 +27,7 @@ from fp8bench.nn.training_step import adamw, eager
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
 from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases, key_of
 
-# Returns the loss of an output, or of an output and its batch if it takes two arguments.
+# Returns the loss of an output, or of an output and its batch if it needs two arguments.
 Loss = Callable[..., Tensor]
 _SHOWN = 300
 _ASK = "let make() return (model, batch), with the batch as forward takes it, or (model, batch, loss)"
@@ -50,15 +51,27 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any:
-    """With `copy` also what lies there already is copied, for models that change what they are given."""
-    moved = partial(on_device, device=device, copy=copy)
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True, copy=copy)
-    if isinstance(value, Mapping):
-        return {name: moved(part) for name, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(moved, value))
-    return type(value)(map(moved, value)) if isinstance(value, list | tuple) else value
+    """With `copy` also what lies there already is copied, for models that change what they are given. A tensor that
+    stands there twice stays one."""
+    placed: dict[int, Tensor] = {}
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            if id(part) not in placed:
+                placed[id(part)] = part.to(device, non_blocking=True, copy=copy)
+            return placed[id(part)]
+        if isinstance(part, Mapping):
+            return {name: moved(each) for name, each in part.items()}
+        if isinstance(part, tuple) and hasattr(part, "_fields"):
+            return type(part)(*map(moved, part))
+        if is_dataclass(part) and not isinstance(part, type):
+            own = shallow(part)
+            for field in fields(part):
+                object.__setattr__(own, field.name, moved(getattr(part, field.name)))  # it may be frozen
+            return own
+        return type(part)(map(moved, part)) if isinstance(part, list | tuple) else part
+
+    return moved(value)
 
 
 def call_of(model: nn.Module, batch: Any) -> Callable[[], Any]:
@@ -93,16 +106,32 @@ def short_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
 
 
-def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    signature = inspect.signature(model.forward)
+# What forward takes by place, and by name.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def arguments_of(model: nn.Module, batch: Any) -> Arguments:
+    return way_of(model, batch)(batch)
+
+
+def way_of(model: nn.Module, batch: Any) -> Callable[[Any], Arguments]:
+    """A function that makes arguments of a batch like this one. Raises UsageError if forward does not take it."""
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:
+        raise UsageError(
+            f"forward of {_name(model)} has no signature that Python could read, and its layers are out of reach, as "
+            "those of torch.jit are: give the module that it was made from"
+        ) from None
     wrong = ""
-    for places, named in _ways(batch, len(signature.parameters) == 1):
+    for way in _ways(batch, len(signature.parameters) == 1):
+        places, named = way(batch)
         try:
             signature.bind(*places, **named)
         except TypeError as error:
             wrong = wrong or str(error)
         else:
-            return places, named
+            return way
     takes = (
         ", ".join(name for name, parameter in signature.parameters.items() if parameter.default is parameter.empty)
         or "nothing"
@@ -113,17 +142,17 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
     raise UsageError(f"forward of {_name(model)} takes ({takes}), and the batch has ({given}): {wrong}; {_ASK}")
 
 
-def _ways(batch: Any, takes_one: bool) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _ways(batch: Any, takes_one: bool) -> Iterator[Callable[[Any], Arguments]]:
     if isinstance(batch, Tensor):
-        yield (batch,), {}
+        yield lambda whole: ((whole,), {})
     elif isinstance(batch, Mapping):
         if all(isinstance(name, str) for name in batch):
-            yield (), dict(batch)
+            yield lambda named: ((), dict(named))
         if takes_one:
-            yield (batch,), {}
+            yield lambda whole: ((whole,), {})
     elif isinstance(batch, list | tuple):
         both = len(batch) == 2 and isinstance(batch[0], list | tuple) and isinstance(batch[1], Mapping)
-        yield (tuple(batch[0]), dict(batch[1])) if both else (tuple(batch), {})
+        yield (lambda pair: (tuple(pair[0]), dict(pair[1]))) if both else (lambda places: (tuple(places), {}))
 
 
 def loss_of(model: nn.Module, batch: Any, output: Any, loss: Loss | None = None) -> tuple[Tensor, str]:
@@ -142,11 +171,7 @@ def loss_of(model: nn.Module, batch: Any, output: Any, loss: Loss | None = None)
 
 def _own_loss(batch: Any, output: Any, loss: Loss) -> tuple[Tensor, str]:
     try:
-        both = len(inspect.signature(loss).parameters) > 1
-    except (TypeError, ValueError):  # a C function without a signature
-        both = False
-    try:
-        value: Any = loss(output, batch) if both else loss(output)
+        value: Any = loss(output, batch) if _takes_batch(loss) else loss(output)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -154,6 +179,17 @@ def _own_loss(batch: Any, output: Any, loss: Loss) -> tuple[Tensor, str]:
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise UsageError(f"the loss that make() gives returned {_shown(value)}, and not one number as a tensor")
     return value, "the loss that make() gives"
+
+
+def _takes_batch(loss: Loss) -> bool:
+    """Whether it takes two arguments by place; one with a default (`lambda output, target=target: ...`) is its own."""
+    try:
+        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+    except (TypeError, ValueError):  # a C function without a signature
+        return False
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [each for each in signature.parameters.values() if each.kind in by_place and each.default is each.empty]
+    return len(needed) > 1
 
 
 def _guessed_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
@@ -296,7 +332,9 @@ class OwnModel:
         params = dict(setup.case.params)
         self.model, batch, self._loss = given[:3]
         self._batch = batch
-        self._arguments = arguments_of(self.model, batch)
+        self._arguments_of = way_of(self.model, batch)
+        # Until a step has shown that it leaves what it is given as it was. A device copies a batch of the host anyway.
+        self._copies = True
         for name, tensor in tensors_in(batch):
             if tensor.device.type not in ("cpu", setup.facts.kind):
                 raise UsageError(
@@ -325,18 +363,22 @@ class OwnModel:
             self._call = self._compiled(draws_alike)
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        return {MemoryRole.WEIGHTS: list(self.model.parameters()), MemoryRole.DATA: self._arguments}
+        return {MemoryRole.WEIGHTS: list(self.model.parameters()), MemoryRole.DATA: self._batch}
 
     def step(self, phase: Phases) -> object:
         self._mark(phase)
         self.doing = "loading its batch"
         with phase.data_load:
-            places, named = on_device(self._arguments, self._facts.key)
+            batch = on_device(self._batch, self._facts.key, copy=self._copies)
+            places, named = self._arguments_of(batch)
         self.doing = "forward"
         if not self.training:
             with torch.no_grad():
-                return self._call(self.model, places, named)
-        loss = self._loss_of(self._call(self.model, places, named))
+                output = self._call(self.model, places, named)
+            self._copies = self._copies and _changed(batch)
+            return output
+        loss = self._loss_of(self._call(self.model, places, named), batch)
+        self._copies = self._copies and _changed(batch)
         self.doing = "backward"
         (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         if self._loss_scale != 1.0:
@@ -357,22 +399,25 @@ class OwnModel:
     def outcome(self) -> Outcome:
         """What a step gives before the optimizer, with the same random numbers every time."""
         self._mark(SilentPhases())
-        places, named = on_device(self._arguments, self._facts.key)
+        batch = on_device(self._batch, self._facts.key, copy=True)
+        places, named = self._arguments_of(batch)
         with seeded(self._seed, self._facts), torch.set_grad_enabled(self.training):
             output = self._call(self.model, places, named)
             outputs = tuple(tensor.detach() for _, tensor in tensors_in(output) if tensor.is_floating_point())
             if not self.training:
                 return Outcome(outputs, None, {})
-            loss = self._loss_of(output)
+            loss = self._loss_of(output, batch)
             (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
-        weights = self.parameters.items()
-        gradients = {name: own.grad / self._loss_scale for name, own in weights if own.grad is not None}
+        gradients = {  # zeros of what a step did not reach, as an expert without tokens: a copy's step may reach it
+            name: torch.zeros_like(own) if own.grad is None else own.grad / self._loss_scale
+            for name, own in self.parameters.items()
+        }
         for parameter in self.parameters.values():
             parameter.grad = None
         return Outcome(outputs, loss.detach(), gradients)
 
-    def _loss_of(self, output: Any) -> Tensor:
-        loss, self.loss_words = loss_of(self.model, self._batch, output, self._loss)
+    def _loss_of(self, output: Any, batch: Any) -> Tensor:
+        loss, self.loss_words = loss_of(self.model, batch, output, self._loss)
         return loss
 
     def _mark(self, phase: Phases) -> None:
@@ -403,9 +448,15 @@ class OwnModel:
         return graph
 
 
+def _changed(copied: Any) -> bool:
+    """Whether something has been written into a fresh copy of a batch."""
+    return any(tensor._version for _, tensor in tensors_in(copied) if not tensor.is_inference())
+
+
 def errors_between(outcome: Outcome, reference: Outcome) -> dict[str, float]:
     errors = {}
-    if len(outcome.outputs) == len(reference.outputs) and reference.outputs:
+    given, wanted = ([tensor.shape for tensor in each.outputs] for each in (outcome, reference))
+    if given == wanted and wanted:  # other shapes, as of the rows above a threshold, cannot be compared
         errors["output_error"] = joint_relative_frobenius(outcome.outputs, reference.outputs)
     if outcome.loss is not None and reference.loss is not None:
         errors["loss_error"] = relative_error(float(outcome.loss), float(reference.loss))

@@ -244,8 +244,12 @@ class ServedShape:
 
 
 def check_groups(shape: ServedShape, arm: ServedArm) -> None:
-    """Raises UsageError where rows of a weight cannot be divided into groups of int4."""
+    """Raises UsageError where rows of a weight cannot be divided into groups of int4, or no weight has a format."""
     formats = arm.weights_of(shape.layers)
+    if not {*formats} <= {OWN, *CARRIERS} and not any(shape.kept):
+        raise UsageError(
+            f"weights={arm.weights} changes nothing: no linear layer of the model is in a numbered block. Leave it out."
+        )
     for layer, _, inputs in shape.kept:
         if formats[layer] == "int4" and inputs % INT4_GROUPS[-1]:
             raise UsageError(

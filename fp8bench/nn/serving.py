@@ -10,6 +10,7 @@ they are put into the cache, which stays in the carrier.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -92,8 +93,13 @@ def make_model(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFact
     model, ids = (*given, None)[:2] if isinstance(given, tuple) else (given, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{name} gives {type(model).__name__}. Let it return a model, or (model, token ids).")
-    if ids is not None and not (isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()):
-        raise UsageError(f"{name} gives no tokens beside its model. Give whole numbers of shape (texts, positions).")
+    if ids is not None and not (
+        isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() and len(ids) and ids.shape[1] > 2
+    ):
+        raise UsageError(
+            f"{name} gives no tokens beside its model. Give whole numbers of shape (texts, positions), with 3 "
+            "positions or more."
+        )
     return model, ids
 
 
@@ -174,8 +180,8 @@ class OwnDecoder:
     def _keep_weights(self, arm: ServedArm) -> None:
         formats = arm.weights_of(len(self.cache.layers))
         for held in self.held:
-            layer, module = _layer_in(held.name), held.module
-            format_of = formats[layer] if layer is not None and not held.head else arm.carrier
+            layer, module = self.layer_of(held), held.module
+            format_of = formats[layer] if layer is not None else arm.carrier
             if format_of in DTYPES:
                 vars(module)["forward"] = self._product(module.forward)
                 continue
@@ -183,6 +189,19 @@ class OwnDecoder:
             kept = kept_weight(weight.t() if held.kind == CONV1D else weight, format_of, arm.low_inputs)
             self.kept[held.name] = kept
             vars(module)["forward"] = self._product(kept, getattr(module, "bias", None))
+
+    def layer_of(self, held: ProductWeight) -> int | None:
+        """The number of the block that a linear layer is in, if it is in any."""
+        match = None if held.head else re.search(r"(?:^|\.)(\d+)(?:\.|$)", held.name)
+        if match is None:
+            return None
+        number, layers = int(match[1]), len(self.cache.layers)
+        if number >= layers:
+            raise UsageError(
+                f"{self.name}: {held.name} would be in layer {number}, and the cache has layers 0 to {layers - 1}. "
+                "Keep the blocks, and nothing else, in a list: each calls the cache once."
+            )
+        return number
 
     def _product(self, by: Callable[[Tensor], Tensor] | KeptWeight, bias: Tensor | None = None) -> Callable[..., Any]:
         def product(x: Tensor) -> Tensor:
@@ -250,11 +269,6 @@ def kept_layers(name: str, model: nn.Module) -> tuple[ProductWeight, ...]:
     return tuple(holder for holder in held if holder.kind in (LINEAR, CONV1D) and not holder.reason)
 
 
-def _layer_in(path: str) -> int | None:
-    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
-    return None if match is None else int(match[1])
-
-
 def served_positions(model: nn.Module) -> int:
     return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST)
 
@@ -282,7 +296,11 @@ def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> 
         with QueryHeads() as query:
             whole = decoder.forward(tokens, 0, SilentPhases(), every=True)
         parts = [decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_TRIED)]
-    off = float((torch.cat(parts, 1) - whole).norm() / whole.norm())
+    if bool(whole.isnan().any()):
+        raise UsageError(f"{name}: its logits have NaN in fp32: are its weights finite?")
+    alone, known = torch.cat(parts, 1), whole.isfinite()  # models mask ids that they have not by -inf
+    same = torch.equal(alone[~known], whole[~known])
+    off = float((alone - whole)[known].norm() / whole[known].norm()) if same else math.inf
     if not off <= _CLOSE:
         raise UsageError(
             f"{name}: token by token its logits are {off:.2g} off those of the same prompt at once: its cache does not "
@@ -306,7 +324,7 @@ def _shapes(model: nn.Module, decoder: OwnDecoder) -> list[tuple[str, tuple[int,
         if held is None and id(parameter) not in tables:
             shapes.append((f"other.{name}", shape))
         elif held is not None:
-            layer = None if held.head else _layer_in(held.name)
+            layer = decoder.layer_of(held)
             shapes.append((f"head.{name}" if layer is None else f"blocks.{layer}.{name}", held.sides))
     return shapes
 
@@ -354,7 +372,10 @@ def served_state(setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: i
                 heads.grown = heads.codes
     tokens = torch.randint(model.vocabulary, (batch, new), generator=generator, device=device)
     logits = torch.zeros(batch, model.vocabulary, dtype=model.carrier, device=device)
-    return ServedState(model, tokens, context - new, logits)
+    state = ServedState(model, tokens, context - new, logits)
+    if isinstance(model, OwnDecoder):
+        state.step(SilentPhases())  # so that ids which it masks have been -inf from the start
+    return state
 
 
 def _decoder(
@@ -386,7 +407,9 @@ def logits_error(
     states = served_state(setup, arm, layers, new, named), served_state(exact, ServedArm("fp64"), layers, new, named)
     for state in states:
         state.step(SilentPhases())
-    errors, model = {"logits_error": relative_frobenius(states[0].logits, states[1].logits)}, states[0].model
+    own, wanted = (state.logits for state in states)
+    known = wanted.isfinite() | (own != wanted)
+    errors, model = {"logits_error": relative_frobenius(own[known], wanted[known])}, states[0].model
     if not isinstance(model, Decoder) or not model.loads:
         return errors
     return {**errors, **load_figures([*model.loads.values()], 0), "expert_bytes": float(model.expert_bytes())}

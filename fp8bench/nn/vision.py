@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import FusedCore
 from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, Windows, in_layout
-from fp8bench.nn.experts import cast_once
 from fp8bench.nn.gpt import Block, Norm, loss_of
-from fp8bench.nn.linear import Choose, Linear, scoped
+from fp8bench.nn.linear import Choose, Linear, cast_once, scoped
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.nn.training_step import TrainingState
 from fp8bench.numerics.operands import OperatorWatch

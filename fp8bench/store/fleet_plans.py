@@ -193,7 +193,9 @@ def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) ->
     if state.damage:
         return replace(state, status=CellStatus.DAMAGED)
     if attempts and attempts[-1].code:
-        why = _last_words(folder) or f"ended with {attempts[-1].code}"
+        code = attempts[-1].code
+        how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
+        why = _last_words(folder) or how
         return replace(state, status=CellStatus.FAILED, why=why)
     return state
 

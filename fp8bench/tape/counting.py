@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,15 +29,18 @@ _OVERWRITE = frozenset(
 )  # fmt: skip
 # They read no number.
 _SAY_NOTHING = frozenset({"is_same_size", "is_pinned", "record_stream", "_fused_sdp_choice", "_has_same_storage_numel"})
+# They add their first argument to a product, and do not read it where `beta` is 0.
+_ADD_TO = frozenset({"addmm", "_addmm_activation", "addbmm", "baddbmm", "addmv", "addr"})
 # They read as much of this argument as their result holds.
 _PICK = {
     "embedding": "weight", "index": "self", "index_select": "self", "gather": "self", "take": "self",
-    "_unsafe_index": "self", "_embedding_bag": "weight", "masked_select": "self",
+    "_unsafe_index": "self", "masked_select": "self",
 }  # fmt: skip
+_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
 # They change as much as this argument holds.
 _PUT = {
     "index_put_": "values", "_index_put_impl_": "values", "index_add_": "source", "index_copy_": "source",
-    "scatter_": "src", "scatter_add_": "src", "masked_scatter_": "source",
+    "scatter_": "index", "scatter_add_": "index", "masked_scatter_": "source", "index_fill_": "index",
 }  # fmt: skip
 _GRADIENTS = "grads"
 
@@ -56,6 +59,31 @@ def bytes_of(tensor: TensorSeen) -> int:
     return elements_of(tensor) * tensor.dtype.itemsize
 
 
+def _numbers(value: Any) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors_in(value))
+
+
+def _part_of(name: str, arguments: Mapping[str, Any], made: list[TensorSeen]) -> tuple[str, int]:
+    """Returns the argument of which a call reads or changes a part, and how many of its numbers; '' if all of it."""
+    if name in _BAGS:
+        return "weight", _numbers(arguments["indices"]) * int(arguments["weight"].shape[-1])
+    if name in _PICK and made:
+        return _PICK[name], _numbers(made[0])
+    if name not in _PUT:
+        return "", 0
+    count, shape = _numbers(arguments.get(_PUT[name])), arguments["self"].shape
+    if name == "index_fill_":
+        count *= math.prod(shape) // max(1, shape[arguments["dim"]])
+    if "indices" in arguments:  # the numbers that are put may be spread over them
+        indices = [*arguments["indices"], *(None for _ in shape[len(arguments["indices"]) :])]
+        named = [index for index in indices if index is not None]
+        if any(index.dtype is torch.bool for index in named):
+            return ("self", count) if count > 1 else ("", 0)
+        whole = math.prod(size for size, index in zip(shape, indices, strict=True) if index is None)
+        count = whole * math.prod(torch.broadcast_shapes(*(index.shape for index in named)))  # type: ignore[no-untyped-call]
+    return "self", count
+
+
 class Traffic:
     """The tensors that one call reads and writes, with the bytes of each; none for a view."""
 
@@ -68,16 +96,18 @@ class Traffic:
         arguments = arguments_of(call)
         # True for arguments that only take the result.
         changes = {argument.name: argument.kwarg_only for _, argument in written_by(call.operator)}
-        accumulates = call.named.get("accumulate", len(call.given) > 3 and call.given[3])
+        accumulates = arguments.get("accumulate")
         overwrites = (
             self._name.startswith("fp8bench::")
             or self._name in _OVERWRITE
             or (self._name in _PUT and "add" not in self._name and not accumulates)
         )
+        unread = "self" if self._name.removesuffix("_") in _ADD_TO and arguments.get("beta") == 0 else ""
+        self.unread = list(tensors_in(arguments.get(unread)))
         for name, value in arguments.items():
             tensors = list(tensors_in(value))
             writes = changes.get(name)
-            if writes is None or not (overwrites or writes):
+            if name != unread and (writes is None or not (overwrites or writes)):
                 self.read += tensors
             if writes is not None and not (name == _GRADIENTS and arguments.get("grad_scale") is None):
                 self.written += tensors
@@ -90,14 +120,9 @@ class Traffic:
             self.read, self.written = [], []
             return
         self.written += made
-        if (source := _PICK.get(self._name)) and made:
-            for tensor in tensors_in(arguments.get(source)):
-                self._least[id(tensor)] = elements_of(made[0]) * tensor.dtype.itemsize
-        if source := _PUT.get(self._name):
-            count = sum(map(elements_of, tensors_in(arguments.get(source))))
-            for tensor in tensors_in(arguments["self"]):
-                if count:
-                    self._least[id(tensor)] = count * tensor.dtype.itemsize
+        argument, count = _part_of(self._name, arguments, made)
+        for tensor in tensors_in(arguments.get(argument)):
+            self._least[id(tensor)] = count * tensor.dtype.itemsize
 
     @property
     def moves(self) -> bool:
@@ -165,7 +190,7 @@ class _UnwrittenMemory:
         if traffic.makes_room:
             self._empty |= made
             return
-        written = {tensor.storage for tensor in traffic.written}
+        written = {tensor.storage for tensor in (*traffic.written, *traffic.unread)}
         read = ({tensor.storage for tensor in traffic.read} - written) & self._empty
         self._strange += len(read)
         self._empty -= read | made | written

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fp8bench.model import UNATTRIBUTED, Phase
 from fp8bench.model.step import ShareKind
-from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, operator_name, tensors_in
+from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, is_view, name_of, operator_name, tensors_in
 
 # A formula gets the arguments by their names, and the result under ''. In FORMULAS it stands beside the argument whose
 # dtype it multiplies in.
@@ -126,6 +126,8 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     "addmv": _product("mat", "vec"),
     "dot": _product("self", "tensor"),
     "vdot": _product("self", "other"),
+    # Squares of the lengths, and ones, are two columns more of each side.
+    "_euclidean_dist": ("x1", lambda named: 2 * math.prod(named[""].shape) * (int(named["x1"].shape[-1]) + 2)),
     "addr": ("vec1", lambda named: 2 * _elements(named["vec1"]) * _elements(named["vec2"])),
     "_grouped_mm": _grouped("self", "mat2"),
     "_scaled_grouped_mm": _grouped("self", "mat2"),
@@ -157,7 +159,7 @@ bucketize cat cauchy _chunk_cat col2im complex _conj_copy constant_pad_nd copy c
 cudnn_batch_norm_backward cummax cummin cumprod cumsum diag_embed diagonal_backward diagonal_scatter elu_backward
 embedding _embedding_bag _embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_forward_only
 _embedding_bag_per_sample_weights_backward embedding_dense_backward embedding_renorm empty empty_like empty_permuted
-empty_strided _euclidean_dist exponential eye _fake_quantize_learnable_per_channel_affine
+empty_strided exponential eye _fake_quantize_learnable_per_channel_affine
 _fake_quantize_learnable_per_tensor_affine fake_quantize_per_channel_affine_cachemask
 fake_quantize_per_tensor_affine_cachemask _fake_quantize_per_tensor_affine_cachemask_tensor_qparams fill flip
 floor_divide _foreach_clone _foreach_copy _foreach_max _foreach_norm _foreach_powsum _foreach_zero full full_like
@@ -194,8 +196,10 @@ _TAGS = ("pointwise", "reduction")
 
 
 def flops_of(call: Call) -> tuple[int | None, str]:
-    """Returns the FLOPs of a call, and the argument whose dtype it multiplies in. FLOPs are None if unknown, and 0 if
-    the call multiplies nothing."""
+    """Returns the FLOPs of a call, and the argument whose dtype it multiplies in. FLOPs are None if unknown, as those
+    of sparse tensors, and 0 if the call multiplies nothing."""
+    if multiplies(call.operator) and any(tensor.stride is None for tensor in tensors_in(call.given)):
+        return None, ""
     known = _formula_of(name_of(call))
     if known is not None:
         argument, formula = known
@@ -238,7 +242,7 @@ def _multiplies_nothing(operator: Any, name: str) -> bool:
     if operator.namespace != "aten":
         return False
     base = name.removesuffix("_").removeprefix("_foreach_")
-    if name.removesuffix("_") in _NOTHING or base in _NOTHING or operator.is_view:
+    if name.removesuffix("_") in _NOTHING or base in _NOTHING or is_view(operator):
         return True
     packets = [getattr(torch.ops.aten, text, None) for text in (name, base)]
     overloads = [

@@ -71,7 +71,13 @@ def route_of(func: Any) -> Route:
     name = func.name()  # type: ignore[no-untyped-call]
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE):
         return Route.COMPOSITE
-    return Route.SILENT if func.is_view else Route.RECORDED
+    return Route.SILENT if is_view(func) else Route.RECORDED
+
+
+def is_view(func: Any) -> bool:
+    """Tells whether an operator only looks at memory in another way. torch says it of `squeeze`, not of `squeeze_`."""
+    packet = getattr(torch.ops.aten, operator_name(func).removesuffix("_"), None)
+    return any(getattr(each, "is_view", False) for each in (func, getattr(packet, func._overloadname, None)))
 
 
 class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]

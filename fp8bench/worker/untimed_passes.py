@@ -195,7 +195,7 @@ class UntimedPasses:
         precision = precisions.get(case.precision)
         arithmetic = precision.arithmetic(facts)
         layers = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
-        high = precisions.get(precision.carried_by or precision.name).arithmetic(facts)
+        high = precisions.get(precision.carried_by or precision.mode).arithmetic(facts)
         seed, corpus = self._settings.seed, self._settings.corpus
         setup = Setup(case, facts, seed, arithmetic, high, layers, precision.loss_scale, corpus)
         return self._calibrations.applied(workloads.get(case.workload), setup)

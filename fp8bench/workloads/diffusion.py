@@ -192,6 +192,10 @@ class Diffusion(ConvolvedWorkload):
                     least_memory=2 * least)  # fmt: skip
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        if not is_training(params) and precision.carried_by:
+            high, plan = params["high_steps"], plan_of(params)
+            if plan.first + plan.last == plan.steps:
+                return refused(f"high_steps={high} leaves none of {plan.steps} steps to {precision.mode}")
         kinds = (self.layer_support(kind, params, precision, facts) for kind in ("attn", "body"))
         return max(kinds, key=lambda support: list(Level).index(support.level))
 

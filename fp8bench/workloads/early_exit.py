@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Scalar, Support, Work
-from fp8bench.nn.shared_workloads import LayerWorkload, misfit
+from fp8bench.nn.shared_workloads import LayerWorkload, misfit, why_no_errors
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -83,6 +83,8 @@ class EarlyExits(LayerWorkload):
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
+        if params["exits"] == _OWN and why_no_errors(params):
+            return refused(f"values={VALUES.of(params)} make all rows alike, so that all leave at once: exits=held")
         width, hidden = int(params["width"]), int(params["hidden"])
         wrong = misfit(precision, 0, (width, hidden), False, f"width={width}, hidden={hidden}")
         return refused(wrong) if wrong and support.level is Level.NATIVE else support

@@ -131,7 +131,8 @@ class Moe(LayerWorkload):
 
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.exercise import exercise
-        from fp8bench.nn.experts import Mixture, Travel, cast_once, draw_load
+        from fp8bench.nn.experts import Mixture, Travel, draw_load
+        from fp8bench.nn.linear import cast_once
 
         params, sizes = dict(setup.case.params), sizes_of(dict(setup.case.params))
         tokens, load = int(params["tokens"]), str(params["load"])

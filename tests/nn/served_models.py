@@ -127,6 +127,57 @@ class Unnamed(Own):
         return {"scores": super().forward(ids, past_key_values)}
 
 
+class Masking(Own):
+    """Masks ids that it has not, as those do whose table was filled up to a round number."""
+
+    def forward(self, ids: Tensor, past_key_values: Any = None) -> Tensor:
+        logits = super().forward(ids, past_key_values)
+        return logits.masked_fill(torch.arange(WORDS) >= WORDS - 3, -torch.inf)
+
+
+def masking() -> tuple[nn.Module, Tensor]:
+    return Masking(), torch.randint(WORDS - 3, (2, 17))
+
+
+class OneBlock(nn.Module):
+    """Has its only block in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(WORDS, WIDTH), Layer(0)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: Tensor, past_key_values: Any = None) -> Tensor:
+        y: Tensor = self.head(self.block(self.embedding(ids), past_key_values, past_key_values.get_seq_length(), 0))
+        return y
+
+
+class WithMore(Own):
+    """Has another layer in the list of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, ids: Tensor, past_key_values: Any = None) -> Tensor:
+        x, at = self.embedding(ids), past_key_values.get_seq_length()
+        *blocks, last = self.layers
+        for layer in blocks:
+            x = layer(x, past_key_values, at, 0)
+        y: Tensor = self.head(last(x))
+        return y
+
+
+def with_more_in_the_list() -> nn.Module:
+    return WithMore()
+
+
+def with_nan() -> nn.Module:
+    model = Own()
+    nn.init.constant_(model.head.weight, torch.nan)
+    return model
+
+
 def without_logits() -> nn.Module:
     return Unnamed()
 

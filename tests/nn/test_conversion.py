@@ -162,6 +162,8 @@ def test_what_fits_nothing_is_refused(model: Model) -> None:
         weights_of(model, ["rooter"])
     with pytest.raises(UnknownName, match=r"'pictures'.*Did you mean 'picture'"):
         check_map(["first", "head", "experts", "pictures"], weights_of(model))
+    with pytest.raises(UnknownName, match="Known: linear, norm; layers"):
+        Conversion(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), lambda layer: FP8, keys=["embed"])
     with pytest.raises(UsageError, match=r"nothing of ReLU .*no layer that multiplies"):
         converted(nn.ReLU())
     with pytest.raises(UsageError, match="meta device"):

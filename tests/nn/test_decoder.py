@@ -259,6 +259,16 @@ def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
     assert torch.allclose(result, wanted, rtol=1e-6, atol=0)
 
 
+@for_each("name", ["fp8-tensor", "fp8-head", "fp8-token", "nvfp4", "mxfp4"])
+def test_a_head_of_zeros_is_kept(name: str) -> None:
+    x = torch.randn(2, 3, 16, 48, generator=torch.Generator().manual_seed(0))
+    for zeros in (x.clone().index_fill_(1, torch.tensor([1]), 0), torch.zeros_like(x)):
+        heads = KeptHeads(name, (2, 3, 16, 48), torch.float32, "cpu")
+        heads.calibrate(zeros)
+        heads.put(zeros, 0)
+        assert bool(heads.read(16).isfinite().all()) and not heads.read(16)[:, 1].any()
+
+
 @for_each("name", [name for name in WEIGHT_FORMATS if name not in ("fp32", "bf16")])
 def test_kept_weights_multiply_as_their_values(name: str) -> None:
     random = torch.Generator().manual_seed(6)

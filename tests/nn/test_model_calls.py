@@ -75,6 +75,12 @@ def test_a_batch_that_cannot_be_taken_is_asked_for_shortly(batch: Any, words: st
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_is_asked_for_as_it_was() -> None:
+    with pytest.raises(UsageError, match="give the module that it was made from"):
+        call_of(torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4)), torch.ones(2, 4))
+
+
 def test_memory_that_is_exhausted_is_no_fault_of_the_model() -> None:
     def full(y: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("full")
@@ -110,6 +116,14 @@ def test_a_loss_of_ones_own() -> None:
     assert loss(lambda y: y, lambda y: y.sum())[1] == "the loss that make() gives"
     result, _ = loss(lambda y: y, lambda y, batch: (y - batch["x"]).abs().sum())
     assert result.numel() == 1
+    target = torch.full((2, 4), 7.0)
+    assert loss(lambda y: y, lambda y, target=target: y.sum() * 0 + target.mean())[0].item() == 7.0
+
+    class OfOutput(nn.Module):
+        def forward(self, y: Tensor) -> Tensor:
+            return y.sum()
+
+    assert loss(lambda y: y, OfOutput())[0].numel() == 1
     with torch.no_grad():
         assert loss(lambda y: y)[0].numel() == 1
 
@@ -131,6 +145,7 @@ def test_what_is_no_loss_is_refused(result: Callable[[Tensor], Any], own: Callab
 def test_tensors_keep_their_names_and_places() -> None:
     nested = {"a": [X, (X, 3)], "b": Output(X), "c": Named(X, None)}
     assert [name for name, _ in tensors_in(nested)] == ["a.0", "a.1.0", "b.logits", "c.x"]
-    moved = on_device({"a": [X, (X, 3)], "c": Named(X, "word")}, "meta")
+    moved = on_device({"a": [X, (X, 3)], "b": Output(X), "c": Named(X, "word")}, "meta")
+    assert moved["b"].logits.is_meta and moved["b"].logits is moved["a"][0] and not X.is_meta
     assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == 3
     assert moved["c"].x.is_meta and moved["c"].mask == "word"

@@ -13,7 +13,7 @@ from fp8bench.errors import UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
 from fp8bench.nn.served import ServedArm as Arm
-from fp8bench.nn.served import served_shapes, step_bytes
+from fp8bench.nn.served import check_groups, served_shapes, step_bytes
 from fp8bench.nn.serving import OwnDecoder, make_model, shape_of_own
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
@@ -120,6 +120,18 @@ def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
     assert OwnDecoder("own", make(), Arm("bf16"), (2, 12), "cpu").weight_bytes() == 2 * stored
 
 
+@for_each("weights", ["int8", "int4", "fp8", "mxfp4", "nvfp4"])
+def test_gpt2s_turned_weights_are_multiplied(weights: str) -> None:
+    """Hugging Face's GPT-2 has them transposed: in bf16, by torch's own kernels where there are some."""
+    seen = []
+    for arm in (Arm("fp32"), Arm("bf16", "", weights)):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            seen.append(both_ways(OwnDecoder("gpt2", served_models.gpt2(), arm, (2, 12), "cpu"))[0].float())
+    exact, low = seen
+    assert 1e-3 < float((low - exact).norm() / exact.norm()) < 0.2
+
+
 def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
     logits = []
     for seed in (0, 0, 1):
@@ -141,6 +153,8 @@ REFUSED = {
     "seeing_later": "tokens see later ones",
     "mixtral": "a stack of experts",
     "mistral": "a sliding window",
+    "with_more_in_the_list": "would be in layer 2, and the cache has layers 0 to 1",
+    "with_nan": "logits have NaN",
     "heads_that_do_not_divide": "a token with a cache fails",
 }
 
@@ -152,6 +166,17 @@ def test_what_cannot_be_served_is_a_sentence(make: str) -> None:
         shape_of_own(make, model, 0, CPU)
 
 
+def test_a_model_that_masks_ids_is_served() -> None:
+    assert shape_of_own("masking", served_models.masking()[0], 0, CPU).vocabulary == WORDS
+
+
+def test_weights_in_no_numbered_block_cannot_be_kept() -> None:
+    shape = shape_of_own("own", served_models.OneBlock(), 0, CPU)
+    check_groups(shape, Arm("bf16", "fp8", "bf16"))
+    with pytest.raises(UsageError, match="weights=int8 changes nothing"):
+        check_groups(shape, Arm("bf16", "", "int8"))
+
+
 def test_what_makers_may_give() -> None:
     model, tokens = make_model(served_models.own, "own", 0, CPU)
     again, _ = make_model(served_models.own, "own", 0, CPU)
@@ -160,6 +185,8 @@ def test_what_makers_may_give() -> None:
     for wrong, words in (
         (lambda: 3, "gives int"),
         (lambda: (model, torch.rand(2, 3)), "no tokens"),
+        (lambda: (model, torch.ones(2, 2, dtype=torch.int64)), "3 positions or more"),
+        (lambda: (model, torch.ones(0, 9, dtype=torch.int64)), "no tokens"),
         (lambda: 1 / 0, "fails: Zero"),
     ):
         with pytest.raises(UsageError, match=words):

@@ -62,6 +62,7 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
     "addmv": (lambda: torch.addmv(drawn(M), drawn(M, K), drawn(K)), loops(M, K), "fp32"),
     "dot": (lambda: drawn(K) @ drawn(K), loops(K), "fp32"),
     "addr": (lambda: torch.addr(drawn(M, N), drawn(M), drawn(N)), loops(M, N), "fp32"),
+    "_euclidean_dist": (lambda: torch.cdist(drawn(30, K), drawn(40, K)), loops(30, 40, K + 2), "fp32"),
     "addmm_": (lambda: drawn(M, N).addmm_(drawn(M, K), drawn(K, N)), loops(M, N, K), "fp32"),
     "_int_mm": (
         lambda: torch._int_mm(torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 24, dtype=torch.int8)),
@@ -155,6 +156,8 @@ def test_an_lstm_multiplies_inputs_and_states_at_every_step() -> None:
 def test_what_may_multiply_and_has_no_formula_is_unknown() -> None:
     tape = tape_of(lambda: torch.linalg.inv(drawn(4, 4)))
     assert tape.unknown == 1 and only(tape, "linalg_inv_ex").flops is None and tape.flops == 0
+    sparse = torch.eye(4).to_sparse()
+    assert asked(torch.ops.aten.mm.default, sparse, drawn(4, 4), result=drawn(4, 4)) == (None, "")
     x = drawn(8, 8, gradient=True)
 
     def harmless() -> None:

@@ -125,6 +125,19 @@ MOVED: dict[str, tuple[str, Callable[[], object], int, int]] = {
     "rows added": (
         "index_put_", lambda: TABLE.index_put_((ROWS,), torch.ones(3, 8), accumulate=True), 24 + 96 + 96, 96,
     ),
+    "rows copied": ("index_copy_", lambda: TABLE.index_copy_(0, ROWS, torch.ones(3, 8)), 24 + 96, 96),
+    "rows filled": ("index_fill_", lambda: TABLE.index_fill_(0, ROWS, 1.0), 24, 96),
+    "a number for rows": ("index_put_", lambda: TABLE.index_put_((ROWS,), torch.ones(())), 24 + 4, 96),
+    "a number by mask": ("index_put_", lambda: WIDE.index_put_((WIDE > 1,), torch.ones(())), 32 + 4, 128),
+    "a number for places": ("scatter_", lambda: TABLE.scatter_(0, ROWS[:, None], 1.0), 24, 12),
+    "numbers for places": ("scatter_", lambda: TABLE.scatter_(0, ROWS[:, None], torch.ones(3, 1)), 24 + 12, 12),
+    "rows in a bag": (
+        "_embedding_bag_forward_only", lambda: F.embedding_bag(ROWS, TABLE, ROWS[:1] - 1, mode="sum"), 96 + 24 + 8,
+        32 + 8 + 8,
+    ),
+    "a product that nothing is added to": (
+        "addmm", lambda: torch.addmm(torch.empty(4, 4), WIDE, WIDE.t(), beta=0), 128, 64,
+    ),
     "a product": ("mm", lambda: WIDE @ WIDE.t(), 128, 64),
     "our own quantiser": ("fp8bench::round", lambda: operators.values(HALF, E4M3), 64, 128),
     "many at once": ("_foreach_add_", lambda: torch._foreach_add_([WIDE, ROW], 1.0), 160, 160),
@@ -134,6 +147,7 @@ VIEWS: dict[str, Callable[[], object]] = {
     "another shape": lambda: WIDE.view(8, 4).reshape(32),
     "spread": lambda: ROW.expand(4, 8),
     "a part": lambda: WIDE[1:, ::2],
+    "another shape, in place": lambda: WIDE.view(1, 4, 8).squeeze_(0).unsqueeze_(0),
     "in pieces": lambda: WIDE.split(2),
     "other bits": lambda: WIDE.view(torch.int32),
     "without a history": WIDE.detach,
@@ -167,6 +181,8 @@ def test_unwritten_memory_is_noticed() -> None:
     assert tape_of(lambda: torch.empty(8).fill_(1).sum()).unwritten == 0
     assert tape_of(lambda: torch.empty(8)[2:].copy_(ROW[2:]).sum()).unwritten == 0
     assert tape_of(lambda: torch.empty(8).sum()).unwritten == 1
+    assert tape_of(lambda: torch.addmm(torch.empty(4, 4), WIDE, WIDE.t(), beta=0)).unwritten == 0
+    assert tape_of(lambda: torch.addmm(torch.empty(4, 4), WIDE, WIDE.t())).unwritten == 1
 
     def past_torch() -> object:
         made = torch.empty(8)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.devices.cpu import HostStamper
@@ -88,3 +89,23 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def kept_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that are made from now on keep weights that they have cast."""
+    for module in ("linear", "convolution", "diffusion"):
+        monkeypatch.setattr(f"fp8bench.nn.{module}.let_go", lambda weight: None)
+
+
+def cast_again(layers: Iterable[Any]) -> int:
+    """Has each layer cast its weight in each step; returns how many did not."""
+    cast = [layer for layer in layers if getattr(layer, "operands", None) is not None]
+    for layer in cast:
+        layer.operands = None
+    return len(cast)
+
+
+def weight_bytes(layers: Iterable[Any]) -> int:
+    """What weights take that were cast ahead."""
+    cast = (layer for layer in layers if getattr(layer, "operands", None) is not None)
+    return sum(layer.weight.untyped_storage().nbytes() for layer in cast)

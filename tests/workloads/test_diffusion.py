@@ -28,7 +28,7 @@ from fp8bench.workloads.diffusion import Diffusion, ends_word
 from tests.counts import for_each
 from tests.fakes import MS, record, steady
 from tests.tapes import tape_in_phases
-from tests.workloads.steps import CPU, H200, SMALL, setup_of, small
+from tests.workloads.steps import CPU, H200, SMALL, cast_again, kept_weights, setup_of, small, weight_bytes
 
 Array = NDArray[np.float64]
 DENOISERS = for_each("denoiser", ["dit", "unet"])
@@ -409,16 +409,16 @@ def test_times_and_angles_go_from_noise_to_image() -> None:
     assert [SamplerPlan(5, "none", 1, 2).high(step) for step in range(5)] == [True, False, False, True, True]
 
 
-def test_weights_are_cast_ahead_of_all_steps() -> None:
+def test_weights_are_cast_ahead_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of("dit", "fp8")
-    output, _ = state.outcome()
-    layers = [layer for layer in state.layer.modules() if isinstance(layer, Linear) and layer.operands is not None]
-    assert len(layers) == 8  # time's and those at the ends are in the carrier, and kept in it
+    assert weight_bytes(state.layer.modules()) == 8 * 4  # one number each
     assert all(layer.weight.dtype == torch.bfloat16 for layer in state.layer.modules()
                if isinstance(layer, Linear) and layer.operands is None)  # fmt: skip
-    for layer in layers:
-        layer.operands = None
-    assert torch.equal(state.outcome()[0], output)
+    kept_weights(monkeypatch)
+    other = state_of("dit", "fp8")
+    # Time's and those at the ends are in the carrier, and kept in it.
+    assert cast_again(other.layer.modules()) == 8
+    assert torch.equal(state.outcome()[0], other.outcome()[0])
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -432,6 +432,10 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ValueError, match="as in 4"):
             ends_word(text)
     assert ends_word("04+1") == "4+1"
+    support = Diffusion().support
+    params = params_of("dit", high_steps="3+1")
+    assert "leaves none of 4 steps to fp8" in support(params, precisions.get("fp8"), CPU).reason
+    assert support(params, precisions.get("bf16"), CPU).level is Level.NATIVE
     training = params_of("dit", **{"pass": "training"})
     assert not {"steps", "guidance", "high_steps"} & set(training)
 

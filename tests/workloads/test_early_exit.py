@@ -11,7 +11,8 @@ import torch.nn.functional as functional
 
 from fp8bench.analysis.claims import claims_of
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import Label, Record, Scalar, Status, Tape
+from fp8bench.errors import UsageError
+from fp8bench.model import Label, Level, Record, Scalar, Status, Tape
 from fp8bench.nn.early_exit import EarlyExit
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
@@ -130,6 +131,14 @@ def test_a_held_step_looks_as_sure_as_one_that_chooses() -> None:
     calls = {exits: {one.operator for one in tape("fp32", exits=exits).operators} for exits in ("held", "own")}
     assert calls["own"] - calls["held"] <= {"nonzero", "lt", "squeeze"} and "_softmax" in calls["held"]
     assert set(phases(EarlyExits(), setup_for("bf16"))) == {"elementwise", "cast", "gemm"}
+
+
+def test_rows_that_are_equally_sure_are_a_sentence() -> None:
+    with pytest.raises(UsageError, match="equally sure"):
+        EarlyExits().prepare(setup_for(exits="own", width=1))
+    for exits, level in (("own", Level.REFUSED), ("held", Level.NATIVE)):
+        params = dict(setup_for(exits=exits, values="ones").case.params)
+        assert EarlyExits().support(params, precisions.get("fp32"), CPU).level is level
 
 
 def test_all_rows_may_be_gone_ahead_of_the_last_block() -> None:

@@ -63,7 +63,7 @@ def make() -> Any:
 def test_untouched_is_what_the_model_gives_bit_for_bit() -> None:
     state = Model().prepare(setup_of(make))
     found = state.outcome()
-    model, (batch,) = state.model, state._arguments[0]
+    model, batch = state.model, state._batch
     assert not any("forward" in vars(one) or one._forward_hooks for one in model.modules())
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -117,6 +117,79 @@ def test_errors_follow_the_precision() -> None:
     for metric in ("output_error", "gradient_error"):
         errors = [one[metric] for one in found.values()]
         assert errors == sorted(errors) and errors[1] < 1e-6 < errors[2] < 2e-3 and errors[-1] < 1
+
+
+class Changing(nn.Module):
+    """Doubles its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mul_(2.0))  # type: ignore[no-any-return]
+
+
+def test_a_model_may_change_its_batch() -> None:
+    """Every step begins from the batch as it came; the loss is given the tensors that forward was given."""
+    seen: list[float] = []
+
+    def loss(output: Tensor, batch: Tensor) -> Tensor:
+        seen.append(float(batch.mean()))
+        return output.mean()
+
+    state = Model().prepare(setup_of(lambda: (Changing(), torch.ones(4, 8), loss)))
+    for _ in range(3):
+        state.step(SilentPhases())
+    assert seen == [2.0, 2.0, 2.0] and torch.equal(state._batch, torch.ones(4, 8))
+    calm = Model().prepare(setup_of(make))
+    calm.step(SilentPhases())
+    assert not calm._copies, "a batch that nobody changes is copied once"
+
+
+class Penalty(nn.Module):
+    """A loss with the gradient of a first layer's output in it."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.first(x).square().sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+@pytest.mark.parametrize("first", [nn.Linear(16, 16), nn.Conv2d(16, 16, 1)])
+def test_what_is_differentiated_twice_is_refused(first: nn.Module) -> None:
+    """A copy's products would have no second derivative, and the error would be that of another loss."""
+    shape = (4, 16) if isinstance(first, nn.Linear) else (2, 16, 4, 4)
+    setup = setup_of(lambda: (Penalty(first), torch.randn(shape)), "bf16")
+    with pytest.raises(UsageError, match="differentiated twice"):
+        Model().examine(setup)
+    Model().examine(setup_of(lambda: (Penalty(first), torch.randn(shape))))
+
+
+class Routed(nn.Module):
+    """The second expert gets a token only where a score is exact, and the output has another shape then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.first, self.second = nn.Linear(16, 1, bias=False), nn.Linear(16, 16), nn.Linear(16, 16)
+        nn.init.constant_(self.score.weight, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.score(x).sum().item() == 16 * (1 + 2**-10):
+            return y + self.second(x)  # type: ignore[no-any-return]
+        return y[:, :8]  # type: ignore[no-any-return]
+
+
+def test_steps_that_reach_other_weights_are_compared_whole() -> None:
+    """A gradient that only one of them has is an error of its whole size; outputs of other shapes have none."""
+    setup = setup_of(lambda: (Routed(), torch.full((1, 16), 1 + 2**-10), lambda y: y.sum()), "bf16")
+    errors = Model().error(setup)
+    assert "output_error" not in errors and errors["gradient_error"] > 0.3
 
 
 def test_a_forward_pass_has_no_gradients() -> None:
@@ -223,7 +296,7 @@ def test_accelerate_prepares_a_model_by_its_own_hand() -> None:
     own = Model().prepare(setup_of(deep)).model
     convert(own, module_filter_fn=lambda module, name: name in ("2", "4"))
     with torch.autocast("cpu", torch.bfloat16):
-        (wanted,) = own(*state._arguments[0]).float()[None]
+        (wanted,) = own(state._batch).float()[None]
     found = state.outcome()
     torch.testing.assert_close(found.outputs[0], wanted, rtol=0.02, atol=2e-3)
     before = [one.detach().clone() for one in state.model.parameters()]

@@ -26,7 +26,7 @@ from tests.counts import for_each
 from tests.facts import B200
 from tests.nn.grouped_kernel import GroupedKernel
 from tests.tapes import tape_in_phases
-from tests.workloads.steps import CPU, H200, SMALL, small
+from tests.workloads.steps import CPU, H200, SMALL, cast_again, kept_weights, small, weight_bytes
 
 SIZES = MoeSizes(32, 48, 4, 2)
 LOADS = ("uniform", "zipf:1", "zipf:4", "router")
@@ -196,15 +196,13 @@ def test_bytes_are_those_of_experts_that_have_tokens(precision: str, each: int) 
     assert figures["distinct_experts"] == 2 and figures["expert_bytes"] == 2 * 3 * 32 * 48 * each
 
 
-def test_decoding_casts_no_weight_in_its_step() -> None:
+def test_decoding_casts_no_weight_in_its_step_and_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of("fp8", **{"pass": "decode"})
-    assert state.pull is None
-    output, _ = state.outcome()
-    layers = [module for module in state.layer.modules() if getattr(module, "operands", None) is not None]
-    assert len(layers) == 8
-    for layer in layers:
-        layer.operands = None  # type: ignore[assignment]
-    assert torch.equal(state.outcome()[0], output)
+    assert state.pull is None and weight_bytes(state.layer.modules()) == 8 * 4  # one number each
+    kept_weights(monkeypatch)
+    other = state_of("fp8", **{"pass": "decode"})
+    assert cast_again(other.layer.modules()) == 8
+    assert torch.equal(state.outcome()[0], other.outcome()[0])
 
 
 @for_each("load", LOADS)

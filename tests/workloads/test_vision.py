@@ -26,7 +26,7 @@ from fp8bench.workloads.vision import Vision, sizes_of
 from tests.counts import for_each
 from tests.facts import B200
 from tests.tapes import tape_in_phases
-from tests.workloads.steps import CPU, H200, SMALL, marks, phases, setup_of
+from tests.workloads.steps import CPU, H200, SMALL, cast_again, kept_weights, marks, phases, setup_of, weight_bytes
 
 MODELS = ("resnet", "vit", "two-input")
 LAYOUTS = ("contiguous", "channels_last")
@@ -322,15 +322,16 @@ def test_phases_are_distinguished() -> None:
 
 @for_each("model", MODELS)
 @for_each("layout", LAYOUTS)
-def test_inference_casts_no_weight_in_its_step(model: str, layout: str) -> None:
-    state, other = (state_of(model, "fp8", layout=layout, **{"pass": "forward"}) for _ in range(2))
-    logits, gradients = outcome(other, False)
+def test_inference_casts_no_weight_in_its_step_and_keeps_no_other(model: str, layout: str) -> None:
+    state, count = state_of(model, "fp8", layout=layout, **{"pass": "forward"}), len(Vision().layers(params_of(model)))
+    assert weight_bytes(state.model.modules()) == 4 * count  # one number each
+    logits, gradients = outcome(state, False)
     assert gradients == []
-    layers = [module for module in state.model.modules() if getattr(module, "operands", None) is not None]
-    assert len(layers) == len(Vision().layers(params_of(model)))
-    for layer in layers:
-        layer.operands = None  # type: ignore[assignment]
-    assert torch.equal(outcome(state, False)[0], logits)
+    with pytest.MonkeyPatch.context() as patch:
+        kept_weights(patch)
+        other = state_of(model, "fp8", layout=layout, **{"pass": "forward"})
+    assert cast_again(other.model.modules()) == count
+    assert torch.equal(outcome(other, False)[0], logits)
 
 
 def test_images_are_those_of_their_seed_in_every_layout_and_precision() -> None:

@@ -19,7 +19,7 @@ from fp8bench.features.advise.rules import COST_RULES, SPEED_RULES, arm_of, boun
 from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Ground, Met, RuleAnswer
 from fp8bench.features.infer.values import ArmTimes, BatchGain, BatchSweep, ServingAnswer, word_of
-from fp8bench.features.infer.view import carrier_of, spared_word
+from fp8bench.features.infer.view import spared_word
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.verdicts.curves import Curve, Gap, gap_of
 from fp8bench.features.train.verdicts.summary import JudgedTraining
@@ -296,13 +296,13 @@ def _serving(answer: ServingAnswer, rule: str, kind: AdviceKind, mode: str, word
 
 
 def _lead(answer: ServingAnswer) -> str:
-    return word_of(answer.question.arms[0], carrier_of(answer))
+    return word_of(answer.question.arms[0])
 
 
 def _judged(answer: ServingAnswer, rule: str, arm: ServedArm, where: str, because: str) -> Advice:
     """Advises to take the arm `where` it was timed to be faster, unless predictions suffer; to do nothing if that is
     ''."""
-    name, quality = word_of(arm, carrier_of(answer)), answer.quality_of(arm)
+    name, quality = word_of(arm), answer.quality_of(arm)
     doing = f"quantise weights ({name})" if arm.weights and not arm.kv else f"take {name}"
     harm, spoils = "what it does to predictions is not known", False
     if quality is not None and answer.quality is not None:
@@ -311,7 +311,8 @@ def _judged(answer: ServingAnswer, rule: str, arm: ServedArm, where: str, becaus
         whose = ", ".join(filter(None, (answer.quality.model, answer.quality.caution)))
         harm = f"perplexity {units.change(math.exp(ratio.point))} [{low}, {high}], mean KL {quality.kl:.1e} beside a "
         harm += f"floor of {answer.quality.floor.kl:.0e} on {whose}"
-        spoils = not answer.quality.caution and ratio.low > math.log1p(SPOILED)
+        proven = not answer.quality.caution and ratio.low > math.log1p(SPOILED)
+        spoils = proven or not math.isfinite(quality.kl)
     if where and not spoils:
         return _serving(answer, rule, AdviceKind.ADOPT, name, f"{doing} {where}: {because}; {harm}", f"--arms {name}")
     reason = f"predictions suffer ({harm}), though {because}" if where else because
@@ -341,7 +342,7 @@ def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     lead, crossing = _lead(answer), times.crossing
     low, high = answer.question.contexts[0], answer.question.contexts[-1]
     if crossing is None:
-        name, why = word_of(times.arm, carrier_of(answer)), times.why or "no line fits its times"
+        name, why = word_of(times.arm), times.why or "no line fits its times"
         words = f"do nothing about the speed of {name}, because it was not timed: {why}"
         return _serving(answer, "context", AdviceKind.NOTHING, name, words)
     if times.doubts:

@@ -340,8 +340,8 @@ def _layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     whole = tried_as(pair, study)
     gap = study.gap(whole)
     change = "none" if gap is None else units.change(1 + gap)
-    noise = units.percent(study.noise or 0.0)
-    figure = f"layers low: {len(whole.low)}, loss {change} beside a noise of {noise} in {study.steps} steps"
+    noise = "an unknown noise" if study.noise is None else f"a noise of {units.percent(study.noise)}"
+    figure = f"layers low: {len(whole.low)}, loss {change} beside {noise} in {study.steps} steps"
     grounds = (Ground(row, figure),)
     if study.undecided:
         return Reply(Met.UNCLEAR, f"{figure}: no layer can be told from another", grounds)

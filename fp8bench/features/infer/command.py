@@ -16,7 +16,7 @@ from fp8bench.features.infer.values import LEAST_CONTEXTS, ServedModel, ServingQ
 from fp8bench.features.infer.view import page_of, rows_of, value_of
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import whole_number
-from fp8bench.nn.served import CARRIERS
+from fp8bench.nn.served import CARRIERS, ServedArm
 from fp8bench.nn.sizes import SERVED_SIZES
 
 _CONTEXTS_LIKE = "Give 256,1024,2048,4096, say."
@@ -88,8 +88,8 @@ def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedMod
     size, trained = _model(arguments, tokens)
     reference = arguments.reference or ("fp32" if (arguments.device or "cpu") == "cpu" else "bf16")
     words = list(dict.fromkeys(filter(None, arguments.arms.split(","))))
-    arms = [arm_in_words(word, "bf16") for word in words]
-    lead = arm_in_words(reference, reference)
+    arms = [arm_in_words(word) for word in words]
+    lead = ServedArm(reference)
     question = ServingQuestion(
         size, tuple(dict.fromkeys((lead, *arms))), _contexts(arguments), arguments.batch, arguments.quick, tokens,
         arguments.seed, arguments.threads, arguments.device or "", check_layers=arguments.check_layers or "",

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +32,7 @@ from fp8bench.features.infer.values import (
     is_of,
     kept_answers,
     low_layer,
+    word_of,
 )
 from fp8bench.features.train.kind import load_head, newest_checkpoint, training_named
 from fp8bench.features.train.lab.models import config_of
@@ -86,6 +88,8 @@ def answer_question(
         answer = _timed(answer, facts, store, command, observer)
     except KeyboardInterrupt:
         return replace(answer, finished=False)
+    if not answer.finished:
+        return answer
     try:
         kept_answers(store).append([answer])
     except StoreError as error:
@@ -152,9 +156,6 @@ def _qualities(
     low with and without the worst."""
     lead, *others = question.arms
     arms = [_within(arm, model.layers) for arm in question.arms]
-    if arms != list(question.arms):
-        whose = f"{model.name}, which has {model.layers} layers"
-        observer.note(f"quality is read on {whose}: exceptions for later layers are left out")
     alone = layer_arms(question.check_layers, lead, others, model.layers)
     rolls_out = len(arms) if question.rollout else 0
     task = QualityTask(model, question.tokens, (*arms, *alone), facts, question.seed, rolls_out)
@@ -167,16 +168,24 @@ def _qualities(
             both = spared_arms(question.check_layers, [arm for arm, _ in ranked])
             qualities = _ask(worker, "quality", replace(task, arms=(lead, *both), rolls_out=0)).arms
             spared = tuple(zip(both, qualities, strict=True))
-    return replace(quality, arms=quality.arms[: len(others)]), tuple(ranked), spared
+    cut = f"{model.layers} layers: what arms say of later ones is left out" if arms != list(question.arms) else ""
+    caution = "; ".join(filter(None, (quality.caution, cut)))
+    return replace(quality, arms=quality.arms[: len(others)], caution=caution), tuple(ranked), spared
 
 
 def _within(arm: ServedArm, layers: int) -> ServedArm:
-    """Drops exceptions for layers beyond those of the model that quality is read on."""
+    """Cuts exceptions for layers beyond those of the model that quality is read on."""
 
     def without_later(word: str) -> str:
         usual, *exceptions = word.split("@")
-        few = [exception for exception in exceptions if int(exception.partition("=")[0].split("-")[-1]) < layers]
-        return "@".join([usual, *few])
+        for exception in exceptions:
+            places, _, kept = exception.partition("=")
+            first, _, last = places.partition("-")
+            if int(last or first) < layers:
+                usual += f"@{exception}"
+            elif int(first) < layers:
+                usual += f"@{first}-{layers - 1}={kept}"
+        return usual
 
     return replace(arm, kv=without_later(arm.kv), weights=without_later(arm.weights))
 
@@ -222,26 +231,44 @@ def _timed(
             seed=question.seed, threads=question.threads,
         )  # fmt: skip
         with observer.measuring() as watch:
-            run = execute(request, store, watch, command, origin="infer")
-        if not run.finished:
-            raise KeyboardInterrupt
-        return run
+            return execute(request, store, watch, command, origin="infer")
 
     if question.batches:
         _, outputs, inputs = max(served_shape(question.size).kept, key=lambda layer: layer[1] * layer[2])
         arms = [arm for arm in native if not arm.kv]
+        if len(arms) < 2:
+            words = ", ".join(map(word_of, question.arms[1:]))
+            raise UsageError(
+                f"--sweep batch times weights, and {words} has no kernel for them. Give --arms weights=int8."
+            )
         run = measured("gemm", arms, shape=[f"{batch}x{outputs}x{inputs}" for batch in question.batches])
+        if not run.finished:
+            raise KeyboardInterrupt
         return replace(answer, sweep=swept(run, arms, (outputs, inputs), question.batches), runs=(run.id,))
     own: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
     decode = measured("decode", native, **own, context=question.contexts)
-    prefill = measured("prefill", native, **own, context=[answer.prompt])
-    times = list(times_of(question, native, decode, prefill))
+    runs = [decode]
+    with suppress(KeyboardInterrupt):
+        if decode.finished:
+            runs.append(measured("prefill", native, **own, context=[answer.prompt]))
+    finished = len(runs) == 2 and runs[-1].finished
+    question = question if finished else _until(question, decode)
+    times = list(times_of(question, native, decode, runs[-1]))
     kernels = {arm: supports[arm].reason for arm in question.arms}
     times = [replace(time, kernel=kernels[time.arm]) for time in times]
     times += [ArmTimes(arm, why=kernels[arm]) for arm in question.arms if arm not in native]
     ceiling = next((record.ceiling.bytes for record in decode.records if record.ceiling is not None), None)
     experts = experts_read(decode, question)
-    return replace(answer, times=tuple(times), bandwidth=ceiling, runs=(decode.id, prefill.id), experts=experts)
+    return replace(
+        answer, question=question, times=tuple(times), bandwidth=ceiling, runs=tuple(run.id for run in runs),
+        experts=experts, finished=finished,
+    )  # fmt: skip
+
+
+def _until(question: ServingQuestion, decode: Run) -> ServingQuestion:
+    """The question as far as it was measured before an interrupt."""
+    measured = tuple(sorted({_context(record) for record in decode.records}))
+    return replace(question, contexts=measured or question.contexts)
 
 
 def experts_read(decode: Run, question: ServingQuestion) -> float | None:
@@ -262,15 +289,17 @@ def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run
     reference: LineDraws | None = None
     for arm in native:
         records = sorted((_context(record), record) for record in decode.records if is_of(record, arm))
-        why = next((record.reason for _, record in records if record.timing is None), "")
+        untimed = ((context, record.reason) for context, record in records if record.timing is None)
+        why = next((f"at a context of {context}: {reason}" for context, reason in untimed), "")
         rounds = {context: step_samples(record.timing) for context, record in records if record.timing is not None}
-        line = None if why else line_of(rounds)
+        line = line_of(rounds) if len(rounds) == len(question.contexts) else None
         crossing = None
         if arm is native[0]:
             reference = line
         elif line is not None and reference is not None:
             crossing = crossing_of(line, reference, question.contexts)
-        prompt = next((record for record in prefill.records if is_of(record, arm)), None)
+        prompts = (record for record in prefill.records if record.case.workload == "prefill" and is_of(record, arm))
+        prompt = next(prompts, None)
         yield ArmTimes(
             arm, tuple((context, fastest(samples)) for context, samples in rounds.items()),
             None if line is None else line.line, crossing,

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8bench.features.infer.fits import student_t
 from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, RolloutGap, ServedModel
 from fp8bench.model import DeviceFacts, Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
@@ -35,7 +36,6 @@ from fp8bench.worker.main import main
 from fp8bench.worker.step_guards import apart
 from fp8bench.worker.switches import unchanged
 
-_BOOTSTRAPS = 2000
 _TAIL = 0.999
 # PPO clips ratios outside of these.
 _CLIP = (0.8, 1.2)
@@ -132,7 +132,7 @@ def _own(task: QualityTask, maker: Callable[[], Any]) -> tuple[Serve, Tensor, st
     """Serves a copy of the maker's model for each arm, on its own tokens or on random ones."""
     name, device = task.model.name, task.facts.key
     model, ids = make_model(maker, name, task.seed, task.facts)
-    if ids is not None and ids.shape[1] > 2:
+    if ids is not None:
         text, caution = ids.to(device), ""
     else:
         length = min(WINDOW, served_positions(model))
@@ -188,7 +188,9 @@ def _predicted(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:
 
 
 def _compared(own: Predictions, reference: Predictions) -> ArmQuality:
-    kl = (reference.logs.exp() * (reference.logs - own.logs)).sum(-1).clamp(min=0)
+    likely = reference.logs.exp()
+    # Ids that a model masks have no share, though -inf - -inf is NaN.
+    kl = torch.where(likely == 0, 0, likely * (reference.logs - own.logs)).sum(-1).clamp(min=0)
     alike = own.logs.argmax(-1) == reference.logs.argmax(-1)
     differing = (~alike).nonzero()
     quarter = max(1, kl.shape[1] // 4)
@@ -200,17 +202,17 @@ def _compared(own: Predictions, reference: Predictions) -> ArmQuality:
         float(kl.mean()), float(kl.flatten().quantile(_TAIL)), float(kl[:, :quarter].mean()),
         float(kl[:, -quarter:].mean()), float(alike.double().mean()),
         (int(differing[0, 0]), int(differing[0, 1])) if len(differing) else None, streams,
-        _over_texts(reference.true - own.true), own.bits,
+        _over_texts(torch.where(reference.true == own.true, 0, reference.true - own.true)), own.bits,
     )  # fmt: skip
 
 
 def _over_texts(by_token: Tensor) -> Interval:
-    """Returns the mean over tokens; its interval resamples whole texts, as tokens of one text are not independent."""
-    by_text = by_token.mean(1).cpu().numpy()
-    count = len(by_text)
-    draws = np.random.default_rng(0).integers(count, size=(_BOOTSTRAPS, count))
-    low, high = np.quantile(by_text[draws].mean(1), [0.025, 0.975])
-    return Interval(float(by_text.mean()), float(low), float(high), 0.95)
+    """Returns the mean over tokens; its interval is over whole texts, as tokens of one text are not independent. Of a
+    single text it is unbounded."""
+    by_text = by_token.mean(1)
+    mean, count = float(by_text.mean()), len(by_text)
+    reach = student_t(count - 1) * float(by_text.std()) / math.sqrt(count) if count > 1 else math.inf
+    return Interval(mean, mean - reach, mean + reach, 0.95)
 
 
 class InferBench(Bench):

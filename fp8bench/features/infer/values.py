@@ -28,17 +28,19 @@ from fp8bench.store.kept_lines import Log
 
 # Fewer contexts make no line.
 LEAST_CONTEXTS = 4
+# What an arm with a format travels in, if it names no carrier.
+LOW_CARRIER = "bf16"
 _PARSERS = {
     "kv": format_parser(KV_FORMATS), "weights": format_parser(WEIGHT_FORMATS), "carrier": one_of(*CARRIERS),
     "activations": one_of("high", "low"),
 }  # fmt: skip
 
 
-def arm_in_words(word: str, carrier: str) -> ServedArm:
+def arm_in_words(word: str) -> ServedArm:
     """Parses 'bf16', 'kv=fp8' or 'kv=fp8@0-1=bf16+weights=int8'. Raises UsageError for anything else."""
     if word in CARRIERS:
         return ServedArm(word)
-    arm = ServedArm(carrier)
+    arm = ServedArm(LOW_CARRIER)
     for part in word.split("+"):
         key, equals, value = part.partition("=")
         if "@" in key:  # exceptions are also written kv@0-3=bf16
@@ -55,13 +57,13 @@ def arm_in_words(word: str, carrier: str) -> ServedArm:
     return arm
 
 
-def word_of(arm: ServedArm, carrier: str) -> str:
-    """Writes an arm as short as it can be beside arms of this carrier."""
+def word_of(arm: ServedArm) -> str:
+    """Writes an arm as --arms takes it."""
     parts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
     parts += ["activations=low"] if arm.low_inputs else []
     if not parts:
         return arm.carrier
-    return "+".join([*([] if arm.carrier == carrier else [f"carrier={arm.carrier}"]), *parts])
+    return "+".join([*([] if arm.carrier == LOW_CARRIER else [f"carrier={arm.carrier}"]), *parts])
 
 
 def low_layer(arm: ServedArm, what: str) -> tuple[int, str]:
@@ -300,6 +302,10 @@ class ServingAnswer:
         """Returns the bytes that a step reads at the longest context."""
         question = self.question
         return step_bytes(served_shape(question.size), arm, question.batch, question.contexts[-1], self.experts)
+
+    def tpot(self, times: ArmTimes) -> float | None:
+        """Returns the arm's seconds at the longest context, if it was timed there."""
+        return dict(times.tpot).get(self.question.contexts[-1])
 
     def quality_of(self, arm: ServedArm) -> ArmQuality | None:
         """Returns the noise floor for the reference."""

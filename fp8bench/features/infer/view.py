@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fp8bench import units
@@ -58,30 +60,18 @@ def page_of(answer: ServingAnswer) -> Page:
     return Page(title, "", made, _LEGEND)
 
 
-def _name(answer: ServingAnswer, arm: ServedArm) -> str:
-    return word_of(arm, carrier_of(answer))
-
-
-def carrier_of(answer: ServingAnswer) -> str:
-    """Returns the carrier that an arm's word leaves out: that of the low-precision arms."""
-    return next((arm.carrier for arm in answer.question.arms if arm.kv or arm.weights), "bf16")
-
-
 def _times(answer: ServingAnswer) -> Table:
     batch = answer.question.batch
-
-    def last(arm: ArmTimes) -> float | None:
-        return arm.tpot[-1][1] if arm.tpot else None
 
     def rate(count: int, seconds: float | None) -> float | None:
         return count / seconds if seconds else None
 
     cols: list[Col[ArmTimes]] = [
-        Col("arm", lambda times: _name(answer, times.arm)),
+        Col("arm", lambda times: word_of(times.arm)),
         Col(f"TTFT of {answer.prompt}", lambda times: times.ttft, number=True, unit="s"),
         Col("in tok/s", lambda times: rate(batch * answer.prompt, times.ttft), number=True, show=units.count),
-        Col(f"TPOT at {answer.question.contexts[-1]}", last, number=True, unit="s"),
-        Col("out tok/s", lambda times: rate(batch, last(times)), number=True, show=units.count),
+        Col(f"TPOT at {answer.question.contexts[-1]}", answer.tpot, number=True, unit="s"),
+        Col("out tok/s", lambda times: rate(batch, answer.tpot(times)), number=True, show=units.count),
         Col("a", lambda times: _seconds(times.line.a if times.line else None), number=True),
         Col("b a 1k tokens", lambda times: _seconds(times.line.b if times.line else None, 1000), number=True),
         Col("J a token in, out", lambda times: f"{_joules(times.joules[0])}, {_joules(times.joules[1])}",
@@ -95,10 +85,10 @@ def _costs(answer: ServingAnswer) -> Table:
     moved = {arm: answer.moved(arm) for arm in answer.question.arms}
 
     def share(arm: ServedArm) -> str | None:
-        times = times_of.get(arm)
-        if times is None or not times.tpot or not answer.bandwidth:
+        seconds = answer.tpot(times_of[arm]) if arm in times_of else None
+        if seconds is None or not answer.bandwidth:
             return None
-        part = moved[arm].total / times.tpot[-1][1] / answer.bandwidth
+        part = moved[arm].total / seconds / answer.bandwidth
         return "cached" if part > 1 else units.percent(part, 0)
 
     def by_quality(heading: str, show: Callable[[ArmQuality], str], number: bool = True) -> Col[ServedArm]:
@@ -128,7 +118,7 @@ def _costs(answer: ServingAnswer) -> Table:
 
 
 def _floor(answer: ServingAnswer, arm: ServedArm) -> str:
-    return _name(answer, arm) + (" (floor)" if arm == answer.question.arms[0] else "")
+    return word_of(arm) + (" (floor)" if arm == answer.question.arms[0] else "")
 
 
 def _rollouts(answer: ServingAnswer, gaps: Sequence[RolloutGap]) -> Table:
@@ -142,7 +132,7 @@ def _rollouts(answer: ServingAnswer, gaps: Sequence[RolloutGap]) -> Table:
         Col("clipped", lambda pair: units.percent(pair[1].clipped), number=True),
         Col("effective", lambda pair: ", ".join(units.percent(share) for share in pair[1].effective), number=True),
     ]  # fmt: skip
-    caption = f"{gaps[0].tokens} tokens of each, scored by {_name(answer, answer.question.arms[0])}"
+    caption = f"{gaps[0].tokens} tokens of each, scored by {word_of(answer.question.arms[0])}"
     return table("rollouts", caption, cols, [*zip(answer.question.arms, gaps, strict=True)])
 
 
@@ -154,6 +144,8 @@ def _parts(arm: ArmQuality) -> str:
 
 def _short(value: float, digits: int) -> str:
     """Writes a number like 2.7e-3."""
+    if not math.isfinite(value):
+        return f"{value}"
     mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if value else "0"
 
@@ -182,9 +174,12 @@ def _seconds(interval: Interval | None, times: int = 1) -> str:
 def _crossings(answer: ServingAnswer) -> Iterator[str]:
     if answer.sweep is not None:
         yield from sweep_words(answer.sweep)
-    reference = _name(answer, answer.question.arms[0])
+        swept = {gain.arm for gain in answer.sweep.gains}
+        if others := [word_of(arm) for arm in answer.question.arms[1:] if arm not in swept]:
+            yield f"without a product that could be timed: {', '.join(others)}"
+    reference = word_of(answer.question.arms[0])
     for time in answer.times:
-        name, crossing = _name(answer, time.arm), time.crossing
+        name, crossing = word_of(time.arm), time.crossing
         kernel = time.kernel.removeprefix("torch's ")
         name += f" ({kernel})" if kernel.startswith("_") else ""
         off = f" ({units.percent(time.line.off, 0)} off its line)" if time.line and time.line.off > 0.1 else ""
@@ -202,7 +197,7 @@ def _crossings(answer: ServingAnswer) -> Iterator[str]:
             yield f"{name}: not timed, {time.why}"
     without = [time for time in answer.times if time.why and not time.kernel]
     if without:
-        gains = ", ".join(f"{_name(answer, arm.arm)} {_derived(answer, arm.arm)}" for arm in without)
+        gains = ", ".join(f"{word_of(arm.arm)} {_derived(answer, arm.arm)}" for arm in without)
         yield f"no kernel, not timed; derived from bytes, no crossing: at most {gains}"
     shape = served_shape(answer.question.size)
     if shape.experts and answer.times:
@@ -222,7 +217,7 @@ def sweep_words(sweep: BatchSweep) -> Iterator[str]:
         alike = {True: "pays at all", False: "pays at none", None: "has no crossing that is sure"}[gain.pays]
         why = f", loses most at {gain.worst} by {gain.cause}" if gain.cause else ""
         bound = "" if gain.computed is None else f"; computed: bound by traffic below {gain.computed:.0f}"
-        yield f"{word_of(gain.arm, 'bf16')} {crossings or alike}{why}{bound}"
+        yield f"{word_of(gain.arm)} {crossings or alike}{why}{bound}"
     if sweep.bound is None:
         yield "computed: nothing, without ceilings that bound (`fp8bench doctor --ceilings` measures them)"
     else:
@@ -245,17 +240,20 @@ def _quality(answer: ServingAnswer) -> Iterator[str]:
         return
     whose = f", {quality.caution}" if quality.caution else ""
     arms = zip(quality.arms, answer.question.arms[1:], strict=True)
-    worst, arm = max(arms, key=lambda pair: pair[0].kl, default=(quality.floor, answer.question.arms[0]))
+    worst, arm = max(
+        arms, key=lambda pair: (math.isnan(pair[0].kl), pair[0].kl), default=(quality.floor, answer.question.arms[0])
+    )
+    most = f"at most {_short(worst.kl, 1)}" if math.isfinite(worst.kl) else "predictions are no finite numbers"
     yield (
-        f"mean KL on {quality.model}{whose}: at most {_short(worst.kl, 1)} ({_name(answer, arm)}); floor "
+        f"mean KL on {quality.model}{whose}: {most} ({word_of(arm)}); floor "
         f"{_short(quality.floor.kl, 0)} (another kernel), itself {quality.itself.kl:g}"
     )
     if quality.rollouts:
         floor, *_ = quality.rollouts
         gap, arm = max(zip(quality.rollouts, answer.question.arms, strict=True), key=lambda pair: pair[0].mean)
         yield (
-            f"rollouts scored by {_name(answer, answer.question.arms[0])}: log-probabilities differ by at most "
-            f"{_short(gap.mean, 1)} in the mean ({_name(answer, arm)}); floor {_short(floor.mean, 0)} (its own steps)"
+            f"rollouts scored by {word_of(answer.question.arms[0])}: log-probabilities differ by at most "
+            f"{_short(gap.mean, 1)} in the mean ({word_of(arm)}); floor {_short(floor.mean, 0)} (its own steps)"
         )
 
 
@@ -280,8 +278,11 @@ def _layers(answer: ServingAnswer) -> Table:
 def spared_word(answer: ServingAnswer) -> str:
     """Writes the arm with the worst layers high as --arms takes it."""
     what = answer.question.check_layers
-    word = str(getattr(answer.spared[-1][0], what))
-    return f"{what}={word.replace('=' + answer.question.arms[0].carrier, '=' + carrier_of(answer))}"
+    lead, *others = answer.question.arms
+    carrier = next(arm.carrier for arm in others if getattr(arm, what))
+    word = str(getattr(answer.spared[-1][0], what)).replace(f"={lead.carrier}", f"={carrier}")
+    arm = ServedArm(carrier)
+    return word_of(replace(arm, kv=word) if what == "kv" else replace(arm, weights=word))
 
 
 def value_of(answer: ServingAnswer) -> dict[str, Any]:
@@ -296,19 +297,26 @@ def value_of(answer: ServingAnswer) -> dict[str, Any]:
 
 
 def rows_of(answer: ServingAnswer) -> Rows:
-    rows = []
-    for time in answer.times:
-        quality, moved = answer.quality_of(time.arm), answer.moved(time.arm)
-        line, crossing = time.line, time.crossing
+    rows, times = [], {time.arm: time for time in answer.times}
+    gains = {gain.arm: gain for gain in answer.sweep.gains} if answer.sweep else {}
+    for arm in answer.question.arms:
+        quality, moved = answer.quality_of(arm), answer.moved(arm)
+        time, gain = times.get(arm, ArmTimes(arm)), gains.get(arm)
+        line, crossing = time.line, None if time.doubts else time.crossing
+        swept = gain and {
+            "crossing_rows": " ".join(f"{at:.0f}" for at, *_ in gain.crossings), "pays": gain.pays,
+            "worst_rows": gain.worst, "cause": gain.cause, "computed_rows": gain.computed,
+        }  # fmt: skip
         rows.append({
-            "arm": _name(answer, time.arm), "ttft": time.ttft,
+            "arm": word_of(arm), "ttft": time.ttft,
             **{f"tpot_{context}": seconds for context, seconds in time.tpot},
             "a": line and line.a.point, "a_low": line and line.a.low, "a_high": line and line.a.high,
             "b": line and line.b.point, "b_low": line and line.b.low, "b_high": line and line.b.high,
             "break_even": crossing and crossing.at, "weight_bytes": moved.weights, "kv_bytes": moved.kv,
             "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail,
-            "why": time.why, "kernel": time.kernel,
-            "first_layer_error": quality and quality.streams[0], "last_layer_error": quality and quality.streams[-1],
+            "why": time.why, "kernel": time.kernel, "doubts": " ".join(time.doubts), **(swept or {}),
+            **{f"{end}_layer_error": quality.streams[place] if quality and quality.streams else None
+               for end, place in (("first", 0), ("last", -1))},
             "log_perplexity_ratio": quality and quality.log_perplexity.point,
         })  # fmt: skip
     names = dict.fromkeys(name for row in rows for name in row)

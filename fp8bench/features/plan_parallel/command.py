@@ -146,6 +146,8 @@ def _question(arguments: argparse.Namespace) -> ParallelQuestion:
     )  # fmt: skip
     batch, topology = arguments.batch or 8 * arguments.gpus, read_topology(arguments.topology)
     by = _training(arguments.calibrate, load) if arguments.calibrate is not None else None
+    if arguments.recipe and "fp8" not in (load.precision, by.load.precision if by is not None else ""):
+        raise UsageError("--recipe says how products in FP8 are scaled, and there are none: add --dtype fp8.")
     recipe = arguments.recipe or next(iter(RECIPES))
     if by is not None:
         topology = calibrated(topology, by, recipe)

@@ -207,8 +207,7 @@ def layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
         if gpus % tensor or model.key_heads % tensor:
             continue
         for pipeline in _divisors(gpus // tensor):
-            if pipeline > model.layers:
-                continue
+            stages = [virtual for virtual in (1, 2) if _divide(model.layers, pipeline, virtual)]
             for context in _divisors(gpus // tensor // pipeline):
                 ranks = gpus // tensor // pipeline // context
                 piece = question.load.sequence / context
@@ -217,8 +216,14 @@ def layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
                 inner = ParallelLayout(tensor=tensor, pipeline=pipeline, context=context)
                 in_node = question.topology.node // (tensor * context)
                 for shards in sorted({1, ranks, in_node if in_node > 1 and ranks % in_node == 0 else ranks}):
-                    for virtual in (1, 2) if 1 < pipeline <= model.layers // 2 else (1,):
+                    for virtual in stages:
                         yield replace(inner, shards=shards, copies=ranks // shards, virtual=virtual)
+
+
+def _divide(layers: int, pipeline: int, virtual: int) -> bool:
+    """Tells whether stages are equally long; the embedding and the head may take the place of a layer each."""
+    stages = pipeline * virtual
+    return stages == 1 or (pipeline > 1 and stages <= layers and -layers % stages <= 2)
 
 
 def _divisors(number: int) -> list[int]:

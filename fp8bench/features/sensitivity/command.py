@@ -132,6 +132,7 @@ _TONES = {
     LossVerdict.WORSE: Tone.BAD,
     LossVerdict.BETTER: Tone.GOOD,
     LossVerdict.NOISE: Tone.DOUBT,
+    LossVerdict.UNKNOWN: Tone.DOUBT,
 }
 
 
@@ -158,7 +159,9 @@ def _reference(study: Study) -> str:
     )
     words += " on its one batch" if "make" in dict(study.params) else ""
     others = [_percent(gap) for draw in study.draws if (gap := study.gap(draw)) is not None]
-    if others:
+    if others and study.noise is None:
+        words += "; other draws of its weights are the same, as where make() sets a seed: what is noise is unknown"
+    elif others:
         words += f"; other draws of its weights: {' and '.join(others)}, so that a gap up to {_noise(study)} is noise"
     return words
 
@@ -216,8 +219,9 @@ def _suggestion(study: Study) -> Iterator[Element]:
         f"suggested: {study.low} in {trial.name}{of_all}. That map was trained: its loss gap is {_percent(gap)}, "
         f"within the tolerance of {tolerance}"
     )
-    if study.noise is not None and study.tolerance < study.noise:
-        yield Text(f"mind: the tolerance is below the noise of {_noise(study)}: a gap may be within it by chance")
+    if study.noise is None or study.tolerance < study.noise:
+        noise = "noise is unknown" if study.noise is None else f"tolerance is below the noise of {_noise(study)}"
+        yield Text(f"mind: the {noise}: a gap may be within it by chance")
     yield Code(command_of(study, trial))
 
 

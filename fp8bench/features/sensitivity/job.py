@@ -13,7 +13,7 @@ from typing import Any
 
 from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError, WorkerFault
-from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, map_of, value_of
+from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, map_alone, map_of, value_of
 from fp8bench.files import compact, keeping, sealed, stamp, unsealed, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
@@ -149,7 +149,8 @@ def _layers(planned: PlannedCase, device: DeviceFacts, bench: AskedBench) -> tup
     if not workload.examined:
         return products_of(workload, dict(planned.case.params))
     coverage = bench.coverage(planned.case, device)
-    return tuple(Layer(holder.name, holder.kind) for holder in coverage.holders if holder.converted) if coverage else ()
+    holders = coverage.holders if coverage else ()
+    return tuple(Layer(holder.name, holder.kind, group=holder.group) for holder in holders if holder.converted)
 
 
 # So many other draws of the reference's weights show how much of a gap is noise.
@@ -196,7 +197,8 @@ class StudyRuns:
         for name, kind, names in groups:
             layer_map: PrecisionMap
             if self.reference.precision != UNTOUCHED:
-                precision, layer_map = self.reference.precision, ((name, self.low.precision),)
+                precision = self.reference.precision
+                layer_map = map_alone(self.layers, name, names, (self.low.precision, precision))
             else:  # an untouched model has no layers to map; in a converted copy the others stay as they came
                 precision, layer_map = self.low.precision, self._map_of(names)
             trial = LayerTrial(name, kind, precision, layer_map, names)

@@ -18,6 +18,8 @@ from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.protocols import Layer, key_of
 
 _LAST = 5
+# Devices that add up in another order make the losses of the same weights differ by less.
+_SAME = 1e-6
 
 
 class By(StrEnum):
@@ -34,6 +36,7 @@ class LossVerdict(StrEnum):
     WORSE = "worse"
     NOISE = "within the noise"
     BETTER = "better"
+    UNKNOWN = "noise unknown"
 
 
 @dataclass(frozen=True)
@@ -96,15 +99,19 @@ class Study:
 
     @property
     def noise(self) -> float | None:
-        """The largest gap, of either sign, of another draw of the reference's weights; None without draws."""
+        """The largest gap, of either sign, of another draw of the reference's weights; None without draws, or where
+        all are the same, because a maker sets a seed or loads its weights."""
         gaps = [abs(gap) for draw in self.draws if (gap := self.gap(draw)) is not None]
-        return max(gaps, default=None)
+        largest = max(gaps, default=0.0)
+        return largest if largest > _SAME else None
 
     def verdict(self, trial: LayerTrial) -> LossVerdict:
         gap = self.gap(trial)
         if gap is None:
             return LossVerdict.FAILED
-        if abs(gap) <= (self.noise or 0.0):
+        if self.noise is None:
+            return LossVerdict.UNKNOWN
+        if abs(gap) <= self.noise:
             return LossVerdict.NOISE
         return LossVerdict.WORSE if gap > 0 else LossVerdict.BETTER
 
@@ -172,7 +179,20 @@ def shortened(layers: Sequence[Layer], wanted: Mapping[str, str], usual: Mapping
         inside = [layer.name for layer in layers if layer.name == front or layer.name.startswith(f"{front}.")]
         if not all(_modes(layers, keys, usual)[name] == wanted[name] for name in inside):
             _enter(keys, front, inside, wanted, usual)
-    # A key may be one layer's name and another's kind: name the layers that came out wrong.
+    return _corrected(layers, keys, wanted, usual)
+
+
+def map_alone(layers: Sequence[Layer], word: str, low: Collection[str], modes: tuple[str, str]) -> PrecisionMap:
+    """Returns the map that gives the layers `low`, whose word is their name or kind, the first of the modes, where all
+    have the second."""
+    usual = dict.fromkeys([layer.name for layer in layers], modes[1])
+    return _corrected(layers, {word: modes[0]}, {**usual, **dict.fromkeys(low, modes[0])}, usual)
+
+
+def _corrected(
+    layers: Sequence[Layer], keys: dict[str, str], wanted: Mapping[str, str], usual: Mapping[str, str]
+) -> PrecisionMap:
+    """A key may be one layer's name and another's kind: names the layers that came out wrong."""
     while wrong := [name for name, mode in _modes(layers, keys, usual).items() if mode != wanted[name]]:
         keys.update({name: wanted[name] for name in wrong})
     return tuple(keys.items())

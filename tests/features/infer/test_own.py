@@ -9,18 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8bench.cli.progress import TERMINAL
+from fp8bench.features.infer import job
 from fp8bench.features.infer.fits import cause_of, swept
 from fp8bench.features.infer.job import checked, times_of
 from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
-from fp8bench.features.infer.view import sweep_words, value_of
-from fp8bench.model import Level, Record, Segments, SlotSample, Status, Timing
+from fp8bench.features.infer.view import page_of, rows_of, sweep_words, value_of
+from fp8bench.model import Level, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.measured import Ceiling
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import OWN_SHAPES, ServedShape, step_bytes
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
+from fp8bench.report.terminal.layout import render
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.finite import FiniteState
 from tests.commands import Say
 from tests.counts import for_each
 from tests.fakes import steady
@@ -68,6 +73,24 @@ def test_its_quality_is_read_on_its_own_tokens_or_on_random_ones(own: str) -> No
     assert drawn.caution == RANDOM_TOKENS and drawn.tokens == 256 and drawn.itself.kl == 0 < drawn.floor.kl
 
 
+def test_quality_of_a_model_that_masks_ids() -> None:
+    task = QualityTask(ServedModel(f"{MODELS}:masking"), 0, (Arm("fp32"), Arm("bf16")), CPU, 0)
+    quality = InferBench(Settings()).quality(task)
+    assert quality.itself.kl == 0 < quality.floor.kl < 1e-9 < quality.arms[0].kl < 1e-3
+
+
+def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"{MODELS}:masking"
+    monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).shape(name, CPU, 0)))
+    setup = setup_of("decode", {"size": name, "batch": 2, "context": 24, "kv": "own", "weights": "own"}, "bf16")
+    workload = workloads.get("decode")
+    state = workload.prepare(setup)
+    before = FiniteState(state)
+    workload.step(state, SilentPhases())
+    assert not before.lost(state).lost and bool(state.logits.isneginf().any())
+    assert 0 < workload.error(setup)["logits_error"] < 0.05
+
+
 def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
     shape = OWN_SHAPES[own]
     question = ServingQuestion(own, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
@@ -82,6 +105,16 @@ def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Pa
     assert support({**params, "size": "a:b"}, precisions.get("bf16"), CPU).level is Level.REFUSED
     code, _, err = fp8bench("suite", "decode", "--set", f"size={MODELS}:llama", "--store", str(tmp_path))
     assert code == 2 and "Ask `fp8bench infer" in err
+
+
+@for_each("carrier", ["fp32", "bf16"])
+def test_the_head_is_in_the_carrier(carrier: str, bench: Bench) -> None:
+    """In the worker, too: a head in bf16 made the arm of fp32 a seventh slower, and gave it bf16's error."""
+    params = dict(small("decode", "fp32").case.params)
+    arms = f"served:carrier={carrier}:kv={carrier}", carrier
+    setups = [bench._setup(case("decode", precisions.canonical(arm), params), CPU) for arm in arms]
+    same, own = (workloads.get("decode").error(setup)["logits_error"] for setup in setups)
+    assert same == own and setups[0].high.carrier is {"fp32": torch.float32, "bf16": torch.bfloat16}[carrier]
 
 
 @for_each("name", ["int8", "int4", "fp8", "nvfp4"])
@@ -125,7 +158,14 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
             made = case("gemm", precision, {"m": rows, "n": 768, "k": 192, "product": "forward", "operands": "cast"})
             lead = precision == "fp32"
             records.append(Record(made, NATIVE, Status.OK, timing=timing, is_reference=lead, ceiling=ceiling))
-    heading, int8, bf16, bound = sweep_words(swept(run_of(records), arms, (768, 192), (1, 512)))
+    found = swept(run_of(records), arms, (768, 192), (1, 512))
+    heading, int8, bf16, bound = sweep_words(found)
+    asked = ServingQuestion("nano", (*arms, Arm("bf16", "fp8")), (128,), 1, True, 512, batches=found.rows)
+    answer = ServingAnswer(asked, "cpu", (), 128, None, sweep=found)
+    assert "without a product that could be timed: kv=fp8" in render(page_of(answer), 100)
+    _, rows = rows_of(answer)
+    assert [row["arm"] for row in rows] == ["fp32", "weights=int8", "bf16", "kv=fp8"]
+    assert 45 <= int(rows[1]["crossing_rows"]) <= 55 and rows[2]["pays"] is False and rows[3]["pays"] is None
     assert "768 x 192" in heading
     match = re.match(r"weights=int8 stops paying at (\d+) \((\d+) to (\d+)\) rows, loses most at 512 by (.*); ", int8)
     assert match is not None, int8
@@ -136,6 +176,56 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
     assert bf16.endswith("below 20") and bound.endswith("past 40")
     unknown = run_of([replace(record, ceiling=None) for record in records])
     assert [*sweep_words(swept(unknown, arms, (768, 192), (1, 512)))][-1].startswith("computed: nothing")
+
+
+def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
+    """An arm fails beyond a context of 512: it has no TPOT at the longest, and the answer says where it failed."""
+    records = []
+    for context in (128, 256, 512, 1024):
+        params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}
+        for precision in ("fp32", "bf16"):
+            failed = context > 512 and precision == "bf16"
+            made = case("decode", precision, params)
+            timing = None if failed else steady(int(1e6), 24)
+            status, reason = (Status.FAILED, "out of memory") if failed else (Status.OK, "")
+            lead = precision == "fp32"
+            records.append(Record(made, NATIVE, status, reason=reason, timing=timing, is_reference=lead))
+    arms = Arm("fp32"), Arm("bf16")
+    question = ServingQuestion("nano", arms, (128, 256, 512, 1024), 1, True, 512)
+    times = tuple(times_of(question, arms, run_of(records), run_of([])))
+    answer = ServingAnswer(question, "cpu", times, 128, None, bandwidth=1e9)
+    lead, low = times
+    assert answer.tpot(lead) == pytest.approx(1e-3) and answer.tpot(low) is None and len(low.tpot) == 3
+    assert low.why == "at a context of 1024: out of memory"
+    _, rows = rows_of(answer)
+    assert "tpot_1024" in rows[0] and rows[1]["tpot_1024"] is None
+
+
+def test_what_was_measured_until_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    arms, contexts = (Arm("fp32"), Arm("bf16")), (128, 256, 512, 1024, 2048)
+    question = ServingQuestion("nano", arms, contexts, 1, True, 512)
+    records = [
+        Record(case("decode", arm.carrier, {"context": context}), NATIVE, Status.OK, timing=steady(int(1e6), 24),
+               is_reference=arm == arms[0])
+        for context in contexts for arm in arms
+    ]  # fmt: skip
+
+    def answered(*runs: Run) -> ServingAnswer:
+        given = iter(runs)
+
+        def executed(*words: object, **more: object) -> Run:
+            for run in given:
+                return run
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(job, "execute", executed)
+        return job._timed(ServingAnswer(question, "cpu", (), 128, None), CPU, Path(), "", TERMINAL)
+
+    whole = answered(run_of(records))
+    assert not whole.finished and len(whole.runs) == 1 and whole.question == question
+    assert [time.crossing is None for time in whole.times] == [True, False] and whole.times[1].ttft is None
+    few = answered(replace(run_of(records[:8]), finished=False))
+    assert not few.finished and few.question.contexts == contexts[:4] and few.tpot(few.times[1]) is not None
 
 
 def test_a_figure_lies_on_its_line() -> None:

@@ -39,6 +39,15 @@ def test_figures_are_those_of_their_definitions() -> None:
         assert share == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) / len(weights))
 
 
+def test_an_interval_over_few_texts_is_wide() -> None:
+    """Student's t: of two texts 12.7 times the error of the mean; a single text tells nothing of others."""
+    gaps = torch.tensor([[0.1, 0.3], [0.2, 0.4], [0.0, 0.1]], dtype=torch.float64)
+    two, one = (gap_of(gaps[:count]).ratio for count in (2, 1))
+    spread = abs(float(gaps.exp()[0].mean() - gaps.exp()[1].mean())) / 2
+    assert (two.high - two.low) / 2 == pytest.approx(12.71 * spread, rel=0.01)
+    assert one.point == pytest.approx(float(gaps[0].exp().mean())) and (one.low, one.high) == (-math.inf, math.inf)
+
+
 def test_of_known_distributions_they_are_the_truth() -> None:
     """400,000 draws from one of two: k3 is the divergence, the ratio 1 in the mean, the share left 1 / (1 + chi2)."""
     random = np.random.default_rng(3)

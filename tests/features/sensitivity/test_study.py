@@ -18,6 +18,7 @@ from fp8bench.features.sensitivity.study import (
     Study,
     as_words,
     last_of,
+    map_alone,
     map_of,
     shortened,
     value_of,
@@ -56,12 +57,13 @@ def test_gaps_are_relative_to_the_reference() -> None:
 @for_each(
     ("wanted", "loss", "gap", "says"),
     [
-        (0.0, 0.0, 0.0, "within the noise"), (0.0, 0.5, math.inf, "worse"), (0.0, -0.5, -math.inf, "better"),
+        (0.0, 0.0, 0.0, "noise unknown"), (0.0, 0.5, math.inf, "noise unknown"),
         (-2.0, -1.0, 0.5, "worse"), (-2.0, -3.0, -0.5, "better"),
     ],
 )  # fmt: skip
 def test_a_loss_may_be_zero_or_below(wanted: float, loss: float, gap: float, says: str) -> None:
-    study, trial = replace(STUDY, baseline=replace(BASE, losses=(wanted,)), draws=()), probe("a", loss)
+    draws = (replace(BASE, draw=1, losses=(1.01 * wanted,)),)
+    study, trial = replace(STUDY, baseline=replace(BASE, losses=(wanted,)), draws=draws), probe("a", loss)
     assert study.gap(trial) == gap and study.verdict(trial) == says
 
 
@@ -73,7 +75,18 @@ def test_the_noise_is_the_largest_gap_of_another_draw_and_judges_gaps() -> None:
     said = {loss: STUDY.verdict(probe("a", loss)) for loss in (2.0, 2.09, 1.91, 2.11, 1.89)}
     assert list(said.values()) == [LossVerdict.NOISE] * 3 + [LossVerdict.WORSE, LossVerdict.BETTER]
     assert STUDY.verdict(probe("a", None)) is LossVerdict.FAILED
-    assert replace(STUDY, draws=()).verdict(probe("a", 2.01)) is LossVerdict.WORSE
+
+
+def test_draws_that_are_the_same_say_nothing_of_noise() -> None:
+    """As where a maker sets a seed, or loads its weights: gaps are no verdicts, and gradients rank."""
+    same = tuple(replace(BASE, draw=draw) for draw in (1, 2))
+    study = replace(STUDY, draws=same, probes=(probe("a", 2.4, 0.1), probe("b", 2.0, 0.2)))
+    assert study.noise is None and value_of(study)["noise"] is None
+    assert {study.verdict(trial) for trial in study.probes} == {LossVerdict.UNKNOWN}
+    assert [trial.name for trial in study.ranking] == ["b", "a"]
+    assert replace(STUDY, draws=()).verdict(probe("a", 2.01)) is LossVerdict.UNKNOWN
+    words = told(replace(study, candidates=(probe("all", 2.01),)))
+    assert "noise is unknown" in words and "+0.00%" not in words.split("low layer")[0]
 
 
 def test_the_worst_come_first() -> None:
@@ -164,3 +177,14 @@ def test_wild_names_and_kinds_are_no_trouble(layers: list[Layer], data: st.DataO
     wanted, usual = ({layer.name: data.draw(modes) for layer in layers} for _ in range(2))
     keys = dict(shortened(layers, wanted, usual))
     assert {layer.name: said(layer, keys, usual) for layer in layers} == wanted
+
+
+def test_a_layer_called_like_a_kind_is_low_alone() -> None:
+    """Also one called like a part that other paths name."""
+    names = {"linear": "", "other": "", "attn": "attn", "self_attention": "attn", "p": "", "p.low": ""}
+    layers = [Layer(name, "linear", group=group) for name, group in names.items()]
+    for low in layers:
+        keys = dict(map_alone(layers, low.name, (low.name,), ("fp8", "bf16")))
+        modes = {layer.name: keys.get(key_of(layer, keys) or "", "bf16") for layer in layers}
+        assert [name for name, mode in modes.items() if mode == "fp8"] == [low.name]
+    assert map_alone(layers, "other", ("other",), ("fp8", "bf16")) == (("other", "fp8"),)
