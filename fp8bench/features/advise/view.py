@@ -160,7 +160,8 @@ def _answered(advised: Advised) -> Iterator[Element]:
     missing = [several[0] for several in by_row.values() if several not in known and not _open(several[0])]
     measures = dict.fromkeys(answer.measure for answer in missing if answer.measure)
     if missing:
-        yield Text(f"{many(len(missing), 'question')} not measured here (--all lists them). What answers more of them:")
+        more = " What answers more of them:" if measures else ""
+        yield Text(f"{many(len(missing), 'question')} not measured here (--all lists them).{more}")
         yield Items(tuple(Text(measure) for measure in [*measures][:_MOST_MEASURES]))
 
 

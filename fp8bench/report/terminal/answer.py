@@ -191,10 +191,10 @@ def _cases(panel: Panel, width: int) -> Table:
 
 
 def _memory(group: ResultGroup, result: Result) -> str | None:
-    if result.record.is_reference:
-        return units.size(peak) if (peak := peak_of(result)) else None
     share = share_of(group, result)
-    return None if share is None else units.ratio(share)
+    if share is None:
+        return units.size(peak) if (peak := peak_of(result)) else None
+    return units.ratio(share)
 
 
 def _energy(group: ResultGroup, result: Result) -> str | None:

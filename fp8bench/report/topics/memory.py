@@ -71,8 +71,11 @@ def highest_in(use: MemoryUse) -> list[str]:
 
 
 def share_of(group: ResultGroup, result: Result) -> float | None:
-    """A peak over that of the group's reference; None for the reference and if either is unknown."""
+    """A peak over that of the group's reference; None for the reference and if either is unknown. The peak of an
+    emulated reference is the cost of emulation: a native case is not compared with it."""
     base, peak = _base(group), peak_of(result)
+    if group.lead is not None and emulated(group.lead) and not emulated(result):
+        return None
     if result.record.is_reference or peak is None or not (0 < base < math.inf and 0 <= peak < math.inf):
         return None
     return peak / base
@@ -84,8 +87,9 @@ def on_device(result: Result) -> float | None:
 
 
 def device_share_of(group: ResultGroup, result: Result) -> float | None:
-    """on_device over the peak of the group's reference."""
-    base, peak = _base(group), on_device(result)
+    """on_device over the peak of the group's reference, on a device as well if that is emulated."""
+    lead = group.lead
+    base, peak = (on_device(lead) or 0.0) if lead and emulated(lead) else _base(group), on_device(result)
     return None if peak is None or not 0 < base < math.inf else peak / base
 
 
@@ -206,8 +210,10 @@ def device_batch(group: ResultGroup, result: Result) -> str:
     search = result.record.capacity
     if search is None or search.on_device is None:
         return ""
-    base = group.lead.record.capacity if group.lead is not None else None
-    share = f", {units.speed_up(search.on_device / base.batch)}" if base is not None and base.batch else ""
+    lead = group.lead
+    known = lead.record.capacity if lead is not None else None
+    base = None if lead is None or known is None else known.on_device if emulated(lead) else known.batch
+    share = f", {units.speed_up(search.on_device / base)}" if base else ""
     return f"{search.on_device}{share}"
 
 

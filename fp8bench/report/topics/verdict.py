@@ -199,7 +199,8 @@ def _error(cases: Sequence[NamedCase]) -> Field:
 def _of_reference(cases: Sequence[NamedCase], words: set[str], shares: Sequence[float]) -> Field:
     """How a quantity compares with the reference's; emulations make no claim."""
     if not words:
-        return _NO_CLAIM if all(emulated(result) for _, result in cases) else _NOT_MEASURED
+        against_emulation = all(emulated(result) or (group.lead and emulated(group.lead)) for group, result in cases)
+        return _NO_CLAIM if against_emulation else _NOT_MEASURED
     word = words.pop() if len(words) == 1 else "mixed"
     return Field(word, tone=_TONES.get(word, Tone.PLAIN), hint=f"{units.span(shares, units.ratio)} of the reference's")
 

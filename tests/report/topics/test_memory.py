@@ -9,7 +9,7 @@ from fp8bench.model import Capacity, Measurement, MemoryRole, MemoryUse, PhaseMe
 from fp8bench.report.data.run import rows, widened
 from fp8bench.report.elements import Bars, Stacks, Table
 from fp8bench.report.panels import panels_of
-from fp8bench.report.topics.memory import capacity, highest_in, sentences
+from fp8bench.report.topics.memory import capacity, device_share_of, highest_in, sentences, share_of
 from fp8bench.report.topics.memory import memory as memory_of
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS
 from tests.counts import for_each
@@ -231,3 +231,15 @@ def test_rows_of_batches() -> None:
 def test_every_role_has_a_title_and_words() -> None:
     assert set(MEMORY_TITLES) == set(MEMORY_WORDS) == set(MemoryRole)
     assert len(set(MEMORY_TITLES.values())) == len(MemoryRole)
+
+
+def test_a_native_case_is_not_compared_with_the_cost_of_emulation() -> None:
+    """Of an emulated reference the bytes on a device count, and these only against others on a device."""
+    run, findings = on_a_device(100 * MIB)
+    bf16, *others = run.records
+    on_device = Measurement("device_peak_memory", "B", (200.0 * MIB,), Provenance.DERIVED)
+    reference = replace(bf16, support=EMULATED, measurements=(*bf16.measurements, on_device))
+    (panel,) = panels_of(replace(run, records=(reference, *others)), findings)
+    cases = {case.result.mode: case for case in panel.members}
+    assert share_of(*cases["fp16"]) is None
+    assert (device_share_of(*cases["bf16"]), device_share_of(*cases["fp8"])) == (1.0, 0.5)
