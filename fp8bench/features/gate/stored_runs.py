@@ -174,7 +174,7 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Gat
             missing.append(error)
             sides.append([])
     if len(missing) == 2:
-        raise StoreError(f"neither side is there. {missing[0]} And {missing[1]}")
+        raise StoreError(f"neither side is there: {missing[0]} And {missing[1]}")
     old, new = sides
     if missing and new:
         return GateSource(title, problem=f"the baseline is missing: {missing[0]}", code=EXIT_BASELINE)

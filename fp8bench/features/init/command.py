@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 from fp8bench import __version__
@@ -52,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     if _IGNORED not in known.split():
         begins = "\n" if known and not known.endswith("\n") else ""
         _write(ignore, f"{begins}{_IGNORED}\n", "a")
-    say(f"\n{_NEXT}")
+    elsewhere = arguments.folder.resolve() != Path.cwd()
+    say("\n" + elsewhere * f"Go there:           cd {shlex.quote(str(arguments.folder))}\n" + _NEXT)
     return EXIT_OK
 
 

@@ -28,6 +28,11 @@ def written(store: Path, fp8bench: Say) -> Path:
     return Path()
 
 
+def test_the_commands_it_names_run_where_its_files_are(store: Path, fp8bench: Say) -> None:
+    assert "cd 'a project'" in fp8bench("init", "a project")[1]
+    assert "cd " not in fp8bench("init")[1]
+
+
 def test_what_it_writes_runs(written: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every precision comes to a time and an error."""
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
