@@ -97,8 +97,8 @@ def make_model(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFact
         isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() and len(ids) and ids.shape[1] > 2
     ):
         raise UsageError(
-            f"{name} gives no tokens beside its model. Give whole numbers of shape (texts, positions), with 3 positions "
-            "or more."
+            f"{name} gives no tokens beside its model. Give whole numbers of shape (texts, positions), with 3 "
+            "positions or more."
         )
     return model, ids
 
