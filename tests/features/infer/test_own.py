@@ -17,7 +17,7 @@ from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
 from fp8bench.features.infer.view import page_of, rows_of, sweep_words, value_of
 from fp8bench.model import Level, Record, Run, Segments, SlotSample, Status, Timing
-from fp8bench.model.measured import Ceiling
+from fp8bench.model.measured import Ceiling, Limit, Rate
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import OWN_SHAPES, ServedShape, step_bytes
 from fp8bench.nn.served import ServedArm as Arm
@@ -151,7 +151,8 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
     """Of planted times: 100 us and 1 us a row against 50 us and 2 us a row cross at 50; beside it what ceilings say."""
     arms, records = [Arm("fp32"), Arm("bf16", "", "int8"), Arm("bf16")], []
     times = {"fp32": (100, 1), "served:weights=int8": (50, 2), "bf16": (200, 3)}
-    ceiling = Ceiling(flops=200e9, bytes=10e9)
+    rates = Rate(Limit.COPY, runs=(10e9, 10e9)), Rate(Limit.CACHED, runs=(90e9, 90e9))
+    ceiling = Ceiling(200e9, 90e9, rates)  # a weight beyond the caches is not read as fast as they copy
     for rows in (1, 8, 32, 64, 128, 512):
         for precision, (fixed, each) in times.items():
             timing = steady(1000 * (fixed + each * rows), 24)
@@ -174,8 +175,9 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
     assert int8.endswith("below 10")  # 1 + 2/192 bytes x 200 / (2 x 10)
     assert bf16.startswith("bf16 pays at none, loses most at 512 by its product")
     assert bf16.endswith("below 20") and bound.endswith("past 40")
-    unknown = run_of([replace(record, ceiling=None) for record in records])
-    assert [*sweep_words(swept(unknown, arms, (768, 192), (1, 512)))][-1].startswith("computed: nothing")
+    for known in (None, Ceiling(200e9, 90e9)):
+        unknown = run_of([replace(record, ceiling=known) for record in records])
+        assert [*sweep_words(swept(unknown, arms, (768, 192), (1, 512)))][-1].startswith("computed: nothing")
 
 
 def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
