@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,13 @@ def test_quality_of_a_model_that_masks_ids() -> None:
     task = QualityTask(ServedModel(f"{MODELS}:masking"), 0, (Arm("fp32"), Arm("bf16")), CPU, 0)
     quality = InferBench(Settings()).quality(task)
     assert quality.itself.kl == 0 < quality.floor.kl < 1e-9 < quality.arms[0].kl < 1e-3
+
+
+def test_an_arm_of_nan_is_told_and_samples_nothing() -> None:
+    task = QualityTask(ServedModel(f"{MODELS}:nan_in_bf16"), 256, (Arm("fp32"), Arm("bf16")), CPU, 0, 2)
+    quality = InferBench(Settings()).quality(task)
+    lead, low = quality.rollouts
+    assert math.isnan(quality.arms[0].kl) and math.isnan(low.mean) and low.clipped == 1 and lead.mean < 1e-5
 
 
 def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
