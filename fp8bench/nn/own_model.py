@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from copy import copy as shallow
 from dataclasses import fields, is_dataclass
@@ -61,14 +61,17 @@ def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any
                 placed[id(part)] = part.to(device, non_blocking=True, copy=copy)
             return placed[id(part)]
         if isinstance(part, Mapping):
-            return {name: moved(each) for name, each in part.items()}
+            own = shallow(part) if isinstance(part, MutableMapping) else {}  # a class of its own may have attributes
+            for name, each in part.items():
+                own[name] = moved(each)
+            return own
         if isinstance(part, tuple) and hasattr(part, "_fields"):
             return type(part)(*map(moved, part))
         if is_dataclass(part) and not isinstance(part, type):
-            own = shallow(part)
+            filled = shallow(part)
             for field in fields(part):
-                object.__setattr__(own, field.name, moved(getattr(part, field.name)))  # it may be frozen
-            return own
+                object.__setattr__(filled, field.name, moved(getattr(part, field.name)))  # it may be frozen
+            return filled
         return type(part)(map(moved, part)) if isinstance(part, list | tuple) else part
 
     return moved(value)
