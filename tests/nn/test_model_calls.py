@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.own_model import call_of, loss_of, on_device, tensors_in
+from fp8bench.nn.model_calls import call_of, loss_of, on_device, tensors_in
 from tests.counts import for_each
 
 X = torch.ones(2, 4)
