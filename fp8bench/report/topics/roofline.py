@@ -90,7 +90,7 @@ def sources(results: Sequence[Result]) -> Iterator[str]:
             for rate in ceiling.rates
             if rate.runs and not rate.steady
         ]
-        wide = f"; these bound nothing, their runs differ too much: {listed(told)}" if told else ""
+        wide = f"; these are no upper bounds, their runs differ too much: {listed(told)}" if told else ""
         yield f"Ceilings were measured here{wide}."
     if sheet is not None:
         words = sheet.told("dense", "bandwidth")
