@@ -186,9 +186,14 @@ def _measured(ceiling: Ceiling) -> Roofs | None:
 
 
 def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...]:
-    """Returns every phase that was counted and timed, and is long enough to be told from its markers."""
+    """Returns every phase that was counted and timed, and is long enough to be told from its markers.
+
+    What ran past torch may have run in any of them.
+    """
     if record.tape is None or finding is None or not finding.best_seconds:
         return ()
+    past = record.tape.unwritten
+    counts = {count.phase: replace(count, unknown=count.unknown + past) for count in record.tape.phases}
     measured, sheet = roofs_of(record.ceiling)
     fused = bool(record.tape.fused)
     return tuple(
@@ -200,7 +205,7 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
             fused,
         )
         for phase, seconds in finding.phases
-        if 0 < seconds < math.inf and phase not in finding.below_floor and (count := record.tape.of(phase)) is not None
+        if 0 < seconds < math.inf and phase not in finding.below_floor and (count := counts.get(phase)) is not None
     )
 
 

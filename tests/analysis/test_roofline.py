@@ -70,6 +70,8 @@ def test_nothing_is_said_of_a_phase_with_an_operator_whose_flops_are_unknown() -
     (roof,) = [roof for roof in phase_roofs(unsure, reference) if roof.count.phase == "gemm"]
     assert roof.bound is roof.of_ceiling is roof.of_sheet is roof.flop_rate is roof.intensity is None
     assert gain_of(case, finding, unsure, reference) is None
+    past = replace(lead, tape=replace(lead.tape, unwritten=1))
+    assert not any(roof.bound or roof.flop_rate for roof in phase_roofs(past, reference))
 
 
 def test_amdahl_by_hand() -> None:
