@@ -26,7 +26,7 @@ from fp8bench.report.panels import NamedCase, Panel, together
 from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import MOSTLY, counts, listed, many, missing_of, setting_of, shortened
+from fp8bench.report.words.naming import MOSTLY, counts, listed, many, missing_of, setting_of, shortened, suites_of
 from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, shared_labels
 
 LONGEST_REASON = 300
@@ -135,13 +135,21 @@ def _lead(material: Material) -> str:
 
 @section("verdict", "Verdict", 10, lead=_lead)
 def verdict_section(material: Material) -> Iterator[Element]:
-    rows = tuple(row for entry in material.entries for row in _rows(entry))
+    rows = tuple(row for entry, suites in _suites_to_name(material) for row in _rows(entry, suites))
     strip = [Verdicts(("speed", "error", "memory", "energy"), rows[:_MOST])] if rows else []
     told = [element for entry in material.entries for element in _entry(entry, material.alone)]
     yield from [*strip, *told] or [Text("There is no run.")]
 
 
-def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
+def _suites_to_name(material: Material) -> Iterator[tuple[Entry, str]]:
+    """Each run's suites where runs have different ones that their labels do not tell; else ''."""
+    several = len({suites_of(entry.run) for entry in material.entries}) > 1
+    for entry in material.entries:
+        untold = [suite for suite in suites_of(entry.run) if several and suite not in entry.label]
+        yield entry, listed(untold)
+
+
+def _rows(entry: Entry, suites: str) -> Iterator[tuple[str, tuple[Field, ...]]]:
     by_mode = together(
         (case.result.mode, case)
         for panel in entry.panels
@@ -155,7 +163,7 @@ def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
         ratios = [ratio for group, result in native if (ratio := ratio_against(result, group.lead))]
         demands, points = {ratio.demand.value for ratio in ratios}, [ratio.point for ratio in ratios]
         yield (
-            ", ".join(filter(None, (mode, entry.label))),
+            ", ".join(filter(None, (mode, suites, entry.label))),
             (_speed(cases), _error(cases), _of_reference(cases, sizes, shares), _of_reference(cases, demands, points)),
         )
 

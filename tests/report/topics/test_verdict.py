@@ -101,3 +101,12 @@ def test_emulations() -> Told:
     elsewhere = of(emulated("fp8", device="cuda:0"))
     yield "of one device", emulations(elsewhere)
     yield "devices are named where there are several", emulations(elsewhere, name_devices=True)
+
+
+def test_runs_of_several_suites_are_told_apart_by_more_than_their_ids() -> None:
+    made = [(replace(run, id=name), findings) for name, (run, findings) in
+            (("a1", gemm()), ("a2", gemm()), ("b1", transformer()))]  # fmt: skip
+    (strip,) = of_kind(part("verdict", *made), Verdicts)
+    assert {"bf16, gemm, a2", "fp8, transformer, b1"} <= {name for name, _ in strip.rows}
+    (strip,) = of_kind(part("verdict", *made[:2]), Verdicts)
+    assert "bf16, a2" in {name for name, _ in strip.rows}
