@@ -92,6 +92,13 @@ def test_the_grid_of_the_page_fits_the_example(folder: Path, capsys: pytest.Capt
     (folder / "my_suite.py").write_text(with_history())
     assert main(["list", "./my_suite.py"]) == 0
     assert "the history keeps experts=64 in fp32, bf16 (--grid measures just these)" in capsys.readouterr().out
+    for wrong in ('("64",)}, gpu', '("6x",)}, gpu'), ('phases=("cast"', 'phases=("casts"'):
+        assert wrong[0] in with_history()
+        (folder / "wrong.py").write_text(with_history().replace(*wrong).replace("routing", "wrong"))
+        with forgotten(folder):
+            assert main(["list", "./wrong.py"]) == 0
+        said = capsys.readouterr().out
+        assert "cannot be tracked" in said and "the history keeps" not in said
     (found,) = re.findall(r"^```json\n(.*?)^```", HISTORY, re.MULTILINE | re.DOTALL)
     (folder / "asv.conf.json").write_text(found)
     assert store_of_project(root_of(folder / "suites" / "routing.py")) == folder / DEFAULT_STORE

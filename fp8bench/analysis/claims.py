@@ -85,14 +85,13 @@ def _work_mismatch(record: Record) -> Iterator[Labelled]:
     tape, work = record.tape, record.work
     if tape is None or not tape.operators:
         return
-    whole = not tape.unknown and not tape.unwritten
     declared, did = units.count(work.flops, "FLOP"), units.count(tape.flops, "FLOP")
-    if whole and work.flops > _SLACK * tape.flops:
+    if tape.complete and work.flops > _SLACK * tape.flops:
         yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators do {did}", hard=True)
     elif record.case.ranks < 2 and tape.unwritten == 0 and work.bytes > _WIDER * tape.bytes:
         declared, did = units.size(int(work.bytes)), units.size(tape.bytes)
         yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators move {did}", hard=True)
-    elif (late := record.late_flops) is not None and whole and not tape.fused and _differ(late, tape.flops):
+    elif (late := record.late_flops) is not None and tape.complete and not tape.fused and _differ(late, tape.flops):
         now = units.count(late, "FLOP")
         yield Labelled(Label.WORK_MISMATCH, f"a step with the clock does {now}, one that is not timed {did}", hard=True)
     elif work.flops and tape.flops > _MORE * work.flops:
@@ -108,7 +107,7 @@ def _other_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
     own, base = record.tape, reference.tape if reference is not None and reference is not record else None
     if own is None or base is None or not (own.operators or base.operators):
         return
-    if any(tape.unknown or tape.unwritten for tape in (own, base)):
+    if not (own.complete and base.complete):
         return
     work, wanted = product_work(own, base), product_work(base).useful
     assert reference is not None

@@ -400,7 +400,7 @@ def _void(held: PhaseEnergies, gross: float, by_themselves: float, ends: Sequenc
 
 def per_work(record: Record, phase: PhaseJoules) -> Iterator[tuple[MetricSpec, float]]:
     """Yields joules of a phase for a token of the step, and for 10^12 FLOPs of its own, as the tape counted them."""
-    own = record.tape.of(phase.phase) if record.tape is not None else None
+    own = record.tape.of(phase.phase) if record.tape is not None and not record.tape.unwritten else None
     counts = {"tokens": record.work.tokens, "flops": own.flops if own is not None and not own.unknown else 0}
     for name, count in counts.items():
         spec, many = ENERGY_PER[name]

@@ -184,7 +184,7 @@ def _by_tape(told: Told) -> Iterator[Metric]:
     for roof in () if told.emulated else phase_roofs(told.record, told.finding):
         labels = _with_floor(told.finding, roof.count.phase)
         rates = {
-            specs.RATES["flops"]: roof.flop_rate if roof.count.flops else None, specs.RATES["bytes"]: roof.byte_rate,
+            specs.RATES["flops"]: roof.flop_rate, specs.RATES["bytes"]: roof.byte_rate,
             specs.SHARE_OF_CEILING: roof.of_ceiling, specs.SHARE_OF_DATASHEET: roof.of_sheet,
         }  # fmt: skip
         for spec, rate in rates.items():

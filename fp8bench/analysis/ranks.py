@@ -138,11 +138,13 @@ def true_communication(timing: Timing) -> float | None:
 
 
 def frontier(ways: Sequence[tuple[float, float]]) -> tuple[int, ...]:
-    """Returns the indices of the (bytes, decibels) that no other beats in one without losing in the other."""
+    """Returns the indices of the (bytes, decibels) that no other beats in one without losing in the other. Bytes that
+    differ by a scale or two, behind three digits, are the same."""
+    shown = [(float(f"{sent:.3g}"), sqnr) for sent, sqnr in ways]
     return tuple(
         place
-        for place, (sent, sqnr) in enumerate(ways)
-        if not any(other != (sent, sqnr) and other[0] <= sent and other[1] >= sqnr for other in ways)
+        for place, (sent, sqnr) in enumerate(shown)
+        if not any(other != (sent, sqnr) and other[0] <= sent and other[1] >= sqnr for other in shown)
     )
 
 

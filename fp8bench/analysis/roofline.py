@@ -57,11 +57,11 @@ class Roofs:
     def least(self, count: PhaseCount, fused: bool = False) -> dict[Bound, float]:
         """Returns the seconds that FLOPs, bytes and launches of a phase take at least, each alone.
 
-        It is empty where the rate of a product or of the memory is unknown, since what takes longest would be a guess.
-        For what a compiler fused only the products are known.
+        It is empty where the FLOPs of an operator, the rate of a product or that of the memory are unknown, since what
+        takes longest would be a guess. For what a compiler fused only the products are known.
         """
         products = self.product_seconds(count.by_path)
-        if products is None or self.memory is None:
+        if count.unknown or products is None or self.memory is None:
             return {}
         if fused:
             return {Bound.COMPUTE: products} if products else {}
@@ -97,8 +97,9 @@ class PhaseRoof:
     fused: bool = False
 
     @property
-    def flop_rate(self) -> float:
-        return self.count.flops / self.seconds
+    def flop_rate(self) -> float | None:
+        """FLOPs a second; None where there are none, or those of an operator are unknown."""
+        return None if self.count.unknown or not self.count.flops else self.count.flops / self.seconds
 
     @property
     def byte_rate(self) -> float | None:
@@ -107,7 +108,7 @@ class PhaseRoof:
     @property
     def intensity(self) -> float | None:
         """FLOPs for each byte; None where either is 0, or bytes are unknown."""
-        known = self.count.flops and self.count.bytes and not self.fused
+        known = self.flop_rate and self.count.bytes and not self.fused
         return self.count.flops / self.count.bytes if known else None
 
     @property
@@ -185,9 +186,14 @@ def _measured(ceiling: Ceiling) -> Roofs | None:
 
 
 def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...]:
-    """Returns every phase that was counted and timed, and is long enough to be told from its markers."""
+    """Returns every phase that was counted and timed, and is long enough to be told from its markers.
+
+    What ran past torch may have run in any of them.
+    """
     if record.tape is None or finding is None or not finding.best_seconds:
         return ()
+    past = record.tape.unwritten
+    counts = {count.phase: replace(count, unknown=count.unknown + past) for count in record.tape.phases}
     measured, sheet = roofs_of(record.ceiling)
     fused = bool(record.tape.fused)
     return tuple(
@@ -199,7 +205,7 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
             fused,
         )
         for phase, seconds in finding.phases
-        if 0 < seconds < math.inf and phase not in finding.below_floor and (count := record.tape.of(phase)) is not None
+        if 0 < seconds < math.inf and phase not in finding.below_floor and (count := counts.get(phase)) is not None
     )
 
 
@@ -208,6 +214,8 @@ def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) 
     measured, _ = roofs_of(record.ceiling)
     own, base = phase_roofs(record, finding), phase_roofs(reference, lead)
     if measured is None or record.support.level is Level.EMULATED or not lead.best_seconds:
+        return None
+    if any(roof.count.unknown for roof in (*own, *base)):
         return None
     own_products, products = _products(own), _products(base)
     before, after = (sum(roof.seconds for roof in roofs) for roofs in (products, own_products))

@@ -57,7 +57,7 @@ def narrow_over_wide(tape: Tape) -> float | None:
 
 def intensity_of(tape: Tape) -> float | None:
     """Returns FLOPs for each byte; None where nothing moves, or an operator has no formula."""
-    return tape.flops / tape.bytes if tape.bytes and not tape.unknown else None
+    return tape.flops / tape.bytes if tape.bytes and tape.complete else None
 
 
 # Padding adds less than this to a side.

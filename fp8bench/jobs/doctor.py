@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.errors import WorkerError
+from fp8bench.errors import UsageError, WorkerError
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.limits import COMPILE_SECONDS
@@ -30,6 +30,7 @@ from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.report.words.naming import shortened
+from fp8bench.store.series import check_grid
 from fp8bench.units import percent, seconds, size
 
 _LOOP_STEPS = 4
@@ -220,11 +221,16 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
         names = f"{products[0]} to {products[-1]}" if len(products) > 1 else products[0]
         yield f"layers for --precision-map: by kind {kinds}; by name {names}, or a prefix of names"
     grid = workloads.get(name).history
-    if grid is not None:
-        values = " ".join(
-            f"{axis}={','.join(values)}" for axis, values in (grid.gpu if facts.accelerated else grid.cpu).items()
-        )
-        yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
+    if grid is None:
+        return
+    try:
+        check_grid(workloads.get(name))
+    except UsageError as error:
+        yield str(error)
+        return
+    kept = grid.gpu if facts.accelerated else grid.cpu
+    values = " ".join(f"{axis}={','.join(values)}" for axis, values in kept.items())
+    yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
 
 
 # After a longer line there is no room for a summary.

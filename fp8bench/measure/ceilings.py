@@ -31,15 +31,15 @@ def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:
     """
     if known is None:
         return None
-    dtypes = [rate.precision for rate in known.rates if rate.limit is Limit.PRODUCT]
+    products = [rate for rate in known.rates if rate.limit is Limit.PRODUCT and rate.runs]
     if planned.support.level is not Level.EMULATED:
         names = (planned.case.precision, *(name for _, name in planned.case.precision_map))
         rank = max(precisions.get(name).rank for name in names)
-        dtypes = [dtype for dtype in dtypes if precisions.get(dtype).rank <= rank]
-    flops = [rate for dtype in dtypes if (rate := known.bound(Limit.PRODUCT, dtype)) is not None]
-    return Ceiling(
-        max(flops, default=None), known.bound(Limit.CACHED), known.rates if known.whole else (), known.device
-    )
+        products = [rate for rate in products if precisions.get(rate.precision).rank <= rank]
+    # Where the fastest dtype's runs differ too much, a slower one's bound nothing.
+    fastest = max(products, key=lambda rate: max(rate.runs), default=None)
+    flops = fastest.value if fastest is not None and fastest.steady else None
+    return Ceiling(flops, known.bound(Limit.CACHED), known.rates if known.whole else (), known.device)
 
 
 def whole_ceilings(

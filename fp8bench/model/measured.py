@@ -13,7 +13,7 @@ from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankScaling, Se
 from fp8bench.model.step import Coverage, Shares, Tape
 from fp8bench.model.words import Provenance, Status
 
-# Runs that differ by more bound nothing.
+# Runs that differ by more are no upper bound.
 WIDEST_SPREAD = 0.05
 
 

@@ -78,6 +78,11 @@ class Tape:
         return sum(phase.unknown for phase in self.phases)
 
     @property
+    def complete(self) -> bool:
+        """Tells whether `flops` are all that the step did."""
+        return not self.unknown and not self.unwritten
+
+    @property
     def by_path(self) -> dict[str, int]:
         flops_by_path: dict[str, int] = {}
         for phase in self.phases:

@@ -1,17 +1,11 @@
-"""Steps of a copy of a user's own model, as it came or converted, and the results of one step.
-
-How a model takes its batch, and what its loss is, is guessed as far as possible.
-"""
+"""Steps of a copy of a user's own model, as it came or converted, and the results of one step."""
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import copy as shallow
-from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, cast
@@ -23,201 +17,10 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import AcceleratedModel, Conversion
+from fp8bench.nn.model_calls import changed, loss_of, on_device, short_words, shown_type, tensors_in, way_of
 from fp8bench.nn.training_step import adamw, eager
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
 from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases, key_of
-
-# Returns the loss of an output, or of an output and its batch if it needs two arguments.
-Loss = Callable[..., Tensor]
-_SHOWN = 300
-_ASK = "let make() return (model, batch), with the batch as forward takes it, or (model, batch, loss)"
-
-
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path, value
-        return
-    parts: Iterable[tuple[Any, Any]]
-    if isinstance(value, Mapping):
-        parts = value.items()
-    elif isinstance(value, list | tuple):
-        parts = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = ((field.name, getattr(value, field.name)) for field in fields(value))
-    else:
-        return
-    for name, part in parts:
-        yield from tensors_in(part, f"{path}.{name}" if path else str(name))
-
-
-def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any:
-    """With `copy` also what lies there already is copied, for models that change what they are given. A tensor that
-    stands there twice stays one."""
-    placed: dict[int, Tensor] = {}
-
-    def moved(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            if id(part) not in placed:
-                placed[id(part)] = part.to(device, non_blocking=True, copy=copy)
-            return placed[id(part)]
-        if isinstance(part, Mapping):
-            return {name: moved(each) for name, each in part.items()}
-        if isinstance(part, tuple) and hasattr(part, "_fields"):
-            return type(part)(*map(moved, part))
-        if is_dataclass(part) and not isinstance(part, type):
-            own = shallow(part)
-            for field in fields(part):
-                object.__setattr__(own, field.name, moved(getattr(part, field.name)))  # it may be frozen
-            return own
-        return type(part)(map(moved, part)) if isinstance(part, list | tuple) else part
-
-    return moved(value)
-
-
-def call_of(model: nn.Module, batch: Any) -> Callable[[], Any]:
-    """A function that runs the model's forward pass on a batch.
-
-    A mapping is passed by names, a tuple or list by places, a tensor alone, and a pair (places, names) by both. Raises
-    UsageError if forward does not take that, or a tensor is on another device than the model; the returned function
-    raises it if the model fails.
-    """
-    places, named = arguments_of(model, batch)
-    home = next((parameter.device for parameter in model.parameters()), None)
-    for name, tensor in tensors_in(batch):
-        if home is not None and tensor.device != home:
-            raise UsageError(
-                f"{name or 'the batch'} is on {tensor.device}, and the model on {home}: put both on one device"
-            )
-
-    def call() -> Any:
-        try:
-            return model(*places, **named)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise UsageError(f"forward of {_name(model)} fails on this batch: {short_words(error)}") from error
-
-    return call
-
-
-def short_words(error: BaseException) -> str:
-    words = " ".join(str(error).split())
-    shown = words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
-    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
-
-
-# What forward takes by place, and by name.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def arguments_of(model: nn.Module, batch: Any) -> Arguments:
-    return way_of(model, batch)(batch)
-
-
-def way_of(model: nn.Module, batch: Any) -> Callable[[Any], Arguments]:
-    """A function that makes arguments of a batch like this one. Raises UsageError if forward does not take it."""
-    try:
-        signature = inspect.signature(model.forward)
-    except ValueError:
-        raise UsageError(
-            f"forward of {_name(model)} has no signature that Python could read, and its layers are out of reach, as "
-            "those of torch.jit are: give the module that it was made from"
-        ) from None
-    wrong = ""
-    for way in _ways(batch, len(signature.parameters) == 1):
-        places, named = way(batch)
-        try:
-            signature.bind(*places, **named)
-        except TypeError as error:
-            wrong = wrong or str(error)
-        else:
-            return way
-    takes = (
-        ", ".join(name for name, parameter in signature.parameters.items() if parameter.default is parameter.empty)
-        or "nothing"
-    )
-    if not wrong:
-        raise UsageError(f"a batch of type {type(batch).__name__} was given and {_name(model)} takes ({takes}): {_ASK}")
-    given = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"{len(batch)} things by place"
-    raise UsageError(f"forward of {_name(model)} takes ({takes}), and the batch has ({given}): {wrong}; {_ASK}")
-
-
-def _ways(batch: Any, takes_one: bool) -> Iterator[Callable[[Any], Arguments]]:
-    if isinstance(batch, Tensor):
-        yield lambda whole: ((whole,), {})
-    elif isinstance(batch, Mapping):
-        if all(isinstance(name, str) for name in batch):
-            yield lambda named: ((), dict(named))
-        if takes_one:
-            yield lambda whole: ((whole,), {})
-    elif isinstance(batch, list | tuple):
-        both = len(batch) == 2 and isinstance(batch[0], list | tuple) and isinstance(batch[1], Mapping)
-        yield (lambda pair: (tuple(pair[0]), dict(pair[1]))) if both else (lambda places: (tuple(places), {}))
-
-
-def loss_of(model: nn.Module, batch: Any, output: Any, loss: Loss | None = None) -> tuple[Tensor, str]:
-    """The loss that backward begins from, and in words where it came from.
-
-    It is the user's own `loss`, else the loss in the output, a single number, or the mean of squares of the first
-    floating tensor. Raises UsageError where there is none of these, or no gradient flows from it.
-    """
-    value, words = _own_loss(batch, output, loss) if loss is not None else _guessed_loss(model, output)
-    if not value.requires_grad and torch.is_grad_enabled():
-        raise UsageError(
-            f"no gradient flows from {words} to the parameters of {_name(model)}: unfreeze some, or take forward alone"
-        )
-    return value, words
-
-
-def _own_loss(batch: Any, output: Any, loss: Loss) -> tuple[Tensor, str]:
-    try:
-        value: Any = loss(output, batch) if _takes_batch(loss) else loss(output)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise UsageError(f"the loss that make() gives fails on the output: {short_words(error)}") from error
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise UsageError(f"the loss that make() gives returned {_shown(value)}, and not one number as a tensor")
-    return value, "the loss that make() gives"
-
-
-def _takes_batch(loss: Loss) -> bool:
-    """Whether it takes two arguments by place; one with a default (`lambda output, target=target: ...`) is its own."""
-    try:
-        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
-    except (TypeError, ValueError):  # a C function without a signature
-        return False
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [each for each in signature.parameters.values() if each.kind in by_place and each.default is each.empty]
-    return len(needed) > 1
-
-
-def _guessed_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
-    floating = [(name, tensor) for name, tensor in tensors_in(output) if tensor.is_floating_point()]
-    for name, value in floating:
-        if name.split(".")[-1] == "loss" and value.numel() == 1:
-            return value, f"the {name} that forward gives"
-    for name, value in floating:
-        if value.numel() == 1:
-            return value, f"the single number that forward gives{f' as {name}' if name else ''}"
-    if not floating:
-        raise UsageError(
-            f"forward of {_name(model)} gives {_shown(output)}, without a floating tensor to take a loss of: "
-            "let make() return (model, batch, loss), where loss(output) gives one"
-        )
-    name, value = floating[0]
-    shown = f"{name + ', ' if name else ''}{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"
-    wide = value.to(torch.promote_types(value.dtype, torch.float32))
-    return wide.square().mean(), f"the mean of squares of forward's first floating output ({shown})"
-
-
-def _name(model: nn.Module) -> str:
-    return type(model).__name__
-
-
-def _shown(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
 
 # Small, so that thousands of steps on one batch leave the model about where it began.
 _RATE = 1e-5
@@ -270,7 +73,7 @@ def _one_or_many(batch: Any) -> dict[str, Any]:
 def _given(name: str, seed: int, **known: Any) -> Given:
     for word in ("loss", "optimizer", "schedule"):
         if known.get(word) is not None and not callable(known[word]):
-            raise UsageError(f"{name}: its {word} is {_shown(known[word])}. Give a function.")
+            raise UsageError(f"{name}: its {word} is {shown_type(known[word])}. Give a function.")
     if known.get("schedule") is not None and known.get("optimizer") is None:
         raise UsageError(f"{name} gives a schedule and no optimizer that it could be of. Give both.")
     if "batch" in known:
@@ -375,10 +178,10 @@ class OwnModel:
         if not self.training:
             with torch.no_grad():
                 output = self._call(self.model, places, named)
-            self._copies = self._copies and _changed(batch)
+            self._copies = self._copies and changed(batch)
             return output
         loss = self._loss_of(self._call(self.model, places, named), batch)
-        self._copies = self._copies and _changed(batch)
+        self._copies = self._copies and changed(batch)
         self.doing = "backward"
         (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         if self._loss_scale != 1.0:
@@ -446,11 +249,6 @@ class OwnModel:
                 "off (TORCH_COMPILE_DISABLE, torch.compiler.disable)? Leave --compile out"
             )
         return graph
-
-
-def _changed(copied: Any) -> bool:
-    """Whether something has been written into a fresh copy of a batch."""
-    return any(tensor._version for _, tensor in tensors_in(copied) if not tensor.is_inference())
 
 
 def errors_between(outcome: Outcome, reference: Outcome) -> dict[str, float]:

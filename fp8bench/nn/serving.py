@@ -38,7 +38,8 @@ from fp8bench.nn.decoder import (
 )
 from fp8bench.nn.experts import load_figures
 from fp8bench.nn.holders import CONV1D, EXPERTS, LINEAR, ProductWeight, weights_of
-from fp8bench.nn.own_model import seeded, short_words
+from fp8bench.nn.model_calls import short_words
+from fp8bench.nn.own_model import seeded
 from fp8bench.nn.served import OWN, ServedArm, ServedShape, served_shapes
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, gpt_around
 from fp8bench.numerics.norms import relative_frobenius

@@ -119,7 +119,7 @@ def check_names(request: Request) -> tuple[Workload, ...]:
     parts = _parts(request, suites, _CLASSES)
     for part in parts:
         if (request.ranks or 1) < (least := part.workload.least_ranks):
-            raise UsageError(f"the suite {part.workload.name} takes {least} processes together: add --ranks {least}.")
+            raise UsageError(f"suite {part.workload.name} takes {least} processes together: `suite --ranks {least}`.")
     _refuse_repeated("--dtypes", request.dtypes, ": the reference is measured twice in every round anyway")
     _refuse_repeated("--devices", request.devices)
     for axis, values in request.axes:

@@ -80,7 +80,8 @@ def _part_of(name: str, arguments: Mapping[str, Any], made: list[TensorSeen]) ->
         if any(index.dtype is torch.bool for index in named):
             return ("self", count) if count > 1 else ("", 0)
         whole = math.prod(size for size, index in zip(shape, indices, strict=True) if index is None)
-        count = whole * math.prod(torch.broadcast_shapes(*(index.shape for index in named)))  # type: ignore[no-untyped-call]
+        spread = torch.broadcast_shapes(*(index.shape for index in named))  # type: ignore[no-untyped-call]
+        count = whole * math.prod(spread)
     return "self", count
 
 

@@ -302,7 +302,7 @@ class Prepared:
                 self.clock.end()
             self.stamper.recycle()
             tape = counted(mode.calls)
-            counts.add(None if compiled or tape.unknown or tape.unwritten else tape.flops)
+            counts.add(None if compiled or not tape.complete else tape.flops)
         return counts.pop() if len(counts) == 1 else None
 
     def told_apart(self, calls: int, discard: int) -> str:

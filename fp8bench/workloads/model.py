@@ -128,11 +128,13 @@ class Model(Workload):
         return errors_between(state.outcome(), wanted)
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:
-        """Trains on the model's one batch; another draw is what its maker returns under another seed."""
+        """Trains on the model's one batch; another draw is the model that its maker returns under another seed."""
         from fp8bench.nn.own_model import OwnModel, seeded
 
-        drawn = replace(setup, seed=setup.seed + setup.draw)
-        state = OwnModel(_copied(drawn), setup, _multiples(setup), converts=_converts(setup))
+        given = _copied(setup)
+        if setup.draw:
+            given = given._replace(model=_copied(replace(setup, seed=setup.seed + setup.draw)).model)
+        state = OwnModel(given, setup, _multiples(setup), converts=_converts(setup))
         with seeded(setup.seed, setup.facts):
             return state.losses(steps)
 

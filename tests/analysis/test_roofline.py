@@ -62,6 +62,18 @@ def test_recipes_of_a_format_share_its_best_kernel_and_without_counts_nothing_is
     assert roof.bound is None and roof.of_ceiling is None and roof.of_sheet is None
 
 
+def test_nothing_is_said_of_a_phase_with_an_operator_whose_flops_are_unknown() -> None:
+    (lead, reference), (case, finding), _ = results()
+    assert lead.tape is not None
+    phases = [replace(phase, unknown=int(phase.phase == "gemm")) for phase in lead.tape.phases]
+    unsure = replace(lead, tape=replace(lead.tape, phases=tuple(phases)))
+    (roof,) = [roof for roof in phase_roofs(unsure, reference) if roof.count.phase == "gemm"]
+    assert roof.bound is roof.of_ceiling is roof.of_sheet is roof.flop_rate is roof.intensity is None
+    assert gain_of(case, finding, unsure, reference) is None
+    past = replace(lead, tape=replace(lead.tape, unwritten=1))
+    assert not any(roof.bound or roof.flop_rate for roof in phase_roofs(past, reference))
+
+
 def test_amdahl_by_hand() -> None:
     """Of 100 ms products take 54, at fp8's ceiling 19.17: 1.53x at most. Kernels alone are 2x, with casts 54 / 35."""
     (lead, reference), (case, finding), (emulated, third) = results()

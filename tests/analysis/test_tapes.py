@@ -46,6 +46,7 @@ def test_shares_of_flops_and_operators_side_by_side() -> None:
     idle = Tape((CAST,), TAPE.phases[:1])
     assert share_of(idle, 8) is None and narrow_over_wide(idle) is None and intensity_of(idle) == 0.0
     assert intensity_of(Tape(phases=(replace(TAPE.phases[1], unknown=1),))) is None
+    assert intensity_of(replace(TAPE, unwritten=1)) is None
     other = Tape((replace(CAST, calls=4, bytes=25), replace(PRODUCT, flops=None), PRODUCT, PRODUCT))
     rows = side_by_side([TAPE, other])
     assert [(row.operator, row.backward) for row in rows] == [

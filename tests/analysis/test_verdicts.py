@@ -159,7 +159,8 @@ def test_the_printed_floor_is_the_reach_of_the_same_rounds() -> None:
 def test_few_rounds_are_unsure_however_clear_they_look(rounds: int) -> None:
     finding = against_ten(steady(20 * MS, rounds), TEN)
     if rounds < LEAST_FOR_VERDICT:
-        why = f"{rounds} rounds are too few for a verdict; give it more time (--budget) or rounds"
+        few = "1 round is" if rounds == 1 else f"{rounds} rounds are"
+        why = f"{few} too few for a verdict; give it more time (--budget) or rounds"
         assert (finding.verdict, finding.why) == (Verdict.UNSURE, why)
     else:
         assert finding.verdict is Verdict.SLOWER

@@ -78,7 +78,7 @@ report last --md - | --md '-' would be a file of that name
 suite gemm --dtypes fp8,bf16,fp8 | --dtypes names fp8 twice
 suite gemm --devices cpu,cpu | --devices names cpu twice. Leave one out.
 suite gemm --set shape=64 --set shape=32,64 | --set shape names 64 twice. Leave one out.
-suite gemm,collective | the suite collective takes 2 processes together: add --ranks 2
+suite gemm,collective | suite collective takes 2 processes together: `suite --ranks 2`
 suite colective | Did you mean 'collective'
 lint-shapes gpt2 --model gpt2 | both name a model. Give one.
 audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable; file.py:function, too). See

@@ -235,3 +235,5 @@ def test_the_exit_code_says_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "right of H200 SXM" in (said := capsys.readouterr().out) and "WRONG" in said
     assert main(["doctor", "--peak", "H200 bf16"]) == 0
     assert main(["doctor", "--peak", "H200 bf16", "--ceilings"]) == 2
+    assert main(["doctor", "--peak", "H200 bf16", "--topology", "links.yaml"]) == 2
+    assert main(["doctor", "--threads", "2"]) == 2

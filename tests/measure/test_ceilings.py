@@ -52,3 +52,7 @@ def test_runs_that_differ_by_more_than_five_percent_bound_nothing() -> None:
     assert rates[0].value == 102.0 and rates[0].spread == pytest.approx(4 / 102) and rates[0].steady
     assert not rates[1].steady and not Rate(Limit.COPY, why="no memory").steady
     assert ceiling_of(planned("fp32"), Ceilings(rates)) == Ceiling(102.0, None, rates)
+    slower = Rate(Limit.PRODUCT, "fp16", (20.0,) * 5)
+    both = Rate(Limit.PRODUCT, "fp32", wide), slower
+    assert ceiling_of(planned("fp16"), Ceilings(both)) == Ceiling(None, None, both)
+    assert ceiling_of(planned("fp16"), Ceilings((rates[0], slower))) == Ceiling(102.0, None, (rates[0], slower))

@@ -139,6 +139,18 @@ def masking() -> tuple[nn.Module, Tensor]:
     return Masking(), torch.randint(WORDS - 3, (2, 17))
 
 
+class NaNInBf16(Own):
+    """As where a sum leaves what a carrier can hold."""
+
+    def forward(self, ids: Tensor, past_key_values: Any = None) -> Tensor:
+        logits = super().forward(ids, past_key_values)
+        return logits * torch.nan if logits.dtype is torch.bfloat16 else logits
+
+
+def nan_in_bf16() -> tuple[nn.Module, Tensor]:
+    return NaNInBf16(), torch.randint(WORDS, (2, 17))
+
+
 class OneBlock(nn.Module):
     """Has its only block in no list."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8bench.model.step import Coverage, ShareKind
 from fp8bench.nn.holders import weights_of
-from fp8bench.nn.own_model import call_of, loss_of, tensors_in
+from fp8bench.nn.model_calls import call_of, loss_of, tensors_in
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.tape.coverage import coverage_of
 from fp8bench.tape.timed_calls import OperatorTimes, shares_of

@@ -147,6 +147,19 @@ def test_a_model_may_change_its_batch() -> None:
     assert not calm._copies, "a batch that nobody changes is copied once"
 
 
+def test_another_draw_has_other_weights_and_the_same_batch() -> None:
+    def drawn() -> Any:
+        torch.rand(1)
+        return Changing(), torch.randn(4, 8), lambda y: y.square().mean()
+
+    setup = setup_of(drawn)
+    batch = Model().prepare(setup)._batch
+    torch.manual_seed(setup.seed + 1)
+    model, *_ = drawn()
+    loss = float(model(batch.clone()).detach().square().mean())
+    assert Model().losses(replace(setup, draw=1), 1) == pytest.approx([loss])
+
+
 class Penalty(nn.Module):
     """A loss with the gradient of a first layer's output in it."""
 

@@ -40,6 +40,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if (arguments.peak or arguments.topology) and (arguments.calibrate or arguments.ceilings or arguments.json):
         raise UsageError("--peak and --topology measure nothing. Give them without --calibrate, --ceilings and --json.")
+    if arguments.peak and arguments.topology:
+        raise UsageError("--peak and --topology each print nothing else. Give one of them.")
+    if arguments.threads != 1 and not arguments.ceilings:
+        raise UsageError("--threads is of ceilings. Give it with --ceilings.")
     if arguments.topology:
         from fp8bench.jobs.topology import topology_lines
 

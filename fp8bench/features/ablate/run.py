@@ -195,7 +195,7 @@ def _ablation_of(
 def other_work(record: Record, first: Record, share: float) -> str:
     """Says how an arm's products differ from the first arm's for as many tokens; '' if they do not, or no tape says."""
     own, base = record.tape, first.tape
-    if own is None or base is None or any(tape.unknown or tape.unwritten for tape in (own, base)):
+    if own is None or base is None or not (own.complete and base.complete):
         return ""
     wanted = product_work(base).useful
     # In another batch more work may be padding or recomputation; only less work is suspicious.

@@ -19,7 +19,7 @@ from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, Au
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Signature
 from fp8bench.nn.holders import weight_of, weights_of
-from fp8bench.nn.own_model import call_of
+from fp8bench.nn.model_calls import call_of
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.registry import devices, precisions
 from fp8bench.report.panels import together

@@ -163,7 +163,7 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
             complain(f"cell {state.number} is damaged: {sentence}")
         if state.number in left and should_run(state, arguments.retry):
             complain(left[state.number])
-    complain(f"plan {plan.id}: {len(done)} of {len(states)} cells measured here; {view.counts_of(states)}")
+    complain(f"plan {plan.id}: {len(done)} of {len(states)} cells begun here; {view.counts_of(states)}")
     return _code(states if only is None else states[only : only + 1])
 
 

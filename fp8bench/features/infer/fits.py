@@ -20,7 +20,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.stats import Floats, best_case
 from fp8bench.features.infer.values import LEAST_CONTEXTS, BatchGain, BatchSweep, ContextCrossing, TimeLine, is_of
 from fp8bench.model import Interval, Record, Run
-from fp8bench.model.measured import Ceiling
+from fp8bench.model.measured import Ceiling, Limit
 from fp8bench.nn.served import CARRIERS, ServedArm, ServedShape, step_bytes
 
 # An interval that is called LEVEL spans the share _DRAWN of resamples: in simulated sweeps of 10 rounds and more, such
@@ -188,4 +188,12 @@ def computed_batch(run: Run, reference: ServedArm) -> float | None:
 
 
 def _flops_per_byte(ceiling: Ceiling | None) -> float | None:
-    return ceiling.flops / ceiling.bytes if ceiling is not None and ceiling.flops and ceiling.bytes else None
+    copied = copy_rate(ceiling)
+    return ceiling.flops / copied if ceiling is not None and ceiling.flops and copied else None
+
+
+def copy_rate(ceiling: Ceiling | None) -> float | None:
+    """Returns bytes a second beyond caches, which whole ceilings alone have: `ceiling.bytes` bounds what is possible at
+    all, by copies inside them."""
+    rates = ceiling.rates if ceiling is not None else ()
+    return next((rate.value for rate in rates if rate.limit is Limit.COPY and rate.steady), None)

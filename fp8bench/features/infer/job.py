@@ -18,7 +18,7 @@ from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.samples import step_samples
 from fp8bench.errors import StoreError, UsageError, WorkerFault, as_usage
-from fp8bench.features.infer.fits import LineDraws, crossing_of, fastest, line_of, swept
+from fp8bench.features.infer.fits import LineDraws, copy_rate, crossing_of, fastest, line_of, swept
 from fp8bench.features.infer.values import (
     ArmQuality,
     ArmTimes,
@@ -257,10 +257,10 @@ def _timed(
     kernels = {arm: supports[arm].reason for arm in question.arms}
     times = [replace(time, kernel=kernels[time.arm]) for time in times]
     times += [ArmTimes(arm, why=kernels[arm]) for arm in question.arms if arm not in native]
-    ceiling = next((record.ceiling.bytes for record in decode.records if record.ceiling is not None), None)
+    ceiling = next((record.ceiling for record in decode.records if record.ceiling is not None), None)
     experts = experts_read(decode, question)
     return replace(
-        answer, question=question, times=tuple(times), bandwidth=ceiling, runs=tuple(run.id for run in runs),
+        answer, question=question, times=tuple(times), bandwidth=copy_rate(ceiling), runs=tuple(run.id for run in runs),
         experts=experts, finished=finished,
     )  # fmt: skip
 

@@ -105,6 +105,8 @@ def rollout_gap(serve: Serve, arm: ServedArm, trainer: ServedArm, text: Tensor, 
         first = 0 if at == start else at - 1
         model.calibrates = first == 0  # scales that stay are those of the prompt
         logs = F.log_softmax(model.forward(tokens[:, first:at], first, SilentPhases())[:, -1].double(), -1)
+        if bool(logs.isnan().any()):  # nothing can be sampled from that
+            return gap_of(logs.new_full((len(text), length - start), math.nan))
         chosen = torch.multinomial(logs.exp(), 1, generator=generator)
         tokens[:, at : at + 1] = chosen
         sampled.append(logs.gather(-1, chosen))
@@ -115,7 +117,7 @@ def rollout_gap(serve: Serve, arm: ServedArm, trainer: ServedArm, text: Tensor, 
 def gap_of(gaps: Tensor) -> RolloutGap:
     """Sums up differences of log-probabilities (texts, tokens): the trainer's less the sampler's."""
     ratios = gaps.exp()
-    clipped = (ratios < _CLIP[0]) | (ratios > _CLIP[1])
+    clipped = ~((ratios >= _CLIP[0]) & (ratios <= _CLIP[1]))  # NaN is, too
 
     def effective(logs: Tensor) -> float:
         weights = logs.flatten().softmax(0)  # a common factor makes no difference

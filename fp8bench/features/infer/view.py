@@ -240,21 +240,29 @@ def _quality(answer: ServingAnswer) -> Iterator[str]:
         return
     whose = f", {quality.caution}" if quality.caution else ""
     arms = zip(quality.arms, answer.question.arms[1:], strict=True)
-    worst, arm = max(
-        arms, key=lambda pair: (math.isnan(pair[0].kl), pair[0].kl), default=(quality.floor, answer.question.arms[0])
-    )
-    most = f"at most {_short(worst.kl, 1)}" if math.isfinite(worst.kl) else "predictions are no finite numbers"
+    least = quality.floor, answer.question.arms[0]
+    worst, arm = max(arms, key=lambda pair: _with_nan_last(pair[0].kl), default=least)
     yield (
-        f"mean KL on {quality.model}{whose}: {most} ({word_of(arm)}); floor "
+        f"mean KL on {quality.model}{whose}: {_most(worst.kl)} ({word_of(arm)}); floor "
         f"{_short(quality.floor.kl, 0)} (another kernel), itself {quality.itself.kl:g}"
     )
     if quality.rollouts:
         floor, *_ = quality.rollouts
-        gap, arm = max(zip(quality.rollouts, answer.question.arms, strict=True), key=lambda pair: pair[0].mean)
-        yield (
-            f"rollouts scored by {word_of(answer.question.arms[0])}: log-probabilities differ by at most "
-            f"{_short(gap.mean, 1)} in the mean ({word_of(arm)}); floor {_short(floor.mean, 0)} (its own steps)"
+        gap, arm = max(
+            zip(quality.rollouts, answer.question.arms, strict=True), key=lambda pair: _with_nan_last(pair[0].mean)
         )
+        yield (
+            f"rollouts scored by {word_of(answer.question.arms[0])}: log-probabilities differ by "
+            f"{_most(gap.mean)} in the mean ({word_of(arm)}); floor {_short(floor.mean, 0)} (its own steps)"
+        )
+
+
+def _most(value: float) -> str:
+    return f"at most {_short(value, 1)}" if math.isfinite(value) else "no finite number"
+
+
+def _with_nan_last(value: float) -> tuple[bool, float]:
+    return math.isnan(value), value
 
 
 def _stored(answer: ServingAnswer) -> Iterator[str]:

@@ -194,10 +194,12 @@ def _why(judgement: Judgement, padding: bool = True) -> list[str]:
 
 
 def _products(some: Sequence[ShapeFinding], findings: Sequence[ShapeFinding]) -> str:
-    names, all_ = dict.fromkeys(map(_name, some)), {_name(finding) for finding in findings}
-    if len(names) == len(all_):
+    names = dict.fromkeys(map(_name, some))
+    # A layer that is called with other rows has its name again.
+    count, every = (len({(each.shape, each.kind) for each in several}) for several in (some, findings))
+    if count == every:
         return "every product"
-    return ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} of {len(all_)} products"
+    return ", ".join(names) if len(names) <= _MOST_NAMES else f"{count} of {every} products"
 
 
 def _reasons(findings: Iterable[ShapeFinding]) -> Iterator[str]:

@@ -264,7 +264,8 @@ def _title(source: str, shapes: Sequence[LinearShape], findings: Sequence[ShapeF
     tokens = {shape.tokens for shape in shapes}
     rows = f" with {tokens.pop()} tokens" if len(tokens) == 1 else ""
     products = len({(finding.shape, finding.kind) for finding in findings})
-    layers = f"{len(shapes)} layer{'s' * (len(shapes) != 1)}"
+    names = {shape.name for shape in shapes}  # a layer may be called with several sizes
+    layers = f"{len(names)} layer{'s' * (len(names) != 1)}"
     return f"{source}{rows}: {products} product{'s' * (products != 1)} of {layers}, as torch's scaled_mm takes them"
 
 

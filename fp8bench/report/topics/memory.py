@@ -136,7 +136,7 @@ def _derived(case: NamedCase, place: str) -> str:
     if words := device_words(case.group, case.result):
         return f", and on hardware with its formats it would be {words}{place}, derived"
     use = use_of(case.result.record)
-    return f" (on a device: unknown, {use.off_device})" if use is not None and use.off_device else ""
+    return f" (on a device{place}: unknown, {use.off_device})" if use is not None and use.off_device else ""
 
 
 def _staying(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) -> str:

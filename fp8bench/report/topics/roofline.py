@@ -90,7 +90,7 @@ def sources(results: Sequence[Result]) -> Iterator[str]:
             for rate in ceiling.rates
             if rate.runs and not rate.steady
         ]
-        wide = f"; these bound nothing, their runs differ too much: {listed(told)}" if told else ""
+        wide = f"; these are no upper bounds, their runs differ too much: {listed(told)}" if told else ""
         yield f"Ceilings were measured here{wide}."
     if sheet is not None:
         words = sheet.told("dense", "bandwidth")
@@ -173,7 +173,7 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
         PRECISION,
         Col("phase", lambda row: phase_words(row[1].count.phase)),
         Col("time", lambda row: row[1].seconds, number=True, unit="s", hint="best case"),
-        Col("FLOP/s", lambda row: row[1].flop_rate or None, number=True, show=partial(units.count, unit="FLOP/s"),
+        Col("FLOP/s", lambda row: row[1].flop_rate, number=True, show=partial(units.count, unit="FLOP/s"),
             hint="counted FLOPs over the time"),
         Col("B/s", lambda row: row[1].byte_rate or None, number=True, show=partial(units.count, unit="B/s"),
             hint="counted bytes over the time: a cache may give more than memory"),
@@ -201,7 +201,7 @@ def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
         )
         for case in cases
         for roof in _roofs(case)
-        if roof.intensity is not None
+        if roof.intensity is not None and roof.flop_rate is not None
     ]
     kinds = dict.fromkeys(
         kind_of_path(path) for case in cases for roof in _roofs(case) for path, _ in roof.count.by_path

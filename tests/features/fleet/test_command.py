@@ -51,7 +51,7 @@ def test_a_worker_says_what_came_of_it(plan: Path, fp8bench: Say, tmp_path: Path
     """Also why a cell failed, and that nothing waits."""
     assert fp8bench("suite", "--plan", str(plan), "--cell", "1", "--no-report")[0] == 0
     code, _, err = fp8bench("fleet", "work", str(plan), "--cell", "1")
-    assert code == 0 and "0 of 3 cells measured here; 1 done, 2 waiting" in " ".join(err.split())
+    assert code == 0 and "0 of 3 cells begun here; 1 done, 2 waiting" in " ".join(err.split())
     content: dict[str, Any] = changed_document(plan)
     content["fleet"]["request"]["suite"], content["fleet"]["id"] = "nosuch", "abcd"
     (tmp_path / "other.json").write_text(json.dumps(content))

@@ -235,7 +235,7 @@ def test_what_is_no_number_is_said(found: Quality) -> None:
     question = ServingQuestion("nano", arms, CONTEXTS, 1, True, 1024)
     answer = ServingAnswer(question, "cpu", tuple(map(ArmTimes, arms)), 128, some)
     text = render(page_of(answer), 200, False, False)
-    assert "predictions are no finite numbers (kv=fp8)" in text and "carrier=fp32+kv=fp8" in text
+    assert "no finite number (kv=fp8)" in text and "carrier=fp32+kv=fp8" in text
     _, rows = rows_of(answer)
     assert rows[2]["first_layer_error"] is None and rows[1]["first_layer_error"] > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
 from fp8bench.features.infer.view import page_of, rows_of, sweep_words, value_of
 from fp8bench.model import Level, Record, Run, Segments, SlotSample, Status, Timing
-from fp8bench.model.measured import Ceiling
+from fp8bench.model.measured import Ceiling, Limit, Rate
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import OWN_SHAPES, ServedShape, step_bytes
 from fp8bench.nn.served import ServedArm as Arm
@@ -77,6 +78,13 @@ def test_quality_of_a_model_that_masks_ids() -> None:
     task = QualityTask(ServedModel(f"{MODELS}:masking"), 0, (Arm("fp32"), Arm("bf16")), CPU, 0)
     quality = InferBench(Settings()).quality(task)
     assert quality.itself.kl == 0 < quality.floor.kl < 1e-9 < quality.arms[0].kl < 1e-3
+
+
+def test_an_arm_of_nan_is_told_and_samples_nothing() -> None:
+    task = QualityTask(ServedModel(f"{MODELS}:nan_in_bf16"), 256, (Arm("fp32"), Arm("bf16")), CPU, 0, 2)
+    quality = InferBench(Settings()).quality(task)
+    lead, low = quality.rollouts
+    assert math.isnan(quality.arms[0].kl) and math.isnan(low.mean) and low.clipped == 1 and lead.mean < 1e-5
 
 
 def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +159,8 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
     """Of planted times: 100 us and 1 us a row against 50 us and 2 us a row cross at 50; beside it what ceilings say."""
     arms, records = [Arm("fp32"), Arm("bf16", "", "int8"), Arm("bf16")], []
     times = {"fp32": (100, 1), "served:weights=int8": (50, 2), "bf16": (200, 3)}
-    ceiling = Ceiling(flops=200e9, bytes=10e9)
+    rates = Rate(Limit.COPY, runs=(10e9, 10e9)), Rate(Limit.CACHED, runs=(90e9, 90e9))
+    ceiling = Ceiling(200e9, 90e9, rates)  # a weight beyond the caches is not read as fast as they copy
     for rows in (1, 8, 32, 64, 128, 512):
         for precision, (fixed, each) in times.items():
             timing = steady(1000 * (fixed + each * rows), 24)
@@ -174,8 +183,9 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
     assert int8.endswith("below 10")  # 1 + 2/192 bytes x 200 / (2 x 10)
     assert bf16.startswith("bf16 pays at none, loses most at 512 by its product")
     assert bf16.endswith("below 20") and bound.endswith("past 40")
-    unknown = run_of([replace(record, ceiling=None) for record in records])
-    assert [*sweep_words(swept(unknown, arms, (768, 192), (1, 512)))][-1].startswith("computed: nothing")
+    for known in (None, Ceiling(200e9, 90e9)):
+        unknown = run_of([replace(record, ceiling=known) for record in records])
+        assert [*sweep_words(swept(unknown, arms, (768, 192), (1, 512)))][-1].startswith("computed: nothing")
 
 
 def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:

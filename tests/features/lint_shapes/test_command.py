@@ -39,6 +39,15 @@ def test_what_fits_and_what_does_not_is_told(say: Say, tmp_path: Path, words: st
     assert ended == code and said in " ".join(out.split()), out
 
 
+def test_a_layer_that_is_called_with_several_rows(say: Say, tmp_path: Path) -> None:
+    """It is one layer, and where some of its products fit the refusal is not of every product."""
+    file = tmp_path / "shapes.txt"
+    file.write_text("16x64x64 same\n8x64x64 same\n")
+    words = f"--shapes {file} --devices h100 --products weight-gradient --dtypes fp8"
+    _, out, _ = say(*words.split())
+    assert "2 products of 1 layer" in out and "1 of 2" in out and "in fp8: same weight-gradient." in out
+
+
 @for_each(
     ("words", "said"),
     [

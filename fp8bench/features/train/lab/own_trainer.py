@@ -27,7 +27,8 @@ from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import Conversion
-from fp8bench.nn.own_model import Given, arguments_of, call_model, loss_of, on_device, seeded, tensors_in
+from fp8bench.nn.model_calls import arguments_of, loss_of, on_device, tensors_in
+from fp8bench.nn.own_model import Given, call_model, seeded
 from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
