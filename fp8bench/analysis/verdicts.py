@@ -144,9 +144,15 @@ def means(timing: Timing, rounds: Sequence[int]) -> stats.Floats:
     return np.array([_mean(slot) for slot in timing.slots if slot.round in wanted])
 
 
+# Less than this share of a thread's processor time cannot be what its calls took, marks between them included.
+_LEAST_OWN = 0.75
+
+
 def _mean(slot: SlotSample) -> float:
     seconds = sum(map(sum, slot.calls_ns)) * 1e-9
-    own = seconds - (slot.waited_seconds or 0.0)
+    own, busy = seconds - (slot.waited_seconds or 0.0), min(seconds, slot.thread_seconds or 0.0)
+    if own < _LEAST_OWN * busy:  # it waited between two calls, which is in no call's time
+        own = busy
     return (own if own > 0 else seconds) / len(slot.calls_ns)  # whatever the system says, calls took some time
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
-from fp8bench.formats.hardware import refused
+from fp8bench.formats.hardware import emulated, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.shared_workloads import LayerWorkload, is_training, misfit
 from fp8bench.nn.sizes import MoeSizes, layers_around
@@ -124,6 +124,11 @@ class Moe(LayerWorkload):
         sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
         if routed.level is Level.NATIVE and (wrong := misfit(router, 0, sides, False, along)):
             return refused(f"router={router.name}: {wrong}")
+        travels = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
+        for axis in ("router", *travels):  # their time is part of the step's
+            own = precisions.get(str(params[axis])).support(facts)
+            if own.level is Level.EMULATED and support.level is Level.NATIVE:
+                return emulated(f"{axis}={params[axis]}: {own.reason}")
         return support
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:

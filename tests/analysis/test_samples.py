@@ -93,6 +93,15 @@ def test_no_figure_of_a_round_is_above_the_mean_of_its_calls() -> None:
     assert step_samples(shorter) == pytest.approx((22e-9 / 3, 4e-9))
 
 
+def test_no_figure_of_a_round_is_far_below_its_threads_processor_time() -> None:
+    """The thread waited 6.1 ms between two calls, which is in no call's time: a figure of 72 us stood beside 430."""
+    (slot,) = slots([(437_000,)] * 9 + [(2_900_000,)], phases=("gemm",)).slots
+    seconds = sum(map(sum, slot.calls_ns)) * 1e-9
+    for thread, wanted in ((0.0068, 437e-6), (None, (seconds - 6.1e-3) / 10)):
+        measured = Timing(Segments(("gemm",), (0,)), (replace(slot, waited_seconds=6.1e-3, thread_seconds=thread),))
+        assert step_samples(measured) == pytest.approx((wanted,))
+
+
 def led(own: Timing, reference: Timing, control: Timing | None = None) -> tuple[Record, Record]:
     return record(own), record(reference, "fp32", is_reference=True, control=control)
 

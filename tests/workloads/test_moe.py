@@ -247,4 +247,9 @@ def test_what_cannot_be_is_refused() -> None:
     assert support.level is Level.REFUSED and "width=40" in support.reason
     support = Moe().support({**SMALL["moe"], "router": "fp8"}, precisions.get("bf16"), H200)
     assert support.level is Level.REFUSED and "router=fp8" in support.reason
+    for axis in ("router", "dispatch", "combine"):
+        support = Moe().support({**SMALL["moe"], axis: "fp8"}, precisions.get("bf16"), CPU)
+        assert support.level is Level.EMULATED and f"{axis}=fp8: " in support.reason
+    assert Moe().support(SMALL["moe"], precisions.get("bf16"), CPU).level is Level.NATIVE
+    assert Moe().support({**SMALL["moe"], "dispatch": "fp8"}, precisions.get("bf16"), H200).level is Level.NATIVE
     assert Moe().support(SMALL["moe"], precisions.get("fp8"), CPU).level is Level.EMULATED
