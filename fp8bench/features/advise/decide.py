@@ -160,10 +160,8 @@ def _routed(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advi
         if gain is not None:  # with some layers high a step gains between nothing and what it gains with all low
             gain = Interval(math.sqrt(gain.point), min(1.0, gain.low), max(1.0, gain.high), gain.level)
         routed = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers], gain)
-        yield replace(
-            routed, precision_map=chosen.precision_map,
-            recipe=f"{routed.recipe} --precision-map {as_words(chosen.precision_map)}",
-        )  # fmt: skip
+        stated = study.stated_map(chosen)
+        yield replace(routed, precision_map=stated, recipe=f"{routed.recipe} --precision-map {as_words(stated)}")
     yield from _small(pair, basis)
 
 
