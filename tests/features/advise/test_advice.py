@@ -384,7 +384,12 @@ def test_a_map_that_says_nothing_is_told_by_what_stays_high() -> None:
     records = group(fp8=FP8)
     records[1] = replace(records[1], case=replace(records[1].case, precision_map=made[0].precision_map))
     advice = only(advise(records, studies=(replace(study(), candidates=made),)), ROUTE, "fp8{head=fp8}")
-    assert advice.recipe.endswith(" --precision-map head=bf16") and advice.precision_map == (("head", "bf16"),)
+    assert advice.recipe == "--dtypes bf16,fp8 --precision-map head=bf16" and advice.precision_map == (
+        ("head", "bf16"),
+    )
+    adopted = advise(records)
+    assert only(adopted, ADOPT, "fp8{head=fp8}").recipe == "--dtypes bf16,fp8 --precision-map head=fp8"
+    assert not [each for each in adopted.answers if "{" in each.measure], "nobody can type a mode with its map"
 
 
 def test_layers_below_break_even_stay_high() -> None:
