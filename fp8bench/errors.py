@@ -40,6 +40,10 @@ class UnknownName(UsageError):
         self.nearest = near[0] if near else None
 
 
+class NotRepeatable(Fp8benchError):
+    """A model gives other numbers from the same seed, so that an error would not be a precision's."""
+
+
 class RecipeRefused(UsageError):
     """Formats, scalings or factors that do not make a recipe."""
 

@@ -185,7 +185,7 @@ def _phases_above(record: Record, ceiling: Ceiling) -> Iterator[str]:
 
 def _fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
     """Suites without products are exempt, because it is unknown what a precision could change in them."""
-    why = _of_products(record) or _in_fp64(record)
+    why = _of_products(record) or _in_fp64(record, reference)
     if not why and record.products is not None and record.products.low and reference not in (None, record):
         assert reference is not None
         same = _same_errors(record, reference)
@@ -241,8 +241,10 @@ def _of_products(record: Record) -> str:
     return f"its products ran in the kernel {foreign}" if foreign else ""
 
 
-def _in_fp64(record: Record) -> str:
-    """Describes products in fp64; any precision is fast beside a reference with them."""
+def _in_fp64(record: Record, reference: Record | None) -> str:
+    """Describes products in fp64; any precision is fast beside a reference with them. A model may come with them."""
+    if UNTOUCHED in (record.case.precision, reference.case.precision if reference is not None else ""):
+        return ""
     flops = record.tape.by_path.get("fp64", 0) if record.tape is not None else 0
     if record.tape is None or flops <= _OTHER * record.tape.flops:
         return ""

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fp8bench.errors import NotRepeatable
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -69,7 +70,10 @@ class UntimedPasses:
             if why := workload.error_refused(dict(case.params)):
                 return str(why)
             shared = partial(self._once, (case.workload, case.params, facts.key, case.ranks), kept)
-            return errors_of(workload.error(replace(setup(), shared=shared)))
+            try:
+                return errors_of(workload.error(replace(setup(), shared=shared)))
+            except NotRepeatable as error:
+                return str(error)
 
     def _once(self, key: object, kept: tuple[object, Any] | None, make: Callable[[], Any]) -> Any:
         """Returns the value kept for `key`, or makes it; the next request other than `error` drops it."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fp8bench.errors import Fp8benchError, NotSent, UsageError
+from fp8bench.errors import Fp8benchError, NotRepeatable, NotSent, UsageError
 from fp8bench.formats.hardware import native, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.model.words import UNTOUCHED
@@ -21,10 +21,12 @@ from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 
 if TYPE_CHECKING:
-    from fp8bench.nn.own_model import Given, OwnModel
+    from fp8bench.nn.own_model import Given, Outcome, OwnModel
 
 OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
+# A model repeats itself if it differs from itself by less, or by a smaller share of an error.
+_REPEATS, _TELLING = 1e-4, 0.1
 # What makers returned in this process, by their name and the seed; arms get copies.
 MADE: dict[tuple[str, int], Given] = {}
 # Makers of live models, by the name of the model's class.
@@ -119,13 +121,19 @@ class Model(Workload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares outputs, loss and gradients with the untouched model's, from the same weights, batch and draws."""
-        from fp8bench.nn.own_model import OwnModel, errors_between
+        from fp8bench.nn.own_model import errors_between
 
-        wanted = OwnModel(_copied(setup), setup, compiles=False, converts=False).outcome()
+        wanted, apart = _untouched_twice(setup)
         state = _own(setup, draws_alike=True)
         if setup.settles:
             state.outcome()
-        return errors_between(state.outcome(), wanted)
+        errors = errors_between(state.outcome(), wanted)
+        if _drowned(errors, apart):
+            raise NotRepeatable(
+                "the model as it came gives other numbers from the same seed, as one does that draws them by a "
+                "generator outside of it. Seed that in forward, or draw by torch, random or numpy.random"
+            )
+        return errors
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:
         """Trains on the model's one batch; another draw is the model that its maker returns under another seed."""
@@ -142,7 +150,9 @@ class Model(Workload):
         from fp8bench.nn.own_model import errors_between
 
         outcome, wanted = (_own(each, compiles=False).outcome() for each in (setup, reference))
-        return errors_between(outcome, wanted).get("gradient_error")
+        errors = errors_between(outcome, wanted)
+        apart = errors_between(_own(reference, compiles=False).outcome(), wanted)
+        return None if _drowned(errors, apart) else errors.get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
         from fp8bench.nn.conversion import AcceleratedModel, converted_in, unconverted
@@ -164,6 +174,19 @@ def _own(setup: Setup, **options: bool) -> OwnModel:
     from fp8bench.nn.own_model import OwnModel
 
     return OwnModel(_copied(setup), setup, _multiples(setup), converts=_converts(setup), **options)
+
+
+def _untouched_twice(setup: Setup) -> tuple[Outcome, dict[str, float]]:
+    """Returns what the model as it came gives, and how far that is from what it gives once more."""
+    from fp8bench.nn.own_model import OwnModel, errors_between
+
+    first, again = (OwnModel(_copied(setup), setup, compiles=False, converts=False).outcome() for _ in range(2))
+    return first, errors_between(again, first)
+
+
+def _drowned(errors: Mapping[str, float], apart: Mapping[str, float]) -> bool:
+    """Whether an error is about what the same model differs by from itself, beyond what a device adds up otherwise."""
+    return any(own > max(_REPEATS, _TELLING * errors.get(name, 0.0)) for name, own in apart.items())
 
 
 def _converts(setup: Setup) -> bool:

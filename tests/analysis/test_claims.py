@@ -497,3 +497,5 @@ def test_a_reference_by_way_of_fp64_leaves_no_verdict() -> None:
     (told,) = claims_of(lead, None)
     assert (told.label, told.reason) == (Label.FALLBACK, "393 kFLOP of its 393 kFLOP a step are in fp64") and told.hard
     assert find([lead, case], {})[1].verdict is Verdict.UNSURE
+    untouched = replace(lead, case=replace(lead.case, precision="untouched"))
+    assert not list(claims_of(untouched, None)), "a model may come in fp64"

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8bench.errors import UnknownName, UsageError
+from fp8bench.errors import NotRepeatable, UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Level, Scalar
+from fp8bench.model.raw import Settings
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions, workloads
+from fp8bench.worker.bench import Bench
 from fp8bench.workloads.model import LIVE, MADE, Model
 from tests.facts import A100, CPU, H200
 
@@ -158,6 +160,22 @@ def test_another_draw_has_other_weights_and_the_same_batch() -> None:
     model, *_ = drawn()
     loss = float(model(batch.clone()).detach().square().mean())
     assert Model().losses(replace(setup, draw=1), 1) == pytest.approx([loss])
+
+
+def test_a_model_that_does_not_repeat_itself_has_no_error() -> None:
+    """What it differs by from itself would be told as a precision's error."""
+    outside = torch.Generator().manual_seed(1)
+
+    class Drawing(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.randn(x.shape, generator=outside))
+
+    setup = setup_of(lambda: (Drawing(), torch.randn(8, 32)), "bf16")
+    with pytest.raises(NotRepeatable):
+        Model().error(setup)
+    told = Bench(Settings(seed=3, threads=1)).error(setup.case, CPU)
+    assert isinstance(told, str) and "other numbers from the same seed" in told
+    assert Model().gradient_error(setup, replace(setup, case=replace(setup.case, precision="untouched"))) is None
 
 
 class Penalty(nn.Module):

@@ -23,6 +23,7 @@ from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import (
     CELL_PHASES,
     UNATTRIBUTED,
+    Case,
     Finding,
     Interval,
     Label,
@@ -292,22 +293,28 @@ class AdviceRule:
 _WIDE = frozenset({"bf16", "fp16", "tf32"})
 
 
+def typed(case: Case) -> str:
+    """A case's precision as --dtypes takes it, and its map behind it."""
+    layers = ",".join(f"{layer}={mode}" for layer, mode in case.precision_map)
+    return case.precision + (f" --precision-map {layers}" if layers else "")
+
+
 def _words(pair: ComparedCase) -> dict[str, str]:
     case = pair.record.case
     params = dict(case.params)
     reference = pair.lead.case.mode if pair.lead is not None else "bf16"
-    words = {"mode": case.mode, "make": "MODULE:make", "high": reference}
+    words = {"mode": typed(case), "alone": case.precision, "make": "MODULE:make", "high": reference}
     if "make" not in params:
-        again = f"fp8bench suite {case.workload} --dtypes {reference},{case.mode}"
+        again = f"fp8bench suite {case.workload} --dtypes {reference},{typed(case)}"
         return {**words, "again": again, "compiled": "--set compile=no,yes", "larger": "--set batch=1,4,16",
-                "study": f"fp8bench sensitivity --dtype {case.mode} --reference {reference}",
-                "train": f"fp8bench train --dtypes {reference},{case.mode} --seeds 5"}  # fmt: skip
+                "study": f"fp8bench sensitivity --dtype {case.precision} --reference {reference}",
+                "train": f"fp8bench train --dtypes {reference},{typed(case)} --seeds 5"}  # fmt: skip
     forward = " --forward" if params.get("pass") == "forward" else ""
-    again = f"fp8bench profile {params['make']}{forward} --dtypes {case.mode}"
+    again = f"fp8bench profile {params['make']}{forward} --dtypes {typed(case)}"
     words |= {"make": str(params["make"]), "high": "fp32" if case.precision in _WIDE else "bf16"}
     return {**words, "again": again, "compiled": "--compile", "larger": "with a function that gives a larger batch",
-            "study": f"fp8bench sensitivity {params['make']} --dtype {case.mode}",
-            "train": f"fp8bench train {params['make']} --dtypes {reference},{case.mode} --seeds 5"}  # fmt: skip
+            "study": f"fp8bench sensitivity {params['make']} --dtype {case.precision}",
+            "train": f"fp8bench train {params['make']} --dtypes {reference},{typed(case)} --seeds 5"}  # fmt: skip
 
 
 def met_above(gain: Interval, least: float) -> Met:

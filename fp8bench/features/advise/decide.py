@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.features.advise import shape_rules
-from fp8bench.features.advise.basis import Basis, ComparedCase, doubts, gain_text, mapped, met_above
+from fp8bench.features.advise.basis import Basis, ComparedCase, doubts, gain_text, mapped, met_above, typed
 from fp8bench.features.advise.rules import COST_RULES, SPEED_RULES, arm_of, bound_of, stage_of, study_of, tried_as
 from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Ground, Met, RuleAnswer
@@ -62,7 +62,7 @@ def _advice(
     reference = pair.lead.case.mode if pair.lead is not None else ""
     grounds = tuple(dict.fromkeys(ground for answer in answers for ground in answer.grounds))
     words += doubts(pair) if pair.speed is not None else ""
-    recipe = f"--dtypes {reference},{case.mode}" if kind is not AdviceKind.NOTHING else ""
+    recipe = f"--dtypes {reference},{typed(case)}" if kind is not AdviceKind.NOTHING else ""
     return Advice(
         rule, kind, case.mode, reference, words, (case.setting,), recipe, gain=gain,
         case=case.id if gain is not None else "", grounds=grounds,
@@ -160,10 +160,9 @@ def _routed(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advi
         if gain is not None:  # with some layers high a step gains between nothing and what it gains with all low
             gain = Interval(math.sqrt(gain.point), min(1.0, gain.low), max(1.0, gain.high), gain.level)
         routed = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers], gain)
-        yield replace(
-            routed, precision_map=chosen.precision_map,
-            recipe=f"{routed.recipe} --precision-map {as_words(chosen.precision_map)}",
-        )  # fmt: skip
+        stated = study.stated_map(chosen)
+        recipe = f"--dtypes {routed.reference},{pair.record.case.precision} --precision-map {as_words(stated)}"
+        yield replace(routed, precision_map=stated, recipe=recipe)
     yield from _small(pair, basis)
 
 
@@ -191,10 +190,10 @@ def _small(pair: ComparedCase, basis: Basis) -> Iterator[Advice]:
         f"route: leave {len(small)} layers ({units.percent(share, 0)} of product FLOPs) in {reference}, whose products "
         f"are below the size that pays here ({units.whole(round(begins))}){doubts(pair)}"
     )
-    kept = tuple((name, reference) for name in small)
+    kept = tuple({**dict(case.precision_map), **dict.fromkeys(small, reference)}.items())
     yield Advice(
         "shapes", AdviceKind.ROUTE, pair.mode, reference, words, (case.setting,),
-        f"--dtypes {reference},{pair.mode} --precision-map {as_words(kept)}", kept, wider,
+        f"--dtypes {reference},{case.precision} --precision-map {as_words(kept)}", kept, wider,
         case.id if wider is not None else "", (Ground(pair.row, words), *grounds), bool(doubts(pair)),
     )  # fmt: skip
 

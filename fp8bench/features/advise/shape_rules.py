@@ -164,7 +164,7 @@ def _experts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 RULES = (
     # Break-even differs by device, recipe and torch by more than twice: no constant holds.
     AdviceRule("shapes", "Are its products large enough?", _large,
-               "fp8bench suite gemm --dtypes {high},{mode}, then fp8bench advise RUN --beside last"),
+               "fp8bench suite gemm --dtypes {high},{alone}, then fp8bench advise RUN --beside last"),
     # A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.
     AdviceRule("coverage", "Can most of its products be converted?", _reached,
                "fp8bench profile {make} --dtypes {mode}"),

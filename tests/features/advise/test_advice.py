@@ -377,6 +377,21 @@ def test_layers_that_a_study_found_stay_high() -> None:
     assert all(advice.kind is not ROUTE for advice in advise(group(fp8=FP8), studies=(study(0.001),)).advice)
 
 
+def test_a_map_that_says_nothing_is_told_by_what_stays_high() -> None:
+    """A suite leaves its head high without a map: the map of all other layers is empty."""
+    low, high = study(0.1, 0.005).candidates
+    made = replace(low, precision_map=(("head", "fp8"),)), replace(high, precision_map=())
+    records = group(fp8=FP8)
+    records[1] = replace(records[1], case=replace(records[1].case, precision_map=made[0].precision_map))
+    advice = only(advise(records, studies=(replace(study(), candidates=made),)), ROUTE, "fp8{head=fp8}")
+    assert advice.recipe == "--dtypes bf16,fp8 --precision-map head=bf16" and advice.precision_map == (
+        ("head", "bf16"),
+    )
+    adopted = advise(records)
+    assert only(adopted, ADOPT, "fp8{head=fp8}").recipe == "--dtypes bf16,fp8 --precision-map head=fp8"
+    assert not [each for each in adopted.answers if "{" in each.measure], "nobody can type a mode with its map"
+
+
 def test_layers_below_break_even_stay_high() -> None:
     """They predict nothing where nobody knows a bound: no phase is marked, and nobody looked."""
     coverage = Coverage((holder("big", "linear", 90), holder("small", "linear", 10, side=600)), flops=100)
