@@ -8,6 +8,9 @@ import traceback
 from errno import ENOMEM
 from typing import NamedTuple
 
+from fp8bench.errors import UnknownName
+from fp8bench.model import PHASES
+from fp8bench.protocols import Markers
 from fp8bench.registry import devices
 
 # What torch adds to a driver's error: where to look it up, and that another line may have caused it.
@@ -42,6 +45,8 @@ def described(error: BaseException, known: bool = True) -> DescribedFault:
         text = f"{text or 'no memory'}. Free some, or raise this process's limit (ulimit -v)"
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         text += f" for {sys.executable}. Install torch there, or run fp8bench with a Python that has it."
+    if isinstance(error, AttributeError) and isinstance(error.obj, Markers):
+        text = str(UnknownName("phase", str(error.name), map(str, PHASES)))
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
     return DescribedFault(type(error).__name__, text, trace, exhausted)
