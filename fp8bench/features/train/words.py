@@ -138,8 +138,10 @@ def _settled(gap: Gap, interval: Interval) -> str:
 
 def _excluded(interval: Interval) -> str:
     """The upper end, rounded up: a smaller one would claim more."""
+    if interval.high <= 0:
+        return "0%"
     decimals = _decimals(interval)
-    steps = round(100 * max(0.0, interval.high) * 10**decimals, 6)
+    steps = round(100 * interval.high * 10**decimals, 6)
     return f"{(math.ceil(steps) if math.isfinite(steps) else steps) / 10**decimals:.{decimals}f}%"
 
 

@@ -76,6 +76,8 @@ def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
     ([0.001], Learned.INCONCLUSIVE, "inconclusive: 1 seed counts, fewer than 5: not finished", "whether fp8 learns"),
     ([0.001, 0.002], Learned.INCONCLUSIVE, "inconclusive: 2 seeds count, fewer than 5: not finished",
      "whether fp8 learns as bf16 does is open: a loss more than 0.79% worse is excluded (95%)"),
+    ([-0.030, -0.031], Learned.INCONCLUSIVE, "inconclusive: 2 seeds count, fewer than 5: not finished",
+     "whether fp8 learns as bf16 does is open: a loss more than 0% worse is excluded (95%)"),
     ([0.0, 0.03, -0.03, 0.02, 0.0], Learned.INCONCLUSIVE, "inconclusive: ", "whether fp8 learns as bf16 does is open"),
     ([], Learned.INCONCLUSIVE, "inconclusive: 0 seeds count, fewer than 5: not finished", "whether fp8 learns"),
 ])  # fmt: skip
