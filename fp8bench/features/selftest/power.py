@@ -28,7 +28,7 @@ from fp8bench.analysis.verdicts import best_phases, conclude, decided
 from fp8bench.errors import UnknownName
 from fp8bench.features.selftest.checks import GPU_SIDE, NATIVE, SIDE, product
 from fp8bench.files import keeping, write_whole
-from fp8bench.jobs.observer import JobObserver
+from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker
@@ -192,7 +192,7 @@ def run_power(
     for word in words or ():
         if word not in OPERATIONS:
             raise UnknownName("operation", word, OPERATIONS)
-    with tempfile.TemporaryDirectory() as folder, observer.counting() as tell:
+    with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
             facts = device_named(device, worker.probe())
@@ -201,13 +201,15 @@ def run_power(
             results: list[Arms] = []
             wanted = words or OPERATIONS
             for operation in (each for each in operations(corpus.identity, facts) if each.key in wanted):
+                done = tuple(results)
+                with observer.counting() as tell:  # each operation has its own time left
 
-                def after(result: Arms, done: tuple[Arms, ...] = tuple(results)) -> None:
-                    tell(len(result.loads), trials, "trials", result.operation)
-                    if path is not None:
-                        _write(path, (*done, result), kept)
+                    def after(result: Arms, done: tuple[Arms, ...] = done, tell: Tell = tell) -> None:
+                        tell(len(result.loads), trials, "trials", result.operation)
+                        if path is not None:
+                            _write(path, (*done, result), kept)
 
-                results.append(measure_power(worker, facts, operation, trials, len(results), after))
+                    results.append(measure_power(worker, facts, operation, trials, len(results), after))
     rows = tuple(row for result in results for row in summarise(result))
     return Power(rows, tuple(sorted(load for result in results for load in result.loads)))
 
