@@ -104,7 +104,7 @@ def test_calibrating_measures_a_standard_case_and_later_runs_know_it(tmp_path: P
     """The store keeps how far apart the runs lie, not the runs."""
     text = "\n".join(several_runs.standard_runs(tmp_path, TERMINAL))
     assert "how far runs lie apart on cpu" in text and "in 6 fresh processes: " in text
-    assert [path.name for path in tmp_path.iterdir()] == ["reruns"] and not list(run_files(tmp_path))
+    assert (tmp_path / "reruns").exists() and not list(run_files(tmp_path))
     request = Request("gemm", ("fp32", "bf16"), ("cpu",), axes=(("shape", ("128x128x128",)),), rounds=24)
     run = execute(request, tmp_path, SilentObserver(), "")
     assert all(record.reruns is not None for record in run.records)
