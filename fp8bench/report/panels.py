@@ -309,6 +309,6 @@ def phases_beside(reference: Finding, finding: Finding) -> dict[str, tuple[float
     unattributed'."""
     before, after, hidden = dict(reference.phases), dict(finding.phases), unmarked_phases(reference, finding)
     if hidden:
-        together = ", ".join(hidden[:-1]) + f" and {UNATTRIBUTED}"
-        before[together], after[together] = (sum(side.pop(phase, 0.0) for phase in hidden) for side in (before, after))
+        title = ", ".join(hidden[:-1]) + f" and {UNATTRIBUTED}"
+        before[title], after[title] = (sum(side.pop(phase, 0.0) for phase in hidden) for side in (before, after))
     return {phase: (before.get(phase, 0.0), after.get(phase, 0.0)) for phase in {**after, **before}}

@@ -169,9 +169,9 @@ def _effect(steps: _Steps) -> StepEffect:
     for chosen, results_too in ((floating, False), (others, False), (in_place, True)):
         if chosen and _changes(steps, chosen, taken, results_too):
             return StepEffect(True)  # also if others than torch have launched the work, which nobody counts
-    if idle and _rewrites(steps, set(before) & set(after) - given):
-        return StepEffect(True)
     if idle:
+        if _rewrites(steps, set(before) & set(after) - given):
+            return StepEffect(True)
         return StepEffect(False, "it calls no operator of torch and leaves all tensors as they were")
     return StepEffect(False, f"its results are the same, bit for bit, whatever its {len(given)} input tensors hold")
 
@@ -261,10 +261,10 @@ def _rewrites(steps: _Steps, written_once: set[_SeenMemory]) -> bool:
     addresses = {tensor.address for tensor in written_once}
     for address, (first, *_) in steps.memories().items():
         if address in addresses:
-            known = digest(first)
+            old = digest(first)
             with other_numbers(first, seed=0):
-                put = digest(first)
-                if steps.fails() or digest(first) not in (known, put):
+                other = digest(first)
+                if steps.fails() or digest(first) not in (old, other):
                     return True
     return False
 

@@ -185,7 +185,7 @@ def _untouched_twice(setup: Setup) -> tuple[Outcome, dict[str, float]]:
 
 
 def _drowned(errors: Mapping[str, float], apart: Mapping[str, float]) -> bool:
-    """Whether an error is about what the same model differs by from itself, beyond what a device adds up otherwise."""
+    """Whether the model differs from itself by a tenth of an error or more, and by more than sums in another order."""
     return any(own > max(_REPEATS, _TELLING * errors.get(name, 0.0)) for name, own in apart.items())
 
 

@@ -18,7 +18,7 @@ from fp8bench.analysis import stats, verdicts
 from fp8bench.errors import UsageError
 from fp8bench.features.advise.values import Ground, Met, RuleAnswer
 from fp8bench.features.infer.values import ServingAnswer
-from fp8bench.features.sensitivity.study import Study
+from fp8bench.features.sensitivity.study import Study, as_words
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import (
     CELL_PHASES,
@@ -295,8 +295,7 @@ _WIDE = frozenset({"bf16", "fp16", "tf32"})
 
 def typed(case: Case) -> str:
     """A case's precision as --dtypes takes it, and its map behind it."""
-    layers = ",".join(f"{layer}={mode}" for layer, mode in case.precision_map)
-    return case.precision + (f" --precision-map {layers}" if layers else "")
+    return case.precision + (f" --precision-map {as_words(case.precision_map)}" if case.precision_map else "")
 
 
 def _words(pair: ComparedCase) -> dict[str, str]:

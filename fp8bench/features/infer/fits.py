@@ -91,12 +91,8 @@ def widening(rounds: int) -> float:
     how much slower the fastest of few rounds are than the fastest of many (found by simulation).
     """
     freedom = max(1, rounds - 1)
-    return student_t(freedom) / 1.96 * math.sqrt(rounds / freedom) * (1 + 6 / rounds)
-
-
-def student_t(freedom: int) -> float:
-    """Returns Student's t for an interval of 95%, within 1% from two degrees of freedom on."""
-    return 1.96 + 2.37 / freedom + 2.8 / freedom**2 + 5.6 / freedom**3
+    t = 1.96 + 2.37 / freedom + 2.8 / freedom**2 + 5.6 / freedom**3  # within 1% from 2 degrees on
+    return t / 1.96 * math.sqrt(rounds / freedom) * (1 + 6 / rounds)
 
 
 def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -> ContextCrossing:

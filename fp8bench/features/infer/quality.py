@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8bench.features.infer.fits import student_t
+from fp8bench.analysis.compare.interval import quantile
 from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, RolloutGap, ServedModel
 from fp8bench.model import DeviceFacts, Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
@@ -213,7 +213,7 @@ def _over_texts(by_token: Tensor) -> Interval:
     single text it is unbounded."""
     by_text = by_token.mean(1)
     mean, count = float(by_text.mean()), len(by_text)
-    reach = student_t(count - 1) * float(by_text.std()) / math.sqrt(count) if count > 1 else math.inf
+    reach = quantile(0.95, count - 1) * float(by_text.std()) / math.sqrt(count) if count > 1 else math.inf
     return Interval(mean, mean - reach, mean + reach, 0.95)
 
 

@@ -145,7 +145,7 @@ def _parts(arm: ArmQuality) -> str:
 def _short(value: float, digits: int) -> str:
     """Writes a number like 2.7e-3."""
     if not math.isfinite(value):
-        return f"{value}"
+        return str(value)
     mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if value else "0"
 

@@ -53,8 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     if _IGNORED not in known.split():
         begins = "\n" if known and not known.endswith("\n") else ""
         _write(ignore, f"{begins}{_IGNORED}\n", "a")
-    elsewhere = arguments.folder.resolve() != Path.cwd()
-    say("\n" + elsewhere * f"Go there:           cd {shlex.quote(str(arguments.folder))}\n" + _NEXT)
+    here = arguments.folder.resolve() == Path.cwd()
+    go_there = "" if here else f"Go there:           cd {shlex.quote(str(arguments.folder))}\n"
+    say(f"\n{go_there}{_NEXT}")
     return EXIT_OK
 
 
