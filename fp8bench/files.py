@@ -262,19 +262,31 @@ class LineWriter:
 def lock(file: IO[Any], seconds: float) -> bool:
     """Waits up to `seconds` for a file's lock; False if another process keeps it.
 
-    On a file system without locks it returns True. Closing the file releases the lock.
+    A process that only looks (`is_locked`) has the lock for a moment, which is always waited for: under load it may be
+    stopped meanwhile. On a file system without locks it returns True. Closing the file releases the lock.
     """
-    end = time.monotonic() + seconds
+    begun = time.monotonic()
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() >= end:
+            waited = time.monotonic() - begun
+            if waited >= seconds and (waited >= LOCK_SECONDS or not _is_only_looked_at(file)):
                 return False
         except OSError:
             return True
         time.sleep(_PAUSE_SECONDS)
+
+
+def _is_only_looked_at(file: IO[Any]) -> bool:
+    """Whether those who have the lock share it, as `is_locked` does, or it has just been released."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_UN)
+    except OSError:
+        return False
+    return True
 
 
 def is_locked(path: Path) -> bool:

@@ -21,14 +21,14 @@ from pathlib import Path
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.duel.partners import Start, of_host, settings_of, words_of
 from fp8bench.features.duel.values import AFTER, BEFORE
-from fp8bench.files import is_locked, lock
+from fp8bench.files import PARTIAL, is_locked, lock
 from fp8bench.measure.interrupts import ignored
 from fp8bench.store.commit_runs import commit_named
 
 PREFIX = "fp8bench-duel-"
 _LOCK = "owner.lock"
-# A younger folder without a lock may be one that is just being made.
-_YOUNG_SECONDS = 60.0
+# A younger folder without a lock may be one that is just being made, by a process that waits for a core.
+_YOUNG_SECONDS = 600.0
 
 
 @contextmanager
@@ -38,14 +38,15 @@ def scratch() -> Iterator[Path]:
     sweep()
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
-        owner = (folder / _LOCK).open("w")
+        owner = (folder / PARTIAL).open("w")
+        lock(owner, 0)
+        (folder / PARTIAL).rename(folder / _LOCK)  # whoever finds it finds it locked
     except OSError as error:
         raise StoreError(
             f"no temporary folder can be made ({error.strerror}). Make room, or set TMPDIR to a folder that has some."
         ) from None
     try:
         with owner:
-            lock(owner, 0)
             yield folder
     finally:
         with ignored():
