@@ -75,12 +75,22 @@ def within(seconds: float, function: Callable[[], T], name: str) -> T:
 
     thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()
-    thread.join(seconds)
+    ended = has_ended(thread, seconds)
     if returned:
         return returned[0]
     if raised:
         raise raised[0]
-    raise NoAnswer(silence(name, seconds) if thread.is_alive() else f"{name} ended without an answer")
+    raise NoAnswer(f"{name} ended without an answer" if ended else silence(name, seconds))
+
+
+def has_ended(thread: threading.Thread, seconds: float) -> bool:
+    """Waits up to `seconds` for a thread to end; returns whether it has.
+
+    In two halves: where this process is stopped for longer than that, only one of them is lost.
+    """
+    thread.join(seconds / 2)
+    thread.join(seconds / 2)
+    return not thread.is_alive()
 
 
 def silence(name: str, seconds: float) -> str:
