@@ -19,7 +19,7 @@ from operator import or_
 from statistics import median
 from typing import Any, Self
 
-from fp8bench.measure.sensors.driver import Clock, NoAnswer, silence
+from fp8bench.measure.sensors.driver import Clock, NoAnswer, join_within, silence
 from fp8bench.measure.sensors.mean_power import (
     INTERVALS,
     PowerSample,
@@ -176,7 +176,7 @@ class Sampler:
     def stop(self, timeout: float) -> None:
         """Ends the thread. Raises NoReading if the source or the thread failed, NoAnswer if a call hangs."""
         self._stop.set()
-        self._thread.join(timeout)
+        join_within(timeout, self._thread)
         if self._thread.is_alive():
             raise NoAnswer(silence("the energy source", timeout))
         if self.failure or not self.ended:

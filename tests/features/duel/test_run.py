@@ -200,11 +200,11 @@ def test_an_end_in_the_middle_leaves_nothing(
     mark, python, suite = tmp_path / "mark", pythons[0], ["suite", "library", "--import", "suites.py"]
     words = ("--python-a", python, "--python-b", python, "--against", "v1", *suite, "--set", "hazard=wait")
     process = started(project, *words, MARK=str(mark))
-    end = time.monotonic() + 200
+    end = time.monotonic() + 280
     while not mark.exists() and time.monotonic() < end and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(number)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=280)
     if number == signal.SIGINT:
         assert process.returncode == 130 and "interrupted; what was finished is kept in" in unfolded(err)
         assert "1 of 1 cases were not measured" in out

@@ -190,7 +190,7 @@ TRAIN = (
     f"{sys.executable} -m fp8bench train --dtypes bf16,fp8 --data text.txt --steps 1000000 --seeds 1 --keep 20 "
     "--batch 1 --sequence 16 --evaluate 1000"
 )
-PATIENCE = 90.0
+PATIENCE = 240.0
 
 
 class Terminal:
