@@ -12,7 +12,8 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -48,7 +49,7 @@ HELD = kill.SUITE.replace(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "nap_suite.py").write_text(kill.SUITE)
+    (tmp_path / "nap_suite.py").write_text(HELD)
     return tmp_path
 
 
@@ -79,6 +80,17 @@ def nap(*places: int) -> tuple[str, ...]:
     )
 
 
+@contextmanager
+def endless(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A run of 40 groups that does not come to its end in the body, however late it is interrupted."""
+    (folder / "hold 39").touch()
+    with started(folder, *nap(*range(40)), *words) as process:
+        try:
+            yield process
+        finally:
+            (folder / "hold 39").unlink()
+
+
 def wait_for(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -93,7 +105,7 @@ def num_lines(folder: Path, store: str = ".fp8bench") -> int:
 @pytest.mark.slow
 def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> None:
     """Pressed while groups are being measured; the command that is named does the rest."""
-    with started(folder, *nap(*range(40))) as process:
+    with endless(folder) as process:
         wait_for(lambda: num_lines(folder) >= 5)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=240)
@@ -132,8 +144,6 @@ def test_a_full_disk_loses_nothing_that_was_finished(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_runs_in_one_store_know_of_each_other(folder: Path) -> None:
-    (folder / "nap_suite.py").write_text(HELD)
-
     def files() -> list[Path]:
         return list(run_files(folder / ".fp8bench"))
 
@@ -160,7 +170,7 @@ def test_two_runs_in_one_store_know_of_each_other(folder: Path) -> None:
 @pytest.mark.parametrize("number", sampled([signal.SIGHUP], [signal.SIGTERM, signal.SIGHUP]), ids=lambda one: one.name)
 def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals) -> None:
     """By `timeout`, a service manager or a closing terminal."""
-    with started(folder, *nap(*range(40)), "--store", "else where") as process:
+    with endless(folder, "--store", "else where") as process:
         wait_for(lambda: num_lines(folder, "else where") >= 3)
         process.send_signal(number)
         out, err = process.communicate(timeout=240)
@@ -171,7 +181,7 @@ def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals
 @pytest.mark.slow
 def test_whoever_presses_twice_is_told_all_the_same(folder: Path) -> None:
     """The second Ctrl-C may cut off the table, but not the end of the file nor the word on how to go on."""
-    with started(folder, *nap(*range(40))) as process:
+    with endless(folder) as process:
         wait_for(lambda: num_lines(folder) >= 5)
         for _ in range(5):
             process.send_signal(signal.SIGINT)
@@ -197,14 +207,19 @@ def test_a_terminal_that_is_closed(folder: Path, ignored: bool) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     command = [sys.executable, "-m", "fp8bench", *nap(*range(24))]
+    if not ignored:
+        (folder / "hold 23").touch()
     with subprocess.Popen(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=terminal, stdout=terminal,
         stderr=terminal, preexec_fn=begin,  # noqa: PLW1509 - this process has no threads that hold locks
     ) as process:  # fmt: skip
-        os.close(terminal)
-        _drained(master, lambda: num_lines(folder) >= 5)
-        os.close(master)
-        process.wait(240)
+        try:
+            os.close(terminal)
+            _drained(master, lambda: num_lines(folder) >= 5)
+            os.close(master)
+            process.wait(240)
+        finally:
+            (folder / "hold 23").unlink(missing_ok=True)
     (path,) = run_files(folder / ".fp8bench")
     run = load_run(path)
     assert run.finished is ignored and not run.troubles and len(run.records) >= 4
