@@ -19,7 +19,8 @@ from fp8bench.asv_bridge import root_of, store_of_project
 from fp8bench.cli.main import DEFAULT_STORE, main
 from fp8bench.jobs import doctor
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import UNATTRIBUTED, Status
+from fp8bench.model import Status
+from fp8bench.plan.resolve import TAPE_VARIABLE
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, git, unfolded
@@ -71,8 +72,8 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "fp8bench", "suite", *way, "--quick", "--set", "experts=64",
          "--dtypes", "fp8,bf16", "--store", "kept", "--no-report", "--explain"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT), TAPE_VARIABLE: "recorded"},
     )  # fmt: skip
     assert (done.returncode, unfolded(done.stderr)) == (0, NO_HISTORY)
     for word in ("routing", "experts=64", "bf16", "fp8", "cast", "gemm", "elem", "routing_error"):
@@ -83,8 +84,9 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
     errors = {record.case.precision: record.measurement("routing_error") for record in run.records}
     assert 0 < errors["bf16"].samples[0] < errors["fp8"].samples[0] < 0.2  # type: ignore[union-attr]
     assert [record.status for record in run.records] == [Status.OK] * 3
-    for found in fp8bench.findings(run).values():
-        assert found.best_seconds and dict(found.phases)[UNATTRIBUTED] < 0.05 * found.best_seconds
+    for record in run.records:
+        assert record.tape is not None
+        assert {operator.phase for operator in record.tape.operators} <= {"cast", "gemm", "elementwise"}
 
 
 def test_the_grid_of_the_page_fits_the_example(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

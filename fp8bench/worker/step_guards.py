@@ -22,6 +22,7 @@ from typing import Any
 from fp8bench.worker.clock import PhaseClock
 
 GRACE_SECONDS = 0.5
+_PIECES = 20
 # A process that is about to end may have to wait for a core before it can.
 _ENDING_SECONDS = 2.0
 _POLL_SECONDS = 0.005
@@ -143,10 +144,10 @@ def running() -> Running:
 def still_running(started: Running, grace: float = GRACE_SECONDS) -> list[str]:
     """Returns the names of threads that do not end within `grace` seconds, and of processes, which it then ends.
     torch's own threads do not count."""
-    end = time.monotonic() + grace
     left = [thread for thread in started.threads if not _is_torchs(thread)]
-    for thread in left:
-        thread.join(max(0.0, end - time.monotonic()))
+    for _ in range(_PIECES):  # where the system stops this process for a while, no more than one piece passes
+        if left := [thread for thread in left if thread.is_alive()]:
+            left[0].join(grace / _PIECES)
     return [thread.name for thread in left if thread.is_alive()] + _ended(started.processes)
 
 

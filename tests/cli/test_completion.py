@@ -97,10 +97,11 @@ def test_zsh(script: Path) -> None:
 
 def answer(terminal: int, typed: str, until: str) -> str:
     os.write(terminal, typed.encode())
-    shown, end = "", time.monotonic() + 20
+    shown, read, end = "", b"", time.monotonic() + 240
     while until not in shown and time.monotonic() < end:
         if select.select([terminal], [], [], 0.2)[0]:
-            shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\b]", "", os.read(terminal, 65536).decode(errors="replace"))
+            read += os.read(terminal, 65536)  # may begin or end within a letter, or a command to the terminal
+            shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\b]", "", read.decode(errors="replace"))
     return shown
 
 

@@ -372,7 +372,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=240) == 0
         assert process.stderr.read() == ""
 
 

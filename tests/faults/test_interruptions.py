@@ -12,7 +12,8 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -48,7 +49,7 @@ HELD = kill.SUITE.replace(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "nap_suite.py").write_text(kill.SUITE)
+    (tmp_path / "nap_suite.py").write_text(HELD)
     return tmp_path
 
 
@@ -79,7 +80,18 @@ def nap(*places: int) -> tuple[str, ...]:
     )
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+@contextmanager
+def endless(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A run of 40 groups that does not come to its end in the body, however late it is interrupted."""
+    (folder / "hold 39").touch()
+    with started(folder, *nap(*range(40)), *words) as process:
+        try:
+            yield process
+        finally:
+            (folder / "hold 39").unlink()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -93,23 +105,23 @@ def num_lines(folder: Path, store: str = ".fp8bench") -> int:
 @pytest.mark.slow
 def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> None:
     """Pressed while groups are being measured; the command that is named does the rest."""
-    with started(folder, *nap(*range(40))) as process:
+    with endless(folder) as process:
         wait_for(lambda: num_lines(folder) >= 5)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "nap on cpu" in out and "place=0" in out and "Stopped early" in out
     told = re.search(r"To do the rest: fp8bench (suite --resume \w+)\n", err)
     assert told and "Traceback" not in err and err.endswith(NO_HISTORY)
     assert len([line for line in err.splitlines() if " groups after " not in line]) == 3
     with started(folder, *told[1].split(), "--no-report") as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=240)
     assert process.returncode == 0 and err.endswith(NO_HISTORY)
     (path,) = run_files(folder / ".fp8bench")
     run = load_run(path)
     assert run.finished and not missing_groups(run) and len(run.records) == 80 and len(run.resumptions) == 1
     with started(folder, *told[1].split()) as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     assert process.returncode == 0 and err == f"fp8bench: run {run.id} is finished; nothing was missing\n"
 
 
@@ -117,7 +129,7 @@ def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> Non
 def test_a_full_disk_loses_nothing_that_was_finished(folder: Path) -> None:
     """The limit is met while records are written: what fits is in the file, the rest at least in the table."""
     with started(folder, *nap(*range(12)), limit=30_000) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=240)
     assert process.returncode == 2 and "Traceback" not in err
     assert "cannot be written" in err and "make room" in err
     (path,) = run_files(folder / ".fp8bench")
@@ -125,15 +137,13 @@ def test_a_full_disk_loses_nothing_that_was_finished(folder: Path) -> None:
     kept, shown = len(run.records), len(re.findall(r"^  place=\d+ ", out, re.MULTILINE))
     assert 0 < kept < 24 and shown >= kept // 2
     with started(folder, "suite", "--resume", run.id) as process:
-        process.communicate(timeout=120)
+        process.communicate(timeout=240)
     whole = load_run(path)
     assert process.returncode == 0 and whole.finished and len(whole.records) == 24
 
 
 @pytest.mark.slow
 def test_two_runs_in_one_store_know_of_each_other(folder: Path) -> None:
-    (folder / "nap_suite.py").write_text(HELD)
-
     def files() -> list[Path]:
         return list(run_files(folder / ".fp8bench"))
 
@@ -146,7 +156,7 @@ def test_two_runs_in_one_store_know_of_each_other(folder: Path) -> None:
         wait_for(lambda: all(b"was measured at the same time" in path.read_bytes() for path in files()))
         for place in (2, 5):
             (folder / f"hold {place}").unlink()
-        outs = [process.communicate(timeout=180)[0] for process in (first, second)]
+        outs = [process.communicate(timeout=240)[0] for process in (first, second)]
     assert [process.returncode for process in (first, second)] == [0, 0]
     runs = [load_run(path) for path in files()]
     assert [len(run.records) for run in runs] == [6, 6]
@@ -160,10 +170,10 @@ def test_two_runs_in_one_store_know_of_each_other(folder: Path) -> None:
 @pytest.mark.parametrize("number", sampled([signal.SIGHUP], [signal.SIGTERM, signal.SIGHUP]), ids=lambda one: one.name)
 def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals) -> None:
     """By `timeout`, a service manager or a closing terminal."""
-    with started(folder, *nap(*range(40)), "--store", "else where") as process:
+    with endless(folder, "--store", "else where") as process:
         wait_for(lambda: num_lines(folder, "else where") >= 3)
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     assert process.returncode == 130 and out.startswith("Stopped early: ") and "\nnap " in out
     assert re.search(r"To do the rest: fp8bench suite --resume \w+ --store 'else where'\n", err)
 
@@ -171,12 +181,12 @@ def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals
 @pytest.mark.slow
 def test_whoever_presses_twice_is_told_all_the_same(folder: Path) -> None:
     """The second Ctrl-C may cut off the table, but not the end of the file nor the word on how to go on."""
-    with started(folder, *nap(*range(40))) as process:
+    with endless(folder) as process:
         wait_for(lambda: num_lines(folder) >= 5)
         for _ in range(5):
             process.send_signal(signal.SIGINT)
             time.sleep(0.03)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     # CPython ends itself by the signal if an interrupt ever passed through exec(), caught or not (a dataclass that was
     # just being made, say). A shell calls both 130.
     assert process.returncode in (130, -signal.SIGINT)
@@ -197,19 +207,24 @@ def test_a_terminal_that_is_closed(folder: Path, ignored: bool) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
     command = [sys.executable, "-m", "fp8bench", *nap(*range(24))]
+    if not ignored:
+        (folder / "hold 23").touch()
     with subprocess.Popen(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=terminal, stdout=terminal,
         stderr=terminal, preexec_fn=begin,  # noqa: PLW1509 - this process has no threads that hold locks
     ) as process:  # fmt: skip
-        os.close(terminal)
-        _drained(master, lambda: num_lines(folder) >= 5)
-        os.close(master)
-        process.wait(120)
+        try:
+            os.close(terminal)
+            _drained(master, lambda: num_lines(folder) >= 5)
+            os.close(master)
+            process.wait(240)
+        finally:
+            (folder / "hold 23").unlink(missing_ok=True)
     (path,) = run_files(folder / ".fp8bench")
     run = load_run(path)
     assert run.finished is ignored and not run.troubles and len(run.records) >= 4
     with started(folder, "suite", "--resume", "last", "--no-report") as again:
-        _, err = again.communicate(timeout=120)
+        _, err = again.communicate(timeout=240)
     assert again.returncode == 0 and "Traceback" not in err and load_run(path).finished
 
 
@@ -225,7 +240,7 @@ def _drained(master: int, condition: Callable[[], bool]) -> None:
 def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
     """Full, closed, or a pipe that nobody reads: a sentence at most, and the run's own exit code where it was read."""
     with Path("/dev/full").open("w") as full, started(folder, *nap(1), stdout=full) as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     told = "fp8bench: stdout cannot be written (No space left on device). "
     assert process.returncode == 2 and err.startswith(NO_HISTORY + told)
     (path,) = run_files(folder / ".fp8bench")
@@ -233,7 +248,7 @@ def test_a_stdout_that_takes_nothing_costs_no_run(folder: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as unread, started(folder, "suite", "--resume", "last", stdout=unread) as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     assert process.returncode == 0 and "nothing was missing" in err and "Error" not in err
     for closed in (
         "show last >&-",

@@ -209,6 +209,6 @@ def test_two_processes_may_make_it_at_once(tmp_path: Path, text: Path) -> None:
     )
     command = [sys.executable, "-c", program, str(text), str(tmp_path / "data")]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[1] for process in processes]
+    outputs = [process.communicate(timeout=240)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert not list((tmp_path / "data").glob("*.partial"))

@@ -68,13 +68,15 @@ def test_a_quick_look_has_products_and_copies(monkeypatch: pytest.MonkeyPatch) -
     assert found.rate(Limit.PRODUCT, "fp8") is None and found.bound(Limit.COPY) is None
 
 
-def test_winners_are_measured_again_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_winners_are_measured_again_in_every_run(
+    clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(ceilings._PRODUCTS, "cpu", ((8, 8, 8), (16, 16, 16)))
     made: list[tuple[Limit, ceilings.Shape, int]] = []
 
     def call(limit: Limit, shape: ceilings.Shape, facts: object, arithmetic: object, seed: int) -> Callable[[], None]:
         made.append((limit, shape, seed))
-        return lambda: None
+        return partial(clock, 1e-4)
 
     monkeypatch.setattr(ceilings, "call_of", call)
     for rate in ceilings.wanted_rates(SMALL):
@@ -87,12 +89,14 @@ def test_winners_are_measured_again_in_every_run(monkeypatch: pytest.MonkeyPatch
     assert {rate.limit for rate in ceilings.wanted_rates(SMALL)} == {*Limit} - {Limit.LOAD}
 
 
-def test_what_a_device_refuses_ends_no_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_device_refuses_ends_no_other_search(
+    clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
 
     def call(limit: Limit, *rest: object) -> Callable[[], None]:
         if limit is Limit.PRODUCT:
             raise RuntimeError("no kernel")
-        return lambda: None
+        return partial(clock, 1e-4)
 
     monkeypatch.setattr(ceilings, "call_of", call)
     cpu = devices.get("cpu")

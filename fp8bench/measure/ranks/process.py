@@ -37,8 +37,9 @@ from fp8bench.model.ranks import PARENT, FailedRank, beat_file, heartbeat_of, wo
 
 LAUNCHER_MODULE = "fp8bench.worker.ranks.launcher"
 _GLANCE_SECONDS = 0.2
-# Once a rank has failed the others fail soon, or wait for it in vain.
-_GRACE_SECONDS = 1.0
+# Once a rank has failed the others fail soon, or wait for it in vain; a busy machine may stop one for seconds, and a
+# fault of all ranks must not be taken for that of the first one to tell of it.
+_GRACE_SECONDS = 5.0
 # Ranks and what they have started are ended at once; a loaded machine takes its time.
 _ENDING_SECONDS = 10.0
 # The launcher looks every 0.1 s, and then ends the others.

@@ -105,12 +105,12 @@ def pythons(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository whose library does half as much in its commit (v1) as in its tree."""
+    """A repository whose library does a quarter as much in its commit (v1) as in its tree: enough on a busy machine."""
     folder = tmp_path / "project"
     (folder / "src" / "mylib").mkdir(parents=True)
     git(folder, "init", "-q")
     library = folder / "src" / "mylib" / "__init__.py"
-    library.write_text(LIBRARY.format(columns=128))
+    library.write_text(LIBRARY.format(columns=64))
     (folder / "suites.py").write_text(SUITE)
     git(folder, "add", ".")
     git(folder, "commit", "-q", "-m", "one")
@@ -151,7 +151,7 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
     """Each side runs its own library and packages; a failure stays on its side."""
     code, out, err = duelled(
         project, "--python-a", pythons[0], "--python-b", pythons[1], "--against", "v1", "suite", "./suites.py",
-        "--set", "hazard=none,raise,kill,hang", "--quick", "--case-timeout", "8", "--json", "--store", "kept",
+        "--set", "hazard=none,raise,kill,hang", "--quick", "--case-timeout", "20", "--json", "--store", "kept",
     )  # fmt: skip
     assert code == 3, err
     document = json.loads(out)
@@ -169,7 +169,7 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
         assert changes[hazard, "time"]["failed"] is failed and why in changes[hazard, "time"]["why"]
     whoami, memory = changes["none", "whoami_error"], changes["none", "peak_memory"]
     assert (whoami["before"], whoami["after"], whoami["direction"]) == (1.0, 2.0, "worse")
-    assert memory["after"] - memory["before"] == 256 * 128 * 4
+    assert memory["after"] - memory["before"] == 256 * 192 * 4
     for side, python in zip(("before", "after"), pythons, strict=True):
         facts = document[side]["environment"]["facts"]
         assert facts["prefix"] == str(Path(python.removesuffix("/bin/python"))) and facts["protocol"] == PROTOCOL
@@ -200,11 +200,11 @@ def test_an_end_in_the_middle_leaves_nothing(
     mark, python, suite = tmp_path / "mark", pythons[0], ["suite", "library", "--import", "suites.py"]
     words = ("--python-a", python, "--python-b", python, "--against", "v1", *suite, "--set", "hazard=wait")
     process = started(project, *words, MARK=str(mark))
-    end = time.monotonic() + 200
+    end = time.monotonic() + 280
     while not mark.exists() and time.monotonic() < end and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(number)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=280)
     if number == signal.SIGINT:
         assert process.returncode == 130 and "interrupted; what was finished is kept in" in unfolded(err)
         assert "1 of 1 cases were not measured" in out

@@ -85,15 +85,15 @@ def test_an_interrupt_ends_the_workers_without_a_traceback(plan: Path, store: Pa
     ) as process:  # fmt: skip
         until(lambda: "running" in states(plan, store))
         process.send_signal(sent)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=240)
     assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err, err
-    until(lambda: "running" not in states(plan, store), 20)
+    until(lambda: "running" not in states(plan, store))
     assert states(plan, store) != {"done"}
     assert subprocess.run([*words, "--wait"], capture_output=True, check=False).returncode == 0
     assert states(plan, store) == {"done"}
 
 
-def until(true: Callable[[], bool], seconds: float = 60) -> None:
+def until(true: Callable[[], bool], seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

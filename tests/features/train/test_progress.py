@@ -190,7 +190,7 @@ TRAIN = (
     f"{sys.executable} -m fp8bench train --dtypes bf16,fp8 --data text.txt --steps 1000000 --seeds 1 --keep 20 "
     "--batch 1 --sequence 16 --evaluate 1000"
 )
-PATIENCE = 90.0
+PATIENCE = 240.0
 
 
 class Terminal:
@@ -304,7 +304,8 @@ def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_command_has_alarms_on_its_stdin(tmp_path: Path) -> None:
-    """A sentence each, one command at a time: later alarms go to the next one. Alarms of bands are left out."""
+    """A sentence each, one command at a time, for which nothing waits: later alarms go to the next one. Alarms of bands
+    are left out."""
     told, file, gate = NotedTraining(), tmp_path / "alarms.txt", tmp_path / "gate"
     command = AlarmCommand(
         f"echo begun >> '{file}'; cat >> '{file}'; while ! [ -e '{gate}' ]; do sleep 0.01; done", told.note
@@ -329,23 +330,24 @@ def test_a_command_has_alarms_on_its_stdin(tmp_path: Path) -> None:
 @for_each(
     ("script", "seconds", "said"),
     [
-        ("echo no route >&2; exit 7", 30.0, "ended with 7: no route"),
-        ("/no/such/command", 30.0, "ended with 127: "), ("kill -9 $$", 30.0, "ended with -9"),
+        ("echo no route >&2; exit 7", 240.0, "ended with 7: no route"),
+        ("/no/such/command", 240.0, "ended with 127: "), ("kill -9 $$", 240.0, "ended with -9"),
         ("sleep 600 & sh -c 'sleep 600; : MARKER'", 0.1, "did not end within"),
         ("exec 0<&-; trap '' TERM; sleep 600", 0.1, "did not end within"),
     ],
 )  # fmt: skip
 def test_a_command_that_fails_or_hangs_is_reported(script: str, seconds: float, said: str, tmp_path: Path) -> None:
-    """Nothing waits for it, an unread text fills no pipe, and no process is left."""
+    """An unread text fills no pipe, and no process is left."""
     told, marker = NotedTraining(), f"{tmp_path}/marker"
     command = AlarmCommand(script.replace("MARKER", marker), told.note, seconds)
     command.begun(training())
-    begun = time.monotonic()
     command.trained(0, 1, [replace(alarm(1), words="x" * 1_000_000)])
-    assert time.monotonic() - begun < 10
     command.close()
     assert len(told.notes) == 1 and said in told.notes[0] and told.notes[0].endswith("; the training goes on")
-    assert marker not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout
+    end = time.monotonic() + PATIENCE
+    while marker in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout:
+        assert time.monotonic() < end  # it is ended, and may have to wait for a core before it can
+        time.sleep(0.05)
 
 
 def test_curves_go_to_wandb_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

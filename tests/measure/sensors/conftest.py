@@ -30,14 +30,14 @@ def nvml(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> Iterator[Si
     """pynvml talks to that library, also where another test has loaded a real one; no thread is left behind."""
     import pynvml
 
-    before = threading.active_count()
+    before = set(threading.enumerate())
     monkeypatch.setattr(pynvml, "nvmlLib", simulation.loaded)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
     simulation.reset()
     yield simulation
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ class Board:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._barrier = threading.Barrier(size, timeout=20)
+        self._barrier = threading.Barrier(size, timeout=240)
         self._brought: list[Tensor] = [torch.empty(0)] * size
         self.bytes = 0
 

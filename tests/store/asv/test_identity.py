@@ -95,7 +95,7 @@ def last_line(command: list[str], home: Path, **more: str) -> Any:
     asv."""
     packages = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
     environment = {**os.environ, "HOME": str(home), "PYTHONPATH": packages, **more}
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -77,7 +77,7 @@ def test_commands_at_once(tmp_path: Path) -> None:
         subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         for _ in range(2)
     ]
-    found = [process.communicate(timeout=120) for process in together]
+    found = [process.communicate(timeout=240) for process in together]
     alone = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     assert [process.returncode for process in together] == [alone.returncode] * 2
     assert "track_time" in alone.stdout and found == [(alone.stdout, "")] * 2 and not alone.stderr
@@ -103,4 +103,4 @@ def test_nobody_goes_on_for_a_process_that_was_killed() -> None:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == [b"begun\n"] * 2
         process.kill()
-        assert process.communicate(timeout=60) == (b"", None)
+        assert process.communicate(timeout=240) == (b"", None)
