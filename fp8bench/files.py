@@ -24,6 +24,8 @@ from fp8bench.model import Case
 # asv warns at every *.json that is not its own, and at nothing else: names here never end so.
 LOCK = ".lock"
 LOCK_SECONDS = 60.0
+# `is_locked` holds a file's lock for a moment, which is long where its process has to wait for a core.
+LOOK_SECONDS = 5.0
 PARTIAL = ".partial"
 _PAUSE_SECONDS = 0.02
 # Nobody takes so long to write a file: its writer was killed.
@@ -278,7 +280,8 @@ def lock(file: IO[Any], seconds: float) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process has the file's lock, or is just testing whether another has it. Raises OSError."""
+    """Whether a process has the file's lock. Raises OSError. It takes the lock to see that: who may take a lock that is
+    looked at waits LOOK_SECONDS."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

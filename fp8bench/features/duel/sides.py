@@ -21,7 +21,7 @@ from pathlib import Path
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.duel.partners import Start, of_host, settings_of, words_of
 from fp8bench.features.duel.values import AFTER, BEFORE
-from fp8bench.files import is_locked, lock
+from fp8bench.files import PARTIAL, is_locked, lock
 from fp8bench.measure.interrupts import ignored
 from fp8bench.store.commit_runs import commit_named
 
@@ -38,7 +38,7 @@ def scratch() -> Iterator[Path]:
     sweep()
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
-        owner = (folder / _LOCK).open("w")
+        owner = (folder / PARTIAL).open("w")
     except OSError as error:
         raise StoreError(
             f"no temporary folder can be made ({error.strerror}). Make room, or set TMPDIR to a folder that has some."
@@ -46,6 +46,7 @@ def scratch() -> Iterator[Path]:
     try:
         with owner:
             lock(owner, 0)
+            (folder / PARTIAL).rename(folder / _LOCK)  # nobody ever sees it without its owner
             yield folder
     finally:
         with ignored():

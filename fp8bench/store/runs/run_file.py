@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import LineWriter, end_line, keeping, lock, make_store, stamp, try_writing, unsealed_line
+from fp8bench.files import (
+    LOOK_SECONDS,
+    LineWriter,
+    end_line,
+    keeping,
+    lock,
+    make_store,
+    stamp,
+    try_writing,
+    unsealed_line,
+)
 from fp8bench.model import (
     CELL_PHASES,
     Capacity,
@@ -261,7 +271,6 @@ def safe_folder(machine: str) -> str:
 
 _HEADER_LEFT_OUT = {"records", "path", "finished", "troubles", "notes", "resumptions"}
 LEAST_FREE_BYTES = 4 << 20  # a short run needs more
-_LOCK_SECONDS = 0.3
 
 
 @dataclass
@@ -309,7 +318,7 @@ def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
 
 def lock_run(file: IO[Any], path: Path) -> None:
     """Locks the file, where the file system has locks. Raises StoreError where another process has it."""
-    if not lock(file, _LOCK_SECONDS):  # another run may hold the lock for a moment, to see whether this one is alive
+    if not lock(file, LOOK_SECONDS):
         file.close()
         raise StoreError(
             f"another process is writing the run {path.stem}. Wait for its end, or start a run of your own."
