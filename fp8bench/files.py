@@ -268,11 +268,12 @@ def lock(file: IO[Any], seconds: float) -> bool:
     """
     end = time.monotonic() + seconds
     while True:
+        is_over = time.monotonic() >= end  # said before the attempt: this process may be stopped after it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if time.monotonic() >= end:
+            if is_over:
                 return False
         except OSError:
             return True
