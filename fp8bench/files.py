@@ -24,8 +24,6 @@ from fp8bench.model import Case
 # asv warns at every *.json that is not its own, and at nothing else: names here never end so.
 LOCK = ".lock"
 LOCK_SECONDS = 60.0
-# `is_locked` holds a file's lock for a moment, which is long where its process has to wait for a core.
-LOOK_SECONDS = 5.0
 PARTIAL = ".partial"
 _PAUSE_SECONDS = 0.02
 # Nobody takes so long to write a file: its writer was killed.
@@ -264,25 +262,35 @@ class LineWriter:
 def lock(file: IO[Any], seconds: float) -> bool:
     """Waits up to `seconds` for a file's lock; False if another process keeps it.
 
-    On a file system without locks it returns True. Closing the file releases the lock.
+    A process that only looks (`is_locked`) has the lock for a moment, which is always waited for: under load it may be
+    stopped meanwhile. On a file system without locks it returns True. Closing the file releases the lock.
     """
-    end = time.monotonic() + seconds
+    begun = time.monotonic()
     while True:
-        is_over = time.monotonic() >= end  # said before the attempt: this process may be stopped after it
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if is_over:
+            waited = time.monotonic() - begun
+            if waited >= seconds and (waited >= LOCK_SECONDS or not _is_only_looked_at(file)):
                 return False
         except OSError:
             return True
         time.sleep(_PAUSE_SECONDS)
 
 
+def _is_only_looked_at(file: IO[Any]) -> bool:
+    """Whether those who have the lock share it, as `is_locked` does, or it has just been released."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_UN)
+    except OSError:
+        return False
+    return True
+
+
 def is_locked(path: Path) -> bool:
-    """Whether a process has the file's lock. Raises OSError. It takes the lock to see that: who may take a lock that is
-    looked at waits LOOK_SECONDS."""
+    """Whether a process has the file's lock, or is just testing whether another has it. Raises OSError."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

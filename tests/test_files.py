@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -248,6 +249,19 @@ def test_a_file_is_locked_until_it_is_closed(old: Path) -> None:
     assert not is_locked(old)
     with pytest.raises(FileNotFoundError):
         is_locked(old.with_name("none"))
+
+
+def test_who_only_looks_is_waited_for_and_who_writes_is_not(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that looks may be stopped while it has the lock: to whoever gives no time it would be another writer."""
+    with old.open("ab") as first, old.open("rb") as looking, old.open("ab") as second:
+        assert lock(first, 0)
+        monkeypatch.setattr(files.time, "sleep", lambda seconds: pytest.fail("it waits for a writer"))
+        assert not lock(second, 0)
+        first.close()
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        assert not is_locked(old)
+        monkeypatch.setattr(files.time, "sleep", lambda seconds: looking.close())
+        assert lock(second, 0) and looking.closed and is_locked(old)
 
 
 def test_git_leaves_a_new_store_alone(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import LOCK, LOOK_SECONDS, locked
+from fp8bench.files import LOCK, locked
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import DeviceFacts, Interval, Plan, Request, Run
@@ -130,7 +130,7 @@ def measure_cell(plan: FleetPlan, number: int, store: Path, observer: Observer, 
     """
     check_cell(plan, number)
     name = plan.name_of(number)
-    with exclusively(folder_of(plan, number, store), f"cell {name} into {store}", LOOK_SECONDS):
+    with exclusively(folder_of(plan, number, store), f"cell {name} into {store}"):
         begun = [head for place, head in runs_of(plan, store) if place == number]
         whole = next((run for head in begun if (run := load_run(Path(head.path))).finished), None)
         if whole is not None and not missing_groups(whole):
@@ -144,11 +144,11 @@ def measure_cell(plan: FleetPlan, number: int, store: Path, observer: Observer, 
 
 
 @contextmanager
-def exclusively(folder: Path, what: str, seconds: float = 0.0) -> Iterator[None]:
+def exclusively(folder: Path, what: str) -> Iterator[None]:
     """Holds the folder's lock; raises UsageError if another process has it."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(folder, seconds))
+            stack.enter_context(locked(folder, 0))
         except StoreError:
             if not os.access(folder / LOCK, os.W_OK):
                 raise

@@ -20,6 +20,8 @@ from fp8bench.model.codec import PlainUnpickler
 # A process that the worker left behind may hold its end of the socket: so its exit status is looked at, too.
 _GLANCE_SECONDS = 0.5
 _POLITE_SECONDS = 2.0
+# A process that has closed its socket is about to end; on a loaded machine it waits for a core before it can.
+_ENDING_SECONDS = 20.0
 # An answer is sent in one go: one that stops half-way for this long will not go on.
 _HALF_WAY_SECONDS = 30
 _TELLING = ("what():", "Fatal Python error")
@@ -91,7 +93,7 @@ class WorkerProcess:
 
     def end_in_words(self) -> str:
         try:
-            status = self._popen.wait(_POLITE_SECONDS)
+            status = self._popen.wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             return f"it closed its socket and went on{last_words(self._log)}"
         return f"it {how_it_ended(status)}{last_words(self._log)}"

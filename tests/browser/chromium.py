@@ -136,6 +136,7 @@ class Tab:
         tab = cls(browser, context, session, downloads)
         for domain in tab.domains:
             tab.send(f"{domain}.enable")
+        tab.send("Page.setLifecycleEventsEnabled", enabled=True)
         browser.send(
             "Browser.setDownloadBehavior", behavior="allow", browserContextId=context, downloadPath=str(downloads),
             eventsEnabled=True,
@@ -153,14 +154,9 @@ class Tab:
         ]
 
     def go(self, url: str) -> None:
-        """Loads an address, to the end of its load event."""
-        loaded = "Page.loadEventFired"
-        before = len(self.heard(loaded))
-        self.send("Page.navigate", url=url)
-        if len(self.heard(loaded)) == before:
-            self.browser.listen(
-                lambda message: (message.get("method"), message.get("sessionId")) == (loaded, self.session), loaded
-            )
+        """Loads an address, to the end of its own load event: that of the empty page before it may come late."""
+        loader = self.send("Page.navigate", url=url)["loaderId"]
+        self.browser.wait("Page.lifecycleEvent", lambda told: (told["loaderId"], told["name"]) == (loader, "load"))
 
     def run(self, expression: str) -> Any:
         answer = self.send(

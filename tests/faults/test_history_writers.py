@@ -41,7 +41,8 @@ from pathlib import Path
 from asv import util
 from asv.results import Results
 results, stop, loads = Path(sys.argv[1]), Path(sys.argv[2]), 0
-while not stop.exists():
+print("ready", flush=True)
+while not (loads and stop.exists()):
     for path in results.glob("*/*.json"):
         if path.name == "machine.json":
             util.load_json(str(path), 1)
@@ -116,6 +117,7 @@ def test_writers_of_one_commit_lose_no_sample(count: int, num_writers: int, tmp_
     """So many runs each; whoever reads meanwhile never meets half a file."""
     store, stop = tmp_path / "store", tmp_path / "stop"
     reader = program(READING, results_of(store), stop)
+    assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
     writers = [program(WRITING, store, who, count, FEW_ROUNDS) for who in range(num_writers)]
     ends = [process.communicate(timeout=1500)[1] for process in writers]
     stop.touch()

@@ -32,16 +32,19 @@ class Power:
         self.broken = ""
         self._joules = self._shown = self._since = 0.0
         self._next = TICK
+        self._passing = threading.Lock()  # the sampler reads while the workload's thread sets
 
     def set(self, watts: float) -> None:
-        self._pass()
-        self.watts = watts
+        with self._passing:
+            self._pass()
+            self.watts = watts
 
     def read(self) -> float:
         if self.broken:
             raise NoReading(self.broken)
-        self._pass()
-        return self._shown
+        with self._passing:
+            self._pass()
+            return self._shown
 
     def _pass(self) -> None:
         now = self.clock.now()

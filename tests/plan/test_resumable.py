@@ -126,11 +126,10 @@ def test_a_resumption_may_be_cut_off_too(suite: str, tmp_path: Path) -> None:
     assert run.finished and len(run.records) == 8 and len(run.resumptions) == 2
 
 
-def test_two_processes_never_write_one_run(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_never_write_one_run(suite: str, tmp_path: Path) -> None:
     """The one that holds the file's lock goes on; the other is told."""
     path = Path(cut_off(suite, tmp_path).path)
     before = path.read_bytes()
-    monkeypatch.setattr("fp8bench.store.runs.run_file.LOOK_SECONDS", 0.0)
     with path.open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(StoreError, match="another process is writing the run"):

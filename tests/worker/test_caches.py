@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -147,12 +149,28 @@ def test_a_cold_cache_is_written_over_before_every_call(bench: Bench) -> None:
     assert covering.unique().tolist() == [5]
 
 
-def test_flushing_is_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets so many seconds pass at once, by the clocks that time steps; the hardware's does not agree."""
+    ahead, seconds, nanoseconds = [0.0], time.perf_counter, time.perf_counter_ns
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds() + ahead[0])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: nanoseconds() + round(ahead[0] * 1e9))
+    monkeypatch.setattr(prepared, "agreeing", lambda clocks: nullcontext())
+
+    def passing(more: float) -> None:
+        ahead[0] += more
+
+    return passing
+
+
+def test_flushing_is_not_timed(
+    bench: Bench, pass_time: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """How long calls waited for a core is unknown: the flush may have waited."""
-    monkeypatch.setattr("fp8bench.worker.bench.flush_of", lambda facts: lambda: time.sleep(0.1))
+    monkeypatch.setattr("fp8bench.worker.bench.flush_of", lambda facts: partial(pass_time, 1000.0))
     bench.prepare("key", case("cold"), FACTS)
     slot = bench.slot("key", 3, 0)
-    assert min(step.seconds for step in slot.steps) < 0.1 < 0.3 < slot.wall_seconds
+    assert max(step.seconds for step in slot.steps) < 1000 < 3000 <= slot.wall_seconds
     assert slot.waited_seconds is None
 
 
@@ -294,8 +312,10 @@ def test_the_queue_is_filled_before_every_so_many_calls(bench: Bench, monkeypatc
     assert asked == [(1, 0.25), (3, 0.25), (5, 0.25)]
 
 
-def test_the_host_s_time_is_that_of_a_call_without_waiting(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_s_time_is_that_of_a_call_without_waiting(
+    bench: Bench, pass_time: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.prepare("key", case(), FACTS)
-    waits = iter([0.5, 0.0, 0.0, 0.0])
-    monkeypatch.setattr(Watched, "step", lambda self, state, phase: time.sleep(next(waits)))
-    assert bench.slot("key", 4, 0).host_seconds < 0.5
+    waits = iter([1000.0, 0.0, 1000.0, 1000.0])
+    monkeypatch.setattr(Watched, "step", lambda self, state, phase: pass_time(next(waits)))
+    assert bench.slot("key", 4, 0).host_seconds < 1000

@@ -21,6 +21,9 @@ SUITE = """
 import os, subprocess, time
 from pathlib import Path
 from fp8bench.suites import Axis, Work, Workload, workloads
+from fp8bench.worker import step_guards
+
+step_guards._ENDING_SECONDS = float(os.environ["ENDING"])  # also where this is imported in a process of its own
 
 
 def note(pid):
@@ -35,17 +38,17 @@ def child():
 
 
 def fork():
-    if os.fork() == 0:
-        note(os.getpid())
+    pid = os.fork()
+    if pid == 0:
         time.sleep(60)
         os._exit(0)
+    note(pid)  # the child may be ended before it has a core
 
 
 def orphan():
     if os.fork() == 0:
         os.setsid()
         fork()
-        time.sleep(0.1)
         os._exit(0)
     os.wait()
 
@@ -105,6 +108,8 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     path.write_text(SUITE)
     (tmp_path / "pids").mkdir()
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("ENDING", "0.3")
+    monkeypatch.setattr(step_guards, "_ENDING_SECONDS", 0.3)  # put back after the suite has set it in this process
     with forgotten(tmp_path):
         yield str(path)
 
@@ -141,10 +146,7 @@ def case(where: str, how: str) -> Case:
         pytest.param(LocalWorker, "fork", "", marks=pytest.mark.nightly),
     ],
 )
-def test_what_a_step_leaves_running_is_ended_and_named(
-    suite: str, kind: Kind, how: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_guards, "_ENDING_SECONDS", 0.3)  # of this process
+def test_what_a_step_leaves_running_is_ended_and_named(suite: str, kind: Kind, how: str, words: str) -> None:
     with kind(Settings(imports=(suite,))) as worker:
         worker.within(60.0).prepare("one", case("step", how), worker.probe()[0])
         with pytest.raises(WorkerFault, match=rf"LeftRunning: a step left 1 running \(process \d+: .*{words}.*\)"):
@@ -154,7 +156,8 @@ def test_what_a_step_leaves_running_is_ended_and_named(
 
 
 @pytest.mark.parametrize("kind", [pytest.param(ProcessWorker, marks=pytest.mark.slow), LocalWorker])
-def test_what_has_ended_in_time_is_no_fault(suite: str, kind: Kind) -> None:
+def test_what_has_ended_in_time_is_no_fault(suite: str, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENDING", "60")
     with kind(Settings(imports=(suite,))) as worker:
         cpu, asked = worker.probe()[0], worker.within(60.0)
         for how in ("short", "waited", "returns"):
@@ -168,10 +171,7 @@ def test_what_has_ended_in_time_is_no_fault(suite: str, kind: Kind) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(ProcessWorker, marks=pytest.mark.nightly), LocalWorker])
-def test_what_preparing_or_a_pass_leaves_running_is_ended_and_named(
-    suite: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(step_guards, "_ENDING_SECONDS", 0.3)  # of this process
+def test_what_preparing_or_a_pass_leaves_running_is_ended_and_named(suite: str, kind: Kind) -> None:
     with kind(Settings(imports=(suite,))) as worker:
         cpu, asked = worker.probe()[0], worker.within(60.0)
         asked.prepare("left", case("prepare", "child"), cpu)

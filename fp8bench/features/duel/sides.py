@@ -27,8 +27,8 @@ from fp8bench.store.commit_runs import commit_named
 
 PREFIX = "fp8bench-duel-"
 _LOCK = "owner.lock"
-# A younger folder without a lock may be one that is just being made.
-_YOUNG_SECONDS = 60.0
+# A younger folder without a lock may be one that is just being made, by a process that waits for a core.
+_YOUNG_SECONDS = 600.0
 
 
 @contextmanager
@@ -39,14 +39,14 @@ def scratch() -> Iterator[Path]:
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
         owner = (folder / PARTIAL).open("w")
+        lock(owner, 0)
+        (folder / PARTIAL).rename(folder / _LOCK)  # whoever finds it finds it locked
     except OSError as error:
         raise StoreError(
             f"no temporary folder can be made ({error.strerror}). Make room, or set TMPDIR to a folder that has some."
         ) from None
     try:
         with owner:
-            lock(owner, 0)
-            (folder / PARTIAL).rename(folder / _LOCK)  # nobody ever sees it without its owner
             yield folder
     finally:
         with ignored():

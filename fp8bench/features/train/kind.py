@@ -34,7 +34,6 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.files import (
-    LOOK_SECONDS,
     LineWriter,
     compact,
     digest_of,
@@ -152,7 +151,7 @@ def reopen_training(path: Path) -> TrainingWriter:
         file = path.open("r+b")
     except OSError as error:
         raise StoreError(f"the training's file {path} cannot be written ({error.strerror}).") from None
-    if not lock(file, LOOK_SECONDS):
+    if not lock(file, 0):
         file.close()
         raise StoreError(f"another process is writing the training {path.parent.name}. Wait for its end.")
     file.seek(0, os.SEEK_END)

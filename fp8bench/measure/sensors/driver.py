@@ -56,7 +56,6 @@ HOST = HostClock()
 
 # A healthy call takes microseconds, one to a sleeping GPU without persistence mode a second or so.
 TIMEOUT = 5.0
-_PIECES = 20
 
 
 class NoAnswer(NoReading):
@@ -76,21 +75,22 @@ def within(seconds: float, function: Callable[[], T], name: str) -> T:
 
     thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()
-    join_within(seconds, thread)
+    ended = has_ended(thread, seconds)
     if returned:
         return returned[0]
     if raised:
         raise raised[0]
-    raise NoAnswer(silence(name, seconds) if thread.is_alive() else f"{name} ended without an answer")
+    raise NoAnswer(f"{name} ended without an answer" if ended else silence(name, seconds))
 
 
-def join_within(seconds: float, thread: threading.Thread) -> None:
-    """Waits for a thread in short pieces: where the system stops this process, which stops the thread as well, no more
-    than a piece of the time has passed."""
-    for _ in range(_PIECES):
-        thread.join(seconds / _PIECES)
-        if not thread.is_alive():
-            return
+def has_ended(thread: threading.Thread, seconds: float) -> bool:
+    """Waits up to `seconds` for a thread to end; returns whether it has.
+
+    In two halves: where this process is stopped for longer than that, only one of them is lost.
+    """
+    thread.join(seconds / 2)
+    thread.join(seconds / 2)
+    return not thread.is_alive()
 
 
 def silence(name: str, seconds: float) -> str:

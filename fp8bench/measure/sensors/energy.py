@@ -19,7 +19,7 @@ from operator import or_
 from statistics import median
 from typing import Any, Self
 
-from fp8bench.measure.sensors.driver import Clock, NoAnswer, join_within, silence
+from fp8bench.measure.sensors.driver import Clock, NoAnswer, has_ended, silence
 from fp8bench.measure.sensors.mean_power import (
     INTERVALS,
     PowerSample,
@@ -176,8 +176,7 @@ class Sampler:
     def stop(self, timeout: float) -> None:
         """Ends the thread. Raises NoReading if the source or the thread failed, NoAnswer if a call hangs."""
         self._stop.set()
-        join_within(timeout, self._thread)
-        if self._thread.is_alive():
+        if not has_ended(self._thread, timeout):
             raise NoAnswer(silence("the energy source", timeout))
         if self.failure or not self.ended:
             raise NoReading(self.failure or "the sampler's thread broke off")

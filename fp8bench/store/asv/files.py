@@ -28,6 +28,7 @@ from fp8bench.store.asv.rows import COLUMNS, AsvRow, are_params, read_row, write
 _PAUSE_SECONDS = 0.02
 # A file that was not changed for so long is no longer being written.
 _LATELY_SECONDS = 10.0
+_PATIENCE_SECONDS = 2.0
 
 T = TypeVar("T")
 
@@ -107,7 +108,7 @@ def write_object(path: Path, content: Mapping[str, Any], indent: int | None = No
         write_whole(path, text)
 
 
-def settled_read(load: Callable[[Path], T], path: Path, seconds: float = 2.0) -> T:
+def settled_read(load: Callable[[Path], T], path: Path, seconds: float = _PATIENCE_SECONDS) -> T:
     """Returns what `load` makes of a file. A torn file that was changed lately is read again for so many seconds."""
     deadline = time.monotonic() + seconds
     while True:
@@ -149,8 +150,10 @@ _TELLING = ("params", "version", "unit", "param_names")
 def existing(load: Callable[[Path], T], path: Path, aside: list[Path] | None = None) -> T | None:
     """Loads a file of asv's; None where there is none. A broken one is set aside and its new path added to `aside`, if
     that is given."""
+    # Its writer may have been stopped half-way, and would go on in the file that was set aside.
+    patience = _PATIENCE_SECONDS if aside is None else _LATELY_SECONDS
     try:
-        return settled_read(load, path)
+        return settled_read(load, path, patience)
     except AsvFileAbsent:
         return None
     except AsvFileBroken:

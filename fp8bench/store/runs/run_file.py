@@ -20,17 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import (
-    LOOK_SECONDS,
-    LineWriter,
-    end_line,
-    keeping,
-    lock,
-    make_store,
-    stamp,
-    try_writing,
-    unsealed_line,
-)
+from fp8bench.files import LineWriter, end_line, keeping, lock, make_store, stamp, try_writing, unsealed_line
 from fp8bench.model import (
     CELL_PHASES,
     Capacity,
@@ -318,7 +308,7 @@ def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
 
 def lock_run(file: IO[Any], path: Path) -> None:
     """Locks the file, where the file system has locks. Raises StoreError where another process has it."""
-    if not lock(file, LOOK_SECONDS):
+    if not lock(file, 0):
         file.close()
         raise StoreError(
             f"another process is writing the run {path.stem}. Wait for its end, or start a run of your own."

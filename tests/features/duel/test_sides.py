@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from fp8bench.features.duel.sides import (
     sweep,
     worktree,
 )
+from fp8bench.files import lock
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.handle import built
 from fp8bench.model import Case, PlannedCase, Work
@@ -261,6 +263,20 @@ def test_a_folder_that_is_just_being_made_stays(temporary: Path) -> None:
     assert young.is_dir() and other.is_dir() and not old.exists() and (temporary / "fp8bench-duel-link").is_symlink()
 
 
+def test_a_duel_that_begins_meanwhile_leaves_it_alone(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may look at the very moment between a folder's file and its lock."""
+
+    def sweeps_and_locks(file: IO[Any], seconds: float) -> bool:
+        sweep()
+        return lock(file, seconds)
+
+    monkeypatch.setattr(module, "lock", sweeps_and_locks)
+    with scratch() as folder:
+        sweep()
+        assert folder.is_dir()
+    assert not list(temporary.iterdir())
+
+
 def test_an_unknown_revision(commits: Path, tmp_path: Path) -> None:
     """For a shallow clone, as CI makes them, the sentence says how to get more."""
     for word in ("nope", "", "--help", "v1:file", "0" * 40):
@@ -412,12 +428,11 @@ def test_a_preloaded_library_is_looked_for_in_the_process(tmp_path: Path) -> Non
     probe = built(tmp_path)
     assert isinstance(probe, Path)
     settings = settings_of([f"LD_PRELOAD={probe}"], "--env-b")
-    child = subprocess.Popen(["sleep", "30"], env={**os.environ, **dict(settings)})
+    child = subprocess.Popen(["sleep", "300"], env={**os.environ, **dict(settings)})
     try:
-        for _ in range(100):  # until it has become the other program
-            if not not_preloaded(settings, child.pid):
-                break
-            time.sleep(0.05)
+        end = time.monotonic() + 120
+        while not_preloaded(settings, child.pid) and time.monotonic() < end:  # until it has become the other program
+            time.sleep(0.01)
         assert not_preloaded(settings, child.pid) == ""
         assert not_preloaded(settings, os.getpid()) == str(probe)
         assert not_preloaded(settings, child.pid, str(tmp_path / "{}")) == ""  # nobody can look

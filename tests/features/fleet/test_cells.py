@@ -108,8 +108,7 @@ def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> Non
     assert of(plan, tmp_path)[0] == "done"
 
 
-def test_two_do_not_measure_a_cell_at_a_time(plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8bench.jobs.several_runs.LOOK_SECONDS", 0.0)
+def test_two_do_not_measure_a_cell_at_a_time(plan: FleetPlan, tmp_path: Path) -> None:
     with locked(folder_of(plan, 0, tmp_path), 0):
         assert of(plan, tmp_path) == ["running", "waiting"]
         with pytest.raises(UsageError, match=f"another process is measuring cell {plan.id}/0"):

@@ -18,7 +18,7 @@ from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 
 _WAYS = {"crew": ("work", "--workers", "2"), "submitit": ("submit", "--on", "local", "--workers", "2", "--wait")}
-_GONE_SECONDS = 60
+_GONE_SECONDS = 300
 
 
 def processes(words: Path) -> dict[int, str]:

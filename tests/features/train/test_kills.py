@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,7 +79,7 @@ def test_killed_trainings_resume_to_the_same_losses(
                     os.kill(victim, signal.SIGKILL)
                     kills += 1 if victim == victims[0] else 0
             process.wait(_PATIENCE)
-        assert not wait_until_gone(began, 10.0)
+        assert not wait_until_gone(began, 120.0)
         kept = load_training(KIND.files(store)[0])
         assert len(kept.troubles) <= 1 and "out" not in {event.kind for event in kept.of(TrainingEvent)}
         if kept.finished:
@@ -165,24 +166,29 @@ def test_ranks_rewind_to_the_same_bits_whenever_they_are_killed(count: int, tmp_
     assert sorted(rewound) == [(f"fp8-delayed amax-group={group}", 7, 5) for group in ("own", "parallel")]
     chance, store = random.Random(20261127), Path("killed")
     moments = sorted(chance.uniform(0.1, 0.8) * Path(whole.path).stat().st_size for _ in range(count))
-    words = [
+    begin = [
         "--dtypes", "fp32,fp8-delayed", "--model", TINY, "--ranks", "2", "--parallel", "ddp", "--seeds", "1", "--seed",
         str(planted.NAN_IN_OUTPUT), "--steps", "12", "--keep", "5", "--evaluate", "10", "--data", "text.txt",
         "--import", planted.FILE, "--sweep", "amax-group=own,parallel", "--bands", "repeat,other-seed",
         "--on-nan", "rewind",
     ]  # fmt: skip
-    for moment in moments:
+    left, words = [*moments], begin
+    while left:
         command = [sys.executable, "-m", "fp8bench", "train", "--store", "killed", *words]
         process, end = subprocess.Popen(command, stdout=subprocess.DEVNULL), time.monotonic() + 600
-        while sum(path.stat().st_size for path in KIND.files(store)) < moment:
-            assert process.poll() is None and time.monotonic() < end
+        while process.poll() is None and sum(path.stat().st_size for path in KIND.files(store)) < left[0]:
+            assert time.monotonic() < end
             time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
+        code = process.wait()
         assert gone()
-        words = ["--resume", "last"]
-    (path,) = KIND.files(store)
-    assert not load_training(path).finished
+        (path,) = KIND.files(store)
+        if load_training(path).finished:  # while this process waited for a core
+            shutil.rmtree(store)
+            left, words = [*moments], begin
+            continue
+        assert code == -signal.SIGKILL
+        left, words = left[1:], ["--resume", "last"]
     with forgotten(Path(planted.FILE).parent):
         _, kept = resume(path, store, NotedTraining())
     assert kept.finished and learnt(kept) == learnt(whole)

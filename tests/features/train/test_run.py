@@ -359,9 +359,8 @@ OTHERS: dict[str, Callable[[FakeLab], object]] = {
 }  # fmt: skip
 
 
-def test_a_training_resumes_only_where_it_began(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_resumes_only_where_it_began(trained: Trained) -> None:
     """Another torch, device or text would change losses. Two processes never write one training."""
-    monkeypatch.setattr("fp8bench.features.train.kind.LOOK_SECONDS", 0.0)
     half, _, _ = trained(FakeLab(strikes("fp8", 7, CUT_OFF)), small())
     before, writer = Path(half.path).read_bytes(), reopen_training(Path(half.path))
     assert (writer.places[-1].number, writer.places[-1].step, writer.places[-1].folder) == (0, 6, "0-6")

@@ -5,8 +5,11 @@ Whatever fails, the run goes on: each value is what it was without the fault, or
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from fp8bench.measure.sensors.driver import has_ended
 from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.meter import nvml_meter
 from fp8bench.measure.sensors.nvml import Library
@@ -105,6 +108,20 @@ def test_a_function_that_fails(nvml: Simulation, function: str, codes: tuple[int
             assert nvml.state.inits == nvml.state.shutdowns or function == "nvmlShutdown"
             noticed = {name: plain(reading) for name, reading in said.items()} != healthy
             assert noticed or (function, code) in UNNOTICED, f"code {code} from call {first} on was not noticed"
+
+
+def test_a_driver_is_not_accused_of_a_stop_of_our_own_process() -> None:
+    """Then the time is up as soon as it goes on, before the call's thread has had a core."""
+    waits: list[float | None] = []
+
+    class Thread(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            waits.append(timeout)
+
+        def is_alive(self) -> bool:
+            return len(waits) < 2
+
+    assert has_ended(Thread(), 5.0) and waits == [2.5, 2.5]
 
 
 def faulty(nvml: Simulation, function: str, code: int = 0, first: int = 0) -> dict[str, Read | Energy]:

@@ -87,13 +87,14 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
 
 @pytest.mark.slow
 def test_a_value_that_hangs_takes_those_behind_it_with_it(nvml: Simulation) -> None:
-    device = NvmlDevice(DeviceIdentity(0), {}, Library(timeout=0.4))
-    nvml.fail("nvmlDeviceGetVbiosVersion", delay=1.2)
+    device = NvmlDevice(DeviceIdentity(0), {}, Library(timeout=2.0))
+    nvml.fail("nvmlDeviceGetVbiosVersion", delay=3600.0)
     facts = device.facts()
     assert isinstance(facts["name"], Reading)
-    why = Unavailable("NVML gave no answer for 0.4 s, and is left alone since")
+    why = Unavailable("NVML gave no answer for 2 s, and is left alone since")
     assert facts["vbios"] == facts["memory_total"] == device.state()["power"] == device.process_memory() == why
     device.close()
+    nvml.release()
     left_behind()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -20,6 +21,7 @@ from fp8bench.model import Series
 from fp8bench.store.asv import files as asv_files
 from fp8bench.store.asv.files import (
     definition_of,
+    existing,
     load_benchmarks,
     load_machine,
     merge_benchmarks,
@@ -113,6 +115,28 @@ def test_a_file_that_is_being_written_is_looked_at_again(old: Path, monkeypatch:
     old.write_text("[]")  # whole, and wrong
     with pytest.raises(AsvFileBroken, match="expected an object"):
         settled_read(lambda path: read_object(path, 2), old, 60)
+
+
+def test_a_writer_that_was_stopped_half_way_keeps_its_file(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on in the file that it has open, whatever that is called by then: who would set it aside waits longer."""
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] > 5.0:
+            old.write_text(OLD)
+            os.utime(old, (1000.0, 1000.0))
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=lambda: 1000.0 + now[0], sleep=sleep)
+    monkeypatch.setattr(asv_files, "time", clock)
+    aside: list[Path] = []
+    for set_aside_too in (aside, None):
+        now[0] = 0.0
+        old.write_text(OLD[:9])
+        os.utime(old, (1000.0, 1000.0))
+        with contextlib.nullcontext() if set_aside_too is aside else pytest.raises(AsvFileTorn):
+            assert existing(lambda path: read_object(path, 2), old, set_aside_too) == {"a": 1}
+    assert not aside and list(old.parent.iterdir()) == [old]
 
 
 @pytest.mark.parametrize(("age", "seconds", "looks"), [(1000.0, 600.0, 1), (0.0, 0.0, 1), (0.0, 600.0, 3)])

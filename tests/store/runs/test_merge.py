@@ -53,10 +53,7 @@ def test_runs_that_are_new_are_copied_to_the_byte(ours: Path, theirs: Path) -> N
     assert (again.copied, again.extended, again.same, again.failed) == ([], [], 2, [])
 
 
-def test_a_run_that_went_on_there_is_continued(
-    ours: Path, theirs: Path, copies: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fp8bench.store.runs.run_file.LOOK_SECONDS", 0.0)
+def test_a_run_that_went_on_there_is_continued(ours: Path, theirs: Path, copies: tuple[Path, Path]) -> None:
     path, copy = copies
     path.write_bytes(path.read_bytes() + NOTE)
     assert merge_runs(ours, theirs).extended == [copy] and copy.read_bytes() == path.read_bytes()

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import re
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -199,15 +199,29 @@ def test_a_header_counts_wherever_it_stands(tmp_path: Path, what: str) -> None:
         assert trouble.startswith(start) and (" is broken" in trouble or len(start) > len("line 1 "))
 
 
-def test_the_time_to_read_a_file_grows_as_its_lines_do() -> None:
-    def seconds(count: int) -> float:
-        content = "\n".join(sealed_line({"line": number}) for number in range(1, count + 1)).encode()
-        start = time.process_time()
-        assert len(sheet_of(content).lines) == count
-        return time.process_time() - start
+def test_the_work_of_reading_a_file_grows_as_its_lines_do() -> None:
+    """Counted in lines of code, which a busy machine does not change."""
 
-    few, many = (min(seconds(count) for _ in range(2)) for count in (2000, 16000))
-    assert many < 16 * few
+    def done(count: int) -> int:
+        content = "\n".join(sealed_line({"line": number}) for number in range(1, count + 1)).encode()
+        steps = 0
+
+        def step(*_: object) -> object:
+            nonlocal steps
+            steps += 1
+            return step
+
+        before = sys.gettrace()
+        sys.settrace(step)
+        try:
+            sheet = sheet_of(content)
+        finally:
+            sys.settrace(before)
+        assert len(sheet.lines) == count
+        return steps
+
+    few, many = done(200), done(1600)
+    assert 0 < few < many < 9 * few
 
 
 def test_a_finished_run_that_lost_records_says_so(tmp_path: Path) -> None:

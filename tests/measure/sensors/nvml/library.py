@@ -146,6 +146,11 @@ class Simulation:
         fault.function, fault.code, fault.first, fault.last = function.encode(), code, first, last
         fault.delay_ns = round(delay * 1e9)
 
+    def release(self) -> None:
+        """Calls that are delayed come back."""
+        for fault in self.state.fault:
+            fault.delay_ns = 0
+
     def calls(self) -> dict[str, int]:
         """How often each function was called, those that never were left out."""
         names = (self.loaded.fp8bench_function(number) for number in range(_FUNCTIONS))

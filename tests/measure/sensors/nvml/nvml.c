@@ -23,6 +23,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define SECOND 1e9
+#define PIECE_NS 5000000L
 #define NOT_AVAILABLE UINT64_MAX
 
 enum {
@@ -146,8 +147,10 @@ static int struck(const char *function) {
     for (int f = 0; f < state->faults; f++) {
         const Fault *one = &state->fault[f];
         if (strcmp(one->function, function) || call < one->first || call > one->last) continue;
-        struct timespec delay = {one->delay_ns / 1000000000LL, one->delay_ns % 1000000000LL};
-        if (one->delay_ns) nanosleep(&delay, NULL);
+        /* In pieces, because a test may take the delay back. */
+        const struct timespec piece = {0, PIECE_NS};
+        for (int64_t slept = 0; slept < *(volatile const int64_t *)&one->delay_ns; slept += PIECE_NS)
+            nanosleep(&piece, NULL);
         if (one->code) return (int)one->code;
     }
     return SUCCESS;
