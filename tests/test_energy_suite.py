@@ -18,7 +18,7 @@ from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.values import ArmCost
 from fp8bench.model import EnergyUse, Run
 from fp8bench.model.stopping import Settling
-from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
+from tests.measure.sensors.nvml.library import Device, Simulation, build, uuid_of, why_not
 from tests.runs import render_whole
 from tests.trainings import write_tokens
 
@@ -52,6 +52,14 @@ def settled_in_time(settling: Settling | None) -> TypeGuard[Settling]:
     return settling is not None and (settling.settled or settling.looks[-1].at >= settling.limit)
 
 
+def quick_counter(simulation: Simulation) -> Device:
+    """One whose ticks come so fast that a window has enough of them, also where the system stops its process for a
+    while."""
+    device = simulation.reset()
+    device.period_ns = 10_000_000
+    return device
+
+
 def energies(run: Run) -> list[EnergyUse]:
     found = [record.energy for record in run.records]
     return [one for one in found if one is not None]
@@ -63,7 +71,7 @@ def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation
 
     JSON has the raw windows; table, rows, frame and page tell of the same ones.
     """
-    simulation.reset().reasons = 0x4
+    quick_counter(simulation).reasons = 0x4
     words = [*GEMM[:-1], "--quick", "--json", "--csv", "rows.csv", "--html", "page.html"]
     run, text = ran(simulation, tmp_path, *words, warming_up=True)
     assert len(energies(run)) == 2
@@ -127,7 +135,7 @@ def test_without_energy_the_device_is_watched_all_the_same(simulation: Simulatio
 @pytest.mark.slow
 def test_turns_of_seconds_stand_beside_the_slots(simulation: Simulation, tmp_path: Path) -> None:
     """In the record, the table, the rows and the page; at the clock and the power that the device tells."""
-    simulation.reset()
+    quick_counter(simulation)
     words = [*GEMM[:-1], "--quick", "--sustained", "1", "--csv", "rows.csv", "--html", "page.html"]
     run, text = ran(simulation, tmp_path, *words)
     for record in run.records:
@@ -179,7 +187,7 @@ def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path)
 @pytest.mark.slow
 def test_a_training_measures_the_energy_of_each_arm(simulation: Simulation, tmp_path: Path) -> None:
     """By windows of its own at the power that the counter shows; a step's joules are in the table's notes."""
-    simulation.reset()
+    quick_counter(simulation)
     write_tokens(tmp_path / "text")
     environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
     words = "train --data text --steps 4 --seeds 1 --batch 1 --sequence 16 --dtypes fp32,bf16 --store store"
