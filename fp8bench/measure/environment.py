@@ -20,6 +20,8 @@ from fp8bench.user_code import digest_of
 _VARIABLES = (QUANTISERS_VARIABLE, *READ_BY_TORCH)
 
 _PACKAGE = Path(__file__).parents[1]
+# A busy machine takes seconds for a large repository; without an answer the run would be of no commit.
+_GIT_SECONDS = 60
 
 
 def gather(
@@ -124,13 +126,13 @@ def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = ["git", *words]
     try:
         return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=10, check=False,
+            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_GIT_SECONDS, check=False,
             env={**os.environ, "LC_ALL": "C"},
         )  # fmt: skip
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", f"git cannot be run: {error.strerror}")
     except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 124, "", "git gave no answer for 10 s")
+        return subprocess.CompletedProcess(command, 124, "", f"git gave no answer for {_GIT_SECONDS} s")
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -243,7 +243,7 @@ def commit_named(word: str, folder: Path) -> str | None:
     """Returns the commit that git finds for a word in a folder's repository; None if it finds none."""
     command = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{word}^{{commit}}"]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None

@@ -265,7 +265,10 @@ def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
         str(tmp_path),
         f"transformer_engine=={VERSION}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except subprocess.TimeoutExpired as slow:
+        pytest.skip(f"transformer_engine {VERSION} cannot be downloaded here: {slow}")
     wheels = list(tmp_path.glob("*.whl"))
     if done.returncode or not wheels:
         pytest.skip(f"transformer_engine {VERSION} cannot be downloaded here: {done.stderr.strip()[-200:]}")

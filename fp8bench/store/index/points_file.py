@@ -49,7 +49,7 @@ _FRAME_SIZE, _CHECKED = 31, 8
 _ROWS = -1  # the field of a shape with the number of rows
 AT_ONCE = 200  # commits that are written together
 _MOST_FRAMES = 250  # more take longer to read than a few commits
-_LOCK_SECONDS = 5.0
+_LOCK_SECONDS = 20.0
 Kept = tuple[str, CommitFigures[FigureTable]]
 
 
