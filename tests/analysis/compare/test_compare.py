@@ -194,7 +194,8 @@ def test_energy_is_never_exact() -> None:
         ("peak_memory", 1e6, 1e6 + 4, "worse", 1.000004), ("peak_memory", 0.0, 0.0, "same", None),
         ("product_error", 0.0, 0.1, "worse", None), ("product_error", 0.1, 0.0, "better", None),
         ("product_error", 0.1, math.inf, "worse", None), ("product_error", math.inf, math.inf, "same", None),
-        ("product_error", math.nan, 0.1, "none", None),
+        ("product_error", math.nan, 0.1, "better", None), ("product_error", 0.1, math.nan, "worse", None),
+        ("product_error", math.nan, math.nan, "none", None),
     ],
 )  # fmt: skip
 def test_exact_values_are_judged_alike_by_compare_and_duel(
