@@ -50,7 +50,9 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
         return GateSource(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
     here, commit = commit_named("HEAD", Path()), newest.environment.get("commit")
     if here is not None and isinstance(commit, str) and commit != here and commit_named(commit, Path()) is not None:
-        problem = f"the newest run is of commit {commit[:8]}, and nothing was measured of {here[:8]}, which is here."
+        problem = (
+            f"the newest run is of commit {commit[:8]}, and nothing was measured since of {here[:8]}, which is here."
+        )
         return GateSource(title, problem=problem, code=EXIT_FAILED)
     history = read_history(store, observer)
     series = tuple(_newest_of_series(history, newest))

@@ -212,6 +212,15 @@ def test_exact_values_are_judged_alike_by_compare_and_duel(
         assert one.ratio is None or one.ratio.low == one.ratio.high
 
 
+def test_a_figure_in_another_unit_is_not_compared() -> None:
+    values = [(Measurement("queue_delay", unit, (5.0,)),) for unit in ("ms", "s")]
+    first, second = (record("bf16", 1.0, 1, measurements=value) for value in values)
+    compared = held([run(1, measurements=values[0])], [run(2, measurements=values[1])]).comparisons
+    assert "queue_delay" not in {figure.metric for figure in compared}
+    fought = next(one for one in compared_by_duel(CaseResult(first, second)) if one.metric == "queue_delay")
+    assert fought.direction is Direction.NONE and fought.why == "its unit was ms and is s"
+
+
 def test_values_that_vary_within_a_side_are_not_exact() -> None:
     """Neither runs that differ among themselves, nor samples of a process, let a small difference be a fact."""
     varying = (Measurement("product_error", "ratio", (0.5, 0.501, 0.502)),)

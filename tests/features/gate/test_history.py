@@ -248,4 +248,4 @@ def test_a_night_that_measured_nothing_of_this_commit(store: Path, fp8bench: Say
     assert fp8bench("gate", "--history")[0] == 0
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
     code, out, _ = fp8bench("gate", "--history")
-    assert code == 3 and "nothing was measured of" in out
+    assert code == 3 and "nothing was measured since of" in out
