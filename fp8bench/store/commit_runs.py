@@ -132,7 +132,7 @@ def _read_run(
     except (StoreError, OSError):
         return None, UNREADABLE, frozenset()
     tracked, why = checked_run(run, path)
-    why = DAMAGED if sheet.lost and tracked is not None else why
+    why = DAMAGED if sheet.lost and (tracked is not None or why == NO_CASE) else why
     names = frozenset(record.case.workload for record in run.records)
     # With a reason it is read again: a suite that is not known now may be imported later.
     if keep and content is None and tracked is not None and not why:

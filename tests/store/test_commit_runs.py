@@ -57,6 +57,12 @@ def test_a_file_that_has_changed_is_parsed_again(tmp_path: Path, parsed: list[st
     assert len(parsed) == 2
 
 
+def test_a_run_that_lost_all_its_lines_is_damaged_and_not_of_other_cases(tmp_path: Path) -> None:
+    path = keep(tmp_path, run_at(0))
+    path.write_text(path.read_text().replace("calls_ns", "calls"))
+    assert read_runs([path]).left == (commit_runs.DAMAGED,)
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_word_means_a_commit(tmp_path: Path) -> None:
     assert commit_named("HEAD", tmp_path) is None and commit_named("HEAD", tmp_path / "nosuch") is None

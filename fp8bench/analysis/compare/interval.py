@@ -112,8 +112,11 @@ def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: f
     counts.
     """
     every, old, new = (*before, *after), median(before), median(after)
-    if any(math.isnan(value) for value in every):
-        return FigureChange(Direction.NONE, old, new, why="it is no number on one side")
+    broken = [any(map(math.isnan, side)) for side in (before, after)]
+    if any(broken):  # a NaN among a tensor's values is further off than any number
+        old, new = (math.nan if is_broken else middle for is_broken, middle in zip(broken, (old, new), strict=True))
+        where = Direction.NONE if all(broken) else Direction.WORSE if broken[1] else Direction.BETTER
+        return FigureChange(where, old, new, why=f"it is no number on {'both sides' if all(broken) else 'one side'}")
     if not (0 < old < math.inf and 0 < new < math.inf):
         if old == new:
             return FigureChange(Direction.SAME, old, new)

@@ -251,8 +251,9 @@ def _names(side: Sequence[_Costs]) -> Iterable[Metric]:
 
 def _alike(side: Sequence[_Costs], metric: Metric) -> Iterator[tuple[float, ...]]:
     for costs in side:
-        if metric.name in costs and costs[metric.name].source == metric.source:
-            yield costs[metric.name].samples()
+        own = costs.get(metric.name)
+        if own is not None and (own.source, own.unit) == (metric.source, metric.unit):
+            yield own.samples()
 
 
 def _sensed(side: Sequence[_Costs], metric: Metric) -> Iterator[Estimate]:

@@ -2,7 +2,7 @@
 
 Steps are searched among figures of whole measurements, of one version and under the same conditions. Other commits in
 between count in a step's range. Exact counts are compared with the last count: each difference is a step, without
-chance.
+chance. So is each place where a figure stops being a finite number, as an error does whose tensor has a NaN.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME, sp
 TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
 TOO_FEW_COUNTS = "fewer than 2 commits counted under the same conditions, which is too few for a step to show"
 BELOW_ZERO = "values below 0, between which no ratio says anything"
+_NOT_FINITE = "from or to no finite number: no ratio says it"
 # Zero counts as this share of the least other value.
 _NOTHING = 0.5
 
@@ -106,13 +107,17 @@ class Found:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Figures of a trend that compare: their places in it, and their values. `read` returns the trend; `counted`
-    marks exact ones."""
+    """Figures of a trend that compare: their places in it, and their values, which may be infinite or NaN. `read`
+    returns the trend; `counted` marks exact ones."""
 
     read: Callable[[], Trend]
     places: Counts
     values: Floats
     counted: bool = False
+
+    def finite(self) -> Stretch:
+        kept = np.isfinite(self.values)
+        return self if kept.all() else replace(self, places=self.places[kept], values=self.values[kept])
 
 
 def find_changes(trends: Iterable[Trend]) -> Found:
@@ -124,14 +129,18 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
     """Returns the changes of trends by their stretches. `look` finds steps; only trends with steps are read."""
     left: Counter[str] = Counter()
     chosen: list[Stretch] = []
+    lost: list[Change] = []
     looked_at = [0, 0]
     for of_trend in stretches:
-        compared = [stretch for stretch in of_trend if len(stretch.values) >= (2 if stretch.counted else LEAST_VALUES)]
+        lost_here = [change for stretch in of_trend for change in _changes_of_finiteness(stretch)]
+        lost += lost_here
+        finite = [stretch.finite() for stretch in of_trend]
+        compared = [stretch for stretch in finite if len(stretch.values) >= (2 if stretch.counted else LEAST_VALUES)]
         sound = [stretch for stretch in compared if stretch.values.min() >= 0]
         chosen += sound
         counted = any(stretch.counted for stretch in of_trend)
-        looked_at[counted] += bool(sound)
-        if not sound:
+        looked_at[counted] += bool(sound or lost_here)
+        if not sound and not lost_here:
             left[BELOW_ZERO if compared else TOO_FEW_COUNTS if counted else TOO_FEW] += 1
     timed, exact = ([stretch for stretch in chosen if stretch.counted is counted] for counted in (False, True))
     steps = (
@@ -141,7 +150,8 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
     changes = [
         change for stretch, some in zip((*timed, *exact), steps, strict=True) for change in _changes(stretch, some)
     ]
-    return Found(tuple(sorted(_checked_against_means(changes), key=worst_first)), looked_at[0], left, looked_at[1])
+    every = (*lost, *_checked_against_means(changes))
+    return Found(tuple(sorted(every, key=worst_first)), looked_at[0], left, looked_at[1])
 
 
 def _exact_steps(values: Floats) -> tuple[Step, ...]:
@@ -212,7 +222,7 @@ def _stretches(trend: Trend) -> list[Stretch]:
 
 
 def _counted(figure: Figure) -> float | None:
-    return None if figure.value is None or not math.isfinite(figure.value) or figure.hasty else figure.value
+    return None if figure.hasty else figure.value
 
 
 def _above_zero(values: Floats) -> Floats:
@@ -235,6 +245,18 @@ def _changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
         yield replace(change, state=_state(change, levels[:number], levels[number + 2 :]))
 
 
+def _changes_of_finiteness(stretch: Stretch) -> Iterator[Change]:
+    finite = np.isfinite(stretch.values)
+    for at in (np.flatnonzero(np.diff(finite)) + 1).tolist():
+        before, after = stretch.values[at - 1 : at + 1].tolist()
+        # Whatever is not finite is further off than any number.
+        order = (0.0, 1.0) if finite[at - 1] else (1.0, 0.0)
+        change = _change(stretch, Step(at, at - 1, at, *order, 0.0, 0.0), before, after)
+        state = _state(change, (), ())
+        back = state is ChangeState.OPEN and bool((finite[at:] != finite[at]).any())
+        yield replace(change, state=ChangeState.REVERTED if back else state)
+
+
 def _levels(values: Floats, steps: Sequence[Step]) -> list[float]:
     """Returns the level before the first step, and that after each."""
     if values.min() > 0:
@@ -250,12 +272,15 @@ def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change
     inside = range(low + 1, high + 1)
     figures = trend.figures
     direction = Direction.WORSE if step.after > step.before else Direction.BETTER
-    ratio = replace(step.ratio, level=1.0) if stretch.counted else step.ratio
+    has_ratio = 0 < before < math.inf and 0 < after < math.inf
+    exact = stretch.counted or not (math.isfinite(before) and math.isfinite(after))
+    why = "from or to nothing: no ratio says it" if math.isfinite(before) and math.isfinite(after) else _NOT_FINITE
+    ratio = step.ratio if has_ratio else None
     comparison = Comparison(
         case_of(trend), trend.series.workload, trend.series.metric, unit_of_series(trend.series), direction,
         Evidence.HISTORY,
-        before, after, ratio if before > 0 and after > 0 else None, None if stretch.counted else step.p_value,
-        why="" if before > 0 and after > 0 else "from or to nothing: no ratio says it",
+        before, after, replace(ratio, level=1.0) if ratio is not None and stretch.counted else ratio,
+        None if exact else step.p_value, why="" if has_ratio else why,
         since=figures[low].commit, until=figures[high].commit,
     )  # fmt: skip
     unmeasured = len(set(inside) - set(places))

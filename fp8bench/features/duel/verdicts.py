@@ -365,7 +365,9 @@ def _why_none(result: CaseResult) -> str:
 
 def _value(result: CaseResult, metric: str) -> Comparison:
     both = [record.measurement(metric) for record in (result.before, result.after)]
-    unit = next(measured.unit for measured in both if measured is not None)
+    unit, *others = dict.fromkeys(measured.unit for measured in both if measured is not None)
+    if others:
+        return replace(_blank(result, metric, unit), why=f"its unit was {unit or 'none'} and is {others[0] or 'none'}")
     samples = [measured.samples if measured is not None else () for measured in both]
     before, after = (statistics.median(values) if values else None for values in samples)
     blank = replace(_blank(result, metric, unit), before=before, after=after)

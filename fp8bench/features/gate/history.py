@@ -50,7 +50,9 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
         return GateSource(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
     here, commit = commit_named("HEAD", Path()), newest.environment.get("commit")
     if here is not None and isinstance(commit, str) and commit != here and commit_named(commit, Path()) is not None:
-        problem = f"the newest run is of commit {commit[:8]}, and nothing was measured of {here[:8]}, which is here."
+        problem = (
+            f"the newest run is of commit {commit[:8]}, and nothing was measured since of {here[:8]}, which is here."
+        )
         return GateSource(title, problem=problem, code=EXIT_FAILED)
     history = read_history(store, observer)
     series = tuple(_newest_of_series(history, newest))
@@ -129,7 +131,8 @@ def _weight(change: Change) -> tuple[bool, float]:
 def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
     compared = ((line.trend, history.lines.comparable(line)) for line in _lines_of(history, newest))
     latest = [(trend, max(every, key=lambda part: part.places[-1]).values) for trend, every in compared if every]
-    positive = [(trend, values) for trend, values in latest if values.min() > 0]
+    finite = [(trend, values[abs(values) < math.inf]) for trend, values in latest]
+    positive = [(trend, values) for trend, values in finite if len(values) and values.min() > 0]
     relative = {_place(trend) for trend, _ in positive if trend.series.metric == RELATIVE}
     judged = [pair for pair in positive if pair[0].series.metric == RELATIVE or not _settled(pair[0], relative)]
     for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
@@ -239,9 +242,14 @@ def _new_value(change: Change, run: Run) -> Comparison | None:
     values = [value for point in points for value in point.samples]
     if points and points[0].status is Status.FAILED:
         return replace(step, direction=Direction.NONE, failed=True, why=points[0].reason)
-    if not values or not step.before or not step.after:
+    if not values or step.before is None or step.after is None:
         return None
     value = statistics.median(values)
+    if not (math.isfinite(step.after) and math.isfinite(value)):
+        again = Direction.SAME if math.isfinite(value) else Direction.WORSE
+        return replace(step, direction=again, after=value)
+    if not step.before or not step.after:
+        return None
     nearer = value > math.sqrt(step.before * step.after)
     ratio = value / step.before
     return replace(

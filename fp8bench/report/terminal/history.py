@@ -6,6 +6,7 @@ Changes have neither verdict nor colour: neither asv's interval nor the change k
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -169,8 +170,8 @@ def _change(figure: Figure, before: Figure | None) -> str:
         return "new version"
     if figure.source != before.source:
         return _NEW_SOURCE
-    if before.value == 0:
-        return units.change(1.0) if figure.value == 0 else units.NONE
+    if before.value == 0 or not (math.isfinite(before.value) and math.isfinite(figure.value)):
+        return units.change(1.0) if figure.value == before.value else units.NONE
     return (_HASTY if figure.hasty or before.hasty else "") + units.change(figure.value / before.value)
 
 

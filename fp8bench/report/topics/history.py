@@ -47,8 +47,7 @@ def history_section(material: Material) -> Iterator[Element]:
 
 
 def _values(series: PastSeries) -> list[_Told]:
-    known = ((figure, figure.value) for figure in series.figures)
-    return [(figure, value) for figure, value in known if value is not None and math.isfinite(value)]
+    return [(figure, figure.value) for figure in series.figures if figure.value is not None]
 
 
 def _charts(known: Sequence[PastSeries]) -> Iterator[Lines]:
@@ -109,7 +108,7 @@ def _marks(series: PastSeries, places: Sequence[str]) -> tuple[Mark | None, ...]
 
 
 def _mark(series: PastSeries, figure: Figure, value: float, first: float) -> Mark | None:
-    if first <= 0 or value <= 0:
+    if not (0 < first < math.inf and 0 < value < math.inf):
         return None
     low, high = ((end / first if end is not None else None) for end in (figure.low, figure.high))
     rough = "; a few rounds only" if figure.hasty else ""
@@ -126,7 +125,8 @@ def _table(known: Sequence[PastSeries]) -> Table:
     for series in known:
         before, last = [None, *_values(series)][-2:]
         assert last is not None  # a series without a figure is not shown
-        ratio = last[1] / before[1] if before and before[1] > 0 and last[1] > 0 else None
+        known = before is not None and 0 < before[1] < math.inf and 0 < last[1] < math.inf
+        ratio = last[1] / before[1] if before is not None and known else None
         told += [] if series.trend.series.metric.startswith(_PER_WORK) else [(series, before, last, ratio)]
     places = together((series.trend.series.workload, series.place) for series, *_ in told)
 
@@ -149,7 +149,7 @@ def _table(known: Sequence[PastSeries]) -> Table:
             hint="of the figure itself, from previous to last; less is better"),
         Col("last commit", lambda row: Field(_place(row[0], row[2][0]), hint=_when(row[0], row[2][0]))),
         Col("commits", lambda row: Field(str(len(_values(row[0]))), len(_values(row[0])),
-            trend=tuple(value for _, value in _values(row[0])[-MOST_DRAWN:])), number=True),
+            trend=tuple(value for _, value in _values(row[0])[-MOST_DRAWN:] if math.isfinite(value))), number=True),
     ]  # fmt: skip
     ordered = sorted(told, key=lambda row: (row[0].emulated, -abs(math.log(row[3] or 1.0))))
     caption = "The last two figures of every series, the largest changes first"

@@ -51,13 +51,18 @@ class RowBatch(NamedTuple):
 
 def batch_of(place: int, lines: Sequence[int], rows: Rows, samples: Sequence[Sequence[float]]) -> RowBatch:
     counts = np.array([len(sample) for sample in samples], np.int64)
-    flat = np.array([value for sample in samples for value in sample], np.float64)
+    flat = _one_nan(np.array([value for sample in samples for value in sample], np.float64))
     columns: dict[str, NDArray[Any]] = {
         "line": np.array(lines, np.uint32), "place": np.full(len(rows), place, np.uint32),
-        **{column: np.ascontiguousarray(rows[name]) for column, name in _OF_ROW.items()},
+        **{column: _one_nan(np.ascontiguousarray(rows[name])) for column, name in _OF_ROW.items()},
         "samples_crc": crcs(flat, counts),
     }  # fmt: skip
     return RowBatch({**columns, CHECK: checks(columns)}, flat, counts)
+
+
+def _one_nan(values: NDArray[Any]) -> NDArray[Any]:
+    """Gives all NaN the same bits, which checksums are made of."""
+    return np.where(np.isnan(values), np.nan, values) if values.dtype.kind == "f" else values
 
 
 def crcs(samples: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.uint32]:
@@ -185,6 +190,12 @@ _WRITTEN = ", ".join(
     f"CASE WHEN (r.flags & {_OF_FLAGS[name]}) > 0 THEN r.{name} END AS {name}" if name in _OF_FLAGS else f"r.{name}"
     for name in NUMBERS
 )
+# DuckDB takes NaN in a frame for NULL, which no number of a row is.
+_NAN = "coalesce({}, 'nan'::DOUBLE)"
+_AS_NUMBERS = ", ".join([
+    *(_NAN.format(name) if kind == "DOUBLE" else name for name, kind in NUMBERS.items()), CHECK,
+    f"[{_NAN.format('one')} for one in samples]",
+])  # fmt: skip
 # Numbers are sorted before the texts are joined to them.
 _SORT = """
 CREATE OR REPLACE TABLE sorted AS SELECT * FROM rows SEMI JOIN places USING (place) ORDER BY line, place
@@ -239,7 +250,7 @@ class Spool:
         samples = np.empty(len(counts), object)
         flat, ends = np.concatenate([batch.samples for batch in batches]), np.cumsum(counts).tolist()
         samples[:] = [flat[low:high] for low, high in zip([0, *ends], ends, strict=False)]
-        self._insert("rows", {**columns, "samples": samples})
+        self._insert("rows", {**columns, "samples": samples}, _AS_NUMBERS)
 
     def keep(self, path: Path, places: Sequence[int]) -> None:
         self._run("CREATE OR REPLACE TABLE kept(place UINTEGER)")
@@ -292,13 +303,13 @@ class Spool:
             columns = map(_encodable, zip(*rows, strict=True))
             self._insert(table, dict(zip(names, columns, strict=True)))
 
-    def _insert(self, table: str, columns: Mapping[str, Any]) -> None:
+    def _insert(self, table: str, columns: Mapping[str, Any], chosen: str = "*") -> None:
         import pandas as pd
 
         try:
             self._connection.register("frame", pd.DataFrame(dict(columns), copy=False))
             try:
-                self._connection.execute(f"INSERT INTO {table} SELECT * FROM frame")
+                self._connection.execute(f"INSERT INTO {table} SELECT {chosen} FROM frame")
             finally:
                 self._connection.unregister("frame")
         except self._errors as error:

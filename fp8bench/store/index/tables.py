@@ -266,7 +266,7 @@ class TrendLines:
         return Ending(line.trend, last, earlier[0] if earlier else None, len(numbered))
 
     def comparable(self, line: Line) -> list[Comparable]:
-        """Returns its figures of whole measurements, by version and conditions."""
+        """Returns its figures of whole measurements, by version and conditions. Values may be infinite or NaN."""
         places = np.flatnonzero(self._whole[line.first : line.end])
         values = self._values[line.first : line.end][places]
         alike = self._alike[line.first : line.end][places]
@@ -286,8 +286,7 @@ class TrendLines:
 
     @cached_property
     def _whole(self) -> NDArray[np.bool_]:
-        whole: NDArray[np.bool_] = is_whole(self._flags) & np.isfinite(self._values)
-        return whole
+        return is_whole(self._flags)
 
     @cached_property
     def _alike(self) -> Numbers:

@@ -194,7 +194,8 @@ def test_energy_is_never_exact() -> None:
         ("peak_memory", 1e6, 1e6 + 4, "worse", 1.000004), ("peak_memory", 0.0, 0.0, "same", None),
         ("product_error", 0.0, 0.1, "worse", None), ("product_error", 0.1, 0.0, "better", None),
         ("product_error", 0.1, math.inf, "worse", None), ("product_error", math.inf, math.inf, "same", None),
-        ("product_error", math.nan, 0.1, "none", None),
+        ("product_error", math.nan, 0.1, "better", None), ("product_error", 0.1, math.nan, "worse", None),
+        ("product_error", math.nan, math.nan, "none", None),
     ],
 )  # fmt: skip
 def test_exact_values_are_judged_alike_by_compare_and_duel(
@@ -209,6 +210,15 @@ def test_exact_values_are_judged_alike_by_compare_and_duel(
         assert one.direction == direction and one.p_value is None
         assert (one.ratio.point if one.ratio else None) == (pytest.approx(ratio) if ratio is not None else None)
         assert one.ratio is None or one.ratio.low == one.ratio.high
+
+
+def test_a_figure_in_another_unit_is_not_compared() -> None:
+    values = [(Measurement("queue_delay", unit, (5.0,)),) for unit in ("ms", "s")]
+    first, second = (record("bf16", 1.0, 1, measurements=value) for value in values)
+    compared = held([run(1, measurements=values[0])], [run(2, measurements=values[1])]).comparisons
+    assert "queue_delay" not in {figure.metric for figure in compared}
+    fought = next(one for one in compared_by_duel(CaseResult(first, second)) if one.metric == "queue_delay")
+    assert fought.direction is Direction.NONE and fought.why == "its unit was ms and is s"
 
 
 def test_values_that_vary_within_a_side_are_not_exact() -> None:

@@ -246,6 +246,26 @@ def test_from_nothing_to_something_and_back(before: float, after: float, directi
     assert states(acknowledged(find_changes([seen]), [ack])) == [ChangeState.ACKNOWLEDGED]
 
 
+@for_each("broken", [float("nan"), float("inf")])
+def test_an_error_that_stops_being_a_number_alarms_at_once(broken: float) -> None:
+    """By the second commit, however few there are; it is reverted where it is a number again."""
+    found = find_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, broken))])
+    one = only(found).comparison
+    assert only(found).alarms and not found.left and (one.direction, one.ratio, one.p_value) == (
+        Direction.WORSE, None, None
+    )  # fmt: skip
+    assert (one.since, one.until, one.before, repr(one.after)) == (commit(0), commit(1), 0.02, repr(broken))
+    assert exceeds(one, threshold_of(one))
+    ack = ack_of(only(found), "2026-01-05T12:00:00+00:00", "")
+    assert states(acknowledged(found, [ack])) == [ChangeState.ACKNOWLEDGED]
+    back = find_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, 0.02))])
+    assert states(back) == [ChangeState.REVERTED, ChangeState.OPEN]
+    assert not any(change.alarms for change in back.changes)
+    assert not find_changes([trend(figure(0, broken), figure(1, broken))]).changes
+    values = [*levels((20, 1.0), (5, 1.1)).figures, figure(25, broken)]
+    assert [change.is_worse for change in find_changes([trend(*values)]).changes] == [True, True]
+
+
 LAUNCHES = replace(SERIES, name="gemm.Gemm.track_launches", metric="launches", unit="count")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Ru
 from tests.commands import Say, git
 from tests.counts import for_each
 from tests.histories import history, keep, records, run_at
+from tests.runs import error
 
 FLAT = [1.0, 1.003, 0.998, 1.001, 0.997, 1.002, 1.0, 0.999, 1.004, 0.998, 1.001, 1.0, 0.999, 1.002]
 STEPPED = [*FLAT[:7], *(1.5 * time for time in FLAT[7:])]
@@ -88,6 +90,22 @@ def test_a_second_look_must_lie_near_the_new_level(
     settled, suspects = looked_again(tmp_path)
     assert {figure.outcome for figure in settled if figure.comparison in suspects} == {outcome}
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
+
+
+def test_an_error_that_is_no_number_any_more(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_error(value: float) -> tuple[Record, ...]:
+        return tuple(replace(one, measurements=(error("product_error", value),)) for one in records())
+
+    for number in range(14):
+        keep(store, run_at(number, records=with_error(0.02 if number < 13 else math.nan)))
+    assert fp8bench("gate", "--history", "--no-rerun")[0] == 1
+    _, out, _ = fp8bench("history", "show", "track_product_error(bf16")
+    assert out.split("\n")[-3].split()[-3:] == ["nan", "-", "-"]
+    for again, outcome in ((math.nan, GateOutcome.REGRESSION), (0.02, GateOutcome.CLEARED)):
+        answer = run_at(99, records=with_error(again)), ""
+        monkeypatch.setattr(source, "measured_again", lambda *_, answer=answer: answer)
+        settled, suspects = looked_again(store)
+        assert {figure.outcome for figure in settled if figure.comparison in suspects} == {outcome}
 
 
 def test_rules_are_of_all_series_and_not_of_those_that_changed_tonight(store: Path, fp8bench: Say) -> None:
@@ -230,4 +248,4 @@ def test_a_night_that_measured_nothing_of_this_commit(store: Path, fp8bench: Say
     assert fp8bench("gate", "--history")[0] == 0
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
     code, out, _ = fp8bench("gate", "--history")
-    assert code == 3 and "nothing was measured of" in out
+    assert code == 3 and "nothing was measured since of" in out

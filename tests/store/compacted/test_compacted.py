@@ -98,7 +98,7 @@ def many_kinds(store: Path) -> None:
     keep(store, run_at(7, 14, facts={"asv_machine": "another's one", "asv_gpu": "H200", "commit_date": 10**30}))
     keep(store, run_at(8, 801))
     keep(store, run_at(7, 15, facts={"asv_python": "/other/python"}))
-    strange = [Measurement("relative_error", "", (value,)) for value in (math.nan, math.inf, -0.0)]
+    strange = [Measurement("product_error", "", (value,)) for value in (math.nan, math.inf, -0.0)]
     for number, one in enumerate(strange, 11):
         keep(store, run_at(number, 20 + number, records=tuple(replace(r, measurements=(one,)) for r in records())))
     path = keep(store, run_at(9, 17))
