@@ -47,11 +47,11 @@ class Auditor:
     def __init__(
         self, subject: Subject, seed: int, ceilings: Ceilings | None = None, baseline: Subject | None = None
     ) -> None:
-        self.subject, self.seed, self.ceilings, self.baseline = subject, seed, ceilings, baseline
+        self.subject, self.seed, self.ceilings, self.baseline = subject, seed, ceilings or Ceilings(), baseline
         self.given: AuditInput | None = None
         self.tried, self.sound = 0, True
         self.times: dict[str, float] = {}
-        self.work: dict[str, tuple[CallWork, float | None]] = {}
+        self.work: tuple[tuple[str, CallWork, float | None], ...] = ()
         self._searches: Counter[str] = Counter()
 
     def shapes(self) -> tuple[Shape, ...]:
@@ -85,8 +85,10 @@ class Auditor:
             self._searches[name] += search and verdicts[name].remark
         return verdicts
 
-    def is_wrong(self, matrices: Matrices, results: dict[str, Tensor]) -> bool:
-        return any(verdict.failed for verdict in self.judge(matrices, results).values())
+    def wrong(self, matrices: Matrices, results: dict[str, Tensor], search: bool = True) -> AuditFinding | None:
+        """Returns the first failure among the results, if any."""
+        verdicts = self.judge(matrices, results, search).items()
+        return next((replace(bad, why=f"{name}: {bad.why}") for name, bad in verdicts if bad.failed), None)
 
     def problems(self, given: AuditInput) -> dict[str, AuditFinding]:
         """Returns, by the result's name, each verdict that is a failure or a remark. A mistake is named only if a
@@ -179,6 +181,5 @@ def audited(
             auditor.sound = all(finding.outcome is AuditOutcome.PASS for finding in own)
     return Audit(
         target, signature, tuple(findings), auditor.tried, time.perf_counter() - started,
-        times=tuple(auditor.times.items()),
-        work=tuple((side, *work) for side, work in auditor.work.items()),
+        times=tuple(auditor.times.items()), work=auditor.work,
     )  # fmt: skip

@@ -75,9 +75,6 @@ class Promise(Protocol):
     def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
         """Judges one result. Without `search`, no mistakes are looked for in a result with the right error."""
 
-    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        """Whether two results may stand for the same one."""
-
 
 @dataclass(frozen=True)
 class ProductPromise:
@@ -199,10 +196,6 @@ class ProductPromise:
         sure = len(off) >= _ENOUGH and apart <= 1 / _APART and abs(gain) > max(_GAIN, _SURE * error)
         return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} in the mean" if sure else ""
 
-    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        sums = self._sums(tensor.dtype)
-        return sums.near(tensor.to(torch.float64), other.to(torch.float64), 2 * sums.bound)
-
     def _sums(self, dtype: torch.dtype) -> ConformitySums:
         return ConformitySums(self.a.values.to(torch.float64), self.b.values.to(torch.float64), dtype)
 
@@ -263,14 +256,14 @@ class CastPromise:
         kept, given, treatment = self.kept, self.kept.given, self.kept.treatment
         assert given is not None and treatment is not None
         apart = (values - kept.values).abs()
-        if self.agrees(values, kept.values):
+        if _alike(values, kept.values):
             return AuditFinding()
         wrong = f"{int((apart > _LAST_BITS * kept.values.abs()).sum())} of {apart.numel()} elements are"
         if bool((apart <= _slack(kept, span(kept))).all()):
             return remark("other-rounding", f"{wrong} rounded otherwise: {_TIES}")
         enough = values.numel() >= _ENOUGH
         for code, words, other in mistakes(kept) if search and enough else ():
-            if self.agrees(values, other):
+            if _alike(values, other):
                 return fail(code, f"the matrix is {words}")
         if not bool((apart <= _STEP * steps_of(kept, values)).all()):
             return fail("wrong-values", f"{wrong} wrong, some by more than a step of the grid")
@@ -281,8 +274,9 @@ class CastPromise:
             return fail(_CODES[difference], why)
         return band(why or "other values, of the same error")
 
-    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        return bool(((tensor - other).abs() <= _LAST_BITS * other.abs()).all())
+
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    return bool(((tensor - other).abs() <= _LAST_BITS * other.abs()).all())
 
 
 @dataclass(frozen=True)
@@ -308,10 +302,6 @@ class AttentionPromise:
         if mistake := nearest(self._mistakes(), distance, distance(wanted) / _NEARER_IN_ATTENTION):
             return fail(*mistake, error, high)
         return in_band(error, high if error > high else low)
-
-    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        allowed = 2 * max(relative_frobenius(self._promised(weights=True).to(tensor.dtype), self._exact()), _LAST_BITS)
-        return relative_frobenius(tensor, other.to(torch.float64)) <= allowed
 
     def _exact(self) -> Tensor:
         q, k, v = (tensor.to(torch.float64) for tensor in self.given)

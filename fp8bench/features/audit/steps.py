@@ -289,10 +289,6 @@ class OptimizerPromise:
                 mistake = "too-good", why
         return fail(*mistake, error, errors[0]) if mistake else AuditFinding(error=error, expected=errors[0])
 
-    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        most = max(relative_frobenius(update, self._exact) for update in self._promised)
-        return relative_frobenius(tensor, other) <= 2 * most + self._noise
-
     @cached_property
     def _exact(self) -> Tensor:
         return self._update(OptimizerWay(self.plain.rule, self.plain.hyper))
