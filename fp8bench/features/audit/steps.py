@@ -15,21 +15,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.operands import (
-    Cast,
-    as_dtype,
-    bf16,
-    cut,
-    half,
-    kept,
-    nearest,
-    otherwise_scaled,
-    same,
-    stochastic,
-)
+from fp8bench.features.audit.operands import Cast, cut, fp32, kept, low, nearest, otherwise_scaled, same, stochastic
 from fp8bench.features.audit.promises import BAND, not_finite, unusable
 from fp8bench.features.audit.values import AuditFinding, FlatMoments, fail
-from fp8bench.formats.recipes import ScaleRounding
+from fp8bench.formats.grids import BF16, FP16
+from fp8bench.formats.recipes import TENSOR, TENSOR_POWER_OF_TWO
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import KeptWeights, Signature, UpdateRule
 from fp8bench.numerics.norms import relative_frobenius
@@ -189,7 +179,7 @@ _OF_MOMENTS: tuple[Row, ...] = (
     ("state-lost", "the second moment is not kept from one step to the next", {"remembers": (True, False)}),
 )
 _OF_COUNTS: tuple[Row, ...] = (
-    ("flushed", "the second moment is float16 without a scale", {"second": partial(as_dtype, dtype=torch.float16)}),
+    ("flushed", "the second moment is float16 without a scale", {"second": low(FP16)}),
     ("step-count", "steps are not counted", {"count": lambda count: 1}),
     ("step-count", "each step is counted twice", {"count": lambda count: 2 * count}),
     ("step-count", "the count is one ahead", {"count": lambda count: count + 1}),
@@ -202,7 +192,7 @@ _OF_WEIGHTS: tuple[Row, ...] = (
     ("decay", "weights decay without the learning rate", {"decay": "unscaled"}),
     ("decay", "weights decay by the gradient, into the moments", {"decay": "coupled"}),
     ("decay", "weights decay by themselves, past the moments", {"decay": "decoupled"}),
-    ("update-lost", "weights are bfloat16, and small updates are lost", {"weights": bf16, "shown": same}),
+    ("update-lost", "weights are bfloat16, and small updates are lost", {"weights": low(BF16), "shown": same}),
     ("update-lost", "weights are cut to bfloat16", {"weights": cut, "shown": same}),
     ("rate", "steps go away from the minimum", {"factor": -1.0}),
     ("rate", "steps go twice as far", {"factor": 2.0}),
@@ -247,14 +237,13 @@ def _otherwise(others: Mapping[str, tuple[Cast, Cast]], names: Mapping[str, tupl
             yield code, f"{name} kept as {words}", {moment: casts[moment] for moment in moments}
 
 
-_FP32: Cast = partial(as_dtype, dtype=torch.float32)
 # What is left of the weights, and what is shown of them.
 _WEIGHTS: dict[KeptWeights, tuple[Cast, Cast]] = {
-    KeptWeights.FP32: (_FP32, same),
-    KeptWeights.BF16: (bf16, same),
+    KeptWeights.FP32: (fp32, same),
+    KeptWeights.BF16: (low(BF16), same),
     KeptWeights.STOCHASTIC: (stochastic(0), same),
-    KeptWeights.MASTER: (_FP32, bf16),
-    KeptWeights.SCALED: (half(), same),
+    KeptWeights.MASTER: (fp32, low(BF16)),
+    KeptWeights.SCALED: (low(FP16, TENSOR), same),
 }
 
 
@@ -356,7 +345,7 @@ def optimizer_promise(
     if flat is not None and (start.numel() < _SMALL or start.numel() % flat.block):
         ways.append(replace(plain, first=same, second=same))
     if word is KeptWeights.SCALED:
-        ways += [replace(way, weights=half(ScaleRounding.POWER_OF_TWO)) for way in (plain, *ways)]
+        ways += [replace(way, weights=low(FP16, TENSOR_POWER_OF_TWO)) for way in (plain, *ways)]
     unfused = (Unfused(rule, hyper, dtype),) if word is KeptWeights.BF16 and precision == "bf16" else ()
     likely = {other: (kept(other, facts), kept(other, facts, signed=False)) for other in _OTHERS}
     for cast, rounding in otherwise_scaled(precision, facts):
