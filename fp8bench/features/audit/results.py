@@ -13,9 +13,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor
+from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, Subject
 from fp8bench.features.audit.promises import Matrices
-from fp8bench.features.audit.subjects import OptimizerSubject, Subject
+from fp8bench.features.audit.steps import OptimizerSubject
 from fp8bench.features.audit.values import AuditFinding, fail, remark
 from fp8bench.model.promises import AuditKind
 from fp8bench.user_code import own_words
@@ -29,7 +29,7 @@ def _numbers(auditor: Auditor) -> Iterator[AuditFinding]:
     """Holds the results on every shape and kind of data against the promise. Yields the first failure of each result,
     and each remark once."""
     reported: set[tuple[str, str]] = set()
-    for shape in auditor.shapes():
+    for shape in dict.fromkeys(map(auditor.fitting, auditor.subject.shapes)):
         for data in auditor.subject.data:
             auditor.given = given = AuditInput(data, shape)
             for name, verdict in auditor.problems(given).items():
@@ -201,7 +201,8 @@ def _special_values(auditor: Auditor) -> Iterator[AuditFinding]:
         return results
 
     first, *rest = matrices
-    for result in list(called("zeros", subject.zeroed(matrices)).values())[:1]:
+    zeros = (torch.zeros_like(x) if place in subject.zeroed else x for place, x in enumerate(matrices))
+    for result in list(called("zeros", tuple(zeros)).values())[:1]:
         if bool((result != 0).any()):
             yield fail("zeros", "zeros gave other numbers")
     tiny = first * torch.finfo(first.dtype).smallest_normal / 4
@@ -264,7 +265,8 @@ def _far(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
     # Only operands with scales can be far from one, and not in fp16. In attention the values alone: queries and
     # keys of another size are another softmax.
     operands = (2,) if subject.kind is AuditKind.ATTENTION else range(len(matrices))
-    for operand in operands if matrices[0].dtype is not torch.float16 and subject.is_scaled else ():
+    is_scaled = all(cast is None or cast.scaling is not None for cast in subject.promised.treatments)
+    for operand in operands if matrices[0].dtype is not torch.float16 and is_scaled else ():
         for power in (40, -40):
             how = f"the {_ORDINALS[operand]} argument times 2^{power}"
             yield given._replace(how=how), _replaced(matrices, operand, matrices[operand] * 2.0**power)

@@ -14,12 +14,11 @@ from functools import partial
 import torch
 
 from fp8bench import units
-from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, audited
+from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, Shape, audited
 from fp8bench.features.audit.model import audited_model, given_model
 from fp8bench.features.audit.operands import TIMED
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.results import VALUE_CHECKS
-from fp8bench.features.audit.subjects import Shape
 from fp8bench.features.audit.values import CONTROL, Audit, AuditFinding, CallWork, fail, noise_of, remark, spread_of
 from fp8bench.model import Ceilings, DeviceFacts, Limit
 from fp8bench.model.promises import AuditKind, Signature, Takes
@@ -203,11 +202,19 @@ def _speed(auditor: Auditor) -> list[AuditFinding]:
     return findings
 
 
+# Attention has a batch of two, and two products.
+_FLOPS: dict[AuditKind, Callable[[Shape], int]] = {
+    AuditKind.PRODUCT: lambda shape: 2 * math.prod(shape), AuditKind.LINEAR: lambda shape: 2 * math.prod(shape),
+    AuditKind.ATTENTION: lambda shape: 8 * shape.m * math.prod(shape),
+}  # fmt: skip
+
+
 def _too_fast(auditor: Auditor, shape: Shape) -> str:
     subject, arguments = auditor.subject, _arguments(auditor, NORMAL, shape)
     touched = (*arguments, *subject.raw(arguments).values())
     moved, own = sum(tensor.numel() * tensor.element_size() for tensor in touched), _seconds(auditor, shape)
-    given = subject.signature.precision, shape, subject.flops(shape), moved, subject.device
+    flops = _FLOPS[subject.kind](shape) if subject.kind in _FLOPS else 0
+    given = subject.signature.precision, shape, flops, moved, subject.device
     least, words = max(bounds(auditor.ceilings, *given))
     return "" if own >= least else f"{units.seconds(own)}; {units.seconds(least)} are {words}"
 

@@ -13,7 +13,7 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from fp8bench.features.audit import results, times
-from fp8bench.features.audit.subjects import Shape
+from fp8bench.features.audit.auditor import Shape
 from fp8bench.features.audit.times import CHECKS, work_of
 from fp8bench.features.audit.values import AuditOutcome, CallWork
 from fp8bench.model import Ceilings, Limit, Rate
