@@ -1,22 +1,248 @@
-"""Runs the checks of an audit over one callable: what they share, and the engine that runs a table of them."""
+"""What is audited, and the engine that audits it: which data and arguments each kind of callable is called with, what
+it promises, what all checks share, and how a table of them runs."""
 
 from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fp8bench.features.audit.promises import CERTAIN, FIGURES, Matrices
-from fp8bench.features.audit.subjects import SUBJECTS, Shape, Subject
+from fp8bench.features.audit.operands import (
+    DATA,
+    Promised,
+    Rounded,
+    drawn,
+    promised_by,
+    rounded,
+    scale_matrix,
+    spread,
+)
+from fp8bench.features.audit.promises import (
+    CERTAIN,
+    FIGURES,
+    AttentionPromise,
+    CastPromise,
+    Matrices,
+    ProductPromise,
+    Promise,
+)
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork
+from fp8bench.formats.codes import DTYPES, decode, unpack
+from fp8bench.formats.grids import E2M1
+from fp8bench.formats.hardware import has_hopper_units
 from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature, Takes
+from fp8bench.nn.arithmetics import RecipeArithmetic
+from fp8bench.protocols import Role
 from fp8bench.user_code import own_words
+
+_LAYER = "audit"
+# Attention is called with a batch of so many.
+_BATCH = 2
+
+
+class Shape(NamedTuple):
+    """The sides of an input. A product is (M, K) x (N, K), a cast has (M, K) alone, attention M places of N heads of
+    size K, an optimizer N steps of a parameter (M, K)."""
+
+    m: int
+    n: int
+    k: int
+
+
+SUBJECTS: dict[AuditKind, type[Subject]] = {}
+
+
+class Subject(ABC):
+    """One callable under audit. Matrices are drawn and judged on the processor, whatever device it runs on. `sides`
+    says which sides of a shape its inputs have, and their names; `shapes` are sizes that it has promised to take,
+    `odd` ones may be refused; `data` are the kinds of data that say something about it; `timed` is the first shape
+    that is timed, `tall` one beyond the blocks that kernels are tried with, and beyond the sums that bfloat16 holds."""
+
+    kind: ClassVar[AuditKind]
+    sides: ClassVar[tuple[tuple[str, str], ...]] = (("m", "M"), ("n", "N"), ("k", "K"))
+    # No two sides alike, a square in which a transposition keeps the shape, and a long sum.
+    shapes: ClassVar[tuple[Shape, ...]] = (Shape(64, 96, 256), Shape(128, 128, 128), Shape(32, 48, 1024))
+    odd: ClassVar[tuple[Shape, ...]] = (
+        Shape(1, 96, 256), Shape(33, 47, 256), Shape(64, 96, 200), Shape(17, 40, 48), Shape(130, 258, 144),
+        Shape(1, 1, 16),
+    )  # fmt: skip
+    timed: ClassVar[Shape] = Shape(256, 256, 256)
+    tall: ClassVar[Shape] = Shape(520, 264, 4096)
+    data: ClassVar[tuple[str, ...]] = tuple(DATA)
+    zeroed: ClassVar[tuple[int, ...]] = (0,)
+
+    def __init_subclass__(cls) -> None:
+        SUBJECTS[cls.kind] = cls
+
+    def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
+        self.function, self.signature, self.facts, self.device = function, signature, facts, facts.key
+
+    @cached_property
+    def promised(self) -> Promised:
+        return promised_by(self.signature.precision, self.facts)
+
+    def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
+        sizes = ((shape.m, shape.k), (shape.n, shape.k))[: len(self.sides) - 1]
+        return tuple(drawn(data, place, *size, seed, self.promised.carrier) for place, size in enumerate(sizes))
+
+    def arguments(self, matrices: Matrices) -> Matrices:
+        return tuple(matrix.to(self.device, copy=True) for matrix in matrices)
+
+    def results(self, arguments: Matrices) -> dict[str, Tensor]:
+        """Calls it, and returns copies of its results on the processor, by name."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.raw(arguments).items()}
+
+    def raw(self, arguments: Matrices) -> dict[str, Tensor]:
+        return {self.kind.value: self._tensor(self.function(*arguments))}
+
+    @abstractmethod
+    def promises(self, matrices: Matrices) -> dict[str, Promise]:
+        """What each result should be."""
+
+    def _tensor(self, answer: object) -> Tensor:
+        if not isinstance(answer, Tensor):
+            raise TypeError(f"it gave {type(answer).__name__}, and a tensor was expected")
+        return answer
+
+
+class ProductSubject(Subject):
+    """Is called with two matrices, or with the codes and scales of both."""
+
+    kind = AuditKind.PRODUCT
+
+    def arguments(self, matrices: Matrices) -> Matrices:
+        turned = self.signature.second == "kn"
+        if self.signature.takes is Takes.VALUES:
+            a, b = matrices
+            return super().arguments((a, b.t().contiguous() if turned else b))
+        kept, treatment = self._kept(matrices), self.promised.treatments[0]
+        codes, scales = [side.codes.to(self.device) for side in kept], [side.scales for side in kept]
+        fmt = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
+        if fmt is None:
+            scales = [scale.reshape(()) if scale.numel() == 1 else scale for scale in scales]
+        else:
+            scales = [scale.to(torch.float8_e8m0fnu if fmt.name == "e8m0" else DTYPES[fmt.name]) for scale in scales]
+        scales = [scale.to(self.device) for scale in scales]
+        whole = [torch.tensor(side.tensor_scale, device=self.device) for side in kept if side.tensor_scale is not None]
+        return codes[0], codes[1].t() if turned else codes[1], *scales, *whole
+
+    def promises(self, matrices: Matrices) -> dict[str, Promise]:
+        return {"product": ProductPromise(*self._kept(matrices), hopper=has_hopper_units(self.facts))}
+
+    def _kept(self, matrices: Matrices) -> tuple[Rounded, Rounded]:
+        (a, b), (first, second, _) = matrices, self.promised.treatments
+        kept = rounded(a, first), rounded(b, second)
+        given = self.signature.takes is Takes.VALUES
+        return kept if given else (replace(kept[0], given=None), replace(kept[1], given=None))
+
+
+class CastSubject(Subject):
+    """Is called with one matrix."""
+
+    kind = AuditKind.CAST
+    sides = (("m", "M"), ("k", "K"))
+
+    def raw(self, arguments: Matrices) -> dict[str, Tensor]:
+        answer = self.function(*arguments)
+        if isinstance(answer, Tensor):
+            return {"cast": answer.to(torch.float32)}
+        if not isinstance(answer, tuple | list) or not 2 <= len(answer) <= 3:
+            words = f"it gave {type(answer).__name__}, and values, or codes with their scales, were expected"
+            raise TypeError(words)
+        codes, scale, *whole = (self._tensor(part).detach().cpu() for part in answer)
+        elements = decoded(codes, arguments[0].shape[-1])
+        values = elements * spread(scale_matrix(scale), elements)
+        return {"cast": values * float(whole[0]) if whole else values}
+
+    def promises(self, matrices: Matrices) -> dict[str, Promise]:
+        return {"cast": CastPromise(rounded(matrices[0], self.promised.treatments[0]))}
+
+
+def decoded(codes: Tensor, columns: int) -> Tensor:
+    """Returns elements from the codes that a cast gave: float8, four-bit codes two a byte, or plain values."""
+    if codes.dtype == torch.uint8 or "float4" in str(codes.dtype):
+        return decode(unpack(codes.view(torch.uint8), E2M1, columns), E2M1, checked=False)
+    return codes.to(torch.float32)
+
+
+class LinearSubject(Subject):
+    """Is called with inputs and a weight that need gradients. The gradient of its result is drawn."""
+
+    kind = AuditKind.LINEAR
+    tall = Shape(520, 264, 2080)
+
+    def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
+        gradient = drawn("normal", 2, shape.m, shape.n, seed, self.promised.carrier)
+        return (*super().drawn(data, shape, seed), gradient)
+
+    def arguments(self, matrices: Matrices) -> Matrices:
+        x, weight, gradient = super().arguments(matrices)
+        return x.requires_grad_(), weight.requires_grad_(), gradient
+
+    def raw(self, arguments: Matrices) -> dict[str, Tensor]:
+        x, weight, gradient = arguments
+        answer = self._tensor(self.function(x, weight))
+        into_x, into_weight = torch.autograd.grad(answer, (x, weight), gradient.to(answer.dtype))
+        return {"forward": answer, "input gradient": into_x, "weight gradient": into_weight}
+
+    def promises(self, matrices: Matrices) -> dict[str, Promise]:
+        x, weight, gradient = matrices
+        role = dict(zip(Role, self.promised.treatments, strict=True))
+        high = self.promised.recipe is not None and self.promised.recipe.high_weight_gradient
+        products = {
+            "forward": ((x, Role.INPUT), (weight, Role.WEIGHT), False),
+            "input gradient": ((gradient, Role.GRADIENT), (weight.t(), Role.WEIGHT), False),
+            "weight gradient": ((gradient.t(), Role.GRADIENT), (x.t(), Role.INPUT), True),
+        }
+        promises: dict[str, Promise] = {}
+        for name, (a, b, last) in products.items():
+            first, second = (
+                rounded(tensor.contiguous(), None if high and last else role[which]) for tensor, which in (a, b)
+            )
+            promises[name] = ProductPromise(first, second, self._emulated(a, b, last), has_hopper_units(self.facts))
+        return promises
+
+    def _emulated(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], last: bool) -> Tensor | None:
+        recipe = self.promised.recipe
+        drawn = recipe is not None and any(role is Role.GRADIENT and recipe.gradient.stochastic for _, role in (a, b))
+        if recipe is None or not (drawn or (last and recipe.hadamard)):
+            return None
+        arithmetic = RecipeArithmetic(recipe, self.promised.carrier).layer(_LAYER)
+        cast = arithmetic.turned if last else arithmetic.cast
+        first, second = (cast(tensor.contiguous(), role) for tensor, role in (a, b))
+        return arithmetic.product(first, second, self.promised.carrier)
+
+
+class AttentionSubject(Subject):
+    """Is called with queries, keys and values, (2, heads, places, size) each; it divides scores by sqrt(size)."""
+
+    kind = AuditKind.ATTENTION
+    shapes = (Shape(64, 4, 64), Shape(128, 2, 32), Shape(96, 3, 128))
+    odd = (Shape(1, 2, 64), Shape(33, 3, 64), Shape(65, 2, 32), Shape(130, 1, 128))
+    timed = Shape(128, 1, 64)
+    zeroed = (2,)
+    tall = Shape(520, 1, 64)
+    data = ("normal", "uniform", "integers", "small", "outliers across the contraction")
+
+    def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
+        m, n, k = shape
+        made = (drawn(data, place, _BATCH * n * m, k, seed, torch.float32) for place in range(3))
+        # Scores of a few units: the softmax of larger ones picks one value, and would hide how they were made.
+        scaled = (tensor / tensor.square().mean().sqrt().clamp(min=2.0**-30) for tensor in made)
+        return tuple(tensor.view(_BATCH, n, m, k).to(self.promised.carrier) for tensor in scaled)
+
+    def promises(self, matrices: Matrices) -> dict[str, Promise]:
+        return {"attention": AttentionPromise(matrices, self.promised.treatments[0], self.signature.causal)}
+
 
 # Tried in this order to find the smallest input that shows a failure.
 _SMALLER = (Shape(1, 1, 16), Shape(2, 2, 32), Shape(4, 4, 32), Shape(8, 8, 64), Shape(16, 16, 128), Shape(32, 32, 128))
@@ -39,23 +265,18 @@ class AuditInput(NamedTuple):
 
 class Auditor:
     """What all checks of one audit share. `given` is what a check tries at the moment: its findings are about that,
-    unless they name another input. `tried` counts judged results. `sound` becomes False once numbers were found
-    wrong: checks that compare results with their promise then say nothing new. `ceilings` are None where the
-    device's are not known. Checks leave here the `times` by kind of data, the `work` of a call of the kernel and of
-    the baseline, and the seconds of both where they were compared."""
+    unless they name another input. `tried` counts judged results. Once numbers were wrong, nothing is `sound`: checks
+    that compare results with their promise say nothing new. Checks leave `times` and `work` here."""
 
     def __init__(
         self, subject: Subject, seed: int, ceilings: Ceilings | None = None, baseline: Subject | None = None
     ) -> None:
-        self.subject, self.seed, self.ceilings, self.baseline = subject, seed, ceilings, baseline
+        self.subject, self.seed, self.ceilings, self.baseline = subject, seed, ceilings or Ceilings(), baseline
         self.given: AuditInput | None = None
         self.tried, self.sound = 0, True
         self.times: dict[str, float] = {}
-        self.work: dict[str, tuple[CallWork, float | None]] = {}
+        self.work: tuple[tuple[str, CallWork, float | None], ...] = ()
         self._searches: Counter[str] = Counter()
-
-    def shapes(self) -> tuple[Shape, ...]:
-        return tuple(dict.fromkeys(map(self.fitting, self.subject.shapes)))
 
     @property
     def first(self) -> AuditInput:
@@ -66,8 +287,10 @@ class Auditor:
         multiple = self.subject.signature.multiple
         return Shape(*(math.ceil(side / multiple) * multiple for side in shape))
 
-    def about(self, given: AuditInput, finding: AuditFinding) -> AuditFinding:
-        """Writes for example 'M=64 N=96 K=256, normal' as the finding's input."""
+    def about(self, given: AuditInput | None, finding: AuditFinding) -> AuditFinding:
+        """Writes for example 'M=64 N=96 K=256, normal' as the finding's input, if it has none."""
+        if given is None or finding.input:
+            return finding
         sides = " ".join(f"{name}={getattr(given.shape, side)}" for side, name in self.subject.sides)
         return replace(finding, input=", ".join(filter(None, (sides, given.data, given.how))))
 
@@ -85,8 +308,10 @@ class Auditor:
             self._searches[name] += search and verdicts[name].remark
         return verdicts
 
-    def is_wrong(self, matrices: Matrices, results: dict[str, Tensor]) -> bool:
-        return any(verdict.failed for verdict in self.judge(matrices, results).values())
+    def wrong(self, matrices: Matrices, results: dict[str, Tensor], search: bool = True) -> AuditFinding | None:
+        """Returns the first failure among the results, if any."""
+        verdicts = self.judge(matrices, results, search).items()
+        return next((replace(bad, why=f"{name}: {bad.why}") for name, bad in verdicts if bad.failed), None)
 
     def problems(self, given: AuditInput) -> dict[str, AuditFinding]:
         """Returns, by the result's name, each verdict that is a failure or a remark. A mistake is named only if a
@@ -128,28 +353,15 @@ class Auditor:
 
 
 class AuditCheck(NamedTuple):
-    """One way to find a lie. `look` yields what is wrong or worth a remark, nothing where all is well. It may raise
-    whatever foreign code raises: what it has yielded by then stands. `kinds` are those that it can look at; with
-    `needs_sound` it runs only where numbers are right, which the check that `decides` says."""
+    """One way to find a lie. `look` yields what is wrong or worth a remark; it may raise whatever foreign code raises:
+    what it has yielded by then stands. With `needs_sound` it runs only where numbers are right, which the check that
+    `decides` says."""
 
     name: str
     look: Callable[[Auditor], Iterable[AuditFinding]]
     kinds: frozenset[AuditKind] = frozenset(AuditKind)
     needs_sound: bool = False
     decides: bool = False
-
-    def findings(self, auditor: Auditor) -> Iterator[AuditFinding]:
-        auditor.given = None
-        try:
-            for finding in self.look(auditor):
-                yield self._named(auditor, finding)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
-            raised = AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", own_words(error))
-            yield self._named(auditor, raised)
-
-    def _named(self, auditor: Auditor, finding: AuditFinding) -> AuditFinding:
-        given = None if finding.input else auditor.given
-        return replace(auditor.about(given, finding) if given else finding, check=self.name)
 
 
 def audited(
@@ -171,14 +383,19 @@ def audited(
     for check in checks:
         if signature.kind not in check.kinds or (check.needs_sound and not auditor.sound):
             continue
-        own = list(check.findings(auditor))
-        findings += own or [AuditFinding(check.name)]
+        own, auditor.given = list[AuditFinding](), None
+        try:
+            for finding in check.look(auditor):
+                own.append(auditor.about(auditor.given, finding))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
+            raised = AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", own_words(error))
+            own.append(auditor.about(auditor.given, raised))
+        findings += [replace(finding, check=check.name) for finding in own or [AuditFinding()]]
         if check.decides:
             if any(finding.code in _NOTHING for finding in own):
                 break
             auditor.sound = all(finding.outcome is AuditOutcome.PASS for finding in own)
     return Audit(
         target, signature, tuple(findings), auditor.tried, time.perf_counter() - started,
-        times=tuple(auditor.times.items()),
-        work=tuple((side, *work) for side, work in auditor.work.items()),
+        times=tuple(auditor.times.items()), work=auditor.work,
     )  # fmt: skip

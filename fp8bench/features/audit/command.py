@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fp8bench import __version__, units
 from fp8bench.cli import option_types as types
@@ -143,8 +144,6 @@ _MODULE = "fp8bench.features.audit.times"
 _LIMIT = 600.0
 # Formats whose codes torch can hold: as a dtype, or two a byte.
 _IN_TORCH = {E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ}
-# The least and the most elements in a block of moments.
-_BLOCKS = 16, 4096
 
 
 def audit(
@@ -209,7 +208,9 @@ def sound(signature: Signature, facts: DeviceFacts) -> Signature:
     """Returns the signature with the precision's full name; raises UsageError where nothing can be audited."""
     if signature.kind is AuditKind.OPTIMIZER:
         moments = signature.precision, signature.second_moment
-        first, second = (moment if moment in ("", "same") else _moments(moment, facts) for moment in moments)
+        first, second = (
+            moment if moment in ("", "same") or FlatMoments.of(moment) else _known(moment, facts) for moment in moments
+        )
         return replace(signature, precision=first, second_moment=second)
     if signature.kind is AuditKind.MODEL and not signature.precision:
         return signature
@@ -234,22 +235,12 @@ def _known(word: str, facts: DeviceFacts) -> str:
     return name
 
 
-def _moments(word: str, facts: DeviceFacts) -> str:
-    flat = FlatMoments.of(word)
-    if flat is None:
-        return _known(word, facts)
-    if not _BLOCKS[0] <= flat.block <= _BLOCKS[1]:
-        raise UsageError(f"{word} has blocks of {flat.block}. Give one of {_BLOCKS[0]} to {_BLOCKS[1]} elements.")
-    return word
-
-
 _TONES = {AuditOutcome.PASS: Tone.GOOD, AuditOutcome.FAIL: Tone.BAD, AuditOutcome.CANNOT_TELL: Tone.DOUBT}
 _LEGEND = (
     "PASS: every result is what the promised casts and products give, up to the order of sums, or has their error",
     "FAIL: it is not; the code says which known mistake explains all of it, or what is wrong",
     "CANNOT TELL: it raised, crashed or did not answer where it should have",
     "error: how far results are from the exact product of what went in; expected: how far the emulation is",
-    "other data: the same call on zeros, ones, integers and two distributions; work: operators of torch that it calls",
     "too-good: a smaller error than this precision can have: finer scales, or a wider one; too-bad: a larger one",
     "gain: results are too large or too small in the mean; short-sums: sums are kept in fewer bits than float32 has",
 )
@@ -264,66 +255,52 @@ def page_of(facts: DeviceFacts, audit: Audit, whole: bool = True) -> Page:
     precision = f" in {signature.precision}" * bool(signature.precision)
     title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
     failed = [finding for finding in audit.findings if finding.outcome is not AuditOutcome.PASS]
-    remarks = [finding for finding in audit.findings if finding.outcome is AuditOutcome.PASS and finding.code]
-    parts = [Part("verdict", "", tuple(_verdict(audit, failed)))]
-    if failed:
-        shown = failed if whole else failed[:_SHOWN]
-        parts.append(Part("failed", "what is wrong", (table("failed", "", _FINDINGS, shown),)))
-    if audit.layers:
-        listed = (table("layers", "", _LAYERS, audit.layers),) if whole or len(audit.layers) <= _LISTED else ()
-        parts.append(Part("layers", _covered(audit) if failed else "layers", listed))
-    parts += _details(audit, remarks) if whole else [Part("rest", "", tuple(_rest(audit, remarks)))]
-    return Page(title, "", tuple(parts), _LEGEND)
+    remarks = [finding for finding in audit.findings if finding.remark]
+    tables: list[tuple[str, str, Sequence[Col[Any]], Sequence[Any]]] = [
+        ("failed", "what is wrong", _FINDINGS, failed if whole else failed[:_SHOWN]),
+        ("layers", "layers", _LAYERS, audit.layers if whole or len(audit.layers) <= _LISTED else ()),
+        ("remarks", "what is said of the rest", _FINDINGS, remarks if whole else ()),
+        ("work", "what torch sees of a call", _WORK, audit.work if whole else ()),
+    ]
+    parts = (Part(name, words, (table(name, "", cols, rows),)) for name, words, cols, rows in tables if rows)
+    verdict = Part("verdict", "", tuple(_verdict(audit, failed, remarks, whole)))
+    return Page(title, "", (verdict, *parts), _LEGEND)
 
 
-def _verdict(audit: Audit, failed: list[AuditFinding]) -> Iterator[Text]:
-    outcome, checks = audit.outcome, len(_by_check(audit))
+def _verdict(
+    audit: Audit, failed: Sequence[AuditFinding], remarks: Sequence[AuditFinding], whole: bool
+) -> Iterator[Text]:
+    outcome, checks = audit.outcome, _by_check(audit)
     reason = next((f"{finding.code}: {finding.why}" for finding in failed if finding.outcome is outcome), "")
-    right = _covered(audit) if audit.layers else f"it gives what {audit.signature.precision} gives, by {checks} checks"
-    yield Text(f"{outcome.value}: {reason or right}", _TONES[outcome])
+    low, flops = sum(layer.low for layer in audit.layers), sum(layer.flops for layer in audit.layers)
+    share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
+    right = f"it gives what {audit.signature.precision} gives, by {len(checks)} checks"
+    covered = f"{low} of {len(audit.layers)} layers converted{share}" if audit.layers else right
+    yield Text(f"{outcome.value}: {reason or covered}", _TONES[outcome])
+    if failed and audit.layers:
+        yield Text(covered)
     yield Text(f"{units.whole(audit.tried)} result{'s' * (audit.tried != 1)} in {units.seconds(audit.seconds)}")
+    names = [name for name, findings in checks.items() if worst(findings) is AuditOutcome.PASS]
+    codes = dict.fromkeys(remark.code for remark in remarks)
+    yield from (Text(f"{what}: {', '.join(each)}") for what, each in (("right", names), ("remarks", codes)) if each)
+    if not whole:
+        yield Text("--all shows every remark, layer and time", Tone.DOUBT)
+    elif times := dict(audit.times):
+        each = ", ".join(f"{units.seconds(seconds)} on {name}" for name, seconds in times.items())
+        yield Text(f"a call takes {each}: {spread_of(times):.0%} apart; the same data twice: {noise_of(times):.0%}")
 
 
-def _rest(audit: Audit, remarks: list[AuditFinding]) -> Iterator[Text]:
-    right = [name for name, findings in _by_check(audit).items() if worst(findings) is AuditOutcome.PASS]
-    if right:
-        yield Text(f"right: {', '.join(right)}")
-    if remarks:
-        yield Text(f"remarks: {', '.join(dict.fromkeys(remark.code for remark in remarks))}")
-    yield Text("--all shows every check, remark and time", Tone.DOUBT)
+def _percent(error: float) -> str:
+    return f"{100 * error:.3g}%"
 
 
-def _details(audit: Audit, remarks: list[AuditFinding]) -> Iterator[Part]:
-    yield Part("checks", "", (table("checks", "", _CHECKS, _by_check(audit).items()),))
-    if remarks:
-        yield Part("remarks", "what is said of the rest", (table("remarks", "", _FINDINGS, remarks),))
-    if times := dict(audit.times):
-        apart = f"a call on other data: {spread_of(times):.0%} apart; the same data twice: {noise_of(times):.0%}"
-        yield Part("times", apart, (table("times", "", _TIMES, audit.times),))
-    if audit.work:
-        yield Part("work", "what torch sees of a call", (table("work", "", _WORK, audit.work),))
-
-
-def _share(error: float | None) -> str:
-    return units.NONE if error is None else f"{100 * error:.3g}%"
-
-
-_CHECKS: tuple[Col[tuple[str, list[AuditFinding]]], ...] = (
-    Col("check", lambda row: row[0]),
-    Col("outcome", lambda row: worst(row[1]).value, tone=lambda row: _TONES[worst(row[1])]),
-    Col("codes", lambda row: ", ".join(dict.fromkeys(found.code for found in row[1] if found.code)) or units.NONE),
-)
 _FINDINGS: tuple[Col[AuditFinding], ...] = (
     Col("check", lambda finding: finding.check),
     Col("code", lambda finding: finding.code),
     Col("smallest input", lambda finding: finding.input or units.NONE),
-    Col("error", lambda finding: _share(finding.error), number=True),
-    Col("expected", lambda finding: _share(finding.expected), number=True),
+    Col("error", lambda finding: finding.error, True, _percent),
+    Col("expected", lambda finding: finding.expected, True, _percent),
     Col("why", lambda finding: finding.why, below=True),
-)
-_TIMES: tuple[Col[tuple[str, float]], ...] = (
-    Col("data", lambda row: row[0]),
-    Col("time of a call", lambda row: units.seconds(row[1]), number=True),
 )
 _WORK: tuple[Col[tuple[str, CallWork, float | None]], ...] = (
     Col("of", lambda row: row[0]),
@@ -331,7 +308,7 @@ _WORK: tuple[Col[tuple[str, CallWork, float | None]], ...] = (
         Col(field.name, lambda row, name=field.name: units.whole(getattr(row[1], name)), number=True)  # type: ignore[misc]
         for field in fields(CallWork)
     ),
-    Col("time", lambda row: units.NONE if row[2] is None else units.seconds(row[2]), number=True),
+    Col("time", lambda row: row[2], True, units.seconds),
 )
 _LAYERS: tuple[Col[AuditedLayer], ...] = (
     Col("layer", lambda layer: layer.name),
@@ -340,14 +317,6 @@ _LAYERS: tuple[Col[AuditedLayer], ...] = (
     Col("runs as", lambda layer: layer.runs or (units.NONE if layer.low else "not converted")),
     Col("why not converted", lambda layer: layer.reason, below=True),
 )
-
-
-def _covered(audit: Audit) -> str:
-    low, flops = sum(layer.low for layer in audit.layers), sum(layer.flops for layer in audit.layers)
-    share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
-    return f"{low} of {len(audit.layers)} layers converted{share}"
-
-
 _TAGS = {AuditOutcome.FAIL: "failure", AuditOutcome.CANNOT_TELL: "error"}
 
 

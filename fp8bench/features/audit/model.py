@@ -141,11 +141,16 @@ def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFind
                 yield replace(fail("tie-broken", why), input=layer.name)
 
 
-def runs_as(x: Tensor, weight: Tensor, product: Tensor, facts: DeviceFacts) -> str:
-    """Returns the precision in which x times the weight transposed was computed, recognised by its numbers; '' where
-    casts change nothing, as those of zeros and small whole numbers."""
-    x, weight = x.reshape(-1, x.shape[-1]).float(), weight.float()
+def _runs_as(layer: FoundLayer, x: Tensor, output: Tensor, facts: DeviceFacts) -> str:
+    """Returns the precision of a layer's product, recognised by its numbers; '' where casts change nothing, as those of
+    zeros and small whole numbers."""
+    product, bias = output.detach().cpu().double(), getattr(layer.module, "bias", None)
+    if isinstance(bias, Tensor) and bias.numel():
+        product = product - bias.detach().cpu().double()
     product = product.reshape(-1, product.shape[-1])[:_CORNER, :_CORNER]
+    wrapped = hasattr(layer.weight, "__tensor_flatten__")
+    weight = (layer.weight.dequantize() if wrapped else layer.weight).detach().cpu().float()
+    x = x.detach().cpu().reshape(-1, x.shape[-1]).float()
 
     def error(a: Tensor, b: Tensor) -> float:
         return relative_frobenius(product, a[:_CORNER].double() @ b[:_CORNER].double().t())
@@ -158,7 +163,7 @@ def runs_as(x: Tensor, weight: Tensor, product: Tensor, facts: DeviceFacts) -> s
     nearest = min(errors, key=lambda name: errors[name])
     if errors[nearest] < _UNCAST:
         return nearest if wide == UNKNOWN else ""
-    return wide
+    return WEIGHTS if wrapped and wide in _HIGH else wide
 
 
 def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: DeviceFacts) -> None:
@@ -194,16 +199,6 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-
-
-def _runs_as(layer: FoundLayer, x: Tensor, output: Tensor, facts: DeviceFacts) -> str:
-    product, bias = output.detach().cpu().double(), getattr(layer.module, "bias", None)
-    if isinstance(bias, Tensor) and bias.numel():
-        product = product - bias.detach().cpu().double()
-    wrapped = hasattr(layer.weight, "__tensor_flatten__")
-    weight = layer.weight.dequantize() if wrapped else layer.weight
-    runs = runs_as(x.detach().cpu(), weight.detach().cpu(), product, facts)
-    return WEIGHTS if wrapped and runs in _HIGH else runs
 
 
 def audited_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
@@ -247,28 +242,27 @@ def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
         yield _of(rows, fail("nothing-converted", f"none of {len(rows)} layers is of a class of low precision"))
         return
     by_rule = together((row.rule, row) for row in rows if row.rule)
-    for rule in (*(rule for rule in _SILENT if rule in by_rule), *(rule for rule in by_rule if rule not in _SILENT)):
-        alike = by_rule[rule]
-        silent = fail(rule, f"{alike[0].reason}; {len(alike)} such layers were left as they were")
-        told = remark(rule, f"{len(alike)} of {len(rows)} layers stay as they were: {alike[0].reason}")
-        yield _of(alike, silent if rule in _SILENT else told)
+    for rule, alike in sorted(by_rule.items(), key=lambda pair: pair[0] not in _SILENT):
+        tell = fail if rule in _SILENT else remark
+        yield _of(alike, tell(rule, f"{len(alike)} of {len(rows)} layers stay as they were: {alike[0].reason}"))
 
 
 def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
     low = [row for row in rows if row.low]
-    if high := [row for row in low if row.runs in _HIGH]:
-        as_ = "its operands as they came" if high[0].runs == HIGH else f"in {high[0].runs}"
-        yield _of(high, fail("not-cast", f"a {high[0].what} multiplies {as_}, and promises otherwise"))
-    if wrong := [row for row in low if precision and row.runs not in ("", UNKNOWN, WEIGHTS, precision, *_HIGH)]:
-        why = f"a {wrong[0].what} multiplies as {wrong[0].runs} does, and {precision} was promised"
-        yield _of(wrong, fail("other-precision", why))
-    for runs, code, words in (
-        ("", "not-seen", "were not called on this batch, or show no single product that casts change"),
-        (UNKNOWN, "unknown", "multiply in a precision that is none of those that are known here"),
-    ):
-        if alike := [row for row in low if row.runs == runs]:
-            yield _of(alike, remark(code, f"{len(alike)} of {len(low)} converted layers {words}"))
-    if low and all(row.runs == "" for row in low):
+    for runs, alike in together((row.runs, row) for row in low).items():
+        words = f"{len(alike)} of {len(low)} converted layers"
+        if runs in _HIGH:
+            how = "their operands as they came" if runs == HIGH else f"in {runs}"
+            yield _of(alike, fail("not-cast", f"{words} multiply {how}, and promise otherwise"))
+        elif runs == "":
+            words += " were not called on this batch, or show no single product that casts change"
+            yield _of(alike, remark("not-seen", words))
+        elif runs == UNKNOWN:
+            yield _of(alike, remark("unknown", f"{words} multiply in a precision that is not known here"))
+        elif precision and runs not in (WEIGHTS, precision):
+            words += f" multiply as {runs} does, and {precision} was promised"
+            yield _of(alike, fail("other-precision", words))
+    if low and not any(row.runs for row in low):
         yield AuditFinding("", AuditOutcome.CANNOT_TELL, "not-seen", "no converted layer could be looked at")
 
 

@@ -5,26 +5,25 @@ Matrices are drawn on the processor, from a seed; each kind of data shows some m
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from fp8bench.features.audit.values import FlatMoments
 from fp8bench.formats.codes import DTYPES, decode, unpack
-from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, FP16
+from fp8bench.formats.grids import BF16, E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, FP16, Format
 from fp8bench.formats.operators import values
 from fp8bench.formats.quantise import RANDOM_BITS, quantised
 from fp8bench.formats.recipe_support import on_device
-from fp8bench.formats.recipes import NVFP4, ROUNDINGS, ROW, Recipe, ScaleRounding, Scaling, Treatment
+from fp8bench.formats.recipes import NVFP4, ROUNDINGS, ROW, TENSOR, Recipe, ScaleRounding, Scaling, Treatment
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, swizzled
 from fp8bench.formats.scaled import quantise
 from fp8bench.model import DeviceFacts
-from fp8bench.nn.moments import scaled
 from fp8bench.registry import precisions
 
 Draw = Callable[[int, int, torch.Generator], Tensor]
@@ -63,7 +62,8 @@ def _many_octaves(rows: int, columns: int, random: torch.Generator) -> Tensor:
     return sizes * (torch.randint(0, 2, (rows, columns), generator=random) * 2 - 1)
 
 
-DATA: dict[str, Draw] = {
+# By kind, or for the first operand and the others.
+DATA: dict[str, Draw | tuple[Draw, Draw]] = {
     "normal": _normal,
     "uniform": lambda rows, columns, random: torch.rand(rows, columns, generator=random) * 2 - 1,
     # So far apart that a scale shared by several rows loses the small ones, even in a format with many exponents.
@@ -72,10 +72,10 @@ DATA: dict[str, Draw] = {
     "outliers across the contraction": lambda rows, columns, random: _outliers(_normal(rows, columns, random).t()).t(),
     "outliers along the contraction": lambda rows, columns, random: _outliers(_normal(rows, columns, random)),
     "integers": lambda m, k, random: torch.randint(-6, 7, (m, k), generator=random).to(torch.float32),
-    "one-hot rows": _one_hot,
+    "one-hot rows": (_one_hot, _normal),
     "many octaves": _many_octaves,
-    "many octaves, one at a time": _many_octaves,
-    "one at a time of many octaves": _one_hot,
+    "many octaves, one at a time": (_many_octaves, _one_hot),
+    "one at a time of many octaves": (_one_hot, _many_octaves),
     # Every cast keeps ones, and their sums are large whole numbers: a difference comes from the sums.
     "signs that lean": lambda m, k, random: torch.where(torch.rand(m, k, generator=random) < 0.1, -1.0, 1.0),
     "large": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**10,
@@ -83,23 +83,16 @@ DATA: dict[str, Draw] = {
 }
 
 # Calls are timed on these: an honest kernel takes the same time for all, but for a device's power limit.
-TIMED: dict[str, Draw] = {
+TIMED: dict[str, Draw | tuple[Draw, Draw]] = {
     "zeros": lambda rows, columns, _: torch.zeros(rows, columns),
     "ones": lambda rows, columns, _: torch.ones(rows, columns),
     **{name: DATA[name] for name in ("integers", "uniform", "normal")},
 }
 
 
-# How the second operand is drawn, where otherwise than the first.
-_SECOND: dict[str, Draw] = {
-    "one-hot rows": _normal,
-    "many octaves, one at a time": _one_hot,
-    "one at a time of many octaves": _many_octaves,
-}
-
-
 def drawn(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
-    draw = (DATA | TIMED | (_SECOND if operand else {}))[data]
+    draws = (DATA | TIMED)[data]
+    draw = draws[operand > 0] if isinstance(draws, tuple) else draws
     name = f"{data} {operand} {rows}x{columns}"
     random = torch.Generator("cpu").manual_seed(seed + zlib.crc32(name.encode()))
     return draw(rows, columns, random).to(dtype)
@@ -266,15 +259,9 @@ def _of_casts(x: Tensor, kept: Rounded, own: Treatment) -> Iterator[Mistake]:
             turned = rounded(x.t().contiguous(), own).values.t()
             yield "blocks-turned", "scaled by blocks along the other dimension", turned
     for words, treatment in _other_treatments(own):
-        finer = treatment.fmt is own.fmt and _extent(treatment.scaling) < _extent(scaling)
-        yield "finer-scales" if finer else "other-precision", f"cast as {words} does", rounded(x, treatment).values
+        yield "other-precision", f"cast as {words} does", rounded(x, treatment).values
     if own.fmt.bits <= _BYTE:
-        cut = quantised(x.to(torch.float32) / kept.spread, own.fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1))
-        yield "cut", "cast toward 0 and not to nearest", cut * kept.spread
-
-
-def _extent(scaling: Scaling | None) -> float:
-    return math.inf if scaling is None else (scaling.rows or math.inf) * (scaling.columns or 1 << 20)
+        yield "cut", "cast toward 0 and not to nearest", cut(x / kept.spread, own.fmt) * kept.spread
 
 
 def _other_treatments(own: Treatment) -> Iterator[tuple[str, Treatment]]:
@@ -326,11 +313,11 @@ def _of_scales(kept: Rounded) -> Iterator[Mistake]:
 
 def _of_tails(kept: Rounded) -> Iterator[Mistake]:
     columns = kept.elements.shape[1]
-    lost = {columns % size for size in _TAILS} | {size for size in _TAILS if size < columns}
-    for count in sorted(lost - {0, columns}):
+    tails = {columns % size for size in _TAILS} | {size for size in _TAILS if size < columns}
+    for tail in sorted(tails - {0, columns}):
         values = kept.values.clone()
-        values[:, columns - count :] = 0
-        yield "tail", f"without the last {count} of the contraction", values
+        values[:, columns - tail :] = 0
+        yield "tail", f"without the last {tail} of the contraction", values
 
 
 # What rounding leaves of a moment, or of weights, between two steps.
@@ -344,78 +331,53 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
-def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype).to(torch.float64)
+def fp32(x: Tensor) -> Tensor:
+    return x.to(torch.float32).to(torch.float64)
 
 
-bf16: Cast = partial(as_dtype, dtype=torch.bfloat16)
+def low(fmt: Format, scaling: Scaling | None = None) -> Cast:
+    return lambda x: values(x.to(torch.float32), fmt, scaling).to(torch.float64)
 
 
-def half(rounding: ScaleRounding = ScaleRounding.EXACT) -> Cast:
-    """float16 under one scale a tensor."""
-    storage = scaled(FP16, rounding)
-    return lambda x: storage.restore(storage.keep(x.to(torch.float32))).to(torch.float64)
-
-
-def cut(x: Tensor) -> Tensor:
-    """bfloat16, rounded toward zero."""
-    bits = x.to(torch.float32).view(torch.int32) & ~0xFFFF
-    return bits.view(torch.float32).to(torch.float64)
+def cut(x: Tensor, fmt: Format = BF16) -> Tensor:
+    """Rounds toward zero."""
+    return quantised(x.to(torch.float32), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32)).to(
+        torch.float64
+    )
 
 
 def stochastic(seed: int) -> Cast:
     """bfloat16, rounded up or down at random, without bias."""
-    random = torch.Generator().manual_seed(seed)
-
-    def cast(x: Tensor) -> Tensor:
-        bits = x.to(torch.float32).view(torch.int32)
-        up = torch.randint(0, 1 << 16, x.shape, generator=random, dtype=torch.int32)
-        return ((bits + up) & ~0xFFFF).view(torch.float32).to(torch.float64)
-
-    return cast
+    draws = count(seed)
+    return lambda x: values(x.to(torch.float32), BF16, seed=torch.tensor(next(draws))).to(torch.float64)
 
 
 def kept(word: str, facts: DeviceFacts, signed: bool = True) -> Cast:
     """Returns the cast of moments that are kept as the word says; second moments are not `signed`."""
     flat = FlatMoments.of(word)
-    if flat is not None:
-        fmt = _FLOATS.get(flat.codes)
-        bits = 4 if flat.codes == "dynamic4" else 8
-        levels = dynamic_map(bits, signed)
-        if flat.codes == "linear8":
-            levels = torch.arange(-127, 128) / 127 if signed else torch.arange(256) / 255
-        middles = (levels[1:] + levels[:-1]) / 2  # ties go up
-
-        def mapped(x: Tensor) -> Tensor:
-            return levels[torch.bucketize(x, middles, right=True)]
-
-        codes = partial(values, fmt=fmt) if fmt else mapped
-        return partial(_flat, block=flat.block, largest=fmt.largest if fmt else 1.0, codes=codes)
-    if word in ("fp32", "bf16"):
-        return partial(as_dtype, dtype=torch.float32) if word == "fp32" else bf16
-    if word == "fp16":
-        return half()
-    treatment = promised_by(word, facts).treatments[1]  # a moment lies as its weight does
-    assert treatment is not None
-    return partial(_recipe, treatment=treatment)
+    if flat is None:
+        # fp16 has too little range without a scale. A moment lies as its weight does.
+        treatment = Treatment(FP16, TENSOR) if word == "fp16" else promised_by(word, facts).treatments[1]
+        return fp32 if treatment is None else low(treatment.fmt, treatment.scaling)
+    if fmt := _FLOATS.get(flat.codes):
+        return partial(_flat, block=flat.block, largest=fmt.largest, codes=partial(values, fmt=fmt))
+    levels = dynamic_map(4 if flat.codes == "dynamic4" else 8, signed)
+    if flat.codes == "linear8":
+        levels = torch.arange(-127, 128) / 127 if signed else torch.arange(256) / 255
+    middles = (levels[1:] + levels[:-1]) / 2  # ties go up
+    return partial(_flat, block=flat.block, codes=lambda x: levels[torch.bucketize(x, middles, right=True)])
 
 
 def otherwise_scaled(word: str, facts: DeviceFacts) -> Iterator[tuple[Cast, str]]:
     """Yields casts of the same precision under scales that are rounded in another way, with that way's name."""
     treatment = None if FlatMoments.of(word) else promised_by(word, facts).treatments[1]
-    if treatment is None or treatment.scaling is None:
-        return
-    for rounding in ROUNDINGS[treatment.scaling.scale]:
-        if rounding is not treatment.scaling.rounding:
-            other = replace(treatment, scaling=replace(treatment.scaling, rounding=rounding))
-            yield partial(_recipe, treatment=other), rounding.value
+    if treatment is not None and treatment.scaling is not None:
+        for rounding in ROUNDINGS[treatment.scaling.scale]:
+            if rounding is not treatment.scaling.rounding:
+                yield low(treatment.fmt, replace(treatment.scaling, rounding=rounding)), rounding.value
 
 
-def _recipe(x: Tensor, treatment: Treatment) -> Tensor:
-    return rounded(x.to(torch.float32), treatment).values.to(torch.float64)
-
-
-def _flat(x: Tensor, block: int, largest: float, codes: Cast) -> Tensor:
+def _flat(x: Tensor, block: int, codes: Cast, largest: float = 1.0) -> Tensor:
     """Rounds under a scale for each run of `block` elements of the flattened tensor; the last run may be short."""
     line = x.to(torch.float32).flatten()
     runs = torch.nn.functional.pad(line, (0, -len(line) % block)).view(-1, block)

@@ -11,7 +11,7 @@ in float32 or be rounded on their way, and a result has to have the error of one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -74,9 +74,6 @@ class Promise(Protocol):
 
     def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
         """Judges one result. Without `search`, no mistakes are looked for in a result with the right error."""
-
-    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        """Whether two results may stand for the same one."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +196,6 @@ class ProductPromise:
         sure = len(off) >= _ENOUGH and apart <= 1 / _APART and abs(gain) > max(_GAIN, _SURE * error)
         return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} in the mean" if sure else ""
 
-    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        sums = self._sums(tensor.dtype)
-        return sums.near(tensor.to(torch.float64), other.to(torch.float64), 2 * sums.bound)
-
     def _sums(self, dtype: torch.dtype) -> ConformitySums:
         return ConformitySums(self.a.values.to(torch.float64), self.b.values.to(torch.float64), dtype)
 
@@ -252,37 +245,36 @@ class CastPromise:
         if wrong := unusable(result, tuple(kept.elements.shape)) or not_finite(result):
             return wrong
         assert given is not None and treatment is not None
-        values, wanted = result.to(torch.float32), kept.values
+        values, given = result.to(torch.float32), given.to(torch.float32)
         error, expected = (
-            relative_frobenius(tensor, given) if bool(given.any()) else None for tensor in (values, wanted)
+            relative_frobenius(tensor, given) if bool(given.any()) else None for tensor in (values, kept.values)
         )
-        band = partial(in_band, error, expected)
-        return replace(self._compared(values, search, band), error=error, expected=expected)
+        verdict = self._difference(values, search)
+        if verdict is None:
+            difference, why = explain_cast(values, kept.values, given, treatment.fmt)
+            band = in_band(error, expected, why or "other values, of the same error")
+            verdict = fail(_CODES[difference], why) if difference in _CODES else band
+        return replace(verdict, error=error, expected=expected)
 
-    def _compared(self, values: Tensor, search: bool, band: Callable[[str], AuditFinding]) -> AuditFinding:
-        kept, given, treatment = self.kept, self.kept.given, self.kept.treatment
-        assert given is not None and treatment is not None
-        apart = (values - kept.values).abs()
-        if self.agrees(values, kept.values):
+    def _difference(self, values: Tensor, search: bool) -> AuditFinding | None:
+        """Judges values one by one; None where they may be right or wrong."""
+        kept, apart = self.kept, (values - self.kept.values).abs()
+        if _alike(values, kept.values):
             return AuditFinding()
         wrong = f"{int((apart > _LAST_BITS * kept.values.abs()).sum())} of {apart.numel()} elements are"
         if bool((apart <= _slack(kept, span(kept))).all()):
             return remark("other-rounding", f"{wrong} rounded otherwise: {_TIES}")
         enough = values.numel() >= _ENOUGH
         for code, words, other in mistakes(kept) if search and enough else ():
-            if self.agrees(values, other):
+            if _alike(values, other):
                 return fail(code, f"the matrix is {words}")
         if not bool((apart <= _STEP * steps_of(kept, values)).all()):
             return fail("wrong-values", f"{wrong} wrong, some by more than a step of the grid")
-        if not enough:
-            return remark("other-rounding", f"{wrong} rounded otherwise")
-        difference, why = explain_cast(values, kept.values, given.to(torch.float32), treatment.fmt)
-        if difference in _CODES:
-            return fail(_CODES[difference], why)
-        return band(why or "other values, of the same error")
+        return None if enough else remark("other-rounding", f"{wrong} rounded otherwise")
 
-    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        return bool(((tensor - other).abs() <= _LAST_BITS * other.abs()).all())
+
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    return bool(((tensor - other).abs() <= _LAST_BITS * other.abs()).all())
 
 
 @dataclass(frozen=True)
@@ -300,18 +292,14 @@ class AttentionPromise:
         error = relative_frobenius(result, exact)
         ways = wanted, self._promised(weights=True), self._promised(weights=True, scores=True)
         expected = [relative_frobenius(way.to(result.dtype), exact) for way in ways]
-        low, high = _JUST * min(expected), max(*expected, _LAST_BITS) / _JUST
         lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
-        if (not lossy or low <= error) and error <= high:
+        low, high = _JUST * min(expected) * lossy, max(*expected, _LAST_BITS) / _JUST
+        if low <= error <= high:
             return AuditFinding(error=error, expected=high)
         distance = partial(_distance, result)
         if mistake := nearest(self._mistakes(), distance, distance(wanted) / _NEARER_IN_ATTENTION):
             return fail(*mistake, error, high)
         return in_band(error, high if error > high else low)
-
-    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        allowed = 2 * max(relative_frobenius(self._promised(weights=True).to(tensor.dtype), self._exact()), _LAST_BITS)
-        return relative_frobenius(tensor, other.to(torch.float64)) <= allowed
 
     def _exact(self) -> Tensor:
         q, k, v = (tensor.to(torch.float64) for tensor in self.given)
@@ -418,12 +406,14 @@ def not_finite(result: Tensor) -> AuditFinding | None:
     return fail("not-finite", f"{gone} of {result.numel()} results are no numbers") if gone else None
 
 
-def in_band(error: float | None, expected: float | None, why: str = "") -> AuditFinding:
+def in_band(
+    error: float | None, expected: float | None, why: str = "", limits: tuple[float, float] | None = None
+) -> AuditFinding:
     """Judges by error alone; `why` are words for what is known already."""
     unknown = why or "no known mistake explains it"
     if error is None or expected is None:
         return fail("unexplained", unknown, error, expected)
-    low, high = (expected * value for value in BAND)
+    low, high = limits or (expected * BAND[0], expected * BAND[1])
     if error > high:
         words = f"{unknown}; its error is {error:.3g}, and {expected:.3g} was expected"
         return fail("too-bad", words, error, expected)

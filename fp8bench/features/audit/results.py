@@ -5,26 +5,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor
+from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, Subject
 from fp8bench.features.audit.promises import Matrices
-from fp8bench.features.audit.subjects import OptimizerSubject, Subject
+from fp8bench.features.audit.steps import OptimizerSubject
 from fp8bench.features.audit.values import AuditFinding, fail, remark
 from fp8bench.model.promises import AuditKind
 from fp8bench.user_code import own_words
 
 BLOCKS, BLOCK = "blocks of different sizes", 128
 _ORDINALS = ("first", "second", "third")
-# The dimensions that are exchanged in a matrix, and in one with heads.
-_SIDES = (0, 1), (1, 2)
 Results = dict[str, Tensor]
 
 
@@ -32,7 +29,7 @@ def _numbers(auditor: Auditor) -> Iterator[AuditFinding]:
     """Holds the results on every shape and kind of data against the promise. Yields the first failure of each result,
     and each remark once."""
     reported: set[tuple[str, str]] = set()
-    for shape in auditor.shapes():
+    for shape in dict.fromkeys(map(auditor.fitting, auditor.subject.shapes)):
         for data in auditor.subject.data:
             auditor.given = given = AuditInput(data, shape)
             for name, verdict in auditor.problems(given).items():
@@ -51,64 +48,41 @@ def _many_steps(auditor: Auditor) -> Iterator[AuditFinding]:
         yield auditor.finding(given, name, verdict)
 
 
-class Relation(NamedTuple):
-    """`given` changes the matrices; `wanted` says what the old result has to become then."""
-
-    words: str
-    given: Callable[..., Matrices]
-    wanted: Callable[[Tensor], Tensor] = lambda y: y
-
-
-def _flipped(dimension: int, *matrices: Tensor) -> Matrices:
-    return tuple(matrix.flip(dimension).contiguous() for matrix in matrices)
-
-
-_PLACES = "keys and values in another order"
-_SHARED = (
-    Relation("the first operand doubled", lambda a, *rest: (a * 2, *rest), lambda y: y * 2),
-    Relation("the first operand negated", lambda a, *rest: (-a, *rest), lambda y: -y),
-    Relation("rows in another order", lambda a, *rest: (*_flipped(0, a), *rest), lambda y: y.flip(0)),
-)
-_RELATIONS = {
-    AuditKind.PRODUCT: (
-        *_SHARED,
-        Relation("the second operand halved", lambda a, b: (a, b / 2), lambda y: y / 2),
-        Relation("the second operand's rows in another order", lambda a, b: (a, *_flipped(0, b)), lambda y: y.flip(1)),
-        Relation(
-            "blocks of the contraction in another order",
-            lambda *ab: tuple(side.roll(BLOCK, 1).contiguous() for side in ab),
-        ),
-    ),
+Change = Callable[..., Matrices]
+_SHARED: dict[str, Change] = {
+    "the first operand doubled": lambda a, *rest: (a * 2, *rest),
+    "the first operand negated": lambda a, *rest: (-a, *rest),
+    "rows in another order": lambda a, *rest: (a.flip(0), *rest),
+}
+_CHANGES: dict[AuditKind, dict[str, Change]] = {
+    AuditKind.PRODUCT: {
+        **_SHARED,
+        "the second operand halved": lambda a, b: (a, b / 2),
+        "the second operand's rows in another order": lambda a, b: (a, b.flip(0)),
+        "blocks of the contraction in another order": lambda *ab: tuple(side.roll(BLOCK, 1) for side in ab),
+    },
     AuditKind.CAST: _SHARED,
-    AuditKind.ATTENTION: (
-        Relation("queries and keys negated", lambda q, k, v: (-q, -k, v)),
-        Relation("values doubled", lambda q, k, v: (q, k, v * 2), lambda y: y * 2),
-        Relation("heads in another order", lambda *qkv: _flipped(1, *qkv), lambda y: y.flip(1)),
-        Relation("batches in another order", lambda *qkv: _flipped(0, *qkv), lambda y: y.flip(0)),
-        Relation(_PLACES, lambda q, k, v: (q, *_flipped(2, k, v))),
-    ),
-    AuditKind.OPTIMIZER: (
-        Relation("gradients and weights negated", lambda *both: tuple(-side for side in both), lambda y: -y),
-    ),
+    AuditKind.ATTENTION: {
+        "queries and keys negated": lambda q, k, v: (-q, -k, v),
+        "values doubled": lambda q, k, v: (q, k, v * 2),
+        "heads in another order": lambda *qkv: tuple(tensor.flip(1) for tensor in qkv),
+        "batches in another order": lambda *qkv: tuple(tensor.flip(0) for tensor in qkv),
+        "keys and values in another order": lambda q, k, v: (q, k.flip(2), v.flip(2)),
+    },
+    AuditKind.OPTIMIZER: {"gradients and weights negated": lambda *both: tuple(-side for side in both)},
 }
 
 
 def _relations(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Checks what has to hold in any precision: if operands are doubled or permuted, results must follow."""
+    """Doubles or permutes operands: results have to follow."""
     subject, given = auditor.subject, auditor.first
     if subject.kind in (AuditKind.PRODUCT, AuditKind.CAST):
         given = AuditInput(BLOCKS, auditor.fitting(given.shape._replace(k=2 * BLOCK)))
-    auditor.given, matrices = given, auditor.matrices(given)
-    base = auditor.results(matrices)
-    for words, change, wanted in _RELATIONS[subject.kind]:
-        if subject.signature.causal and words == _PLACES:
-            continue
+    matrices = auditor.matrices(given)
+    for words, change in _CHANGES[subject.kind].items():
         auditor.given, changed = given._replace(how=words), change(*matrices)
-        promises, results = subject.promises(changed), auditor.results(changed)
-        auditor.tried += len(results)
-        for name, result in results.items():
-            if result.shape != base[name].shape or not promises[name].agrees(result, wanted(base[name])):
-                yield fail("relation", f"{words}: the result does not follow")
+        if wrong := auditor.wrong(changed, auditor.results(changed), search=False):
+            yield fail("relation", f"{words}: the result does not follow: {wrong.why}")
 
 
 _OTHER = "uniform"
@@ -121,100 +95,65 @@ _BUSY_CYCLES = 100_000_000
 
 def _memory(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel again and again, and changes what lies around it."""
-    auditor.given = auditor.first
-    arguments = auditor.subject.arguments(auditor.matrices(auditor.first))
-    looks = [_changed, _overwritten]
-    if auditor.sound:
-        looks += [_stale, _keyed, _poisoned, _late, _repeated, _other_stream]
-    for look in looks:
-        yield from look(auditor, arguments)
+    auditor.given, subject = auditor.first, auditor.subject
+    arguments = subject.arguments(auditor.matrices(auditor.first))
+    before, first = list(map(_bits, arguments)), subject.raw(arguments)
+    changed = (now != then for now, then in zip(map(_bits, arguments), before, strict=True))
+    if place := next((place for place, is_changed in enumerate(changed, 1) if is_changed), 0):
+        yield fail("input-changed", f"argument {place} is not as it was before the call")
+    before = list(map(_bits, first.values()))
+    _refilled(auditor, arguments, "rows of different sizes")
+    subject.raw(arguments)
+    if before != list(map(_bits, first.values())):
+        yield fail("overwritten", "a later call writes into the result of an earlier one")
+    reported: set[str] = set()
+    for code, why, matrices, results in _calls(auditor, arguments) if auditor.sound else ():
+        if code not in reported and auditor.wrong(matrices, results):
+            reported.add(code)
+            yield fail(code, why)
 
 
-def _changed(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
-    before = [argument.detach().clone() for argument in arguments]
-    auditor.subject.results(arguments)
-    for place, pair in enumerate(zip(arguments, before, strict=True), 1):
-        now, then = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in pair)
-        if not torch.equal(now, then):
-            yield fail("input-changed", f"argument {place} is not as it was before the call")
-            return
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _stale(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
-    """Writes new values where others were: a kernel that remembers results by address gives old ones."""
-    auditor.subject.results(arguments)
-    fresh = _refilled(auditor, arguments, _OTHER)
-    if auditor.is_wrong(fresh, auditor.subject.results(arguments)):
-        yield fail("stale", "other values at the same addresses: the result is not theirs")
+def _calls(auditor: Auditor, arguments: Matrices) -> Iterator[tuple[str, str, Matrices, Results]]:
+    """Yields what is wrong, as code and words, if results are not those of the matrices; these; and the results."""
+    subject = auditor.subject
 
+    def refilled(data: str) -> tuple[Matrices, Results]:
+        return _refilled(auditor, arguments, data), subject.results(arguments)
 
-def _keyed(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
-    """Changes all but the outer rows and columns: a kernel that knows inputs by a few values gives old results."""
-    base = _refilled(auditor, arguments, NORMAL)
-    auditor.subject.results(arguments)
+    yield "stale", "other values at the same addresses: the result is not theirs", *refilled(_OTHER)
+    base, _ = refilled(NORMAL)
     fresh = _drawn(auditor, _OTHER)
     for tensor, old in zip(fresh, base, strict=True):
         rows, kept = (matrix.view(-1, matrix.shape[-1]) for matrix in (tensor, old))
         rows[0], rows[:, 0], rows[-1], rows[:, -1] = kept[0], kept[:, 0], kept[-1], kept[:, -1]
-    if auditor.is_wrong(fresh, auditor.results(fresh)):
-        yield fail("keyed", "all but the first and last rows and columns changed: old results")
-
-
-def _overwritten(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
-    first = auditor.subject.raw(arguments)
-    kept = {name: tensor.detach().clone() for name, tensor in first.items()}
-    _refilled(auditor, arguments, "rows of different sizes")
-    auditor.subject.raw(arguments)
-    pairs = [(first[name], tensor) for name, tensor in kept.items()]
-    if not all(bool(((tensor == two) | (tensor.isnan() & two.isnan())).all()) for tensor, two in pairs):
-        yield fail("overwritten", "a later call writes into the result of an earlier one")
-
-
-def _poisoned(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
-    """Fills results that were given back, and so the memory that the allocator hands out again, with NaN."""
-    fresh = _refilled(auditor, arguments, NORMAL)
-    for _ in range(_POISONED):
-        for tensor in auditor.subject.raw(arguments).values():
+    yield "keyed", "all but the first and last rows and columns changed: old results", fresh, auditor.results(fresh)
+    fresh, _ = refilled(NORMAL)
+    for _ in range(_POISONED):  # the allocator may hand out the memory of results again
+        for tensor in subject.raw(arguments).values():
             tensor.detach().fill_(math.nan)
-        if auditor.is_wrong(fresh, auditor.subject.results(arguments)):
-            yield fail("uninitialised", "after results were filled with NaN the next is wrong")
-            return
-
-
-def _late(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
-    """Gives other values after a loop of calls such as a timing."""
+        why = "after results were filled with NaN the next is wrong"
+        yield "uninitialised", why, fresh, subject.results(arguments)
     end, calls = time.monotonic() + _LONGEST, 0
     while calls < _CALLS and time.monotonic() < end:
-        auditor.subject.raw(arguments)
+        subject.raw(arguments)
         calls += 1
-    fresh = _refilled(auditor, arguments, "outliers along the contraction")
-    if auditor.is_wrong(fresh, auditor.subject.results(arguments)):
-        yield fail("late", f"after {calls} calls with the same arguments results are wrong")
-
-
-def _repeated(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
-    """Asks for the same bits at other addresses. Others that are right get a remark: sums in another order."""
-    fresh = _refilled(auditor, arguments, NORMAL)
-    here, there = auditor.subject.results(arguments), auditor.results(fresh)
-    if all(torch.equal(here[name], tensor) for name, tensor in there.items()):
-        return
-    if auditor.is_wrong(fresh, there):
-        yield fail("address", "the same values at other addresses: the result is wrong")
-    else:
-        yield remark("not-repeatable", "the same values do not always give the same bits")
-
-
-def _other_stream(auditor: Auditor, arguments: Matrices) -> Iterator[AuditFinding]:
-    """On a GPU, writes the inputs late on a stream of its own, and calls the kernel on that stream behind them."""
-    fresh = _drawn(auditor, _OTHER)
-    arguments_there, late = auditor.subject.arguments(_drawn(auditor, NORMAL)), auditor.subject.arguments(fresh)
-    with beside(auditor.subject.device) as there:
-        if not there:
-            return
-        _write(late, arguments_there)
-        results = auditor.subject.results(arguments_there)
-    if auditor.is_wrong(fresh, results):
-        yield fail("stream", "on its caller's stream it does not wait for what went before")
+    why = f"after {calls} calls with the same arguments results are wrong"
+    yield "late", why, *refilled("outliers along the contraction")
+    fresh, _ = refilled(NORMAL)
+    yield "address", "the same values at other addresses: the result is wrong", fresh, auditor.results(fresh)
+    # On a GPU inputs are written late on a stream of its own, and the kernel is called on that stream behind them.
+    fresh, moved = _drawn(auditor, _OTHER), subject.arguments(_drawn(auditor, NORMAL))
+    values = subject.arguments(fresh)
+    with beside(subject.device) as there:
+        if there:
+            _write(values, moved)
+            results = subject.results(moved)
+    if there:
+        yield "stream", "on its caller's stream it does not wait for what went before", fresh, results
 
 
 def _drawn(auditor: Auditor, data: str) -> Matrices:
@@ -247,77 +186,58 @@ def beside(device: str) -> Iterator[bool]:
         side.synchronize()
 
 
-Trial = tuple[str, Matrices, Callable[[Results], bool], str, str]
-
-
 def _special_values(auditor: Auditor) -> Iterator[AuditFinding]:
-    """A NaN or infinity must not become an ordinary number, nor zeros anything else. Yields each code once."""
-    given, reported = auditor.first, set[str]()
-    for how, matrices, is_wrong, code, why in _special(auditor, auditor.matrices(given)):
-        auditor.given = given._replace(how=how) if how else given._replace(data="zeros")
+    """A NaN or infinity must not become an ordinary number, nor zeros anything else."""
+    subject, matrices, refused = auditor.subject, auditor.matrices(auditor.first), list[AuditFinding]()
+
+    def called(how: str, changed: Matrices) -> Results:
+        auditor.given = AuditInput("", auditor.first.shape, how)
         try:
-            results = auditor.results(matrices)
-            auditor.tried += len(results)
+            results = auditor.results(changed)
         except Exception as error:  # noqa: BLE001 - foreign code may raise anything
-            finding = remark("raises", f"{how or 'zeros'}: {type(error).__name__}")
-        else:
-            finding = fail(code, f"{how}: {why}" if how else why)
-            if not is_wrong(results):
-                continue
-        if finding.code not in reported:
-            reported.add(finding.code)
-            yield finding
+            refused.append(auditor.about(auditor.given, remark("raises", f"{how}: {type(error).__name__}")))
+            return {}
+        auditor.tried += len(results)
+        return results
 
-
-def _special(auditor: Auditor, matrices: Matrices) -> Iterator[Trial]:
-    """Yields what was done to the matrices, these, whether results are wrong, and a code and words if they are."""
-    subject, (first, *rest) = auditor.subject, matrices
+    first, *rest = matrices
+    zeros = (torch.zeros_like(x) if place in subject.zeroed else x for place, x in enumerate(matrices))
+    for result in list(called("zeros", tuple(zeros)).values())[:1]:
+        if bool((result != 0).any()):
+            yield fail("zeros", "zeros gave other numbers")
     tiny = first * torch.finfo(first.dtype).smallest_normal / 4
-    zeros = subject.zeroed(matrices)
-    yield "", zeros, lambda results: bool((_first(results) != 0).any()), "zeros", "zeros gave other numbers"
-    yield "subnormal numbers", (tiny, *rest), _not_finite, "subnormal", "what came out is not finite"
+    for result in list(called("subnormal numbers", (tiny, *rest)).values())[:1]:
+        if not bool(result.isfinite().all()):
+            yield fail("subnormal", "of subnormal numbers something came out that is not finite")
     for operand, matrix in enumerate(matrices[: 1 if subject.kind is AuditKind.OPTIMIZER else None]):
         last = matrix.numel() - 1
         for index in (0, (last - matrix.shape[-1]) // 2, last):
             row, column = divmod(index, matrix.shape[-1])
             where = f"in the {_ORDINALS[operand]} argument's row {row}, column {column}"
             nan, infinity, zero = (_set(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0))
-            is_lost = partial(_nan_lost, subject, operand=operand, row=row)
-            yield f"a NaN {where}", nan, is_lost, "nan-lost", "what it goes into is all numbers"
-            is_lost = partial(_infinity_lost, subject, operand=operand, row=row, zero=zero)
-            yield f"an infinity {where}", infinity, is_lost, "infinity-lost", "results are those of a zero"
+            results = called(f"a NaN {where}", nan)
+            if results and not bool(_reached(subject, results, operand, row).isnan().any()):
+                yield fail("nan-lost", f"a NaN {where}: what it goes into is all numbers")
+            # An infinity may become the largest number, or NaN, but must not count as a zero.
+            results = called(f"an infinity {where}", infinity) if subject.kind in _INFINITE else {}
+            if results and bool(_reached(subject, results, operand, row).isfinite().all()):
+                promises = subject.promises(zero)
+                if not any(promises[name].judge(result, search=False).failed for name, result in results.items()):
+                    yield fail("infinity-lost", f"an infinity {where}: results are those of a zero")
+    yield from refused
+
+
+_INFINITE = (AuditKind.PRODUCT, AuditKind.CAST, AuditKind.LINEAR)
 
 
 def _reached(subject: Subject, results: Results, operand: int, row: int) -> Tensor:
     """Returns the results that a row of an operand goes into."""
-    kind, names = subject.kind, list(results)
-    result = results[names[operand == 2 and kind is AuditKind.LINEAR]]
+    kind, several = subject.kind, list(results.values())
+    result = several[operand == 2 and kind is AuditKind.LINEAR]
     result = result.reshape(-1, result.shape[-1])
-    if kind in (AuditKind.PRODUCT, AuditKind.LINEAR) and operand == 1:
-        return result[:, row]
-    return result[row] if kind is AuditKind.LINEAR or (operand == 0 and kind is not AuditKind.OPTIMIZER) else result
-
-
-def _nan_lost(subject: Subject, results: Results, operand: int, row: int) -> bool:
-    return not bool(_reached(subject, results, operand, row).isnan().any())
-
-
-def _infinity_lost(subject: Subject, results: Results, operand: int, row: int, zero: Matrices) -> bool:
-    """An infinity may become the largest number, or NaN, but must not count as a zero."""
-    if subject.kind not in (AuditKind.PRODUCT, AuditKind.CAST, AuditKind.LINEAR):
-        return False
-    if not bool(_reached(subject, results, operand, row).isfinite().all()):
-        return False
-    promises = subject.promises(zero)
-    return not any(promises[name].judge(result, search=False).failed for name, result in results.items())
-
-
-def _first(results: Results) -> Tensor:
-    return next(iter(results.values()))
-
-
-def _not_finite(results: Results) -> bool:
-    return not bool(_first(results).isfinite().all())
+    if kind is AuditKind.OPTIMIZER or (kind is AuditKind.ATTENTION and operand):
+        return result
+    return result[:, row] if operand == 1 else result[row]
 
 
 def _replaced(matrices: Matrices, operand: int, tensor: Tensor) -> Matrices:
@@ -332,22 +252,11 @@ def _set(matrices: Matrices, operand: int, index: int, number: float) -> Matrice
 
 def _extremes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Sizes that tests leave out: values far from one, tall and long matrices, and rows of zeros among others."""
-    subject = auditor.subject
-    for given, whole in _far(auditor):
-        auditor.given, matrices = given, whole
-        results = auditor.results(whole)
-        if given.shape == auditor.fitting(subject.tall) and subject.kind is not AuditKind.ATTENTION:
-            # To save time, only some rows are judged: those beside the ends of blocks of 16, and those with the
-            # largest numbers, which decide scales.
-            high = (whole[0], *whole[2:])
-            count, largest = len(high[0]), [int(matrix.abs().amax(1).argmax()) for matrix in high]
-            rows = sorted({*range(0, count, 16), *(end - 1 for end in range(16, count, 16)), count - 1, *largest})
-            results = {name: result[rows] for name, result in results.items() if name != "weight gradient"}
-            matrices = tuple(matrix if place == 1 else matrix[rows] for place, matrix in enumerate(whole))
-        for name, verdict in auditor.judge(matrices, results, search=False).items():
-            if verdict.failed:
-                yield replace(verdict, why=f"{name}: {verdict.why}")
-                return
+    for given, matrices in _far(auditor):
+        auditor.given, results = given, auditor.results(matrices)
+        if wrong := auditor.wrong(matrices, results, search=False):
+            yield wrong
+            return
 
 
 def _far(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
@@ -356,44 +265,60 @@ def _far(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
     # Only operands with scales can be far from one, and not in fp16. In attention the values alone: queries and
     # keys of another size are another softmax.
     operands = (2,) if subject.kind is AuditKind.ATTENTION else range(len(matrices))
-    for operand in operands if matrices[0].dtype is not torch.float16 and subject.is_scaled else ():
+    is_scaled = all(cast is None or cast.scaling is not None for cast in subject.promised.treatments)
+    for operand in operands if matrices[0].dtype is not torch.float16 and is_scaled else ():
         for power in (40, -40):
             how = f"the {_ORDINALS[operand]} argument times 2^{power}"
             yield given._replace(how=how), _replaced(matrices, operand, matrices[operand] * 2.0**power)
-    empty = tuple(matrix.clone() for matrix in matrices)
-    for matrix in empty:
-        matrix.view(-1, matrix.shape[-1])[1] = 0
-        matrix.view(-1, matrix.shape[-1])[2, :BLOCK] = 0
+    tall = given._replace(shape=auditor.fitting(subject.tall))
+    empty, large = auditor.matrices(given), auditor.matrices(tall)
+    for some, many in zip(empty, large, strict=True):
+        some.view(-1, some.shape[-1])[1] = 0
+        some.view(-1, some.shape[-1])[2, :BLOCK] = 0
+        many.view(-1, many.shape[-1])[-1, -8:] *= 16
     yield given._replace(how="a row and a block of zeros in each argument"), empty
-    tall = given._replace(shape=auditor.fitting(subject.tall), how="the largest in the last rows")
-    large = auditor.matrices(tall)
-    for matrix in large:
-        matrix.view(-1, matrix.shape[-1])[-1, -8:] *= 16
-    yield tall, large
+    yield tall._replace(how="the largest in the last rows"), large
     if "signs that lean" in subject.data:
-        signs = AuditInput("signs that lean", tall.shape)
+        signs = tall._replace(data="signs that lean")
         yield signs, auditor.matrices(signs)
 
 
-def _strides(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Matrices that are slices of others, or lie transposed: the result must be right, or the call refused."""
-    subject, matrices, refused = auditor.subject, auditor.matrices(auditor.first), ""
-    for operand in range(min(len(matrices), len(subject.sides))):
-        for words, laid in _LAID.items():
-            arguments, how = subject.arguments(matrices), f"the {_ORDINALS[operand]} argument {words}"
-            auditor.given = auditor.first._replace(how=how)
-            try:
-                moved = laid(arguments[operand].detach()).requires_grad_(arguments[operand].requires_grad)
-                results = subject.results(_replaced(arguments, operand, moved))
-            except Exception as error:  # noqa: BLE001 - it may refuse
-                refused = refused or f"{how}: {own_words(error)}"
-                continue
-            if any(verdict.failed for verdict in auditor.judge(matrices, results, search=False).values()):
-                yield fail("strides", f"{how}: the result is not that of its values")
-                return
-    auditor.given = auditor.first
+def _right_or_refused(
+    auditor: Auditor, inputs: Collection[AuditInput], look: Callable[[AuditInput], list[AuditFinding]]
+) -> Iterator[AuditFinding]:
+    """Looks for failures where calls may be refused, until one is wrong."""
+    refused = []
+    for given in inputs:
+        auditor.given = given
+        try:
+            wrong = look(given)
+        except Exception as error:  # noqa: BLE001 - it may refuse
+            refused.append(auditor.about(given, remark("refused", own_words(error))))
+            continue
+        if wrong:
+            yield wrong[0]
+            return
     if refused:
-        yield remark("refused", refused)
+        yield replace(refused[0], why=f"{len(refused)} of {len(inputs)} such calls are refused: {refused[0].why}")
+
+
+def _strides(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Matrices that are slices of others, or lie transposed."""
+    subject, matrices = auditor.subject, auditor.matrices(auditor.first)
+
+    def look(given: AuditInput) -> list[AuditFinding]:
+        operand, laid = calls[given]
+        arguments = subject.arguments(matrices)
+        moved = laid(arguments[operand].detach()).requires_grad_(arguments[operand].requires_grad)
+        wrong = auditor.wrong(matrices, subject.results(_replaced(arguments, operand, moved)), search=False)
+        return [fail("strides", f"{given.how}: the result is not that of its values")] if wrong else []
+
+    calls = {
+        auditor.first._replace(how=f"the {_ORDINALS[operand]} argument {words}"): (operand, laid)
+        for operand in range(min(len(matrices), len(subject.sides)))
+        for words, laid in _LAID.items()
+    }
+    yield from _right_or_refused(auditor, calls, look)
 
 
 def _wider(x: Tensor) -> Tensor:
@@ -401,30 +326,24 @@ def _wider(x: Tensor) -> Tensor:
     return torch.cat((other, x, other), -1)[..., x.shape[-1] : 2 * x.shape[-1]]
 
 
-_LAID: dict[str, Callable[[Tensor], Tensor]] = {
-    "as columns of a wider one": _wider,
-    "as a transposed one": lambda x: x.transpose(*_SIDES[x.dim() > 2]).contiguous().transpose(*_SIDES[x.dim() > 2]),
-}
+def _turned(x: Tensor) -> Tensor:
+    """Lies transposed: a matrix, or places and heads."""
+    sides = (1, 2) if x.dim() > 2 else (0, 1)
+    return x.transpose(*sides).contiguous().transpose(*sides)
+
+
+_LAID = {"as columns of a wider one": _wider, "as a transposed one": _turned}
 
 
 def _odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Sizes that fill no whole tile: the result must be right, or the call refused."""
-    subject, refused = auditor.subject, list[AuditFinding]()
-    for shape in subject.odd:
-        for data in (NORMAL, BLOCKS) if BLOCKS in subject.data else (NORMAL,):
-            auditor.given = given = AuditInput(data, shape)
-            try:
-                problems = auditor.problems(given)
-            except Exception as error:  # noqa: BLE001 - it may refuse
-                refused.append(auditor.about(given, remark("refused", own_words(error))))
-                break
-            for name in (name for name, verdict in problems.items() if verdict.failed):
-                yield auditor.finding(given, name, problems[name])
-                return
-    if refused:
-        first = refused[0]
-        why = f"{len(refused)} of {len(subject.odd)} sizes are refused: {first.why}"
-        yield replace(first, why=why, input=first.input.partition(",")[0])
+    """Sizes that fill no whole tile."""
+
+    def look(given: AuditInput) -> list[AuditFinding]:
+        problems = auditor.problems(given).items()
+        return [auditor.finding(given, name, verdict) for name, verdict in problems if verdict.failed]
+
+    kinds = [data for data in (NORMAL, BLOCKS) if data in auditor.subject.data]
+    yield from _right_or_refused(auditor, [AuditInput(*given) for given in product(kinds, auditor.subject.odd)], look)
 
 
 _NOT_OPTIMIZERS = frozenset(AuditKind) - {AuditKind.OPTIMIZER}
@@ -432,7 +351,7 @@ _NOT_OPTIMIZERS = frozenset(AuditKind) - {AuditKind.OPTIMIZER}
 VALUE_CHECKS = (
     AuditCheck("numbers", _numbers, decides=True),
     AuditCheck("many steps", _many_steps, frozenset({AuditKind.OPTIMIZER}), needs_sound=True),
-    AuditCheck("relations", _relations, frozenset(_RELATIONS)),
+    AuditCheck("relations", _relations, frozenset(_CHANGES), needs_sound=True),
     AuditCheck("memory", _memory),
     AuditCheck("special values", _special_values),
     AuditCheck("odd shapes", _odd_shapes, needs_sound=True),

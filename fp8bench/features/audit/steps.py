@@ -7,7 +7,7 @@ one of the mistakes that people make. Everything between two casts is in float64
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
@@ -15,23 +15,24 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8bench.features.audit.auditor import Shape, Subject
 from fp8bench.features.audit.operands import (
     Cast,
-    as_dtype,
-    bf16,
     cut,
-    half,
+    drawn,
+    fp32,
     kept,
+    low,
     nearest,
     otherwise_scaled,
     same,
     stochastic,
 )
-from fp8bench.features.audit.promises import BAND, not_finite, unusable
+from fp8bench.features.audit.promises import BAND, Matrices, Promise, in_band, not_finite, unusable
 from fp8bench.features.audit.values import AuditFinding, FlatMoments, fail
-from fp8bench.formats.recipes import ScaleRounding
-from fp8bench.model import DeviceFacts
-from fp8bench.model.promises import KeptWeights, Signature, UpdateRule
+from fp8bench.formats.grids import BF16, FP16
+from fp8bench.formats.recipes import TENSOR, TENSOR_POWER_OF_TWO
+from fp8bench.model.promises import AuditKind, KeptWeights, UpdateRule
 from fp8bench.numerics.norms import relative_frobenius
 
 # A mistake is named that lies so many times nearer than the promise, in mean squares.
@@ -52,8 +53,15 @@ _LONG = 100
 _SMALL = 4096
 
 
+# The names of hyperparameters in `param_groups`, and here.
+_NAMES = {
+    "lr": "rate", "weight_decay": "decay", "betas": "betas", "eps": "epsilon", "momentum": "momentum",
+    "dampening": "dampening", "nesterov": "nesterov",
+}  # fmt: skip
+
+
 class Hyper(NamedTuple):
-    """The hyperparameters in an optimizer's `param_groups`."""
+    """The hyperparameters of a step."""
 
     rate: float
     decay: float
@@ -61,7 +69,7 @@ class Hyper(NamedTuple):
     epsilon: float = 1e-8
     momentum: float = 0.0
     dampening: float = 0.0
-    nesterov: bool = False
+    nesterov: float = 0.0
 
     @classmethod
     def of(cls, group: Mapping[str, Any], rule: UpdateRule) -> Hyper:
@@ -71,16 +79,16 @@ class Hyper(NamedTuple):
             raise ValueError(f"its param_groups lack {', '.join(lacks)}: nobody can say what a step should be")
         if refused := [name for name in ("amsgrad", "maximize") if group.get(name)]:
             raise ValueError(f"{refused[0]} is not audited: leave it out")
-        rate, decay = float(group["lr"]), float(group["weight_decay"])
-        if rate == 0:
+        known = {name: group[name] for name in _NAMES if name in group}
+        hyper = cls(**{
+            _NAMES[name]: tuple(map(float, value)) if name == "betas" else float(value) for name, value in known.items()
+        })  # fmt: skip
+        if hyper.rate == 0:
             raise ValueError("its learning rate is 0: a step changes nothing")
-        if rule is UpdateRule.SGD:
-            dampening, nesterov = float(group.get("dampening", 0)), bool(group.get("nesterov"))
-            return cls(rate, decay, momentum=float(group["momentum"]), dampening=dampening, nesterov=nesterov)
-        first, second = (float(value) for value in group["betas"])
-        if not (0 <= first < 1 and 0 <= second < 1):
+        if not all(0 <= beta < 1 for beta in hyper.betas):
+            first, second = hyper.betas
             raise ValueError(f"its betas are {first:g} and {second:g}: each has to be from 0, and below 1")
-        return cls(rate, decay, (first, second), float(group["eps"]))
+        return hyper
 
 
 State = tuple[Tensor, Tensor, Tensor]
@@ -167,7 +175,7 @@ class Unfused:
         hyper, weights = self.hyper, torch.nn.Parameter(start.to(self.dtype, copy=True))
         own: dict[str, Any] = {"betas": hyper.betas, "eps": hyper.epsilon}
         if self.rule is UpdateRule.SGD:
-            own = {"momentum": hyper.momentum, "dampening": hyper.dampening, "nesterov": hyper.nesterov}
+            own = {"momentum": hyper.momentum, "dampening": hyper.dampening, "nesterov": bool(hyper.nesterov)}
         made: Any = getattr(torch.optim, _TORCH[self.rule])
         optimizer = made([weights], lr=hyper.rate, weight_decay=hyper.decay, foreach=False, **own)
         for gradient in gradients:
@@ -178,95 +186,76 @@ class Unfused:
 
 # A mistake: its code, its words, and the fields of an OptimizerWay that are otherwise.
 Row = tuple[str, str, dict[str, Any]]
-_OF_MOMENTS: tuple[Row, ...] = (
+_ROWS: tuple[Row, ...] = (
     ("bias-correction", "neither moment's bias is corrected", {"bias": (False, False)}),
     ("bias-correction", "the first moment's bias alone is corrected", {"bias": (True, False)}),
     ("bias-correction", "the second moment's bias alone is corrected", {"bias": (False, True)}),
     ("epsilon", "epsilon lies under the square root", {"epsilon": "inside"}),
     ("epsilon", "epsilon is added before the bias is corrected", {"epsilon": "early"}),
-    ("state-lost", "neither moment is kept from one step to the next", {"remembers": (False, False)}),
+    ("state-lost", "no moment is kept from one step to the next", {"remembers": (False, False)}),
     ("state-lost", "the first moment is not kept from one step to the next", {"remembers": (False, True)}),
     ("state-lost", "the second moment is not kept from one step to the next", {"remembers": (True, False)}),
-)
-_OF_COUNTS: tuple[Row, ...] = (
-    ("flushed", "the second moment is float16 without a scale", {"second": partial(as_dtype, dtype=torch.float16)}),
+    ("flushed", "the second moment is float16 without a scale", {"second": low(FP16)}),
     ("step-count", "steps are not counted", {"count": lambda count: 1}),
     ("step-count", "each step is counted twice", {"count": lambda count: 2 * count}),
     ("step-count", "the count is one ahead", {"count": lambda count: count + 1}),
-)
-_OF_MOMENTUM: tuple[Row, ...] = (
-    ("state-lost", "the momentum is not kept from one step to the next", {"remembers": (False, False)}),
-)
-_OF_WEIGHTS: tuple[Row, ...] = (
     ("decay", "weights decay not at all", {"decay": "none"}),
     ("decay", "weights decay without the learning rate", {"decay": "unscaled"}),
     ("decay", "weights decay by the gradient, into the moments", {"decay": "coupled"}),
     ("decay", "weights decay by themselves, past the moments", {"decay": "decoupled"}),
-    ("update-lost", "weights are bfloat16, and small updates are lost", {"weights": bf16, "shown": same}),
+    ("update-lost", "weights are bfloat16, and small updates are lost", {"weights": low(BF16), "shown": same}),
     ("update-lost", "weights are cut to bfloat16", {"weights": cut, "shown": same}),
     ("rate", "steps go away from the minimum", {"factor": -1.0}),
     ("rate", "steps go twice as far", {"factor": 2.0}),
     ("rate", "steps go half as far", {"factor": 0.5}),
 )
+# What few steps do not show.
 _LATE: tuple[Row, ...] = (
     ("step-count", "the count stands still at 256, as one in bfloat16 does", {"count": lambda count: min(count, 256)}),
     ("step-count", "the count begins anew after 256, as one of 8 bits does", {"count": lambda count: count % 256}),
     ("step-count", "the count begins anew after 128, as one of 8 bits does", {"count": lambda count: count % 128}),
 )
-_MOMENTS = {
-    "both moments are": ("first", "second"), "the first moment is": ("first",), "the second moment is": ("second",),
-}  # fmt: skip
 
 
 def mistakes(
     way: OptimizerWay, others: Mapping[str, tuple[Cast, Cast]], long: bool
 ) -> Iterator[tuple[str, str, OptimizerWay]]:
     """Yields code and words of each mistake that steps which should be `way` may have made, and the way of taking
-    them. `others` are other ways to keep both moments. With `long`, only mistakes are tried that few steps do not
-    show."""
-    value, other = way.hyper.betas
-    coarse = float(cut(torch.tensor(value))), float(cut(torch.tensor(other)))
-    rows: Iterable[Row]
-    if way.rule is UpdateRule.SGD:
-        rows = () if long else (*_OF_MOMENTUM, *_otherwise(others, {"the momentum is": ("first",)}), *_OF_WEIGHTS)
-    else:
-        rows = _LATE if long else (
-            *_OF_MOMENTS, *_otherwise(others, _MOMENTS), *_OF_COUNTS, *_OF_WEIGHTS,
-            ("betas", "its betas are exchanged", {"hyper": way.hyper._replace(betas=(other, value))}),
-            ("betas", "its betas are cut to bfloat16", {"hyper": way.hyper._replace(betas=coarse)}),
-        )  # fmt: skip
-    for code, words, changes in rows:
+    them. `others` are other ways to keep both moments."""
+    for code, words, changes in _LATE if long else _ROWS:
         yield code, words, replace(way, **changes)
-
-
-def _otherwise(others: Mapping[str, tuple[Cast, Cast]], names: Mapping[str, tuple[str, ...]]) -> Iterator[Row]:
-    for words, (first, second) in others.items():
+    if long:
+        return
+    first, second = way.hyper.betas
+    coarse = float(cut(torch.tensor(first))), float(cut(torch.tensor(second)))
+    yield "betas", "its betas are exchanged", replace(way, hyper=way.hyper._replace(betas=(second, first)))
+    yield "betas", "its betas are cut to bfloat16", replace(way, hyper=way.hyper._replace(betas=coarse))
+    for words, (upper, lower) in others.items():
         code = "not-cast" if words == "fp32" else "scale-rounding" if "scales" in words else "other-precision"
-        casts = {"first": first, "second": second}
-        for name, moments in names.items():
-            yield code, f"{name} kept as {words}", {moment: casts[moment] for moment in moments}
+        yield code, f"both moments are kept as {words}", replace(way, first=upper, second=lower)
+        yield code, f"the first moment is kept as {words}", replace(way, first=upper)
+        yield code, f"the second moment is kept as {words}", replace(way, second=lower)
 
 
-_FP32: Cast = partial(as_dtype, dtype=torch.float32)
 # What is left of the weights, and what is shown of them.
 _WEIGHTS: dict[KeptWeights, tuple[Cast, Cast]] = {
-    KeptWeights.FP32: (_FP32, same),
-    KeptWeights.BF16: (bf16, same),
+    KeptWeights.FP32: (fp32, same),
+    KeptWeights.BF16: (low(BF16), same),
     KeptWeights.STOCHASTIC: (stochastic(0), same),
-    KeptWeights.MASTER: (_FP32, bf16),
-    KeptWeights.SCALED: (half(), same),
+    KeptWeights.MASTER: (fp32, low(BF16)),
+    KeptWeights.SCALED: (low(FP16, TENSOR), same),
 }
 
 
 @dataclass(frozen=True)
 class OptimizerPromise:
-    """Steps from `start` along `gradients`. The `plain` way keeps the promise, and so do `others`; `likely` are the
-    casts of moments that are tried as mistakes."""
+    """Steps from `start` along `gradients`. All `ways` keep the promise, `plain` first; `likely` are the casts of
+    moments that are tried as mistakes."""
 
-    start: Tensor
     gradients: Tensor
+    start: Tensor
     plain: OptimizerWay
-    others: tuple[OptimizerWay | Unfused, ...]
+    ways: Sequence[OptimizerWay | Unfused]
     likely: dict[str, tuple[Cast, Cast]]
 
     def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
@@ -278,20 +267,13 @@ class OptimizerPromise:
         own = min(relative_frobenius(result, tensor) for tensor in self._promised)
         spread = 1 + _DRAWN / math.sqrt(2 * self._carrying) if self._drawn else 1.0
         high, low = spread * BAND[1] * max(errors) + noise, BAND[0] * min(errors) / spread - noise
-        mistake = None
-        if own > noise and (len(self.gradients) <= _LONG or not low <= error <= high):
-            mistake = self._explained(result, own)
-            if mistake is None and error > high:
-                why = f"no known mistake explains it; its error is {error:.3g}, and {errors[0]:.3g} was expected"
-                mistake = "too-bad", why
-            elif mistake is None and error < low:
-                why = f"its error is {error:.3g}, and this promise has {errors[0]:.3g}: more bits are kept"
-                mistake = "too-good", why
-        return fail(*mistake, error, errors[0]) if mistake else AuditFinding(error=error, expected=errors[0])
-
-    def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        most = max(relative_frobenius(update, self._exact) for update in self._promised)
-        return relative_frobenius(tensor, other) <= 2 * most + self._noise
+        inside = low <= error <= high
+        if own > noise and (len(self.gradients) <= _LONG or not inside):
+            if mistake := self._explained(result, own):
+                return fail(*mistake, error, errors[0])
+            if not inside:
+                return in_band(error, errors[0], limits=(low, high))
+        return AuditFinding(error=error, expected=errors[0])
 
     @cached_property
     def _exact(self) -> Tensor:
@@ -309,7 +291,7 @@ class OptimizerPromise:
 
     @cached_property
     def _promised(self) -> tuple[Tensor, ...]:
-        return tuple(map(self._update, (self.plain, *self.others)))
+        return tuple(map(self._update, self.ways))
 
     @cached_property
     def _noise(self) -> float:
@@ -347,22 +329,67 @@ class OptimizerPromise:
         return ""
 
 
-def optimizer_promise(
-    signature: Signature, facts: DeviceFacts, hyper: Hyper, dtype: torch.dtype, gradients: Tensor, start: Tensor
-) -> OptimizerPromise:
-    """Returns the promise with all ways that keep it: updates may use moments before or after they are cast."""
-    precision, second, word, rule = signature.precision, signature.second_moment, signature.weights, signature.rule
-    flat = FlatMoments.of(precision)
-    recipe = precision not in ("fp32", "bf16", "fp16") and flat is None
-    second = {"": "fp16" if recipe else precision, "same": precision}.get(second, second)
-    plain = OptimizerWay(rule, hyper, kept(precision, facts), kept(second, facts, signed=False), *_WEIGHTS[word])
-    ways = [replace(plain, late=True)]
-    if flat is not None and (start.numel() < _SMALL or start.numel() % flat.block):
-        ways.append(replace(plain, first=same, second=same))
-    if word is KeptWeights.SCALED:
-        ways += [replace(way, weights=half(ScaleRounding.POWER_OF_TWO)) for way in (plain, *ways)]
-    unfused = (Unfused(rule, hyper, dtype),) if word is KeptWeights.BF16 and precision == "bf16" else ()
-    likely = {other: (kept(other, facts), kept(other, facts, signed=False)) for other in _OTHERS}
-    for cast, rounding in otherwise_scaled(precision, facts):
-        likely[f"{precision} under scales that are rounded as {rounding}"] = cast, cast
-    return OptimizerPromise(start, gradients, plain, (*ways, *unfused), likely)
+# The standard deviation of an optimizer's weights; gradients are (this + noise) x a base, so that some change sign.
+_SIZE, _STEADY = 0.25, 0.5
+_LOW = {KeptWeights.BF16, KeptWeights.STOCHASTIC, KeptWeights.MASTER}
+
+
+class OptimizerSubject(Subject):
+    """Is made of one parameter (M, K), which takes `n` steps with another gradient each."""
+
+    kind = AuditKind.OPTIMIZER
+    sides = (("m", "M"), ("k", "K"), ("n", "steps"))
+    shapes = (Shape(64, 2, 64), Shape(16, 24, 256))
+    odd = (Shape(1, 3, 96), Shape(33, 3, 47), Shape(130, 3, 40))
+    many = Shape(16, 1000, 256)
+    timed = Shape(256, 2, 256)
+    zeroed = (0, 1)
+    data = ("normal", "rows of different sizes", "many octaves", "one-hot rows", "small")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.signature.weights in _LOW else torch.float32
+
+    def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
+        """Returns gradients, which keep their sizes from step to step, and weights."""
+        base = drawn(data, 0, shape.m, shape.k, seed, torch.float32)
+        noise = drawn("normal", 1, shape.n * shape.m, shape.k, seed, torch.float32).view(shape.n, shape.m, shape.k)
+        weights = drawn("normal", 2, shape.m, shape.k, seed, torch.float32)
+        return (base * (_STEADY + noise)).to(self.dtype), (_SIZE * weights).to(self.dtype)
+
+    def raw(self, arguments: Matrices) -> dict[str, Tensor]:
+        gradients, start = arguments
+        weights = torch.nn.Parameter(start.clone())
+        optimizer = self.function([weights])
+        for gradient in gradients:
+            weights.grad = gradient.clone()  # which a step may use up
+            optimizer.step()
+        return {"update": weights.detach().to(torch.float64) - start.to(torch.float64)}
+
+    def promises(self, matrices: Matrices) -> dict[str, Promise]:
+        """All ways keep the promise: updates may use moments before or after they are cast."""
+        precision, word, rule, facts = self.signature.precision, self.signature.weights, self.signature.rule, self.facts
+        flat, (_, start) = FlatMoments.of(precision), matrices
+        scaled = precision not in ("fp32", "bf16", "fp16") and flat is None
+        default = {"": "fp16" if scaled else precision, "same": precision}
+        second = kept(default.get(self.signature.second_moment, self.signature.second_moment), facts, signed=False)
+        plain = OptimizerWay(rule, self._hyper, kept(precision, facts), second, *_WEIGHTS[word])
+        ways: list[OptimizerWay | Unfused] = [plain, replace(plain, late=True)]
+        if flat is not None and (start.numel() < _SMALL or start.numel() % flat.block):
+            ways.append(replace(plain, first=same, second=same))
+        if word is KeptWeights.SCALED:
+            ways += [replace(way, weights=low(FP16, TENSOR_POWER_OF_TWO)) for way in ways]
+        if word is KeptWeights.BF16 and precision == "bf16":
+            ways.append(Unfused(rule, self._hyper, self.dtype))
+        likely = {other: (kept(other, facts), kept(other, facts, signed=False)) for other in _OTHERS}
+        for cast, rounding in otherwise_scaled(precision, facts):
+            likely[f"{precision} under scales that are rounded as {rounding}"] = cast, cast
+        return {"update": OptimizerPromise(*matrices, plain, ways, likely)}
+
+    @cached_property
+    def _hyper(self) -> Hyper:
+        optimizer = self.function([torch.nn.Parameter(torch.zeros(1, 16, dtype=self.dtype, device=self.device))])
+        groups = getattr(optimizer, "param_groups", None)
+        if not groups or not callable(getattr(optimizer, "step", None)):
+            raise TypeError(f"it made {type(optimizer).__name__}, and step() and param_groups were expected")
+        return Hyper.of(groups[0], self.signature.rule)

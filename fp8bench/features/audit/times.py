@@ -5,27 +5,26 @@ This module holds the list of all checks, and runs as the program of the worker 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fp8bench import units
-from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, audited
+from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, Shape, audited
 from fp8bench.features.audit.model import audited_model, given_model
 from fp8bench.features.audit.operands import TIMED
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.results import VALUE_CHECKS
-from fp8bench.features.audit.subjects import Shape, Subject
 from fp8bench.features.audit.values import CONTROL, Audit, AuditFinding, CallWork, fail, noise_of, remark, spread_of
 from fp8bench.model import Ceilings, DeviceFacts, Limit
 from fp8bench.model.promises import AuditKind, Signature, Takes
-from fp8bench.numerics.operands import OperatorWatch, tensors_within
 from fp8bench.registry import precisions
+from fp8bench.tape.coverage import SHAPES
+from fp8bench.tape.recorder import OperatorTape, name_of, tensors_in
 from fp8bench.user_code.named import declared_of, named
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.fusing import uncompiled
@@ -33,91 +32,61 @@ from fp8bench.worker.main import main
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged
 
-_COPIES = ("clone", "copy_", "_to_copy", "contiguous")
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm")
-
-
-class _Counting(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Counts memory that is taken, casts, copies and products, as far as they are operators of torch."""
-
-    unwraps = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        before = {_storage(tensor) for tensor in tensors_within((args, named))}
-        made = func(*args, **named)
-        for tensor in tensors_within(made):
-            if tensor.numel() and _storage(tensor) not in before:
-                before.add(_storage(tensor))
-                self.seen.update(allocations=1, bytes=tensor.untyped_storage().nbytes())
-        name = func.overloadpacket.__name__
-        self.seen["products"] += name in _PRODUCTS
-        if name in _COPIES:
-            source = args[1] if name == "copy_" else args[0]
-            target = next(iter(tensors_within(made)), None)
-            cast = target is not None and isinstance(source, Tensor) and source.dtype != target.dtype
-            self.seen["casts" if cast else "copies"] += 1
-        return made
+_COPIES = ("clone", "copy_", "_to_copy")
 
 
 def work_of(call: Callable[[], object]) -> CallWork:
-    with uncompiled(), _Counting() as counting:
+    """Counts memory that is taken, casts, copies and products, as far as they are operators of torch."""
+    with uncompiled(), OperatorTape() as tape:
         call()
-    return CallWork(**counting.seen)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, torch.nn.Parameter) else id(tensor)
+    seen: Counter[str] = Counter()
+    for done in tape.calls:
+        given, made = list(tensors_in((done.given, tuple(done.named.values())))), list(tensors_in(done.result))
+        for tensor in made:
+            if math.prod(tensor.shape) and tensor.storage not in {other.storage for other in given}:
+                seen.update(allocations=1, bytes=math.prod(tensor.shape) * tensor.dtype.itemsize)
+        name = name_of(done)
+        seen["products"] += name in SHAPES
+        if name in _COPIES and given and made:
+            seen["copies" if given[-1].dtype == made[0].dtype else "casts"] += 1
+    return CallWork(**seen)
 
 
 _WARM = 3
+_REMEMBERED = ("casts", "products", "copies", "allocations")
 # Kinds whose baseline, in the dtype of its operands, is a single operator.
 _SINGLE = (AuditKind.PRODUCT, AuditKind.ATTENTION)
 
 
 def _work(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Compares what calls do, by torch's operators; what a kernel does inside is not seen."""
-    auditor.given = AuditInput(NORMAL, auditor.fitting(auditor.subject.timed))
+    """A call with arguments that it has seen must do as much as one with fresh arguments, and a baseline no more than
+    it has to. What a kernel does inside is not seen."""
+    subject, other = auditor.subject, auditor.baseline
+    auditor.given = AuditInput(NORMAL, auditor.fitting(subject.timed))
     matrices = auditor.matrices(auditor.given)
-    yield from _remembered(auditor, matrices)
-    if auditor.baseline is not None:
-        yield from _compared(auditor, auditor.baseline, matrices)
-
-
-def _remembered(auditor: Auditor, matrices: Matrices) -> Iterator[AuditFinding]:
-    """A call with arguments that it has seen must do as much as one with fresh arguments."""
-    subject = auditor.subject
     known = subject.arguments(matrices)
     for _ in range(_WARM):
         subject.raw(known)
-    again = work_of(partial(subject.raw, known))
-    fresh = work_of(partial(subject.raw, subject.arguments(matrices)))
-    auditor.work["kernel"] = fresh, None
-    counts = {name: (getattr(again, name), getattr(fresh, name)) for name in _REMEMBERED}
+    again, mine = (work_of(partial(subject.raw, given)) for given in (known, subject.arguments(matrices)))
+    auditor.work = (("kernel", mine, None),)
+    counts = {name: (getattr(again, name), getattr(mine, name)) for name in _REMEMBERED}
     if lost := [f"{name}: {less} of {all_}" for name, (less, all_) in counts.items() if less < all_]:
         why = f"with arguments that it has seen it does less than with fresh ones ({'; '.join(lost)})"
         yield fail("remembered-work", why)
-
-
-def _compared(auditor: Auditor, other: Subject, matrices: Matrices) -> Iterator[AuditFinding]:
-    """Tells what the baseline does that it need not: copies, casts, results in fresh memory."""
-    subject, (mine, _) = auditor.subject, auditor.work["kernel"]
-    sides = ("kernel", subject), ("baseline", other)
-    calls = {side: partial(called.raw, called.arguments(matrices)) for side, called in sides}
+    if other is None:
+        return
+    calls = {
+        side: partial(called.raw, called.arguments(matrices))
+        for side, called in (("kernel", subject), ("baseline", other))
+    }
     calls["baseline"]()
     work, seconds = work_of(calls["baseline"]), fastest(calls, subject.device)
-    auditor.work = {"kernel": (mine, seconds["kernel"]), "baseline": (work, seconds["baseline"])}
+    auditor.work = ("kernel", mine, seconds["kernel"]), ("baseline", work, seconds["baseline"])
     if subject.kind in _SINGLE and (more := list(_more(work, mine))):
         yield fail("unfair-baseline", f"the baseline {' and '.join(more)}")
     if subject.signature.takes is Takes.CODES:
         why = "it is given codes and scales, and the baseline values: the time of casts is in neither"
         yield remark("casts-outside", why)
-
-
-_REMEMBERED = ("casts", "products", "copies", "allocations")
 
 
 def _more(work: CallWork, mine: CallWork) -> Iterator[str]:
@@ -137,13 +106,6 @@ _TIMES, _SECONDS = 7, 1.0
 _ABOVE, _MARGIN = 2.5, 8.0
 # The factor for ceilings of several runs on a GPU: the search may have missed its best shape by so much.
 _CLOSE = 1.25
-
-
-class RateBound(NamedTuple):
-    """The most a second that is believed; `words` say which measured figure it comes from."""
-
-    rate: float
-    words: str
 
 
 def fastest(
@@ -170,34 +132,36 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-def flops_bound(ceilings: Ceilings | None, precision: str, shape: Shape, device: str) -> RateBound:
-    """Returns FLOPs a second, from the best product measured in this precision or a wider one, and torch's own now."""
-    here = max(_product(shape, device, dtype) for dtype in (torch.float32, torch.bfloat16))
-    rank = precisions.get(precision).rank
-    known = [rate.precision for rate in (ceilings.rates if ceilings else ()) if rate.limit is Limit.PRODUCT]
-    wide = [ceilings.bound(Limit.PRODUCT, name) for name in known if ceilings and precisions.get(name).rank <= rank]
-    return _bound(max((value for value in wide if value is not None), default=None), here, ceilings, device, "product")
+def bounds(
+    ceilings: Ceilings, precision: str, shape: Shape, flops: int, moved: int, device: str
+) -> Iterator[tuple[float, str]]:
+    """Yields the fewest seconds that are believed of so many FLOPs and bytes, and what says so: the best copy measured
+    in any cache, the best product in this precision or a wider one, and torch's own now."""
+    looks = [(moved, "copy", partial(_copy, moved, device), [(Limit.CACHED, "")])]
+    if flops:
+        rank, rates = precisions.get(precision).rank, [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
+        wide = [(Limit.PRODUCT, rate.precision) for rate in rates if precisions.get(rate.precision).rank <= rank]
+        looks.append((flops, "product", partial(_product, shape, device), wide))
+    for count, what, measured, names in looks:
+        known = [value for name in names if (value := ceilings.bound(*name)) is not None]
+        margin = _MARGIN if not known else _CLOSE if ceilings.whole and not device.startswith("cpu") else _ABOVE
+        fastest_known = f"the fastest {what} that was measured here" if known else f"torch's own {what} is here"
+        yield count / (margin * max([measured(), *known])), f"{margin:g} times as fast as {fastest_known}"
 
 
-def _product(shape: Shape, device: str, dtype: torch.dtype) -> float:
-    a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
-    seconds = fastest({"": partial(torch.mm, a, b.t())}, device)[""]
-    return 2 * shape.m * shape.n * shape.k / seconds
+def _product(shape: Shape, device: str) -> float:
+    """Returns FLOPs a second."""
+    seconds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
+        seconds.append(fastest({"": partial(torch.mm, a, b.t())}, device)[""])
+    return 2 * shape.m * shape.n * shape.k / min(seconds)
 
 
-def bytes_bound(ceilings: Ceilings | None, size: int, device: str) -> RateBound:
-    """Returns bytes a second, from the best copy measured in any cache, and a copy of so many bytes now."""
+def _copy(size: int, device: str) -> float:
+    """Returns bytes a second."""
     source = torch.empty(max(size // 2, 1), dtype=torch.uint8, device=device)
-    seconds = fastest({"": partial(torch.clone, source)}, device)[""]
-    known = ceilings.bound(Limit.CACHED) if ceilings else None
-    return _bound(known, 2 * source.numel() / seconds, ceilings, device, "copy")
-
-
-def _bound(known: float | None, here: float, ceilings: Ceilings | None, device: str, what: str) -> RateBound:
-    if known is None or ceilings is None:
-        return RateBound(_MARGIN * here, f"{_MARGIN:g} times what torch's own {what} does here")
-    margin = _CLOSE if ceilings.whole and not device.startswith("cpu") else _ABOVE
-    return RateBound(margin * max(known, here), f"{margin:g} times the fastest {what} that was measured here")
+    return 2 * source.numel() / fastest({"": partial(torch.clone, source)}, device)[""]
 
 
 # Shapes are doubled until a call takes so many seconds, or a side is so long.
@@ -220,7 +184,7 @@ def _speed(auditor: Auditor) -> list[AuditFinding]:
     while (seconds := _seconds(auditor, shape)) < _LONG_ENOUGH and max(shape) < _LARGEST:
         shape = Shape(*(2 * side for side in shape))
     auditor.given = given = AuditInput(NORMAL, shape)
-    if why := _too_fast(auditor, shape):
+    if why := _always(partial(_too_fast, auditor, shape)):
         return [fail("too-fast", why)]
     findings = list(_by_data(auditor, shape))
     if seconds < _LONG_ENOUGH:
@@ -238,22 +202,21 @@ def _speed(auditor: Auditor) -> list[AuditFinding]:
     return findings
 
 
+# Attention has a batch of two, and two products.
+_FLOPS: dict[AuditKind, Callable[[Shape], int]] = {
+    AuditKind.PRODUCT: lambda shape: 2 * math.prod(shape), AuditKind.LINEAR: lambda shape: 2 * math.prod(shape),
+    AuditKind.ATTENTION: lambda shape: 8 * shape.m * math.prod(shape),
+}  # fmt: skip
+
+
 def _too_fast(auditor: Auditor, shape: Shape) -> str:
-    subject, ceilings, device = auditor.subject, auditor.ceilings, auditor.subject.device
-    arguments = _arguments(auditor, NORMAL, shape)
+    subject, arguments = auditor.subject, _arguments(auditor, NORMAL, shape)
     touched = (*arguments, *subject.raw(arguments).values())
-    moved, flops = sum(tensor.numel() * tensor.element_size() for tensor in touched), subject.flops(shape)
-    bounds = {
-        "FLOP/s": (flops, lambda: flops_bound(ceilings, subject.signature.precision, shape, device)),
-        "B/s": (moved, lambda: bytes_bound(ceilings, moved, device)),
-    }
-
-    def above(count: int, unit: str, bound: Callable[[], RateBound]) -> str:
-        own, (most, words) = count / _seconds(auditor, shape), bound()
-        return "" if own <= most else f"{units.count(own, unit)}; {units.count(most, unit)} is {words}"
-
-    looks = (_always(partial(above, count, unit, bound)) for unit, (count, bound) in bounds.items() if count)
-    return next(filter(None, looks), "")
+    moved, own = sum(tensor.numel() * tensor.element_size() for tensor in touched), _seconds(auditor, shape)
+    flops = _FLOPS[subject.kind](shape) if subject.kind in _FLOPS else 0
+    given = subject.signature.precision, shape, flops, moved, subject.device
+    least, words = max(bounds(auditor.ceilings, *given))
+    return "" if own >= least else f"{units.seconds(own)}; {units.seconds(least)} are {words}"
 
 
 def _by_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
@@ -294,7 +257,6 @@ def _always(look: Callable[[], str]) -> str:
 
 
 def _values_later(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Results have to be right after all that was timed, too."""
     auditor.given = auditor.first
     for name, verdict in auditor.problems(auditor.first).items():
         if verdict.failed:

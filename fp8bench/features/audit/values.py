@@ -19,9 +19,9 @@ class FlatMoments(NamedTuple):
 
     @classmethod
     def of(cls, word: str) -> FlatMoments | None:
-        """Parses words such as 'dynamic8-256', 'linear8-256' and 'e4m3-256'; returns None for others."""
+        """Parses words such as 'dynamic8-256' and 'e4m3-256', with blocks of 16 to 4096; returns None for others."""
         parts = re.fullmatch(r"(e4m3|e5m2|dynamic8|dynamic4|linear8)-(\d{2,4})", word)
-        return cls(parts[1], int(parts[2])) if parts else None
+        return cls(parts[1], int(parts[2])) if parts and 16 <= int(parts[2]) <= 4096 else None
 
 
 class AuditOutcome(StrEnum):

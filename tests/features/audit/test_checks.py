@@ -13,7 +13,7 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from fp8bench.features.audit import results, times
-from fp8bench.features.audit.subjects import Shape
+from fp8bench.features.audit.auditor import Shape
 from fp8bench.features.audit.times import CHECKS, work_of
 from fp8bench.features.audit.values import AuditOutcome, CallWork
 from fp8bench.model import Ceilings, Limit, Rate
@@ -105,7 +105,7 @@ def test_a_baseline_beside_a_kernel_of_codes() -> None:
 
 @pytest.mark.slow
 def test_a_cast_is_not_held_against_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "flops_bound", lambda *_: pytest.fail("products of a cast"))
+    monkeypatch.setattr(times, "_product", lambda *_: pytest.fail("products of a cast"))
     (kernel,) = (row for row in everyday.HONEST if row.signature.kind is AuditKind.CAST)
     assert "too-fast" not in codes_of(result_of(kernel, "cpu", [BY_NAME["speed"]]))
 
@@ -116,13 +116,15 @@ def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monke
     for here, ceilings, precision, most in (
         (0.5e12, known, "fp8", 2.5 * 8e12),
         (0.5e12, known, "bf16", 2.5 * 4e12),
-        (0.5e12, None, "bf16", 8 * 0.5e12),
+        (0.5e12, Ceilings(), "bf16", 8 * 0.5e12),
         (9e12, known, "fp8", 2.5 * 9e12),  # what was done here can be done
     ):
         monkeypatch.setattr(times, "_product", lambda *_, here=here: here)
-        assert times.flops_bound(ceilings, precision, Shape(16, 16, 16), "cpu").rate == most
+        monkeypatch.setattr(times, "_copy", lambda *_: 1e12)
+        _, (least, _) = times.bounds(ceilings, precision, Shape(16, 16, 16), 1 << 30, 64, "cpu")
+        assert least == (1 << 30) / most
     whole = Ceilings((Rate(Limit.CACHED, shape=(1,), runs=(1e15, 1e15)),))
-    assert times.bytes_bound(whole, 64, "cpu").rate == 2.5 * 1e15
+    assert [least for least, _ in times.bounds(whole, "fp8", Shape(16, 16, 16), 0, 64, "cpu")] == [64 / (2.5 * 1e15)]
 
 
 def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:

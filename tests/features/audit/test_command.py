@@ -120,7 +120,7 @@ def test_options_that_a_declared_kernel_would_not_hear_are_refused(kernels: str,
         ("{}:crash --kind product --precision mxfp6 --takes codes", 2, "torch has no dtype for mxfp6's codes"),
         ("{}:crash --kind cast --precision fp32", 2, "nothing is cast in fp32"),
         ("{}:wide --kind product --precision bf16 --baseline {}:nothing", 2, "has no 'nothing'"),
-        ("{}:wide --kind optimizer --precision e4m3-8000", 2, "has blocks of 8000"),
+        ("{}:wide --kind optimizer --precision e4m3-8000", 2, "unknown dtype 'e4m3-8000'"),
     ],
 )
 def test_what_cannot_be_audited_is_a_sentence(kernels: str, words: str, code: int, told: str, fp8bench: Say) -> None:

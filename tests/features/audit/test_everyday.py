@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.auditor import AuditInput, Auditor, audited
+from fp8bench.features.audit.auditor import AuditInput, Auditor, ProductSubject, Shape, audited
 from fp8bench.features.audit.operands import promised_by, rounded, span
 from fp8bench.features.audit.promises import ProductPromise
 from fp8bench.features.audit.results import VALUE_CHECKS
-from fp8bench.features.audit.subjects import ProductSubject, Shape
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.numerics.products import unit_sums
 from fp8bench.user_code.named import signed

@@ -123,7 +123,7 @@ def test_accelerate_stops_at_an_odd_layer_and_cuts_ties(monkeypatch: pytest.Monk
     low = {layer.name: layer.runs for layer in audit.layers if layer.low}
     assert low == dict.fromkeys(("blocks.0.first", "blocks.1.first", "head"), "fp8")
     (stopped,) = (finding for finding in audit.findings if finding.code == "stopped")
-    assert "blocks.0.narrow" in stopped.why and "2 such layers" in stopped.why
+    assert "blocks.0.narrow" in stopped.why and "2 of 9 layers" in stopped.why
 
 
 def test_a_class_of_low_precision_that_runs_in_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None:

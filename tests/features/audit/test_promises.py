@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8bench.features.audit.auditor import SUBJECTS, Shape, Subject
 from fp8bench.features.audit.operands import DATA, rounded, spread
-from fp8bench.features.audit.subjects import SUBJECTS, Shape, Subject
 from fp8bench.features.audit.values import AuditFinding
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import Treatment

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from fp8bench.features.audit.auditor import Shape
 from fp8bench.features.audit.operands import dynamic_map, kept
 from fp8bench.features.audit.results import VALUE_CHECKS
-from fp8bench.features.audit.subjects import OptimizerSubject, Shape
+from fp8bench.features.audit.steps import OptimizerSubject
 from fp8bench.features.audit.values import AuditFinding
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
