@@ -26,7 +26,7 @@ class Pausing(SilentObserver):
 
     def working(self, case: Case, doing: str, share: float) -> None:
         self.there.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(240)
 
 
 def small(store: Path, isolation: bool, observer: SilentObserver | None = None, *imports: str) -> fp8bench.Run:
@@ -41,12 +41,12 @@ def test_a_run_without_isolation_has_the_process_to_itself(tmp_path: Path, capfd
     stdout, observer = sys.stdout, Pausing()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(small, tmp_path, False, observer)
-        assert observer.there.wait(60)
+        assert observer.there.wait(240)
         for isolation, which in ((False, "has no process of its own"), (True, "is measured beside one that has none")):
             with pytest.raises(UsageError, match=f"another run is going on in this process, and this one {which}"):
                 small(tmp_path, isolation)
         observer.go_on.set()
-        assert first.result(60).ok
+        assert first.result(240).ok
     assert small(tmp_path, False).ok
     assert sys.stdout is stdout
     print("whole")
@@ -61,7 +61,7 @@ def test_runs_with_processes_of_their_own_go_on_beside_each_other(
     together = threading.Barrier(2)
 
     def measured(file: Path) -> fp8bench.Run:
-        together.wait(60)
+        together.wait(240)
         return small(tmp_path / file.stem, True, None, str(file))
 
     for file in files:
@@ -93,11 +93,11 @@ def test_all_names_are_there_for_every_thread(tmp_path: Path, monkeypatch: pytes
     together = threading.Barrier(4)
 
     def names() -> list[str]:
-        together.wait(60)
+        together.wait(240)
         return registry.names()
 
     asked: list[Callable[[], list[str]]] = [names] * 4
     with forgotten(tmp_path), ThreadPoolExecutor(4) as pool:
-        assert [one.result(60) for one in [pool.submit(ask) for ask in asked]] == [["a", "b"]] * 4
+        assert [one.result(240) for one in [pool.submit(ask) for ask in asked]] == [["a", "b"]] * 4
     for name in [name for name in sys.modules if name.partition(".")[0] == "slow_leaves"]:
         monkeypatch.delitem(sys.modules, name)

@@ -31,7 +31,7 @@ def note(pid):
 
 
 def child():
-    started = subprocess.Popen(["sleep", "60"])
+    started = subprocess.Popen(["sleep", "600"])
     note(started.pid)
     started.returncode = 0  # it is not asked how that ended: nothing is to be said when this is forgotten
     return started
@@ -40,7 +40,7 @@ def child():
 def fork():
     pid = os.fork()
     if pid == 0:
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
     note(pid)  # the child may be ended before it has a core
 
@@ -140,8 +140,8 @@ def case(where: str, how: str) -> Case:
     ("kind", "how", "words"),
     [
         (ProcessWorker, "orphan", "worker"),  # a child of a child, in a session of its own
-        (LocalWorker, "child", "sleep 60"),
-        pytest.param(ProcessWorker, "child", "sleep 60", marks=pytest.mark.nightly),
+        (LocalWorker, "child", "sleep 600"),
+        pytest.param(ProcessWorker, "child", "sleep 600", marks=pytest.mark.nightly),
         pytest.param(ProcessWorker, "fork", "worker", marks=pytest.mark.slow),
         pytest.param(LocalWorker, "fork", "", marks=pytest.mark.nightly),
     ],
@@ -177,7 +177,7 @@ def test_what_preparing_or_a_pass_leaves_running_is_ended_and_named(suite: str, 
         asked.prepare("left", case("prepare", "child"), cpu)
         asked.slot("left", 2, 0)
         (pid,) = noted(suite)
-        assert runs(pid) and worker.release("left") == (f"process {pid}: sleep 60",) and not runs(pid)
+        assert runs(pid) and worker.release("left") == (f"process {pid}: sleep 600",) and not runs(pid)
         with pytest.raises(WorkerFault, match=r"LeftRunning: it left 1 running \(process "):
             asked.error(case("error", "child"), cpu)
         with pytest.raises(WorkerFault, match="no luck"):

@@ -73,7 +73,7 @@ def test_the_probe_counts_every_call_and_its_bytes_while_it_is_on(tmp_path: Path
     found = under_probe(tmp_path, BY_HAND)
     wanted = [1000, 1200, 77, 128, 3 << 20]
     assert [one[:3] for one in found] == [*([1, 1, size] for size in wanted), [0, 0, 0]]
-    assert all(one[3] > 0 for one in found[:-1])
+    assert found[4][3] > 0  # the system is asked for 3 MiB; a few bytes may take less than a clock's tick
     code = "import ctypes; n = (ctypes.c_uint64 * 4)(); x = [bytes(10**6) for _ in range(99)]; "
     assert under_probe(tmp_path, code + "ctypes.CDLL(None).fp8bench_probe_read(n); print(*n)") == [[0, 0, 0, 0]]
 
@@ -180,13 +180,17 @@ def test_a_software_event_counts_what_the_system_counts() -> None:
     faults, pages = PerfEvent("page_faults", SOFTWARE, 2), 300
     seen: list[int] = []
 
+    def faults_of_thread() -> int:
+        used = resource.getrusage(resource.RUSAGE_THREAD)
+        return used.ru_minflt + used.ru_majflt
+
     def touch() -> None:
-        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        before = faults_of_thread()
         with mmap.mmap(-1, pages * mmap.PAGESIZE) as memory:
             memory.madvise(getattr(mmap, "MADV_NOHUGEPAGE", 15))
             for page in range(pages):
                 memory[page * mmap.PAGESIZE] = 1
-        seen.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+        seen.append(faults_of_thread() - before)
 
     touch()
     found = counted(touch, faults)

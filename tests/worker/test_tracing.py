@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,7 @@ from fp8bench.worker import tracing
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import LeftRunning
 from fp8bench.worker.tracing import LONGEST_NAME, MOST, STEPS, WARM_UPS, mended, operators_of, traced_phases, write
+from tests.commands import environment
 from tests.counts import for_each
 from tests.worker.scripted import CPU, Script
 from tests.worker.scripted import script as script
@@ -156,6 +159,34 @@ def test_threads_that_are_left_are_an_error(
     for thread in set(threading.enumerate()) - before:
         assert thread.name == "stayer"
         thread.join()
+
+
+STOPPED = """
+import os, signal, subprocess, threading, time
+from fp8bench.worker.step_guards import running, still_running
+
+def ends_late():
+    begins.wait()
+    subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"])
+    begun = time.monotonic()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    while time.monotonic() - begun < 1:
+        time.sleep(0.001)  # a moment passes before the system stops this thread, too
+    time.sleep(0.1)
+
+before, begins = running(), threading.Event()
+threading.Thread(target=ends_late).start()
+left = running() - before
+begins.set()
+print(still_running(left))
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_that_ends_is_not_left_where_the_system_stops_the_process_meanwhile() -> None:
+    command = [sys.executable, "-c", STOPPED]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert done.stdout == "[]\n", done.stderr
 
 
 @for_each("text", ["[]", "{}", '{"traceEvents": 3}'])

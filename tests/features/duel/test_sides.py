@@ -247,7 +247,7 @@ def test_what_a_killed_duel_left_goes_with_the_next(commits: Path, temporary: Pa
         with scratch() as folder, worktree(repository, "HEAD", folder, OPTION):
             assert not lost.exists() and kept.is_dir()
             assert len(trees(commits)) == 2  # that of the living one, and this one
-        living.communicate("", timeout=60)
+        living.communicate("", timeout=240)
     assert trees(commits) == [] and not list(temporary.iterdir())
 
 

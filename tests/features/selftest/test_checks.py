@@ -119,14 +119,14 @@ class Mortal(Scripted):
 
 @for_each(("notices", "recovers", "held"), [(True, True, True), (False, True, False), (True, False, False)])
 def test_a_loss_that_goes_unnoticed_is_noticed(notices: bool, recovers: bool, held: bool) -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as victim:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as victim:
         check = checks.crash(Mortal(victim.pid, notices, recovers), CPU)  # type: ignore[arg-type]
-        assert victim.wait(timeout=30) == -9
+        assert victim.wait(timeout=240) == -9
     assert check.held is held
 
 
 def test_an_orphan_that_lives_on_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"]) as survivor:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as survivor:
         monkeypatch.setattr(checks, "_PARENT", f"import time\nprint({survivor.pid}, flush=True)\ntime.sleep(60)\n")
         monkeypatch.setattr(checks, "wait_until", lambda condition, limit: wait_until(condition, 0.3))
         check = checks.orphan()
