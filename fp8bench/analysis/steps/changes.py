@@ -28,6 +28,10 @@ from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME, sp
 
 TOO_FEW = f"fewer than {LEAST_VALUES} commits measured under the same conditions, which is too few for a step to show"
 TOO_FEW_COUNTS = "fewer than 2 commits counted under the same conditions, which is too few for a step to show"
+TOO_FEW_SINCE = (
+    f"since their conditions or version changed fewer than {LEAST_VALUES} commits were measured under the same, which "
+    "is too few for a step to show: nothing is said of these"
+)
 BELOW_ZERO = "values below 0, between which no ratio says anything"
 _NOT_FINITE = "from or to no finite number: no ratio says it"
 # Zero counts as this share of the least other value.
@@ -142,6 +146,8 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
         looked_at[counted] += bool(sound or lost_here)
         if not sound and not lost_here:
             left[BELOW_ZERO if compared else TOO_FEW_COUNTS if counted else TOO_FEW] += 1
+        elif sound and not counted and len(max(finite, key=_last_place).values) < LEAST_VALUES:
+            left[TOO_FEW_SINCE] += 1
     timed, exact = ([stretch for stretch in chosen if stretch.counted is counted] for counted in (False, True))
     steps = (
         *look([_above_zero(stretch.values) for stretch in timed]),
@@ -152,6 +158,10 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
     ]
     every = (*lost, *_checked_against_means(changes))
     return Found(tuple(sorted(every, key=worst_first)), looked_at[0], left, looked_at[1])
+
+
+def _last_place(stretch: Stretch) -> int:
+    return int(stretch.places[-1]) if len(stretch.places) else -1
 
 
 def _exact_steps(values: Floats) -> tuple[Step, ...]:

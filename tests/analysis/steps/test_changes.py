@@ -13,6 +13,7 @@ from fp8bench.analysis.steps.changes import (
     BELOW_ZERO,
     TOO_FEW,
     TOO_FEW_COUNTS,
+    TOO_FEW_SINCE,
     Change,
     ChangeState,
     Found,
@@ -163,6 +164,14 @@ def test_figures_of_other_conditions_hide_no_step() -> None:
     figures = [replace(one, under=OLD) for one in levels((20, 1.0), (5, 1.1)).figures]
     change = only(find_changes([trend(*figures, *(figure(25 + number, 1.0) for number in range(3)))]))
     assert change.alarms and not change.current
+
+
+def test_a_present_that_is_too_short_to_be_looked_at_is_said() -> None:
+    """Nothing is said of 10 commits after a change of torch, of the eleventh on it is."""
+    past = [replace(one, under=OLD) for one in levels((20, 1.0)).figures]
+    for count, left in ((10, {TOO_FEW_SINCE: 1}), (11, {})):
+        found = find_changes([trend(*past, *(figure(20 + number, 1.5) for number in range(count)))])
+        assert (found.looked_at, found.left, found.changes) == (1, left, ())
 
 
 def test_what_was_taken_back_is_open_no_more() -> None:
