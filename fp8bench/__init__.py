@@ -29,7 +29,7 @@ _HOME = {
     "hugging_face_callback": "features.train.api",
     "lightning_callback": "features.train.api",
     "load": "api",
-    "load_fleet": "features.fleet.api",
+    "load_fleet": "features.fleet.command",
     "load_training": "features.train.api",
     "profile": "api",
     "resume": "api",

@@ -14,7 +14,7 @@ from fp8bench.api import table as table
 from fp8bench.cli.outputs import CommandResult as CommandResult
 from fp8bench.errors import Fp8benchError as Fp8benchError
 from fp8bench.features.audit.model import audit_model as audit_model
-from fp8bench.features.fleet.api import load_fleet as load_fleet
+from fp8bench.features.fleet.command import load_fleet as load_fleet
 from fp8bench.features.train.api import compare_streams as compare_streams
 from fp8bench.features.train.api import hugging_face_callback as hugging_face_callback
 from fp8bench.features.train.api import lightning_callback as lightning_callback

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -46,22 +46,11 @@ _GUESSES = ("fp8", "fp8-e4m3", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nv
 
 @dataclass(eq=False)
 class FoundLayer:
-    """A module whose weight is multiplied, and where it was found; `also` are its other paths. `runs` and `flops` are
-    filled in by run_once: the precision that its products were computed in, and their FLOPs."""
+    """A module whose weight is multiplied; `row` is what is known of it by now."""
 
-    name: str
     module: nn.Module
     weight: Tensor
-    low: bool
-    also: tuple[str, ...] = ()
-    runs: str = ""
-    flops: int = 0
-
-    @property
-    def what(self) -> str:
-        package, name = type(self.module).__module__.partition(".")[0], type(self.module).__name__
-        wrapped = "" if type(self.weight) in (Tensor, nn.Parameter) else f", {type(self.weight).__name__}"
-        return f"{f'{package} ' * (package in _PACKAGES)}{name}{wrapped}"
+    row: AuditedLayer
 
 
 def layers_in(model: nn.Module) -> list[FoundLayer]:
@@ -72,10 +61,14 @@ def layers_in(model: nn.Module) -> list[FoundLayer]:
     layers = []
     for module, (name, *also) in paths.items():
         weight, holder = weight_of(module), holders.get(module)
-        if isinstance(weight, Tensor) and weight.dim() >= 2 and promises_low(module):
-            layers.append(FoundLayer(name, module, weight, True, tuple(also)))
-        elif holder is not None:
-            layers.append(FoundLayer(holder.name, module, holder.weight, False, holder.also))
+        low = isinstance(weight, Tensor) and weight.dim() >= 2 and promises_low(module)
+        weight = weight if low or holder is None else holder.weight
+        if weight is not None and (low or holder is not None):
+            package, kind = type(module).__module__.partition(".")[0], type(weight)
+            what = f"{package} {type(module).__name__}" if package in _PACKAGES else type(module).__name__
+            what += "" if kind in (Tensor, nn.Parameter) else f", {kind.__name__}"
+            row = AuditedLayer(name, what, tuple(weight.shape), low, also=tuple(also))
+            layers.append(FoundLayer(module, weight, row))
     return layers
 
 
@@ -89,31 +82,34 @@ def _has_own_forward(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
 
 
-def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> dict[str, tuple[str, str]]:
-    """Returns, for each layer that was not converted, the name of the likely reason and a sentence."""
-    weights = {id(layer.weight): layer.name for layer in layers if layer.low}
-    linear = [layer.name for layer in layers if layer.low or isinstance(layer.module, nn.Linear)]
-    by = {type(layer.module).__module__.partition(".")[0] for layer in layers if layer.low}
+def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundLayer], tuple[str, str]]:
+    """Returns what says the name of the likely reason why a layer was not converted, and a sentence."""
+    low = [layer for layer in layers if layer.row.low]
+    weights = {id(layer.weight): layer.row.name for layer in low}
+    linear = [layer.row.name for layer in layers if layer.row.low or isinstance(layer.module, nn.Linear)]
+    by = {type(layer.module).__module__.partition(".")[0] for layer in low}
     ends = {linear[-1]: "last", linear[0]: "first"} if by <= {"torchao"} and len(linear) > 1 else {}
     behind = dict(_behind_odd(model)) if by <= {"transformer_engine", "intel_transformer_engine"} else {}
 
     def why(layer: FoundLayer) -> tuple[str, str]:
-        sides = tuple(layer.weight.shape)
+        sides, name = layer.row.weight, layer.row.name
+        if layer.row.low:
+            return "", ""
         if id(layer.weight) in weights:
             return "shared", f"the same layer as {weights[id(layer.weight)]}, which was converted there alone"
         if not isinstance(layer.module, nn.Linear):
-            return "class", f"converters take torch's Linear, and this is {layer.what}"
+            return "class", f"converters take torch's Linear, and this is {layer.row.what}"
         if odd := [side for side in sides if side % _MULTIPLE]:
             return "shape", f"{odd[0]} is no multiple of {_MULTIPLE}"
-        if layer.name in behind:
-            return "stopped", f"behind {behind[layer.name]}: Accelerate stops where sides do not fit"
-        if layer.name in ends:
-            return "end", f"the {ends[layer.name]} linear layer, which Accelerate leaves to torchao's as it is"
+        if name in behind:
+            return "stopped", f"behind {behind[name]}: Accelerate stops where sides do not fit"
+        if name in ends:
+            return "end", f"the {ends[name]} linear layer, which Accelerate leaves to torchao's as it is"
         if "torchao" in by and any(sides[0] <= most and sides[1] <= more for most, more in _SMALL):
             return "small", "torchao's filter takes it for too small to gain, on an H100"
         return "filter", "a filter, or a converter that never saw it"
 
-    return {layer.name: why(layer) for layer in layers if not layer.low}
+    return why
 
 
 def _behind_odd(model: nn.Module, path: str = "", stopped: str = "") -> Iterator[tuple[str, str]]:
@@ -132,13 +128,13 @@ def _behind_odd(model: nn.Module, path: str = "", stopped: str = "") -> Iterator
 def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFinding]:
     """Names converted layers that have the values of an embedding but not its tensor: converting has cut a tie."""
     tables = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    for layer in (layer for layer in layers if layer.low and layer.weight.device.type != "meta"):
+    for layer in (layer for layer in layers if layer.row.low and layer.weight.device.type != "meta"):
         for name, table in tables:
             weight = layer.weight
             alike = weight is not table and weight.shape == table.shape and weight.dtype == table.dtype
             if alike and bool(table.any()) and torch.equal(weight.detach(), table.detach()):
                 why = f"it has the values of {name}, and is another tensor: what was tied is so no longer"
-                yield replace(fail("tie-broken", why), input=layer.name)
+                yield replace(fail("tie-broken", why), input=layer.row.name)
 
 
 def _runs_as(layer: FoundLayer, x: Tensor, output: Tensor, facts: DeviceFacts) -> str:
@@ -178,13 +174,13 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
         outputs, inputs = layer.weight.shape
         if x.shape[-1] != inputs or output.shape != (*x.shape[:-1], outputs):
             return
-        layer.flops += 2 * (x.numel() // inputs) * inputs * outputs
-        if not layer.runs and (layer.low or _has_own_forward(layer.module)):
+        row = layer.row = replace(layer.row, flops=layer.row.flops + 2 * x.numel() * outputs)
+        if not row.runs and (row.low or _has_own_forward(layer.module)):
             key = type(layer.module), type(layer.weight), x.shape, layer.weight.shape
             if not known.get(key):
                 known[key] = _runs_as(layer, x, output, facts)
-            layer.low = layer.low or known[key] in _GUESSES  # a class of anybody's own is known by its numbers alone
-            layer.runs = known[key] if layer.low else ""
+            low = row.low or known[key] in _GUESSES  # a class of anybody's own is known by its numbers alone
+            layer.row = replace(row, low=low, runs=known[key] if low else "")
 
     # Running means move in a model that trains. An expanded buffer cannot be written, by the model either.
     written = (buffer for buffer in model.buffers() if buffer.layout is not torch.strided or 0 not in buffer.stride())
@@ -209,17 +205,15 @@ def audited_model(target: str, model: nn.Module, batch: Any, signature: Signatur
             run_once(model, batch, layers, facts)
     except UsageError as error:
         failed.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
-    reasons = left_out(model, layers)
-    rows = []
+    why, rows = left_out(model, layers), []
     for layer in layers:
-        rule, reason = reasons.get(layer.name, ("", ""))
-        known = layer.what, tuple(layer.weight.shape), layer.low, layer.runs, layer.flops
-        rows.append(AuditedLayer(layer.name, *known, reason, rule, layer.also))
+        rule, reason = why(layer)
+        rows.append(replace(layer.row, rule=rule, reason=reason))
     checks = {"conversion": [*_conversion(rows), *untied(model, layers)]}
     if batch is not None:
         checks["numbers"] = failed or list(_numbers(rows, signature.precision))
     findings = [replace(finding, check=name) for name, own in checks.items() for finding in own or [AuditFinding()]]
-    looked_at, seconds = sum(bool(layer.runs) for layer in layers), time.perf_counter() - started
+    looked_at, seconds = sum(bool(row.runs) for row in rows), time.perf_counter() - started
     return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
 

@@ -88,7 +88,8 @@ class ProductPromise:
     hopper: bool = False
 
     def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
-        if wrong := unusable(result, (len(self.a.elements), len(self.b.elements))):
+        shape = len(self.a.elements), len(self.b.elements)
+        if wrong := unusable(result, shape, finite=False):
             return wrong
         result = result.to(torch.float32) if result.dtype is torch.float64 else result
         sums = self._sums(result.dtype)
@@ -99,7 +100,7 @@ class ProductPromise:
             lost = int((~(apart <= sums.bound + sums.step(sums.exact.abs())) & ~beyond).sum())
             why = f"{lost} results beside those that overflow are wrong"
             return fail("too-bad", why) if lost else AuditFinding()
-        if wrong := not_finite(result):
+        if wrong := unusable(result, shape):
             return wrong
         error, expected = self._error(result), self._error(likely)
         if self.emulated is None:
@@ -242,7 +243,7 @@ class CastPromise:
 
     def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
         kept, given, treatment = self.kept, self.kept.given, self.kept.treatment
-        if wrong := unusable(result, tuple(kept.elements.shape)) or not_finite(result):
+        if wrong := unusable(result, tuple(kept.elements.shape)):
             return wrong
         assert given is not None and treatment is not None
         values, given = result.to(torch.float32), given.to(torch.float32)
@@ -286,7 +287,7 @@ class AttentionPromise:
     causal: bool
 
     def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
-        if wrong := unusable(result, tuple(self.given[0].shape)) or not_finite(result):
+        if wrong := unusable(result, tuple(self.given[0].shape)):
             return wrong
         exact, wanted = self._exact(), self._promised()
         error = relative_frobenius(result, exact)
@@ -392,17 +393,13 @@ def _distance(result: Tensor, other: Tensor) -> float:
     return float((result.to(torch.float64) - other).square().mean())
 
 
-def unusable(result: Tensor, shape: tuple[int, ...]) -> AuditFinding | None:
+def unusable(result: Tensor, shape: tuple[int, ...], finite: bool = True) -> AuditFinding | None:
     if tuple(result.shape) != shape:
         gives, wanted = ("x".join(map(str, sides)) or "one number" for sides in (result.shape, shape))
         return fail("shape", f"gives {gives}, and {wanted} were expected")
     if result.dtype not in _RESULTS:
         return fail("dtype", f"gives {result.dtype}, and float32, bfloat16 or float16 were expected")
-    return None
-
-
-def not_finite(result: Tensor) -> AuditFinding | None:
-    gone = int((~result.isfinite()).sum())
+    gone = int((~result.isfinite()).sum()) if finite else 0
     return fail("not-finite", f"{gone} of {result.numel()} results are no numbers") if gone else None
 
 

@@ -28,7 +28,7 @@ from fp8bench.features.audit.operands import (
     same,
     stochastic,
 )
-from fp8bench.features.audit.promises import BAND, Matrices, Promise, in_band, not_finite, unusable
+from fp8bench.features.audit.promises import BAND, Matrices, Promise, in_band, unusable
 from fp8bench.features.audit.values import AuditFinding, FlatMoments, fail
 from fp8bench.formats.grids import BF16, FP16
 from fp8bench.formats.recipes import TENSOR, TENSOR_POWER_OF_TWO
@@ -259,7 +259,7 @@ class OptimizerPromise:
     likely: dict[str, tuple[Cast, Cast]]
 
     def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
-        if wrong := unusable(result, tuple(self.start.shape)) or not_finite(result):
+        if wrong := unusable(result, tuple(self.start.shape)):
             return wrong
         exact = self._exact
         error, noise = relative_frobenius(result, exact), self._noise
