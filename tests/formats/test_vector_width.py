@@ -153,7 +153,7 @@ def test_wide_kernels_are_compiled_for_wide_vectors_whatever_the_processor() -> 
 @pytest.mark.slow
 @pytest.mark.skipif(not vector_width.widths("cpu"), reason="this processor has no vectors of 512 bits")
 @pytest.mark.parametrize("asked", sampled([ASKED[0]], [ASKED[0], ASKED[14], ASKED[18]]), ids=str)
-@for_each("bits", vector_width.widths("cpu"))
+@for_each("bits", vector_width.widths("cpu") or (vector_width.NARROW,))  # of none, skipped
 def test_fused_is_eager_bit_by_bit_with_either_width(bits: int, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(vector_width, "widths", lambda device: (bits,))
