@@ -189,6 +189,8 @@ def _reader(cls: type, series: Series) -> Callable[..., Any]:
         kind, content = measured[series.name].get(cell, ("none", "not on this machine"))
         if kind == "failed":
             raise CaseFailed(str(content))
+        if kind == "samples" and not all(map(math.isfinite, content)):
+            raise CaseFailed(f"{series.metric} is no finite number")
         return {"samples": content, "number": 1} if kind == "samples" else math.nan
 
     vars(track).update(unit=series.unit)

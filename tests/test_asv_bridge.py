@@ -171,6 +171,8 @@ def test_readers_give_samples_or_nothing_or_fail(project: Path) -> None:
     assert math.isnan(gemm.track_time(MEASURED, "bf16", "4096"))
     with pytest.raises(CaseFailed, match="out of memory"):
         gemm.track_time(MEASURED, "fp32", "512")
+    with pytest.raises(CaseFailed, match="product_error is no finite number"):
+        gemm.track_product_error({"gemm.Gemm.track_product_error": {CELL: ("samples", [math.inf])}}, *CELL)
 
 
 def test_each_class_reads_and_measures_its_own(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,8 +125,8 @@ def _table(known: Sequence[PastSeries]) -> Table:
     for series in known:
         before, last = [None, *_values(series)][-2:]
         assert last is not None  # a series without a figure is not shown
-        known = before is not None and 0 < before[1] < math.inf and 0 < last[1] < math.inf
-        ratio = last[1] / before[1] if before is not None and known else None
+        pair = (before[1], last[1]) if before is not None else ()
+        ratio = last[1] / pair[0] if pair and all(0 < value < math.inf for value in pair) else None
         told += [] if series.trend.series.metric.startswith(_PER_WORK) else [(series, before, last, ratio)]
     places = together((series.trend.series.workload, series.place) for series, *_ in told)
 

@@ -8,6 +8,7 @@ runs) stay. Of another store's files only what is missing here is taken.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -213,10 +214,11 @@ def _row(series: Series, points: Mapping[Cell, Point], started: int, before: Asv
 
 
 def _figures(point: Point, recorded: bool) -> Figures:
-    if point.samples:
+    if point.samples and all(map(math.isfinite, point.samples)):
         value, stats = cell(point.samples)
         return value, stats, point.samples if recorded else None
-    return (None, None, None) if point.status is Status.FAILED else NOT_MEASURED
+    # asv takes NaN for not measured, and its search for steps fills the memory where a figure is infinite.
+    return (None, None, None) if point.samples or point.status is Status.FAILED else NOT_MEASURED
 
 
 Load = Callable[[Path], dict[str, Any]]

@@ -1,0 +1,30 @@
+"""What asv is shown of a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from fp8bench.store.asv.files import load_results
+from fp8bench.store.asv.rows import by_combination
+from fp8bench.store.asv.view import results_of, update_view
+from fp8bench.store.runs.run_file import load_run
+from tests.counts import for_each
+from tests.histories import keep, records, run_at
+from tests.runs import error
+
+
+@for_each("broken", [math.nan, math.inf])
+def test_what_is_no_finite_number_failed(tmp_path: Path, broken: float) -> None:
+    """asv takes NaN for not measured. Its search for steps never ends at an infinite figure."""
+    store = tmp_path / str(broken)
+    lead, other = records()
+    with_errors = (
+        replace(lead, measurements=(error("product_error", 0.01),)),
+        replace(other, measurements=(error("product_error", broken),)),
+    )
+    update_view(load_run(keep(store, run_at(0, records=with_errors))), store)
+    (path,) = results_of(store).glob("*/*-existing-*.json")
+    figures = by_combination(load_results(path).rows["gemm.Gemm.track_product_error"])
+    assert [figures["'fp32'", "'512'"][0], figures["'bf16'", "'512'"][0]] == [0.01, None]
