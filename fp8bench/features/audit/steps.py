@@ -25,6 +25,7 @@ from fp8bench.features.audit.operands import (
     low,
     nearest,
     otherwise_scaled,
+    promised_by,
     same,
     stochastic,
 )
@@ -382,7 +383,8 @@ class OptimizerSubject(Subject):
         if word is KeptWeights.BF16 and precision == "bf16":
             ways.append(Unfused(rule, self._hyper, self.dtype))
         likely = {other: (kept(other, facts), kept(other, facts, signed=False)) for other in _OTHERS}
-        for cast, rounding in otherwise_scaled(precision, facts):
+        for rounding, own in otherwise_scaled(None if flat else promised_by(precision, facts).treatments[1]):
+            cast = low(own.fmt, own.scaling)
             likely[f"{precision} under scales that are rounded as {rounding}"] = cast, cast
         return {"update": OptimizerPromise(*matrices, plain, ways, likely)}
 
