@@ -73,7 +73,8 @@ def signed(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
     if given.rule == UpdateRule.SGD and given.second_moment:
         raise UsageError("sgd has no second moment: leave it out.")
     words = {"kind": AuditKind, "takes": Takes, "rule": UpdateRule, "weights": KeptWeights}
-    return replace(given, **{name: known(getattr(given, name)) for name, known in words.items()})
+    signature: Signature = replace(given, **{name: known(getattr(given, name)) for name, known in words.items()})
+    return signature
 
 
 def declared_of(function: Callable[..., Any]) -> Signature | None:
