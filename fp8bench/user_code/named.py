@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -47,44 +48,32 @@ def audited(
     return declare
 
 
-def signed(
-    kind: str,
-    precision: str,
-    takes: str = "values",
-    second: str = "nk",
-    multiple: int = 1,
-    causal: bool = False,
-    rule: str = "adamw",
-    second_moment: str = "",
-    weights: str = "fp32",
-    baseline: str = "",
-) -> Signature:
-    for name, given, known in (
-        ("kind", kind, AuditKind), ("takes", takes, Takes), ("second", second, ("nk", "kn")),
-        ("rule", rule, UpdateRule), ("weights", weights, KeptWeights),
+def signed(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
+    """Makes the signature of such words; raises UsageError where they say nothing together."""
+    given: Any = Signature(kind, precision, *how, **named)  # type: ignore[arg-type]
+    for name, known in (
+        ("kind", AuditKind), ("takes", Takes), ("second", ("nk", "kn")), ("rule", UpdateRule), ("weights", KeptWeights),
     ):  # fmt: skip
-        if given not in tuple(known):
-            raise UsageError(f"an audit's {name} is {given!r:.80}. Give one of {', '.join(known)}.")
-    if type(multiple) is not int or not 1 <= multiple <= 1024:
-        raise UsageError(f"an audit's multiple is {multiple!r:.80}. Give a whole number from 1 to 1024.")
-    if takes == Takes.CODES and kind != AuditKind.PRODUCT:
+        if (word := getattr(given, name)) not in tuple(known):
+            raise UsageError(f"an audit's {name} is {word!r:.80}. Give one of {', '.join(known)}.")
+    if type(given.multiple) is not int or not 1 <= given.multiple <= 1024:
+        raise UsageError(f"an audit's multiple is {given.multiple!r:.80}. Give a whole number from 1 to 1024.")
+    if given.takes == Takes.CODES and kind != AuditKind.PRODUCT:
         raise UsageError(f"a {kind} takes values: only a product can be given codes.")
-    if second != "nk" and kind != AuditKind.PRODUCT:
+    if given.second != "nk" and kind != AuditKind.PRODUCT:
         raise UsageError(f"a {kind} has no second operand to transpose: only a product has one.")
-    if causal and kind != AuditKind.ATTENTION:
+    if given.causal and kind != AuditKind.ATTENTION:
         raise UsageError(f"a {kind} cannot be causal: only attention can.")
-    signature = Signature(
-        AuditKind(kind), precision, Takes(takes), second, multiple, causal, UpdateRule(rule), second_moment,
-        KeptWeights(weights), baseline,
-    )  # fmt: skip
-    if kind != AuditKind.OPTIMIZER and (rule, second_moment, weights) != ("adamw", "", "fp32"):
+    if kind != AuditKind.OPTIMIZER and (given.rule, given.second_moment, given.weights) != ("adamw", "", "fp32"):
         raise UsageError(f"a {kind} has no rule, second moment or weights: only an optimizer has.")
-    if kind == AuditKind.OPTIMIZER and multiple != 1:
+    if kind == AuditKind.OPTIMIZER and given.multiple != 1:
         raise UsageError("an optimizer takes tensors of all sizes: leave its multiple out.")
-    if kind == AuditKind.MODEL and baseline:
+    if kind == AuditKind.MODEL and given.baseline:
         raise UsageError("a model is not timed, and has no baseline: `fp8bench profile` compares models.")
-    if rule == UpdateRule.SGD and second_moment:
+    if given.rule == UpdateRule.SGD and given.second_moment:
         raise UsageError("sgd has no second moment: leave it out.")
+    words = {"kind": AuditKind, "takes": Takes, "rule": UpdateRule, "weights": KeptWeights}
+    signature: Signature = replace(given, **{name: known(getattr(given, name)) for name, known in words.items()})
     return signature
 
 

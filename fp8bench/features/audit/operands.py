@@ -249,19 +249,22 @@ def nearest(
 
 def _of_casts(x: Tensor, kept: Rounded, own: Treatment) -> Iterator[Mistake]:
     yield "not-cast", "as it came: it was not cast", x.to(torch.float32)
-    scaling = own.scaling
-    if scaling is not None:
-        for rounding in ROUNDINGS[scaling.scale]:
-            if rounding is not scaling.rounding:
-                values = rounded(x, replace(own, scaling=replace(scaling, rounding=rounding))).values
-                yield "scale-rounding", f"cast under scales that are rounded as {rounding.value}", values
-        if not scaling.turns:
-            turned = rounded(x.t().contiguous(), own).values.t()
-            yield "blocks-turned", "scaled by blocks along the other dimension", turned
+    for words, treatment in otherwise_scaled(own):
+        yield "scale-rounding", f"cast under scales that are rounded as {words}", rounded(x, treatment).values
+    if own.scaling is not None and not own.scaling.turns:
+        yield "blocks-turned", "scaled by blocks along the other dimension", rounded(x.t().contiguous(), own).values.t()
     for words, treatment in _other_treatments(own):
         yield "other-precision", f"cast as {words} does", rounded(x, treatment).values
     if own.fmt.bits <= _BYTE:
         yield "cut", "cast toward 0 and not to nearest", cut(x / kept.spread, own.fmt) * kept.spread
+
+
+def otherwise_scaled(own: Treatment | None) -> Iterator[tuple[str, Treatment]]:
+    """Yields treatments under scales that are rounded in another way, with that way's name."""
+    if own is not None and own.scaling is not None:
+        for rounding in ROUNDINGS[own.scaling.scale]:
+            if rounding is not own.scaling.rounding:
+                yield rounding.value, replace(own, scaling=replace(own.scaling, rounding=rounding))
 
 
 def _other_treatments(own: Treatment) -> Iterator[tuple[str, Treatment]]:
@@ -366,15 +369,6 @@ def kept(word: str, facts: DeviceFacts, signed: bool = True) -> Cast:
         levels = torch.arange(-127, 128) / 127 if signed else torch.arange(256) / 255
     middles = (levels[1:] + levels[:-1]) / 2  # ties go up
     return partial(_flat, block=flat.block, codes=lambda x: levels[torch.bucketize(x, middles, right=True)])
-
-
-def otherwise_scaled(word: str, facts: DeviceFacts) -> Iterator[tuple[Cast, str]]:
-    """Yields casts of the same precision under scales that are rounded in another way, with that way's name."""
-    treatment = None if FlatMoments.of(word) else promised_by(word, facts).treatments[1]
-    if treatment is not None and treatment.scaling is not None:
-        for rounding in ROUNDINGS[treatment.scaling.scale]:
-            if rounding is not treatment.scaling.rounding:
-                yield low(treatment.fmt, replace(treatment.scaling, rounding=rounding)), rounding.value
 
 
 def _flat(x: Tensor, block: int, codes: Cast, largest: float = 1.0) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -106,11 +106,18 @@ def _memory(auditor: Auditor) -> Iterator[AuditFinding]:
     subject.raw(arguments)
     if before != list(map(_bits, first.values())):
         yield fail("overwritten", "a later call writes into the result of an earlier one")
+    if auditor.sound:
+        calls = _calls(auditor, arguments)
+        yield from _once(fail(code, why) for code, why, given, made in calls if auditor.wrong(given, made))
+
+
+def _once(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
+    """Yields the first finding of each code."""
     reported: set[str] = set()
-    for code, why, matrices, results in _calls(auditor, arguments) if auditor.sound else ():
-        if code not in reported and auditor.wrong(matrices, results):
-            reported.add(code)
-            yield fail(code, why)
+    for finding in findings:
+        if finding.code not in reported:
+            reported.add(finding.code)
+            yield finding
 
 
 def _bits(tensor: Tensor) -> bytes:
@@ -187,6 +194,10 @@ def beside(device: str) -> Iterator[bool]:
 
 
 def _special_values(auditor: Auditor) -> Iterator[AuditFinding]:
+    yield from _once(_lost(auditor))
+
+
+def _lost(auditor: Auditor) -> Iterator[AuditFinding]:
     """A NaN or infinity must not become an ordinary number, nor zeros anything else."""
     subject, matrices, refused = auditor.subject, auditor.matrices(auditor.first), list[AuditFinding]()
 

@@ -25,6 +25,7 @@ from fp8bench.features.audit.operands import (
     low,
     nearest,
     otherwise_scaled,
+    promised_by,
     same,
     stochastic,
 )
@@ -53,20 +54,20 @@ _LONG = 100
 _SMALL = 4096
 
 
-# The names of hyperparameters in `param_groups`, and here.
-_NAMES = {
-    "lr": "rate", "weight_decay": "decay", "betas": "betas", "eps": "epsilon", "momentum": "momentum",
-    "dampening": "dampening", "nesterov": "nesterov",
-}  # fmt: skip
+# What a rule reads of an optimizer's `param_groups`; the last two may be missing.
+_ADAM = ("lr", "weight_decay", "betas", "eps")
+_SGD = ("lr", "weight_decay", "momentum", "dampening", "nesterov")
+_OPTIONAL = _SGD[-2:]
+_READ = {UpdateRule.ADAMW: _ADAM, UpdateRule.ADAM: _ADAM, UpdateRule.SGD: _SGD}
 
 
 class Hyper(NamedTuple):
-    """The hyperparameters of a step."""
+    """The hyperparameters of a step, by torch's names."""
 
-    rate: float
-    decay: float
+    lr: float
+    weight_decay: float
     betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
+    eps: float = 1e-8
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: float = 0.0
@@ -74,16 +75,16 @@ class Hyper(NamedTuple):
     @classmethod
     def of(cls, group: Mapping[str, Any], rule: UpdateRule) -> Hyper:
         """Raises ValueError where one is missing, or an option is on that is not audited."""
-        names = ("lr", "weight_decay", *(("momentum",) if rule is UpdateRule.SGD else ("betas", "eps")))
-        if lacks := [name for name in names if name not in group]:
+        if lacks := [name for name in _READ[rule] if name not in (*group, *_OPTIONAL)]:
             raise ValueError(f"its param_groups lack {', '.join(lacks)}: nobody can say what a step should be")
         if refused := [name for name in ("amsgrad", "maximize") if group.get(name)]:
             raise ValueError(f"{refused[0]} is not audited: leave it out")
-        known = {name: group[name] for name in _NAMES if name in group}
-        hyper = cls(**{
-            _NAMES[name]: tuple(map(float, value)) if name == "betas" else float(value) for name, value in known.items()
-        })  # fmt: skip
-        if hyper.rate == 0:
+        given: dict[str, Any] = {
+            name: tuple(map(float, group[name])) if name == "betas" else float(group[name])
+            for name in _READ[rule] if name in group
+        }  # fmt: skip
+        hyper = cls(**given)
+        if hyper.lr == 0:
             raise ValueError("its learning rate is 0: a step changes nothing")
         if not all(0 <= beta < 1 for beta in hyper.betas):
             first, second = hyper.betas
@@ -126,10 +127,10 @@ class OptimizerWay:
 
     def _decayed(self, weights: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         own = "decoupled" if self.rule is UpdateRule.ADAMW else "coupled"
-        how, amount = self.decay or own, self.hyper.decay
+        how, amount = self.decay or own, self.hyper.weight_decay
         if how == "coupled":
             return weights, gradient + amount * weights
-        share = {"decoupled": self.hyper.rate * amount, "unscaled": amount, "none": 0.0}[how]
+        share = {"decoupled": self.hyper.lr * amount, "unscaled": amount, "none": 0.0}[how]
         return weights * (1 - share), gradient
 
     def _adam(self, state: State, gradient: Tensor, count: int) -> State:
@@ -142,12 +143,12 @@ class OptimizerWay:
         count = max(self.count(count), 1)
         upper = upper / (1 - value**count if self.bias[0] else 1)
         root = math.sqrt(1 - other**count) if self.bias[1] else 1.0
-        epsilon = self.hyper.epsilon
+        epsilon = self.hyper.eps
         if self.epsilon == "inside":
             lower = (lower / root**2 + epsilon).sqrt()
         else:
             lower = (lower.sqrt() + epsilon) / root if self.epsilon == "early" else lower.sqrt() / root + epsilon
-        return self.weights(weights - self.factor * self.hyper.rate * upper / lower), first_kept, second_kept
+        return self.weights(weights - self.factor * self.hyper.lr * upper / lower), first_kept, second_kept
 
     def _sgd(self, state: State, gradient: Tensor, count: int) -> State:
         weights, gradient = self._decayed(state[0], gradient)
@@ -157,7 +158,7 @@ class OptimizerWay:
         first_kept = self.first(first)
         used = first_kept if self.late else first
         step = gradient + momentum * used if self.hyper.nesterov else used
-        return self.weights(weights - self.factor * self.hyper.rate * step), first_kept, state[2]
+        return self.weights(weights - self.factor * self.hyper.lr * step), first_kept, state[2]
 
 
 _TORCH = {UpdateRule.ADAMW: "AdamW", UpdateRule.ADAM: "Adam", UpdateRule.SGD: "SGD"}
@@ -172,12 +173,9 @@ class Unfused:
     dtype: torch.dtype
 
     def after(self, start: Tensor, gradients: Tensor) -> Tensor:
-        hyper, weights = self.hyper, torch.nn.Parameter(start.to(self.dtype, copy=True))
-        own: dict[str, Any] = {"betas": hyper.betas, "eps": hyper.epsilon}
-        if self.rule is UpdateRule.SGD:
-            own = {"momentum": hyper.momentum, "dampening": hyper.dampening, "nesterov": bool(hyper.nesterov)}
+        weights = torch.nn.Parameter(start.to(self.dtype, copy=True))
         made: Any = getattr(torch.optim, _TORCH[self.rule])
-        optimizer = made([weights], lr=hyper.rate, weight_decay=hyper.decay, foreach=False, **own)
+        optimizer = made([weights], foreach=False, **{name: getattr(self.hyper, name) for name in _READ[self.rule]})
         for gradient in gradients:
             weights.grad = gradient.to(self.dtype)
             optimizer.step()
@@ -299,7 +297,7 @@ class OptimizerPromise:
         same side in all steps that are remembered."""
         hyper, steps, size = self.plain.hyper, len(self.gradients), float(self._exact.norm()) or 1.0
         start = float(self.start.double().norm()) / size
-        decayed = min(float(steps), 1 / (hyper.rate * hyper.decay)) if hyper.decay else 0.0
+        decayed = min(float(steps), 1 / (hyper.lr * hyper.weight_decay)) if hyper.weight_decay else 0.0
         sided = decayed * (1 + start) + 1 / (1 - max(hyper.betas))
         return _FLOAT32 * (_ORDERS * (1 + math.sqrt(steps) * start) + sided)
 
@@ -369,22 +367,22 @@ class OptimizerSubject(Subject):
     def promises(self, matrices: Matrices) -> dict[str, Promise]:
         """All ways keep the promise: updates may use moments before or after they are cast."""
         precision, word, rule, facts = self.signature.precision, self.signature.weights, self.signature.rule, self.facts
-        flat, (_, start) = FlatMoments.of(precision), matrices
+        flat, (gradients, start) = FlatMoments.of(precision), matrices
         scaled = precision not in ("fp32", "bf16", "fp16") and flat is None
         default = {"": "fp16" if scaled else precision, "same": precision}
         second = kept(default.get(self.signature.second_moment, self.signature.second_moment), facts, signed=False)
         plain = OptimizerWay(rule, self._hyper, kept(precision, facts), second, *_WEIGHTS[word])
-        ways: list[OptimizerWay | Unfused] = [plain, replace(plain, late=True)]
+        ways = [plain, replace(plain, late=True)]
         if flat is not None and (start.numel() < _SMALL or start.numel() % flat.block):
             ways.append(replace(plain, first=same, second=same))
         if word is KeptWeights.SCALED:
             ways += [replace(way, weights=low(FP16, TENSOR_POWER_OF_TWO)) for way in ways]
-        if word is KeptWeights.BF16 and precision == "bf16":
-            ways.append(Unfused(rule, self._hyper, self.dtype))
+        unfused = [Unfused(rule, self._hyper, self.dtype)] if (word, precision) == (KeptWeights.BF16, "bf16") else []
         likely = {other: (kept(other, facts), kept(other, facts, signed=False)) for other in _OTHERS}
-        for cast, rounding in otherwise_scaled(precision, facts):
+        for rounding, own in otherwise_scaled(None if flat else promised_by(precision, facts).treatments[1]):
+            cast = low(own.fmt, own.scaling)
             likely[f"{precision} under scales that are rounded as {rounding}"] = cast, cast
-        return {"update": OptimizerPromise(*matrices, plain, ways, likely)}
+        return {"update": OptimizerPromise(gradients, start, plain, [*ways, *unfused], likely)}
 
     @cached_property
     def _hyper(self) -> Hyper:

@@ -231,9 +231,9 @@ def _by_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
         auditor.times = {name: min(time_, auditor.times.get(name, time_)) for name, time_ in times.items()}
         if spread_of(auditor.times) <= _SPREAD:
             return
-    least = min((name for name in auditor.times if name != CONTROL), key=lambda name: auditor.times[name])
-    less, normal = (units.seconds(auditor.times[name]) for name in (least, NORMAL))
-    why = f"{less} on {least}, and {normal} on normal numbers"
+    kinds = (name for name in auditor.times if name != CONTROL)
+    least, *_, most = sorted(kinds, key=lambda name: auditor.times[name])
+    why = ", and ".join(f"{units.seconds(auditor.times[name])} on {name}" for name in (least, most))
     if auditor.times[least] * _SHORT < auditor.times[NORMAL]:
         yield fail("data-shortcut", why)
     elif (spread := spread_of(auditor.times)) > _CLEARLY * noise_of(auditor.times):

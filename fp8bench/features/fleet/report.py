@@ -140,7 +140,8 @@ def report_of(
     members = _kinds(seen)
     figures: list[FleetFigure] = []
     kinds: list[MachineKind] = []
-    for name, ((hardware, software), runs) in zip(_names(), members.items(), strict=False):
+    for place, ((hardware, software), runs) in enumerate(members.items()):
+        name = chr(ord("A") + place % 26) + (str(place // 26) if place >= 26 else "")  # A, B, ..., Z, A1, ...
         times = _times(runs)
         odd = deviations(times)
         figures += [FleetFigure("", name, {}, odd[""])] if "" in odd else []
@@ -168,14 +169,6 @@ def report_of(
         (*excluded, *without, *doubts),
         {kind.name: why for kind in kinds[1:] if (why := "; ".join(differences(kind.software, kinds[0].software)))},
     )  # fmt: skip
-
-
-def _names() -> Iterator[str]:
-    """Yields A, B, ..., Z, A1, ..."""
-    number = 0
-    while True:
-        yield from (chr(ord("A") + letter) + (str(number) if number else "") for letter in range(26))
-        number += 1
 
 
 def _kinds(seen: Sequence[MachineRun]) -> dict[tuple[Fields, Fields], list[MachineRun]]:

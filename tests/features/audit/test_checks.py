@@ -13,9 +13,9 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from fp8bench.features.audit import results, times
-from fp8bench.features.audit.auditor import Shape
+from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape
 from fp8bench.features.audit.times import CHECKS, work_of
-from fp8bench.features.audit.values import AuditOutcome, CallWork
+from fp8bench.features.audit.values import CONTROL, AuditOutcome, CallWork
 from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.model.promises import AuditKind
 from fp8bench.user_code.named import signed
@@ -25,6 +25,7 @@ from suites.audit import codes_of, result_of
 from suites.audit_kernels import Kernel, product
 from suites.audit_lies import HONEST, LIES, UNCAUGHT
 from tests.counts import for_each
+from tests.facts import CPU
 
 BY_NAME = {check.name: check for check in CHECKS}
 # The check of speed takes seconds: of two lies and one honest kernel it is enough.
@@ -125,6 +126,21 @@ def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monke
         assert least == (1 << 30) / most
     whole = Ceilings((Rate(Limit.CACHED, shape=(1,), runs=(1e15, 1e15)),))
     assert [least for least, _ in times.bounds(whole, "fp8", Shape(16, 16, 16), 0, 64, "cpu")] == [64 / (2.5 * 1e15)]
+
+
+def test_the_time_by_data_names_the_fastest_and_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Normal numbers were held against themselves where they were the fastest."""
+    seconds = {"normal": 1e-3, "zeros": 2e-3, "ones": 1.5e-3, "integers": 1.2e-3, "uniform": 1e-3, CONTROL: 1e-3}
+    monkeypatch.setattr(times, "fastest", lambda *_: seconds)
+    auditor = Auditor(SUBJECTS[AuditKind.PRODUCT](product, _FP8, CPU), 0)
+    (finding,) = times._by_data(auditor, Shape(16, 16, 16))
+    assert finding.code == "data-time" and finding.why.endswith("1.00 ms on normal, and 2.00 ms on zeros")
+
+
+@for_each(("name", "check"), [("a NaN that is lost", "special values"), ("one result for all calls", "memory")])
+def test_a_mistake_that_many_calls_show_is_told_once(name: str, check: str) -> None:
+    findings = result_of(_BY_NAME[name], "cpu", [BY_NAME[check]]).findings
+    assert [finding.code for finding in findings] == [_BY_NAME[name].code]
 
 
 def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
