@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from fp8bench import units
 from fp8bench.analysis.energy import (
@@ -19,10 +19,10 @@ from fp8bench.analysis.energy import (
 )
 from fp8bench.analysis.metrics import EnergyValidity, energy_validity
 from fp8bench.model import UNATTRIBUTED, Label, Run, Status
-from fp8bench.report.case_status import emulated, speed_up
-from fp8bench.report.elements import Text, Tone
-from fp8bench.report.panels import Panel, Result, ResultGroup, together
-from fp8bench.report.words.naming import common_tone, many
+from fp8bench.report.case_status import emulated
+from fp8bench.report.elements import Tone
+from fp8bench.report.panels import Result, ResultGroup, together
+from fp8bench.report.words.naming import many
 
 # docs/energy.md explains the sources.
 SOURCES = {
@@ -32,7 +32,6 @@ SOURCES = {
     "average": "the driver's mean power, summed up",
 }
 DEMANDS = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
-_DEMANDED = {Demand.LESS: "less", Demand.MORE: "more", Demand.UNCLEAR: "not clear"}
 
 
 def figures_of(result: Result) -> EnergyFigures | None:
@@ -154,65 +153,3 @@ def absences(run: Run) -> list[str]:
         for device, known in by_device.items()
         if {source for source, _ in known} == {NO_SOURCE}
     ]
-
-
-def energy_clause(pairs: Sequence[tuple[Result, Result | None]]) -> str:
-    """'; it takes 0.613x of the energy', for the end of a sentence on speed; '' if no case is clear.
-
-    Each pair is a case and its reference.
-    """
-    ratios = [ratio for own, base in pairs if (ratio := ratio_against(own, base)) is not None]
-    clear = [ratio for ratio in ratios if ratio.demand is not Demand.UNCLEAR]
-    if not clear:
-        return ""
-    where = "" if len(clear) == len(pairs) else f" in {len(clear)} of {len(pairs)}"
-    return f"; it takes {units.span((ratio.point for ratio in clear), units.ratio)} of the energy{where}"
-
-
-def energy_sentences(panel: Panel) -> list[Text]:
-    modes = dict.fromkeys(result.mode for result in panel.results if figures_of(result) is not None)
-    return [text for mode in modes for text in _of_mode(panel, mode)]
-
-
-def _of_mode(panel: Panel, mode: str) -> Iterator[Text]:
-    cases = [
-        (group, result, ratio)
-        for group, result in panel.members
-        if result.mode == mode and (ratio := ratio_against(result, group.lead)) is not None
-    ]
-    if len(cases) > 1:  # 'bf16 takes 0.55x to 0.61x of fp32's energy in 4 cases: less in 3, not clear in 1'
-        ratios = [ratio for _, _, ratio in cases]
-        counts = {words: sum(ratio.demand is demand for ratio in ratios) for demand, words in _DEMANDED.items()}
-        told = ", ".join(f"{words} in {number}" for words, number in counts.items() if number)
-        points = units.span((ratio.point for ratio in ratios), units.ratio)
-        words = f"{mode} takes {points} of {panel.reference}'s energy in {len(ratios)} cases: {told}"
-        yield Text(words, common_tone(DEMANDS[ratio.demand] for ratio in ratios))
-    elif cases:
-        group, alone, ratio = cases[0]
-        yield Text(_single(panel, group, alone, ratio), DEMANDS[ratio.demand])
-    else:  # an emulation, or the reference alone
-        known = [(result, figures) for result in panel.results if (figures := figures_of(result)) is not None]
-        shown = units.span((figures.gross.middle for result, figures in known if result.mode == mode), units.joules)
-        if any(emulated(result) for result, _ in known if result.mode == mode):
-            yield Text(f"{mode} is emulated: the {shown} of its steps are the cost of emulation", Tone.DOUBT)
-        elif len({result.mode for result, _ in known}) == 1:
-            yield Text(f"{mode} takes {shown} a step: there is nothing to compare it with")
-
-
-def _single(panel: Panel, group: ResultGroup, result: Result, ratio: EnergyRatio) -> str:
-    """'bf16 takes 0.613x [0.599, 0.625] of fp32's energy on gemm m=512 (1.90 J a step against 3.10 J, ...)'."""
-    own, other = figures_of(result), figures_of(group.lead) if group.lead else None
-    subject = f"{panel.case.workload} {group.place}".rstrip()
-    against = ""
-    if own is not None and other is not None:
-        against = f"{units.joules(own.gross.middle)} a step against {units.joules(other.gross.middle)}"
-        if own.net is not None and other.net is not None:
-            beyond = f"{units.joules(own.net.middle)} against {units.joules(other.net.middle)}"
-            against = f"{against}; beyond idling {beyond}"
-        against = f" ({against})"
-    speed = speed_up(result)
-    alone = f"; at the same power its speed would give {units.ratio(1 / speed.point)}" if speed else ""
-    shown = f"{show_ratio(ratio)} of {panel.reference}'s energy"
-    if ratio.demand is Demand.UNCLEAR:
-        return f"{result.mode} takes perhaps {shown} on {subject}{against}{alone}. It is not clear: {ratio.why}"
-    return f"{result.mode} takes {shown} on {subject}{against}{alone}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -44,16 +43,16 @@ from fp8bench.report.panels import (
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
 from fp8bench.report.topics.energy import energy_of_phases
-from fp8bench.report.topics.memory import capacity, device_share_of, on_device, peak_of, share_of
+from fp8bench.report.topics.memory import capacity, device_share_of, peak_of, share_of
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.results import CASE, noise_floor
 from fp8bench.report.topics.shares import coverage_sentence, coverages
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
-from fp8bench.report.topics.verdict import at_most, cases_of, losses, skips
+from fp8bench.report.topics.verdict import cases_of, emulations, losses, skips
 from fp8bench.report.words.legend import PHASE_TITLES, error_word
 from fp8bench.report.words.naming import common_tone, listed, phase_order
-from fp8bench.report.words.speed import over_loads, over_values, span
+from fp8bench.report.words.speed import over_loads, over_values, span, verdicts_in
 
 _HOW_MATRIX = (
     "speed-up over the reference: median of a suite's cases, or both ends where some lose and some gain; "
@@ -92,13 +91,7 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
     cases = cases_of(entry.panels)
     ranks = entry.run.request.ranks
     told = [f"{ranks} ranks: the slowest one's time counts, call by call"] if ranks else []
-    if modes := dict.fromkeys(result.mode for panel in entry.panels for result in panel.results if emulated(result)):
-        derived = any(on_device(result) is not None for panel in entry.panels for result in panel.results)
-        beside = ", beside what hardware with the formats would hold (on a device: derived)" * derived
-        told.append(
-            f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs{beside}"
-        )
-    told += [*at_most(skips(cases)), *(f"note: {words}" for words in entry.run.notes)]
+    told += [*emulations(cases), *skips(cases), *(f"note: {words}" for words in entry.run.notes)]
     told += absences(entry.run) if entry.run.request.energy_of == PHASE_ENERGY else []
     told += [f"trouble: {words}" for words in entry.run.troubles]
     if told:
@@ -265,17 +258,8 @@ def _line(members: Sequence[NamedCase], panel: Panel) -> str:
     shares = [share for group, result in members
               if not emulated(result) and (share := share_of(group, result)) is not None]  # fmt: skip
     memory = f"memory {units.span(shares, units.ratio)}" if shares else ""
-    clauses = (_verdict(members, panel.reference), span(speeds) if speeds else "", _errors(members), memory)
-    return "; ".join(filter(None, clauses))
-
-
-def _verdict(members: Sequence[NamedCase], reference: str) -> str:
-    """'perhaps faster than fp32', 'FAILED in 1 of 3 cases, emulated in 2'."""
-    counts = Counter(status_words(result).replace(units.NONE, "not timed") for _, result in members)
-    (first, number), *others = sorted(counts.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
-    many = f" in {number} of {len(members)} cases" if others else ""
-    word = " than " if first.endswith(("faster", "slower")) else " as " if "same" in first else ""
-    return f"{first}{word + reference if word else ''}{many}" + "".join(f", {text} in {n}" for text, n in others)
+    verdicts = verdicts_in([result for _, result in members], panel.reference)
+    return "; ".join(filter(None, (verdicts, span(speeds) if speeds else "", _errors(members), memory)))
 
 
 def _errors(members: Sequence[NamedCase]) -> str:

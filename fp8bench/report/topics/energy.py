@@ -17,7 +17,6 @@ from fp8bench.report.energies import (
     DEMANDS,
     SOURCES,
     absences,
-    energy_sentences,
     figures_of,
     missing_within,
     phases_of,
@@ -211,8 +210,6 @@ def energy_section(material: Material) -> Iterator[Element]:
 
 def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Element]:
     measured = [(case, figures) for case in panel.members if (figures := figures_of(case.result)) is not None]
-    if measured:
-        yield Items(tuple(Text(f"{sentence.text}.", sentence.tone) for sentence in energy_sentences(panel)))
     for kind, cost, words in (("energy", False, "energy of a step"), ("energy-cost", True, "what emulating costs")):
         members = [case for case in measured if emulated(case[0].result) is cost]
         if members:
