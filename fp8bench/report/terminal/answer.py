@@ -26,7 +26,6 @@ from fp8bench.report.case_status import (
 )
 from fp8bench.report.columns import Col, other_tables, table
 from fp8bench.report.elements import Element, Facts, Field, Items, Part, Table, Text, Tone
-from fp8bench.report.energies import absences, ratio_against
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
     Figures,
@@ -42,7 +41,7 @@ from fp8bench.report.panels import (
 )
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
-from fp8bench.report.topics.energy import energy_of_phases
+from fp8bench.report.topics.energy import absences, energy_of_phases, ratio_against
 from fp8bench.report.topics.memory import capacity, device_share_of, peak_of, share_of
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.results import CASE, noise_floor

@@ -10,7 +10,6 @@ from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAKS
 from fp8bench.report.case_status import emulated, what_intervals_hold
 from fp8bench.report.columns import Col, other_tables, table
 from fp8bench.report.elements import Element, Facts, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
     Panel,
@@ -29,7 +28,7 @@ from fp8bench.report.terminal.answer import answer, where_stored
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
-from fp8bench.report.topics.energy import energy, energy_of_phases
+from fp8bench.report.topics.energy import absences, doubts_within, energy, energy_of_phases, figures_of, ratio_against
 from fp8bench.report.topics.memory import capacity, counters_of, memory, tells_memory
 from fp8bench.report.topics.numbers import by_step, data, is_of_step
 from fp8bench.report.topics.phases import phases_table
@@ -230,7 +229,8 @@ def _data_legends(panels: Sequence[Panel]) -> list[str]:
 
 def _memory_legends(panels: Sequence[Panel]) -> list[str]:
     in_memory = [panel for panel in _timed_of(panels) if tells_memory(panel)]
-    known = dict.fromkeys(f"{spec.heading}: {spec.description}" for panel in in_memory for spec in counters_of(panel))
+    specs = dict.fromkeys(spec for panel in in_memory for spec in counters_of(panel.members))
+    known = [f"{spec.heading}: {spec.description}" for spec in specs]
     return [legend.MEMORY, *filter(None, ["; ".join(known)])] if in_memory else []
 
 

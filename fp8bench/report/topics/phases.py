@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
-from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Level
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
 from fp8bench.report.columns import Col, case_cols, table
@@ -28,12 +26,11 @@ from fp8bench.report.panels import (
     unmarked_phases,
 )
 from fp8bench.report.topics.tensors import timed_panels
-from fp8bench.report.words.legend import PHASE_TITLES, PHASE_WORDS
+from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import listed, phase_order, phase_words
 
 LEAST_SHARE = 0.03
 LEAST_CHANGE = 1.05
-_MOST_NAMED = 2
 # If one phase takes more of a step, a sentence says so, and the chart is folded.
 _NEARLY_ALL = 0.9
 COMPILED = (
@@ -66,74 +63,30 @@ def _share(row: tuple[ResultGroup, Result], name: str) -> str:
     return "<" if name in finding.below_floor else units.percent(share)
 
 
-class PhaseChange(StrEnum):
-    """What became of a phase."""
-
-    GAINS = "gains"
-    LOSES = "loses"
-    SAME = "same"
-    NEW = "new"
-    GONE = "gone"
-
-
 def is_mixed(finding: Finding) -> bool:
     """Whether several phases of a step matter, so that its whole says little of any of them."""
     return len(set(_large(finding)) - {UNATTRIBUTED}) > 1
 
 
 def phase_clauses(own: Finding, base: Finding) -> str:
-    """'; products gain 1.50x; data loading takes 13% of the step and does not gain', in a fixed order."""
+    """'; gemm 1.50x, attention 0.775x; 13% of the step does not gain (data load)': what each large phase does."""
     seconds, before = dict(own.phases), dict(base.phases)
     unknown = {*own.below_floor, *base.below_floor, *unmarked_phases(base, own)}
     large = {*_large(own), *_large(base)} - unknown
-    names: dict[PhaseChange, list[str]] = {change: [] for change in PhaseChange}
-    for name in (phase for phase in CELL_PHASES if phase in large):
-        names[change_of(seconds.get(name, 0.0), before.get(name, 0.0))].append(name)
-    times = {name: units.speed_up(before[name] / seconds[name]) for name in names[PhaseChange.GAINS]}
-    times |= {name: units.speed_up(seconds[name] / before[name]) for name in names[PhaseChange.LOSES]}
-    clauses = [
-        listed([f"{_subject([name], 'gain')} {times[name]}" for name in names[PhaseChange.GAINS]], len(CELL_PHASES)),
-        _taking(names[PhaseChange.SAME], own, "do not gain", "does not gain"),
-        listed(
-            [f"{_subject([name], 'take')} {times[name]} as long" for name in names[PhaseChange.LOSES]], len(CELL_PHASES)
-        ),
-        _taking(names[PhaseChange.NEW], own, "come on top", "comes on top"),
-        _subject(names[PhaseChange.GONE], "fall") + " away" if names[PhaseChange.GONE] else "",
-    ]
+    times = {phase: (seconds.get(phase, 0.0), before.get(phase, 0.0)) for phase in CELL_PHASES if phase in large}
+    paces = {phase: old / new for phase, (new, old) in times.items() if new > 0 and old > 0}
+    clauses = [", ".join(f"{phase_words(phase)} {units.speed_up(pace)}" for phase, pace in paces.items()
+                         if max(pace, 1 / pace) > LEAST_CHANGE)]  # fmt: skip
+    kept = [phase for phase, (new, old) in times.items() if new > 0 and old <= LEAST_CHANGE * new]
+    if kept and own.best_seconds:
+        share = units.percent(sum(times[phase][0] for phase in kept) / own.best_seconds, 0)
+        clauses.append(f"{share} of the step does not gain ({listed([*map(phase_words, kept)], len(kept))})")
     return "".join(f"; {clause}" for clause in clauses if clause)
-
-
-def change_of(own: float, base: float) -> PhaseChange:
-    if base <= 0:
-        return PhaseChange.NEW
-    if own <= 0:
-        return PhaseChange.GONE
-    if base / own > LEAST_CHANGE:
-        return PhaseChange.GAINS
-    return PhaseChange.LOSES if own / base > LEAST_CHANGE else PhaseChange.SAME
 
 
 def _large(finding: Finding) -> Iterable[str]:
     best = finding.best_seconds or 0.0
     return [name for name, seconds in finding.phases if seconds > LEAST_SHARE * best > 0]
-
-
-def _taking(names: Sequence[str], finding: Finding, many: str, text: str) -> str:
-    """'data loading and casts take 23% of the step and do not gain'."""
-    if not names or not finding.best_seconds:
-        return ""
-    seconds = dict(finding.phases)
-    share = sum(seconds[name] for name in names) / finding.best_seconds
-    return f"{_subject(names, 'take')} {units.percent(share, 0)} of the step and {many if _plural(names) else text}"
-
-
-def _subject(names: Sequence[str], verb: str) -> str:
-    words = listed([PHASE_WORDS[name][0] for name in names], len(CELL_PHASES))
-    return f"{words} {verb}{'' if _plural(names) else 's'}"
-
-
-def _plural(names: Sequence[str]) -> bool:
-    return len(names) > 1 or PHASE_WORDS[names[0]][1]
 
 
 @section("phases", "Where the time goes", 60)
@@ -186,26 +139,11 @@ def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
     judged = [(case.name, case.result.finding) for case in cases if case.result.finding]
     below = together((phase_words(phase), name) for name, finding in judged for phase in finding.below_floor)
     if below:
-        yield Text(
-            f"{title}, too short to be told from the cost of marking it (less than {BELOW_FLOOR_MARKERS} times that): "
-            f"{_told(below, len(cases))}.",
-            Tone.DOUBT,
-        )
-    labels = together((label.value, case.name) for case in cases for label in case.result.labels if label.casts_doubt)
-    if labels:
-        yield Text(f"{title}, labelled: {_told(labels, len(cases))}.", Tone.DOUBT)
+        told = "; ".join(f"{phase} in {listed(names)}" for phase, names in below.items())
+        floor = f"less than {BELOW_FLOOR_MARKERS} times that"
+        yield Text(f"{title}, too short to be told from the cost of marking it ({floor}): {told}.", Tone.DOUBT)
     if any(("compile", "yes") in case.result.record.case.params for case in cases):
         yield Text(COMPILED)
-
-
-def _told(by_word: Mapping[str, Sequence[str]], num_cases: int) -> str:
-    """'unattributed in all 6; cast and gemm in bf16': words of the same cases stand together."""
-    told = []
-    for names, words in together((tuple(names), word) for word, names in by_word.items()).items():
-        some = f"all {num_cases}" if len(names) == num_cases else f"{len(names)} of {num_cases}"
-        where = listed(names) if len(names) <= _MOST_NAMED else some
-        told.append(f"{listed(words, len(words))} in {where}")
-    return "; ".join(told)
 
 
 # A step with fewer phases is an operation and its casts.
@@ -345,23 +283,6 @@ def _ratio(below: float, above: float) -> Field:
 
 def _lead(pair: _Pair) -> str:
     before, after = pair.steps
-    times = {phase: both for phase, both in pair.times.items() if pair.clear(phase)}
-    saved = {phase: old - new for phase, (old, new) in times.items() if abs(old - new) >= _LEAST_DRAWN * before}
-    gains = sorted((phase for phase in saved if saved[phase] > 0), key=lambda phase: -saved[phase])
-    losses = sorted((phase for phase in saved if saved[phase] < 0), key=lambda phase: saved[phase])
-    words = f"The step takes {units.seconds(after)} instead of {units.seconds(before)}."
-    gained, lost = (
-        f"{phase_words(phases[0])} ({units.seconds(abs(saved[phases[0]]))})" if phases else ""
-        for phases in (gains, losses)
-    )
-    words += f" It saves most in {gained}" if gains else " It saves in no phase"
-    words += f" and adds most in {lost}." if losses else "."
-    kept = [phase for phase, (old, new) in times.items() if new > 0 and new >= old * (1 - SAME)]
-    if kept and gains:
-        share = sum(times[phase][1] for phase in kept) / after
-        words += (
-            f" {units.percent(share, 0)} of the step is no shorter than before ({listed([*map(phase_words, kept)])})."
-        )
-    if pair.finding.doubtful:
-        words += f" Labelled {', '.join(pair.finding.labels)}."
-    return words
+    words = f"The step takes {units.seconds(after)} instead of {units.seconds(before)}"
+    labels = f" Labelled {', '.join(pair.finding.labels)}." if pair.finding.doubtful else ""
+    return f"{words}{phase_clauses(pair.finding, pair.reference)}.{labels}"

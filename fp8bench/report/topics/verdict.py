@@ -19,9 +19,9 @@ from fp8bench.report.case_status import (
     what_intervals_hold,
 )
 from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
-from fp8bench.report.energies import ratio_against
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import NamedCase, Panel, together
+from fp8bench.report.topics.energy import ratio_against
 from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
 from fp8bench.report.words import legend

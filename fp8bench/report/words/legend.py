@@ -13,21 +13,19 @@ from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
 from fp8bench.model.specs import REPLAY
 from fp8bench.model.stopping import LEAST_ROUNDS
 
-# Phases: short titles of columns, what a sentence calls them, and whether that is a plural.
-_PHASES: dict[str, tuple[str, str, bool]] = {
-    Phase.DATA_LOAD: ("data", "data loading", False),
-    Phase.DECODE: ("decode", "decoding", False),
-    Phase.CAST: ("cast", "casts", True),
-    Phase.GEMM: ("gemm", "products", True),
-    Phase.ATTENTION: ("attn", "attention", False),
-    Phase.ACCUMULATE: ("accum", "accumulation", False),
-    Phase.OPTIMIZER_STEP: ("optim", "the optimizer step", False),
-    Phase.ELEMENTWISE: ("elem", "elementwise work", False),
-    Phase.COMMUNICATION: ("comm", "communication between ranks", False),
-    UNATTRIBUTED: ("unattr", "the rest", False),
+# Short titles of columns.
+PHASE_TITLES: dict[str, str] = {
+    Phase.DATA_LOAD: "data",
+    Phase.DECODE: "decode",
+    Phase.CAST: "cast",
+    Phase.GEMM: "gemm",
+    Phase.ATTENTION: "attn",
+    Phase.ACCUMULATE: "accum",
+    Phase.OPTIMIZER_STEP: "optim",
+    Phase.ELEMENTWISE: "elem",
+    Phase.COMMUNICATION: "comm",
+    UNATTRIBUTED: "unattr",
 }
-PHASE_TITLES = {phase: title for phase, (title, *_) in _PHASES.items()}
-PHASE_WORDS = {phase: (words, is_plural) for phase, (_, words, is_plural) in _PHASES.items()}
 
 # What relative errors up to a size are called.
 _ERROR_SIZES = ((1e-5, "negligible"), (1e-2, "small"), (1e-1, "moderate"), (math.inf, "large"))
