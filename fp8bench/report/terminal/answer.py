@@ -125,12 +125,7 @@ def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
         by_mode = together((member[1].mode, member) for member in panel.members if member[1].mode != panel.reference)
         ordered = sorted(by_mode.items(), key=lambda pair: not any(speed_up(result) for _, result in pair[1]))
         elements.append(Facts(tuple((mode, _line(members, panel)) for mode, members in ordered)))
-    # How much of a model is converted, once for precisions with the same share.
-    alike = together(
-        ((coverage.converted_flops, coverage.flops), (modes, coverage)) for modes, coverage in coverages(panel)
-    )
-    told = ((", ".join(modes for modes, _ in known), known[0][1]) for known in alike.values())
-    elements += (Text(f"{coverage_sentence(modes, coverage)}.") for modes, coverage in told)
+    elements += (Text(f"{coverage_sentence(modes, coverage)}.") for modes, coverage in coverages(panel))
     elements += boards or [_grid(panel) if several else _cases(panel, width)]
     left_out = len(panel.groups) - _MOST_GROUPS
     if several and not boards and left_out > 0:

@@ -367,14 +367,8 @@ def _joules(kind: str, title: str, measured: Sequence[_Measured]) -> Stacks:
         rows.append((case.name, gross, {_WHOLE: gross} if net is None else {_NET: net, _IDLE: gross - net}))
     name, axis = f"{kind}-{measured[0][0].result.record.case.workload}", ChartAxis("energy of a step", "J")
     parts, folded = {part: part for part in (_NET, _IDLE, _WHOLE)}, emulated(measured[0][0].result)
-    least, most = (
-        f"{units.joules(figures.gross.middle)} ({case.name})"
-        for case, figures in (choose(measured, key=lambda pair: pair[1].gross.middle) for choose in (min, max))
-    )
-    words = f"{least} a step" if len(measured) == 1 else f"From {least} to {most} a step"
-    shares = [1 - figures.net.middle / figures.gross.middle for _, figures in measured if figures.net is not None]
-    idling = f"; idling is {units.span(shares, partial(units.percent, decimals=0))} of it" if shares else ""
-    words = f"{words}, at {units.span((figures.watts for _, figures in measured), _watts)}{idling}."
+    watts = units.span((figures.watts for _, figures in measured), _watts)
+    words = f"The device took {watts} while steps ran."
     return stacked(name, title, words, axis, "share of the energy", parts, rows, folded)
 
 

@@ -11,12 +11,10 @@ from fp8bench.analysis.energy import NO_SOURCE
 from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
 from fp8bench.model.codec import SCHEMA
 from fp8bench.model.run import SWITCHES_SET
-from fp8bench.report.case_status import Standing, standing
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Code, Element, Facts, Items, Text, Tone
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import floor_of, together
-from fp8bench.report.words import legend
 from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, missing_of, notes_of, when
 
@@ -139,21 +137,10 @@ def _remarks(entry: Entry) -> Iterator[Element]:
     notes += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles[:_MOST]]
     if more := max(0, len(notes_of(run)) - _MOST) + max(0, len(run.troubles) - _MOST):
         notes.append(Text(f"and {many(more, 'more note')} and troubles in the run's file"))
-    remarks = (*unfinished, *_levels(entry), *_labels(entry), *notes)
+    remarks = (*unfinished, *_labels(entry), *notes)
     if remarks:
         yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
         yield Items(remarks)
-
-
-def _levels(entry: Entry) -> Iterator[Text]:
-    """Why cases are emulated. Why others were skipped or failed stands in the verdict."""
-    emulated = [result for panel in entry.panels for result in panel.results if standing(result) is Standing.EMULATED]
-    if emulated:
-        modes = listed(list(dict.fromkeys(result.mode for result in emulated)))
-        reasons = list(dict.fromkeys(result.record.support.reason for result in emulated))
-        meaning = legend.EMULATED.removeprefix("emulated: ")
-        words = "; ".join([meaning, *reasons[: len(reasons) == 1]])
-        yield Text(f"emulated: {modes} ({many(len(emulated), 'case')}): {words}", Tone.DOUBT)
 
 
 def _labels(entry: Entry) -> Iterator[Text]:

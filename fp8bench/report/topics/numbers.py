@@ -23,7 +23,6 @@ from fp8bench.report.elements import (
     ChartPoint,
     Element,
     Field,
-    Items,
     Mark,
     Scatter,
     Table,
@@ -286,25 +285,7 @@ def by_step(panel: Panel) -> Iterator[Element]:
     """A row for each step of each case; nothing without a sampler."""
     if cases := [steps for group, result in panel.members if (steps := list(_steps_of(group, result)))]:
         yield _steps_table(panel, [step for steps in cases for step in steps])
-        yield Items(
-            tuple(
-                Text(_steps_ending(steps))
-                for steps in cases
-                if all({*step.errors} == {*_ERROR_KINDS} for step in steps)
-            )
-        )
         yield Text(READING)
-
-
-def _steps_ending(steps: Sequence[SamplerStep]) -> str:
-    """The step with the largest error, and the error at the end beside the floor."""
-    worst, last = max(steps, key=lambda step: step.errors["single"]), steps[-1].errors
-    name = f"{worst.group.place} {worst.result.mode}".strip()
-    beside = f", {last['free'] / last['free_floor']:.2g} times its floor" if last["free_floor"] else ""
-    return (
-        f"{name}: of one step {units.relative_error(worst.errors['single'])} at most, in step {worst.number}; sampled "
-        f"{units.relative_error(last['free'])} at the end{beside}"
-    )
 
 
 def _steps_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:

@@ -72,9 +72,9 @@ def skips(cases: Sequence[NamedCase]) -> list[str]:
 
 
 def emulations(cases: Sequence[NamedCase]) -> list[str]:
-    if modes := dict.fromkeys(case.result.mode for case in cases if emulated(case.result)):
-        return [f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs"]
-    return []
+    reasons = together((case.result.record.support.reason, case.result.mode) for case in cases if emulated(case.result))
+    told = [", ".join(dict.fromkeys(modes)) + f" ({why})" * bool(why) for why, modes in reasons.items()]
+    return [f"emulated: {'; '.join(told)}: right in numbers; time and memory are what emulating costs"] if told else []
 
 
 def _lead(material: Material) -> str:

@@ -115,14 +115,10 @@ def of_all_calls(finding: Finding) -> str:
     """'1.02x [0.99, 1.04]' by the mean over all calls; for SAME, also which rare slow calls it would have seen."""
     if finding.typical is None:
         return units.NONE
-    seen = f", {would_have_seen(finding)}" if finding.verdict is Verdict.SAME else ""
-    return f"{show_speed(finding.typical.inverse)}{seen}"
-
-
-def would_have_seen(finding: Finding) -> str:
-    if finding.rarest is None:
-        return "too few calls to have seen some that take twice as long"
-    return f"would have seen 1 call in {finding.rarest} that takes twice as long"
+    seen = "too few calls to have seen some that take twice as long"
+    if finding.rarest is not None:
+        seen = f"would have seen 1 call in {finding.rarest} that takes twice as long"
+    return show_speed(finding.typical.inverse) + (f", {seen}" if finding.verdict is Verdict.SAME else "")
 
 
 def _alone(panel: Panel, where: str) -> Iterator[str]:
