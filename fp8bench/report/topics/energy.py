@@ -29,7 +29,7 @@ from fp8bench.report.columns import Col, case_cols, table, with_figures
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Stacks, Text, Tone
 from fp8bench.report.page.charts import against, phase_parts, stacked
 from fp8bench.report.page.section import MOST_ROWS, PRECISION, Material, section
-from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, merge_notes, together
+from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, merge_notes, together
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import listed, many
@@ -46,6 +46,7 @@ _BY_ITSELF = (
     "unattributed; phases that could not be done by themselves are estimated by their time."
 )
 _Measured = tuple[NamedCase, EnergyFigures]
+_EnergyRow = tuple[NamedCase, EnergyFigures, EnergyRatio | None]
 _watts = partial(units.count, unit="W")
 _close = partial(units.joules, digits=4)
 
@@ -102,25 +103,21 @@ def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
 
     Also if steps took another time in the energy windows than in slots, whose energy is then unknown.
     """
-    return _by_doubt(
-        (result, words)
-        for result in group.results
-        for words in (*_missing(result), *_at_another_pace(result), *_of_phases(result))
-    )
+    doubts = (_missing, _at_another_pace, _of_phases)
+    return _by_doubt((words, result.mode) for result in group.results for doubt in doubts for words in doubt(result))
 
 
 def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
     unclear = (
-        (result, f"energy unclear: {ratio.why}")
+        (f"energy unclear: {ratio.why}", result.mode)
         for result in group.results
         if (ratio := ratio_against(result, group.lead)) is not None and ratio.demand is Demand.UNCLEAR
     )
     return [*missing_within(group), *_by_doubt(unclear)]
 
 
-def _by_doubt(doubts: Iterable[tuple[Result, str]]) -> list[tuple[str, str]]:
-    modes = together((words, result.mode) for result, words in doubts)
-    return [(", ".join(names), words) for words, names in modes.items()]
+def _by_doubt(doubts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(", ".join(modes), words) for words, modes in together(doubts).items()]
 
 
 def _missing(result: Result) -> Iterator[str]:
@@ -153,20 +150,15 @@ def _at_another_pace(result: Result) -> Iterator[str]:
 
 def _of_phases(result: Result) -> Iterator[str]:
     phases, figures = phases_of(result), figures_of(result)
-    are_measured = result.record.energy is not None and bool(result.record.energy.phases)
-    if phases is None or figures is None or not are_measured:
+    if phases is None or figures is None or not (result.record.energy and result.record.energy.phases):
         return
-    left = phases.residual
-    if left is not None:
+    if (left := phases.residual) is not None:
         ends = f"[{units.joules(left.low)}, {units.joules(left.high)}]"
         told = f"{units.joules(left.middle)} {ends} of a step's {units.joules(figures.gross.middle)}"
         yield f"energy of phases: they leave over {told}, and {units.seconds(phases.residual_seconds)} of its time"
-    if phases.void:
-        yield f"energy of phases is void: {phases.void}"
-        return
-    for phase in phases.phases:
-        if phase.why and phase.phase != UNATTRIBUTED:
-            yield f"energy of {phase.phase} is an estimate: {phase.why}"
+    estimates = [f"energy of {phase.phase} is an estimate: {phase.why}" for phase in phases.phases
+                 if phase.why and phase.phase != UNATTRIBUTED]  # fmt: skip
+    yield from [f"energy of phases is void: {phases.void}"] if phases.void else estimates
 
 
 def absences(run: Run) -> list[str]:
@@ -188,58 +180,45 @@ def energy(panel: Panel) -> Iterator[Element]:
     caption = f"energy of a step, by {SOURCES.get(sources[0], sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
-    rows = [
-        _EnergyRow(group, result, figures, Figures(group, result), ratio_against(result, group.lead))
-        for group, result, figures in panel.known(figures_of)
-    ]
-    first = {name for row in rows for name, _ in row.found.per[:1]}
+    rows = [(case, figures, ratio_against(case.result, case.group.lead))
+            for case in panel.members if (figures := figures_of(case.result)) is not None]  # fmt: skip
+    first = {name for _, figures, _ in rows for name, _ in figures.per[:1]}
+
+    def of(spec: str, heading: str) -> Col[_EnergyRow]:
+        return Col(heading, lambda row: row[0].figures[spec].shown, number=True)
+
+    def demand(row: _EnergyRow) -> str:
+        result, ratio = row[0].result, row[2]
+        word = "reference" if result.record.is_reference else "emulated" if emulated(result) else units.NONE
+        return ratio.demand.value if ratio else word
+
+    def tone(row: _EnergyRow) -> Tone:
+        return DEMANDS[row[2].demand] if row[2] else Tone.PLAIN
+
+    def power(row: _EnergyRow) -> str:
+        limits = power_limits_of(row[0].result)
+        return row[0].figures[specs.POWER].shown + f" of {limits}" * bool(limits)
+
     cols: list[Col[_EnergyRow]] = [
-        *case_cols(), Col("per step", partial(_shown, spec=ENERGY), number=True),
-        Col(f"vs {panel.reference or 'reference'}", _demand, tone=_demand_tone),
-        Col("", lambda row: show_ratio(row.ratio) if row.ratio else "", tone=_demand_tone),
-        Col("net/step", partial(_shown, spec=specs.ENERGY_NET), number=True),
-        *(Col(spec.heading, partial(_shown, spec=spec), number=True) for spec, _ in ENERGY_PER.values()
-          if spec in first),
-        Col("power", lambda row: _shown(row, specs.POWER) + " of " * bool(limits := power_limits_of(row[1])) + limits,
-            number=True),
-        Col("idle", partial(_shown, spec=specs.IDLE_POWER), number=True),
-        Col("windows", lambda row: f"{len(row.found.windows)}" + (
-            "" if row.found.uncertainty is None else f" (+-{units.percent(row.found.uncertainty)})")),
-        Col("clock", lambda row: row.found.sm_clock, number=True, show=partial(units.count, unit="Hz")),
-        Col("source", lambda row: row.found.source, when=len(sources) > 1),
+        Col("group", lambda row: row[0].place, shared=True), Col("case", lambda row: row[0].result.mode),
+        of(ENERGY, "per step"), Col(f"vs {panel.reference or 'reference'}", demand, tone=tone),
+        Col("", lambda row: show_ratio(row[2]) if row[2] else "", tone=tone), of(specs.ENERGY_NET, "net/step"),
+        *(of(spec, spec.heading) for spec, _ in ENERGY_PER.values() if spec in first),
+        Col("power", power, number=True), of(specs.IDLE_POWER, "idle"),
+        Col("windows", lambda row: f"{len(row[1].windows)}" + (
+            "" if row[1].uncertainty is None else f" (+-{units.percent(row[1].uncertainty)})")),
+        Col("clock", lambda row: row[1].sm_clock, number=True, show=partial(units.count, unit="Hz")),
+        Col("source", lambda row: row[1].source, when=len(sources) > 1),
     ]  # fmt: skip
-    yield with_figures(table("energy", caption, cols, rows), (row[:2] for row in rows))
-
-
-class _EnergyRow(NamedTuple):
-    group: ResultGroup
-    result: Result
-    found: EnergyFigures
-    figures: Figures
-    ratio: EnergyRatio | None
-
-
-def _shown(row: _EnergyRow, spec: str) -> str:
-    return row.figures[spec].shown
-
-
-def _demand(row: _EnergyRow) -> str:
-    word = "reference" if row.result.record.is_reference else "emulated" if emulated(row.result) else units.NONE
-    return row.ratio.demand.value if row.ratio else word
-
-
-def _demand_tone(row: _EnergyRow) -> Tone:
-    return DEMANDS[row.ratio.demand] if row.ratio else Tone.PLAIN
+    yield with_figures(table("energy", caption, cols, rows), (row[0] for row in rows))
 
 
 def energy_of_phases(panel: Panel) -> Iterator[Element]:
     """What each phase takes of a step in joules, estimates in brackets; nothing unless phases were asked for."""
     known = [
-        (group, result, {phase.phase: phase for phase in energies.phases})
-        for group, result in panel.members
-        if result.record.energy is not None
-        and result.record.energy.phases
-        and (energies := phases_of(result)) is not None
+        (*case, {phase.phase: phase for phase in energies.phases})
+        for case in panel.members
+        if case.result.record.energy and case.result.record.energy.phases and (energies := phases_of(case.result))
     ]
     names = [name for name in PHASE_TITLES if any(name in phases for _, _, phases in known)]
     if not names:

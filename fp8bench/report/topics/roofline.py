@@ -110,14 +110,9 @@ def _bounds(result: Result) -> str:
 
 
 def _near(roof: PhaseRoof) -> str:
-    """', at 71% of its ceiling', or how little of the time the nearest ceiling explains."""
+    """', at 71% of its ceiling': of what the nearest one explains."""
     if roof.of_ceiling is not None:
-        least = units.percent(roof.of_ceiling, 0)
-        far = roof.bound in (Bound.OVERHEAD, Bound.NONE)
-        each = roof.seconds / max(roof.count.launches, 1)
-        return (
-            f", {units.seconds(each)} an operator, at {least} of the nearest" if far else f", at {least} of its ceiling"
-        )
+        return f", at {units.percent(roof.of_ceiling, 0)} of its ceiling"
     return f", at {units.percent(roof.of_sheet, 0)} of the datasheet's" if roof.of_sheet is not None else ""
 
 
