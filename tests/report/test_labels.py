@@ -11,9 +11,9 @@ from fp8bench.report.case_status import doubts, named_labels
 from fp8bench.report.data.run import rows, run_value
 from fp8bench.report.elements import Items
 from fp8bench.report.panels import panels_of
+from fp8bench.report.topics.verdict import comparisons
 from fp8bench.report.words import legend
 from fp8bench.report.words.legend import LABELS, explained
-from fp8bench.report.words.speed import comparisons
 from tests.counts import for_each
 from tests.fakes import MS, steady
 from tests.materials import Made, of_kind, part

@@ -12,7 +12,7 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.energy import Demand
-from fp8bench.model import UNATTRIBUTED, Finding, Run, Status, Verdict
+from fp8bench.model import UNATTRIBUTED, Run, Status, Verdict
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.report.case_status import (
@@ -48,10 +48,18 @@ from fp8bench.report.topics.results import CASE, noise_floor
 from fp8bench.report.topics.shares import coverage_sentence, coverages
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
-from fp8bench.report.topics.verdict import cases_of, emulations, losses, skips
+from fp8bench.report.topics.verdict import (
+    cases_of,
+    emulations,
+    losses,
+    over_loads,
+    over_values,
+    skips,
+    span,
+    verdicts_in,
+)
 from fp8bench.report.words.legend import PHASE_TITLES, error_word
 from fp8bench.report.words.naming import common_tone, listed, phase_order
-from fp8bench.report.words.speed import over_loads, over_values, span, verdicts_in
 
 _HOW_MATRIX = (
     "speed-up over the reference: median of a suite's cases, or both ends where some lose and some gain; "
@@ -165,30 +173,23 @@ def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
 
 
 def _cases(panel: Panel, width: int) -> Table:
+    def energy(case: NamedCase) -> str | None:
+        ratio = ratio_against(case.result, case.group.lead)
+        if ratio is None or emulated(case.result):
+            return None
+        return f"{ratio.demand} " * (ratio.demand is Demand.UNCLEAR) + units.ratio(ratio.point)
+
     cols: list[Col[NamedCase]] = [
         *(col for col in CASE if col.heading != "median"),
         Col("error", lambda case: None if case.error is None else
             f"{error_word([case.error])} " * (not case.result.record.is_reference) + units.relative_error(case.error)),
-        Col("memory", lambda case: _memory(*case), number=True),
+        Col("memory", lambda case: units.size(peak_of(case.result)) if (share := share_of(*case)) is None else
+            units.ratio(share), number=True),
         Col("on a device", lambda case: device_share_of(*case), number=True, unit="x"),
-        Col("energy", lambda case: _energy(*case), number=True),
+        Col("energy", energy, number=True),
         Col("median rate", lambda case: case.figures.rate.shown, number=True, when=width >= _ROOM_FOR_RATES),
     ]  # fmt: skip
     return table("cases", "", cols, panel.members, kept={"case", "verdict", "best"})
-
-
-def _memory(group: ResultGroup, result: Result) -> str | None:
-    share = share_of(group, result)
-    if share is None:
-        return units.size(peak) if (peak := peak_of(result)) else None
-    return units.ratio(share)
-
-
-def _energy(group: ResultGroup, result: Result) -> str | None:
-    ratio = ratio_against(result, group.lead)
-    if ratio is None or emulated(result):
-        return None
-    return f"{ratio.demand} " * (ratio.demand is Demand.UNCLEAR) + units.ratio(ratio.point)
 
 
 def _grid(panel: Panel) -> Table:
@@ -252,16 +253,11 @@ def _line(members: Sequence[NamedCase], panel: Panel) -> str:
     shares = [share for group, result in members
               if not emulated(result) and (share := share_of(group, result)) is not None]  # fmt: skip
     memory = f"memory {units.span(shares, units.ratio)}" if shares else ""
+    errors = [case.error for case in members if case.error is not None]
+    worst = max(errors, key=lambda value: (math.isnan(value), abs(value)), default=None)
+    error = f"error {error_word(errors)} ({units.relative_error(worst)})" if errors else ""
     verdicts = verdicts_in([result for _, result in members], panel.reference)
-    return "; ".join(filter(None, (verdicts, span(speeds) if speeds else "", _errors(members), memory)))
-
-
-def _errors(members: Sequence[NamedCase]) -> str:
-    values = [case.error for case in members if case.error is not None]
-    if not values:
-        return ""
-    worst = max(values, key=lambda value: (math.isnan(value), abs(value)))
-    return f"error {error_word(values)} ({units.relative_error(worst)})"
+    return "; ".join(filter(None, (verdicts, span(speeds) if speeds else "", error, memory)))
 
 
 def _grounds(panel: Panel) -> Iterator[tuple[str, str]]:
@@ -297,22 +293,17 @@ def _why(result: Result, lead: Result | None) -> str:
         return ""
     if emulated(result) or own.best_seconds is None or base.best_seconds is None:
         return ""
-    changes = _changes(own, base)
+    unknown, beside = {*own.below_floor, *base.below_floor, UNATTRIBUTED}, phases_beside(base, own)
+    known = ((name, beside[name][1] - beside[name][0]) for name in sorted({*beside} - unknown, key=phase_order))
+    changes = sorted(known, key=lambda pair: -abs(pair[1]))
     whole = own.best_seconds - base.best_seconds
     parts = [pair for pair in changes if abs(pair[1]) > _LEAST_PART * abs(whole)][:_MOST_PHASES]
-    if len({name for name, _ in changes}) < 2 or not parts:
+    if len(changes) < 2 or not parts:
         return ""
     shown = (f"{PHASE_TITLES.get(name, name)} {'+' if change > 0 else '-'}{units.seconds(abs(change))}"
              for name, change in parts)  # fmt: skip
     word = "more" if whole > 0 else "less"
     return f"{result.mode} takes {units.seconds(abs(whole))} {word}: {', '.join(shown)}"
-
-
-def _changes(own: Finding, base: Finding) -> list[tuple[str, float]]:
-    unknown = {*own.below_floor, *base.below_floor, UNATTRIBUTED}
-    beside = phases_beside(base, own)
-    changes = ((name, beside[name][1] - beside[name][0]) for name in sorted(beside, key=phase_order))
-    return sorted(((name, change) for name, change in changes if name not in unknown), key=lambda pair: -abs(pair[1]))
 
 
 def _sureness(panel: Panel) -> Iterator[str]:

@@ -37,10 +37,10 @@ from fp8bench.report.topics.results import main_table, noise_floor
 from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
-from fp8bench.report.words import legend, speed
+from fp8bench.report.topics.verdict import of_all_calls, over_loads, over_values
+from fp8bench.report.words import legend
 from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import attention_of, cache_of, listed, missing_of, notes_of, replays_of
-from fp8bench.report.words.speed import over_loads, over_values
 
 # Instead of hundreds of lines for several groups of several ranks.
 _REST = (
@@ -154,7 +154,7 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
             and (measurement.phase or measurement.metric != panel.error)
         ]
         told += [
-            ("speed-up over all calls", f"{result.mode} {speed.of_all_calls(result.finding)}")
+            ("speed-up over all calls", f"{result.mode} {of_all_calls(result.finding)}")
             for result in group.results
             if result.finding and result.finding.typical and not emulated(result)
         ]

@@ -14,7 +14,7 @@ from fp8bench.report.case_status import FACTS, doubts, emulated, show_speed_up, 
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Heat, Scatter, Table, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Figures, NamedCase, Panel, panels_of, show_params, together
+from fp8bench.report.panels import NamedCase, Panel, panels_of, show_params, together
 from fp8bench.report.words.legend import BREAK_EVEN
 from fp8bench.report.words.naming import listed
 
@@ -73,15 +73,13 @@ def remarks(mode: SweptMode) -> Iterator[str]:
         yield "too few sizes with a ratio"
     if mode.found is not None:
         # Sizes where it cannot be told, beside the crossings' own intervals.
-        crossings = mode.found.crossings
         unknown = [
-            (stretch.first, stretch.last)
+            " to ".join(units.whole(round(size)) for size in (stretch.first, stretch.last))
             for stretch in mode.found.stretches
-            if stretch.pays is None and not any(each.low <= stretch.first <= each.high for each in crossings)
+            if stretch.pays is None and not any(each.low <= stretch.first <= each.high for each in mode.found.crossings)
         ]
         if unknown:
-            ends = [" to ".join(units.whole(round(size)) for size in pair) for pair in unknown]
-            yield f"too close to tell from {listed(ends)}"
+            yield f"too close to tell from {listed(unknown)}"
         if mode.found.within_noise:
             yield f"within the noise: {_sizes(mode.found.within_noise)}"
         if not mode.found.level:
@@ -149,16 +147,13 @@ def break_even_section(material: Material) -> Iterator[Element]:
 
 def _chart(number: int, title: str, panel: Panel, sweep_modes: Swept) -> Iterator[Scatter]:
     sweep, modes = sweep_modes
-    curves: dict[str, list[ChartPoint]] = {}
-    unit = ""
-    for size, place in sweep.places:
-        group = panel.groups[place]
-        for result in group.results:
-            rate = Figures(group, result).rate
-            if not emulated(result) and rate.best:
-                unit = unit or rate.unit
-                point = ChartPoint(result.mode, "", float(size), rate.best, hint=units.shown(rate.best, rate.unit))
-                curves.setdefault(result.mode, []).append(point)
+    rates = [(size, case.result.mode, case.figures.rate) for size, place in sweep.places for case in panel.members
+             if case.group is panel.groups[place] and not emulated(case.result)]  # fmt: skip
+    curves = together(
+        (mode, ChartPoint(mode, "", float(size), rate.best, hint=units.shown(rate.best, rate.unit)))
+        for size, mode, rate in rates if rate.best
+    )  # fmt: skip
+    unit = next((rate.unit for *_, rate in rates if rate.best), "")
     if not curves:
         return
 
@@ -177,11 +172,8 @@ def _chart(number: int, title: str, panel: Panel, sweep_modes: Swept) -> Iterato
         for crossing in mode.found.crossings
     ]  # fmt: skip
     held = show_params(pair for pair in sweep.held if pair not in panel.shared)
-    described = "; ".join(
-        f"{mode.mode} against {mode.against} pays {pays(sweep.axis, mode.found)}"
-        for mode in modes
-        if mode.found is not None
-    )
+    described = "; ".join(f"{mode.mode} against {mode.against} pays {pays(sweep.axis, mode.found)}"
+                          for mode in modes if mode.found is not None)  # fmt: skip
     yield Scatter(
         f"break-even-{number}", ", ".join(filter(None, (f"{title}: {unit} over {sweep.axis}", held))),
         f"{described or 'No precision has enough sizes to tell from where on it pays'}.",

@@ -30,9 +30,9 @@ from fp8bench.report.panels import (
     together,
 )
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
+from fp8bench.report.topics.verdict import over_values
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import attention_of, cache_of, many, replays_of
-from fp8bench.report.words.speed import over_values
 
 _COST = "the cost of emulation, not of the precision"
 # Columns that every table has.

@@ -61,9 +61,8 @@ def cache_of(record: Record, devices: Sequence[DeviceFacts]) -> str:
     states, each = record.rotation.states, record.rotation.state_bytes
     if states == 1:
         return "memory held one state only, so that nothing rotated: its cache is hot"
-    together = states * each
-    enough = together >= CACHE_TIMES * facts.cache_bytes
-    of = "at least twice" if enough else f"{units.percent(together / facts.cache_bytes, 0)} of"
+    share = states * each / facts.cache_bytes
+    of = "at least twice" if share >= CACHE_TIMES else f"{units.percent(share, 0)} of"
     return f"{states} states of {units.size(each)} took turns, {of} {size}"
 
 

@@ -9,7 +9,7 @@ from fp8bench.model import Finding, Interval, Label, Run, Scalar, Verdict
 from fp8bench.model.words import REMARKS
 from fp8bench.report.elements import Items, Text, Tone
 from fp8bench.report.panels import panels_of
-from fp8bench.report.words.speed import comparisons, over_loads, over_values, span
+from fp8bench.report.topics.verdict import comparisons, over_loads, over_values, span
 from tests.counts import for_each
 from tests.materials import of_kind, part, shapes
 from tests.runs import EMULATED, gemm, judged, phases, render, render_whole, transformer
