@@ -22,7 +22,6 @@ _MOST = 20
 _VARIABLE = "env_"
 _DEFAULT_STORE = ".fp8bench"
 _DIRTY = " with uncommitted changes"
-_MOST_REASONS = 4
 _OF_GPUS = (("cuDNN", "cudnn"), ("cuBLASLt", "cublaslt"))
 _LOST = "the header of its file is lost: what was asked, planned and run on is not known"
 
@@ -133,10 +132,11 @@ def _remarks(entry: Entry) -> Iterator[Element]:
     run = entry.run
     lost = [] if run.started or run.devices else [_LOST]
     unfinished = (Text(words, Tone.BAD) for words in (missing_of(run), *lost) if words)
-    notes = [Text(f"note: {note}") for note in notes_of(run)[:_MOST]]
-    notes += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles[:_MOST]]
-    if more := max(0, len(notes_of(run)) - _MOST) + max(0, len(run.troubles) - _MOST):
-        notes.append(Text(f"and {many(more, 'more note')} and troubles in the run's file"))
+    told = [Text(f"note: {note}") for note in notes_of(run)]
+    told += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles]
+    notes = told[:_MOST]
+    if len(told) > _MOST:
+        notes.append(Text(f"and {many(len(told) - _MOST, 'more note')} and troubles in the run's file"))
     remarks = (*unfinished, *_labels(entry), *notes)
     if remarks:
         yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
@@ -149,10 +149,8 @@ def _labels(entry: Entry) -> Iterator[Text]:
         number = sum(label in result.labels for result in measured)
         if number:
             reasons = list(dict.fromkeys(reason for result in measured if (reason := result.reason(label))))
-            if len(reasons) > _MOST_REASONS + 1:
-                reasons[_MOST_REASONS:] = [f"{len(reasons) - _MOST_REASONS} more reasons"]
             heading = f"{label} ({number} of {many(len(measured), 'case')})"
-            words = explained(label, heading, f" ({'; '.join(reasons)})" if reasons else "")
+            words = explained(label, heading, f" ({listed(reasons)})" if reasons else "")
             yield Text(words, Tone.DOUBT if label.casts_doubt else Tone.PLAIN)
 
 

@@ -178,7 +178,10 @@ def memory(panel: Panel) -> Iterator[Element]:
             return units.NONE
         return units.significant(size / scale) if size / scale >= 0.01 else "<0.01"
 
-    cols = [Col("group", lambda row: row[0].place, shared=True), Col("case", lambda row: row[0].result.mode)]
+    cols: list[Col[_Row]] = [
+        Col("group", lambda row: row[0].place, shared=True),
+        Col("case", lambda row: row[0].result.mode),
+    ]
     roles = [Col(MEMORY_TITLES[role], partial(_figure, name=memory_of_role(role)), number=True, show=shown)
              for role in MemoryRole if role in present]  # fmt: skip
     caption = f"memory at the highest point of a step, in {unit}"

@@ -75,9 +75,9 @@ def phase_clauses(own: Finding, base: Finding) -> str:
     large = {*_large(own), *_large(base)} - unknown
     times = {phase: (seconds.get(phase, 0.0), before.get(phase, 0.0)) for phase in CELL_PHASES if phase in large}
     paces = {phase: old / new for phase, (new, old) in times.items() if new > 0 and old > 0}
-    clauses = [", ".join(f"{phase_words(phase)} {units.speed_up(pace)}" for phase, pace in paces.items()
-                         if max(pace, 1 / pace) > LEAST_CHANGE)]  # fmt: skip
-    kept = [phase for phase, (new, old) in times.items() if new > 0 and old <= LEAST_CHANGE * new]
+    moved = [phase for phase, pace in paces.items() if max(pace, 1 / pace) > LEAST_CHANGE]
+    clauses = [", ".join(f"{phase_words(phase)} {units.speed_up(paces[phase])}" for phase in moved)]
+    kept = [phase for phase, (new, _) in times.items() if new > 0 and phase not in moved]
     if kept and own.best_seconds:
         share = units.percent(sum(times[phase][0] for phase in kept) / own.best_seconds, 0)
         clauses.append(f"{share} of the step does not gain ({listed([*map(phase_words, kept)], len(kept))})")

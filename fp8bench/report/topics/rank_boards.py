@@ -9,7 +9,7 @@ from dataclasses import replace
 from fp8bench import units
 from fp8bench.analysis.ranks import Untold, efficiency, rank_times, sent_by_rank
 from fp8bench.model import specs
-from fp8bench.report.case_status import cost_tone, emulated, status_words, tone_of
+from fp8bench.report.case_status import cost_tone, status_words, tone_of
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
@@ -33,7 +33,6 @@ _WAY = "way"
 _UNEVEN = 1.1
 UNBEATEN = "* nothing else sends as little with as small an error"
 POOLED = "What is measured beside every way of FP8 stands once, by the median of its groups."
-EMULATED_RATES = "Rates of emulated cases are what emulating their casts costs here, and no speed."
 LEGEND = (
     "algbw is the vector's bytes in the dtype that is sent over the median step of the slowest rank, busbw that times "
     "nccl-tests' factor; wire: what a rank sends, of FP8 counted; SQNR against float64. strong: one rank's step over "
@@ -58,8 +57,6 @@ def remarks(panel: Panel) -> Iterator[str]:
         yield UNBEATEN
     if any(COMPOSED[0] in dict(group.case.params) for group in panel.groups) and len(panel.groups) > 1:
         yield POOLED
-    if COLLECTIVE in dict(panel.case.params) and any(emulated(result) for _, result in panel.members):
-        yield EMULATED_RATES
     yield from filter(None, (_waiting(*member) for member in panel.members))
     told = (
         (result.mode, gain.strong) for _, result in panel.members if (gain := efficiency(result.record)) is not None

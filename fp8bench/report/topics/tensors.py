@@ -171,13 +171,10 @@ def tensors(panel: Panel, width: int) -> Iterator[Element]:
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         Col("tensor", lambda row: tensor_name(panel, row[0]) if several else "", shared=True),
         Col("precision", lambda row: cell_of(row[1]).words),
-        *(Col(title, partial(_of_case, metric=metric), number=True) for title, metric in _SHOWN),
+        *(Col(title, partial(lambda metric, row: figure(row[1], metric)[0], metric), number=True,
+              tone=(lambda _: Tone.STRONG) if metric == SQNR else None) for title, metric in _SHOWN),
     ]  # fmt: skip
     yield table("tensors", "", cols, panel.members)
-
-
-def _of_case(row: tuple[ResultGroup, Result], metric: str) -> Field:
-    return Field(figure(row[1], metric)[0], tone=Tone.STRONG if metric == SQNR else Tone.PLAIN)
 
 
 def _overview(panel: Panel, width: int) -> Iterator[Element]:
@@ -244,28 +241,23 @@ def _map(title: str, panel: Panel) -> Heat:
 
 
 def _worst(result: Result) -> str:
-    others = {metric: figure(result, metric)[0] for metric in _IN_HINTS}
-    named = [
-        f"{FIGURES[metric][0]} {text}{' dB' if metric.endswith('_db') and text != 'exact' else ''}"
-        for metric, text in others.items()
-        if text != units.NONE
-    ]
-    return ", ".join(named)
+    others = ((metric, figure(result, metric)[0]) for metric in _IN_HINTS)
+    return ", ".join(
+        f"{FIGURES[metric][0]} {text}{' dB' * (metric.endswith('_db') and text != 'exact')}"
+        for metric, text in others if text != units.NONE
+    )  # fmt: skip
 
 
 def _all_figures(title: str, panel: Panel) -> Table:
-    present = [metric for metric in FIGURES if metric in panel.metrics]
+    def of(metric: str) -> Col[tuple[ResultGroup, Result]]:
+        (name, hint), unit = FIGURES[metric], spec_of(metric).unit
+        return Col(name, lambda row: Field(*figure(row[1], metric)), number=True, hint=f"{hint}; {metric}",
+                   unit="" if unit == units.RATIO else unit)  # fmt: skip
+
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         Col("tensor", lambda row: tensor_name(panel, row[0])),
         Col("precision", lambda row: Field(cell_of(row[1]).words, hint=row[1].mode)),
-        *map(_column, present),
+        *(of(metric) for metric in FIGURES if metric in panel.metrics),
     ]
     known = [(group, result) for group, result in panel.members if figure(result, SQNR)[1] is not None]
     return table(f"figures-{panel.case.workload}", f"{title}: all figures", cols, known, folded=True)
-
-
-def _column(metric: str) -> Col[tuple[ResultGroup, Result]]:
-    name, hint = FIGURES[metric]
-    unit = spec_of(metric).unit
-    return Col(name, lambda row: Field(*figure(row[1], metric)), number=True, hint=f"{hint}; {metric}",
-               unit="" if unit == units.RATIO else unit)  # fmt: skip
