@@ -133,13 +133,11 @@ def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
     if not compared.differing:
         return "", (Text("measured on the same machine, with the same software and settings"),)
     lines = (
-        Text(
-            f"{differing.name}: {differing.before:.60} -> {differing.after:.60}"
-            f"{' (times do not compare for it)' * differing.hardware}"
-        )
+        f"{differing.name}: {differing.before:.60} -> {differing.after:.60}"
+        f"{' (times do not compare for it)' * differing.hardware}"
         for differing in compared.differing
     )
-    return "what differs between the sides, beside the commit", (Items(tuple(lines)),)
+    return "what differs between the sides, beside the commit", (Items(tuple(map(Text, lines))),)
 
 
 def _table(shown: Sequence[Comparison]) -> Iterator[Element]:

@@ -11,9 +11,9 @@ from fp8bench.report.case_status import doubts, named_labels
 from fp8bench.report.data.run import rows, run_value
 from fp8bench.report.elements import Items
 from fp8bench.report.panels import panels_of
+from fp8bench.report.topics.verdict import comparisons
 from fp8bench.report.words import legend
 from fp8bench.report.words.legend import LABELS, explained
-from fp8bench.report.words.speed import comparisons, shared_labels
 from tests.counts import for_each
 from tests.fakes import MS, steady
 from tests.materials import Made, of_kind, part
@@ -79,7 +79,6 @@ def test_legends_say_what_labels_mean() -> None:
     text = render_whole(*HOT, width=300)
     assert f"\n  {explained(Label.THROTTLED)}\n" in text and f"\n  {legend.HARD}\n" in text
     assert legend.HARD not in render_whole(*capped(1), width=300)
-    assert set(LABELS) == set(Label) and shared_labels(panels_of(*HOT)) == frozenset()
 
 
 @for_each("label", sorted(REMARKS))

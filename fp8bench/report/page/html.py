@@ -74,13 +74,12 @@ class _PageBlock(NamedTuple):
 
 
 def render(page: Page) -> str:
-    ids, order = _Ids(), _order(page)
     script = _asset("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template().render(
         page=page,
         card=json_line(encode(card_of(page))).strip(),
-        parts=[(ids.give(part.name), part, tuple(_blocks(part, ids, draw, order))) for part in page.parts],
+        parts=_parts(page, draw),
         style=_asset("style.css") + _asset("drawing", "charts.css"),
         script=script,
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
@@ -114,13 +113,13 @@ def _asset(*names: str) -> str:
 
 def charts_of(page: Page) -> dict[str, AnyChart]:
     """The page's charts by their ids."""
+    blocks = (block for _, _, of_part in _parts(page, lambda chart: "") for block in of_part)
+    return {block.id: block.element for block in blocks if isinstance(block.element, Chart)}
+
+
+def _parts(page: Page, draw: Callable[[AnyChart], str]) -> list[tuple[str, Part, tuple[_PageBlock, ...]]]:
     ids, order = _Ids(), _order(page)
-    by_id: dict[str, AnyChart] = {}
-    for part in page.parts:
-        ids.give(part.name)
-        blocks = _blocks(part, ids, lambda chart: "", order)
-        by_id.update((block.id, block.element) for block in blocks if isinstance(block.element, Chart))
-    return by_id
+    return [(ids.give(part.name), part, tuple(_blocks(part, ids, draw, order))) for part in page.parts]
 
 
 class _Ids:
@@ -139,13 +138,12 @@ class _Ids:
 
 def _order(page: Page) -> tuple[str, ...]:
     """Series that are in more than one chart."""
-    charts = (element for part in page.parts for element in part.elements)
     counts: Counter[str] = Counter()
-    for chart in charts:
+    for chart in (element for part in page.parts for element in part.elements):
         if isinstance(chart, Lines):
-            counts.update(list(dict.fromkeys(name for name, _ in chart.series)))
+            counts.update({name: 1 for name, _ in chart.series})
         elif isinstance(chart, Scatter):
-            counts.update(list(dict.fromkeys(point.series for point in chart.points)))
+            counts.update({point.series: 1 for point in chart.points})
     return tuple(name for name, count in counts.items() if count > 1)
 
 
@@ -279,26 +277,23 @@ def index_page(reports: Iterable[ListedReport], left_out: int = 0) -> Page:
                 series = earlier[card.kind, card.title, card.command, answer.about]
                 series.append(answer.value)
                 trends[report.folder] = tuple(series[-MOST_DRAWN:])
+
+    def speed(report: ListedReport) -> Field | None:
+        value = report.card.answers[0].value if report.card.answers else None
+        return None if value is None else Field(units.speed_up(value), value, trend=trends.get(report.folder, ()))
+
     cols: list[Col[ListedReport]] = [
         Col("began (UTC)", lambda report: report.when or units.NONE),
         Col("report", lambda report: Field(
             report.card.title, hint=report.card.command, link=f"{quote(report.folder)}/report.html"
         )),
         Col("of", lambda report: report.card.kind),
-        Col("answer", lambda report: ", ".join(map(_shown, report.card.answers)) or units.NONE),
-        Col("speed-up", lambda report: _first(report, trends.get(report.folder, ())), number=True, unit="x",
+        Col("answer", lambda report: ", ".join(
+            f"{answer.about} {answer.word}".strip() for answer in report.card.answers) or units.NONE),
+        Col("speed-up", speed, number=True, unit="x",
             hint="of the first precision that is named; behind it those that the same command came to before"),
         Col("where", lambda report: report.card.subtitle.partition(" UTC, ")[2] or report.card.subtitle),
     ]  # fmt: skip
     shown = table("reports", many(len(listed), "report"), cols, listed, main=True, kept={"began (UTC)", "report"})
     older = [Text(f"{many(left_out, 'older report')} in the same folder: not listed.", Tone.DOUBT)] if left_out else []
     return Page("Reports", "", (Part("reports", "All reports, newest first", (shown, *older)),), kind="index")
-
-
-def _shown(answer: CardAnswer) -> str:
-    return " ".join(filter(None, (answer.about, answer.word)))
-
-
-def _first(report: ListedReport, trend: tuple[float, ...]) -> Field | None:
-    value = report.card.answers[0].value if report.card.answers else None
-    return None if value is None else Field(units.speed_up(value), value, trend=trend)

@@ -191,19 +191,18 @@ def _title(runs: Sequence[Run]) -> str:
         for names_of in (suites_of, devices_of)
     )
     named = ", ".join(suites) if len(suites) <= _MOST_SUITES else many(len(suites), "suite")
-    where = listed(devices, _MOST_DEVICES)
-    return " on ".join(part for part in (named, where) if part) or "A report without cases"
+    return " on ".join(filter(None, (named, listed(devices, _MOST_DEVICES)))) or "A report without cases"
 
 
 def _subtitle(material: Material) -> str:
     if not material.alone:
         labels = [entry.label for entry in material.entries]
-        more = [f"{len(labels) - _MOST_LABELS} more"] if len(labels) > _MOST_LABELS else []
+        more = [f"{len(labels) - _MOST_LABELS} more"] * (len(labels) > _MOST_LABELS)
         return ": ".join(filter(None, (many(len(labels), "run"), "; ".join([*labels[:_MOST_LABELS], *more]))))
     run = material.entries[0].run
     commit = commit_of(run)
-    parts = [when(run), f"commit {commit}" if commit else "", fact(run, "machine")]
-    return ", ".join(part for part in parts if part) or "the header of the run's file is lost"
+    parts = (when(run), f"commit {commit}" if commit else "", fact(run, "machine"))
+    return ", ".join(filter(None, parts)) or "the header of the run's file is lost"
 
 
 def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.energy import Demand
-from fp8bench.model import UNATTRIBUTED, Finding, Run, Status, Verdict
+from fp8bench.model import UNATTRIBUTED, Run, Status, Verdict
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.report.case_status import (
@@ -27,7 +26,6 @@ from fp8bench.report.case_status import (
 )
 from fp8bench.report.columns import Col, other_tables, table
 from fp8bench.report.elements import Element, Facts, Field, Items, Part, Table, Text, Tone
-from fp8bench.report.energies import absences, ratio_against
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
     Figures,
@@ -43,17 +41,25 @@ from fp8bench.report.panels import (
 )
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
-from fp8bench.report.topics.energy import energy_of_phases
-from fp8bench.report.topics.memory import capacity, device_share_of, on_device, peak_of, share_of
+from fp8bench.report.topics.energy import absences, energy_of_phases, ratio_against
+from fp8bench.report.topics.memory import capacity, device_share_of, peak_of, share_of
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.results import CASE, noise_floor
 from fp8bench.report.topics.shares import coverage_sentence, coverages
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
-from fp8bench.report.topics.verdict import at_most, cases_of, losses, skips
+from fp8bench.report.topics.verdict import (
+    cases_of,
+    emulations,
+    losses,
+    over_loads,
+    over_values,
+    skips,
+    span,
+    verdicts_in,
+)
 from fp8bench.report.words.legend import PHASE_TITLES, error_word
 from fp8bench.report.words.naming import common_tone, listed, phase_order
-from fp8bench.report.words.speed import over_loads, over_values, span
 
 _HOW_MATRIX = (
     "speed-up over the reference: median of a suite's cases, or both ends where some lose and some gain; "
@@ -92,13 +98,7 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
     cases = cases_of(entry.panels)
     ranks = entry.run.request.ranks
     told = [f"{ranks} ranks: the slowest one's time counts, call by call"] if ranks else []
-    if modes := dict.fromkeys(result.mode for panel in entry.panels for result in panel.results if emulated(result)):
-        derived = any(on_device(result) is not None for panel in entry.panels for result in panel.results)
-        beside = ", beside what hardware with the formats would hold (on a device: derived)" * derived
-        told.append(
-            f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs{beside}"
-        )
-    told += [*at_most(skips(cases)), *(f"note: {words}" for words in entry.run.notes)]
+    told += [*emulations(cases), *skips(cases), *(f"note: {words}" for words in entry.run.notes)]
     told += absences(entry.run) if entry.run.request.energy_of == PHASE_ENERGY else []
     told += [f"trouble: {words}" for words in entry.run.troubles]
     if told:
@@ -133,12 +133,7 @@ def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
         by_mode = together((member[1].mode, member) for member in panel.members if member[1].mode != panel.reference)
         ordered = sorted(by_mode.items(), key=lambda pair: not any(speed_up(result) for _, result in pair[1]))
         elements.append(Facts(tuple((mode, _line(members, panel)) for mode, members in ordered)))
-    # How much of a model is converted, once for precisions with the same share.
-    alike = together(
-        ((coverage.converted_flops, coverage.flops), (modes, coverage)) for modes, coverage in coverages(panel)
-    )
-    told = ((", ".join(modes for modes, _ in known), known[0][1]) for known in alike.values())
-    elements += (Text(f"{coverage_sentence(modes, coverage)}.") for modes, coverage in told)
+    elements += (Text(f"{coverage_sentence(modes, coverage)}.") for modes, coverage in coverages(panel))
     elements += boards or [_grid(panel) if several else _cases(panel, width)]
     left_out = len(panel.groups) - _MOST_GROUPS
     if several and not boards and left_out > 0:
@@ -178,30 +173,23 @@ def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
 
 
 def _cases(panel: Panel, width: int) -> Table:
+    def energy(case: NamedCase) -> str | None:
+        ratio = ratio_against(case.result, case.group.lead)
+        if ratio is None or emulated(case.result):
+            return None
+        return f"{ratio.demand} " * (ratio.demand is Demand.UNCLEAR) + units.ratio(ratio.point)
+
     cols: list[Col[NamedCase]] = [
         *(col for col in CASE if col.heading != "median"),
         Col("error", lambda case: None if case.error is None else
             f"{error_word([case.error])} " * (not case.result.record.is_reference) + units.relative_error(case.error)),
-        Col("memory", lambda case: _memory(*case), number=True),
+        Col("memory", lambda case: units.size(peak_of(case.result)) if (share := share_of(*case)) is None else
+            units.ratio(share), number=True),
         Col("on a device", lambda case: device_share_of(*case), number=True, unit="x"),
-        Col("energy", lambda case: _energy(*case), number=True),
+        Col("energy", energy, number=True),
         Col("median rate", lambda case: case.figures.rate.shown, number=True, when=width >= _ROOM_FOR_RATES),
     ]  # fmt: skip
     return table("cases", "", cols, panel.members, kept={"case", "verdict", "best"})
-
-
-def _memory(group: ResultGroup, result: Result) -> str | None:
-    share = share_of(group, result)
-    if share is None:
-        return units.size(peak) if (peak := peak_of(result)) else None
-    return units.ratio(share)
-
-
-def _energy(group: ResultGroup, result: Result) -> str | None:
-    ratio = ratio_against(result, group.lead)
-    if ratio is None or emulated(result):
-        return None
-    return f"{ratio.demand} " * (ratio.demand is Demand.UNCLEAR) + units.ratio(ratio.point)
 
 
 def _grid(panel: Panel) -> Table:
@@ -265,25 +253,11 @@ def _line(members: Sequence[NamedCase], panel: Panel) -> str:
     shares = [share for group, result in members
               if not emulated(result) and (share := share_of(group, result)) is not None]  # fmt: skip
     memory = f"memory {units.span(shares, units.ratio)}" if shares else ""
-    clauses = (_verdict(members, panel.reference), span(speeds) if speeds else "", _errors(members), memory)
-    return "; ".join(filter(None, clauses))
-
-
-def _verdict(members: Sequence[NamedCase], reference: str) -> str:
-    """'perhaps faster than fp32', 'FAILED in 1 of 3 cases, emulated in 2'."""
-    counts = Counter(status_words(result).replace(units.NONE, "not timed") for _, result in members)
-    (first, number), *others = sorted(counts.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
-    many = f" in {number} of {len(members)} cases" if others else ""
-    word = " than " if first.endswith(("faster", "slower")) else " as " if "same" in first else ""
-    return f"{first}{word + reference if word else ''}{many}" + "".join(f", {text} in {n}" for text, n in others)
-
-
-def _errors(members: Sequence[NamedCase]) -> str:
-    values = [case.error for case in members if case.error is not None]
-    if not values:
-        return ""
-    worst = max(values, key=lambda value: (math.isnan(value), abs(value)))
-    return f"error {error_word(values)} ({units.relative_error(worst)})"
+    errors = [case.error for case in members if case.error is not None]
+    worst = max(errors, key=lambda value: (math.isnan(value), abs(value)), default=None)
+    error = f"error {error_word(errors)} ({units.relative_error(worst)})" if errors else ""
+    verdicts = verdicts_in([result for _, result in members], panel.reference)
+    return "; ".join(filter(None, (verdicts, span(speeds) if speeds else "", error, memory)))
 
 
 def _grounds(panel: Panel) -> Iterator[tuple[str, str]]:
@@ -319,22 +293,17 @@ def _why(result: Result, lead: Result | None) -> str:
         return ""
     if emulated(result) or own.best_seconds is None or base.best_seconds is None:
         return ""
-    changes = _changes(own, base)
+    unknown, beside = {*own.below_floor, *base.below_floor, UNATTRIBUTED}, phases_beside(base, own)
+    known = ((name, beside[name][1] - beside[name][0]) for name in sorted({*beside} - unknown, key=phase_order))
+    changes = sorted(known, key=lambda pair: -abs(pair[1]))
     whole = own.best_seconds - base.best_seconds
     parts = [pair for pair in changes if abs(pair[1]) > _LEAST_PART * abs(whole)][:_MOST_PHASES]
-    if len({name for name, _ in changes}) < 2 or not parts:
+    if len(changes) < 2 or not parts:
         return ""
     shown = (f"{PHASE_TITLES.get(name, name)} {'+' if change > 0 else '-'}{units.seconds(abs(change))}"
              for name, change in parts)  # fmt: skip
     word = "more" if whole > 0 else "less"
     return f"{result.mode} takes {units.seconds(abs(whole))} {word}: {', '.join(shown)}"
-
-
-def _changes(own: Finding, base: Finding) -> list[tuple[str, float]]:
-    unknown = {*own.below_floor, *base.below_floor, UNATTRIBUTED}
-    beside = phases_beside(base, own)
-    changes = ((name, beside[name][1] - beside[name][0]) for name in sorted(beside, key=phase_order))
-    return sorted(((name, change) for name, change in changes if name not in unknown), key=lambda pair: -abs(pair[1]))
 
 
 def _sureness(panel: Panel) -> Iterator[str]:

@@ -10,7 +10,6 @@ from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAKS
 from fp8bench.report.case_status import emulated, what_intervals_hold
 from fp8bench.report.columns import Col, other_tables, table
 from fp8bench.report.elements import Element, Facts, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
     Panel,
@@ -29,7 +28,7 @@ from fp8bench.report.terminal.answer import answer, where_stored
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
-from fp8bench.report.topics.energy import energy, energy_of_phases
+from fp8bench.report.topics.energy import absences, doubts_within, energy, energy_of_phases, figures_of, ratio_against
 from fp8bench.report.topics.memory import capacity, counters_of, memory, tells_memory
 from fp8bench.report.topics.numbers import by_step, data, is_of_step
 from fp8bench.report.topics.phases import phases_table
@@ -38,10 +37,10 @@ from fp8bench.report.topics.results import main_table, noise_floor
 from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
-from fp8bench.report.words import legend, speed
+from fp8bench.report.topics.verdict import of_all_calls, over_loads, over_values
+from fp8bench.report.words import legend
 from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import attention_of, cache_of, listed, missing_of, notes_of, replays_of
-from fp8bench.report.words.speed import over_loads, over_values
 
 # Instead of hundreds of lines for several groups of several ranks.
 _REST = (
@@ -75,7 +74,7 @@ def detail_of(name: str, run: Run, findings: Mapping[str, Finding], width: int, 
         parts.insert(0, Part("nothing", "", (Text("Nothing was measured."),)))
     parts += [] if parts else [Part("nothing", "", (Text(f"This run has no {name}."),))]
     parts += [Part("stored", "", (Text(where_stored(run.path, report)),))] if name == "all" else []
-    return Page("", "", tuple(parts), _legend(panels, whole=True) if name == "all" else _LEGENDS[name](panels))
+    return Page("", "", tuple(parts), _legend(panels, name))
 
 
 def _titled(panel: Panel, run: Run, elements: Iterable[Element], lead: str = "") -> Iterator[Part]:
@@ -155,7 +154,7 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
             and (measurement.phase or measurement.metric != panel.error)
         ]
         told += [
-            ("speed-up over all calls", f"{result.mode} {speed.of_all_calls(result.finding)}")
+            ("speed-up over all calls", f"{result.mode} {of_all_calls(result.finding)}")
             for result in group.results
             if result.finding and result.finding.typical and not emulated(result)
         ]
@@ -196,80 +195,72 @@ def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
             yield ", ".join(names), words, place
 
 
-def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
-    timed = _timed_of(panels)
-    results = [result for panel in timed for result in panel.results]
-    of_tensors = [LEGEND] if len(timed) < len(panels) else []
-    of_data = _data_legends(panels) if whole else []
-    if not any(result.best for result in results):
-        return [*of_tensors, *of_data] if of_tensors else []
+def _legend(panels: Sequence[Panel], name: str = "answer") -> list[str]:
+    """How to read the answer, all of a run, or one of its details."""
+    timed = [panel for panel in panels if not about_tensors(panel)]
+    lines = list(_of_times(timed)) if any(result.best for panel in timed for result in panel.results) else []
+    lines += [("answer all", LEGEND)] if len(timed) < len(panels) else []
+    if any(result.record.statistics for panel in panels for result in panel.results):
+        lines.append(("data all", legend.DATA))
+    for label in Label:
+        if any(label in result.labels for panel in timed for result in panel.results):
+            lines.append(("answer notes all" if label.casts_doubt else "notes all", explained(label)))
+    return [line for where, line in lines if name in where.split()]
+
+
+def _of_times(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
+    """Where a line is wanted, and the line."""
+    results = [result for panel in panels for result in panel.results]
     findings = [result.finding for result in results if result.finding]
-    occurs = {
-        legend.BELOW_FLOOR: any(finding.below_floor for finding in findings),
-        legend.HARD: any(finding.hard for finding in findings),
-        legend.REPLAYED: any(result.record.replays and result.record.replays.timing for result in results),
-        legend.EMULATED: any(emulated(result) and result.best for result in results),
-    }
-    lines = [legend.BEST, *([legend.CACHE] if whole else []), *_ratio_legends(timed), legend.PHASES]
-    lines += [*filter(occurs.get, occurs), *_error_legends(timed)]
-    lines += [rank_boards.LEGEND] if any(any(rank_boards.boards(panel)) for panel in timed) else []
-    lines += [f"pays: {legend.BREAK_EVEN}"] if any(map(swept, timed)) else []
-    lines += [legend.ERRORS]
-    if whole:
-        lines += [*_number_legends(panels), *_energy_legends(panels), *_memory_legends(panels)]
-    return [*lines, *of_tensors, *of_data, *_label_legends(timed, whole)]
-
-
-def _timed_of(panels: Sequence[Panel]) -> list[Panel]:
-    return [panel for panel in panels if not about_tensors(panel)]
-
-
-def _data_legends(panels: Sequence[Panel]) -> list[str]:
-    return [legend.DATA] if any(result.record.statistics for panel in panels for result in panel.results) else []
-
-
-def _memory_legends(panels: Sequence[Panel]) -> list[str]:
-    in_memory = [panel for panel in _timed_of(panels) if tells_memory(panel)]
-    known = dict.fromkeys(f"{spec.heading}: {spec.description}" for panel in in_memory for spec in counters_of(panel))
-    return [legend.MEMORY, *filter(None, ["; ".join(known)])] if in_memory else []
-
-
-def _label_legends(panels: Sequence[Panel], whole: bool = True) -> list[str]:
-    seen = {label for panel in panels for result in panel.results for label in result.labels}
-    return [explained(label) for label in Label if label in seen and (whole or label.casts_doubt)]
-
-
-def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
+    yield "answer all", legend.BEST
+    yield "all", legend.CACHE
     levels = together(
         (panel.reference, result.finding.ratio.level)
         for panel in panels
         for result in panel.results
         if result.finding is not None and result.finding.ratio is not None and not emulated(result)
     )
-    lines = [legend.speed_up(reference, known) for reference, known in levels.items()]
-    return [*lines, legend.VERDICT] if lines else []
+    lines = [
+        *(legend.speed_up(reference, known) for reference, known in levels.items()),
+        *[legend.VERDICT] * bool(levels),
+    ]
+    occurs = {
+        legend.PHASES: True,
+        legend.BELOW_FLOOR: any(finding.below_floor for finding in findings),
+        legend.HARD: any(finding.hard for finding in findings),
+        legend.REPLAYED: any(result.record.replays and result.record.replays.timing for result in results),
+        legend.EMULATED: any(emulated(result) and result.best for result in results),
+        **dict.fromkeys(_of_errors(panels), True),
+        rank_boards.LEGEND: any(any(rank_boards.boards(panel)) for panel in panels),
+        f"pays: {legend.BREAK_EVEN}": any(map(swept, panels)),
+        legend.ERRORS: True,
+    }
+    yield from (("answer all", line) for line in (*lines, *filter(occurs.get, occurs)))
+    yield from (("numbers all", line) for line in _of_numbers(panels))
+    yield from (("energy all", line) for line in _of_energy(panels))
+    if in_memory := [panel for panel in panels if tells_memory(panel)]:
+        yield "memory all", legend.MEMORY
+        specs = dict.fromkeys(spec for panel in in_memory for spec in counters_of(panel.members))
+        if known := "; ".join(f"{spec.heading}: {spec.description}" for spec in specs):
+            yield "memory all", known
 
 
-def _error_legends(panels: Sequence[Panel]) -> list[str]:
+def _of_errors(panels: Sequence[Panel]) -> Iterator[str]:
+    """'error of gemm: product_error (relative, 0 is exact)'."""
     told = []
     for panel in panels:
-        metric = panel.error
-        measured = [result.record.measurement(metric) for result in panel.results]
-        described = next(
-            (measurement.description for measurement in measured if measurement and measurement.description),
-            "relative, 0 is exact",
-        )
-        told += [(f"{metric} ({described})", panel.case.workload)] if metric else []
-    suites = together(told)
-    if len(suites) == 1:
-        return [f"error: {next(iter(suites))}"]
-    return [f"error of {', '.join(dict.fromkeys(names))}: {words}" for words, names in suites.items()]
+        measured = (result.record.measurement(panel.error) for result in panel.results)
+        described = [measurement.description for measurement in measured if measurement and measurement.description]
+        words = f"{panel.error} ({[*described, 'relative, 0 is exact'][0]})"
+        told += [(words, panel.case.workload)] if panel.error else []
+    for words, names in together(told).items():
+        yield f"error of {', '.join(dict.fromkeys(names))}: {words}"
 
 
-def _number_legends(panels: Sequence[Panel]) -> list[str]:
+def _of_numbers(panels: Sequence[Panel]) -> list[str]:
     return sorted({
         f"{measurement.metric}: {measurement.description}"
-        for panel in _timed_of(panels)
+        for panel in panels
         for shown in [(panel.error, *_told_elsewhere(panel))]
         for result in panel.results
         for measurement in result.record.measurements
@@ -281,19 +272,14 @@ def _told_elsewhere(panel: Panel) -> tuple[str, ...]:
     return PEAKS if tells_memory(panel) else (DEVICE_PEAK_MEMORY,)
 
 
-def _energy_legends(panels: Sequence[Panel]) -> list[str]:
-    cases = [(panel, group, result) for panel in _timed_of(panels) for group, result in panel.members]
-    measured = [case for case in cases if figures_of(case[2]) is not None]
-    compared = dict.fromkeys(panel.reference for panel, group, result in measured if ratio_against(result, group.lead))
-    cost = [legend.ENERGY_EMULATED] if any(emulated(result) for _, _, result in measured) else []
-    return [legend.ENERGY, *map(legend.energy_versus, compared), *cost] if measured else []
-
-
-# How to read what `show --memory` and the like print.
-_LEGENDS: dict[str, Callable[[Sequence[Panel]], list[str]]] = {
-    "memory": _memory_legends, "data": _data_legends, "numbers": _number_legends, "energy": _energy_legends,
-    "notes": _label_legends,
-}  # fmt: skip
+def _of_energy(panels: Sequence[Panel]) -> Iterator[str]:
+    cases = [(panel, *case) for panel in panels for case in panel.members if figures_of(case.result) is not None]
+    if cases:
+        yield legend.ENERGY
+        compared = (panel.reference for panel, group, result in cases if ratio_against(result, group.lead))
+        yield from map(legend.energy_versus, dict.fromkeys(compared))
+        if any(emulated(result) for _, _, result in cases):
+            yield legend.ENERGY_EMULATED
 
 
 def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
@@ -352,13 +338,10 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Pa
     places = [show_params(pair for pair in group.cases[0].case.params if pair not in shared) for group in groups]
     lines = []  # 'one group: fp32 (reference), bf16; skip nvfp4'
     for group, place in zip(groups, places, strict=True):
-        marks = {group.reference: " (reference)"}
-        named = [
-            (planned_case.runs, planned_case.case.mode + marks.get(number, ""))
-            for number, planned_case in enumerate(group.cases)
-        ]
-        names, skips = (", ".join(name for runs, name in named if runs is wanted) for wanted in (True, False))
-        said = "; ".join(filter(None, (names, f"skip {skips}" if skips else "")))
+        names = [case.case.mode + " (reference)" * (number == group.reference)
+                 for number, case in enumerate(group.cases) if case.runs]  # fmt: skip
+        skips = ", ".join(case.case.mode for case in group.cases if not case.runs)
+        said = "; ".join(filter(None, (", ".join(names), f"skip {skips}" if skips else "")))
         lines.append(f"{place or 'one group'}: {said}")
     skipped = [
         (f"{planned_case.case.mode} skipped", planned_case.skip, place)

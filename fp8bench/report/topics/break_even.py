@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from fp8bench.report.case_status import FACTS, doubts, emulated, show_speed_up, 
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Heat, Scatter, Table, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Figures, NamedCase, Panel, panels_of, show_params, together
+from fp8bench.report.panels import NamedCase, Panel, panels_of, show_params, together
 from fp8bench.report.words.legend import BREAK_EVEN
 from fp8bench.report.words.naming import listed
 
@@ -74,15 +73,13 @@ def remarks(mode: SweptMode) -> Iterator[str]:
         yield "too few sizes with a ratio"
     if mode.found is not None:
         # Sizes where it cannot be told, beside the crossings' own intervals.
-        crossings = mode.found.crossings
         unknown = [
-            (stretch.first, stretch.last)
+            " to ".join(units.whole(round(size)) for size in (stretch.first, stretch.last))
             for stretch in mode.found.stretches
-            if stretch.pays is None and not any(each.low <= stretch.first <= each.high for each in crossings)
+            if stretch.pays is None and not any(each.low <= stretch.first <= each.high for each in mode.found.crossings)
         ]
         if unknown:
-            ends = [" to ".join(units.whole(round(size)) for size in pair) for pair in unknown]
-            yield f"too close to tell from {listed(ends)}"
+            yield f"too close to tell from {listed(unknown)}"
         if mode.found.within_noise:
             yield f"within the noise: {_sizes(mode.found.within_noise)}"
         if not mode.found.level:
@@ -150,16 +147,13 @@ def break_even_section(material: Material) -> Iterator[Element]:
 
 def _chart(number: int, title: str, panel: Panel, sweep_modes: Swept) -> Iterator[Scatter]:
     sweep, modes = sweep_modes
-    curves: dict[str, list[ChartPoint]] = {}
-    unit = ""
-    for size, place in sweep.places:
-        group = panel.groups[place]
-        for result in group.results:
-            rate = Figures(group, result).rate
-            if not emulated(result) and rate.best:
-                unit = unit or rate.unit
-                point = ChartPoint(result.mode, "", float(size), rate.best, hint=units.shown(rate.best, rate.unit))
-                curves.setdefault(result.mode, []).append(point)
+    rates = [(size, case.result.mode, case.figures.rate) for size, place in sweep.places for case in panel.members
+             if case.group is panel.groups[place] and not emulated(case.result)]  # fmt: skip
+    curves = together(
+        (mode, ChartPoint(mode, "", float(size), rate.best, hint=units.shown(rate.best, rate.unit)))
+        for size, mode, rate in rates if rate.best
+    )  # fmt: skip
+    unit = next((rate.unit for *_, rate in rates if rate.best), "")
     if not curves:
         return
 
@@ -178,11 +172,8 @@ def _chart(number: int, title: str, panel: Panel, sweep_modes: Swept) -> Iterato
         for crossing in mode.found.crossings
     ]  # fmt: skip
     held = show_params(pair for pair in sweep.held if pair not in panel.shared)
-    described = "; ".join(
-        f"{mode.mode} against {mode.against} pays {pays(sweep.axis, mode.found)}"
-        for mode in modes
-        if mode.found is not None
-    )
+    described = "; ".join(f"{mode.mode} against {mode.against} pays {pays(sweep.axis, mode.found)}"
+                          for mode in modes if mode.found is not None)  # fmt: skip
     yield Scatter(
         f"break-even-{number}", ", ".join(filter(None, (f"{title}: {unit} over {sweep.axis}", held))),
         f"{described or 'No precision has enough sizes to tell from where on it pays'}.",
@@ -191,26 +182,9 @@ def _chart(number: int, title: str, panel: Panel, sweep_modes: Swept) -> Iterato
     )  # fmt: skip
 
 
-_SIDES = ("m", "n", "k")
+_SIDES = {"m", "n", "k"}
 _LEAST_SHAPES = 3
-# A map that is emptier reads worse than a list of its shapes.
-_LEAST_FILLED = 0.6
-# Parameters that can name the columns, while all others name the rows. The first of equally full maps is taken.
-_COLUMNS = (("product",), ("k",), ("n", "k"), ("m", "k"), ("n",), ("m",))
-_Grid = Sequence[Sequence[NamedCase | None]]
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Shapes as rows and columns; `places` says where each group stands."""
-
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    places: tuple[tuple[int, int], ...]
-
-    @property
-    def filled(self) -> float:
-        return len(self.places) / (len(self.rows) * len(self.columns))
+_Cells = Sequence[Sequence[NamedCase | None]]
 
 
 @section("shapes", "Which shapes gain", 80)
@@ -219,59 +193,18 @@ def shapes_section(material: Material) -> Iterator[Element]:
     sure that is.
     """
     for title, panel in titled_panels(material):
-        yield from _panel(title, panel)
+        by_mode = together(
+            (case.result.mode, (case.place, case)) for case in panel.members if speed_up(case.result) is not None
+        )
+        shapes = all({*dict(group.case.params)} >= _SIDES for group in panel.groups)
+        if shapes and by_mode and len(panel.groups) >= _LEAST_SHAPES:
+            places = tuple(group.place for group in panel.groups)
+            own = {mode: dict(cases) for mode, cases in by_mode.items()}
+            cells = [[cases.get(place) for cases in own.values()] for place in places]
+            yield _heat(f"{title}: speed-up over {panel.reference} by shape", places, tuple(own), cells)
 
 
-def _panel(title: str, panel: Panel) -> Iterator[Element]:
-    if len(panel.groups) < _LEAST_SHAPES or not all({*_SIDES} <= {*dict(group.case.params)} for group in panel.groups):
-        return
-    by_mode = together(
-        (case.result.mode, (case.place, case)) for case in panel.members if speed_up(case.result) is not None
-    )
-    places = tuple(group.place for group in panel.groups)
-    by_place_of_mode = {mode: [dict(cases).get(place) for place in places] for mode, cases in by_mode.items()}
-    layout, words = _layout(panel), f"speed-up over {panel.reference} by shape"
-    if layout is None:  # one row each, a column for each precision
-        grid = [list(cells) for cells in zip(*by_place_of_mode.values(), strict=True)]
-        yield from [_heat(f"{title}: {words}", places, tuple(by_place_of_mode), grid)] if by_place_of_mode else []
-        return
-    for mode, results in by_place_of_mode.items():
-        by_place = dict(zip(layout.places, results, strict=True))
-        grid = [
-            [by_place.get((row, column)) for column in range(len(layout.columns))] for row in range(len(layout.rows))
-        ]
-        yield _heat(f"{title}, {mode}: {words}", layout.rows, layout.columns, grid)
-
-
-def _layout(panel: Panel) -> _Layout | None:
-    own = [tuple(pair for pair in group.case.params if pair not in panel.shared) for group in panel.groups]
-    layouts = [made for columns in _COLUMNS if (made := _split(own, columns)) is not None]
-    return max(
-        (layout for layout in layouts if layout.filled >= _LEAST_FILLED), key=lambda layout: layout.filled, default=None
-    )
-
-
-def _split(own: Sequence[Params], columns: Sequence[str]) -> _Layout | None:
-    if any("layer" in dict(params) for params in own):  # which says n and k, by the product
-        own = [tuple(pair for pair in params if pair[0] not in _SIDES) for params in own]
-    down = [tuple(pair for pair in params if pair[0] not in columns) for params in own]
-    across = [tuple(pair for pair in params if pair[0] in columns) for params in own]
-    rows, heads = _sorted(down), _sorted(across)
-    if len(rows) < 2 or len(heads) < 2 or len({*zip(down, across, strict=True)}) < len(own):
-        return None
-    row_of, column_of = ({params: index for index, params in enumerate(each)} for each in (rows, heads))
-    places = tuple((row_of[row], column_of[column]) for row, column in zip(down, across, strict=True))
-    return _Layout(tuple(map(show_params, rows)), tuple(map(show_params, heads)), places)
-
-
-def _sorted(all_params: Sequence[Params]) -> list[Params]:
-    each = list(dict.fromkeys(all_params))
-    numbers = all(isinstance(value, int | float) for params in each for _, value in params)
-    alike = len({len(params) for params in each}) == 1
-    return sorted(each, key=lambda params: [value for _, value in params]) if numbers and alike else each
-
-
-def _heat(title: str, rows: tuple[str, ...], columns: tuple[str, ...], grid: _Grid) -> Heat:
+def _heat(title: str, rows: tuple[str, ...], columns: tuple[str, ...], grid: _Cells) -> Heat:
     values = tuple(tuple(_value(case) for case in row) for row in grid)
     hints = tuple(tuple(_hint(case) for case in row) for row in grid)
     workload = next(case for row in grid for case in row if case is not None).result.record.case.workload
@@ -293,7 +226,7 @@ def _hint(case: NamedCase | None) -> str:
     return f"{words}. {head}: {'; '.join(why)}" if why else words
 
 
-def _description(grid: _Grid) -> str:
+def _description(grid: _Cells) -> str:
     speeds = [(speed, case) for row in grid for case in row if case and (speed := _value(case)) is not None]
     least, most = (choose(speeds, key=lambda pair: pair[0]) for choose in (min, max))
     gain = sum(speed > 1 for speed, _ in speeds)

@@ -1,38 +1,38 @@
-"""What a step of each case takes in joules, and what a lower precision saves."""
+"""What a step of each case takes in joules, what a lower precision saves, and why energy is missing or unclear."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.energy import EnergyFigures, EnergyRatio, PhaseJoules, per_work
-from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow, specs
+from fp8bench.analysis.energy import (
+    NO_SOURCE,
+    Demand,
+    EnergyFigures,
+    EnergyRatio,
+    PhaseEnergies,
+    PhaseJoules,
+    energy_figures,
+    energy_ratio,
+    other_pace,
+    per_work,
+    phase_energies,
+    why_no_energy,
+)
+from fp8bench.analysis.metrics import EnergyValidity, energy_validity
+from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow, Label, Run, Status, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
 from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.columns import Col, case_cols, table, with_figures
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Stacks, Text, Tone
-from fp8bench.report.energies import (
-    DEMANDS,
-    SOURCES,
-    absences,
-    energy_sentences,
-    figures_of,
-    missing_within,
-    phases_of,
-    power_limits_of,
-    ratio_against,
-    show_ratio,
-    sources_of,
-    validity_of,
-)
 from fp8bench.report.page.charts import against, phase_parts, stacked
 from fp8bench.report.page.section import MOST_ROWS, PRECISION, Material, section
-from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, merge_notes
+from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, merge_notes, together
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import listed, many
 
 # Steps with fewer phases have no chart of them.
 _LEAST_PHASES = 2
@@ -46,8 +46,131 @@ _BY_ITSELF = (
     "unattributed; phases that could not be done by themselves are estimated by their time."
 )
 _Measured = tuple[NamedCase, EnergyFigures]
+_EnergyRow = tuple[NamedCase, EnergyFigures, EnergyRatio | None]
 _watts = partial(units.count, unit="W")
 _close = partial(units.joules, digits=4)
+
+
+# docs/energy.md explains the sources.
+SOURCES = {
+    "counter": "the driver's energy counter",
+    "rapl": "the CPU's energy counters (RAPL)",
+    "instant": "the driver's power readings, summed up",
+    "average": "the driver's mean power, summed up",
+}
+DEMANDS = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
+
+
+def figures_of(result: Result) -> EnergyFigures | None:
+    return energy_figures(result.record) if result.record.status is Status.OK else None
+
+
+def phases_of(result: Result) -> PhaseEnergies | None:
+    return phase_energies(result.record, result.finding) if result.record.status is Status.OK else None
+
+
+def validity_of(result: Result) -> str:
+    """'certified', or why its energy is not; '-' without energy."""
+    validity = energy_validity(result.record)
+    return units.NONE if validity is None else validity.value
+
+
+def power_limits_of(result: Result) -> str:
+    """'650 W'; several if it was changed within the run, '' if unknown."""
+    limits = result.record.energy.power_limits if result.record.energy else ()
+    return ", ".join(units.count(watts, "W") for watts in limits)
+
+
+def ratio_against(result: Result, reference: Result | None) -> EnergyRatio | None:
+    """Its energy over that of its reference, in doubt under a label of either; None for the reference."""
+    if reference is None or reference is result:
+        return None
+    return energy_ratio(result.record, reference.record, (*result.labels, *reference.labels))
+
+
+def sources_of(results: Iterable[Result]) -> list[str]:
+    return list(dict.fromkeys(figures.source for result in results if (figures := figures_of(result)) is not None))
+
+
+def show_ratio(ratio: EnergyRatio) -> str:
+    """'0.613x [0.607, 0.619]', three digits like times."""
+    low, high = (units.ratio(value).removesuffix("x") for value in (ratio.low, ratio.high))
+    return f"{units.ratio(ratio.point)} [{low}, {high}]"
+
+
+def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
+    """What is missing of a group's energies, and why: modes, and the words that hold for all of them.
+
+    Also if steps took another time in the energy windows than in slots, whose energy is then unknown.
+    """
+    doubts = (_missing, _at_another_pace, _of_phases)
+    return _by_doubt((words, result.mode) for result in group.results for doubt in doubts for words in doubt(result))
+
+
+def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
+    unclear = (
+        (f"energy unclear: {ratio.why}", result.mode)
+        for result in group.results
+        if (ratio := ratio_against(result, group.lead)) is not None and ratio.demand is Demand.UNCLEAR
+    )
+    return [*missing_within(group), *_by_doubt(unclear)]
+
+
+def _by_doubt(doubts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(", ".join(modes), words) for words, modes in together(doubts).items()]
+
+
+def _missing(result: Result) -> Iterator[str]:
+    """Nothing if the device cannot measure energy at all: that is said of the run."""
+    figures, unresolved = figures_of(result), result.reason(Label.ENERGY_UNRESOLVED)
+    use = result.record.energy if result.record.status is Status.OK else None
+    if unresolved:
+        yield f"{Label.ENERGY_UNRESOLVED if figures else 'no energy'}: {unresolved}"
+    elif figures is None and use is not None and use.source != NO_SOURCE:
+        yield f"no energy: {why_no_energy(result.record)}"
+    if figures is None or use is None:
+        return
+    validity = energy_validity(result.record)
+    if validity not in (None, EnergyValidity.CERTIFIED) and not unresolved:
+        yield f"its energy is not certified: {validity}"
+    if figures.net_why:
+        yield f"no net energy: {figures.net_why}"
+    if use.why and not unresolved and use.why != figures.net_why:
+        yield f"energy of {many(len(figures.windows), 'window')} only: {use.why}"
+
+
+def _at_another_pace(result: Result) -> Iterator[str]:
+    figures, finding = figures_of(result), result.finding
+    if figures is None or finding is None or emulated(result) or result.record.sustained:  # which has a table
+        return
+    if (pace := other_pace(figures, finding)) is not None:
+        took, slots = units.seconds(figures.seconds.middle), units.seconds(figures.seconds.middle / pace)
+        yield f"a step took {took} ({units.change(pace)}) in the seconds of its energy windows, and {slots} in slots"
+
+
+def _of_phases(result: Result) -> Iterator[str]:
+    phases, figures = phases_of(result), figures_of(result)
+    if phases is None or figures is None or not (result.record.energy and result.record.energy.phases):
+        return
+    if (left := phases.residual) is not None:
+        ends = f"[{units.joules(left.low)}, {units.joules(left.high)}]"
+        told = f"{units.joules(left.middle)} {ends} of a step's {units.joules(figures.gross.middle)}"
+        yield f"energy of phases: they leave over {told}, and {units.seconds(phases.residual_seconds)} of its time"
+    estimates = [f"energy of {phase.phase} is an estimate: {phase.why}" for phase in phases.phases
+                 if phase.why and phase.phase != UNATTRIBUTED]  # fmt: skip
+    yield from [f"energy of phases is void: {phases.void}"] if phases.void else estimates
+
+
+def absences(run: Run) -> list[str]:
+    """'energy: not measured on cpu: <why>' for each device that has no source of energy."""
+    by_device = together(
+        (record.case.device, (record.energy.source, why_no_energy(record))) for record in run.records if record.energy
+    )
+    return [
+        f"energy: not measured on {device}: {'; '.join(dict.fromkeys(why for _, why in known))}"
+        for device, known in by_device.items()
+        if {source for source, _ in known} == {NO_SOURCE}
+    ]
 
 
 def energy(panel: Panel) -> Iterator[Element]:
@@ -57,58 +180,45 @@ def energy(panel: Panel) -> Iterator[Element]:
     caption = f"energy of a step, by {SOURCES.get(sources[0], sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
-    rows = [
-        _EnergyRow(group, result, figures, Figures(group, result), ratio_against(result, group.lead))
-        for group, result, figures in panel.known(figures_of)
-    ]
-    first = {name for row in rows for name, _ in row.found.per[:1]}
+    rows = [(case, figures, ratio_against(case.result, case.group.lead))
+            for case in panel.members if (figures := figures_of(case.result)) is not None]  # fmt: skip
+    first = {name for _, figures, _ in rows for name, _ in figures.per[:1]}
+
+    def of(spec: str, heading: str) -> Col[_EnergyRow]:
+        return Col(heading, lambda row: row[0].figures[spec].shown, number=True)
+
+    def demand(row: _EnergyRow) -> str:
+        result, ratio = row[0].result, row[2]
+        word = "reference" if result.record.is_reference else "emulated" if emulated(result) else units.NONE
+        return ratio.demand.value if ratio else word
+
+    def tone(row: _EnergyRow) -> Tone:
+        return DEMANDS[row[2].demand] if row[2] else Tone.PLAIN
+
+    def power(row: _EnergyRow) -> str:
+        limits = power_limits_of(row[0].result)
+        return row[0].figures[specs.POWER].shown + f" of {limits}" * bool(limits)
+
     cols: list[Col[_EnergyRow]] = [
-        *case_cols(), Col("per step", partial(_shown, spec=ENERGY), number=True),
-        Col(f"vs {panel.reference or 'reference'}", _demand, tone=_demand_tone),
-        Col("", lambda row: show_ratio(row.ratio) if row.ratio else "", tone=_demand_tone),
-        Col("net/step", partial(_shown, spec=specs.ENERGY_NET), number=True),
-        *(Col(spec.heading, partial(_shown, spec=spec), number=True) for spec, _ in ENERGY_PER.values()
-          if spec in first),
-        Col("power", lambda row: _shown(row, specs.POWER) + " of " * bool(limits := power_limits_of(row[1])) + limits,
-            number=True),
-        Col("idle", partial(_shown, spec=specs.IDLE_POWER), number=True),
-        Col("windows", lambda row: f"{len(row.found.windows)}" + (
-            "" if row.found.uncertainty is None else f" (+-{units.percent(row.found.uncertainty)})")),
-        Col("clock", lambda row: row.found.sm_clock, number=True, show=partial(units.count, unit="Hz")),
-        Col("source", lambda row: row.found.source, when=len(sources) > 1),
+        Col("group", lambda row: row[0].place, shared=True), Col("case", lambda row: row[0].result.mode),
+        of(ENERGY, "per step"), Col(f"vs {panel.reference or 'reference'}", demand, tone=tone),
+        Col("", lambda row: show_ratio(row[2]) if row[2] else "", tone=tone), of(specs.ENERGY_NET, "net/step"),
+        *(of(spec, spec.heading) for spec, _ in ENERGY_PER.values() if spec in first),
+        Col("power", power, number=True), of(specs.IDLE_POWER, "idle"),
+        Col("windows", lambda row: f"{len(row[1].windows)}" + (
+            "" if row[1].uncertainty is None else f" (+-{units.percent(row[1].uncertainty)})")),
+        Col("clock", lambda row: row[1].sm_clock, number=True, show=partial(units.count, unit="Hz")),
+        Col("source", lambda row: row[1].source, when=len(sources) > 1),
     ]  # fmt: skip
-    yield with_figures(table("energy", caption, cols, rows), (row[:2] for row in rows))
-
-
-class _EnergyRow(NamedTuple):
-    group: ResultGroup
-    result: Result
-    found: EnergyFigures
-    figures: Figures
-    ratio: EnergyRatio | None
-
-
-def _shown(row: _EnergyRow, spec: str) -> str:
-    return row.figures[spec].shown
-
-
-def _demand(row: _EnergyRow) -> str:
-    word = "reference" if row.result.record.is_reference else "emulated" if emulated(row.result) else units.NONE
-    return row.ratio.demand.value if row.ratio else word
-
-
-def _demand_tone(row: _EnergyRow) -> Tone:
-    return DEMANDS[row.ratio.demand] if row.ratio else Tone.PLAIN
+    yield with_figures(table("energy", caption, cols, rows), (row[0] for row in rows))
 
 
 def energy_of_phases(panel: Panel) -> Iterator[Element]:
     """What each phase takes of a step in joules, estimates in brackets; nothing unless phases were asked for."""
     known = [
-        (group, result, {phase.phase: phase for phase in energies.phases})
-        for group, result in panel.members
-        if result.record.energy is not None
-        and result.record.energy.phases
-        and (energies := phases_of(result)) is not None
+        (*case, {phase.phase: phase for phase in energies.phases})
+        for case in panel.members
+        if case.result.record.energy and case.result.record.energy.phases and (energies := phases_of(case.result))
     ]
     names = [name for name in PHASE_TITLES if any(name in phases for _, _, phases in known)]
     if not names:
@@ -211,8 +321,6 @@ def energy_section(material: Material) -> Iterator[Element]:
 
 def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Element]:
     measured = [(case, figures) for case in panel.members if (figures := figures_of(case.result)) is not None]
-    if measured:
-        yield Items(tuple(Text(f"{sentence.text}.", sentence.tone) for sentence in energy_sentences(panel)))
     for kind, cost, words in (("energy", False, "energy of a step"), ("energy-cost", True, "what emulating costs")):
         members = [case for case in measured if emulated(case[0].result) is cost]
         if members:
@@ -238,14 +346,8 @@ def _joules(kind: str, title: str, measured: Sequence[_Measured]) -> Stacks:
         rows.append((case.name, gross, {_WHOLE: gross} if net is None else {_NET: net, _IDLE: gross - net}))
     name, axis = f"{kind}-{measured[0][0].result.record.case.workload}", ChartAxis("energy of a step", "J")
     parts, folded = {part: part for part in (_NET, _IDLE, _WHOLE)}, emulated(measured[0][0].result)
-    least, most = (
-        f"{units.joules(figures.gross.middle)} ({case.name})"
-        for case, figures in (choose(measured, key=lambda pair: pair[1].gross.middle) for choose in (min, max))
-    )
-    words = f"{least} a step" if len(measured) == 1 else f"From {least} to {most} a step"
-    shares = [1 - figures.net.middle / figures.gross.middle for _, figures in measured if figures.net is not None]
-    idling = f"; idling is {units.span(shares, partial(units.percent, decimals=0))} of it" if shares else ""
-    words = f"{words}, at {units.span((figures.watts for _, figures in measured), _watts)}{idling}."
+    watts = units.span((figures.watts for _, figures in measured), _watts)
+    words = f"The device took {watts} while steps ran."
     return stacked(name, title, words, axis, "share of the energy", parts, rows, folded)
 
 

@@ -11,12 +11,10 @@ from fp8bench.analysis.energy import NO_SOURCE
 from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
 from fp8bench.model.codec import SCHEMA
 from fp8bench.model.run import SWITCHES_SET
-from fp8bench.report.case_status import Standing, standing
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Code, Element, Facts, Items, Text, Tone
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import floor_of, together
-from fp8bench.report.words import legend
 from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, missing_of, notes_of, when
 
@@ -24,7 +22,6 @@ _MOST = 20
 _VARIABLE = "env_"
 _DEFAULT_STORE = ".fp8bench"
 _DIRTY = " with uncommitted changes"
-_MOST_REASONS = 4
 _OF_GPUS = (("cuDNN", "cudnn"), ("cuBLASLt", "cublaslt"))
 _LOST = "the header of its file is lost: what was asked, planned and run on is not known"
 
@@ -135,25 +132,15 @@ def _remarks(entry: Entry) -> Iterator[Element]:
     run = entry.run
     lost = [] if run.started or run.devices else [_LOST]
     unfinished = (Text(words, Tone.BAD) for words in (missing_of(run), *lost) if words)
-    notes = [Text(f"note: {note}") for note in notes_of(run)[:_MOST]]
-    notes += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles[:_MOST]]
-    if more := max(0, len(notes_of(run)) - _MOST) + max(0, len(run.troubles) - _MOST):
-        notes.append(Text(f"and {many(more, 'more note')} and troubles in the run's file"))
-    remarks = (*unfinished, *_levels(entry), *_labels(entry), *notes)
+    told = [Text(f"note: {note}") for note in notes_of(run)]
+    told += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles]
+    notes = told[:_MOST]
+    if len(told) > _MOST:
+        notes.append(Text(f"and {many(len(told) - _MOST, 'more note')} and troubles in the run's file"))
+    remarks = (*unfinished, *_labels(entry), *notes)
     if remarks:
         yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
         yield Items(remarks)
-
-
-def _levels(entry: Entry) -> Iterator[Text]:
-    """Why cases are emulated. Why others were skipped or failed stands in the verdict."""
-    emulated = [result for panel in entry.panels for result in panel.results if standing(result) is Standing.EMULATED]
-    if emulated:
-        modes = listed(list(dict.fromkeys(result.mode for result in emulated)))
-        reasons = list(dict.fromkeys(result.record.support.reason for result in emulated))
-        meaning = legend.EMULATED.removeprefix("emulated: ")
-        words = "; ".join([meaning, *reasons[: len(reasons) == 1]])
-        yield Text(f"emulated: {modes} ({many(len(emulated), 'case')}): {words}", Tone.DOUBT)
 
 
 def _labels(entry: Entry) -> Iterator[Text]:
@@ -162,10 +149,8 @@ def _labels(entry: Entry) -> Iterator[Text]:
         number = sum(label in result.labels for result in measured)
         if number:
             reasons = list(dict.fromkeys(reason for result in measured if (reason := result.reason(label))))
-            if len(reasons) > _MOST_REASONS + 1:
-                reasons[_MOST_REASONS:] = [f"{len(reasons) - _MOST_REASONS} more reasons"]
             heading = f"{label} ({number} of {many(len(measured), 'case')})"
-            words = explained(label, heading, f" ({'; '.join(reasons)})" if reasons else "")
+            words = explained(label, heading, f" ({listed(reasons)})" if reasons else "")
             yield Text(words, Tone.DOUBT if label.casts_doubt else Tone.PLAIN)
 
 

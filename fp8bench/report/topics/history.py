@@ -11,7 +11,7 @@ from fp8bench.model import Case, Figure
 from fp8bench.report.case_status import cost_tone, doubts, emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
-from fp8bench.report.page.charts import has_time
+from fp8bench.report.page.charts import grouped, has_time
 from fp8bench.report.page.html import MOST_DRAWN
 from fp8bench.report.page.section import Material, PastSeries, section
 from fp8bench.report.panels import Result, shared_params, show_params, together
@@ -80,9 +80,9 @@ def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
         (series.precision if alone else f"{series.place} {series.precision}".strip(), _marks(series, places))
         for series in members
     )
-    last = [(name, [mark.value for mark in marks if mark is not None]) for name, marks in lines]
+    last = ((name, [mark.value for mark in marks if mark is not None]) for name, marks in lines)
     said = [f"{name} is at {units.ratio(values[-1] if values else None)}" for name, values in last]
-    description = f"Each line is over its own oldest figure: {', '.join(said[:4])}."
+    description = f"Each line is over its own oldest figure: {listed(said)}."
     axis = ChartAxis("time over that of the oldest commit", "x")
     return Lines(f"history-{suite}", f"{title}: time, commit by commit", description, places, axis, lines)
 
@@ -102,18 +102,15 @@ def _tone(series: PastSeries, *figures: Figure) -> Tone:
 
 def _marks(series: PastSeries, places: Sequence[str]) -> tuple[Mark | None, ...]:
     figures = _values(series)
-    _, first = figures[0]
-    by_place = {_place(series, figure): _mark(series, figure, value, first) for figure, value in figures}
-    return tuple(by_place.get(place) for place in places)
-
-
-def _mark(series: PastSeries, figure: Figure, value: float, first: float) -> Mark | None:
-    if not (0 < first < math.inf and 0 < value < math.inf):
-        return None
-    low, high = ((end / first if end is not None else None) for end in (figure.low, figure.high))
-    rough = "; a few rounds only" if figure.hasty else ""
-    hint = f"{_when(series, figure)}: {shown(series.trend, value)}, {many(figure.samples, 'sample')}{rough}"
-    return Mark(_place(series, figure), value / first, low, high, _tone(series, figure), hint)
+    first, by_place = figures[0][1], dict[str, Mark]()
+    for figure, value in figures:
+        if 0 < first < math.inf and 0 < value < math.inf:
+            low, high = ((end / first if end is not None else None) for end in (figure.low, figure.high))
+            rough = "; a few rounds only" if figure.hasty else ""
+            hint = f"{_when(series, figure)}: {shown(series.trend, value)}, {many(figure.samples, 'sample')}{rough}"
+            place = _place(series, figure)
+            by_place[place] = Mark(place, value / first, low, high, _tone(series, figure), hint)
+    return tuple(map(by_place.get, places))
 
 
 _Row = tuple[PastSeries, _Told | None, _Told, float | None]
@@ -243,14 +240,15 @@ def _time(row: _Across, number: int) -> Field:
     return Field(units.seconds(result.best), result.best, cost_tone(result), "; ".join(hints))
 
 
-def _faster(row: _Across, number: int) -> Field:
-    """Emulations have no speed: their costs compare no devices."""
+def _faster(row: _Across, number: int) -> Field | None:
     speed, why = _speed(row[1], number)
-    return Field(units.NONE) if speed is None else Field(units.speed_up(speed), speed, hint=why)
+    return None if speed is None else Field(units.speed_up(speed), speed, hint=why)
 
 
 def _speed(results: dict[int, Result], number: int) -> tuple[float | None, str]:
-    """How many times as fast as in the first column, and why that is no verdict; None without a speed."""
+    """How many times as fast as in the first column, and why that is no verdict; None without a speed, as an emulation
+    is.
+    """
     first, own = results.get(0), results.get(number)
     if first is None or own is None or emulated(first) or emulated(own) or not first.best or not own.best:
         return None, ""
@@ -258,22 +256,15 @@ def _speed(results: dict[int, Result], number: int) -> tuple[float | None, str]:
 
 
 def _speed_charts(titles: Sequence[str], shared: Sequence[_Across], settings: dict[Case, str]) -> Iterator[Bars]:
-    groups = []
-    for case, results in shared:
-        marks = tuple(
-            Mark(title, speed, tone=Tone.DOUBT if why != NO_VERDICT else Tone.PLAIN, hint=why)
-            for number, title in list(enumerate(titles))[1:]
-            for speed, why in [_speed(results, number)]
-            if speed is not None
-        )
-        if marks:
-            groups.append((" ".join(filter(None, (case.workload, settings[case], case.mode))), marks))
-    if not groups:
-        return
-    speeds = [mark.value for _, marks in groups for mark in marks]
-    description = (
-        f"{listed(titles[1:])} against {titles[0]}, in {many(len(groups), 'case')}: "
-        f"from {units.speed_up(min(speeds))} to {units.speed_up(max(speeds))}; {NO_VERDICT}."
-    )
-    title, axis = f"Speed against {titles[0]}, without a verdict", ChartAxis(f"times as fast as {titles[0]}", "x")
-    yield Bars("across-chart", title, description, axis, tuple(groups), 1.0)
+    marks = grouped(
+        (" ".join(filter(None, (case.workload, settings[case], case.mode))),
+         Mark(title, speed, tone=Tone.DOUBT if why != NO_VERDICT else Tone.PLAIN, hint=why))
+        for case, results in shared for number, title in enumerate(titles) if number
+        for speed, why in [_speed(results, number)] if speed is not None
+    )  # fmt: skip
+    if marks:
+        span = units.span((mark.value for _, own in marks for mark in own), units.speed_up)
+        cases = many(len(marks), "case")
+        description = f"{listed(titles[1:])} against {titles[0]}, in {cases}: {span}; {NO_VERDICT}."
+        title, axis = f"Speed against {titles[0]}, without a verdict", ChartAxis(f"times as fast as {titles[0]}", "x")
+        yield Bars("across-chart", title, description, axis, marks, 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,33 +20,29 @@ from fp8bench.model.specs import (
     memory_of_role,
 )
 from fp8bench.report.case_status import cost_tone, emulated
-from fp8bench.report.columns import Col, case_cols, figure_col, table, with_figures
+from fp8bench.report.columns import Col, figure_col, table, with_figures
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Stacks, Table, Text
 from fp8bench.report.page.charts import grouped, stacked
-from fp8bench.report.page.section import PRECISION, Material, marked_emulated, number, section, titled_panels
-from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, show_params, together, value_of
+from fp8bench.report.page.section import PRECISION, Material, marked_emulated, section, titled_panels
+from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, show_params, together, value_of
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES
-from fp8bench.report.words.naming import listed, phase_order, phase_words
+from fp8bench.report.words.naming import phase_order, phase_words
 
 PEAK = "peak_memory"
-# Smaller savings are called none.
-_LEAST_SAVING = 0.01
-# The least share of all changes, and of the reference's memory, for a change to be named.
+# The least share of all changes for a change to be named.
 _LEAST_OF_CHANGES = 0.1
-_LEAST_OF_PEAK = 0.01
 _MOST_CHANGES = 4
-# The least share of the memory for what stays to be named, and how much it may differ.
-_LEAST_STAYING = 0.1
-_MOST_EQUAL = 0.005
-# Below this share of what it was or becomes, a size counts as nothing.
-_NEXT_TO_NOTHING = 0.05
 # The outer ones of nested phases with the same highest point.
 _OUTER = (UNATTRIBUTED, Phase.ELEMENTWISE)
-EMULATED = "emulated"
 _NOTHING_BESIDE = "There is nothing beside it to compare with."
+_OF_EMULATIONS = (
+    "What fits of an emulated case says nothing of a device with its formats; 'on a device' is derived by a line "
+    "through what two batches would take there."
+)
 # Longer tables are folded.
 _MOST_OPEN = 12
+_Row = tuple[NamedCase, MemoryUse]
 
 
 def use_of(record: Record) -> MemoryUse | None:
@@ -104,94 +100,42 @@ def _base(group: ResultGroup) -> float:
 
 
 def sentences(panel: Panel, cases: Iterable[NamedCase]) -> Iterator[str]:
+    """What each precision takes of the reference's memory, and what changes most where that is largest."""
     shares = ((case, share_of(case.group, case.result)) for case in cases)
     by_mode = together((case.result.mode, (case, share)) for case, share in shares if share is not None)
     for mode, shared in by_mode.items():
-        none = [(case, share) for case, share in shared if share > 1 - _LEAST_SAVING]
         words = f"{mode} takes {units.span((share for _, share in shared), units.ratio)} of {panel.reference}'s memory"
-        if none:
-            where = "" if len(none) == len(shared) else f" in {len(none)} of {len(shared)} groups"
-            words += f": nothing is saved{where}"
-        largest, share = max(none or shared, key=lambda pair: _base(pair[0].group))
-        yield f"{words}{_why(largest, share, len(shared) > 1)}."
+        largest, _ = max(shared, key=lambda pair: _base(pair[0].group))
+        place = f"at {largest.place} " if len(shared) > 1 and largest.place else ""
+        changes = ", ".join(_changes(largest))
+        cost = _cost(largest) if emulated(largest.result) else ""
+        yield f"{words}{f': {place}{changes}' if changes else ''}{cost}."
 
 
-def _why(case: NamedCase, share: float, several: bool) -> str:
+def _changes(case: NamedCase) -> list[str]:
+    """'activations 140 MiB -> 20.0 MiB': the largest changes by what memory is for."""
     before, after = (roles_of(result) if result else {} for result in (case.group.lead, case.result))
-    parts = (_staying(before, after), *_changes(before, after)) if before and after else ()
-    words = ", ".join(filter(None, parts))
-    place = f" at {case.place}" if several and case.place else ""
-    text = f"{place} {words}".strip() if words else ""
-    if share <= 1 - _LEAST_SAVING:
-        return f": {text}" if text else ""
-    reason = case.result.record.support.reason
-    if emulated(case.result) and reason:
-        because = f", because it is emulated ({reason}): its peak is the cost of emulation{_derived(case, place)}"
-        return f"{because}; {text}" if text else because
-    return f"; {text}" if text else ""
+    if not before or not after:
+        return []
+    sizes = {role: (before.get(role, 0), after.get(role, 0)) for role in MemoryRole}
+    moved = sum(abs(new - old) for old, new in sizes.values())
+    largest = sorted(sizes.items(), key=lambda pair: -abs(pair[1][1] - pair[1][0]))[:_MOST_CHANGES]
+    return [f"{MEMORY_WORDS[role]} {units.size(old)} -> {units.size(new)}"
+            for role, (old, new) in largest if abs(new - old) > _LEAST_OF_CHANGES * moved]  # fmt: skip
 
 
-def _derived(case: NamedCase, place: str) -> str:
-    """What it would take on a device, or why that is unknown."""
-    if words := device_words(case.group, case.result):
-        return f", and on hardware with its formats it would be {words}{place}, derived"
-    use = use_of(case.result.record)
-    return f" (on a device{place}: unknown, {use.off_device})" if use is not None and use.off_device else ""
-
-
-def _staying(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) -> str:
-    """What lower precision leaves as it is, if that is much."""
-    total = sum(after.values())
-    same = {
-        role: size
-        for role, size in after.items()
-        if size >= _LEAST_STAYING * total and abs(size - before.get(role, 0)) <= _MOST_EQUAL * size
-    }
-    if not same:
-        return ""
-    word = "stays" if len(same) == 1 and not _plural(*same) else "stay"
-    return f"{listed([MEMORY_WORDS[role] for role in same])} {word} ({units.size(sum(same.values()))})"
-
-
-def _changes(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) -> Iterator[str]:
-    changes = {role: after.get(role, 0) - before.get(role, 0) for role in MemoryRole}
-    moved, total = sum(map(abs, changes.values())), sum(before.values())
-    least = max(_LEAST_OF_CHANGES * moved, _LEAST_OF_PEAK * total, 1)
-    for role in sorted(changes, key=lambda role: -abs(changes[role]))[:_MOST_CHANGES]:
-        if abs(changes[role]) >= least:
-            yield _change(role, before.get(role, 0), after.get(role, 0))
-
-
-def _change(role: MemoryRole, before: int, after: int) -> str:
-    words, ending = MEMORY_WORDS[role], "" if _plural(role) else "s"
-    if before <= _NEXT_TO_NOTHING * after:
-        return f"{words} add{ending} {units.size(after - before)}"
-    if after <= _NEXT_TO_NOTHING * before:
-        return f"{words} {'go' if _plural(role) else 'goes'} ({units.size(before)})"
-    return f"{words} {'are' if _plural(role) else 'is'} {units.ratio(after / before)} ({units.size(after)})"
-
-
-def _plural(role: MemoryRole) -> bool:
-    return role not in (MemoryRole.OPTIMIZER, MemoryRole.DATA, MemoryRole.WORKSPACE, MemoryRole.OTHER)
-
-
-def searched_cases(panel: Panel) -> list[tuple[ResultGroup, Result, Capacity]]:
-    """The cases whose largest batch was searched."""
-    return panel.known(lambda result: result.record.capacity)
+def _cost(case: NamedCase) -> str:
+    """What an emulated case would take on a device, or why that is unknown."""
+    use, words = use_of(case.result.record), device_words(case.group, case.result)
+    unknown = f"; on a device: unknown, {use.off_device}" if use is not None and use.off_device else ""
+    return f"; its peak is the cost of emulation{f'; on a device {words}, derived' if words else unknown}"
 
 
 def batch_title(search: Capacity) -> str:
     """'largest batch that fits into 2.00 GiB', with the axis if it has another name."""
     axis = "" if search.axis == "batch" else f" ({search.axis})"
-    return f"largest batch{axis} that fits into {limit_words(search)}"
-
-
-def limit_words(search: Capacity) -> str:
-    return "the device's memory" if search.limit is None else units.size(search.limit)
-
-
-def place_of(panel: Panel, group: ResultGroup, search: Capacity) -> str:
-    return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] != search.axis)
+    limit = "the device's memory" if search.limit is None else units.size(search.limit)
+    return f"largest batch{axis} that fits into {limit}"
 
 
 def show_batch(search: Capacity) -> str:
@@ -199,10 +143,6 @@ def show_batch(search: Capacity) -> str:
     if search.batch is None:
         return units.NONE
     return str(search.batch) if search.batch else "none"
-
-
-def share_within(group: ResultGroup, result: Result) -> float | None:
-    return capacity_ratio(result.record, group.lead.record if group.lead is not None else None)
 
 
 def device_batch(group: ResultGroup, result: Result) -> str:
@@ -217,82 +157,76 @@ def device_batch(group: ResultGroup, result: Result) -> str:
     return f"{search.on_device}{share}"
 
 
-def batch_sentences(panel: Panel) -> Iterator[str]:
-    """'bf16 fits 1.61x of fp32's batch into 1.00 GiB.'; and why emulated cases say nothing."""
-    several = len({group.case.setting for group, _, _ in searched_cases(panel)}) > 1
-    for group, result, search in searched_cases(panel):
-        share = share_within(group, result)
-        if share is not None:
-            place = place_of(panel, group, search) if several else ""
-            where = f" at {place}" if place else ""
-            word = "batch" if search.axis == "batch" else search.axis
-            fits = f"{result.mode} fits {units.speed_up(share)} of {group.reference}'s {word}"
-            yield f"{fits} into {limit_words(search)}{where}."
-    wide = dict.fromkeys(result.mode for _, result, _ in searched_cases(panel) if emulated(result))
-    if wide:
-        verb = "is" if len(wide) == 1 else "are"
-        derived = any(search.on_device for _, _, search in searched_cases(panel))
-        yield (
-            f"{listed(list(wide))} {verb} emulated, with values of a small format kept in wider ones: what fits here "
-            "says nothing about a device that has the format."
-            + " Of that 'on a device' tells, derived by a line through what two batches would take there."
-            * derived
-        )
-
-
 def tells_memory(panel: Panel) -> bool:
     return any(len(roles_of(result)) > 1 for result in panel.results)
 
 
-def counters_of(panel: Panel) -> list[MetricSpec]:
-    known = [Figures(group, result) for group, result in panel.members if use_of(result.record) is not None]
+def counters_of(cases: Iterable[NamedCase]) -> list[MetricSpec]:
+    known = [case.figures for case in cases if use_of(case.result.record) is not None]
     return [spec for spec in MEMORY_COUNTERS if any(figures[spec].value is not None for figures in known)]
 
 
 def memory(panel: Panel) -> Iterator[Element]:
     if not tells_memory(panel):
         return
-    present, others = {role for result in panel.results for role in roles_of(result)}, counters_of(panel)
-    roles = [role for role in MemoryRole if role in present]
-    known = panel.known(lambda result: use_of(result.record))
-    scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
+    uses = _uses(panel.members)
+    present = {role for case, _ in uses for role in roles_of(case.result)}
+    scale, unit = units.binary_unit(max(use.peak for _, use in uses))
 
     def shown(size: float) -> str:
         if not size:
             return units.NONE
         return units.significant(size / scale) if size / scale >= 0.01 else "<0.01"
 
-    cols: list[Col[tuple[ResultGroup, Result, MemoryUse, Figures]]] = [
-        *case_cols(), Col("peak", lambda row: row[2].peak, number=True, show=shown),
-        Col(f"vs {panel.reference or 'reference'}", lambda row: share_of(*row[:2]), number=True, unit="x"),
-        Col("on a device", lambda row: device_words(*row[:2]) or None, number=True,
-            when=any(on_device(result) for _, result, _ in known)),
-        *(Col(MEMORY_TITLES[role], partial(_figure, name=memory_of_role(role)), number=True, show=shown)
-          for role in roles),
-        Col("in", lambda row: PHASE_TITLES.get(phase := next(iter(highest_in(row[2])), units.NONE), phase)),
-        *(Col(spec.heading, partial(_figure, name=spec), number=True, show=shown) for spec in others),
-    ]  # fmt: skip
-    rows = [(*case, Figures(*case[:2])) for case in known]
-    yield table("memory", f"memory at the highest point of a step, in {unit}", cols, rows)
+    cols: list[Col[_Row]] = [
+        Col("group", lambda row: row[0].place, shared=True),
+        Col("case", lambda row: row[0].result.mode),
+    ]
+    roles = [Col(MEMORY_TITLES[role], partial(_figure, name=memory_of_role(role)), number=True, show=shown)
+             for role in MemoryRole if role in present]  # fmt: skip
+    caption = f"memory at the highest point of a step, in {unit}"
+    yield table("memory", caption, [*cols, *_cols(uses, panel.reference, roles, shown)], uses)
     yield from map(Text, sentences(panel, panel.members))
 
 
-def _figure(row: tuple[ResultGroup, Result, MemoryUse, Figures], name: str) -> float | None:
-    return row[3][name].value
+def _uses(cases: Iterable[NamedCase]) -> list[_Row]:
+    return [(case, use) for case in cases if (use := use_of(case.result.record)) is not None]
+
+
+def _cols(
+    uses: Sequence[_Row], reference: str, parts: Sequence[Col[_Row]], show: Callable[[float], str] | None = None
+) -> Iterator[Col[_Row]]:
+    """For rows of a case and its use; `parts` are by role or by phase."""
+    yield Col("peak", lambda row: row[1].peak, number=True, unit="B", show=show)
+    yield Col(f"vs {reference or 'reference'}", lambda row: share_of(*row[0]), number=True, unit="x")
+    derived = any(on_device(case.result) for case, _ in uses)
+    hint = DEVICE_PEAK_MEMORY.description
+    yield Col("on a device", lambda row: device_words(*row[0]) or None, number=True, hint=hint, when=derived)
+    yield from parts
+    yield Col("in", lambda row: PHASE_TITLES.get(phase := next(iter(highest_in(row[1])), units.NONE), phase),
+              hint="the phase of the highest point")  # fmt: skip
+    for spec in counters_of(case for case, _ in uses):
+        yield replace(figure_col(spec, partial(_figure, name=spec)), show=show or spec.shown)
+
+
+def _figure(row: _Row, name: str) -> float | None:
+    return row[0].figures[name].value
 
 
 def capacity(panel: Panel) -> Iterator[Element]:
-    searches = searched_cases(panel)
+    searches = panel.known(lambda result: result.record.capacity)
     if not searches:
         return
 
     def against(row: tuple[ResultGroup, Result, Capacity]) -> Field:
-        share, own = share_within(*row[:2]), row[1]
-        word = EMULATED if emulated(own) else "reference" if own.record.is_reference else units.NONE
+        own, lead = row[1], row[0].lead
+        share = capacity_ratio(own.record, lead.record if lead is not None else None)
+        word = "emulated" if emulated(own) else "reference" if own.record.is_reference else units.NONE
         return Field(word if share is None else units.speed_up(share), share, cost_tone(own))
 
     cols: list[Col[tuple[ResultGroup, Result, Capacity]]] = [
-        Col("group", lambda row: place_of(panel, row[0], row[2]), shared=True),
+        Col("group", lambda row: show_params(
+            pair for pair in row[0].case.params if pair not in panel.shared and pair[0] != row[2].axis), shared=True),
         Col("case", lambda row: row[1].mode, tone=lambda row: cost_tone(row[1])),
         Col("largest", lambda row: Field(show_batch(row[2]), row[2].batch, cost_tone(row[1])), number=True),
         Col(f"vs {panel.reference or 'reference'}", against),
@@ -306,10 +240,8 @@ def capacity(panel: Panel) -> Iterator[Element]:
         "capacity", batch_title(searches[0][2]), cols, searches, kept={col.heading for col in cols} - {"group"}
     )
     yield with_figures(shown, (case[:2] for case in searches))
-    yield from map(Text, batch_sentences(panel))
-
-
-_Row = tuple[NamedCase, MemoryUse, Figures]
+    if any(emulated(result) for _, result, _ in searches):
+        yield Text(_OF_EMULATIONS)
 
 
 def _lead(material: Material) -> str:
@@ -347,7 +279,7 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Mapping[
     if known and said:
         yield Items(tuple(Text(sentence) for sentence in said))
     if any(use_of(case.result.record) for case in cases):
-        yield _table(title, cases)
+        yield _table(title, cases, panel.reference)
 
 
 def _known(cases: Sequence[NamedCase]) -> bool:
@@ -376,39 +308,15 @@ def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], des
     return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", parts, rows)
 
 
-def _table(title: str, cases: Sequence[NamedCase]) -> Table:
-    uses = [(case, use) for case in cases if (use := use_of(case.result.record)) is not None]
+def _table(title: str, cases: Sequence[NamedCase], reference: str) -> Table:
+    uses = _uses(cases)
     phases = sorted({phase.phase for _, use in uses for phase in use.phases}, key=phase_order)
-    figures = [Figures(case.group, case.result) for case, _ in uses]
 
     def in_phase(phase: str, row: _Row) -> int | None:
         return {phase_memory.phase: phase_memory.allocated for phase_memory in row[1].phases}.get(phase)
 
-    def of_spec(spec: MetricSpec, row: _Row) -> Field:
-        value = row[2][spec].value
-        return Field(units.NONE, hint=row[1].why) if value is None else number(value, spec.shown)
-
-    counters = [spec for spec in MEMORY_COUNTERS if any(figure[spec].value is not None for figure in figures)]
-    cols: list[Col[_Row]] = [
-        PRECISION,
-        Col("peak", lambda row: row[1].peak, number=True, unit="B"),
-        Col("of the reference's", lambda row: share_of(row[0].group, row[0].result), number=True, unit="x"),
-        Col("on a device", lambda row: _on_a_device(row[0]), number=True, hint=DEVICE_PEAK_MEMORY.description,
-            when=any(on_device(case.result) or use.off_device for case, use in uses)),
-        Col("highest in", lambda row: phase_words(next(iter(highest_in(row[1])), units.NONE)),
-            hint="the phase of the highest point"),
-        *(Col(phase_words(phase), partial(in_phase, phase), number=True, unit="B",
-              hint="the most that was held at once in this phase") for phase in phases),
-        *(figure_col(spec, partial(of_spec, spec)) for spec in counters),
-    ]  # fmt: skip
-    rows = [(case, use, own) for (case, use), own in zip(uses, figures, strict=True)]
+    parts = [Col(phase_words(phase), partial(in_phase, phase), number=True, unit="B",
+                 hint="the most that was held at once in this phase") for phase in phases]  # fmt: skip
     name = f"memory-phases-{cases[0].result.record.case.workload}"
     caption = f"{title}: the most that was held in each phase"
-    return table(name, caption, cols, rows, folded=len(rows) > _MOST_OPEN)
-
-
-def _on_a_device(case: NamedCase) -> Field | None:
-    use = use_of(case.result.record)
-    if words := device_words(case.group, case.result):
-        return Field(words, on_device(case.result), hint="derived")
-    return Field(units.NONE, hint=use.off_device) if use is not None and use.off_device else None
+    return table(name, caption, [PRECISION, *_cols(uses, reference, parts)], uses, folded=len(uses) > _MOST_OPEN)

@@ -16,14 +16,13 @@ from fp8bench.model import LayerScale, Measurement, TensorStatistics, Timing
 from fp8bench.model.words import Phase
 from fp8bench.registry import precisions
 from fp8bench.report.case_status import emulated
-from fp8bench.report.columns import Col, case_cols, table
+from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import (
     Bars,
     ChartAxis,
     ChartPoint,
     Element,
     Field,
-    Items,
     Mark,
     Scatter,
     Table,
@@ -35,8 +34,6 @@ from fp8bench.report.page.section import PRECISION, Material, section, table_of_
 from fp8bench.report.panels import (
     NamedCase,
     Panel,
-    Result,
-    ResultGroup,
     error_name,
     show_value,
     together,
@@ -150,16 +147,12 @@ def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
 
 
 def _bars(title: str, panel: Panel, metric: str, errors: Sequence[tuple[NamedCase, Measurement, float]]) -> Bars:
+    def level(case: NamedCase) -> str:
+        return case.result.record.support.level.value
+
     groups = grouped(
-        (
-            case.place,
-            Mark(
-                case.result.mode,
-                value,
-                hint=f"{case.name}: {show_value(measurement)}, {case.result.record.support.level}",
-            ),
-        )
-        for case, measurement, value in errors
+        (case.place, Mark(case.result.mode, value, hint=f"{case.name}: {show_value(measured)}, {level(case)}"))
+        for case, measured, value in errors
     )
     finite = {case.result.mode: value for case, _, value in errors if 0 < value < math.inf}
     ends = [choose(finite, key=lambda mode: finite[mode]) for choose in (min, max)]
@@ -173,29 +166,25 @@ def _bars(title: str, panel: Panel, metric: str, errors: Sequence[tuple[NamedCas
 
 
 def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measurement]]]) -> Table:
-    levels = {result.mode: result for result in panel.results}
+    supports = {result.mode: result.record.support for result in panel.results}
     by_metric = together(
-        (metric, measurement) for own in by_mode.values() for metric, many in own.items() for measurement in many
+        (metric, many) for own in by_mode.values() for metric, members in own.items() for many in members
     )
     cols: list[Col[tuple[str, dict[str, list[Measurement]]]]] = [
-        Col("precision", lambda row: Field(row[0], hint=_summary(levels[row[0]]))),
-        Col("how", lambda row: Field(
-            levels[row[0]].record.support.level.value, hint=levels[row[0]].record.support.reason),
+        Col("precision", lambda row: Field(row[0], hint=_summary(row[0]))),
+        Col("how", lambda row: Field(supports[row[0]].level.value, hint=supports[row[0]].reason),
             hint="native, or emulated in software"),
-        *(
-            Col(metric, partial(_field, metric=metric), number=True,
-                hint=next((member.description for member in members if member.description), ""))
-            for metric, members in by_metric.items()
-        ),
+        *(Col(metric, partial(_field, metric=metric), number=True,
+              hint=next((member.description for member in members if member.description), ""))
+          for metric, members in by_metric.items()),
     ]  # fmt: skip
-    caption = f"{title}: errors by precision"
-    if len(panel.groups) > 1:
-        caption += f", the smallest and the largest of {len(panel.groups)} groups"
+    some = f", the smallest and the largest of {len(panel.groups)} groups" if len(panel.groups) > 1 else ""
+    caption = f"{title}: errors by precision{some}"
     return table(f"errors-of-{panel.case.workload}", caption, cols, by_mode.items())
 
 
-def _summary(result: Result) -> str:
-    mode = result.record.case.precision
+def _summary(mode: str) -> str:
+    """'' for a map, and for what this version does not know."""
     try:
         summary = precisions.get(mode).summary
     except UsageError:
@@ -206,14 +195,12 @@ def _summary(result: Result) -> str:
 
 def _field(row: tuple[str, dict[str, list[Measurement]]], metric: str) -> Field | None:
     """'2.9e-03', or '2.8e-03 to 3.0e-03'; NaN counts as the largest."""
-    values = [
-        (value, measurement) for measurement in row[1].get(metric, ()) if (value := value_of(measurement)) is not None
-    ]
-    if not values:
+    known = [(value, member) for member in row[1].get(metric, ()) if (value := value_of(member)) is not None]
+    if not known:
         return None
-    ordered = sorted(values, key=lambda pair: (math.isnan(pair[0]), pair[0]))
-    text = " to ".join(dict.fromkeys(show_value(measurement) for _, measurement in (ordered[0], ordered[-1])))
-    worst = ordered[-1][0]
+    known.sort(key=lambda pair: (math.isnan(pair[0]), pair[0]))
+    text = " to ".join(dict.fromkeys(show_value(member) for _, member in (known[0], known[-1])))
+    worst = known[-1][0]
     return Field(text, worst, Tone.PLAIN if math.isfinite(worst) else Tone.BAD)
 
 
@@ -245,8 +232,7 @@ READING = (
 class SamplerStep(NamedTuple):
     """A step of a sampler; `seconds` is None if the marks of a model's step do not tell them apart."""
 
-    group: ResultGroup
-    result: Result
+    case: NamedCase
     number: int
     seconds: float | None
     errors: Mapping[str, float]
@@ -271,48 +257,30 @@ def step_seconds(timing: Timing) -> tuple[float, ...]:
     return tuple(statistics.median(taken) / 1e9 for taken in zip(*sums, strict=True))
 
 
-def _steps_of(group: ResultGroup, result: Result) -> Iterator[SamplerStep]:
-    errors: dict[int, dict[str, float]] = {}
-    for measurement in result.record.measurements:
+def _steps_of(case: NamedCase) -> list[SamplerStep]:
+    record, errors = case.result.record, dict[int, dict[str, float]]()
+    for measurement in record.measurements:
         known, value = _ERROR.fullmatch(measurement.metric), value_of(measurement)
         if known and value is not None:
             errors.setdefault(int(known[2]), {})[known[1]] = value
-    seconds = step_seconds(result.record.timing) if errors and result.record.timing else ()
-    for number, own in sorted(errors.items()):
-        yield SamplerStep(group, result, number, seconds[number - 1] if len(seconds) == len(errors) else None, own)
+    seconds = step_seconds(record.timing) if errors and record.timing else ()
+    times = seconds if len(seconds) == len(errors) else (None,) * len(errors)
+    return [SamplerStep(case, number, time, errors[number]) for number, time in zip(sorted(errors), times, strict=True)]
 
 
 def by_step(panel: Panel) -> Iterator[Element]:
     """A row for each step of each case; nothing without a sampler."""
-    if cases := [steps for group, result in panel.members if (steps := list(_steps_of(group, result)))]:
-        yield _steps_table(panel, [step for steps in cases for step in steps])
-        yield Items(
-            tuple(
-                Text(_steps_ending(steps))
-                for steps in cases
-                if all({*step.errors} == {*_ERROR_KINDS} for step in steps)
-            )
-        )
+    if steps := [step for case in panel.members for step in _steps_of(case)]:
+        yield _steps_table(panel, steps)
         yield Text(READING)
-
-
-def _steps_ending(steps: Sequence[SamplerStep]) -> str:
-    """The step with the largest error, and the error at the end beside the floor."""
-    worst, last = max(steps, key=lambda step: step.errors["single"]), steps[-1].errors
-    name = f"{worst.group.place} {worst.result.mode}".strip()
-    beside = f", {last['free'] / last['free_floor']:.2g} times its floor" if last["free_floor"] else ""
-    return (
-        f"{name}: of one step {units.relative_error(worst.errors['single'])} at most, in step {worst.number}; sampled "
-        f"{units.relative_error(last['free'])} at the end{beside}"
-    )
 
 
 def _steps_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
     cols: list[Col[SamplerStep]] = [
-        *case_cols(),
+        Col("group", lambda row: row.case.place, shared=True), Col("case", lambda row: row.case.result.mode),
         Col("step", lambda row: row.number, number=True, show=units.whole),
         # An emulation's time must not be read as a speed.
-        Col("time", lambda row: f"{'emulated ' * emulated(row.result)}{units.seconds(row.seconds)}", number=True),
+        Col("time", lambda row: f"{'emulated ' * emulated(row.case.result)}{units.seconds(row.seconds)}", number=True),
         *(Col(heading, partial(lambda name, row: row.errors.get(name), name), number=True, show=units.relative_error,
               hint=hint) for name, (heading, hint) in _ERROR_KINDS.items()),
     ]  # fmt: skip
@@ -323,25 +291,24 @@ def _steps_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
 def by_step_section(material: Material) -> Iterator[Element]:
     for number, (title, panel) in enumerate(timed_panels(material)):
         if steps := list(by_step(panel)):
-            yield from (
-                _steps_chart(f"by-step-{number}-{place}", title, group) for place, group in enumerate(panel.groups)
-            )
+            for place, cases in enumerate(together((case.place, case) for case in panel.members).values()):
+                yield _steps_chart(f"by-step-{number}-{place}", title, cases)
             yield from steps
 
 
-def _steps_chart(name: str, title: str, group: ResultGroup) -> Scatter:
+def _steps_chart(name: str, title: str, cases: Sequence[NamedCase]) -> Scatter:
     """Lines for each case, sampled and of one step; equal lines, such as shared floors, are drawn once."""
     lines: dict[tuple[float, ...], str] = {}
-    for result in group.results:
-        steps = list(_steps_of(group, result))
+    for case in cases:
+        steps = _steps_of(case)
         for kind, words in (("free", "sampled"), ("single", "one step"), ("free_floor", "floor of sampled")):
             values = tuple(step.errors[kind] for step in steps if kind in step.errors)
-            lines.setdefault(values, f"{result.mode} {words}")
+            lines.setdefault(values, f"{case.result.mode} {words}")
     points = tuple(
         ChartPoint(label, str(number), number, value)
         for values, label in lines.items() for number, value in enumerate(values, 1) if value > 0
     )  # fmt: skip
-    where = f"{title}{', ' * bool(group.place)}{group.place}"
+    where = ", ".join(filter(None, (title, cases[0].place)))
     description = "Error of the latent after each step; exact ones have no place on a logarithmic axis."
     axes = ChartAxis("step of the sampler"), ChartAxis("relative error of the latent", units.RATIO, log=True)
     return Scatter(name, f"{where}: error by step", description, *axes, points, joined=tuple(lines.values()))

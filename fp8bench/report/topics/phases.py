@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
+from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
-from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Level
-from fp8bench.report.case_status import Standing, emulated, speed_up, standing
+from fp8bench.report.case_status import Standing, emulated, standing
 from fp8bench.report.columns import Col, case_cols, table
 from fp8bench.report.elements import ChartAxis, Element, Field, Mark, Stacks, Table, Text, Tone, Waterfall
 from fp8bench.report.page.charts import has_time, phase_parts, stacked
@@ -28,12 +26,11 @@ from fp8bench.report.panels import (
     unmarked_phases,
 )
 from fp8bench.report.topics.tensors import timed_panels
-from fp8bench.report.words.legend import PHASE_TITLES, PHASE_WORDS
+from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import listed, phase_order, phase_words
 
 LEAST_SHARE = 0.03
 LEAST_CHANGE = 1.05
-_MOST_NAMED = 2
 # If one phase takes more of a step, a sentence says so, and the chart is folded.
 _NEARLY_ALL = 0.9
 COMPILED = (
@@ -66,74 +63,30 @@ def _share(row: tuple[ResultGroup, Result], name: str) -> str:
     return "<" if name in finding.below_floor else units.percent(share)
 
 
-class PhaseChange(StrEnum):
-    """What became of a phase."""
-
-    GAINS = "gains"
-    LOSES = "loses"
-    SAME = "same"
-    NEW = "new"
-    GONE = "gone"
-
-
 def is_mixed(finding: Finding) -> bool:
     """Whether several phases of a step matter, so that its whole says little of any of them."""
     return len(set(_large(finding)) - {UNATTRIBUTED}) > 1
 
 
 def phase_clauses(own: Finding, base: Finding) -> str:
-    """'; products gain 1.50x; data loading takes 13% of the step and does not gain', in a fixed order."""
+    """'; gemm 1.50x, attention 0.775x; 13% of the step does not gain (data load)': what each large phase does."""
     seconds, before = dict(own.phases), dict(base.phases)
     unknown = {*own.below_floor, *base.below_floor, *unmarked_phases(base, own)}
     large = {*_large(own), *_large(base)} - unknown
-    names: dict[PhaseChange, list[str]] = {change: [] for change in PhaseChange}
-    for name in (phase for phase in CELL_PHASES if phase in large):
-        names[change_of(seconds.get(name, 0.0), before.get(name, 0.0))].append(name)
-    times = {name: units.speed_up(before[name] / seconds[name]) for name in names[PhaseChange.GAINS]}
-    times |= {name: units.speed_up(seconds[name] / before[name]) for name in names[PhaseChange.LOSES]}
-    clauses = [
-        listed([f"{_subject([name], 'gain')} {times[name]}" for name in names[PhaseChange.GAINS]], len(CELL_PHASES)),
-        _taking(names[PhaseChange.SAME], own, "do not gain", "does not gain"),
-        listed(
-            [f"{_subject([name], 'take')} {times[name]} as long" for name in names[PhaseChange.LOSES]], len(CELL_PHASES)
-        ),
-        _taking(names[PhaseChange.NEW], own, "come on top", "comes on top"),
-        _subject(names[PhaseChange.GONE], "fall") + " away" if names[PhaseChange.GONE] else "",
-    ]
+    times = {phase: (seconds.get(phase, 0.0), before.get(phase, 0.0)) for phase in CELL_PHASES if phase in large}
+    paces = {phase: old / new for phase, (new, old) in times.items() if new > 0 and old > 0}
+    moved = [phase for phase, pace in paces.items() if max(pace, 1 / pace) > LEAST_CHANGE]
+    clauses = [", ".join(f"{phase_words(phase)} {units.speed_up(paces[phase])}" for phase in moved)]
+    kept = [phase for phase, (new, _) in times.items() if new > 0 and phase not in moved]
+    if kept and own.best_seconds:
+        share = units.percent(sum(times[phase][0] for phase in kept) / own.best_seconds, 0)
+        clauses.append(f"{share} of the step does not gain ({listed([*map(phase_words, kept)], len(kept))})")
     return "".join(f"; {clause}" for clause in clauses if clause)
-
-
-def change_of(own: float, base: float) -> PhaseChange:
-    if base <= 0:
-        return PhaseChange.NEW
-    if own <= 0:
-        return PhaseChange.GONE
-    if base / own > LEAST_CHANGE:
-        return PhaseChange.GAINS
-    return PhaseChange.LOSES if own / base > LEAST_CHANGE else PhaseChange.SAME
 
 
 def _large(finding: Finding) -> Iterable[str]:
     best = finding.best_seconds or 0.0
     return [name for name, seconds in finding.phases if seconds > LEAST_SHARE * best > 0]
-
-
-def _taking(names: Sequence[str], finding: Finding, many: str, text: str) -> str:
-    """'data loading and casts take 23% of the step and do not gain'."""
-    if not names or not finding.best_seconds:
-        return ""
-    seconds = dict(finding.phases)
-    share = sum(seconds[name] for name in names) / finding.best_seconds
-    return f"{_subject(names, 'take')} {units.percent(share, 0)} of the step and {many if _plural(names) else text}"
-
-
-def _subject(names: Sequence[str], verb: str) -> str:
-    words = listed([PHASE_WORDS[name][0] for name in names], len(CELL_PHASES))
-    return f"{words} {verb}{'' if _plural(names) else 's'}"
-
-
-def _plural(names: Sequence[str]) -> bool:
-    return len(names) > 1 or PHASE_WORDS[names[0]][1]
 
 
 @section("phases", "Where the time goes", 60)
@@ -186,30 +139,16 @@ def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
     judged = [(case.name, case.result.finding) for case in cases if case.result.finding]
     below = together((phase_words(phase), name) for name, finding in judged for phase in finding.below_floor)
     if below:
-        yield Text(
-            f"{title}, too short to be told from the cost of marking it (less than {BELOW_FLOOR_MARKERS} times that): "
-            f"{_told(below, len(cases))}.",
-            Tone.DOUBT,
-        )
-    labels = together((label.value, case.name) for case in cases for label in case.result.labels if label.casts_doubt)
-    if labels:
-        yield Text(f"{title}, labelled: {_told(labels, len(cases))}.", Tone.DOUBT)
+        told = "; ".join(f"{phase} in {listed(names)}" for phase, names in below.items())
+        floor = f"less than {BELOW_FLOOR_MARKERS} times that"
+        yield Text(f"{title}, too short to be told from the cost of marking it ({floor}): {told}.", Tone.DOUBT)
     if any(("compile", "yes") in case.result.record.case.params for case in cases):
         yield Text(COMPILED)
 
 
-def _told(by_word: Mapping[str, Sequence[str]], num_cases: int) -> str:
-    """'unattributed in all 6; cast and gemm in bf16': words of the same cases stand together."""
-    told = []
-    for names, words in together((tuple(names), word) for word, names in by_word.items()).items():
-        some = f"all {num_cases}" if len(names) == num_cases else f"{len(names)} of {num_cases}"
-        where = listed(names) if len(names) <= _MOST_NAMED else some
-        told.append(f"{listed(words, len(words))} in {where}")
-    return "; ".join(told)
-
-
 # A step with fewer phases is an operation and its casts.
 _LEAST_PHASES = 3
+_STEP = "step"
 _MOST_TABLES = 12
 _MOST_CHARTS = 4
 # As a share of the step before: smaller changes are neither good nor bad, and a smaller rest has no row.
@@ -217,9 +156,8 @@ _LEAST_DRAWN = 0.005
 _AMDAHL = "how many times as fast the whole step would be (Amdahl's law): no faster product can give more"
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """A case beside its reference; `times` are each phase's seconds in the reference and in the case."""
+class _Pair(NamedTuple):
+    """A case beside its reference; `times` are the seconds of each phase, and of the step, in both."""
 
     title: str
     result: Result
@@ -231,11 +169,7 @@ class _Pair:
         return phase not in self.finding.below_floor and phase not in self.reference.below_floor
 
     def share(self, phase: str) -> float:
-        return self.times[phase][1] / self.steps[1]
-
-    @property
-    def steps(self) -> tuple[float, float]:
-        return self.reference.best_seconds or 0.0, self.finding.best_seconds or 0.0
+        return self.times[phase][1] / self.times[_STEP][1]
 
 
 @section("gains", "Where it gains", 70)
@@ -264,8 +198,8 @@ def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
         }
         if len(set(times) - {UNATTRIBUTED}) < _LEAST_PHASES:
             continue
-        words = f"{title} {case.name} against {panel.reference}"
-        yield _Pair(words, case.result, finding, reference, times)
+        times[_STEP] = reference.best_seconds or 0.0, finding.best_seconds or 0.0
+        yield _Pair(f"{title} {case.name} against {panel.reference}", case.result, finding, reference, times)
 
 
 def _timed(result: Result) -> Finding | None:
@@ -275,93 +209,48 @@ def _timed(result: Result) -> Finding | None:
 
 def _pair(pair: _Pair, drawn: bool) -> Iterator[Element]:
     mode, reference = pair.result.mode, pair.reference.case.mode
-    name = f"{pair.result.record.case.workload}-{mode}"
+    name, (before, after) = f"{pair.result.record.case.workload}-{mode}", pair.times[_STEP]
+    labels = f" Labelled {', '.join(pair.finding.labels)}." if pair.finding.doubtful else ""
+    clauses = phase_clauses(pair.finding, pair.reference)
+    lead = f"The step takes {units.seconds(after)} instead of {units.seconds(before)}{clauses}.{labels}"
     if drawn:
-        axis, (before, after) = ChartAxis("best case of a step", "s"), pair.steps
-        changes = tuple(_changes(pair))
-        yield Waterfall(f"gains-{name}", pair.title, _lead(pair), axis, (reference, before), changes, (mode, after))
+        axis, changes = ChartAxis("best case of a step", "s"), tuple(_changes(pair))
+        yield Waterfall(f"gains-{name}", pair.title, lead, axis, (reference, before), changes, (mode, after))
     else:
-        yield Text(f"{pair.title}: {_lead(pair)}", Tone.DOUBT if pair.finding.doubtful else Tone.PLAIN)
+        yield Text(f"{pair.title}: {lead}", Tone.DOUBT if pair.finding.doubtful else Tone.PLAIN)
     short = f"shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it: no ratio says anything"
+
+    def tone(phase: str) -> Tone:
+        return Tone.STRONG if phase == _STEP else Tone.PLAIN if pair.clear(phase) else Tone.DOUBT
+
+    def ratio(above: float, below: float) -> float | None:
+        return above / below if above > 0 and below > 0 and math.isfinite(above / below) else None
+
     cols: list[Col[str]] = [
-        Col("phase", lambda phase: phase_words(phase) if pair.clear(phase) else Field(
-            phase_words(phase), tone=Tone.DOUBT, hint=short)),
-        Col(reference, lambda phase: _time(pair.times[phase][0]), number=True, unit="s",
-            hint="best-case seconds in the reference"),
-        Col(mode, lambda phase: _time(pair.times[phase][1]), number=True, unit="s",
-            hint=f"best-case seconds in {mode}"),
-        Col("speed-up", lambda phase: _ratio(*reversed(pair.times[phase])) if pair.clear(phase) else None, number=True,
-            unit="x", hint="the reference's time over this, above 1x is faster; no verdict"),
-        Col("share of step", pair.share, number=True, show=units.share,
-            hint=f"of the step in {mode}"),
-        Col("if it cost nothing", lambda phase: _ratio(1 - pair.share(phase), 1.0) if pair.clear(phase) else None,
-            number=True, unit="x", hint=_AMDAHL),
+        Col("phase", lambda phase: Field(phase_words(phase), tone=tone(phase), hint=short * (not pair.clear(phase)))),
+        *(Col(title, partial(lambda at, phase: pair.times[phase][at] or None, at), number=True, unit="s",
+              hint=f"best-case seconds in {title}") for at, title in enumerate((reference, mode))),
+        Col("speed-up", lambda phase: ratio(*pair.times[phase]) if pair.clear(phase) else None, number=True,
+            show=units.speed_up, unit="x", hint="the reference's time over this, above 1x is faster; no verdict"),
+        Col("share of step", pair.share, number=True, show=units.share, hint=f"of the step in {mode}"),
+        Col("if it cost nothing", lambda phase: ratio(1.0, 1 - pair.share(phase)) if pair.clear(phase) else None,
+            number=True, show=units.speed_up, unit="x", hint=_AMDAHL),
     ]  # fmt: skip
-    phases = table(f"phases-of-{name}", f"{pair.title}: phase beside phase", cols, pair.times, folded=True)
-    yield replace(phases, rows=(*phases.rows, _step_row(pair)))
+    yield table(f"phases-of-{name}", f"{pair.title}: phase beside phase", cols, pair.times, folded=True)
 
 
 def _changes(pair: _Pair) -> Iterator[Mark]:
-    before, after = pair.steps
-    rest, short = after - before, [phase for phase in pair.times if not pair.clear(phase)]
-    for phase, (own, other) in pair.times.items():
-        if pair.clear(phase) and own != other:
-            rest -= other - own
+    before, after = pair.times[_STEP]
+    phases = [phase for phase in pair.times if phase != _STEP]
+    rest, short = after - before, [phase_words(phase) for phase in phases if not pair.clear(phase)]
+    for phase in filter(pair.clear, phases):
+        own, other = pair.times[phase]
+        change = other - own
+        if change:
+            rest -= change
             hint = f"{units.seconds(own)} in {pair.reference.case.mode}, {units.seconds(other)} in {pair.result.mode}"
-            yield Mark(phase_words(phase), other - own, tone=_tone(pair, other - own), hint=hint)
+            tone = Tone.DOUBT if pair.finding.doubtful else Tone.GOOD if change < 0 else Tone.BAD
+            small = abs(change) < _LEAST_DRAWN * before
+            yield Mark(phase_words(phase), change, tone=Tone.PLAIN if small else tone, hint=hint)
     if short or abs(rest) > _LEAST_DRAWN * before:
-        hint = f"{listed([*map(phase_words, short)])}: too short to tell" if short else ""
-        yield Mark("the rest", rest, tone=Tone.DOUBT, hint=hint)
-
-
-def _tone(pair: _Pair, change: float) -> Tone:
-    if abs(change) < _LEAST_DRAWN * pair.steps[0]:
-        return Tone.PLAIN
-    if pair.finding.doubtful:
-        return Tone.DOUBT
-    return Tone.GOOD if change < 0 else Tone.BAD
-
-
-def _step_row(pair: _Pair) -> tuple[Field, ...]:
-    before, after = pair.steps
-    paired = speed_up(pair.result)
-    hint = f"plain; over the rounds that both were in it is {units.speed_up(paired.point)}" if paired else "plain"
-    return (
-        Field("step", tone=Tone.STRONG), _time(before, Tone.STRONG), _time(after, Tone.STRONG),
-        Field(units.speed_up(before / after), before / after, Tone.STRONG, hint),
-        Field(units.percent(1.0), 1.0, Tone.STRONG), Field(units.NONE),
-    )  # fmt: skip
-
-
-def _time(seconds: float, tone: Tone = Tone.PLAIN) -> Field:
-    return Field(units.seconds(seconds), seconds, tone) if seconds > 0 else Field(units.NONE, 0.0, tone)
-
-
-def _ratio(below: float, above: float) -> Field:
-    if below <= 0 or above <= 0 or not math.isfinite(above / below):
-        return Field(units.NONE)
-    return Field(units.speed_up(above / below), above / below)
-
-
-def _lead(pair: _Pair) -> str:
-    before, after = pair.steps
-    times = {phase: both for phase, both in pair.times.items() if pair.clear(phase)}
-    saved = {phase: old - new for phase, (old, new) in times.items() if abs(old - new) >= _LEAST_DRAWN * before}
-    gains = sorted((phase for phase in saved if saved[phase] > 0), key=lambda phase: -saved[phase])
-    losses = sorted((phase for phase in saved if saved[phase] < 0), key=lambda phase: saved[phase])
-    words = f"The step takes {units.seconds(after)} instead of {units.seconds(before)}."
-    gained, lost = (
-        f"{phase_words(phases[0])} ({units.seconds(abs(saved[phases[0]]))})" if phases else ""
-        for phases in (gains, losses)
-    )
-    words += f" It saves most in {gained}" if gains else " It saves in no phase"
-    words += f" and adds most in {lost}." if losses else "."
-    kept = [phase for phase, (old, new) in times.items() if new > 0 and new >= old * (1 - SAME)]
-    if kept and gains:
-        share = sum(times[phase][1] for phase in kept) / after
-        words += (
-            f" {units.percent(share, 0)} of the step is no shorter than before ({listed([*map(phase_words, kept)])})."
-        )
-    if pair.finding.doubtful:
-        words += f" Labelled {', '.join(pair.finding.labels)}."
-    return words
+        yield Mark("the rest", rest, tone=Tone.DOUBT, hint=f"{listed(short)}: too short to tell" if short else "")

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from fp8bench import units
-from fp8bench.analysis.ranks import Untold, efficiency, frontier, rank_times, sent_by_rank
+from fp8bench.analysis.ranks import Untold, efficiency, rank_times, sent_by_rank
 from fp8bench.model import specs
-from fp8bench.report.case_status import cost_tone, emulated, status_words, tone_of
+from fp8bench.report.case_status import cost_tone, status_words, tone_of
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, show_params, together, value_of
-from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest, reasons
+from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, together, value_of
+from fp8bench.report.topics.ranks import (
+    COLLECTIVE,
+    COMPOSED,
+    FUNCTIONAL,
+    SQNR,
+    WireLine,
+    beside,
+    cheapest,
+    lines_of,
+    reasons,
+    unbeaten,
+)
 from fp8bench.report.words.naming import common_tone
 
-_COLLECTIVE, _WAY = "collective", "way"
-_SQNR = "sqnr_db"
-# Parameters that only matter for FP8.
-_COMPOSED = ("fp8", "scaling")
-# Smaller shares of values are lost in any format.
-_LOST_PERCENT = 0.01
+_WAY = "way"
 # The largest rank's rows over the mean: any router leaves less than this.
 _UNEVEN = 1.1
 UNBEATEN = "* nothing else sends as little with as small an error"
 POOLED = "What is measured beside every way of FP8 stands once, by the median of its groups."
-EMULATED_RATES = "Rates of emulated cases are what emulating their casts costs here, and no speed."
 LEGEND = (
     "algbw is the vector's bytes in the dtype that is sent over the median step of the slowest rank, busbw that times "
     "nccl-tests' factor; wire: what a rank sends, of FP8 counted; SQNR against float64. strong: one rank's step over "
@@ -40,10 +45,9 @@ def boards(panel: Panel) -> Iterator[Table]:
     params = dict(panel.case.params)
     if panel.case.ranks < 2:
         return
-    if _COLLECTIVE in params:
-        by_collective = together((str(dict(member[0].case.params)[_COLLECTIVE]), member) for member in panel.members)
-        for collective, members in by_collective.items():
-            yield _of_collective(collective, members, panel)
+    if COLLECTIVE in params:
+        for collective, lines in together((line.collective, line) for line in lines_of(panel)).items():
+            yield _of_collective(collective, lines, panel)
     elif _WAY in params:
         yield _of_ways(panel)
 
@@ -51,10 +55,8 @@ def boards(panel: Panel) -> Iterator[Table]:
 def remarks(panel: Panel) -> Iterator[str]:
     if any(cheapest(panel)):
         yield UNBEATEN
-    if any(_COMPOSED[0] in dict(group.case.params) for group in panel.groups) and len(panel.groups) > 1:
+    if any(COMPOSED[0] in dict(group.case.params) for group in panel.groups) and len(panel.groups) > 1:
         yield POOLED
-    if _COLLECTIVE in dict(panel.case.params) and any(emulated(result) for _, result in panel.members):
-        yield EMULATED_RATES
     yield from filter(None, (_waiting(*member) for member in panel.members))
     told = (
         (result.mode, gain.strong) for _, result in panel.members if (gain := efficiency(result.record)) is not None
@@ -78,77 +80,24 @@ def _waiting(group: ResultGroup, result: Result) -> str:
     return f"{name}: {told}; rank {waiting.rank} waits longest, {units.seconds(waiting.waiting)} of a step."
 
 
-def _of_collective(collective: str, members: Sequence[NamedCase], panel: Panel) -> Table:
-    composed = {own.mode for _, own in members if own.record.transfer is not None and own.record.transfer.counted}
-    named = []
-    for case in members:
-        group, result = case
-        params = dict(group.case.params)
-        ways = [str(params[name]) for name in _COMPOSED if result.mode in composed and name in params]
-        words = " ".join([*([] if ways and result.mode == "fp8" else [result.mode]), *ways])
-        named.append(((_beside(panel, group, {_COLLECTIVE, *_COMPOSED}), words), case))
-    lines = [_Line(*names, own) for names, own in together(named).items()]
-    sizes = dict.fromkeys(result.record.transfer.logical for _, result in members if result.record.transfer is not None)
+def _of_collective(collective: str, lines: Sequence[WireLine], panel: Panel) -> Table:
+    sizes = dict.fromkeys(line.logical for line in lines if line.logical)
     size = f" of {' or '.join(map(units.size, sizes))}" if sizes else ""
-    cols: list[Col[_Line]] = [
+    best = [line for alike in together((line.swept, line) for line in lines).values() for line in unbeaten(alike)]
+    cols: list[Col[WireLine]] = [
         Col("", lambda line: line.swept, shared=True), Col("case", lambda line: line.words),
-        Col("", lambda line: "*" if _unbeaten(lines, line) else "", hint=UNBEATEN),
+        Col("", lambda line: "*" if line in best else "", hint=UNBEATEN),
         Col("busbw", lambda line: line.middle(specs.BUSBW, line.tone), number=True, unit="B/s",
             hint="algbw times nccl-tests' factor"),
         Col("algbw", lambda line: line.middle(specs.ALGBW, line.tone), number=True, unit="B/s",
             hint="the vector's bytes as they are sent, over the median step"),
         Col("wire", lambda line: line.middle(specs.WIRE_BYTES), number=True, unit="B",
             hint="what a rank sends to others in a step"),
-        Col("SQNR", lambda line: line.middle(_SQNR), number=True, unit="dB", hint="against float64"),
-        Col("verdict", lambda line: _verdict(line.results)), Col("lost", lambda line: _lost(line.figures), below=True),
+        Col("SQNR", lambda line: line.middle(SQNR), number=True, unit="dB", hint="against float64"),
+        Col("verdict", lambda line: _verdict(line.results)), Col("lost", lambda line: line.lost, below=True),
     ]  # fmt: skip
     kept = {col.heading for col in cols} - {"", "lost"}
     return table(f"board-{collective}", f"{collective}{size}, {panel.case.ranks} ranks", cols, lines, kept=kept)
-
-
-def _unbeaten(lines: Sequence[_Line], line: _Line) -> bool:
-    alike = [(other, other.cost) for other in lines if other.swept == line.swept]
-    known = [(other, cost) for other, cost in alike if cost is not None]
-    best = [known[place][0] for place in frontier([cost for _, cost in known])]
-    return line in best and len(best) < len(known)
-
-
-def _beside(panel: Panel, group: ResultGroup, told: Collection[str]) -> str:
-    """What else tells the group from others: 'elements=65536'."""
-    return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] not in told)
-
-
-@dataclass(frozen=True)
-class _Line:
-    """One case of a collective, or the same case beside several ways of FP8; `swept` tells such lines apart."""
-
-    swept: str
-    words: str
-    members: Sequence[NamedCase]
-
-    @property
-    def results(self) -> list[Result]:
-        return [result for _, result in self.members]
-
-    @property
-    def figures(self) -> list[Figures]:
-        return [case.figures for case in self.members]
-
-    @property
-    def cost(self) -> tuple[float, float] | None:
-        wire, sqnr = (self.middle(name).value for name in (specs.WIRE_BYTES, _SQNR))
-        return None if wire is None or sqnr is None else (wire, sqnr)
-
-    def middle(self, name: str, tone: Tone = Tone.PLAIN) -> Field:
-        told = [figure[name] for figure in self.figures if figure[name].value is not None]
-        if not told:
-            return Field(units.NONE)
-        value = statistics.median(metric.value for metric in told if metric.value is not None)
-        return Field(told[0].spec.shown(value), value, tone)
-
-    @property
-    def tone(self) -> Tone:
-        return Tone.DOUBT if any(map(emulated, self.results)) else Tone.PLAIN
 
 
 def _verdict(results: Sequence[Result]) -> Field:
@@ -158,19 +107,9 @@ def _verdict(results: Sequence[Result]) -> Field:
     return Field(", ".join(said), tone=common_tone(map(tone_of, results)))
 
 
-def _lost(figures: Sequence[Figures]) -> str:
-    shares = {
-        "saturated": max((figure["saturated_ppm"].value or 0.0 for figure in figures), default=0.0),
-        "flushed": max((figure["flushed_percent"].value or 0.0 for figure in figures), default=0.0),
-    }
-    told = [f"saturated {units.shown(shares['saturated'], 'ppm')}"] if shares["saturated"] else []
-    told += [f"flushed {units.percentage(shares['flushed'])}"] if shares["flushed"] >= _LOST_PERCENT else []
-    return ", ".join(told)
-
-
 def _of_ways(panel: Panel) -> Table:
     cols: list[Col[NamedCase]] = [
-        Col("", lambda row: f"{row.group.case.param(_WAY)} {_beside(panel, row.group, {_WAY})}".strip(), shared=True),
+        Col("", lambda row: f"{row.group.case.param(_WAY)} {beside(panel, row.group, {_WAY})}".strip(), shared=True),
         Col("case", lambda row: row.result.mode),
         Col("verdict", lambda row: status_words(row.result), tone=lambda row: tone_of(row.result)),
         Col("pace", lambda row: Field(row.figures.rate.shown, row.figures.rate.value), number=True, unit="tok/s",

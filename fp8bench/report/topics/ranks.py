@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -30,11 +30,11 @@ from fp8bench.analysis.ranks import (
 )
 from fp8bench.model import MemoryUse, Timing, specs
 from fp8bench.model.ranks import Overlap, RankScaling, Sent, Transfer
-from fp8bench.report.case_status import cost_tone
+from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, case_cols, figure_col, table
 from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Field, Lines, Mark, Scatter, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
+from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, show_params, together
 
 _RATES = (specs.ALGBW, specs.BUSBW, specs.EFFECTIVE_BUSBW)
 # More ranks do not have columns of their own.
@@ -47,6 +47,12 @@ FUNCTIONAL = (
 _LEAST_WAYS = 4
 _ALL_BUT_EXACT_DB = 100.0
 _LEAST_SIZES = 2
+COLLECTIVE, SQNR = "collective", "sqnr_db"
+# Parameters that only matter for FP8.
+COMPOSED = ("fp8", "scaling")
+_LOST = ("saturated_ppm", "flushed_percent")
+# Smaller shares of values are lost in any format.
+_LOST_PERCENT = 0.01
 
 
 def _interval(
@@ -169,7 +175,7 @@ _Wire = tuple[ResultGroup, Result, Transfer, Figures]
 
 
 def _wire(panel: Panel) -> Table:
-    errors = (("SQNR", "sqnr_db", "dB"), ("saturated", "saturated_ppm", "ppm"), ("flushed", "flushed_percent", "%"))
+    errors = (("SQNR", SQNR, "dB"), ("saturated", "saturated_ppm", "ppm"), ("flushed", "flushed_percent", "%"))
     cols: list[Col[_Wire]] = [
         *case_cols(""),
         figure_col(specs.WIRE_BYTES, lambda row: Field(
@@ -177,7 +183,7 @@ def _wire(panel: Panel) -> Table:
         figure_col(specs.LOGICAL_BYTES, lambda row: row[2].logical),
         *(figure_col(spec, partial(lambda spec, row: Field(
             row[3][spec].shown, row[3][spec].value, cost_tone(row[1])), spec)) for spec in _RATES),
-        *(Col(heading, partial(lambda name, row: _measured(row[1], name), name), number=True, unit=unit)
+        *(Col(heading, partial(lambda name, row: row[3][name].value, name), number=True, unit=unit)
           for heading, name, unit in errors),
     ]  # fmt: skip
     rows = [(*case, Figures(*case[:2])) for case in panel.known(lambda result: result.record.transfer)]
@@ -185,59 +191,102 @@ def _wire(panel: Panel) -> Table:
 
 
 @dataclass(frozen=True)
-class WireCost:
-    """What a rank sends in one way, and how exact the result is.
+class WireLine:
+    """One case of a collective, or the same case beside several ways of FP8; `swept` tells such lines apart.
 
-    `way` is the precision, or for FP8 how it is composed; `words` name the case, `hint` says what was lost.
+    `way` is the precision, or for FP8 how it is composed.
     """
 
     collective: str
+    swept: str
     way: str
     words: str
-    wire: float
-    sqnr: float
-    hint: str
+    members: Sequence[NamedCase]
+
+    @property
+    def results(self) -> list[Result]:
+        return [result for _, result in self.members]
+
+    @property
+    def logical(self) -> float:
+        return max((own.record.transfer.logical for own in self.results if own.record.transfer), default=0.0)
+
+    @property
+    def cost(self) -> tuple[float, float] | None:
+        """Bytes that a rank sends, and the SQNR of what it gets."""
+        wire, sqnr = (self.middle(name).value for name in (specs.WIRE_BYTES, SQNR))
+        return None if wire is None or sqnr is None else (wire, sqnr)
+
+    @property
+    def lost(self) -> str:
+        figures = [case.figures for case in self.members]
+        saturated, flushed = (max(own[name].value or 0.0 for own in figures) for name in _LOST)
+        told = [f"saturated {units.shown(saturated, 'ppm')}"] if saturated else []
+        return ", ".join(told + ([f"flushed {units.percentage(flushed)}"] if flushed >= _LOST_PERCENT else []))
+
+    @property
+    def told(self) -> str:
+        wire, sqnr = self.cost or (0.0, 0.0)
+        return ", ".join(filter(None, (units.size(wire), units.decibels(sqnr), self.lost)))
+
+    @property
+    def tone(self) -> Tone:
+        return Tone.DOUBT if any(map(emulated, self.results)) else Tone.PLAIN
+
+    def middle(self, name: str, tone: Tone = Tone.PLAIN) -> Field:
+        told = [case.figures[name] for case in self.members if case.figures[name].value is not None]
+        if not told:
+            return Field(units.NONE)
+        value = statistics.median(metric.value for metric in told if metric.value is not None)
+        return Field(told[0].spec.shown(value), value, tone)
 
 
-def _collective(panel: Panel, result: Result) -> str:
-    return str(dict(result.record.case.params).get("collective", panel.case.workload))
+def collective_of(panel: Panel, result: Result) -> str:
+    return str(dict(result.record.case.params).get(COLLECTIVE, panel.case.workload))
 
 
-def wire_costs(panel: Panel) -> dict[str, list[WireCost]]:
-    """By collective, for the largest size. What is the same in several groups is told once."""
-    sizes = together(
-        (_collective(panel, result), sent.logical) for _, result, sent in panel.known(lambda own: own.record.transfer)
+def lines_of(panel: Panel) -> list[WireLine]:
+    sent = [own for own in panel.results if own.record.transfer is not None]
+    composed = {own.mode for own in sent if own.record.transfer and own.record.transfer.counted}
+    named = []
+    for case in panel.members:
+        group, result = case
+        params = dict(group.case.params)
+        ways = [str(params[name]) for name in COMPOSED if result.mode in composed and name in params]
+        words = " ".join([*([] if ways and result.mode == "fp8" else [result.mode]), *ways])
+        swept = beside(panel, group, {COLLECTIVE, *COMPOSED})
+        named.append(((collective_of(panel, result), swept, ways[0] if ways else result.mode, words), case))
+    return [WireLine(*names, cases) for names, cases in together(named).items()]
+
+
+def beside(panel: Panel, group: ResultGroup, told: Collection[str]) -> str:
+    """What else tells the group from others: 'elements=65536'."""
+    return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] not in told)
+
+
+def unbeaten(lines: Sequence[WireLine]) -> list[WireLine]:
+    """Those that no other beats in both bytes and error; none if that is all of them."""
+    known = [(line, cost) for line in lines if (cost := line.cost) is not None]
+    best = [known[place][0] for place in frontier([cost for _, cost in known])]
+    return best if len(best) < len(known) else []
+
+
+def wire_costs(panel: Panel) -> dict[str, list[WireLine]]:
+    """By collective, at its largest size."""
+    known = [line for line in lines_of(panel) if line.cost is not None]
+    sizes = together((line.collective, line.logical) for line in known)
+    largest = [line for line in known if line.logical == max(sizes[line.collective])]
+    return together(
+        (line.collective + (f" of {units.size(line.logical)}" if len({*sizes[line.collective]}) > 1 else ""), line)
+        for line in largest
     )
-    costs: dict[tuple[object, ...], WireCost] = {}
-    for _, result in panel.members:
-        sent, sqnr, params = result.record.transfer, _measured(result, "sqnr_db").value, dict(result.record.case.params)
-        if sent is None or sqnr is None:
-            continue
-        collective = _collective(panel, result)
-        if sent.logical < max(sizes[collective]):
-            continue
-        collective += f" of {units.size(sent.logical)}" if len({*sizes[collective]}) > 1 else ""
-        composed = [str(params[name]) for name in ("fp8", "scaling") if name in params and sent.counted]
-        way = composed[0] if composed else result.mode
-        shares = (
-            f"saturated {_measured(result, 'saturated_ppm').text}, flushed {_measured(result, 'flushed_percent').text}"
-        )
-        words = " ".join([result.mode, *composed])
-        cost = WireCost(collective, way, words, sent.wire, sqnr, shares)
-        costs.setdefault((collective, words), cost)
-    return together((wire_cost.collective, wire_cost) for wire_cost in costs.values())
 
 
 def cheapest(panel: Panel) -> Iterator[str]:
-    """The ways of each collective that no other beats in both bytes and error."""
-    for collective, costs in wire_costs(panel).items():
-        best = [costs[place] for place in frontier([(cost.wire, cost.sqnr) for cost in costs])]
-        if len(best) < len(costs):
-            named = [
-                f"{cost.words} ({units.size(cost.wire)}, {units.decibels(cost.sqnr)}, {cost.hint})"
-                for cost in sorted(best, key=lambda cost: cost.wire)
-            ]
-            yield f"{collective}: nothing else sends as little with as small an error as {'; '.join(named)}."
+    for collective, lines in wire_costs(panel).items():
+        if best := sorted(unbeaten(lines), key=lambda line: line.cost or ()):
+            told = "; ".join(f"{line.words} ({line.told})" for line in best)
+            yield f"{collective}: nothing else sends as little with as small an error as {told}."
 
 
 def _overlaps(panel: Panel) -> Table:
@@ -270,15 +319,6 @@ def _bubbles(panel: Panel) -> Iterator[str]:
         )
 
 
-def _measured(result: Result, name: str) -> Field:
-    measurement = result.record.measurement(name)
-    return (
-        Field(units.NONE)
-        if measurement is None
-        else Field(units.shown(measurement.samples[0], measurement.unit), measurement.samples[0])
-    )
-
-
 @section("ranks", "Ranks", 98)
 def ranks_section(material: Material) -> Iterator[Element]:
     """A step is over when its slowest rank is. What a collective takes is the least that any rank was in it: the others
@@ -297,10 +337,10 @@ def ranks_section(material: Material) -> Iterator[Element]:
 
 def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
     for collective, costs in wire_costs(panel).items():
-        shown = [cost for cost in costs if cost.sqnr < _ALL_BUT_EXACT_DB]
+        shown = [(line, *line.cost) for line in costs if line.cost is not None and line.cost[1] < _ALL_BUT_EXACT_DB]
         if len(shown) < _LEAST_WAYS:
             continue
-        points = tuple(ChartPoint(cost.way, cost.words, cost.wire, cost.sqnr, hint=cost.hint) for cost in shown)
+        points = tuple(ChartPoint(line.way, line.words, wire, sqnr, hint=line.lost) for line, wire, sqnr in shown)
         description = (
             f"What a rank sends in a step of {collective}, and the signal-to-noise ratio of what it gets: further left "
             "is less to send, further up a smaller error. What keeps more than 100 dB is left out."
@@ -335,13 +375,13 @@ def _rates(panel: Panel) -> Iterator[tuple[str, tuple[tuple[str, float], ChartPo
         if rate is None:
             continue
         params = dict(result.record.case.params)
-        ways = [str(params[name]) for name in ("fp8", "scaling") if name in params and sent.counted]
+        ways = [str(params[name]) for name in COMPOSED if name in params and sent.counted]
         way = " ".join([result.mode, *ways])
         span = () if isinstance(seconds, Untold) else sorted(rate * seconds.value / end for end in seconds[1:])
         low, high = span or (None, None)
         where = f"{way}, {units.size(sent.logical)}"
         point = ChartPoint(way, where, sent.logical, rate, cost_tone(result), strand=way, low=low, high=high)
-        yield _collective(panel, result), ((way, sent.logical), point)
+        yield collective_of(panel, result), ((way, sent.logical), point)
 
 
 def _over_time(number: int, panel: Panel) -> Iterator[Lines]:

@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.samples import step_samples
-from fp8bench.model import Label, Status, Verdict
+from fp8bench.model import Finding, Label, Status, Verdict
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
 from fp8bench.report.case_status import emulated
@@ -29,9 +30,9 @@ from fp8bench.report.panels import (
     together,
 )
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
+from fp8bench.report.topics.verdict import over_values
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import attention_of, cache_of, many, replays_of
-from fp8bench.report.words.speed import over_values, would_have_seen
 
 _COST = "the cost of emulation, not of the precision"
 # Columns that every table has.
@@ -84,28 +85,22 @@ class _ShownCase:
     setting: str
     figures: Figures
 
+    @property
+    def finding(self) -> Finding | None:
+        return self.result.finding
+
     def figure(self, name: str, best: bool = False) -> Field:
         metric = self.figures[name]
         value, hint = metric.best if best else metric.value, _COST if case_status.emulated(self.result) else ""
         return number(value, metric.spec.shown, case_status.cost_tone(self.result), hint)
 
 
-def _lead(material: Material) -> str:
-    results = [case.result for _, panel, case in _cases(material) if not about_tensors(panel)]
-    notes = [
-        "Speed-up: above 1x is faster. Best: a step that nothing disturbs, with a hot cache unless it says cache=."
-    ]
-    if any(case_status.standing(result) is case_status.Standing.DOUBTED for result in results):
-        notes.append("'Perhaps': a label casts doubt on it.")
-    if any(map(case_status.emulated, results)):
-        notes.append(
-            "Emulated cases are right in numbers and have no speed: their time and memory are what emulating costs."
-        )
-    return " ".join(notes)
-
-
-@section("results", "Results", 30, lead=_lead)
+@section("results", "Results", 30)
 def results_section(material: Material) -> Iterator[Element]:
+    """Speed-up: above 1x is faster; 'perhaps': a label casts doubt on it. Best: a step that nothing disturbs, with a
+    hot cache unless it says cache=. Emulated cases are right in numbers and have no speed: their time and memory are
+    what emulating costs.
+    """
     cases = [case for case in _cases(material) if not about_tensors(case[1])]
     if cases:
         by_suite = together((panel.case.workload, case.group.case.params) for _, panel, case in cases)
@@ -163,7 +158,8 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
     yield Col("interval", _interval, number=True, unit="x", hint=words)
     yield Col("over all calls", _typical, number=True, unit="x", hint="the speed-up by the mean over all calls")
     words = "of cases called the same: with 1 in so many calls that takes twice as long they would not have been"
-    yield Col("slow calls seen", _seen, number=True, hint=words)
+    yield Col("slow calls seen", lambda row: row.finding.rarest if row.finding and row.finding.verdict is Verdict.SAME
+              else None, number=True, show="1 in {}".format, hint=words)  # fmt: skip
     words = ", ".join(f"{metric} ({', '.join(dict.fromkeys(suites))})" for metric, suites in errors.items())
     yield Col("error", lambda row: number(row.figures[row.panel.error].value, units.relative_error,
               hint=row.panel.error), number=True, hint=words)  # fmt: skip
@@ -202,19 +198,10 @@ def _interval(row: _ShownCase) -> Field:
 
 
 def _typical(row: _ShownCase) -> Field:
-    typical = case_status.inverse(row.result.finding.typical if row.result.finding else None)
+    typical = case_status.inverse(row.finding.typical if row.finding else None)
     if typical is None or case_status.speed_up(row.result) is None:
         return Field(units.NONE)
     return number(typical.point, lambda _: case_status.show_speed(typical))
-
-
-def _seen(row: _ShownCase) -> Field | None:
-    finding = row.result.finding
-    if finding is None or finding.verdict is not Verdict.SAME:
-        return None
-    return Field(
-        f"1 in {finding.rarest}" if finding.rarest else units.NONE, finding.rarest, hint=would_have_seen(finding)
-    )
 
 
 def _why(result: Result) -> str:
@@ -233,29 +220,16 @@ _LEAST_IN_ORDER, _MOST_IN_ORDER = 12, 4
 _FAR = 100.0
 
 
-@dataclass(frozen=True)
-class _Strip:
+class _Strip(NamedTuple):
+    """`percent` are the rounds, above or below their median."""
+
     name: str
     result: Result
-    percent: tuple[float, ...]  # of each round, above (or below) the median
+    percent: Sequence[float]
 
     @property
-    def unsteady(self) -> tuple[Label, ...]:
-        return tuple(label for label in _UNSTEADY if label in self.result.labels)
-
-    @property
-    def moved(self) -> bool:
-        return len(self.percent) >= _LEAST_IN_ORDER and any(label in self.result.labels for label in _IN_ORDER)
-
-    @property
-    def label(self) -> str:
-        words = [*self.unsteady, *(["emulated"] if emulated(self.result) else [])]
-        return f"{self.name} ({', '.join(words)})" if words else self.name
-
-    @property
-    def tone(self) -> Tone:
-        doubtful = self.result.finding is not None and self.result.finding.doubtful
-        return Tone.DOUBT if doubtful or emulated(self.result) else Tone.PLAIN
+    def unsteady(self) -> list[str]:
+        return [label.value for label in _UNSTEADY if label in self.result.labels]
 
     @property
     def spread(self) -> float:
@@ -272,34 +246,38 @@ def samples_section(material: Material) -> Iterator[Element]:
     other work on the machine: it hardly touches the best case, which verdicts rest on.
     """
     rows = sorted(_rows(material), key=lambda row: not row.unsteady)  # a stable sort: else as in the table
-    kinds = [[row for row in rows[:_MOST_ROWS] if emulated(row.result) is cost] for cost in (False, True)]
-    for shown in filter(None, kinds):
-        strips = tuple((row.label, tuple(value for value in row.percent if value <= _FAR), row.tone) for row in shown)
-        cost = emulated(shown[0].result)
-        name, whose = ("samples-of-emulations", "emulated case") if cost else ("samples-by-case", "case")
-        title = f"Rounds of each {whose}, relative to its median"
-        axis = ChartAxis("distance from the case's median", "%")
-        yield Strips(name, title, _description(shown), axis, strips, folded=cost)
-    yield from _in_order([row for row in rows if row.moved and not emulated(row.result)])
+    for cost, name, whose in ((False, "samples-by-case", "case"), (True, "samples-of-emulations", "emulated case")):
+        if shown := [row for row in rows[:_MOST_ROWS] if emulated(row.result) is cost]:
+            title, axis = f"Rounds of each {whose}, relative to its median", ChartAxis("distance from the median", "%")
+            yield Strips(name, title, _description(shown), axis, tuple(map(_points, shown)), folded=cost)
+    yield from _in_order([row for row in rows if not emulated(row.result)])
     if len(rows) > _MOST_ROWS:
         yield Text(f"{len(rows) - _MOST_ROWS} more cases are not shown here; their samples are in the run.")
 
 
-def _in_order(moved: Sequence[_Strip]) -> Iterator[Lines]:
+def _points(row: _Strip) -> tuple[str, tuple[float, ...], Tone]:
+    cost, finding = emulated(row.result), row.result.finding
+    words = ", ".join(row.unsteady + ["emulated"] * cost)
+    tone = Tone.DOUBT if cost or (finding is not None and finding.doubtful) else Tone.PLAIN
+    return row.name + f" ({words})" * bool(words), tuple(value for value in row.percent if value <= _FAR), tone
+
+
+def _in_order(rows: Sequence[_Strip]) -> Iterator[Lines]:
     """Only the order of the rounds shows whether a case drifted, changed once, or was held up now and then."""
+    moved = [row for row in rows if len(row.percent) >= _LEAST_IN_ORDER and {*_IN_ORDER} & {*row.result.labels}]
     shown = moved[:_MOST_IN_ORDER]
-    longest = max((len(row.percent) for row in shown), default=0)
-    if longest:
+    if shown:
+        longest = max(len(row.percent) for row in shown)
         series = tuple(
             (row.name, tuple(Mark(f"round {place}", 1 + value / 100) for place, value in enumerate(row.percent, 1))
              + (None,) * (longest - len(row.percent)))
             for row in shown
         )  # fmt: skip
-        more = len(moved) - len(shown)
-        described = f"{many(len(shown), 'case')} whose times moved{f', {more} more are not drawn' if more else ''}."
+        more = f", {len(moved) - len(shown)} more are not drawn" if len(moved) > len(shown) else ""
         places = tuple(f"round {place}" for place in range(1, longest + 1))
-        axis = ChartAxis("over the case's median", "x")
-        yield Lines("rounds-in-order", "Rounds in the order in which they ran", described, places, axis, series)
+        described = f"{many(len(shown), 'case')} whose times moved{more}."
+        title, axis = "Rounds in the order in which they ran", ChartAxis("over the case's median", "x")
+        yield Lines("rounds-in-order", title, described, places, axis, series)
 
 
 def _rows(material: Material) -> Iterator[_Strip]:
@@ -309,20 +287,12 @@ def _rows(material: Material) -> Iterator[_Strip]:
             finite = [sample for sample in step_samples(timing) if math.isfinite(sample)] if timing is not None else []
             middle = statistics.median(finite) if finite else 0.0
             if middle > 0:
-                yield _Strip(f"{title} {case.name}", case.result, tuple(100 * (value / middle - 1) for value in finite))
+                yield _Strip(f"{title} {case.name}", case.result, [100 * (value / middle - 1) for value in finite])
 
 
 def _description(rows: Sequence[_Strip]) -> str:
     widest = max(rows, key=lambda row: row.spread)
-    words = (
-        f"{many(len(rows), 'case')}. The middle half of the rounds spans most in {widest.name}: "
-        f"{units.significant(widest.spread)}% of the median."
-    )
-    far = [(value, row) for row in rows for value in row.percent if value > _FAR]
-    if not far:
-        return words
-    most, case = max(far, key=lambda pair: pair[0])
-    return (
-        f"{words} {many(len(far), 'round')} took more than twice the median, which is not drawn; "
-        f"the longest took {units.ratio(1 + most / 100)} of it, in {case.name}."
-    )
+    span = f"{units.significant(widest.spread)}% of the median"
+    far = sum(value > _FAR for row in rows for value in row.percent)
+    beyond = f" {many(far, 'round')} took more than twice the median, which is not drawn." if far else ""
+    return f"{many(len(rows), 'case')}. The middle half of the rounds spans most in {widest.name}: {span}.{beyond}"

@@ -85,11 +85,8 @@ def sources(results: Sequence[Result]) -> Iterator[str]:
     ceiling = next((result.record.ceiling for result in results if result.record.ceiling is not None), None)
     sheet = datasheet_of(ceiling.device) if ceiling is not None else None
     if ceiling is not None and ceiling.rates:
-        told = [
-            f"{rate.limit.value} {rate.precision}".strip() + f" ({units.percent(rate.spread)})"
-            for rate in ceiling.rates
-            if rate.runs and not rate.steady
-        ]
+        told = [f"{rate_words(rate)} ({units.percent(rate.spread)})" for rate in ceiling.rates
+                if rate.runs and not rate.steady]  # fmt: skip
         wide = f"; these are no upper bounds, their runs differ too much: {listed(told)}" if told else ""
         yield f"Ceilings were measured here{wide}."
     if sheet is not None:
@@ -110,14 +107,9 @@ def _bounds(result: Result) -> str:
 
 
 def _near(roof: PhaseRoof) -> str:
-    """', at 71% of its ceiling', or how little of the time the nearest ceiling explains."""
+    """', at 71% of its ceiling': of what the nearest one explains."""
     if roof.of_ceiling is not None:
-        least = units.percent(roof.of_ceiling, 0)
-        far = roof.bound in (Bound.OVERHEAD, Bound.NONE)
-        each = roof.seconds / max(roof.count.launches, 1)
-        return (
-            f", {units.seconds(each)} an operator, at {least} of the nearest" if far else f", at {least} of its ceiling"
-        )
+        return f", at {units.percent(roof.of_ceiling, 0)} of its ceiling"
     return f", at {units.percent(roof.of_sheet, 0)} of the datasheet's" if roof.of_sheet is not None else ""
 
 
@@ -127,13 +119,9 @@ def _gain(reference: str, place: str, result: Result, gain: Gain) -> str:
     perhaps = "perhaps " if stands is Standing.DOUBTED else ""
     clear = given is not None and stands is not Standing.UNSURE
     gives = f"it {perhaps}gives {units.speed_up(given.point)}" if given and clear else "what it gives is not clear"
-    tax = (
-        f"; its products alone are {units.speed_up(gain.kernels)} as fast, with the casts "
-        f"{units.speed_up(gain.with_casts)} (casts move {units.size(gain.cast_bytes)}, products "
-        f"{units.size(gain.product_bytes)})"
-        if gain.cast_bytes
-        else ""
-    )
+    casts = f"casts move {units.size(gain.cast_bytes)}, products {units.size(gain.product_bytes)}"
+    paces = f"{units.speed_up(gain.kernels)} as fast, with the casts {units.speed_up(gain.with_casts)}"
+    tax = f"; its products alone are {paces} ({casts})" if gain.cast_bytes else ""
     return (
         f"{reference}'s products{place} are {units.percent(gain.share, 0)} of the step and at "
         f"{units.percent(gain.of_ceiling, 0)} of their ceiling: {mode} at its own ceiling would give "
@@ -192,17 +180,10 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
 
 def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
     points = [
-        ChartPoint(
-            case.result.mode,
-            ", ".join(filter(None, (phase_words(roof.count.phase), case.place))),
-            roof.intensity,
-            roof.flop_rate,
-            hint=bound_words(roof),
-        )
-        for case in cases
-        for roof in _roofs(case)
-        if roof.intensity is not None and roof.flop_rate is not None
-    ]
+        ChartPoint(case.result.mode, ", ".join(filter(None, (phase_words(roof.count.phase), case.place))),
+                   roof.intensity, roof.flop_rate, hint=bound_words(roof))
+        for case in cases for roof in _roofs(case) if roof.intensity is not None and roof.flop_rate is not None
+    ]  # fmt: skip
     kinds = dict.fromkeys(
         kind_of_path(path) for case in cases for roof in _roofs(case) for path, _ in roof.count.by_path
     )

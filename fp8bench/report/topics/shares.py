@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 from fp8bench import units
 from fp8bench.analysis.tapes import StepShares, parts_of_record
@@ -52,29 +53,28 @@ def _elements(parts: Sequence[StepShares]) -> list[Element]:
 
 
 def tables_of(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Iterator[Table]:
-    shares = [step_shares.by_kind for _, step_shares in parts]
-    kinds = dict.fromkeys(kind for share in shares for kind in share if kind != UNATTRIBUTED)
-    ordered = sorted(kinds, key=lambda kind: -max(share.get(kind, 0.0) for share in shares))
-    yield table("kinds", captions[0], [*_share_cols("kind", parts, shares)], [*ordered, UNATTRIBUTED])
-    shares = [step_shares.by_module for _, step_shares in parts]
-    modules = dict.fromkeys(module for share in shares for module in share)
-    first = sorted(modules, key=lambda module: -max(share.get(module, 0.0) for share in shares))[:MOST_MODULES]
-    if first:
-        yield table("modules", captions[1], [*_share_cols("module", parts, shares)], first)
-
-
-def _share_cols(
-    first: str, parts: Sequence[tuple[str, StepShares]], shares: Sequence[Mapping[str, float]]
-) -> Iterator[Col[str]]:
     def share(key: str, seconds: float | None, own: Mapping[str, float]) -> Field | None:
         if key not in own:
             return None
         estimated = "" if seconds is None else f"  {units.seconds(own[key] * seconds)}"
         return Field(f"{units.percent(own[key])}{estimated}", own[key])
 
-    yield Col(first, lambda key: key)
-    for (name, part), own in zip(parts, shares, strict=True):
-        yield Col(name, partial(share, seconds=part.seconds, own=own), number=True)
+    by_kind, by_module = ([of(step) for _, step in parts] for of in (attrgetter("by_kind"), attrgetter("by_module")))
+    kinds = [*_largest(by_kind), UNATTRIBUTED]
+    for name, caption, shares, keys in (
+        ("kind", captions[0], by_kind, kinds), ("module", captions[1], by_module, _largest(by_module)[:MOST_MODULES])
+    ):  # fmt: skip
+        cols: list[Col[str]] = [Col(name, lambda key: key)]
+        cols += [Col(title, partial(share, seconds=step.seconds, own=own), number=True)
+                 for (title, step), own in zip(parts, shares, strict=True)]  # fmt: skip
+        if keys:
+            yield table(f"{name}s", caption, cols, keys)
+
+
+def _largest(shares: Sequence[Mapping[str, float]]) -> list[str]:
+    """What takes most first; the rest is left out."""
+    keys = dict.fromkeys(key for own in shares for key in own if key != UNATTRIBUTED)
+    return sorted(keys, key=lambda key: -max(own.get(key, 0.0) for own in shares))
 
 
 def value_of(parts: Sequence[StepShares]) -> dict[str, object]:
@@ -130,9 +130,7 @@ def _panel(title: str, known: Sequence[_Known]) -> Iterator[Element]:
 def _chart(name: str, title: str, timed: Sequence[tuple[str, StepShares]]) -> Stacks:
     """The smallest kinds are joined, because only so many colours can be told apart."""
     shares = [parts.by_kind for _, parts in timed]
-    kinds = dict.fromkeys(kind for own in shares for kind in own if kind != UNATTRIBUTED)
-    ordered = sorted(kinds, key=lambda kind: -max(own.get(kind, 0.0) for own in shares))
-    drawn = {kind: kind if place < _MOST_KINDS else _OTHERS for place, kind in enumerate(ordered)}
+    drawn = {kind: kind if place < _MOST_KINDS else _OTHERS for place, kind in enumerate(_largest(shares))}
     drawn[UNATTRIBUTED] = UNATTRIBUTED
     rows = []
     for (called, parts), own in zip(timed, shares, strict=True):

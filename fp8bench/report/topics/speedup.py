@@ -15,16 +15,11 @@ from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, s
 from fp8bench.report.columns import Col, case_cols, table, with_figures
 from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Element, Mark, Scatter, Table, Tone
 from fp8bench.report.page.charts import against
-from fp8bench.report.page.drawing.scale import BARS
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
 from fp8bench.report.words.naming import listed, many
 
-_AGAINST = (
-    " Against error, further down is more exact: a case is outdone where another of its group is more exact and surely "
-    "faster too."
-)
 _REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
 
 
@@ -70,14 +65,13 @@ class _Case:
         return " ".join(part for part in (self.title, self.setting, self.result.mode) if part)
 
 
-def _lead(material: Material) -> str:
-    return (
-        "To the right of 1x is faster than the reference; whiskers are 99% intervals, of fewer than "
-        f"{LEAST_ROUNDS} rounds their range. Grey ones are in doubt, and emulated cases have no speed."
-    ) + (_AGAINST if any(_scatters(_cases(material))) else "")
+_LEAD = (
+    "To the right of 1x is faster than the reference; whiskers are 99% intervals, of fewer than "
+    f"{LEAST_ROUNDS} rounds their range. Grey ones are in doubt, and emulated cases have no speed."
+)
 
 
-@section("speedup", "Speed-up", 40, lead=_lead, repeats=True)
+@section("speedup", "Speed-up", 40, lead=_LEAD, repeats=True)
 def speedup_section(material: Material) -> Iterator[Element]:
     cases = list(_cases(material))
     yield from _charts([case for case in cases if speed_up(case.result) is not None])
@@ -95,16 +89,10 @@ def _cases(material: Material) -> Iterator[_Case]:
 
 
 def _charts(bars: Sequence[_Case]) -> Iterator[Bars]:
-    pages: list[dict[str, list[_Case]]] = []
-    for reference in dict.fromkeys(bar.reference for bar in bars):
-        pages.append({})
-        for title in dict.fromkeys(bar.title for bar in bars if bar.reference == reference):
-            members = [bar for bar in bars if (bar.reference, bar.title) == (reference, title)]
-            if pages[-1] and sum(map(len, pages[-1].values())) + len(members) > BARS:
-                pages.append({})
-            pages[-1][title] = members
-    for number, by_title in enumerate(pages, 1):
-        yield _chart(f"speed-up-{number}" if len(pages) > 1 else "speed-up", by_title)
+    by_reference = together((bar.reference, bar) for bar in bars)
+    for number, cases in enumerate(by_reference.values(), 1):
+        by_title = together((bar.title, bar) for bar in cases)
+        yield _chart(f"speed-up-{number}" if len(by_reference) > 1 else "speed-up", by_title)
 
 
 def _chart(name: str, by_title: Mapping[str, Sequence[_Case]]) -> Bars:
@@ -156,52 +144,25 @@ def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
 
 
 def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
-    outdone = _outdone(spots)
     titles = list(dict.fromkeys(spot.title for spot in spots))
-    emulated = any(spot.speed is None for spot in spots)
+    by_mode = together((spot.result.mode, spot.error) for spot in spots)
+    ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
     return Scatter(
-        name,
-        f"Speed-up against {metric}: {listed(titles)}",
-        _ranges(spots, outdone, metric),
-        ChartAxis(f"speed-up over {spots[0].reference}", "x"),
-        ChartAxis(metric, units.RATIO, log=True),
-        tuple(_point(spot, outdone.get(spot), len(titles) > 1) for spot in spots),
-        "emulated: no speed" if emulated else "",
-    )
+        name, f"Speed-up against {metric}: {listed(titles)}",
+        f"{many(len(spots), 'case')}, further down is more exact. {metric}: {listed(ranges, 12)}.",
+        ChartAxis(f"speed-up over {spots[0].reference}", "x"), ChartAxis(metric, units.RATIO, log=True),
+        tuple(_point(spot, len(titles) > 1) for spot in spots),
+        "emulated: no speed" if any(spot.speed is None for spot in spots) else "",
+    )  # fmt: skip
 
 
-def _point(spot: _Case, better: _Case | None, titled: bool) -> ChartPoint:
-    label = " ".join(part for part in (spot.title if titled else "", spot.setting) if part)
+def _point(spot: _Case, titled: bool) -> ChartPoint:
+    label = " ".join(part for part in (spot.title if titled else "", spot.setting) if part) or spot.result.mode
     x = spot.speed.point if spot.speed is not None else None
     speed = f"{units.speed_up(x)}, " if x is not None else ""
     words = [f"{speed}error {units.relative_error(spot.error)}"]
-    words += [f"outdone by {better.result.mode}, which is faster and more exact"] if better is not None else []
     words += ["emulated: no speed"] if x is None else doubts(spot.result)
-    return ChartPoint(
-        spot.result.mode, label or spot.result.mode, x, spot.error, tone_of(spot.result), "; ".join(words)
-    )
-
-
-def _outdone(spots: Sequence[_Case]) -> dict[_Case, _Case]:
-    """Each case that another of its group beats in speed and error, with that one. Doubtful speeds do not count."""
-    sure = ((spot, spot.speed) for spot in spots if spot.speed is not None and tone_of(spot.result) is not Tone.DOUBT)
-    outdone: dict[_Case, _Case] = {}
-    for members in together(((spot.title, spot.setting), (spot, speed)) for spot, speed in sure).values():
-        for spot, speed in members:  # more exact, and faster by intervals that do not touch
-            better = next((case for case, own in members if case.error < spot.error and own.low > speed.high), None)
-            if better is not None:
-                outdone[spot] = better
-    return outdone
-
-
-def _ranges(spots: Sequence[_Case], outdone: Mapping[_Case, _Case], metric: str) -> str:
-    by_mode = together((spot.result.mode, spot.error) for spot in spots)
-    ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
-    sentences = [f"{many(len(spots), 'case')}. {metric}: {listed(ranges, 12)}."]
-    if outdone:
-        named = [f"{spot.name} by {other.result.mode}" for spot, other in outdone.items()]
-        sentences.append(f"Outdone in both: {listed(named, 8)}.")
-    return " ".join(sentences)
+    return ChartPoint(spot.result.mode, label, x, spot.error, tone_of(spot.result), "; ".join(words))
 
 
 @section("sustained", "Sustained", 96)

@@ -206,30 +206,21 @@ def _rows(case: NamedCase) -> Iterator[_ShownOperator]:
     whole = _whole(operators)
     for phase in sorted({operator.phase for operator in operators}, key=phase_order):
         for on_device in (True, False):
-            of_place = [
-                operator for operator in operators if (operator.phase, operator.on_device) == (phase, on_device)
-            ]
-            named = [operator for operator in of_place if operator.name]
-            shown = [
-                operator
-                for place, operator in enumerate(named[:MOST])
-                if not place or operator.seconds >= LEAST_SHARE * whole
-            ]
-            for operator in shown:
-                yield _ShownOperator(case, operator, whole)
-            others = [operator for operator in of_place if operator not in shown]
-            rest = sum(other.seconds for other in others)
+            own = [operator for operator in operators if (operator.phase, operator.on_device) == (phase, on_device)]
+            named = [operator for operator in own if operator.name][:MOST]
+            shown = [operator for place, operator in enumerate(named)
+                     if not place or operator.seconds >= LEAST_SHARE * whole]  # fmt: skip
+            others = [operator for operator in own if operator not in shown]
+            calls, rest = sum(other.calls for other in others), sum(other.seconds for other in others)
             if rest >= LEAST_SHARE * whole:
-                calls = sum(other.calls for other in others)
-                yield _ShownOperator(case, OperatorTime(phase, "", calls, rest, on_device), whole)
+                shown.append(OperatorTime(phase, "", calls, rest, on_device))
+            yield from (_ShownOperator(case, operator, whole) for operator in shown)
 
 
 def _where(material: Material) -> str:
-    folders_asked = [
-        entry.run.request.trace for entry in material.entries if any(record.trace for record in entry.run.records)
-    ]
-    folders = list(dict.fromkeys(folder for folder in folders_asked if folder is not None))
-    lie = f"The traces lie in {listed(folders)}, a folder a case. " if folders else ""
+    traced = (entry.run for entry in material.entries if any(record.trace for record in entry.run.records))
+    folders = dict.fromkeys(run.request.trace for run in traced if run.request.trace)
+    lie = f"The traces lie in {listed(list(folders))}, a folder a case. " if folders else ""
     return (
         f"{lie}ui.perfetto.dev and chrome://tracing open them; so does TensorBoard with torch-tb-profiler, whose page "
         "needs internet access in the browser."

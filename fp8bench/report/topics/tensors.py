@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.errors import UsageError
@@ -14,7 +14,6 @@ from fp8bench.model.specs import spec_of
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import ChartAxis, Element, Field, Heat, Table, Text, Tone
-from fp8bench.report.page.charts import worth_drawing
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
 from fp8bench.report.terminal.layout import GAP, INDENT
@@ -46,8 +45,7 @@ FIGURES = {
 }
 # Options of precisions that are one format under one scaling, and their words for no special one.
 _FORMAT, _SCALING = "format", "scaling"
-_EXACT, _SAME, _NONE, _ROLES = "exact", "same", "none", ("input", "weight", "gradient")
-OWN = "its own"
+_EXACT, _SAME, _ROLES = "exact", "same", ("input", "weight", "gradient")
 # The parameter that names a tensor. Its shape is only named if it comes in several.
 _NAME = "tensor"
 _ELEMENTS = re.compile(r"e(\d+)m(\d+)")
@@ -64,19 +62,13 @@ _SHOWN = (
     ("SQNR", SQNR), ("worst rows", WORST_ROWS), ("worst blocks", WORST_BLOCKS), ("underflow", UNDERFLOW),
     ("saturated", SATURATION), ("slope", "slope"),
 )  # fmt: skip
-_OF_ROLES = "a recipe with formats and scalings by role"
 _IN_HINTS = (WORST_ROWS, WORST_BLOCKS, UNDERFLOW, SATURATION, "slope")
 
 
-@dataclass(frozen=True)
-class TensorCell:
-    """A precision's place in the table of formats and scalings, and its name outside of the table.
-
-    A recipe that is not one format under one scaling stands under `OWN`.
-    """
+class TensorCell(NamedTuple):
+    """A precision's format, and its name: 'e4m3fn row'. A recipe of several formats is called as it is."""
 
     fmt: str
-    scaling: str
     words: str
 
 
@@ -89,9 +81,8 @@ def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
 
 
 def cell_of(result: Result) -> TensorCell:
-    """Its place by the options of its precision; a precision map stands under `OWN`."""
     case = result.record.case
-    return TensorCell(case.mode, OWN, case.mode) if case.precision_map else _cell(case.precision)
+    return TensorCell(case.mode, case.mode) if case.precision_map else _cell(case.precision)
 
 
 @cache
@@ -100,16 +91,16 @@ def _cell(word: str) -> TensorCell:
     try:
         precision = precisions.get(word)
     except UsageError:
-        return TensorCell(word, OWN, word)
+        return TensorCell(word, word)
     chosen = precision.chosen
     if not {_FORMAT, _SCALING} <= {*chosen} or any(chosen.get(role, _SAME) != _SAME for role in _ROLES):
-        return TensorCell(word, OWN if hasattr(precision, "recipe") else _NONE, word)
+        return TensorCell(word, word)
     recipe = getattr(precision, "recipe", None)
     own = recipe.input.scaling if recipe is not None else None
     # An MX format may round its scales in four ways.
     rounding = "" if own is None or str(own.rounding) == _EXACT else str(own.rounding)
-    fmt, scaling = str(chosen[_FORMAT]), f"{chosen[_SCALING]} {rounding}".strip()
-    return TensorCell(fmt, scaling, f"{fmt} {scaling}")
+    fmt = str(chosen[_FORMAT])
+    return TensorCell(fmt, f"{fmt} {chosen[_SCALING]} {rounding}".strip())
 
 
 def tensor_name(panel: Panel, group: ResultGroup) -> str:
@@ -180,13 +171,10 @@ def tensors(panel: Panel, width: int) -> Iterator[Element]:
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         Col("tensor", lambda row: tensor_name(panel, row[0]) if several else "", shared=True),
         Col("precision", lambda row: cell_of(row[1]).words),
-        *(Col(title, partial(_of_case, metric=metric), number=True) for title, metric in _SHOWN),
+        *(Col(title, partial(lambda metric, row: figure(row[1], metric)[0], metric), number=True,
+              tone=(lambda _: Tone.STRONG) if metric == SQNR else None) for title, metric in _SHOWN),
     ]  # fmt: skip
     yield table("tensors", "", cols, panel.members)
-
-
-def _of_case(row: tuple[ResultGroup, Result], metric: str) -> Field:
-    return Field(figure(row[1], metric)[0], tone=Tone.STRONG if metric == SQNR else Tone.PLAIN)
 
 
 def _overview(panel: Panel, width: int) -> Iterator[Element]:
@@ -222,10 +210,12 @@ def tensors_section(material: Material) -> Iterator[Element]:
     """
     panels = [(title, panel) for title, panel in titled_panels(material) if about_tensors(panel)]
     for title, panel in panels:
-        maps = list(filter(worth_drawing, [_map(title, panel)]))
-        yield from maps
+        yield _map(title, panel)
         for group in panel.groups:
-            yield from _grid(title, tensor_name(panel, group), group, folded=bool(maps))
+            lost = [cell_of(own).words for own in group.results if (figure(own, "not_finite_percent")[1] or 0) > 0]
+            if lost:
+                words = f"{tensor_name(panel, group)}: numbers became infinite or NaN in {listed(lost)}"
+                yield Text(f"{words}; its SQNR leaves them out.", Tone.BAD)
     yield from (_all_figures(title, panel) for title, panel in panels)
 
 
@@ -250,59 +240,24 @@ def _map(title: str, panel: Panel) -> Heat:
                 values, ChartAxis("SQNR in dB", "dB"), hints)  # fmt: skip
 
 
-def _grid(title: str, tensor: str, group: ResultGroup, folded: bool) -> Iterator[Element]:
-    cells = {(cell.scaling, cell.fmt): result for result in group.results for cell in [cell_of(result)]}
-    scalings, formats = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
-    cols: list[Col[str]] = [
-        Col("scaling", lambda scaling: Field(scaling, hint=_OF_ROLES if scaling == OWN else "")),
-        *(Col(fmt, partial(_sqnr, cells=cells, fmt=fmt, best=_best(fmt, cells)), number=True, unit="dB")
-          for fmt in formats),
-    ]  # fmt: skip
-    yield table(f"sqnr-{group.case.workload}", f"{title}, {tensor}: SQNR in dB", cols, scalings, folded=folded)
-    lost = [cell_of(result).words for result in group.results if (figure(result, "not_finite_percent")[1] or 0) > 0]
-    if lost:
-        yield Text(f"{tensor}: numbers became infinite or NaN in {listed(lost)}; its SQNR leaves them out.", Tone.BAD)
-
-
-def _best(fmt: str, cells: Mapping[tuple[str, str], Result]) -> float | None:
-    values_of_format = [figure(cell, SQNR)[1] for (_, own), cell in cells.items() if own == fmt]
-    values = [value for value in values_of_format if value is not None]
-    return max(values) if len(values) > 1 else None
-
-
-def _sqnr(scaling: str, cells: Mapping[tuple[str, str], Result], fmt: str, best: float | None) -> Field | None:
-    result = cells.get((scaling, fmt))
-    if result is None:
-        return None
-    text, value = figure(result, SQNR)
-    if value is None:
-        return Field(units.NONE, hint=result.record.reason)
-    return Field(text, value, Tone.STRONG if value == best else Tone.PLAIN, _worst(result))
-
-
 def _worst(result: Result) -> str:
-    others = {metric: figure(result, metric)[0] for metric in _IN_HINTS}
-    named = [
-        f"{FIGURES[metric][0]} {text}{' dB' if metric.endswith('_db') and text != 'exact' else ''}"
-        for metric, text in others.items()
-        if text != units.NONE
-    ]
-    return ", ".join(named)
+    others = ((metric, figure(result, metric)[0]) for metric in _IN_HINTS)
+    return ", ".join(
+        f"{FIGURES[metric][0]} {text}{' dB' * (metric.endswith('_db') and text != 'exact')}"
+        for metric, text in others if text != units.NONE
+    )  # fmt: skip
 
 
 def _all_figures(title: str, panel: Panel) -> Table:
-    present = [metric for metric in FIGURES if metric in panel.metrics]
+    def of(metric: str) -> Col[tuple[ResultGroup, Result]]:
+        (name, hint), unit = FIGURES[metric], spec_of(metric).unit
+        return Col(name, lambda row: Field(*figure(row[1], metric)), number=True, hint=f"{hint}; {metric}",
+                   unit="" if unit == units.RATIO else unit)  # fmt: skip
+
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         Col("tensor", lambda row: tensor_name(panel, row[0])),
         Col("precision", lambda row: Field(cell_of(row[1]).words, hint=row[1].mode)),
-        *map(_column, present),
+        *(of(metric) for metric in FIGURES if metric in panel.metrics),
     ]
     known = [(group, result) for group, result in panel.members if figure(result, SQNR)[1] is not None]
     return table(f"figures-{panel.case.workload}", f"{title}: all figures", cols, known, folded=True)
-
-
-def _column(metric: str) -> Col[tuple[ResultGroup, Result]]:
-    name, hint = FIGURES[metric]
-    unit = spec_of(metric).unit
-    return Col(name, lambda row: Field(*figure(row[1], metric)), number=True, hint=f"{hint}; {metric}",
-               unit="" if unit == units.RATIO else unit)  # fmt: skip

@@ -1,17 +1,23 @@
-"""The answer: a word for each question, then plain sentences."""
+"""The answer: a word for each question, then plain sentences on the verdicts of each precision.
+
+Only a verdict without doubt reads as a fact; others say 'perhaps' or 'unsure', with labels and reasons. Speed is how
+many times as fast: above 1x is faster.
+"""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.model import Status
+from fp8bench.model import Finding, Label, Status, Verdict
+from fp8bench.protocols.axes import LAYOUT, VALUES
 from fp8bench.report.case_status import (
+    FACTS,
     Standing,
     emulated,
+    show_speed,
     show_speed_up,
     speed_up,
     standing,
@@ -20,19 +26,26 @@ from fp8bench.report.case_status import (
     what_intervals_hold,
 )
 from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
-from fp8bench.report.energies import ratio_against
 from fp8bench.report.page.section import Entry, Material, section
-from fp8bench.report.panels import NamedCase, Panel, together
+from fp8bench.report.panels import NamedCase, Panel, Result, show_params, together, value_of
+from fp8bench.report.topics.energy import ratio_against
 from fp8bench.report.topics.memory import share_of
+from fp8bench.report.topics.phases import is_mixed, phase_clauses
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import MOSTLY, counts, listed, many, missing_of, setting_of, shortened, suites_of
-from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, shared_labels
+from fp8bench.report.words.naming import (
+    MOSTLY,
+    common_tone,
+    counts,
+    listed,
+    many,
+    missing_of,
+    setting_of,
+    shortened,
+    suites_of,
+)
 
 LONGEST_REASON = 300
-_MOST_SUITES = 2
-# Up to this many emulated precisions have a sentence each.
-_MOST_ALONE = 2
 # The most sentences of one kind; the table has every case.
 _MOST = 12
 # Smaller differences of memory are called the same.
@@ -42,87 +55,33 @@ _NOT_MEASURED = Field("not measured", tone=Tone.DOUBT)
 _NO_CLAIM = Field("no claim", tone=Tone.DOUBT, hint="emulated")
 
 
-def _reason(case: NamedCase) -> str:
-    return shortened(case.result.record.reason, LONGEST_REASON) or "no reason was given"
-
-
 def cases_of(panels: Iterable[Panel]) -> list[NamedCase]:
     return [case for panel in panels for case in panel.members]
 
 
-def failures(cases: Sequence[NamedCase]) -> list[str]:
-    """'FAILED: fp8 on gemm m=512: out of memory, even alone'."""
-    failed = [case for case in cases if standing(case.result) is Standing.FAILED]
+def missed(cases: Sequence[NamedCase], status: Standing, word: str) -> list[str]:
+    """'FAILED: fp8 in 1 of 3 cases of gemm (m=512): out of memory, even alone'; the same of those that were skipped."""
+    gone = [case for case in cases if standing(case.result) is status]
+    reasons = ((shortened(case.result.record.reason, LONGEST_REASON) or "no reason was given", case) for case in gone)
     told = []
-    by_reason = together(((case.suite, case.result.mode, _reason(case)), case) for case in failed)
-    for (suite, mode, reason), alike in by_reason.items():
-        places = listed([setting_of(case.group) for case in alike])
-        where = f"in {len(alike)} cases of {suite} ({places})" if len(alike) > 1 else f"on {suite} {places}".rstrip()
-        told.append(f"FAILED: {mode} {where}: {reason}")
+    for reason, alike in together(reasons).items():
+        modes, suites = ({case.result.mode: None for case in alike}, {case.suite: None for case in alike})
+        total = sum(case.result.mode in modes and case.suite in suites for case in cases)
+        places = listed(list(dict.fromkeys(setting_of(case.group) for case in alike)))
+        some = f" ({places})" if len(alike) < total else ""
+        where = f"in {len(alike)} of {many(total, 'case')} of {listed(list(suites))}{some}"
+        told.append(f"{word}: {listed(list(modes))} {where}: {reason}")
     return told
 
 
 def skips(cases: Sequence[NamedCase]) -> list[str]:
-    """'nvfp4 was skipped in 3 of 4 cases of gemm: no hardware for FP4'."""
-    skipped = [case for case in cases if standing(case.result) is Standing.SKIPPED]
-    told = []
-    for reason, alike in together((_reason(case), case) for case in skipped).items():
-        modes = list(dict.fromkeys(case.result.mode for case in alike))
-        suites = list(dict.fromkeys(case.suite for case in alike))
-        were = "was" if len(modes) == 1 else "were"
-        total = sum(case.result.mode in modes and case.suite in suites for case in cases)
-        some = "all " * (total > 1) if total == len(alike) else f"{len(alike)} of "
-        told.append(f"{listed(modes)} {were} skipped in {some}{many(total, 'case')} of {listed(suites)}: {reason}")
-    return told
+    return at_most(missed(cases, Standing.SKIPPED, "skipped"))
 
 
-def emulations(cases: Sequence[NamedCase], name_devices: bool = False) -> list[str]:
-    """'fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing ...'."""
-    emulated = [case for case in cases if standing(case.result) is Standing.EMULATED]
-    by_mode = together(((case.result.mode, case.result.record.case.device), case) for case in emulated).values()
-    by_place = together((_place(alike, cases, name_devices), alike) for alike in by_mode)
-    told = []
-    for place, modes in by_place.items():
-        names = [alike[0].result.mode for alike in modes]
-        if len(modes) > _MOST_ALONE and all(map(_finite, modes)):  # one sentence for all of many
-            named = f"{listed(names)} are emulated {place}"
-            told.append(f"{named}: their numbers are right, their times say nothing about speed")
-        else:
-            numbers = zip(names, map(_numbers, modes), strict=True)
-            told += [f"{mode} is emulated {place}: {say}, its time says nothing about speed" for mode, say in numbers]
-    return told
-
-
-def _place(alike: Sequence[NamedCase], cases: Sequence[NamedCase], name_devices: bool) -> str:
-    first = alike[0].result.record.case
-    here = "this CPU" if first.device == "cpu" else "this device"
-    suites = dict.fromkeys(case.suite for case in alike)
-    ran = [case for case in cases if standing(case.result) not in (Standing.SKIPPED, Standing.FAILED)]
-    same = [case for case in ran if (case.result.mode, case.result.record.case.device) == (first.mode, first.device)]
-    others = {case.suite for case in same} - {*suites}
-    return f"on {first.device if name_devices else here}{f' in {listed(list(suites))}' if others else ''}"
-
-
-def _errors(alike: Iterable[NamedCase]) -> dict[tuple[str, str], list[float]]:
-    return together(((case.suite, case.group.error), case.error) for case in alike if case.error is not None)
-
-
-def _finite(alike: Iterable[NamedCase]) -> bool:
-    return all(math.isfinite(value) for values in _errors(alike).values() for value in values)
-
-
-def _numbers(alike: Sequence[NamedCase]) -> str:
-    errors = _errors(alike)
-    if not _finite(alike):
-        return "its errors are not all finite"
-    if not errors or len(errors) > _MOST_SUITES:
-        return "its numbers are right"
-    several = len({suite for suite, _ in errors}) > 1
-    shown = [
-        f"{metric} {units.span(values, units.relative_error)}{f' in {suite}' if several else ''}"
-        for (suite, metric), values in errors.items()
-    ]
-    return f"its numbers are right ({listed(shown)})"
+def emulations(cases: Sequence[NamedCase]) -> list[str]:
+    reasons = together((case.result.record.support.reason, case.result.mode) for case in cases if emulated(case.result))
+    told = [", ".join(dict.fromkeys(modes)) + f" ({why})" * bool(why) for why, modes in reasons.items()]
+    return [f"emulated: {'; '.join(told)}: right in numbers; time and memory are what emulating costs"] if told else []
 
 
 def _lead(material: Material) -> str:
@@ -135,56 +94,44 @@ def _lead(material: Material) -> str:
 
 @section("verdict", "Verdict", 10, lead=_lead)
 def verdict_section(material: Material) -> Iterator[Element]:
-    rows = tuple(row for entry, suites in _suites_to_name(material) for row in _rows(entry, suites))
+    several = len({suites_of(entry.run) for entry in material.entries}) > 1
+    rows = tuple(row for entry in material.entries for row in _rows(entry, several))
     strip = [Verdicts(("speed", "error", "memory", "energy"), rows[:_MOST])] if rows else []
     told = [element for entry in material.entries for element in _entry(entry, material.alone)]
     yield from [*strip, *told] or [Text("There is no run.")]
 
 
-def _suites_to_name(material: Material) -> Iterator[tuple[Entry, str]]:
-    """Each run's suites where runs have different ones that their labels do not tell; else ''."""
-    several = len({suites_of(entry.run) for entry in material.entries}) > 1
-    for entry in material.entries:
-        untold = [suite for suite in suites_of(entry.run) if several and suite not in entry.label]
-        yield entry, listed(untold)
-
-
-def _rows(entry: Entry, suites: str) -> Iterator[tuple[str, tuple[Field, ...]]]:
-    by_mode = together(
-        (case.result.mode, case)
-        for panel in entry.panels
-        for case in (panel.members if not about_tensors(panel) else ())
-        if not case.result.record.is_reference
-    )
-    for mode, cases in by_mode.items():
+def _rows(entry: Entry, name_suites: bool) -> Iterator[tuple[str, tuple[Field, ...]]]:
+    panels = (panel for panel in entry.panels if not about_tensors(panel))
+    others = (case for case in cases_of(panels) if not case.result.record.is_reference)
+    of_run = (listed(list(suites_of(entry.run))) if name_suites else "", entry.label)
+    for mode, cases in together((case.result.mode, case) for case in others).items():
         native = [case for case in cases if not emulated(case.result)]
         shares = [share for case in native if (share := share_of(*case)) is not None]
         sizes = {"less" if value < 1 - _ALIKE else "more" if value > 1 + _ALIKE else "same" for value in shares}
         ratios = [ratio for group, result in native if (ratio := ratio_against(result, group.lead))]
         demands, points = {ratio.demand.value for ratio in ratios}, [ratio.point for ratio in ratios]
         yield (
-            ", ".join(filter(None, (mode, suites, entry.label))),
+            ", ".join(dict.fromkeys(filter(None, (mode, *of_run)))),
             (_speed(cases), _error(cases), _of_reference(cases, sizes, shares), _of_reference(cases, demands, points)),
         )
 
 
 def _speed(cases: Sequence[NamedCase]) -> Field:
     """Its verdict if all cases have the same; 'mostly faster' if most have."""
-    words = Counter(status_words(result) for _, result in cases).most_common()
-    points = [speed.point for _, result in cases if (speed := speed_up(result))]
-    speeds, middle = units.span(points, units.speed_up), statistics.median(points) if points else None
-    (word, number), *others = words
-    if not others:
-        alone = speed_up(cases[0].result) if len(cases) == 1 else None
-        return Field(
-            word.replace(units.NONE, "not timed"), middle, tone_of(cases[0].result),
-            (show_speed_up(cases[0].result) if len(cases) == 1 else "") or speeds,
-            interval=(alone.low, alone.high) if alone else None,
-        )  # fmt: skip
-    said = ", ".join(f"{number} {word.replace(units.NONE, 'not timed')}" for word, number in words)
-    mostly = number >= MOSTLY * len(cases)
-    tone = tone_of(next(result for _, result in cases if status_words(result) == word)) if mostly else Tone.PLAIN
-    return Field(f"mostly {word}" if mostly else "mixed", middle, tone, "; ".join(filter(None, (said, speeds))))
+    words = Counter(status_words(result).replace(units.NONE, "not timed") for _, result in cases)
+    (word, number), *others = words.most_common()
+    speeds = [speed for _, result in cases if (speed := speed_up(result))]
+    points = [speed.point for speed in speeds]
+    shown = f"mostly {word}" if number >= MOSTLY * len(cases) else "mixed"
+    counted = ", ".join(f"{count} {word}" for word, count in words.most_common()) if others else ""
+    alone = speeds[0] if len(cases) == 1 and speeds else None
+    hint = "; ".join(filter(None, (counted, units.span(points, units.speed_up))))
+    return Field(
+        shown if others else word, statistics.median(points) if points else None,
+        common_tone(tone_of(result) for _, result in cases), show_speed(alone) if alone else hint,
+        interval=(alone.low, alone.high) if alone else None,
+    )  # fmt: skip
 
 
 def _error(cases: Sequence[NamedCase]) -> Field:
@@ -209,26 +156,19 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
     if not alone:
         yield Text(entry.label, Tone.STRONG)
     yield from losses(entry)
-    devices = dict.fromkeys(panel.case.device for panel in entry.panels)
-    name_devices = len(devices) > 1
-    cases = cases_of(entry.panels)
+    several = len({panel.case.device for panel in entry.panels}) > 1
     timed = [panel for panel in entry.panels if not about_tensors(panel)]
-    said = shared_labels(timed)
-    if said:
-        yield Text(doubt_of_all(said), Tone.DOUBT)
     sentences = [Text(f"{text}.", Tone.STRONG) for panel in timed for text in over_loads(panel)]
-    sentences += [
-        text for panel in timed for text in comparisons(panel, panel.case.device if name_devices else "", said)
-    ]
+    sentences += [text for panel in timed for text in comparisons(panel, panel.case.device if several else "")]
     sentences += [Text(text) for panel in entry.panels if about_tensors(panel) for text in best_by_width(panel)]
-    sentences += [Text(text, Tone.DOUBT) for text in at_most(emulations(cases, name_devices))]
-    sentences += [Text(text, Tone.DOUBT) for text in at_most(skips(cases))]
+    cases = cases_of(entry.panels)
+    sentences += [Text(text, Tone.DOUBT) for text in (*emulations(cases), *skips(cases))]
     if sentences:
         yield Items(tuple(sentences))
 
 
 def losses(entry: Entry) -> Iterator[Element]:
-    failed = failures(cases_of(entry.panels))
+    failed = missed(cases_of(entry.panels), Standing.FAILED, "FAILED")
     if failed:
         number = sum(record.status is Status.FAILED for record in entry.run.records)
         yield Text(f"{number} of {len(entry.run.records)} cases failed.", Tone.BAD)
@@ -244,3 +184,157 @@ def at_most(sentences: list[str]) -> list[str]:
     if len(sentences) <= _MOST:
         return sentences
     return [*sentences[: _MOST - 1], f"and {len(sentences) - _MOST + 1} more like these: the table has every case"]
+
+
+_COMPARED = (*FACTS.values(), Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED)
+# An axis that a verdict depends on, and the metric of how uneven its load is.
+_LOAD, _UNEVEN = "load", "load_ratio"
+_MOST_REASONS = 3
+
+
+def comparisons(panel: Panel, device: str = "") -> list[Text]:
+    """A sentence for each precision of a panel; names `device` if given."""
+    where = f" on {device}" if device else ""
+    compared = [case for case in panel.members if standing(case.result) in _COMPARED]
+    by_mode = together((case.result.mode, case) for case in compared)
+    return [_comparison(panel, cases, where) for cases in by_mode.values()] or list(map(Text, _alone(panel, where)))
+
+
+def _comparison(panel: Panel, cases: Sequence[NamedCase], where: str) -> Text:
+    """'bf16 is faster than fp32 on gemm m=512: 1.62x [1.60, 1.64]'; for a step of several phases, also theirs.
+
+    Of several cases: 'bf16 is perhaps faster than fp32 in 4 of 5 cases of gemm, slower in 1: 0.94x to 2.10x (noisy)'.
+    """
+    results, suite = [case.result for case in cases], panel.case.workload
+    reference = panel.reference or "its reference"
+    if len(cases) > 1:
+        claim = verdicts_in(results, reference, f" of {suite}{where}")
+        speeds = [speed.point for result in results if (speed := speed_up(result)) is not None]
+        said = span(speeds) if speeds else ""
+    else:
+        claim, said = verdicts_in(results, reference), show_speed_up(results[0])
+        own, lead = results[0].finding, cases[0].group.lead
+        base = lead.finding if lead else None
+        if own and base and is_mixed(base):
+            claim += f" on the whole step of {suite}{where}"
+            said += phase_clauses(own, base) if standing(results[0]) in FACTS.values() else ""
+        else:
+            claim += f" on {suite} {setting_of(cases[0].group)}".rstrip() + where
+    words = f"{results[0].mode} is {claim}{f': {said}' if said else ''}{_labels(results)}"
+    reasons = dict.fromkeys(reason for result in results for reason in _reasons(result))
+    told = f"; {listed(list(reasons), _MOST_REASONS)}" if reasons else ""
+    return Text(words + told, common_tone(map(tone_of, results)))
+
+
+def verdicts_in(results: Sequence[Result], reference: str, of: str = "") -> str:
+    """'perhaps faster than fp32', 'FAILED in 1 of 3 cases, emulated in 2'; `of` is what the cases are of."""
+    counts = Counter(status_words(result).replace(units.NONE, "not timed") for result in results)
+    (first, number), *others = sorted(counts.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
+    where = f" in {number} of {len(results)} cases{of}" if others or of else ""
+    link = " than " if first.endswith(("faster", "slower")) else " as " if first.endswith("same") else ""
+    against = f"{link}{reference}" if link else ""
+    return f"{first.replace('same', 'the same')}{against}{where}" + "".join(f", {word} in {n}" for word, n in others)
+
+
+def span(speeds: Sequence[float]) -> str:
+    """'1.21x to 2.10x (median 1.84x)'; one number where all look alike."""
+    low, middle, high = (units.speed_up(value) for value in (min(speeds), statistics.median(speeds), max(speeds)))
+    return low if low == high else f"{low} to {high} (median {middle})"
+
+
+def _labels(results: Sequence[Result]) -> str:
+    """' (noisy) (drift in 2 of them)': what makes them doubtful, and a power cap, which explains a speed."""
+    numbers = Counter(label for result in results for label in _doubts(result))
+    return "".join(
+        f" ({label}{f' in {numbers[label]} of them' if numbers[label] < len(results) else ''})"
+        for label in Label
+        if numbers[label]
+    )
+
+
+def _doubts(result: Result) -> list[Label]:
+    """Those that took the verdict away stand in its why."""
+    finding = result.finding
+    sure = finding is not None and finding.judged and not finding.doubtful
+    hard = finding.hard if finding else ()
+    doubts = [label for label in result.labels if label.casts_doubt and label not in hard and not sure]
+    return [*doubts, *({Label.POWER_CAPPED} & {*result.labels})]
+
+
+def _reasons(result: Result) -> Iterator[str]:
+    if standing(result) is Standing.UNSURE and result.finding and result.finding.why:
+        yield result.finding.why
+    if standing(result) is Standing.UNTIMED and result.record.detail:
+        yield result.record.detail
+
+
+def of_all_calls(finding: Finding) -> str:
+    """'1.02x [0.99, 1.04]' by the mean over all calls; for SAME, also which rare slow calls it would have seen."""
+    if finding.typical is None:
+        return units.NONE
+    seen = "too few calls to have seen some that take twice as long"
+    if finding.rarest is not None:
+        seen = f"would have seen 1 call in {finding.rarest} that takes twice as long"
+    return show_speed(finding.typical.inverse) + (f", {seen}" if finding.verdict is Verdict.SAME else "")
+
+
+def _alone(panel: Panel, where: str) -> Iterator[str]:
+    timed = [result for result in panel.results if result.record.status is Status.OK and result.best is not None
+             and standing(result) is Standing.REFERENCE]  # fmt: skip
+    if timed:
+        cases = f"{many(len(timed), 'case')} of {panel.case.workload}{where}"
+        yield f"{panel.reference} alone was timed, in {cases}: there is nothing to compare it with"
+
+
+def over_values(panel: Panel) -> Iterator[str]:
+    """'bf16 by values (normal, zeros): best 1.20 ms to 1.31 ms, 1.09x apart; speed-up 1.84x to 1.91x'.
+
+    The same for memory layouts, fastest first. It is no verdict, because the groups were measured one after the other.
+    """
+    timed = [result for result in panel.results if result.best and not emulated(result)]
+    for axis in (VALUES, LAYOUT):
+        for subject, results in _alike_but_for(axis.name, timed, panel):
+            if axis is LAYOUT:
+                results.sort(key=lambda result: result.best or 0.0)
+            # Cases do not have the default as a parameter.
+            params = (dict(result.record.case.params) for result in results)
+            kinds = dict.fromkeys(str(own.get(axis.name, axis.default[0])) for own in params)
+            if len(kinds) < 2:
+                continue
+            times = [result.best for result in results if result.best]
+            told = [f"best {units.span(times, units.seconds)}, {units.ratio(max(times) / min(times))} apart"]
+            if speeds := [speed.point for result in results if (speed := speed_up(result)) is not None]:
+                told.append(f"speed-up {units.span(speeds, units.speed_up)}")
+            yield f"{subject} by {axis.name} ({', '.join(kinds)}): {'; '.join(told)}"
+
+
+def _alike_but_for(axis: str, results: Iterable[Result], panel: Panel) -> Iterator[tuple[str, list[Result]]]:
+    """Results that differ in that axis only, with their precision and other parameters: 'bf16 m=512'."""
+    alike = together(
+        ((result.mode, tuple(pair for pair in result.record.case.params if pair[0] != axis)), result)
+        for result in results
+    )
+    for (mode, rest), members in alike.items():
+        yield f"{mode} {show_params(pair for pair in rest if pair not in panel.shared)}".strip(), members
+
+
+def over_loads(panel: Panel) -> Iterator[str]:
+    """'bf16 against fp32: the load decides: faster with load=uniform (1.42x [...]); slower with ...'."""
+    loaded = [
+        result for result in panel.results if speed_up(result) is not None and _LOAD in dict(result.record.case.params)
+    ]
+    for subject, results in _alike_but_for(_LOAD, loaded, panel):
+        kinds = together((status_words(result), result) for result in results)
+        turning = [words for words in kinds if words.endswith(("faster", "slower"))]
+        if len({words.split()[-1] for words in turning}) < 2:
+            continue
+        decides = "decides" if {*turning} == {"faster", "slower"} else "may decide"
+        clauses = (f"{words} with {listed(list(map(_load_of, some)))}" for words, some in kinds.items())
+        yield f"{subject} against {panel.reference}: the load {decides}: {'; '.join(clauses)}"
+
+
+def _load_of(result: Result) -> str:
+    """'load=zipf:1 (0.81x [0.80, 0.82], max/mean 3.2)'."""
+    ratio = value_of(result.record.measurement(_UNEVEN))
+    uneven = "" if ratio is None else f", max/mean {units.significant(ratio, 2)}"
+    return f"{_LOAD}={result.record.case.param(_LOAD)} ({show_speed_up(result)}{uneven})"

@@ -84,7 +84,7 @@ def test_memory() -> Told:
     yield "in words, too", sentences_of(on_a_device(None, "no cast was seen"))
     less = {role: size for role, size in FP16.items() if role != "activations"} | {"low_precision_weights": 44 * MIB}
     saves_nothing = with_uses(use(FP16), use(less), None)
-    yield "a native precision that saves nothing is explained; what has gone is told", sentences_of(saves_nothing)
+    yield "what has grown and what has gone is told", sentences_of(saves_nothing)
     small, large = {"weights": MIB, "workspace": 1}, {"weights": 8 * MIB, "workspace": 8}
     uses = [
         use(small), use({"weights": MIB // 2}), use(small), None,
@@ -100,7 +100,7 @@ def test_memory() -> Told:
     yield "a case of which nobody knows is all rest", [*of_kind(part("memory", unknown), Stacks), *table_of(unknown)]
     yield "and its peak has no explanation", sentences_of(unknown)
     yield (
-        "a bar for every case; what saves nothing is said with the reason that is known",
+        "a bar for every case",
         part("memory", transformer()),
     )
     yield "groups are counted", part("memory", with_memory(100, 99, 50, 100))

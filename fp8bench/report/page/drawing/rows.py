@@ -69,10 +69,8 @@ def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: 
     labels = [label for _, group in groups for label in group]
     headed = any(heading for heading, _ in groups)
     room = sheet.width if sheet.narrow else _LABELS_SHARE * sheet.width
-    texts = [
-        [shortened(label, room, sheet.size)] if sheet.narrow else _in_lines(sheet, label, room) for label in labels
-    ]
-    widest = max((sheet.measure(text) for lines in texts for text in lines), default=0.0)
+    texts = [shortened(label, room, sheet.size) for label in labels]
+    widest = max(map(sheet.measure, texts), default=0.0)
     left = 0.0 if sheet.narrow else widest + _LABEL_GAP
     rows: list[Row] = []
     y = top
@@ -82,27 +80,15 @@ def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: 
             sheet.text(0, y + 10, shortened(heading, sheet.width, sheet.size, bold=True), "heading")
             y += 26.0
         for _ in group:
-            lines = texts[len(rows)]
+            text = texts[len(rows)]
             if sheet.narrow:
-                sheet.text(0, y + _LABEL_LINE - 8, lines[0], "label")
+                sheet.text(0, y + _LABEL_LINE - 8, text, "label")
                 rows.append(Row(y + _LABEL_LINE + height / 2 - _BELOW, y, _LABEL_LINE + height - _BELOW))
             else:
-                first = y + (height - (len(lines) - 1) * sheet.size) / 2
-                for place, line in enumerate(lines):
-                    sheet.text(left - _LABEL_GAP, first + place * sheet.size, line, "label", anchor="end")
+                sheet.text(left - _LABEL_GAP, y + height / 2, text, "label", anchor="end")
                 rows.append(Row(y + height / 2, y, height))
             y += rows[-1].height
     return Rows(tuple(rows), left, top, y)
-
-
-def _in_lines(sheet: Sheet, label: str, room: float) -> list[str]:
-    """A label that is too long in two lines if both fit; else cut in its middle."""
-    cuts = [at for at, letter in enumerate(label) if letter == " "] if sheet.measure(label) > room else []
-    halves = [(label[:at], label[at + 1 :]) for at in cuts]
-    fitting = [pair for pair in halves if all(pair) and max(map(sheet.measure, pair)) <= room]
-    return list(
-        min(fitting, key=lambda pair: max(map(sheet.measure, pair)), default=(shortened(label, room, sheet.size),))
-    )
 
 
 def foot(sheet: Sheet, scale: Scale, axis: ChartAxis, rows: Rows) -> float:

@@ -9,7 +9,7 @@ from fp8bench.model import Finding, Interval, Label, Run, Scalar, Verdict
 from fp8bench.model.words import REMARKS
 from fp8bench.report.elements import Items, Text, Tone
 from fp8bench.report.panels import panels_of
-from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, over_values, shared_labels, span
+from fp8bench.report.topics.verdict import comparisons, over_loads, over_values, span
 from tests.counts import for_each
 from tests.materials import of_kind, part, shapes
 from tests.runs import EMULATED, gemm, judged, phases, render, render_whole, transformer
@@ -58,19 +58,10 @@ def test_comparisons() -> Told:
         yield f"a reference alone in {number} cases has nothing to be compared with", said((alone, findings))
     yield "nor has one that was not timed", said((alone, {}))
     yield "only what ran natively is compared", said(gemm())
-    panels = panels_of(*judged((*FASTER, FEW), (*SLOWER, FEW, NOISY, CAPPED)))
-    shared = shared_labels(panels)
-    yield "one sentence for what all cases share", doubt_of_all(shared)
-    yield "which the others leave out", [text for panel in panels for text in comparisons(panel, said=shared)]
     run, findings = judged(FASTER)
     case = run.records[1].case.id
     findings[case] = replace(findings[case], ratio=Interval(0.5, 0.0, math.inf, 0.99))
     yield "no interval is said to be none", said((run, findings))
-
-
-def test_what_not_all_share_is_not_said_once() -> None:
-    assert shared_labels(panels_of(*judged((*FASTER, FEW)))) == frozenset()
-    assert shared_labels(panels_of(*judged(FASTER, (*FASTER, FEW)))) == frozenset() and doubt_of_all(frozenset()) == ""
 
 
 @for_each("label", sorted(set(Label) - REMARKS))
