@@ -220,6 +220,8 @@ def _comparison(panel: Panel, cases: Sequence[NamedCase], where: str) -> Text:
             said += phase_clauses(own, base) if standing(results[0]) in FACTS.values() else ""
         else:
             claim += f" on {suite} {setting_of(cases[0].group)}".rstrip() + where
+    if claim.startswith(Standing.UNSURE):
+        claim = f"not clearly faster or slower than {reference}{claim.removeprefix(Standing.UNSURE)}"
     words = f"{results[0].mode} is {claim}{f': {said}' if said else ''}{_labels(results)}"
     reasons = dict.fromkeys(reason for result in results for reason in _reasons(result))
     told = f"; {listed(list(reasons), _MOST_REASONS)}" if reasons else ""
@@ -233,7 +235,7 @@ def verdicts_in(results: Sequence[Result], reference: str, of: str = "") -> str:
     where = f" in {number} of {len(results)} cases{of}" if others or of else ""
     link = " than " if first.endswith(("faster", "slower")) else " as " if first.endswith("same") else ""
     against = f"{link}{reference}" if link else ""
-    return f"{first.replace('same', 'the same')}{against}{where}" + "".join(f", {word} in {n}" for word, n in others)
+    return f"{first.replace('same', 'as fast')}{against}{where}" + "".join(f", {word} in {n}" for word, n in others)
 
 
 def span(speeds: Sequence[float]) -> str:
@@ -243,13 +245,14 @@ def span(speeds: Sequence[float]) -> str:
 
 
 def _labels(results: Sequence[Result]) -> str:
-    """' (noisy) (drift in 2 of them)': what makes them doubtful, and a power cap, which explains a speed."""
+    """' (noisy, drift in 2 of them)': what makes them doubtful, and a power cap, which explains a speed."""
     numbers = Counter(label for result in results for label in _doubts(result))
-    return "".join(
-        f" ({label}{f' in {numbers[label]} of them' if numbers[label] < len(results) else ''})"
+    told = [
+        f"{label}{f' in {numbers[label]} of them' if numbers[label] < len(results) else ''}"
         for label in Label
         if numbers[label]
-    )
+    ]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _doubts(result: Result) -> list[Label]:
