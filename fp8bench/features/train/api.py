@@ -41,15 +41,14 @@ from fp8bench.features.train.values import (
 from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, mean_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_on
-from fp8bench.features.train.view import answers, arm_cols
+from fp8bench.features.train.view import answers, arms_table
 from fp8bench.files import append
 from fp8bench.jobs.report_files import PAGE, folder_of_kept, short_path
 from fp8bench.measure.environment import command_line
 from fp8bench.model.codec import encode
 from fp8bench.registry import precisions
-from fp8bench.report.columns import table
 from fp8bench.report.data.boards import check_tensorboard
-from fp8bench.report.elements import Page, Part
+from fp8bench.report.elements import Items, Page, Part
 from fp8bench.report.notebook import as_html
 from fp8bench.report.terminal import layout
 from fp8bench.report.words.naming import many
@@ -412,11 +411,10 @@ def _loops_page(verdicts: TrainingVerdicts, loops: Sequence[ArmSummary], steps: 
             "no loop gave a held-out loss, and the training loss alone decides: loop.held_out(value) gives one"
         )
     notes += [f"{arm.arm.name}: {note}" for arm in verdicts.arms for note in words.notes(arm)]
-    shown = ("arm", "loss", "held-out", "gap", "events", "verdict")
+    arms = arms_table(verdicts, loops, without=("how",))
     parts = [
-        Part("answer", "", tuple(answers(verdicts))),
-        Part("arms", "", (table("arms", "", arm_cols(verdicts, loops, shown), loops, main=True),)),
-        *layout.list_of("notes", "notes", notes),
+        Part("verdict", "Does it still learn?", (Items(tuple(answers(verdicts))), arms)),
+        *layout.list_of("notes", "Notes", notes),
     ]
     title = f"{many(len(loops), 'loop')} of {many(steps, 'step')} in {many(len(verdicts.seeds), 'seed')}"
     legend = (

@@ -10,11 +10,10 @@ from typing import Any
 
 from fp8bench import units
 from fp8bench.features.train import curve_charts, view
-from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.health.health import RULES
 from fp8bench.features.train.health.steps import HealthRule
 from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
-from fp8bench.features.train.verdicts.summary import JudgedTraining, score_parts
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
@@ -26,7 +25,6 @@ from fp8bench.report.elements import (
     Column,
     Element,
     Field,
-    Items,
     Lines,
     Page,
     Part,
@@ -41,52 +39,31 @@ from fp8bench.report.page.charts import stacked, worth_drawing
 from fp8bench.report.panels import together
 from fp8bench.report.topics.memory import highest_in
 from fp8bench.report.words.legend import MEMORY_WORDS
-from fp8bench.report.words.naming import listed, many, phase_words
+from fp8bench.report.words.naming import listed, phase_words
 
 _MOST_EVENTS = 300
-_ARMS = (
-    "arm", "how", "loss", "held-out", "loss gap", "verdict", "tokens/s", "to the same loss", "J/step",
-    "energy to the same loss", "B/param", "largest batch", "memory", "on a device",
-)  # fmt: skip
 
 
 def page_of(judged: JudgedTraining) -> Page:
-    training, kept = judged.training, judged.kept
+    """The terminal's page, with charts behind its tables."""
+    kept, training, text = judged.kept, judged.training, view.page_of(judged, _MOST_EVENTS)
     parts = (
-        *parts_of(judged),
-        Part("verdict", "Does it still learn?", tuple(_verdicts(judged)), _LEAD),
-        Part("curves", "Losses", tuple(curve_charts.losses(judged))),
+        *(part for part in text.parts if part.name != "ending"),
+        Part("curves", "Losses", (*curve_charts.losses(judged), *curve_charts.loss_by_place(kept))),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
-        Part("texts", "Other looks at the trained model", tuple(_looks(kept))),
-        *score_parts(judged.scores),
-        Part("health", "What happened", tuple(_events(kept))),
+        Part("timeline", "Events over steps", tuple(_timeline(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *tensor_lines(kept))),
         Part("figures", "Gradients, updates and rates", tuple(curve_charts.figure_curves(judged))),
-    )  # fmt: skip
+    )
     settled = (replace(part, elements=tuple(filter(_worth_showing, part.elements))) for part in parts)
     shown = tuple(part for part in settled if part.elements)
-    footer = (f"Training {training.id}, {training.started[:16]}, `{training.command}`, schema {SCHEMA}.",)
-    return Page(view.title_of(training), f"on {training.device.name}", shown, footer, tuple(view.facts_of(training)))
-
-
-_LEAD = (
-    "Each arm trained the same model on the same batches from the same weights; gaps are paired over seeds. A verdict "
-    "is of this model, text and number of steps: it does not transfer to a model of another size."
-)
+    footer = f"Training {training.id}, {training.started[:16]}, `{training.command}`, schema {SCHEMA}."
+    return replace(text, subtitle=f"on {training.device.name}", parts=shown, footer=(*text.footer, footer))
 
 
 def _worth_showing(element: Element) -> bool:
     empty = isinstance(element, Lines) and not element.series
     return not isinstance(element, Chart) or (worth_drawing(element) and not empty)
-
-
-def _verdicts(judged: JudgedTraining) -> Iterator[Element]:
-    verdicts, shown = judged.verdicts, [summary for summary in judged.summaries if not summary.arm.is_band]
-    if answers := tuple(view.answers(verdicts)):
-        yield Items(answers)
-    yield table("arms", "Arms", view.arm_cols(verdicts, shown, _ARMS), shown, main=True)
-    yield from (*view.reached_table(verdicts), *view.wire_table(judged))
-    yield from (Text(band) for band in (*view.bands_of(verdicts), *view.notes_of(judged)))
 
 
 _DERIVED = "derived: the peak on hardware that keeps the formats which an arm emulates"
@@ -127,22 +104,8 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
             )  # fmt: skip
 
 
-def _looks(kept: KeptTraining) -> Iterator[Element]:
-    for part in view.looks_of(kept):
-        yield from (
-            replace(element, caption=f"{part.title}: {element.caption}") if isinstance(element, Table) else element
-            for element in part.elements
-        )
-    yield from curve_charts.loss_by_place(kept)
-
-
-def _events(kept: KeptTraining) -> Iterator[Element]:
+def _timeline(kept: KeptTraining) -> Iterator[Element]:
     events = [event for event in kept.of(TrainingEvent) if event.arm]
-    if not kept.finished:
-        yield Text("The training was cut off: all figures are of what was kept.", Tone.DOUBT)
-    if not events:
-        yield Text("Nothing: no alarm, and all values were finite.")
-        return
     points = tuple(
         ChartPoint(event.arm, event.kind, float(event.step), float(event.seed),
               Tone.BAD if event.kind == "alarm" else Tone.PLAIN, event.words)
@@ -152,15 +115,6 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
         "timeline", "Events over steps", "Each is a step of an arm in a seed.", ChartAxis("step"), ChartAxis("seed"),
         points,
     )  # fmt: skip
-    cols: list[Col[TrainingEvent]] = [
-        Col("arm", lambda event: event.arm), Col("seed", lambda event: event.seed, number=True, show=str),
-        Col("step", lambda event: event.step, number=True, show=str), Col("what", lambda event: event.kind),
-        Col("where", lambda event: f"{event.layer} {event.tensor}".strip()), Col("words", lambda event: event.words),
-        Col("remedy", lambda event: event.remedy),
-    ]  # fmt: skip
-    yield table("events", "Events", cols, events[:_MOST_EVENTS], main=True)
-    if len(events) > _MOST_EVENTS:
-        yield Text(f"{many(len(events) - _MOST_EVENTS, 'more event')} are in the training's CSV.")
     struck = {event.rule for event in events}
     rules: list[Col[type[HealthRule[Any]]]] = [
         Col("rule", lambda rule: rule.name), Col("looks at", lambda rule: rule.looks_at),

@@ -1,11 +1,11 @@
-"""A training as text for the terminal: each arm compared with the reference, bands and events; and the plan of one."""
+"""A training as a page without charts: each arm compared with the reference, bands and events; and the plan of one."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,45 +37,39 @@ from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics.memory import batch_title, show_batch
 from fp8bench.report.words.naming import listed, many
 
-_SHOWN = ("arm", "how", "loss", "held-out", "gap", "tokens/s", "B/param", "memory", "on a device", "events", "verdict")
+# Stands under the hints of the arms' columns.
 _LEGEND = (
-    "loss: training loss in nats a token, the mean over seeds and the last tenth of the steps",
-    "held-out: the loss on text that was never trained on, after the last step",
-    "gap: of the loss, relative to the reference's in the same seed, which has the same weights, batches and dropout",
     "quantised:fp8: the held-out text again, with all layers but the head quantised for inference",
     "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
-    "tokens/s: by the median step; emulated arms have none, as their speed means nothing",
-    "B/param: bytes kept between two steps, as counted, for each parameter",
-    "memory: tensors of the arm at the peak of a step, measured with no other arm in memory",
-    "a verdict is of this model and text: it does not transfer to a model of another size",
+    "a verdict is of this model, text and number of steps: it does not transfer to a model of another size",
 )
 _SHOWN_EVENTS = 12
 POSITION = "position:"
-_LOOKS = "after the last step, on text that was never trained on"
+_LOOKS = "After the last step, on text that was never trained on"
 # Less than this a parameter is not shown, such as the count of steps for each tensor.
 _LEAST_BYTES = 0.001
 
 
-def page_of(judged: JudgedTraining) -> Page:
-    training, kept, verdicts, rows = judged.training, judged.kept, judged.verdicts, judged.summaries
-    arms = table("arms", "", arm_cols(verdicts, rows), rows, main=True)
+def page_of(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page:
+    training, kept, verdicts = judged.training, judged.kept, judged.verdicts
+    arms = arms_table(verdicts, judged.summaries)
+    answer = Items(tuple(answers(verdicts)))
     parts = [
-        Part("answer", "", tuple(answers(verdicts))),
         *parts_of(judged),
-        Part("arms", "", (arms, *reached_table(verdicts), *wire_table(judged))),
+        Part("verdict", "Does it still learn?", (answer, arms, *reached_table(verdicts), *wire_table(judged))),
+        *list_of("notes", "Notes", (*bands_of(verdicts), *notes_of(judged))),
         *looks_of(kept), *score_parts(judged.scores),
-        Part("bands", "", tuple(map(Text, bands_of(verdicts)))),
-        *list_of("notes", "notes", notes_of(judged)),
-        *list_of("events", "events", _events(kept)),
+        Part("health", "What happened", tuple(_events(kept, most_events))),
         Part("ending", "", tuple(map(Text, _ending(kept)))),
     ]  # fmt: skip
-    return Page(title_of(training), "", tuple(parts), _LEGEND, tuple(facts_of(training)))
+    hints = (f"{column.title}: {column.hint}" for column in arms.columns if column.hint)
+    return Page(title_of(training), "", tuple(parts), (*hints, *_LEGEND), tuple(facts_of(training)))
 
 
 def answers(verdicts: TrainingVerdicts) -> Iterator[Text]:
@@ -209,11 +203,7 @@ def on_a_device(summary: ArmSummary) -> int | None:
     return None if summary.arm.native else summary.device_peak_memory
 
 
-def arm_cols(
-    verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], shown: Sequence[str] = _SHOWN
-) -> list[Col[ArmSummary]]:  # fmt: skip
-    """The columns named by `shown`, in that order."""
-
+def arms_table(verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
     def verdict(summary: ArmSummary) -> Field:
         arm, own = summary.arm, summary.verdict
         tone = TONES.get(own.judged.learned, Tone.DOUBT) if own and not arm.skip else Tone.PLAIN
@@ -227,41 +217,28 @@ def arm_cols(
             hint="training loss, the mean over seeds and the last tenth of the steps"),
         Col("held-out", lambda row: row.held_out, number=True, show=_four_digits,
             hint="the loss on text that was never trained on"),
-        Col("gap", _gap),
-        Col("loss gap", _gap, hint="to the reference in the same seed, with the 95% interval over seeds"),
+        Col("gap", lambda row: words.gap(row.verdict.judged.gap) if row.verdict else None,
+            hint="of the loss, to the reference's in the same seed, which has the same weights, batches and dropout"),
         Col("tokens/s", lambda row: row.tokens_per_second, number=True, show=units.count,
             hint="by the median step; of native arms"),
-        Col("to the same loss",
-            lambda row: words.speed(row.verdict.speed, row.arm.native) if row.verdict and row.verdict.speed else None,
-            hint="speed times steps: how much sooner a native arm is as good"),
-        Col("J/step", lambda row: row.energy.joules.middle if row.energy and row.energy.joules else None, number=True,
-            show=units.joules, hint="by windows of steps of the arm alone"),
-        Col("energy to the same loss", _energy_to_loss,
-            hint="times the reference's: joules of a step times steps; of native arms"),
+        Col("J/step", lambda row: words.joules(row.energy), number=True, hint="by windows of steps of the arm alone"),
         Col("B/param", lambda row: None if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.3g}",
             number=True, hint="bytes kept between two steps for each parameter, as counted"),
         Col("largest batch", lambda row: show_batch(row.capacity) if row.capacity else None, number=True,
             hint="sequences that fit, found by running them; with --max-batch"),
         Col("memory", lambda row: row.peak_memory, number=True, show=units.size,
             hint="tensors at the peak of a step, with no other arm in memory"),
-        Col("on a device", on_a_device, number=True, show=units.size, when=any(map(on_a_device, rows)),
+        Col("on a device", on_a_device, number=True, show=units.size,
             hint="derived: the same on hardware that keeps the formats which the arm emulates"),
         Col("events", lambda row: None if row.events is None else str(row.events), number=True),
+        Col("to the same loss", lambda row: words.speed(row.verdict.speed) if row.verdict else None,
+            hint="speed times steps: how much sooner a native arm is as good"),
+        Col("energy to the same loss", lambda row: words.energy_to_loss(row.energy),
+            hint="times the reference's: joules of a step times steps; of native arms"),
         Col("verdict", verdict, hint="by the 99% interval", below=True),
     )  # fmt: skip
-    known = {col.heading: col for col in cols}
-    return [known[heading] for heading in shown]
-
-
-def _gap(summary: ArmSummary) -> str | None:
-    return words.gap(summary.verdict.judged.gap) if summary.verdict else None
-
-
-def _energy_to_loss(summary: ArmSummary) -> Field | None:
-    energy = summary.energy
-    if energy is None or energy.to_loss is None:
-        return None
-    return Field(words.energy_to_loss(energy.to_loss, energy.at_least), energy.to_loss.point)
+    shown = [col for col in cols if col.heading not in without]
+    return table("arms", "", shown, rows, main=True, kept=("loss", "gap", "verdict"))
 
 
 def _four_digits(loss: float) -> str:
@@ -298,7 +275,7 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
         losses = table("looks", "loss", [*cols(lambda mean: Field(f"{mean.loss:.3f}", mean.loss))], arms)
         perplexities = table("perplexities", "perplexity of a token", [*cols(_perplexity)], arms)
         # The loss of a model of one's own may be of anything, and its exponential nothing.
-        yield Part("looks", _LOOKS, (losses,) if kept.training.request.settings.make else (losses, perplexities))
+        yield Part("texts", _LOOKS, (losses,) if kept.training.request.settings.make else (losses, perplexities))
 
 
 def _perplexity(mean: Validation) -> Field:
@@ -334,8 +311,6 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
     for verdict in verdicts.arms:
         if not verdict.arm.skip:
             yield from (f"{verdict.arm.name}: {note}" for note in words.notes(verdict))
-            if verdict.speed is not None:
-                yield f"{verdict.arm.name}: {words.speed(verdict.speed, verdict.arm.native)}"
     yield from (f"{cost.arm}: {cost.why}" for cost in kept.of(ArmCost) if cost.why)
     measured = {cost.arm for cost in kept.of(ArmCost)}
     if names := [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]:
@@ -349,12 +324,8 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
         yield "--try-fix: nothing was tried, as there was no alarm"
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
-    energies = {summary.arm.name: summary.energy for summary in judged.summaries if summary.energy}
-    whys = {energy.why for energy in energies.values()}
-    if len(energies) > 1 and len(whys) == 1 and all(energy.joules is None for energy in energies.values()):
-        yield f"no energy: {whys.pop()}"
-    else:
-        yield from (f"{arm}: {words.energy(energy)}" for arm, energy in energies.items())
+    energies = ((own.energy.why, own.arm.name) for own in judged.summaries if own.energy and own.energy.why)
+    yield from (f"energy of {listed(arms)}: {why}" for why, arms in together(energies).items())
     yield from (f"{cost.arm}: {_largest(cost.capacity)}" for cost in kept.of(ArmCost) if cost.capacity)
     yield from kept.troubles
 
@@ -367,18 +338,28 @@ def event_words(event: TrainingEvent) -> str:
     return f"{who}: {event.words}{f' ({where})' if where else ''}{helps}"
 
 
-def _events(kept: KeptTraining) -> Iterator[str]:
+def _events(kept: KeptTraining, most: int) -> Iterator[Element]:
+    if not kept.finished:
+        seed, step = max(((row.seed, row.step) for row in kept.of(StepRow)), default=(kept.training.request.seed, -1))
+        words = f"cut off in seed {seed} after {many(step + 1, 'step')}: all figures are of what was kept"
+        yield Text(words, Tone.DOUBT)
     events = [event for event in kept.of(TrainingEvent) if event.kind != COVERAGE]
-    yield from map(event_words, events[:_SHOWN_EVENTS])
-    if len(events) > _SHOWN_EVENTS:
-        counts = Counter(event.kind for event in events[_SHOWN_EVENTS:])
-        yield f"and {', '.join(f'{count} more of {kind}' for kind, count in counts.items())}"
+    if not events:
+        yield Text("Nothing: no alarm, and all values were finite.")
+        return
+    cols: list[Col[TrainingEvent]] = [
+        Col("arm", lambda event: event.arm), Col("seed", lambda event: event.seed, number=True, show=str),
+        Col("step", lambda event: event.step, number=True, show=str), Col("what", lambda event: event.kind),
+        Col("where", lambda event: f"{event.layer} {event.tensor}".strip()), Col("words", lambda event: event.words),
+        Col("what may help", lambda event: event.remedy),
+    ]  # fmt: skip
+    yield table("events", "", cols, events[:most], main=True, kept=("arm", "seed", "step", "what"))
+    if len(events) > most:
+        counts = Counter(event.kind for event in events[most:])
+        yield Text(f"and {', '.join(f'{count} more of {kind}' for kind, count in counts.items())}: the CSV has them")
 
 
 def _ending(kept: KeptTraining) -> Iterator[str]:
-    if not kept.finished:
-        seed, step = max(((row.seed, row.step) for row in kept.of(StepRow)), default=(kept.training.request.seed, -1))
-        yield f"cut off in seed {seed} after {many(step + 1, 'step')}: all figures are of what was kept"
     if costs := dict(_watching(kept)):
         most = max(costs, key=costs.__getitem__)
         stride = many(kept.training.request.stride, "step")
