@@ -117,8 +117,8 @@ def _timeline(kept: KeptTraining) -> Iterator[Element]:
     )  # fmt: skip
     struck = {event.rule for event in events}
     rules: list[Col[type[HealthRule[Any]]]] = [
-        Col("rule", lambda rule: rule.name), Col("looks at", lambda rule: rule.looks_at),
-        Col("alarms at", lambda rule: rule.alarms_at), Col("why there", lambda rule: rule.because),
+        Col("rule", lambda rule: rule.name), Col("alarms at", lambda rule: rule.alarms_at),
+        Col("why there", lambda rule: rule.because),
     ]  # fmt: skip
     if alarmed := [rule for rule in RULES if rule.name in struck]:
         yield table("rules", "The rules that alarmed", rules, alarmed)

@@ -50,16 +50,13 @@ class LossBackUp(LossRule):
     lost = 0.5
     noise = 6.0
     above = 0.25
-    looks_at = (
-        f"the last {stays} losses, the first {first}, and the lowest mean of ten there has been; from step {stays} on"
-    )
     alarms_at = (
-        f"all of them above the lowest mean by {lost:.0%} of what was learned and by {noise:g} times the noise; or"
-        f" {above:.0%} above the first"
+        f"{stays} losses above the lowest mean of ten by {lost:.0%} of what was learned and {noise:g} times the noise; "
+        f"or {above:.0%} above the first {first}"
     )
     because = (
-        "a batch may be hard, five in turn are not; another kind of text costs less than half of what was learned, but "
-        "for one that has nothing in common with it: losses alone cannot tell that from wrong labels, so it is told"
+        "a batch may be hard, five in turn are not; another kind of text costs less than half of what was learned, "
+        "unless it has nothing in common, which losses alone cannot tell from wrong labels"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
     _first: list[float] = field(default_factory=list)
@@ -92,8 +89,7 @@ class LossAboveGuessing(LossRule):
     last = 8
     above = 1.25
     falling = 0.9
-    looks_at = f"the last {last} losses, and the {last} before"
-    alarms_at = f"all of the last {above:g} times ln of the classes, and their median no tenth below that before"
+    alarms_at = f"{last} losses {above:g} times ln of the classes, their median no tenth below that of {last} before"
     because = "a model that learns is below it within some steps, or on its way there"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
 
@@ -118,8 +114,7 @@ class LossLeaked(LossRule):
     last = 3
     share = 0.1
     noise = 5.0
-    looks_at = f"the last {last} losses, and the 20 before"
-    alarms_at = f"all of them below {share:g} of the least before, and {noise:g} times their noise in octaves below it"
+    alarms_at = f"{last} losses below {share:g} of the least of 20 before, and {noise:g} times their noise below it"
     because = "losses fall by percents a step; those of single examples vary by more, and are left alone"
     remedies = (Remedy.LOOK_AT_DATA,)
 
@@ -144,10 +139,9 @@ class NoUpdate(HealthRule[Any]):
     reads = StepRow | StepFigure
     rows = 5
     same = 3
-    looks_at = f"{rows} steps; of weights {same} watched steps"
     alarms_at = (
-        "a rate of 0, or a loss without gradients, in all of them; an update of less than 1e-8 of the weights, or"
-        " weights that are the same to the bit"
+        f"in {rows} steps a rate of 0, or a loss without gradients; in 2 an update of less than 1e-8 of the weights; "
+        f"in {same} watched ones weights that are the same to the bit"
     )
     because = "schedules begin and end with a step at 0; float32 keeps no change of less than 6e-8"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.HIGHER_MASTER)
@@ -189,7 +183,6 @@ class SameInputs(FigureRule):
     figure = "inputs_again"
     again = 7
     few = 128
-    looks_at = "every step"
     alarms_at = f"the same for 8 steps in turn, after another; or, of fewer than {few} examples, from the first on"
     because = "an epoch has more than one batch; a loop that uses all data in each step has over a hundred examples"
     remedies = (Remedy.LOOK_AT_DATA,)
@@ -214,8 +207,7 @@ class AmaxJump(TensorRule):
     keep = 6
     fewest = 4
     far = 3.5
-    looks_at = f"the last {keep} readings of an input or a weight without a scale, from the 4th on"
-    alarms_at = f"{far:g} octaves from their median and 2 beyond all of them, of weights upwards alone"
+    alarms_at = f"{far:g} octaves from the median of {fewest} to {keep} readings without scales, 2 beyond all"
     because = "as for scales: by an octave or two between readings, whatever the precision"
     remedies = (Remedy.LOOK_AT_DATA, Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
@@ -243,13 +235,8 @@ class DeadUnits(TensorRule):
     share = 0.97
     rise = 0.2
     always = 0.999
-    looks_at = f"a reading of an input, and the {keep} before; of layers behind the first the first two, too"
-    alarms_at = (
-        f"{share:.0%} zeros, {rise:.0%} more than their median; or {always:.1%} twice in a row, behind the first"
-    )
-    because = (
-        "units that cut off leave half of their inputs, with dropout three quarters; bags of words are sparse always"
-    )
+    alarms_at = f"{share:.0%} zeros, {rise:.0%} more than the median of {keep} readings; or {always:.1%} twice in turn"
+    because = "units leave half of their inputs, with dropout three quarters; bags of words are always sparse"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_DATA)
     _first: str = ""
 
@@ -274,8 +261,7 @@ class NormGain(FigureRule):
     keep = 20
     times = 4.0
     least = 0.25
-    looks_at = f"the last {keep} readings of a norm's gain, as its root mean square"
-    alarms_at = f"{times:g} times the least of them, which counts as {least:g} at least"
+    alarms_at = f"{times:g} times the least root mean square in {keep} readings, which counts as {least:g} at least"
     because = "gains begin at 1 or 0 and move by a rate's worth a step"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
@@ -295,8 +281,7 @@ class LargeLogits(FigureRule):
     largest = 88.0
     jump = 30.0
     times = 4.0
-    looks_at = "every reading, and the 6 before"
-    alarms_at = f"a range of {largest:g}; or of {jump:g}, if it is {times:g} times their median"
+    alarms_at = f"a range of {largest:g}; or of {jump:g}, if it is {times:g} times the median of the last 7"
     because = "e^-88 is the least that fp32 holds as a normal number; what is learned by heart reaches 20 to 40, slowly"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
@@ -312,7 +297,6 @@ class GradientsLeft(FigureRule):
 
     name = "gradients-left"
     figure = GRADIENTS_LEFT
-    looks_at = "every step"
     alarms_at = "no gradient was touched between an update and the backward after it, nor between those of a step"
     because = "it is seen, and not concluded: the same tensors, unchanged"
     remedies = (Remedy.LOOK_AT_LOOP,)
@@ -326,7 +310,6 @@ class MomentsGone(FigureRule):
 
     name = "moments-gone"
     figure = MOMENTS_GONE
-    looks_at = "every step"
     alarms_at = "its state has fewer parameters than before, or counts fewer steps"
     because = "an optimizer's state only grows"
     remedies = (Remedy.LOOK_AT_LOOP,)
@@ -341,8 +324,7 @@ class LayerGradient(FigureRule):
     name = "layer-gradient"
     figure = "gradient_cosine"
     turned = -0.5
-    looks_at = "every reading of a linear layer, a convolution or a table"
-    alarms_at = "a cosine below -0.5, or exactly 0: reversed, or nothing but zeros"
+    alarms_at = "a cosine below -0.5, or exactly 0, of a linear layer, a convolution or a table"
     because = "it is 1 but for rounding; what people add to gradients turns them by less than a right angle"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_LOOP)
 
@@ -361,8 +343,7 @@ class DuplicateInputs(FigureRule):
     figure = "duplicates"
     keep = 3
     share = 0.5
-    looks_at = f"{keep} watched batches in turn, of eight examples of eight values or more"
-    alarms_at = f"{share:.0%} of the examples of all of them are equal to another in the batch"
+    alarms_at = f"in {keep} batches {share:.0%} of the examples equal another, of eight or more of as many values"
     because = "a loader draws each example once an epoch; what is drawn with replacement repeats few of many"
     remedies = (Remedy.LOOK_AT_DATA,)
 
@@ -381,10 +362,9 @@ class DataDrift(HealthRule[StepFigure]):
     last = 4
     noise = 6.0
     far = 0.5
-    looks_at = f"the means of the last {last} watched batches' inputs, and of the first {first}"
     alarms_at = (
-        f"all of the last on one side of the mean of the first, {noise:g} of their standard deviations and {far:g}"
-        " of the inputs' own away"
+        f"means of {last} watched batches' inputs on one side of the mean of the first {first}, {noise:g} of their "
+        f"standard deviations and {far:g} of the inputs' own away"
     )
     because = "batches that are drawn from one source have means as far apart as those of the first"
     remedies = (Remedy.LOOK_AT_DATA,)

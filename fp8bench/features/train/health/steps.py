@@ -53,13 +53,12 @@ def newest(length: int) -> Any:
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
-    """One kind of trouble in a training. Its texts say how far back it looks, at which figure it alarms, and why there.
+    """One kind of trouble in a training. Its texts say when it alarms, and why there.
     With `compares` it also reads the rows of the arms that its own is compared with. While the rule named by `until`
     alarms, this one is silent."""
 
     name: ClassVar[str]
     reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
-    looks_at: ClassVar[str]
     alarms_at: ClassVar[str]
     because: ClassVar[str]
     remedies: ClassVar[tuple[Remedy, ...]]
@@ -102,15 +101,11 @@ class GradientSpike(HealthRule[StepRow]):
     times = 16.0
     times_with_loss = 8.0
     far = 2.5
-    looks_at = f"the last {keep} steps, from the 20th on; of multiples of their median the last {longer}"
     alarms_at = (
-        f"{times:g} times their median, and the square of the largest multiple; or {times_with_loss:g} times it "
-        f"and a loss {far:g} times as far above its median as any of theirs"
+        f"{times:g} times the median of {fewest} to {keep} steps, and the square of the largest multiple of {longer};"
+        f" or {times_with_loss:g} times it at a loss {far:g} times as far above its median as any of theirs"
     )
-    because = (
-        "batches of few tokens move a norm by a factor of 5 (256 tokens) to 15 (64), and it has done so before; "
-        "text that is merely rare moves the norm and not the loss"
-    )
+    because = "few tokens a batch move a norm by 5 to 15 times, again and again; rare text does not move the loss"
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
     _norms: deque[float] = newest(keep)
     _losses: deque[float] = newest(keep)
@@ -151,8 +146,7 @@ class UpdateBurst(HealthRule[StepRow]):
     keep = 20
     fewest = 10
     times = 4.0
-    looks_at = f"the last {keep} steps, from the 10th on"
-    alarms_at = f"{times:g} times their median"
+    alarms_at = f"{times:g} times the median of the last {keep} steps, from step {fewest} on"
     because = "a rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do"
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
     _ratios: deque[float] = newest(keep)
@@ -183,11 +177,10 @@ class LossPlateau(HealthRule[Any]):
     flat = 0.01
     noise = 0.0075
     gradients = 0.9
-    looks_at = f"the last half of all steps, {least} at least, in {parts} parts; looked at every {often} steps"
     alarms_at = (
-        f"their mean losses lie within {flat:.1%} of each other and are known to {noise:.2%} each, the median "
-        f"gradient norm is at least {gradients:g} of that in the half before, and the rate at least half of its "
-        f"peak; the entropy of predictions, where it is known, lies {entropy:.0%} away"
+        f"{parts} means over the last half of all steps ({least} at least) within {flat:.1%}, each known to {noise:.2%}"
+        f"; gradients {gradients:g} of those before, the rate half of its peak; the entropy of predictions, if known, "
+        f"{entropy:.0%} away. Looked at every {often} steps"
     )
     because = "losses fall by equal parts in equal multiples of time: the last half of a training is never flat"
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
@@ -236,14 +229,8 @@ class NotFiniteStep(HealthRule[StepRow]):
     name = "not-finite"
     reads = StepRow
     allowed = 20
-    looks_at = "every step"
-    alarms_at = (
-        "the first loss or weight that is not finite, or gradient norm of a step that was not skipped; of skipped"
-        f" ones {allowed} in a row"
-    )
-    because = (
-        "a dynamic loss scale comes down from 2^32 to what fits by skipping steps, and tries a larger one at times"
-    )
+    alarms_at = f"a loss, weight or gradient that is not finite; of steps skipped under a loss scale {allowed} in a row"
+    because = "a dynamic loss scale comes down from 2^32 by skipping steps, and tries a larger one at times"
     remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
     _skipped: int = 0
 
@@ -272,10 +259,9 @@ class GradientScale(HealthRule[StepRow]):
     octaves = 1.9
     beyond = 1.0
     noise = 5.0
-    looks_at = f"the last {last} steps, and the {keep} before"
     alarms_at = (
-        f"medians {octaves:g} octaves and {noise:g} times the noise apart, the last 1 beyond all before; the loss "
-        "as it was, or moved by as much, within half an octave"
+        f"medians of the last {last} steps and of {keep} before them {octaves:g} octaves and {noise:g} times the noise "
+        "apart, the last 1 beyond all before; the loss as it was, or moved by as much, within half an octave"
     )
     because = "what is steeper has another loss; a factor alone comes from a loss scale, a sum, or micro-batches"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
@@ -340,10 +326,7 @@ class LossGap(HealthRule[Any]):
     compares = True
     keep = 50
     margin = 0.02
-    looks_at = f"the means of {keep} steps, of which all three arms are known"
-    alarms_at = (
-        f"{margin:.0%} behind the reference, and further than the reference under another seed has ever been from it"
-    )
+    alarms_at = f"{margin:.0%} behind the reference over {keep} steps, and further than its other seed has ever been"
     because = "batches and dropout are the same in both arms: only the arithmetic differs, and chaos does little"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
     _losses: dict[int, dict[str, float]] = field(default_factory=dict)

@@ -61,8 +61,7 @@ class _Jump(TensorRule):
     fewest = 4
     far = 4.0
     gradients = 8.0
-    looks_at = "the last 6 readings of the tensor, from the 4th on"
-    alarms_at = "4 octaves from their median, of gradients 8, and 2 beyond all of them"
+    alarms_at = "4 octaves from the median of 6 readings, of gradients 8, and 2 beyond all of them; from the 4th on"
     sign: ClassVar[int]
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -84,10 +83,7 @@ class ScaleFall(_Jump):
 
     name = "scale-falls"
     sign = -1
-    because = (
-        "the largest magnitude of a tensor moves by an octave or two between readings; that of a gradient by six "
-        "where a batch has few tokens and rare ones among them"
-    )
+    because = "magnitudes move by an octave or two between readings, of gradients of few and rare tokens by six"
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
 
 
@@ -96,9 +92,7 @@ class ScaleRise(_Jump):
 
     name = "scale-rises"
     sign = 1
-    because = (
-        "as for a scale that falls: a tensor that became sixteen times as small has lost its input or its gradient"
-    )
+    because = "as for a scale that falls: a tensor sixteen times as small has lost its input or its gradient"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
 
 
@@ -109,11 +103,8 @@ class ScaleUnsettled(TensorRule):
     keep = 9
     swing = 2.0
     turns = 6
-    looks_at = "10 readings of the tensor"
-    alarms_at = f"{turns} turns of at least {swing:g} octaves each way"
-    because = (
-        "a scale may follow its tensor up or down; one that swings as far as it goes is wrong in half of the steps"
-    )
+    alarms_at = f"{turns} turns of at least {swing:g} octaves each way in 10 readings"
+    because = "a scale may follow its tensor; one that swings as far as it goes is wrong in half of the steps"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -135,7 +126,6 @@ class ScaleAtEdge(TensorRule):
 
     name = "scale-at-edge"
     keep = 1
-    looks_at = "every reading"
     alarms_at = "0, infinite, no number, or 2^-127 or 2^127, where the exponents of E8M0 end"
     because = "nothing comes back through such a scale; a tensor of zeros has a scale of 1"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
@@ -153,12 +143,8 @@ class Lag(TensorRule):
     name = "lag"
     keep = 2
     far = 0.75
-    looks_at = "3 readings of the tensor"
-    alarms_at = f"above {far:g} octaves in all of them"
-    because = (
-        "delayed scales are a few hundredths of an octave late wherever a tensor grows, and late once after a "
-        "jump; the least scales of NVFP4 are rounded by up to 0.58"
-    )
+    alarms_at = f"above {far:g} octaves in 3 readings in a row"
+    because = "delayed scales are late by hundredths where a tensor grows; the least of NVFP4 are rounded by 0.58"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -176,12 +162,8 @@ class OverflowBurst(TensorRule):
     keep = 6
     share = 0.05
     times = 5.0
-    looks_at = f"a reading, and the {keep} before it"
-    alarms_at = f"{share:.0%} of all elements, and {times:g} times their median"
-    because = (
-        "scales of blocks that are rounded down cut off 0.6% of normal values, and those of NVFP4, rounded to "
-        "nearest, 3.5%, always; current scales cut off none"
-    )
+    alarms_at = f"{share:.0%} of all elements, and {times:g} times the median of the {keep} readings before"
+    because = "block scales that are rounded down cut off 0.6% of normal values, those of NVFP4 3.5%, always"
     remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -198,8 +180,7 @@ class UnderflowCreep(TensorRule):
     name = "underflow-creep"
     keep = 8
     rise = 0.25
-    looks_at = f"the first {keep} readings of the tensor, and the last 3"
-    alarms_at = f"the last 3 all at least {rise:.0%} of all elements above the median of the first"
+    alarms_at = f"the last 3 readings all {rise:.0%} of all elements above the median of the first {keep}"
     because = "how much of a tensor underflows is a matter of its format, and the same within a few percent all along"
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.SHORTER_HISTORY, Remedy.LAYER_IN_BF16)
     _first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
@@ -225,8 +206,7 @@ class WeightsBehind(TensorRule):
     far = 2.0
     wanted = 3
     exact = 150.0  # dB from which on nothing was rounded: weights that begin as ones are on every grid
-    looks_at = "the last 21 readings of a weight's signal to noise"
-    alarms_at = f"the last {wanted} all {far:g} dB below the best"
+    alarms_at = f"the last {wanted} of 21 readings of a weight's signal to noise all {far:g} dB below the best"
     because = "how well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
 
@@ -246,7 +226,6 @@ class NotFiniteTensor(TensorRule):
 
     name = "tensor-not-finite"
     keep = 1
-    looks_at = "every reading"
     alarms_at = "a single element"
     because = "they spread to every element of every tensor behind; the first layer that has some is where to look"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE, Remedy.DYNAMIC_LOSS_SCALE)
@@ -292,8 +271,7 @@ class EmbeddingCollapse(FigureRule):
     figure = "embedding_spread"
     keep = 20
     share = 0.75
-    looks_at = f"the last {keep} readings"
-    alarms_at = f"below {share:g} of the largest spread among them"
+    alarms_at = f"below {share:g} of the largest spread in the last {keep} readings"
     because = "an embedding spreads as it learns; weight decay takes 2% in 200 steps of one that stands still"
     remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
 
@@ -312,10 +290,9 @@ class LayerStill(HealthRule[Any]):
     reads = LayerReading | StepFigure
     share = 0.1
     keep = 3
-    looks_at = f"{keep} readings of a matrix's update, relative to itself, embeddings left out"
     alarms_at = (
-        f"all of them below {share:g} of the median of all matrices, times the least factor of --rates or its "
-        "parameter group's share of the highest rate; two, where nothing moves at all that has moved before"
+        f"{keep} updates of a matrix, relative to itself, below {share:g} of the median of all but embeddings, times "
+        "the least factor of --rates, or its group's share of the highest rate; 2, where it no longer moves at all"
     )
     because = "matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
@@ -357,11 +334,8 @@ class AttentionOverflow(FigureRule):
     name = "attention-score-overflow"
     figure = "attention_score"
     largest = 88.0
-    looks_at = "every reading"
     alarms_at = f"a score of {largest:g}"
-    because = (
-        "e^-88 is the least that fp32 holds as a normal number: beside such a score every other key counts nothing"
-    )
+    because = "e^-88 is the least normal number of fp32: beside such a score every other key counts nothing"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -377,8 +351,7 @@ class BatchNormDrift(FigureRule):
     figure = "batch_norm_drift"
     keep = 3
     far = 1.0
-    looks_at = f"{keep} readings, from the 6th on: running statistics begin anywhere"
-    alarms_at = "all of them above 1 standard deviations of the batch"
+    alarms_at = f"{keep} readings above 1 standard deviation of the batch, from the 6th on: they begin anywhere"
     because = "a momentum of 0.1 forgets half of what was in 7 steps; between batches means differ by hundredths"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
     _seen: dict[str, int] = field(default_factory=lambda: defaultdict(int))
