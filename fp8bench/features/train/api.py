@@ -206,7 +206,7 @@ def watch(
 
     rules = Health((Arm(name, precisions.canonical(precision), ArmRole.REFERENCE),)) if health else None
     with ExitStack() as stack:
-        keep = _Kept(Path(path), stack) if path is not None else None
+        keep = _kept_in(Path(path), stack) if path is not None else None
 
         def tell(lines: Sequence[StreamLine]) -> None:
             lines = (*lines, *rules.see(lines)) if rules is not None else lines
@@ -224,24 +224,25 @@ def complain_of(lines: Sequence[StreamLine]) -> None:
         complain(f"{event.arm}, step {event.step}: {event.words}{where}{remedy}")
 
 
-class _Kept:
-    """A file of lines. A full disk ends the file with a warning, and not the training."""
+def _kept_in(path: Path, stack: ExitStack) -> Callable[[Sequence[StreamLine]], None]:
+    """Appends lines to a new file. A full disk ends the file with a warning, and not the training."""
+    try:
+        file: IO[bytes] | None = stack.enter_context(path.open("xb"))
+    except OSError as error:
+        raise StoreError(f"{path} cannot be made ({error.strerror}). Give another file.") from None
 
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        try:
-            self._file: IO[bytes] | None = stack.enter_context(path.open("xb"))
-        except OSError as error:
-            raise StoreError(f"{path} cannot be made ({error.strerror}). Give another file.") from None
-
-    def __call__(self, lines: Sequence[StreamLine]) -> None:
-        if self._file is None:
+    def keep(lines: Sequence[StreamLine]) -> None:
+        nonlocal file
+        if file is None:
             return
         text = "".join(json.dumps(plain(line), separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
         try:
-            append(self._file, text, sync=False)  # survives the process without waiting for the disk
+            append(file, text, sync=False)  # survives the process without waiting for the disk
         except OSError as error:
-            warnings.warn(f"{self._file.name} ends here ({error.strerror}); the training goes on.", stacklevel=2)
-            self._file = None
+            warnings.warn(f"{path} ends here ({error.strerror}); the training goes on.", stacklevel=2)
+            file = None
+
+    return keep
 
 
 class _LoopCallback:

@@ -16,7 +16,7 @@ from fp8bench.cli.outputs import check_outputs, in_store, tell, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName, UsageError
 from fp8bench.features.train.arms import check_training
-from fp8bench.features.train.kind import KIND, load_head, training_named
+from fp8bench.features.train.kind import KIND, training_named
 from fp8bench.features.train.request import (
     LEARNING,
     LENGTH,
@@ -27,14 +27,14 @@ from fp8bench.features.train.request import (
     TrainingRequest,
     request_with_defaults,
 )
-from fp8bench.features.train.values import KeptTraining, Training, TrainingEvent, TrainingObserver
+from fp8bench.features.train.values import KeptTraining, TrainingEvent, TrainingObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT
 
 _BESIDE_RESUME = {
-    "--resume", "--config", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on",
-    "--live", "--on-alarm",
+    "--resume", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on", "--live",
+    "--on-alarm",
 }  # fmt: skip
 _REQUEST = TrainingRequest()
 
@@ -147,7 +147,6 @@ def run(arguments: argparse.Namespace) -> int:
         typed = arguments.make in arguments.words
         check_alone(arguments.words, _BESIDE_RESUME, [arguments.make] if typed and arguments.make else [])
         path = training_named(arguments.resume, arguments.store)
-        _check_same(arguments, load_head(path))
         with _training(arguments) as observer:
             resumed, kept = resume(path, arguments.store, observer)
         if not resumed:
@@ -166,21 +165,6 @@ def run(arguments: argparse.Namespace) -> int:
     with _training(arguments) as observer:
         kept = train(request, arguments.store, observer, command_line())
     return _ended(kept, arguments)
-
-
-def _check_same(arguments: argparse.Namespace, training: Training) -> None:
-    """Raise where the file of --config differs from what the training began with, but for what its command line set."""
-    now, begun = request_from(arguments), training.request
-    typed = {word.partition("=")[0] for word in training.command.split()}
-    for name, where in getattr(arguments, "configured", {}).items():
-        if f"--{name.replace('_', '-')}" in typed:
-            continue
-        for given, was in ((now, begun), (now.settings, begun.settings)):
-            if hasattr(was, name) and getattr(given, name) != getattr(was, name):
-                raise UsageError(
-                    f"{where} is {getattr(given, name)}, and training {training.id} began with {getattr(was, name)}. "
-                    "Resume it with the same file, or without --config."
-                )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from fp8bench import units
@@ -126,44 +127,31 @@ def _timeline(kept: KeptTraining) -> Iterator[Element]:
 
 # Points of a line, and at most so many arms have their tensors drawn.
 _PLACES, _MOST_ARMS = 30, 3
-# How to pick the worst figure; its title, hint, unit, value and text.
-_WORST: tuple[tuple[Any, str, str, str, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
-    (min, "least SNR", "of what was rounded, against the same unrounded", "dB",
-     lambda reading: reading.signal_to_noise, units.decibels),
-    (max, "most underflow", "values that became zero", "%", lambda reading: reading.underflow, units.percent),
-    (max, "most saturated", "values that were clipped", "%", lambda reading: reading.saturated, units.percent),
-    (max, "largest lag", "octaves above (+) or below the format's largest value", "",
-     lambda reading: reading.lag, lambda value: f"{value:+.2f}"),
-)  # fmt: skip
+# Figures of a reading: name, which value is the worst, its value and text.
+_WORST: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
+    ("least signal to noise", min, lambda reading: reading.signal_to_noise, units.decibels),
+    ("most underflow", max, lambda reading: reading.underflow, units.percent),
+    ("most saturated", max, lambda reading: reading.saturated, units.percent),
+    ("largest lag, in octaves", max, lambda reading: reading.lag, lambda value: f"{value:+.2f}"),
+)
 
 
 def worst_readings(kept: KeptTraining) -> Iterator[Element]:
-    """For each arm and role, the layer and step with the worst figures over all seeds."""
-    rows, readings = [], together(((reading.arm, reading.role), reading) for reading in kept.of(LayerReading))
-    for arm in kept.training.arms:
-        for role in Role if arm.role is ArmRole.CANDIDATE else ():
-            own = readings.get((arm.name, role.value), [])
-            figures = [_worst(own, pick, value, show) for pick, _, _, _, value, show in _WORST]
-            if any(figures):
-                fields = [field for figure in figures for field in figure or (Field(units.NONE), Field(""))]
-                rows.append((Field(arm.name), Field(role.value), *fields))
+    """For each candidate and role, the layer and step with the worst figures over all seeds."""
+    candidates = {arm.name for arm in kept.training.arms if arm.role is ArmRole.CANDIDATE}
+    readings = together(((own.arm, own.role), own) for own in kept.of(LayerReading) if own.arm in candidates)
+    rows = []
+    for (arm, role), own in readings.items():
+        for name, pick, value_of, show in _WORST:
+            pairs = ((value_of(reading), reading) for reading in own)
+            known = [(value, reading) for value, reading in pairs if value is not None and math.isfinite(value)]
+            if known:
+                value, worst = pick(known, key=itemgetter(0))
+                where = f"{worst.layer}, step {worst.step}" if value else ""
+                rows.append((Field(arm), Field(role), Field(name), Field(show(value), value), Field(where)))
     if rows:
-        columns = [Column("arm"), Column("tensors")]
-        for _, name, hint, unit, _, _ in _WORST:
-            columns += [Column(name, number=True, hint=hint, unit=unit), Column("where")]
-        yield Table("worst", "Where each arm's format does worst", tuple(columns), tuple(rows))
-
-
-def _worst(
-    readings: Sequence[LayerReading], pick: Any, value: Callable[[LayerReading], float | None],
-    show: Callable[[float], str],
-) -> tuple[Field, Field] | None:  # fmt: skip
-    known = [(own, reading) for reading in readings if (own := value(reading)) is not None and math.isfinite(own)]
-    if not known:
-        return None
-    figure, worst = pick(known, key=lambda pair: pair[0])
-    where = "" if pick is max and figure == 0 else f"{worst.layer}, step {worst.step}"
-    return Field(show(figure), figure), Field(where)
+        titles = Column("arm"), Column("tensors"), Column("figure"), Column("worst", number=True), Column("where")
+        yield Table("worst", "Where each arm's format does worst", titles, tuple(rows))
 
 
 def tensor_lines(kept: KeptTraining) -> Iterator[Element]:

@@ -196,7 +196,9 @@ def test_lines_show_magnitudes_and_scales_by_layer() -> None:
 def test_the_worst_reading_names_layer_and_step() -> None:
     told = reading(0, 1.0, signal_to_noise=30.0, underflow=0.01), reading(10, 1.0, "mlp", signal_to_noise=12.0)
     assert cells(page(*told), "worst") == [
-        ["fp8", "input", "12.0 dB", "mlp, step 10", "1.0%", "head, step 0", "0.0%", "", "-", ""]
+        ["fp8", "input", "least signal to noise", "12.0 dB", "mlp, step 10"],
+        ["fp8", "input", "most underflow", "1.0%", "head, step 0"],
+        ["fp8", "input", "most saturated", "0.0%", ""],
     ]
 
 

@@ -332,17 +332,22 @@ def _widened(gap: Gap | None, floor: float) -> Gap | None:
 
 
 def _judged(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bool = False) -> ScoreVerdict:
+    verdict = replace(verdict, worse=gap, word=still_open(gap, margin))
     if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
-        pairs = gap.pairs if gap else 0
-        return replace(verdict, worse=gap, word=f"open: {many(pairs, 'seed')} of the {LEAST_PAIRS} that are needed")
+        return verdict
     if at_chance:
-        return replace(verdict, worse=gap, word=_AT_CHANCE)
+        return replace(verdict, word=_AT_CHANCE)
     learned = rule(gap.decides, margin)
-    if learned is Learned.INCONCLUSIVE:
-        more = seeds_until(gap, margin)
-        word = f"open: {'an unknown number of more seeds' if more is None else many(more, 'more seed')} would settle"
-        return replace(verdict, worse=gap, word=f"{word} {100 * margin:g}", learned=learned)
-    return replace(verdict, worse=gap, word=learned.value, learned=learned)
+    return replace(verdict, learned=learned, word=verdict.word if learned is Learned.INCONCLUSIVE else learned.value)
+
+
+def still_open(gap: Gap | None, bound: float) -> str:
+    """'open: 3 seeds of the 5 that are needed', or how many more would settle a share of `bound`."""
+    if gap is None or gap.pairs < LEAST_PAIRS:
+        return f"open: {many(gap.pairs if gap else 0, 'seed')} of the {LEAST_PAIRS} that are needed"
+    more = seeds_until(gap, bound)
+    seeds = "an unknown number of more seeds" if more is None else many(more, "more seed")
+    return f"open: {seeds} would settle {100 * bound:g}%"
 
 
 TONES: Mapping[Learned | None, Tone] = {
