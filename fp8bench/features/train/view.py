@@ -126,32 +126,24 @@ def plan_page(
     running = [arm for arm in training.arms if not arm.skip]
     once = sum(arm.role is ArmRole.CHAOS for arm in running)
     steps = request.steps * ((len(running) - once) * request.seeds + once)
+    more = f", without {', '.join(unknown)}, not trained here before" if unknown else ""
+    kept = reference.bytes_per_parameter
+    named = ", ".join(f"{name} {size:.3g}" for name, size in kept if size >= _LEAST_BYTES)
     ending = (
         f"parameters: {units.whole(reference.parameters)} ({settings.make or f'{settings.model}, {settings.arch}'})",
         f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
         + many(request.seeds, "seed"),
         *([f"ranks: {request.ranks} by {settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
-        f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
-        _expected_time(seconds, unknown),
+        f"kept between two steps of the reference: {sum(size for _, size in kept):.3g} bytes a parameter ({named})",
+        f"time: about {units.clock(seconds)} for the steps, from kept trainings{more}" if seconds
+        else "time: unknown until such a model has been trained here; --quick tells",
         words.detectable(request, spread),
         *filter(None, [words.without_histories(training)]),
-    )
+    )  # fmt: skip
     title = f"training of {settings.called} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", cols, training.arms)
     return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
-
-
-def _expected_time(seconds: float, unknown: Sequence[str]) -> str:
-    if not seconds:
-        return "time: unknown until such a model has been trained here; --quick tells"
-    more = f", without {', '.join(unknown)}, not trained here before" if unknown else ""
-    return f"time: about {units.clock(seconds)} for the steps, from kept trainings{more}"
-
-
-def _bytes(parts: dict[str, float]) -> str:
-    named = ", ".join(f"{name} {size:.3g}" for name, size in parts.items() if size >= _LEAST_BYTES)
-    return f"{sum(parts.values()):.3g} bytes a parameter ({named})"
 
 
 def title_of(training: Training) -> str:

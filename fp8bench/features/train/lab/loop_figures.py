@@ -151,7 +151,8 @@ def listening(begins: Listener, ended: Listener) -> Iterator[None]:
 def _backward(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> None:
     if _running:
         return _plain_backward(tensors, *args, **named)
-    listeners, root = tuple(_listeners), _number(tensors)
+    listeners, roots = tuple(_listeners), [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    root = roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
     for begins, _ in listeners:
         begins(root)
     _running.append(True)
@@ -162,11 +163,6 @@ def _backward(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> N
     for _, ended in listeners:
         ended(None if root is None else root.detach().reshape(()))
     return None
-
-
-def _number(tensors: Tensor | Sequence[Tensor]) -> Tensor | None:
-    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    return roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
 
 
 class GradientSketches:

@@ -173,7 +173,9 @@ def _reading(parts: Sequence[LayerReading]) -> LayerReading:
     squares = _mean([part.deviation**2 + part.mean**2 for part in parts])
     scales = [part.scale for part in parts]
     figures: dict[str, Any] = {name: _mean([getattr(part, name) for part in parts]) for name in _MEANS}
-    figures |= {name: _largest([getattr(part, name) for part in parts]) for name in _LARGEST_OF}
+    for name in _LARGEST_OF:
+        known = (getattr(part, name) for part in parts)
+        figures[name] = max((value for value in known if value is not None), default=None)
     return replace(
         first,
         smallest=min((part.smallest for part in parts if part.smallest), default=0.0),
@@ -202,10 +204,6 @@ def _figure(parts: Sequence[StepFigure]) -> StepFigure:
     return replace(parts[0], value=together([part.value for part in parts]))
 
 
-def _look(parts: Sequence[Validation]) -> Validation:
-    return replace(parts[0], loss=_mean([part.loss for part in parts]))
-
-
 def _event(parts: Sequence[TrainingEvent]) -> TrainingEvent:
     """An event that all ranks have; else that of the first rank that knows where it happened."""
     if all(part == parts[0] for part in parts):
@@ -219,13 +217,9 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
-def _largest(values: Sequence[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
 _MERGED: dict[type, Callable[..., StreamLine]] = {
     StepRow: _row, LayerReading: _reading, StepFigure: _figure, TrainingEvent: _event,
-    Validation: _look,
+    Validation: lambda parts: replace(parts[0], loss=_mean([part.loss for part in parts])),
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from fp8bench.features.train.lab.fine_tuning import apply_start, frozen_in, scal
 from fp8bench.features.train.lab.optimizer import LoopOptimizer, clippings_of, joint, own_seed, seed_of
 from fp8bench.features.train.lab.together import digest_of
 from fp8bench.features.train.lab.update_rules import PlateauShare, group_of, loss_scale_of, share_of_rate
-from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, not_finite_words
+from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, not_finite_words
 from fp8bench.features.train.lab.ways import together_of
 from fp8bench.features.train.values import (
     FALLBACK,
@@ -201,7 +201,12 @@ class Trainer:
         started = time.perf_counter()
         scale, before = self._loss_scale.scale, self._remembered()
         rate = self._rate_now()
-        with self._counting(watched) as wire, self._present(phase), self._watching(watched) as seen:
+        watched = watched and self.step % self._task.stride == 0
+        counted = watched and self._task.facts.ranks > 1
+        with (
+            StepWire(self.together.rank, again=False) if counted else nullcontext() as wire, self._present(phase),
+            self._watch.step(self._settings.micro_batches) if watched else nullcontext() as seen,
+        ):  # fmt: skip
             loss = self._losses(scale, phase)
             self.together.average(self._optimizer.gradients, phase)
             norms = self.together.norms(self._optimizer.gradients.norms())
@@ -278,15 +283,6 @@ class Trainer:
                 for parameter in self._parameters.values():
                     self._watch_casts(Operand(parameter), parameter, Role.WEIGHT, None)
             yield
-
-    def _watching(self, watched: bool) -> AbstractContextManager[WatchedStep | None]:
-        watched = watched and self.step % self._task.stride == 0
-        return self._watch.step(self._settings.micro_batches) if watched else nullcontext()
-
-    def _counting(self, watched: bool) -> AbstractContextManager[StepWire | None]:
-        """Counts the bytes that a watched step sends to other ranks."""
-        counted = watched and self._task.facts.ranks > 1 and self.step % self._task.stride == 0
-        return StepWire(self.together.rank, again=False) if counted else nullcontext()
 
     def _losses(self, scale: float, phase: Phases = _SILENT) -> Tensor:
         self._optimizer.gradients.begin()

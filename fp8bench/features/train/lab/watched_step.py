@@ -53,9 +53,7 @@ class ModelWatch:
         self._arm, self._seed, self._examples = arm, seed, examples
         self.scales: dict[str, float] = {}
         self.model = model
-        paths = {module: path for path, module in reversed([*_uncompiled(model, "")])} if inside else {}
-        self.modules = [(path, module) for module, path in paths.items() if _is_watched(module)]
-        self.inside = bool(paths)
+        self.modules = {module: path for path, module in reversed([*_uncompiled(model, "")])} if inside else {}
         trained = ((path, parameter) for path, parameter in model.named_parameters() if parameter.requires_grad)
         self.parameters = {path.removeprefix("_orig_mod."): parameter for path, parameter in trained}
         matrices = ((path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX)
@@ -211,7 +209,7 @@ class WatchedStep:
         self._arrived = dict.fromkeys(watch.parameters, 0)
         self._squares: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] = {}
-        hooked: Mapping[str, Any] = watch.parameters if micro_batches > 1 and watch.inside else {}
+        hooked: Mapping[str, Any] = watch.parameters if micro_batches > 1 and watch.modules else {}
         for name, parameter in hooked.items():
             if not parameter.requires_grad:  # frozen since the watch began
                 continue
@@ -219,9 +217,9 @@ class WatchedStep:
             stack.callback(parameter.register_post_accumulate_grad_hook(partial(self._is_added, name)).remove)
         self.sketches = GradientSketches()
         begin_peak(watch.device)
-        if watch.inside:
+        if watch.modules:
             stack.callback(watch.model.register_forward_pre_hook(self._begins, with_kwargs=True).remove)
-        for path, module in watch.modules:
+        for module, path in watch.modules.items():
             self._attach(path, module, stack)
 
     @torch.no_grad()
@@ -327,11 +325,6 @@ def is_watched(step: int, stride: int) -> bool:
 
 def _has_weights(module: nn.Module) -> bool:
     return any(parameter.ndim >= _MATRIX for parameter in module.parameters(recurse=False))
-
-
-def _is_watched(module: nn.Module) -> bool:
-    casts = isinstance(getattr(module, "arithmetic", None), Arithmetic)
-    return casts or _has_weights(module) or isinstance(module, SelfAttention) or hasattr(module, "running_mean")
 
 
 def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
