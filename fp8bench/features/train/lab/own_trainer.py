@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -238,8 +238,7 @@ class OwnBatches:
     def __init__(self, name: str, given: Given, seed: int, facts: DeviceFacts) -> None:
         self._name, self._given, self._seed, self._facts = name, given, seed, facts
         self._source = given.batches
-        self._next, self._epoch = 0, 0
-        self._iterator: Iterator[Any] | None = None
+        self._next, self._reader = 0, self._in_order()
         if self._source is None or callable(self._source):
             return
         once = iter(self._source) is self._source
@@ -257,31 +256,30 @@ class OwnBatches:
             if callable(self._source):
                 with self._drawn("batch", place):
                     return self._source(place, self._seed)
-            return self._read(place)
+            if place < self._next:
+                self._next, self._reader = 0, self._in_order()
+            self._next, skipped = place + 1, place - self._next
+            return next(islice(self._reader, skipped, None))
         except UsageError:
             raise
         except Exception as error:
             raise UsageError(f"{self._name}: its batch {place} cannot be read: {own_words(error)}.") from error
 
-    def _read(self, place: int) -> Any:
-        if place < self._next:
-            self._next, self._epoch, self._iterator = 0, 0, None
-        while True:
-            batch = self._following()
-            self._next += 1
-            if self._next > place:
-                return batch
-
-    def _following(self) -> Any:
-        for _ in range(2):
-            if self._iterator is None:
-                with self._drawn("epoch", self._epoch):
-                    self._iterator = iter(self._source)
-            with self._drawn("batch", self._next):
-                for batch in self._iterator:
-                    return batch
-            self._epoch, self._iterator = self._epoch + 1, None
-        raise UsageError(f"{self._name}: its batches end before the first one. Give at least one.")
+    def _in_order(self) -> Iterator[Any]:
+        number, ended = 0, object()
+        for epoch in count():
+            begun = number
+            with self._drawn("epoch", epoch):
+                iterator = iter(self._source)
+            while True:
+                with self._drawn("batch", number):
+                    batch = next(iterator, ended)
+                if batch is ended:
+                    break
+                number += 1
+                yield batch
+            if number == begun:
+                raise UsageError(f"{self._name}: its batches end before the first one. Give at least one.")
 
     def _drawn(self, purpose: str, number: int) -> Any:
         return seeded(seed_of(purpose, self._seed, number), self._facts)

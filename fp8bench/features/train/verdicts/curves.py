@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -32,6 +31,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.model import Interval
+from fp8bench.report.panels import together
 
 HELD_OUT = "held-out"
 _TENTHS = 10
@@ -109,37 +109,28 @@ def last_of(steps: int) -> int:
 
 
 def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
-    """Every arm in every seed. Of several lines for one step the last counts."""
-    rows: dict[Key, dict[int, StepRow]] = defaultdict(dict)
-    held_out: dict[Key, dict[int, float]] = defaultdict(dict)
-    events: dict[Key, set[str]] = defaultdict(set)
-    reference_seconds: dict[Key, dict[int, float]] = defaultdict(dict)
-    passed: dict[Key, set[int]] = defaultdict(set)
+    """Every arm in every seed."""
     lines = tuple(lines)
-    ends = arrivals(lines)
-    for line in lines:
-        key = (line.arm, line.seed)
-        if isinstance(line, StepRow):
-            rows[key][line.step] = line
-        elif isinstance(line, Validation) and line.of == HELD_OUT:
-            held_out[key][line.step] = line.loss
-        elif isinstance(line, TrainingEvent):
-            events[key].add(line.kind)
-            if line.kind == REWOUND:
-                passed[key].update(range(int(dict(line.values)["first"]), line.step + 1))
-        elif isinstance(line, StepFigure) and line.name == REFERENCE_SECONDS:
-            reference_seconds[key][line.step] = line.value
-    for key, steps_passed in passed.items():
-        if like := next(iter(rows[key].values()), None):
-            empty = replace(like, loss=math.nan, gradient_norm=math.nan, seconds=0.0, skipped=True)
-            rows[key] |= {step: replace(empty, step=step) for step in steps_passed}
-    return {
-        key: Curve(
-            ends.get(key[1], steps), tuple(row for _, row in sorted(own.items())), held_out[key],
-            frozenset(events[key]), reference_seconds[key], frozenset(passed[key]),
-        )
-        for key, own in rows.items() if own
-    }  # fmt: skip
+    ends, by_key = arrivals(lines), together(((line.arm, line.seed), line) for line in lines)
+    curves = {key: _curve(own, ends.get(key[1], steps)) for key, own in by_key.items()}
+    return {key: curve for key, curve in curves.items() if curve.rows}
+
+
+def _curve(lines: Sequence[StreamLine], steps: int) -> Curve:
+    """Of several lines for one step the last counts."""
+    rows = {line.step: line for line in lines if isinstance(line, StepRow)}
+    looks = (line for line in lines if isinstance(line, Validation) and line.of == HELD_OUT)
+    figures = (line for line in lines if isinstance(line, StepFigure) and line.name == REFERENCE_SECONDS)
+    events = [line for line in lines if isinstance(line, TrainingEvent)]
+    rewound = ((int(dict(event.values)["first"]), event.step) for event in events if event.kind == REWOUND)
+    passed = frozenset(step for first, last in rewound for step in range(first, last + 1))
+    if rows and passed:
+        empty = replace(next(iter(rows.values())), loss=math.nan, gradient_norm=math.nan, seconds=0.0, skipped=True)
+        rows |= {step: replace(empty, step=step) for step in passed}
+    return Curve(
+        steps, tuple(row for _, row in sorted(rows.items())), {look.step: look.loss for look in looks},
+        frozenset(event.kind for event in events), {figure.step: figure.value for figure in figures}, passed,
+    )  # fmt: skip
 
 
 def arrivals(lines: Iterable[StreamLine]) -> dict[int, int]:

@@ -45,6 +45,7 @@ from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdic
 from fp8bench.model import Capacity, EnergyUse, Interval
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Part, Text, Tone
+from fp8bench.report.panels import together
 from fp8bench.report.words.naming import many
 
 
@@ -111,20 +112,12 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
         line.arm: sum(size for _, size in line.kept) / kept.training.parameters
         for line in kept.of(ArmCost) if line.kept and kept.training.request.settings.make
     }  # fmt: skip
-    lead = kept.training.arms[0].name
-    energies = energies_of(kept, verdicts)
-    sent: dict[str, dict[tuple[int, int], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    events, sizes, paces = Counter[str](), defaultdict[str, dict[int, float]](dict), defaultdict[str, list[float]](list)
-    for line in kept.lines:
-        if isinstance(line, StepRow):
-            if line.seconds > 0:  # a watched step has no time of its own
-                paces[line.arm].append(line.seconds / line.tokens)
-        elif isinstance(line, TrainingEvent):
-            events[line.arm] += 1
-        elif isinstance(line, StepFigure) and line.name == BYTES_PER_PARAMETER:
-            sizes[line.arm][line.seed] = sizes[line.arm].get(line.seed, 0.0) + line.value
-        elif isinstance(line, StepFigure) and line.name == WIRE_BYTES:
-            sent[line.arm][line.seed, line.step][line.layer] = line.value
+    lead, energies = kept.training.arms[0].name, energies_of(kept, verdicts)
+    events = Counter(event.arm for event in kept.of(TrainingEvent))
+    # A watched step has no time of its own.
+    paces = together((row.arm, row.seconds / row.tokens) for row in kept.of(StepRow) if row.seconds > 0)
+    sizes = _first_by_arm(kept, BYTES_PER_PARAMETER)
+    wires = _first_by_arm(kept, WIRE_BYTES)
     summaries = []
     for arm in kept.training.arms:
         own = [curve for (name, _), curve in curves.items() if name == arm.name]
@@ -135,11 +128,11 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
             steps=sum(len(curve.rows) for curve in own),
             loss=mean_of([curve.endpoint for curve in own if curve.whole]),
             held_out=mean_of([curve.held_out[curve.steps] for curve in own if curve.steps in curve.held_out]),
-            tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and paces[arm.name] else None,
-            bytes_per_parameter=kept_bytes.get(alone, next(iter(sizes[arm.name].values()), None)),
+            tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and arm.name in paces else None,
+            bytes_per_parameter=kept_bytes.get(alone, sum(sizes[arm.name].values()) if arm.name in sizes else None),
             peak_memory=memory.peak if memory else None,
             device_peak_memory=memory.on_device if memory else None,
-            wire=next(iter(sent[arm.name].values()), {}),
+            wire=wires.get(arm.name, {}),
             capacity=capacities.get(arm.name),
             energy=energies.get(arm.name),
             events=events[arm.name] if own else None,
@@ -147,6 +140,17 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
         )
         summaries.append(summary)
     return tuple(summaries)
+
+
+def _first_by_arm(kept: KeptTraining, name: str) -> dict[str, dict[str, float]]:
+    """A figure by layer, of each arm's first step that has it."""
+    first: dict[str, tuple[tuple[int, int], dict[str, float]]] = {}
+    for figure in kept.of(StepFigure):
+        if figure.name == name:
+            at, values = first.setdefault(figure.arm, ((figure.seed, figure.step), {}))
+            if at == (figure.seed, figure.step):
+                values[figure.layer] = figure.value
+    return {arm: values for arm, (_, values) in first.items()}
 
 
 def mean_of(values: Sequence[float]) -> float | None:
