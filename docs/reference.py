@@ -187,7 +187,7 @@ def labels_page() -> str:
 
 def health_page() -> str:
     rows = [
-        (code(rule.name), rule.alarms_at, rule.because, "; ".join(remedy.value for remedy in rule.remedies))
+        (code(rule.name), rule.alarms_at, rule.because(), "; ".join(remedy.value for remedy in rule.remedies))
         for rule in RULES
     ]  # fmt: skip
     return (

@@ -246,8 +246,6 @@ def _kept_in(path: Path, stack: ExitStack) -> Callable[[Sequence[StreamLine]], N
 
 
 class _LoopCallback:
-    """Watches from the first step to the last."""
-
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._loop: OwnLoop | None = None

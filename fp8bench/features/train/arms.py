@@ -81,7 +81,6 @@ def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceF
 
 
 def check_training(request: TrainingRequest) -> None:
-    """Raise UsageError for unknown names and impossible settings, before anything is started."""
     from fp8bench.jobs.profile import function_named
 
     arms, settings = _named(request), request.settings
@@ -143,7 +142,6 @@ def _check_own(request: TrainingRequest) -> None:
 
 
 def check_beginning(request: TrainingRequest, lora: bool) -> None:
-    """Raise UsageError where weights come from two places, or where --lora would freeze random ones."""
     start, file = request.settings.start, request.settings.weights_from
     if start and file:
         raise UsageError(f"--start {start} and --from {file} both give the initial weights. Leave one of them out.")

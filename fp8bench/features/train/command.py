@@ -132,7 +132,6 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train or resume, and print the result; after an interrupt, what was kept."""
     from fp8bench.features.train.experiments import as_experiment, listing
     from fp8bench.features.train.run import planned, resume, train
     from fp8bench.features.train.words import FAILURES

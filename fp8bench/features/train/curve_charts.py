@@ -59,7 +59,6 @@ def losses(judged: JudgedTraining) -> Iterator[Element]:
 
 
 def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
-    """The mean over seeds of each arm, and the range of the reference over all its seeds."""
     steps, arms = kept.training.request.steps, kept.training.arms
     names = {arm.name for arm in arms if arm.role in (ArmRole.REFERENCE, ArmRole.OTHER_SEED)}
     band = [values for (name, _), values in means.items() if name in names]
@@ -80,7 +79,6 @@ def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iter
 
 
 def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int], reference: str) -> Iterator[Element]:
-    """By what share each arm's loss lies above the reference's in the same seed, with the interval over seeds."""
     steps, arms = kept.training.request.steps, kept.training.arms
     base = {seed: values for (name, seed), values in means.items() if name == reference}
     series = []

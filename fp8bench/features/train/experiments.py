@@ -41,7 +41,6 @@ def _late(seen: JudgedTraining, arm: str, seed: int, name: str) -> float:
 
 
 def _look(seen: JudgedTraining, arm: str, seed: int, of: str) -> float:
-    """The loss after the last step."""
     looks = {(look.arm, look.seed, look.step, look.of): look.loss for look in seen.kept.of(Validation)}
     return looks[arm, seed, seen.curves[arm, seed].steps, of]
 

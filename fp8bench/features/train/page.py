@@ -71,7 +71,6 @@ _DERIVED = "derived: the peak on hardware that keeps the formats which an arm em
 
 
 def _memory(kept: KeptTraining) -> Iterator[Element]:
-    """What the tensors of each arm are for, at the same moment of a step, and the peak."""
     uses = {cost.arm: cost.memory for cost in kept.of(ArmCost) if cost.memory is not None}
     common = any(use.forward for use in uses.values())  # not kept of older trainings
     known = {name: dict(roles) for name, use in uses.items() if (roles := use.forward if common else use.roles)}
@@ -119,7 +118,7 @@ def _timeline(kept: KeptTraining) -> Iterator[Element]:
     struck = {event.rule for event in events}
     rules: list[Col[type[HealthRule[Any]]]] = [
         Col("rule", lambda rule: rule.name), Col("alarms at", lambda rule: rule.alarms_at),
-        Col("why there", lambda rule: rule.because),
+        Col("why there", lambda rule: rule.because()),
     ]  # fmt: skip
     if alarmed := [rule for rule in RULES if rule.name in struck]:
         yield table("rules", "The rules that alarmed", rules, alarmed)

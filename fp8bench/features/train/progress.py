@@ -189,7 +189,6 @@ class ArmNow:
 
     @property
     def means(self) -> tuple[float | None, ...]:
-        """The mean loss of each part; None where there was no step yet."""
         return tuple(total / count if count else None for total, count in self.parts)
 
 

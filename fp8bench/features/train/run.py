@@ -209,8 +209,6 @@ _FEW_STEPS = 3
 
 @dataclass
 class _WholeRun(TrainingRun):
-    """All turns of a training, and what its arms cost before and after them."""
-
     resumed: bool = False
 
     def trained(self) -> KeptTraining:
@@ -341,8 +339,6 @@ class _WholeRun(TrainingRun):
 
 @dataclass(frozen=True)
 class _ArmBatches(Batches):
-    """The batches of an arm for the search: sequences in a micro-batch."""
-
     _run: TrainingRun
     _arm: Arm
 

@@ -71,7 +71,6 @@ class SeedPace:
 
 
 def lab_of(worker: Worker, seconds: float) -> Lab:
-    """The lab of a worker, each of whose answers is waited for at most `seconds`."""
     return cast(Lab, worker.within(seconds))
 
 

@@ -89,7 +89,6 @@ def documents_of(tasks: Sequence[str], sequence: int, seed: str, count: int) -> 
 
 
 def text_of(word: str, sequence: int) -> tuple[str, bytes, bytes]:
-    """Returns the name of a text of tasks, its training part and its held-out part. Raises UsageError."""
     tasks = tuple(word.removeprefix(TASK_TEXT).split(","))
     for task in tasks:
         if task not in ("copy", "retrieval"):

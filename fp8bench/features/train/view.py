@@ -79,8 +79,6 @@ def answers(verdicts: TrainingVerdicts) -> Iterator[Text]:
 
 
 def reached_table(verdicts: TrainingVerdicts) -> Iterator[Table]:
-    """Steps, tokens and time of each arm to the loss asked for: medians over seeds."""
-
     def middle(name: str, arm: ArmReached) -> float | None:
         known = [value for place in arm.seeds if (value := getattr(place, name)) is not None]
         return median(known) if known else None
@@ -99,7 +97,6 @@ def reached_table(verdicts: TrainingVerdicts) -> Iterator[Table]:
 
 
 def wire_table(judged: JudgedTraining) -> Iterator[Table]:
-    """What each arm sends where several ranks train it, compared with the reference."""
     shown = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_band]
     whole = {summary.arm.name: math.fsum(summary.wire.values()) for summary in shown}
     reference, count = whole.get(judged.verdicts.reference), judged.training.parameters
@@ -244,7 +241,6 @@ def _largest(capacity: Capacity) -> str:
 
 
 def looks_of(kept: KeptTraining) -> Iterator[Part]:
-    """Losses and perplexities of each arm after its last step on text that was never trained on."""
     steps, ends = kept.training.request.steps, arrivals(kept.lines)
     looks = kept.of(Validation)
     last = [look for look in looks if look.step == ends.get(look.seed, steps) and math.isfinite(look.loss)]

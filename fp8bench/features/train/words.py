@@ -42,7 +42,6 @@ _SHOWN, _SHOWN_STEPS = 3, 20
 
 
 def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
-    """How much of the model an arm converts, what it leaves and why, and where backward begins."""
     yield coverage_sentence(name, coverage)
     for why, names, _ in left_of(coverage)[:_SHOWN]:
         yield f"{listed(list(dict.fromkeys(names)), _SHOWN)}: {why}"
@@ -180,7 +179,6 @@ FAILURES = (*(word.replace(" ", "-") for word in Learned if word not in (Learned
 
 
 def failures(judged: JudgedTraining, wanted: Collection[str]) -> Iterator[str]:
-    """A sentence for each arm whose verdict is wanted, and for each alarm if alarms are."""
     for arm in judged.verdicts.arms:
         if arm.judged.learned.replace(" ", "-") in wanted and arm.judged.why is not Why.OTHER_RATE:
             yield f"{arm.arm.name}: {verdict(arm, judged.verdicts)}"
@@ -222,7 +220,6 @@ def did_not_learn(among: TrainingVerdicts) -> str:
 
 
 def notes(arm: ArmVerdict) -> Iterator[str]:
-    """What else there is to know of a verdict, such as seeds that do not count."""
     reasons: dict[str, list[int]] = {}
     for seed, why in arm.voids:
         if seed not in arm.diverged_in:

@@ -53,14 +53,13 @@ def newest(length: int) -> Any:
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
-    """One kind of trouble in a training. Its texts say when it alarms, and why there.
+    """One kind of trouble in a training. `alarms_at` says when it alarms, the docstring of a rule why there.
     With `compares` it also reads the rows of the arms that its own is compared with. While the rule named by `until`
     alarms, this one is silent."""
 
     name: ClassVar[str]
-    reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
+    reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType] = StepRow
     alarms_at: ClassVar[str]
-    because: ClassVar[str]
     remedies: ClassVar[tuple[Remedy, ...]]
     compares: ClassVar[bool] = False
     until: ClassVar[str] = ""
@@ -68,6 +67,10 @@ class HealthRule(ABC, Generic[L]):
 
     def __init_subclass__(cls) -> None:
         dataclass(eq=False)(cls)
+
+    @classmethod
+    def because(cls) -> str:
+        return " ".join((cls.__doc__ or "").split())
 
     @abstractmethod
     def see(self, line: L) -> HealthAlarm | None:
@@ -91,10 +94,9 @@ class Remedy(StrEnum):
 
 
 class GradientSpike(HealthRule[StepRow]):
-    """The norm of all gradients is suddenly many times what it was, and further off than noise has been."""
+    """Few tokens a batch move a norm by 5 to 15 times, again and again; rare text does not move the loss."""
 
     name = "gradient-norm-spike"
-    reads = StepRow
     keep = 50
     longer = 500
     fewest = 20
@@ -105,7 +107,6 @@ class GradientSpike(HealthRule[StepRow]):
         f"{times:g} times the median of {fewest} to {keep} steps, and the square of the largest multiple of {longer};"
         f" or {times_with_loss:g} times it at a loss {far:g} times as far above its median as any of theirs"
     )
-    because = "few tokens a batch move a norm by 5 to 15 times, again and again; rare text does not move the loss"
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
     _norms: deque[float] = newest(keep)
     _losses: deque[float] = newest(keep)
@@ -138,16 +139,14 @@ class GradientSpike(HealthRule[StepRow]):
 
 
 class UpdateBurst(HealthRule[StepRow]):
-    """Updates become large compared with the weights, which happens before a loss jumps."""
+    """A rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do."""
 
     name = "update-norm-burst"
     until = "loss-back-up"
-    reads = StepRow
     keep = 20
     fewest = 10
     times = 4.0
     alarms_at = f"{times:g} times the median of the last {keep} steps, from step {fewest} on"
-    because = "a rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do"
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
     _ratios: deque[float] = newest(keep)
 
@@ -164,9 +163,7 @@ class UpdateBurst(HealthRule[StepRow]):
 
 
 class LossPlateau(HealthRule[Any]):
-    """The loss stands still although gradients are as large as before and the rate is high: nothing is learned. Silent
-    where losses are so noisy that their means may agree by chance, and where a cross entropy equals the entropy of the
-    predictions: then there is nothing more to learn."""
+    """Losses fall by equal parts in equal multiples of time: the last half of a training is never flat."""
 
     name = "plateau"
     reads = StepRow | StepFigure
@@ -182,7 +179,6 @@ class LossPlateau(HealthRule[Any]):
         f"; gradients {gradients:g} of those before, the rate half of its peak; the entropy of predictions, if known, "
         f"{entropy:.0%} away. Looked at every {often} steps"
     )
-    because = "losses fall by equal parts in equal multiples of time: the last half of a training is never flat"
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
     _losses: list[float] = field(default_factory=list)
     _norms: list[float] = field(default_factory=list)
@@ -224,13 +220,11 @@ class LossPlateau(HealthRule[Any]):
 
 
 class NotFiniteStep(HealthRule[StepRow]):
-    """A loss or a norm is infinite or NaN."""
+    """A dynamic loss scale comes down from 2^32 by skipping steps, and tries a larger one at times."""
 
     name = "not-finite"
-    reads = StepRow
     allowed = 20
     alarms_at = f"a loss, weight or gradient that is not finite; of steps skipped under a loss scale {allowed} in a row"
-    because = "a dynamic loss scale comes down from 2^32 by skipping steps, and tries a larger one at times"
     remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
     _skipped: int = 0
 
@@ -249,11 +243,9 @@ class NotFiniteStep(HealthRule[StepRow]):
 
 
 class GradientScale(HealthRule[StepRow]):
-    """From one step on gradients are several times larger or smaller, and the loss is not, or changes by just as
-    much."""
+    """What is steeper has another loss; a factor alone comes from a loss scale, a sum, or micro-batches."""
 
     name = "gradient-scale"
-    reads = StepRow
     last = 3
     keep = 20
     octaves = 1.9
@@ -263,7 +255,6 @@ class GradientScale(HealthRule[StepRow]):
         f"medians of the last {last} steps and of {keep} before them {octaves:g} octaves and {noise:g} times the noise "
         "apart, the last 1 beyond all before; the loss as it was, or moved by as much, within half an octave"
     )
-    because = "what is steeper has another loss; a factor alone comes from a loss scale, a sum, or micro-batches"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
     _rows: deque[tuple[float, float]] = newest(keep + last)
 
@@ -319,7 +310,7 @@ class GapCause:
 
 
 class LossGap(HealthRule[Any]):
-    """The arm's loss lags behind the reference's by more than another seed would."""
+    """Batches and dropout are the same in both arms: only the arithmetic differs, and chaos does little."""
 
     name = "loss-gap"
     reads = StepRow | StepFigure
@@ -327,7 +318,6 @@ class LossGap(HealthRule[Any]):
     keep = 50
     margin = 0.02
     alarms_at = f"{margin:.0%} behind the reference over {keep} steps, and further than its other seed has ever been"
-    because = "batches and dropout are the same in both arms: only the arithmetic differs, and chaos does little"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
     _losses: dict[int, dict[str, float]] = field(default_factory=dict)
     _gaps: deque[float] = newest(keep)

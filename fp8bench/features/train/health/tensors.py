@@ -27,7 +27,7 @@ class TensorRule(HealthRule[LayerReading]):
     """A rule over the readings of each tensor by itself: `judge` receives a reading and the `keep` before it."""
 
     reads = LayerReading
-    keep: ClassVar[int]
+    keep: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         self._before: dict[tuple[str, str], deque[LayerReading]] = defaultdict(lambda: deque(maxlen=self.keep))
@@ -79,32 +79,29 @@ class _Jump(TensorRule):
 
 
 class ScaleFall(_Jump):
-    """A scale falls suddenly: the tensor has grown outliers."""
+    """Magnitudes move by an octave or two between readings, of gradients of few and rare tokens by six."""
 
     name = "scale-falls"
     sign = -1
-    because = "magnitudes move by an octave or two between readings, of gradients of few and rare tokens by six"
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
 
 
 class ScaleRise(_Jump):
-    """A scale rises suddenly: hardly anything is left of the tensor."""
+    """As for a scale that falls: a tensor sixteen times as small has lost its input or its gradient."""
 
     name = "scale-rises"
     sign = 1
-    because = "as for a scale that falls: a tensor sixteen times as small has lost its input or its gradient"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
 
 
 class ScaleUnsettled(TensorRule):
-    """A scale keeps swinging up and down."""
+    """A scale may follow its tensor; one that swings as far as it goes is wrong in half of the steps."""
 
     name = "scale-never-settles"
     keep = 9
     swing = 2.0
     turns = 6
     alarms_at = f"{turns} turns of at least {swing:g} octaves each way in 10 readings"
-    because = "a scale may follow its tensor; one that swings as far as it goes is wrong in half of the steps"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -122,12 +119,10 @@ class ScaleUnsettled(TensorRule):
 
 
 class ScaleAtEdge(TensorRule):
-    """A scale is zero, infinite, NaN, or at the end of the range of block scales."""
+    """Nothing comes back through such a scale; a tensor of zeros has a scale of 1."""
 
     name = "scale-at-edge"
-    keep = 1
     alarms_at = "0, infinite, no number, or 2^-127 or 2^127, where the exponents of E8M0 end"
-    because = "nothing comes back through such a scale; a tensor of zeros has a scale of 1"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -138,13 +133,12 @@ class ScaleAtEdge(TensorRule):
 
 
 class Lag(TensorRule):
-    """The scale lags behind its tensor: the largest magnitudes are clipped."""
+    """Delayed scales are late by hundredths where a tensor grows; the least of NVFP4 are rounded by 0.58."""
 
     name = "lag"
     keep = 2
     far = 0.75
     alarms_at = f"above {far:g} octaves in 3 readings in a row"
-    because = "delayed scales are late by hundredths where a tensor grows; the least of NVFP4 are rounded by 0.58"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -156,14 +150,13 @@ class Lag(TensorRule):
 
 
 class OverflowBurst(TensorRule):
-    """Many elements of a tensor are beyond its format at once."""
+    """Block scales that are rounded down cut off 0.6% of normal values, those of NVFP4 3.5%, always."""
 
     name = "overflow-burst"
     keep = 6
     share = 0.05
     times = 5.0
     alarms_at = f"{share:.0%} of all elements, and {times:g} times the median of the {keep} readings before"
-    because = "block scales that are rounded down cut off 0.6% of normal values, those of NVFP4 3.5%, always"
     remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -175,13 +168,12 @@ class OverflowBurst(TensorRule):
 
 
 class UnderflowCreep(TensorRule):
-    """More and more of a tensor is rounded to zero."""
+    """How much of a tensor underflows is a matter of its format, and the same within a few percent all along."""
 
     name = "underflow-creep"
     keep = 8
     rise = 0.25
     alarms_at = f"the last 3 readings all {rise:.0%} of all elements above the median of the first {keep}"
-    because = "how much of a tensor underflows is a matter of its format, and the same within a few percent all along"
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.SHORTER_HISTORY, Remedy.LAYER_IN_BF16)
     _first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
@@ -199,7 +191,7 @@ class UnderflowCreep(TensorRule):
 
 
 class WeightsBehind(TensorRule):
-    """The multiplied weight is less and less like the weight: its casts are outdated or wrong."""
+    """How well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision."""
 
     name = "weights-behind"
     keep = 20
@@ -207,7 +199,6 @@ class WeightsBehind(TensorRule):
     wanted = 3
     exact = 150.0  # dB from which on nothing was rounded: weights that begin as ones are on every grid
     alarms_at = f"the last {wanted} of 21 readings of a weight's signal to noise all {far:g} dB below the best"
-    because = "how well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -222,12 +213,10 @@ class WeightsBehind(TensorRule):
 
 
 class NotFiniteTensor(TensorRule):
-    """A tensor of a layer holds infinities or NaN."""
+    """They spread to every element of every tensor behind; the first layer that has some is where to look."""
 
     name = "tensor-not-finite"
-    keep = 1
     alarms_at = "a single element"
-    because = "they spread to every element of every tensor behind; the first layer that has some is where to look"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE, Remedy.DYNAMIC_LOSS_SCALE)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -265,14 +254,13 @@ class FigureRule(HealthRule[StepFigure]):
 
 
 class EmbeddingCollapse(FigureRule):
-    """The rows of the embedding become alike: tokens can no longer be told apart."""
+    """An embedding spreads as it learns; weight decay takes 2% in 200 steps of one that stands still."""
 
     name = "embedding-collapse"
     figure = "embedding_spread"
     keep = 20
     share = 0.75
     alarms_at = f"below {share:g} of the largest spread in the last {keep} readings"
-    because = "an embedding spreads as it learns; weight decay takes 2% in 200 steps of one that stands still"
     remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -283,8 +271,7 @@ class EmbeddingCollapse(FigureRule):
 
 
 class LayerStill(HealthRule[Any]):
-    """The weights of one layer hardly change while those of others do: no gradient reaches them. Embeddings are left
-    out: a batch has few rows of a large vocabulary."""
+    """Matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%."""
 
     name = "layer-stands-still"
     reads = LayerReading | StepFigure
@@ -294,7 +281,6 @@ class LayerStill(HealthRule[Any]):
         f"{keep} updates of a matrix, relative to itself, below {share:g} of the median of all but embeddings, times "
         "the least factor of --rates, or its group's share of the highest rate; 2, where it no longer moves at all"
     )
-    because = "matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
     _moved: dict[str, float] = field(default_factory=dict)
     _no_matrices: set[str] = field(default_factory=set)
@@ -329,13 +315,12 @@ class LayerStill(HealthRule[Any]):
 
 
 class AttentionOverflow(FigureRule):
-    """Attention scores are so large that softmax picks one key and lets no gradient through."""
+    """E^-88 is the least normal number of fp32: beside such a score every other key counts nothing."""
 
     name = "attention-score-overflow"
     figure = "attention_score"
     largest = 88.0
     alarms_at = f"a score of {largest:g}"
-    because = "e^-88 is the least normal number of fp32: beside such a score every other key counts nothing"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -345,14 +330,13 @@ class AttentionOverflow(FigureRule):
 
 
 class BatchNormDrift(FigureRule):
-    """Running statistics of a batch norm are far from those of its batches: validation will not match training."""
+    """A momentum of 0.1 forgets half of what was in 7 steps; between batches means differ by hundredths."""
 
     name = "batch-norm-drift"
     figure = "batch_norm_drift"
     keep = 3
     far = 1.0
     alarms_at = f"{keep} readings above 1 standard deviation of the batch, from the 6th on: they begin anywhere"
-    because = "a momentum of 0.1 forgets half of what was in 7 steps; between batches means differ by hundredths"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
     _seen: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 

@@ -120,8 +120,6 @@ Scaled = Callable[[str, Arithmetic], Arithmetic]
 
 @dataclass(frozen=True)
 class _Sums:
-    """Losses, and bytes if known, by position in a window, summed over `windows` windows."""
-
     losses: list[float]
     bytes: list[int] | None
     windows: int

@@ -30,7 +30,6 @@ LORA_SCALE = 2.0
 
 
 def apply_start(model: nn.Module, settings: TrainerSettings, seed: int) -> None:
-    """Load the weights, add the adapters, and apply the nudge of one ulp that settings ask for."""
     if settings.start:
         _take_checkpoint(model, *settings.start.rpartition("::")[::2])
     if settings.weights_from:
@@ -43,7 +42,6 @@ def apply_start(model: nn.Module, settings: TrainerSettings, seed: int) -> None:
 
 @torch.no_grad()
 def _move_by_an_ulp(model: nn.Module, seed: int) -> None:
-    """Every weight goes to a neighbouring value in its dtype, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         up = torch.rand(parameter.shape, generator=generator) < 0.5
@@ -52,7 +50,6 @@ def _move_by_an_ulp(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def _take_checkpoint(model: nn.Module, folder: str, arm: str) -> None:
-    """Raises UsageError where its weights are not this model's."""
     kept, own = weights(folder, arm), list(model.parameters())
     if [weight.shape for weight in kept] != [parameter.shape for parameter in own]:
         raise UsageError(

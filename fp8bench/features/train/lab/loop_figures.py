@@ -192,7 +192,6 @@ class GradientSketches:
         output.register_hook(arrives)  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
-        """Forget what was added up: gradients have started anew."""
         self._expected.clear()
 
     def cosines(self, weights: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Number]]:

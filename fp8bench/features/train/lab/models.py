@@ -77,7 +77,6 @@ def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
 
 
 def around_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
-    """The operations around products that may have a precision of their own."""
     if arch not in _NORMS:
         return gpt_around(config.layers)
     return around(norm.format(block) for block in range(config.layers) for norm in _NORMS[arch])
@@ -130,7 +129,6 @@ _ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def check_effective(arms: Sequence[TrainerSettings]) -> None:
-    """Raises UsageError for a setting that no arm makes use of."""
     defaults = TrainerSettings()
     for name, (needed, values) in _ONLY_WITH.items():
         given = [arm for arm in arms if getattr(arm, name) != getattr(defaults, name)]
@@ -149,7 +147,6 @@ def _around(settings: TrainerSettings) -> list[str]:
 
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
-    """Raises UsageError for what several ranks cannot train together."""
     given, cut, sharded = settings, settings.parallel in CUT, settings.parallel == "fsdp"
     way = f"--parallel {given.parallel}"
     shared, compiled = not cut and given.amax_group != "own", given.compile == "yes"
@@ -201,7 +198,6 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
 
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
-    """What a precision can do for this model on a device: native, emulated, or refused with the reason."""
     own = settings.make and precision.name == UNTOUCHED
     support = native("the model as it came") if own else _support_of(settings, precision, facts)
     if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:

@@ -92,7 +92,6 @@ class Trainer:
         )
 
     def _build(self, task: SeedTask) -> Any:
-        """Returns the model, and sets up what it is trained and judged on."""
         settings = self._settings
         self._config = models.config_of(settings, task.text.vocabulary)
         self._layers = models.layers_of(settings.arch, self._config)
@@ -162,7 +161,6 @@ class Trainer:
 
     @property
     def _share(self) -> int:
-        """Sequences of a micro-batch that this rank reads."""
         return self._config.batch // self.together.shares
 
     @property

@@ -109,7 +109,6 @@ def last_of(steps: int) -> int:
 
 
 def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
-    """Every arm in every seed."""
     lines = tuple(lines)
     ends, by_key = arrivals(lines), together(((line.arm, line.seed), line) for line in lines)
     curves = {key: _curve(own, ends.get(key[1], steps)) for key, own in by_key.items()}

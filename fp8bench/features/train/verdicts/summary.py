@@ -360,7 +360,6 @@ TONES: Mapping[Learned | None, Tone] = {
 
 
 def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
-    """A table with a row for each arm and figure."""
     cols: list[Col[ScoreVerdict]] = [
         Col("arm", lambda verdict: verdict.arm), Col("figure", lambda verdict: verdict.figure),
         Col("value", lambda verdict: verdict.own, number=True, show=_four),

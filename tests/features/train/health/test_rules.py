@@ -240,7 +240,7 @@ def test_every_rule_has_an_illness_and_texts_with_its_constants() -> None:
     """Texts give constants as numbers or shares; counts of earlier lines include or exclude the judged line."""
     assert {rule.name for rule in RULES} == set(ILL) and len(set(ILL)) == len(RULES)
     for rule in RULES:
-        assert rule.remedies and rule.because, rule.name
+        assert rule.remedies and rule.because(), rule.name
         numbers = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", rule.alarms_at)}
         missing = {
             name: value for name, value in constants_of(rule).items()
