@@ -54,9 +54,8 @@ LEVELS: Mapping[str, Arm] = {
 
 
 def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
-    """The reference, its bands, and a candidate for every other precision and swept value. An arm that the device
-    refuses carries the reason. Raises UsageError for impossible requests, and where the reference or every candidate is
-    refused."""
+    """The reference, its bands and candidates; refused ones say why. Raises UsageError where nothing can be
+    compared."""
     if request.max_batch or request.memory_limit is not None:
         check_limit(request.memory_limit, facts)
     arms = tuple(supported(arm, request, facts) for arm in _named(request))
@@ -277,9 +276,8 @@ class Turns:
 
 
 def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
-    """Decide by each arm's own memory: all arms together, else pairs with the reference, else alone. Ranks on a CPU
-    share its memory. Where an arm could not be measured, all arms are tried together. Raises UsageError where the
-    reference alone does not fit."""
+    """All arms together, else pairs with the reference, else alone, by each arm's own memory; together where that is
+    unknown. Ranks on a CPU share its memory. Raises UsageError where the reference alone does not fit."""
     request, facts = training.request, training.device
     room = (request.memory_limit or int(_USABLE * facts.memory_bytes)) // (1 if facts.accelerated else facts.ranks)
     seeds = [arms_of_seed(training.arms, number) for number in range(request.seeds)]

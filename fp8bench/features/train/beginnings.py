@@ -58,8 +58,7 @@ class _Source:
 
 
 def prepare_text(data: str | None, other_data: str | None, tokens: str, folder: Path, sequence: int) -> TrainingText:
-    """The text of a training with windows of `sequence` tokens; token files are made in `folder`, once for each text.
-    Raises UsageError where there is no such text, or too little of it."""
+    """Token files are made in `folder`, once for each text. Raises UsageError where there is no text, or too little."""
     merges = merges_of(tokens)
     assert merges is not None  # checked by the request
     files = None if data is None else _token_files(Path(data))

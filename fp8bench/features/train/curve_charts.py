@@ -101,8 +101,7 @@ def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int], referenc
 
 
 def _flagged(kept: KeptTraining, series: Iterable[Series], ends: Sequence[int]) -> Iterator[Series]:
-    """The series with their arms' alarms in any seed, at the mark of the step or the last one before it: a value that
-    is not finite has no mark."""
+    """Alarms stand at the mark of their step, or the last one before it: a value that is not finite has no mark."""
     alarms = kept.alarms
     for name, marks in series:
         known = [place for place, mark in enumerate(marks) if mark is not None]
@@ -152,8 +151,7 @@ def _means(arms: Iterable[str], known: Mapping[tuple[str, P], list[float]], plac
 
 
 def loss_by_time(judged: JudgedTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
-    """Native arms only, a line for each seed: an emulation's time means nothing. Watched steps count as the median
-    step."""
+    """Native arms, a line for each seed; watched steps count as the median step."""
     points, names = [], {arm.name for arm in judged.training.arms if arm.native and not arm.is_band}
     own = ((key, curve) for key, curve in judged.curves.items() if key[0] in names)
     timed = {key: curve for key, curve in own if any(row.seconds for row in curve.rows)}

@@ -256,8 +256,7 @@ def _standing(lines: Sequence[StreamLine]) -> tuple[StreamLine, ...]:
 
 
 def _is_made_again(line: StreamLine, there: bool) -> bool:
-    """Whether the line comes again when its step is repeated. `there`: the arm went back to just before this step,
-    whose validation stays."""
+    """`there`: the arm went back to just before this step, whose validation stays."""
     match line:
         case StepRow() | LayerReading():
             return True

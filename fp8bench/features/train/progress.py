@@ -173,9 +173,8 @@ BARS, _NOT_FINITE, _NOT_YET = "▁▂▃▄▅▆▇█", "x", " "
 
 @dataclass(frozen=True)
 class ArmNow:
-    """An arm in the present seed: its last loss, and the sum and number of losses in each part of the steps. `seconds`
-    is the time of the last timed step, 0 before there is one. `alarms` counts those of all seeds, `last_alarm` says
-    where the last was, and `ended` why the arm ended early."""
+    """An arm in the present seed, with sum and number of losses in each part of the steps. `seconds` is the time of the
+    last timed step, `alarms` are of all seeds, `ended` says why the arm ended early."""
 
     arm: Arm
     parts: tuple[tuple[float, int], ...] = _NO_PARTS

@@ -73,8 +73,7 @@ def _retrieved_often(drawn: random.Random, length: int) -> bytes:
 
 
 def documents_of(tasks: Sequence[str], sequence: int, seed: str, count: int) -> bytes:
-    """A text to learn tasks from: documents as long as a window, task after task. Every other document for retrieval
-    has one question at any distance, as the items have."""
+    """Documents as long as a window, task after task; every other one of retrieval asks once, as the items do."""
     drawn, made = random.Random(f"{seed}/{sequence}"), []
     for number in range(count):
         turn, task = divmod(number, len(tasks))
@@ -127,8 +126,7 @@ def _asked(text: bytes, places: tuple[int, ...], choices: bytes) -> TaskItem:
 
 
 def _clozes(drawn: random.Random, sequence: int, text: bytes) -> Iterator[TaskItem]:
-    """The last word of a passage among others of the same length from the text. Raises UsageError for a text with too
-    few."""
+    """The last word of a passage among others of its length. Raises UsageError for a text with too few."""
     length = min(sequence, _PASSAGE)
     places = [match for match in _WORDS.finditer(text) if match.end() > length]
     alike = defaultdict(list)

@@ -30,8 +30,8 @@ REST = 50
 
 
 class Health:
-    """Reads the stream of a training and raises alarms: one for each episode, however long it lasts. After a resume it
-    is given the stored lines again; the alarms of those are dropped by the caller."""
+    """Raises an alarm for each episode in the stream of a training. After a resume it is given the stored lines
+    again."""
 
     def __init__(self, arms: Sequence[Arm], settings: TrainerSettings | None = None) -> None:
         self._arms = {arm.name: arm for arm in arms}
@@ -157,8 +157,7 @@ class RemedyTrial:
 
 
 def trials_of(alarm: TrainingEvent, arm: Arm, settings: TrainerSettings) -> tuple[RemedyTrial, ...]:
-    """The unchanged arm, and the arm with each remedy that changes it. Remedies that change what states are kept in are
-    left out: they cannot begin in the middle of a training."""
+    """The arm as it was, and with each remedy that changes it, but not what its states are kept in."""
     rule = next(kind for kind in RULES if kind.name == alarm.rule)
     own = arm.taken(settings)
     trials = [RemedyTrial("", Arm(f"{arm.name}: as it was", arm.precision, native=arm.native), own)]
@@ -174,8 +173,7 @@ def trials_of(alarm: TrainingEvent, arm: Arm, settings: TrainerSettings) -> tupl
 def outcome(
     alarm: TrainingEvent, step: int, before: Iterable[StreamLine], trials: Mapping[RemedyTrial, Sequence[StreamLine]]
 ) -> TrainingEvent:
-    """An event that says which remedies helped, and by how much: the alarm stays away, or the loss is lower than the
-    unchanged arm's. `before` are the arm's lines up to `step`, where the trials began."""
+    """Which remedies helped, and by how much. `before` are the arm's lines up to `step`, where the trials began."""
     known = [line for line in before if line.arm == alarm.arm and line.seed == alarm.seed and line.step < step]
     (as_it_was, *_), losses = trials, {trial: _loss(lines) for trial, lines in trials.items()}
     again = {trial: _alarmed(alarm, trial, known, lines) for trial, lines in trials.items()}

@@ -26,8 +26,7 @@ L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
 @dataclass(frozen=True)
 class WatchedArm:
-    """The arm that a rule watches, the arms that it may be compared with, and the least rate factor of its
-    parameters."""
+    """The arm that a rule watches, those that it is compared with, and the least rate factor of its parameters."""
 
     name: str
     reference: str = ""

@@ -49,8 +49,7 @@ def octaves(scale: float) -> float | None:
 
 
 def scale_of(reading: LayerReading) -> float | None:
-    """In octaves; None where there is none, or the tensor is all zeros, as of an expert without tokens: its 1 says
-    nothing."""
+    """In octaves; None where there is none, or for a tensor of zeros, whose 1 says nothing."""
     return octaves(reading.scale) if reading.amax else None
 
 

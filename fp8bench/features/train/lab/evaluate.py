@@ -91,9 +91,9 @@ class TokenWindows:
 def windows_by_step(
     text: TrainingText, shift: float, steps: int, length: int, device: str, vocabulary: int
 ) -> tuple[TrainingText, Callable[[int], TokenWindows]]:
-    """Returns the text with its held-out parts, and the windows that each step reads. From the share `shift` of the
-    steps on they come from the other kind of text, whose last tenth is then held out as the other text. With a `shift`
-    of 0 that tenth is the held-out text, and the first kind is the other."""
+    """The text with its held-out parts, and the windows of each step. From the share `shift` of the steps on they are
+    of the other text, whose last tenth is held out; with a `shift` of 0 it is the held-out text, and the first kind the
+    other."""
     first, changes_at = TokenWindows(text.train, length, device, vocabulary), round(shift * steps)
     if changes_at >= steps or text.other is None:
         return text, lambda step: first
@@ -132,8 +132,7 @@ class _Sums:
 
 
 class Evaluation:
-    """Computes a model's losses on the validation windows, which are the same every time. `layers` are those that take
-    a precision; `scaled` gives the arithmetic of a layer the scales that ranks share."""
+    """Losses on the validation windows. `layers` take a precision, for which `scaled` gives scales of all ranks."""
 
     def __init__(
         self, text: TrainingText, config: GPTConfig, layers: Sequence[Layer], facts: DeviceFacts, scaled: Scaled
@@ -219,7 +218,7 @@ class Scores:
             yield f"{TASK}{name}", float(_rightness(logs, right).mean())
 
     def _rows(self, texts: Sequence[bytes]) -> tuple[Tensor, Tensor]:
-        """Token ids as rows of one length, padded at the end, where padding changes nothing, and each text's own
+        """Token ids as rows of one length, padded at the end, where that changes nothing; and each text's own
         length."""
         assert self._config is not None
         lines = [np.frombuffer(encoded(text, self._merges), dtype=np.uint16) for text in texts]
@@ -258,8 +257,7 @@ def _whole(predict: Predict, rows: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _rightness(logs: Tensor, right: Tensor) -> Tensor:
-    """1 where the true choice is the likeliest, its share where several are equally likely, NaN where logits are not
-    finite."""
+    """1 where the true choice is the likeliest, its share among equals, NaN where logits are not finite."""
     best = logs == logs.amax(-1, keepdim=True)
     share = best.gather(-1, right[..., None])[..., 0] / best.sum(-1)
     return share.where(logs.isfinite().all(-1), torch.nan)

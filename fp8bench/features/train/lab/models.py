@@ -47,8 +47,7 @@ _ROUND = 128
 
 
 def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
-    """The sizes of a model for a vocabulary, with the settings' batch and sequence. Experts of a mixture are half as
-    wide as the mlp they replace: the two that a token visits do as much work as it."""
+    """The sizes of a model. Experts are half as wide as the mlp they replace: a token visits two."""
     if settings.model not in SIZES:
         raise UnknownName("model", settings.model, SIZES)
     size = SIZES[settings.model]
@@ -270,8 +269,7 @@ def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
 
 
 def _scales_are_own(precision: Precision) -> bool:
-    """Whether ranks cannot share a tensor's largest magnitude: a library finds it, or a scale of block scales needs
-    it."""
+    """Whether ranks cannot share a tensor's largest magnitude: it is a library's, or block scales need it."""
     recipe = getattr(precision, "recipe", None)
     treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
     return precision.whole_layers or any(

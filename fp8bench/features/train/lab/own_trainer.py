@@ -46,8 +46,7 @@ def trainer_of(
 
 
 class OwnTrainer(Trainer):
-    """Batches are numbered by micro-batch. Where the maker returns an optimizer, learning rates are its own, and those
-    of the settings are factors of them."""
+    """Batches are numbered by micro-batch. Rates of the maker's optimizer are its own; the settings' are factors."""
 
     def _build(self, task: SeedTask) -> nn.Module:
         settings, facts = self._settings, task.facts
@@ -181,8 +180,7 @@ class OwnTrainer(Trainer):
         yield Validation(*who, "held-out", mean, sum(tokens), None)
 
     def coverage(self) -> Coverage | None:
-        """How much of the model is converted, counted in a step of an unconverted copy; None for the model as it
-        came."""
+        """How much is converted, counted in a step of an unconverted copy; None for the model as it came."""
         if self.conversion is None:
             return None
         other = OwnTrainer(self._task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
@@ -202,9 +200,7 @@ class OwnTrainer(Trainer):
 
 
 def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
-    """Build every arm of a task, take a step of each, and return how much of the model each converts. Raises UsageError
-    for what cannot be trained: no model or batch, batches that change when read again, nothing converted, a step that
-    fails."""
+    """Take a step of each arm; returns how much each converts. Raises UsageError for what cannot be trained."""
     coverages = []
     for number, arm in enumerate(task.arms):
         trainer = OwnTrainer(task, arm)

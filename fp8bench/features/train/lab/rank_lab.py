@@ -54,8 +54,7 @@ class RankLab(RankBench, Lab):
         return tuple(state for state in states if state.arm in self._trainers)
 
     def advance(self, arm: str, _advanced: int) -> RankLines:  # type: ignore[override]
-        """Returns this rank's lines, with digests of its batches and of everything that all ranks must have in
-        common."""
+        """This rank's lines, with digests of its batches and of everything that all ranks must have in common."""
         trainer = self._trainer(arm)
         first = trainer.step
         lines = super().advance(arm, _advanced)
@@ -124,8 +123,7 @@ def _check_same(answers: Sequence[RankLines]) -> None:
 
 
 def _check_batches(answers: Sequence[RankLines]) -> None:
-    """All ranks mean the same batch, and their parts add up to it, times the number of ranks that read the same
-    part."""
+    """All ranks mean the same batch, and their parts add up to it, times the ranks that read the same part."""
     for looked_at in _by_position([answer.batches for answer in answers]):
         step, _, whole = looked_at[0]
         for rank, (_, _, other) in enumerate(looked_at):

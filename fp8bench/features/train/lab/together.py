@@ -197,8 +197,7 @@ class FullySharded(DataParallel):
             self._check(torch.stack(sums))
 
     def _check(self, sums: Tensor) -> None:
-        """Compares what this rank received with the sums of what all ranks sent it, which travel separately: no other
-        rank has these rows."""
+        """Compares what this rank received with sums that travel separately: no other rank has these rows."""
         expected_sums = self._group.added(sums)[:, :, self.share] / self.shares
         for part, (expected, size) in zip(self._buckets, expected_sums, strict=True):
             received = torch.stack([gradient_of(parameter).sum() for parameter in self._own[part]]).sum()

@@ -186,8 +186,7 @@ class Trainer:
         return {MemoryRole.WEIGHTS: weights, MemoryRole.GRADIENTS: kept["gradients"], MemoryRole.OPTIMIZER: moments}
 
     def advance(self, phase: Phases = _SILENT, watched: bool = True) -> Iterator[StreamLine]:
-        """Take one step and yield its lines; none where the arm has stopped or is done. With `watched`, tensors are
-        read in every `stride`-th step."""
+        """Take one step and yield its lines; none where the arm has stopped or is done. Some steps are `watched`."""
         if self.stopped or self.step == self._task.steps:
             return
         if self._is_passed_over:
@@ -250,8 +249,7 @@ class Trainer:
         return own % DIGESTS, whole % DIGESTS
 
     def weights_digest(self) -> tuple[int, tuple[str, ...]]:
-        """A number that changes with any bit of the weights that all ranks share, and what is wrong with what this rank
-        received."""
+        """A digest of the weights that all ranks share, and what is wrong with what this rank received."""
         with self._present(_SILENT):
             return digest_of(self.together.common(self._parameters)), self.together.faults()
 
@@ -310,8 +308,7 @@ class Trainer:
         )  # fmt: skip
 
     def _handle_not_finite(self, row: StepRow, before: _Remembered) -> Iterator[TrainingEvent]:
-        """Handle a skipped step, or one after which weights are not finite: halve the loss scale, or find the first
-        faulty tensor and do what --on-nan says."""
+        """Halve the loss scale, or find the first faulty tensor and do what --on-nan says."""
         if row.skipped and math.isfinite(row.loss) and self._loss_scale.scale < row.loss_scale:
             self._recall(_Remembered({}, before.statistics))
             yield self._event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
@@ -367,8 +364,7 @@ class Trainer:
             buffer.copy_(remembered.statistics[name])
 
     def validate(self, last: bool = False) -> tuple[StreamLine, ...]:
-        """The losses on held-out text; `last` adds those that only a finished training gets. What casts remember is
-        restored, so that validation changes no later step."""
+        """`last` adds what only a finished training gets. What casts remember is restored: no later step changes."""
         who, before = (self.arm.name, self._task.seed, self.step), self._remembered()
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
@@ -402,9 +398,8 @@ class Trainer:
         }
 
     def take_over(self, other: Trainer, memory: dict[str, Any]) -> None:
-        """Continue from another arm's memory with this arm's own settings and precision. A layer whose arithmetic
-        differs from the other arm's cannot use what that one remembers: the step before is repeated without an update,
-        which gives it scales from earlier casts."""
+        """Continue from another arm's memory with this arm's settings and precision. Layers with another arithmetic get
+        their scales from the step before, which is repeated without an update."""
         same = {name for name, arithmetic in self._arithmetics.items() if _alike(arithmetic, other._arithmetics[name])}
         known = {name: tensors for name, tensors in memory["remembered"]["arithmetics"].items() if name in same}
         remembered = {"arithmetics": known, "statistics": memory["remembered"]["statistics"]}

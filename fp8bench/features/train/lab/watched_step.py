@@ -102,9 +102,8 @@ Scale = Callable[[], float]
 
 @dataclass(frozen=True)
 class FaultyTensor:
-    """The first tensor that was not finite, of a parameter or layer by its path in the model. `amax` is the largest
-    finite magnitude, `share` the share of elements that are not finite, `scale` what the tensor was multiplied by
-    before it was rounded, None where it was not."""
+    """The first tensor that was not finite. `amax` is of its finite elements, `share` that of the others, `scale` what
+    it was multiplied by before it was rounded, None where it was not."""
 
     layer: str
     tensor: str
@@ -198,9 +197,8 @@ def not_finite_words(place: FaultyTensor | None, loss: float, norm: float) -> st
 
 
 class WatchedStep:
-    """Collects figures of tensors by layer and role, and others by name and layer, until `stack` is unwound. Gradient
-    noise comes from the differences between micro-batches: there is none for a step of one, nor where a gradient is
-    taken away as soon as it has arrived."""
+    """Collects figures until `stack` is unwound. Gradient noise comes from the differences between micro-batches: there
+    is none for a step of one, nor where a gradient is taken away as soon as it has arrived."""
 
     def __init__(self, watch: ModelWatch, stack: ExitStack, micro_batches: int) -> None:
         self.tensors: dict[tuple[str, str], Figures] = {}
@@ -317,8 +315,7 @@ class WatchedStep:
 
 
 def is_watched(step: int, stride: int) -> bool:
-    """Whether a loop's step is watched: the first, and one at random in each stride, so that what recurs every few
-    steps is met in all its phases."""
+    """The first step, and one at random in each stride: what recurs every few steps is met in all its phases."""
     number = step // stride
     return step % stride == (random.Random(number).randrange(stride) if number else 0)
 

@@ -80,15 +80,14 @@ class Curve:
         return self.endpoint_without(self.passed)
 
     def endpoint_without(self, passed: frozenset[int]) -> float:
-        """The mean of the last tenth without these steps; NaN if one is not finite, or the arm did not come to its
-        end."""
+        """NaN if a step of the last tenth is not finite, or the arm did not come to its end."""
         end = [row.loss for row in self.rows[-last_of(self.steps) :] if row.step not in passed]
         return math.fsum(end) / len(end) if end and self.whole and all(map(math.isfinite, end)) else math.nan
 
     @property
     def fall(self) -> float:
-        """The share by which the loss fell from the first step to the endpoint, or that on held-out text if it fell
-        more: the first batch of trained weights may be an easy one. NaN where a point is void."""
+        """From the first step to the endpoint, or on held-out text if more: a first batch may be easy. NaN where
+        void."""
         if not (self.rows and self.rows[0].loss > 0):
             return math.nan
         fell, before, after = 1 - self.endpoint / self.rows[0].loss, *map(self.held_out.get, (0, self.steps))
@@ -96,8 +95,7 @@ class Curve:
 
     @property
     def blew_up(self) -> bool:
-        """Whether it was stopped for a value that is not finite, or ended with one. Recovered steps do not count, nor
-        does an arm that was lost for another reason."""
+        """Whether it ended with a value that is not finite. Recovered steps do not count, nor does a lost arm."""
         if self.whole:
             taken = [row.loss for row in self.rows if row.step not in self.passed]
             return not (taken and math.isfinite(taken[-1]))
@@ -164,8 +162,7 @@ def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
 
 
 def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
-    """From the last evaluation that both had, within the last tenth of the steps: earlier ones are of other weights
-    than the endpoint."""
+    """From the last look of both in the last tenth of the steps: earlier ones are of other weights."""
     both = [step for step in reference.held_out.keys() & arm.held_out if step >= arm.steps - last_of(arm.steps)]
     if not both:
         return None
@@ -264,8 +261,7 @@ def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm
 
 
 def rule(interval: Interval, margin: float) -> Learned:
-    """Worse lies above 0 and reaches beyond the margin, better is its mirror image; within noise lies inside the
-    margin."""
+    """Worse lies above 0 and reaches beyond the margin, better mirrors it; within noise lies inside the margin."""
     if interval.low > 0 and interval.high > margin:
         return Learned.WORSE
     if interval.high < 0 and interval.low < -margin:
@@ -311,16 +307,14 @@ def settled_by_more(gap: Gap, bound: float) -> tuple[float, int] | None:
 
 
 def bound_of_one(gap: float, chaos: float) -> Interval | None:
-    """What a gap of one seed says about that seed, from what one ulp did in it: Student's t with one degree of freedom.
-    None where the ulp did nothing. Both differences share the reference's own chance, which makes their ratio slightly
-    narrower than that."""
+    """What one ulp did bounds a gap of the same seed: Student's t with one degree of freedom. None where it did
+    nothing. Both share the reference's own chance, which makes their ratio slightly narrower."""
     reach = quantile(SHOWN, 1) * abs(chaos)
     return Interval(gap, gap - reach, gap + reach, SHOWN) if reach else None
 
 
 def least_seen(deviation: float, seeds: int) -> tuple[float, float]:
-    """For gaps with this spread over so many seeds: the smallest difference found in four of five cases, and the
-    half-width of the interval of 99%."""
+    """The smallest difference found in four of five cases, and the half-width of the interval of 99%."""
     reach, moved = (value * deviation / math.sqrt(seeds) for value in (quantile(DECIDING, seeds - 1), _POWER))
     return reach + moved, reach
 

@@ -158,8 +158,7 @@ def mean_of(values: Sequence[float]) -> float | None:
 
 
 def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, float | None]:
-    """All numbers by name. Gaps are shares, each with its interval of 95%, 'gap_deciding' with that of 99%. A band is a
-    figure of the arm that shows it."""
+    """Gaps have their interval of 95%, 'gap_deciding' that of 99%. A band is a figure of the arm that shows it."""
     verdict = summary.verdict
     energy = summary.energy
     speed = verdict.speed.adjusted if verdict and verdict.speed else None
@@ -279,8 +278,7 @@ _IN_BF16 = "quantised:bf16"
 
 
 def verdicts_of_scores(kept: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
-    """Verdicts on every task, metric and loss after quantising, against the reference's. The reference's own quantised
-    weights are compared with these in bf16."""
+    """Against the reference's; the reference's own quantised weights against these in bf16."""
     scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for line in kept.of(StepFigure):
         if line.name.startswith((TASK, METRIC)):
@@ -328,8 +326,7 @@ def _lower_is_better(request: TrainingRequest, name: str) -> bool:
 
 
 def _widened(gap: Gap | None, floor: float) -> Gap | None:
-    """Widens an interval to what so many questions can resolve: a difference of no answer bounds that of all
-    questions."""
+    """No interval is finer than what so many questions resolve: no difference in them bounds that of all."""
     if gap is None or gap.decides is None or gap.decides.high - gap.point >= floor:
         return gap
     return replace(gap, decides=Interval(gap.point, gap.point - floor, gap.point + floor, gap.decides.level))

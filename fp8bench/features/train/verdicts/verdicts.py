@@ -334,8 +334,7 @@ def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None
 
 
 def _log_speed(reference: Curve, arm: Curve) -> float | None:
-    """The median over steps that were timed in both arms, which ran them in neighbouring slices. None where no
-    reference trained alongside."""
+    """The median over steps that were timed in both arms. None where no reference trained alongside."""
     if UNPAIRED in arm.events:
         return None
     usual = {row.step: row.seconds for row in reference.rows}
