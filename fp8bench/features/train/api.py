@@ -283,8 +283,7 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if len(trainer.optimizers) != 1:
                 raise UsageError(
-                    f"a training with {len(trainer.optimizers)} optimizers has no single step. Use fp8bench.watch "
-                    "with a part of the module and its optimizer."
+                    f"{len(trainer.optimizers)} optimizers have no single step. Watch a part and its optimizer."
                 )
             self._loop = self._stack.enter_context(watch(pl_module, trainer.optimizers[0], path, **options))
 

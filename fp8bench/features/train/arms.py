@@ -125,8 +125,7 @@ def _check_own(request: TrainingRequest) -> None:
     given += [word for word in _TEXT_OPTIONS if getattr(request, word) != getattr(TrainingRequest(), word)]
     if given:
         raise UsageError(
-            f"--{given[0].replace('_', '-')} is for the built-in models and texts, and {name} gives its own model and "
-            "batches. Leave it out."
+            f"--{given[0].replace('_', '-')} is for built-in models and texts, and {name} gives its own. Leave it out."
         )
     refusals = (
         (request.ranks is not None, "--ranks", "one process reads its batches"),
@@ -153,8 +152,7 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
     leads = [mode for mode in modes if mode not in LEVELS]
     if request.reference in LEVELS or not (leads or request.reference):
         raise UsageError(
-            f"{request.reference or modes[0]} is one of MS-AMP's levels, which are compared with a precision. Add bf16 "
-            "to --dtypes, or another --reference."
+            f"{request.reference or modes[0]} is one of MS-AMP's levels. Add bf16 to --dtypes, or another --reference."
         )
     lead = min(leads, key=lambda mode: precisions.get(mode).rank, default="")
     if request.reference is not None:
@@ -171,8 +169,7 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
     candidates.pop(lead, None)
     if not candidates:
         raise UsageError(
-            f"{lead} has nothing to be compared with. Add a precision to --dtypes, or sweep a setting, like --sweep "
-            "optimizer-states=fp32,bf16."
+            f"{lead} has nothing to be compared with. Add a precision to --dtypes, or --sweep master=fp32,fp16-scaled."
         )
     bands = (
         Arm(f"{lead} again", lead, ArmRole.REPEAT), Arm(f"{lead} other seed", lead, ArmRole.OTHER_SEED),

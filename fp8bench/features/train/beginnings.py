@@ -85,8 +85,7 @@ def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
     length, needed = max(0, span.stop - span.start), LEAST_WINDOWS * sequence + 1
     if length < needed:
         raise UsageError(
-            f"{title} has {length} tokens, and {LEAST_WINDOWS} windows of {sequence} need {needed}. Give a longer "
-            "text, or a shorter --sequence."
+            f"{title} has {length} tokens, and needs {needed}. Give a longer text, or a shorter --sequence."
         )
 
 
@@ -206,8 +205,7 @@ def _documents(folder: Path) -> Iterator[str]:
         import pyarrow
     except ImportError:
         raise UsageError(
-            f"--data {folder} is a saved dataset, and pyarrow, which reads it, is not installed. Install it "
-            "(pip install pyarrow), or give a text file."
+            f"--data {folder} is a saved dataset, which pyarrow reads: pip install pyarrow, or give a text file."
         ) from None
     try:
         files = [str(entry["filename"]) for entry in _json_of(folder / "state.json")["_data_files"]]
@@ -335,10 +333,7 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
         return replace(request, settings=settings)
     for layer in layers_of(settings.arch, config_of(settings, 1)):
         if not layer.high and layer.name not in named:
-            raise UsageError(
-                f"--scales-from: {of} has no scale for {layer.name}, a layer of --model {settings.model}. Choose one "
-                "of the same model."
-            )
+            raise UsageError(f"--scales-from: {of} has no scale for {layer.name}, a layer of --model {settings.model}.")
     return replace(request, settings=settings)
 
 

@@ -175,8 +175,7 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
         known = ()
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StoreError(
-            f"{kept} is broken ({str(error)[:120]}), so that it is unknown where to resume. Remove it to begin again "
-            "at the first step."
+            f"{kept}, which says where to resume, is broken ({error!s:.120}). Remove it to begin at the first step."
         ) from None
     stream = path.read_bytes()
     begun = ResumePlace(0, 0, stream.find(b"\n") + 1)

@@ -101,8 +101,7 @@ def text_of(word: str, sequence: int) -> tuple[str, bytes, bytes]:
 def check_sequence(option: str, sequence: int) -> None:
     if sequence < LEAST_SEQUENCE:
         raise UsageError(
-            f"{option} asks questions of {LEAST_SEQUENCE} tokens or more, and a sequence has {sequence}. Give a "
-            f"--sequence of at least {LEAST_SEQUENCE}."
+            f"{option} asks longer questions than {sequence} tokens. Give a --sequence of at least {LEAST_SEQUENCE}."
         )
 
 
@@ -136,8 +135,7 @@ def _clozes(drawn: random.Random, sequence: int, text: bytes) -> Iterator[TaskIt
     suitable = [match for match in places if len(match[0]) in known]
     if len(suitable) < ITEMS:
         raise UsageError(
-            f"--tasks cloze hides {ITEMS} words of the held-out text, which has {len(suitable)}. Give a longer text, "
-            "or leave cloze out."
+            f"--tasks cloze hides {ITEMS} words, and the held-out text has {len(suitable)}. Give a longer text."
         )
     for match in drawn.sample(suitable, ITEMS):
         words, true = {match[0]}, match[0]

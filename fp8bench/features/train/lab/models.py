@@ -151,10 +151,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
     shared, compiled = not cut and given.amax_group != "own", given.compile == "yes"
     batch, rounded = config_of(given, 1).batch, any(precisions.get(word).carried_by for word in _around(given))
     if not cut and batch % ranks:
-        raise UsageError(
-            f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a --batch that is a multiple of "
-            f"{ranks}."
-        )
+        raise UsageError(f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a multiple as --batch.")
     advice = "add --amax-group own, or leave it out"
     refusals = (
         (cut and given.arch != "gpt", f"--arch {given.arch}", way,

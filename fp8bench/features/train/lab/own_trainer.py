@@ -107,13 +107,11 @@ class OwnTrainer(Trainer):
             if parameter.dtype != torch.float32:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 raise UsageError(
-                    f"{self._name}: its parameter {path} is {dtype}, and the built-in optimizer takes float32 alone. "
-                    "Make it float32, or give an optimizer."
+                    f"{self._name}: its parameter {path} is {dtype}. Make it float32, or give an optimizer."
                 )
         if settings.schedule == "plateau" and not self._held_out:
             raise UsageError(
-                f"--schedule plateau needs held-out losses, and {self._name} gives no held_out batches. Give some, or "
-                "choose another schedule."
+                f"--schedule plateau needs held_out batches of {self._name}. Give some, or choose another schedule."
             )
         return LoopOptimizer(self._parameters, settings)
 
@@ -127,8 +125,7 @@ class OwnTrainer(Trainer):
             if getattr(self._settings, name) != getattr(usual, name):
                 hint = "; --sweep handicap=0.5,2 multiplies its rate" if name == "rate" else ""
                 raise UsageError(
-                    f"--{name.replace('_', '-')} sets up the built-in optimizer, and {self._name} gives its own. Leave "
-                    f"the option out{hint}."
+                    f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out{hint}."
                 )
 
     def _rate_now(self) -> float:

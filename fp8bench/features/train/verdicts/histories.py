@@ -66,8 +66,7 @@ def traces_of(training: Training, lines: Iterable[StreamLine], arm: Arm) -> tupl
     batches = arm.taken(training.request.settings).micro_batches
     if batches > 1:
         raise UsageError(
-            f"{arm.name} casts each tensor {batches} times a step, and only the first amax of a step is kept. Train "
-            "with --micro-batches 1 to replay histories."
+            f"{arm.name} casts each tensor {batches} times a step, and keeps one amax. Train with --micro-batches 1."
         )
     tensors: dict[tuple[str, Role, int], dict[int, LayerReading]] = {}
     for line in lines:
@@ -78,8 +77,7 @@ def traces_of(training: Training, lines: Iterable[StreamLine], arm: Arm) -> tupl
     for (layer, role, _), readings in tensors.items():
         if max(readings) + 1 != len(readings):
             raise UsageError(
-                f"{layer} {role} in {arm.name} has {len(readings)} amaxes in {max(readings) + 1} steps, and delayed "
-                "scaling needs that of every step. Train with --stride 1."
+                f"{layer} {role} in {arm.name} has {len(readings)} amaxes in {max(readings) + 1} steps: --stride 1."
             )
     cast = _layers_cast(line for readings in tensors.values() for line in readings.values())
     traces = []
