@@ -321,7 +321,11 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
         raise UsageError("compare_streams was given one stream. Give a reference's, and at least one more.")
     if not 0 < margin < 100:
         raise UsageError(f"margin is a percentage above 0 and below 100, not {margin:g}.")
-    files = [_files(stream) for stream in (reference, *others)]
+    several = (given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+               for given in (reference, *others))  # fmt: skip
+    files = [[Path(path) for path in paths] for paths in several]
+    if not all(files):
+        raise UsageError("a list of streams is empty. Give a file for each seed.")
     counts = {len(paths) for paths in files}
     if len(counts) > 1:
         raise UsageError(
@@ -348,13 +352,6 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
         verdicts, partial(_loops_page, verdicts, loops, steps), partial(encode, verdicts),
         lambda: (("arm", "steps", "loss", "held_out", "learned"), rows),
     )  # fmt: skip
-
-
-def _files(stream: Stream) -> list[Path]:
-    files = [Path(stream)] if isinstance(stream, str | Path) else [Path(path) for path in stream]
-    if not files:
-        raise UsageError("a list of streams is empty. Give a file for each seed.")
-    return files
 
 
 def _read(path: Path) -> list[StreamLine]:

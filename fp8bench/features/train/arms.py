@@ -95,7 +95,11 @@ def check_training(request: TrainingRequest) -> None:
         check_keys(settings.precision_map, layers, f"model {settings.model}")
     taken = {arm: arm.taken(settings) for arm in arms}
     check_effective([*taken.values()])
-    check_beginning(request, any(own.lora for own in taken.values()))
+    start, file = settings.start, settings.weights_from
+    if start and file:
+        raise UsageError(f"--start {start} and --from {file} both give the initial weights. Leave one of them out.")
+    if any(own.lora for own in taken.values()) and not (start or file or request.experiment):
+        raise UsageError("--lora trains adapters of fixed weights, and these are random. Add --start, or --from FILE.")
     for arm, own in taken.items():
         check(own)
         if request.ranks is not None:
@@ -137,14 +141,6 @@ def _check_own(request: TrainingRequest) -> None:
     for wrong, option, why in refusals:
         if wrong:
             raise UsageError(f"{option} does not go with a model of your own ({name}): {why}. Leave it out.")
-
-
-def check_beginning(request: TrainingRequest, lora: bool) -> None:
-    start, file = request.settings.start, request.settings.weights_from
-    if start and file:
-        raise UsageError(f"--start {start} and --from {file} both give the initial weights. Leave one of them out.")
-    if lora and not (start or file or request.experiment):
-        raise UsageError("--lora trains adapters of fixed weights, and these are random. Add --start, or --from FILE.")
 
 
 def _named(request: TrainingRequest) -> tuple[Arm, ...]:

@@ -243,15 +243,10 @@ def windows_of(curves: Mapping[Key, Curve], ends: Sequence[int]) -> Windows:
     means = {}
     for key, curve in curves.items():
         window, rows = last_of(curve.steps), curve.rows
-        means[key] = [
-            _mean([row.loss for row in rows[max(0, end - window) : end] if row.step not in curve.passed])
-            if end <= len(rows) else math.nan for end in ends
-        ]  # fmt: skip
+        parts = (rows[max(0, end - window) : end] if end <= len(rows) else () for end in ends)
+        losses = ([row.loss for row in part if row.step not in curve.passed] for part in parts)
+        means[key] = [math.fsum(own) / len(own) if own and all(map(math.isfinite, own)) else math.nan for own in losses]
     return means
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values and all(map(math.isfinite, values)) else math.nan
 
 
 def _loss(own: Sequence[Sequence[float]], band: Sequence[Sequence[float]], place: int) -> Mark | None:

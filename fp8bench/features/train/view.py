@@ -34,7 +34,7 @@ from fp8bench.features.train.verdicts.curves import ArmReached, Why, arrivals
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
 from fp8bench.features.train.verdicts.summary import TONES, ArmSummary, JudgedTraining, score_parts
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
-from fp8bench.model import Capacity, Level
+from fp8bench.model import Level
 from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
@@ -234,12 +234,6 @@ def _four_digits(loss: float) -> str:
     return f"{loss:.4f}"
 
 
-def _largest(capacity: Capacity) -> str:
-    """'largest batch that fits into 2.00 GiB: 812 (52.0 k tokens); not 813: tensors need 1.20 MiB more'."""
-    tokens = f" ({units.whole(capacity.tokens)} tokens)" if capacity.batch else ""
-    return f"{batch_title(capacity)}: {show_batch(capacity)}{tokens}; not {why_no_larger(capacity)}"
-
-
 def looks_of(kept: KeptTraining) -> Iterator[Part]:
     steps, ends = kept.training.request.steps, arrivals(kept.lines)
     looks = kept.of(Validation)
@@ -314,7 +308,9 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
     energies = ((own.energy.why, own.arm.name) for own in judged.summaries if own.energy and own.energy.why)
     yield from (f"energy of {listed(arms)}: {why}" for why, arms in together(energies).items())
-    yield from (f"{cost.arm}: {_largest(cost.capacity)}" for cost in kept.of(ArmCost) if cost.capacity)
+    for arm, capacity in ((cost.arm, cost.capacity) for cost in kept.of(ArmCost) if cost.capacity):
+        tokens = f" ({units.whole(capacity.tokens)} tokens)" if capacity.batch else ""
+        yield f"{arm}: {batch_title(capacity)}: {show_batch(capacity)}{tokens}; not {why_no_larger(capacity)}"
     yield from kept.troubles
 
 
@@ -401,10 +397,9 @@ def histories_page(training: Training, arm: str, replays: Sequence[Replayed]) ->
 
 
 def _shares(word: str, share: Callable[[Replayed], float | None]) -> Iterator[Col[list[Replayed]]]:
+    def cell(role: Role, way: Sequence[Replayed]) -> Field:
+        value = next((share(replayed) for replayed in way if replayed.role == role), None)
+        return Field("?") if value is None else Field(units.share(value), value, Tone.BAD if value else Tone.PLAIN)
+
     for role in (Role.INPUT, Role.WEIGHT, Role.GRADIENT):
-        yield Col(f"{word} {role[0]}", partial(_share, role, share), number=True)
-
-
-def _share(role: Role, share: Callable[[Replayed], float | None], way: Sequence[Replayed]) -> Field:
-    value = next((share(replayed) for replayed in way if replayed.role == role), None)
-    return Field("?") if value is None else Field(units.share(value), value, Tone.BAD if value else Tone.PLAIN)
+        yield Col(f"{word} {role[0]}", partial(cell, role), number=True)

@@ -89,20 +89,16 @@ class Health:
 
     def _event(self, rule: HealthRule[Any], alarm: HealthAlarm, seed: int, step: int) -> TrainingEvent:
         arm = self._arms[rule.arm.name]
-        remedies = [remedy for remedy in rule.remedies if _changes(remedy, arm, self._settings, alarm.layer)]
+        now = (arm.precision, arm.taken(self._settings))
+        remedies = [remedy for remedy in rule.remedies
+                    if remedy in _FOR_PEOPLE or remedied(*now, remedy, alarm.layer) != now]  # fmt: skip
         return TrainingEvent(
             arm.name, seed, step, "alarm", alarm.words, alarm.layer, alarm.tensor,
             (("rule", rule.name), *alarm.figures), "; ".join(remedy.value for remedy in remedies),
         )  # fmt: skip
 
 
-def _changes(remedy: Remedy, arm: Arm, settings: TrainerSettings, layer: str) -> bool:
-    """Whether a remedy would change the arm, or asks a person to look."""
-    for_people = remedy in (Remedy.LOOK_AT_DATA, Remedy.LOOK_AT_LOOP, Remedy.LOOK_AT_LAYER)
-    now = (arm.precision, arm.taken(settings))
-    return for_people or remedied(*now, remedy, layer) != now
-
-
+_FOR_PEOPLE = (Remedy.LOOK_AT_DATA, Remedy.LOOK_AT_LOOP, Remedy.LOOK_AT_LAYER)
 _CLIP_SHARE = 0.25
 _RATE_SHARE = 0.5
 _HISTORY_SHARE = 16

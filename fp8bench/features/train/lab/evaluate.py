@@ -8,7 +8,7 @@ step is cut into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -118,17 +118,8 @@ _SILENT = SilentPhases()
 Scaled = Callable[[str, Arithmetic], Arithmetic]
 
 
-@dataclass(frozen=True)
-class _Sums:
-    losses: list[float]
-    bytes: list[int] | None
-    windows: int
-
-    def validation(self, arm: str, seed: int, step: int, of: str, part: slice = slice(None)) -> Validation:
-        losses = self.losses[part]
-        tokens = len(losses) * self.windows
-        text_bytes = None if self.bytes is None else sum(self.bytes[part])
-        return Validation(arm, seed, step, of, sum(losses) / tokens, tokens, text_bytes)
+# Losses, and bytes if known, by position in a window, summed over so many windows.
+Sums = tuple[list[float], list[int] | None, int]
 
 
 class Evaluation:
@@ -151,24 +142,29 @@ class Evaluation:
         return windows.in_order(batch, max(_LEAST_WINDOWS, _TOKENS // length))
 
     def look(self, model: LanguageModel, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
+        def validation(of: str, sums: Sums, part: slice = slice(None)) -> Validation:
+            losses, lengths, windows = sums[0][part], sums[1], sums[2]
+            tokens, text_bytes = len(losses) * windows, None if lengths is None else sum(lengths[part])
+            return Validation(*who, of, sum(losses) / tokens, tokens, text_bytes)
+
         held_out = self._sums(model, self.held_out)
-        yield held_out.validation(*who, "held-out")
+        yield validation("held-out", held_out)
         if not last:
             return
         length = self._config.sequence
         part = -(-length // _PARTS)
         for first in range(0, length, part):
             end = min(first + part, length)
-            yield held_out.validation(*who, f"position:{first}-{end - 1}", slice(first, end))
+            yield validation(f"position:{first}-{end - 1}", held_out, slice(first, end))
         if self._other is not None:
-            yield self._sums(model, self._other).validation(*who, "other-text")
+            yield validation("other-text", self._sums(model, self._other))
         for mode in QUANTISED:
             arithmetic = precisions.get(mode).arithmetic(self._facts)
             names = [layer.name for layer in self._layers if not layer.high]
             with multiplied_by(model, {name: self._scaled(name, arithmetic.layer(name)) for name in names}):
-                yield self._sums(model, self.held_out).validation(*who, f"quantised:{mode}")
+                yield validation(f"quantised:{mode}", self._sums(model, self.held_out))
 
-    def _sums(self, model: LanguageModel, batches: Sequence[Batch]) -> _Sums:
+    def _sums(self, model: LanguageModel, batches: Sequence[Batch]) -> Sums:
         losses = torch.zeros(self._config.sequence, dtype=torch.float64, device=self._facts.key)
         lengths = torch.zeros(self._config.sequence, dtype=torch.int64, device=self._facts.key)
         for tokens, targets in batches:
@@ -176,7 +172,7 @@ class Evaluation:
             if self._lengths is not None:
                 lengths += self._lengths[targets].sum(0)
         text_bytes = None if self._lengths is None else lengths.tolist()
-        return _Sums(losses.tolist(), text_bytes, sum(len(tokens) for tokens, _ in batches))
+        return losses.tolist(), text_bytes, sum(len(tokens) for tokens, _ in batches)
 
 
 # Returns logits (texts, tokens, vocabulary) for tokens (texts, tokens).
