@@ -294,10 +294,7 @@ def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
         arm.name: f"it needs {size(needs(arm))} alone, and there are {size(room)}"
         for arm in others if needs(arm) > room
     }  # fmt: skip
-    words = (
-        f"all arms need {size(needs(*seeds[0]))} together, and there are {size(room)}: each is trained with the "
-        "reference alone, which repeats its steps next to every arm"
-    )
+    words = f"all need {size(needs(*seeds[0]))} together, and there are {size(room)}: they train beside the reference"
     turns = []
     for number, arms in enumerate(seeds):
         fitting = [arm for arm in arms[1:] if arm.name not in out]

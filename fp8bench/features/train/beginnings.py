@@ -1,12 +1,8 @@
 """What a training begins with: its texts, and weights or scales from elsewhere.
 
-A text comes from a file, a saved Hugging Face dataset, or Python's own sources. It becomes 16-bit tokens, one a byte or
-by byte pairs; token files as nanoGPT writes them are mapped in place. The last tenth is held out, after a gap of one
-window, unless the text has its own held-out part. The default text of another kind is the prose of Python's
-documentation.
-
-Names of checkpoints, state dicts and scales are resolved here and stored in the request, so that a resumed training
-begins with the same.
+A text becomes 16-bit tokens, one a byte or by byte pairs; token files as nanoGPT writes them are mapped in place. The
+last tenth is held out, after a gap of one window, unless the text has its own held-out part. What is named in a request
+is resolved and stored in it, so that a resumed training begins with the same.
 """
 
 from __future__ import annotations

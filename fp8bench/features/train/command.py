@@ -58,11 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "train this instead: a function without arguments that gives a model of your own, as for `profile`"
     parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=words)
     group = parser.add_argument_group(WHAT)
-    shared(
-        group,
-        "--dtypes",
-        help=f"precisions, and MS-AMP's levels msamp-o1 to msamp-o3; default {','.join(_REQUEST.dtypes)}",
-    )
+    shared(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_REQUEST.dtypes)}")
     length, learning = parser.add_argument_group(LENGTH), parser.add_argument_group(LEARNING)
     _add_length(length)
     for argument_group in (group, length, learning):
@@ -81,11 +77,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _add_length(group: argparse._ArgumentGroup) -> None:
     """Options whose defaults --quick changes, and the margin, which is given in percent."""
-    for name, words in (
-        ("steps", f"optimizer steps of every arm; default {_REQUEST.steps}"),
-        ("seeds", f"repetitions with other weights and batches; default {_REQUEST.seeds}"),
-    ):
-        group.add_argument(f"--{name}", type=types.whole(TRAINING_RULES[name]), metavar="N", help=words)
+    steps, seeds = (types.whole(TRAINING_RULES[name]) for name in ("steps", "seeds"))
+    group.add_argument("--steps", type=steps, metavar="N", help=f"optimizer steps of an arm; default {_REQUEST.steps}")
+    group.add_argument("--seeds", type=seeds, metavar="N", help=f"other weights and batches; default {_REQUEST.seeds}")
     words = "the largest loss gap, in percent of the reference's loss, that does not matter; default 1"
     margin = types.number(PERCENT)
     group.add_argument("--margin", type=margin, default=100 * _REQUEST.margin, metavar="PERCENT", help=words)
@@ -96,23 +90,17 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     shared(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
     words = "options in YAML, by their names without dashes or by those of other trainers; the command line wins"
     group.add_argument("--config", type=types.path, metavar="FILE", help=words)
-    words = "resume a training that was cut off: an id, its folder, or last"
-    group.add_argument("--resume", metavar="TRAINING", help=words)
+    group.add_argument("--resume", metavar="TRAINING", help="resume what was cut off: an id, its folder, or last")
     words = "exit with 1 if an arm is worse, diverged, did-not-learn or inconclusive, or has an alarm"
     group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
-    words = "write its page there while it trains; an open browser reloads it"
-    group.add_argument("--live", type=Path, metavar="FILE", help=words)
+    group.add_argument("--live", type=Path, metavar="FILE", help="write its page there while it trains, for a browser")
     words = "shell command to run at alarms, with a sentence for each on its stdin: --on-alarm 'mail -s fp8bench me'"
     group.add_argument("--on-alarm", metavar="COMMAND", help=words)
     shared(group, "--explain")
     shared(group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table")
     shared(group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table")
     shared(group, "--tensorboard", help="also write its curves there as TensorBoard's scalars, by step, arm and seed")
-    shared(
-        group,
-        "--wandb",
-        help="also send its curves to Weights & Biases while it trains, and at the end a run for each arm and seed",
-    )
+    shared(group, "--wandb", help="also send curves to Weights & Biases as they come, and a run for each arm and seed")
 
 
 def request_from(arguments: argparse.Namespace) -> TrainingRequest:

@@ -298,10 +298,7 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
     if names := [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]:
         memories = [cost.memory for cost in kept.of(ArmCost) if cost.memory and cost.arm in names]
         derived = "; memory on a device is derived" if any(memory.on_device for memory in memories) else ""
-        yield (
-            f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
-            f"wider ones: they say nothing about a device that has the format{derived}"
-        )
+        yield f"memory and energy of {listed(names)} are of emulation, not of a device with the format{derived}"
     if kept.training.request.try_fix and not kept.alarms:
         yield "--try-fix: nothing was tried, as there was no alarm"
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
@@ -388,10 +385,8 @@ def histories_page(training: Training, arm: str, replays: Sequence[Replayed]) ->
     ]  # fmt: skip
     casts, best = sum(replayed.casts for replayed in rows[0]), best_of(replays)
     title = f"delayed scaling of {arm} in {training.id}, replayed over {units.whole(casts)} casts"
-    text = (
-        f"history {best.history}, margin {best.margin}, interval {best.interval} overflow in the fewest casts, and of "
-        "such ways leave the least idle"
-    )
+    way = f"history {best.history}, margin {best.margin}, interval {best.interval}"
+    text = f"{way} overflow in the fewest casts, and of such ways leave the least idle"
     elements = table("histories", "", cols, rows, main=True), Text(text)
     return Page(title, "", (Part("histories", "", elements),), _HISTORY_LEGEND)
 

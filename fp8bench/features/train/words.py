@@ -255,10 +255,7 @@ def seed_band(band: SeedBand) -> str:
 
 
 def chaos(pair: Pair) -> str:
-    return (
-        f"one ulp in its initial weights moves the reference by {100 * pair.gap:+.2g}% in seed {pair.seed}: a single "
-        "seed cannot tell smaller differences"
-    )
+    return f"one ulp moves the reference by {100 * pair.gap:+.2g}% in seed {pair.seed}: one seed shows nothing smaller"
 
 
 def detectable(request: TrainingRequest, spread: float | None) -> str:

@@ -96,10 +96,7 @@ class LossAboveGuessing(LossRule):
         if median(last) < self.falling * median(before):
             return None
         times = median(last) / self._guessing
-        words = (
-            f"the loss stays at {median(last):.4g}, {times:.3g} times what guessing costs ({self._guessing:.3g}): is a "
-            "loss scale left in it, or is it a sum and no mean?"
-        )
+        words = f"the loss stays at {median(last):.4g}, {times:.3g} times what guessing costs: is it scaled, or a sum?"
         return HealthAlarm(words, figures=(("loss", median(last)), ("guessing", self._guessing)))
 
 
@@ -120,10 +117,7 @@ class LossLeaked(LossRule):
         noise = noise_of_values([math.log2(value) for value in before])
         if math.log2(min(before) / max(last)) < self.noise * noise:
             return None
-        words = (
-            f"the loss fell at once from {median(before):.4g} to {median(last):.4g}: are answers among the inputs, or "
-            "are all labels alike?"
-        )
+        words = f"the loss fell at once from {median(before):.4g} to {median(last):.4g}: are answers among the inputs?"
         return HealthAlarm(words, figures=(("loss", median(last)), ("before", median(before))))
 
 

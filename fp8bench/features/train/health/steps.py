@@ -128,10 +128,7 @@ class GradientSpike(HealthRule[StepRow]):
             middle = median(self._losses)
             is_far = loss - middle > self.far * (max(self._losses) - middle)
             if math.sqrt(multiple) > most or is_far:
-                words = (
-                    f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median of {usual:.3g}, at a loss "
-                    f"of {loss:.4g}"
-                )
+                words = f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median, at a loss of {loss:.4g}"
                 return HealthAlarm(words, figures=(("norm", norm), ("median", usual), ("loss", loss)))
         self._multiples.append(multiple)
         return None
@@ -211,10 +208,7 @@ class LossPlateau(HealthRule[Any]):
             return None
         if self._entropies and abs(fmean(self._entropies) - means[-1]) < self.entropy * size:
             return None
-        words = (
-            f"the loss has stood at {fmean(means):.4g} for {length} steps (within {spread:.2%}), and the gradient norm "
-            f"at {norm:.3g}, which was {before:.3g} before"
-        )
+        words = f"the loss has stood at {fmean(means):.4g} for {length} steps, the gradient norm at {norm:.3g}"
         return HealthAlarm(words, figures=(("spread", spread), ("norm", norm), ("norm_before", before)))
 
 
@@ -272,10 +266,7 @@ class GradientScale(HealthRule[StepRow]):
         if min(abs(loss), abs(loss - moved)) > 0.5:
             return None
         way, with_loss = "larger" if moved > 0 else "smaller", ", and so is the loss" if abs(loss) > 0.5 else ""
-        words = (
-            f"gradients are {2 ** abs(moved):.3g} times {way}{with_loss}, about 2^{abs(round(moved))}: a loss scale "
-            "left in, a sum for a mean, or micro-batches that are not divided by their number"
-        )
+        words = f"gradients are {2 ** abs(moved):.3g} times {way}{with_loss}: a loss scale, a sum, or micro-batches?"
         return HealthAlarm(words, figures=(("octaves", moved), ("loss_octaves", loss)))
 
 

@@ -141,12 +141,9 @@ class _BFloat16:
 
 
 class AutomaticScale:
-    """E4M3 codes under one scale for all micro-batches of a step, as all devices share one in FP8-LM.
-
-    The scale takes the largest magnitude expected of the step, from its first micro-batch, to `share` of the format's
-    largest. The share is halved after a step in which too many values were larger, and grows back to 1. Gradients that
-    are not finite are restored as NaN.
-    """
+    """E4M3 codes under one scale for all micro-batches of a step, as all devices share one in FP8-LM. It takes the
+    magnitude expected by the first micro-batch to `share` of the format's largest. The share is halved after a step in
+    which too many values were larger, and grows back to 1. Gradients that are not finite are restored as NaN."""
 
     def __init__(self, like: Tensor, micro_batches: int) -> None:
         self._micro_batches = micro_batches

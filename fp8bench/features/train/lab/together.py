@@ -135,12 +135,8 @@ def digest_of(tensors: Iterable[Tensor]) -> int:
 
 class FullySharded(DataParallel):
     """Every rank reads an equal part of every micro-batch, and keeps and updates an equal number of rows of each
-    weight.
-
-    Whole weights exist during a step only. torch's fully_shard works block by block, on modules with DTensors; here a
-    step casts all weights once for all of its micro-batches, and checkpoints and AdamW's kernels take plain tensors.
-    Rows are padded with zeros to divide evenly; those stay zero.
-    """
+    weight, padded with zeros. Whole weights exist during a step only. Unlike torch's fully_shard, which works on
+    modules with DTensors, a step casts all weights once, and checkpoints and AdamW's kernels take plain tensors."""
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
         self._wholes = list(parameters.values())

@@ -1,11 +1,8 @@
 """The curves of a training, what is compared of them, and the verdicts on pairs of seeds.
 
-The endpoint was declared in advance: the mean training loss over the last tenth of the steps. The second measure is the
-last loss on held-out text. A point with a value that is not finite is void.
-
-Gaps are paired over seeds and judged by Student's t: the interval of 99% decides, that of 95% is shown. It is each
-arm's own: of a hundred arms that do not differ from their reference, at most one is called worse or better. The end of
-the file has the steps, tokens and seconds that arms take to a loss given in advance (`--until`).
+The endpoint was declared in advance: the mean training loss over the last tenth of the steps. Gaps are paired over
+seeds and judged by Student's t: the interval of 99% decides, that of 95% is shown. It is each arm's own: of a hundred
+arms that do not differ from their reference, at most one is called worse or better.
 """
 
 from __future__ import annotations

@@ -45,12 +45,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one way of scaling would have done to all tensors of one role, as shares of their casts.
-
-    `overflow` counts casts whose largest value would have been cut off, by at most `worst` octaves; `underflow` those
-    whose smallest would have become 0, None where that was not recorded. `idle` is the mean number of octaves that the
-    others left unused.
-    """
+    """What one way of scaling would have done to all tensors of one role, as shares of their casts: `overflow` of those
+    cut off, by at most `worst` octaves, `underflow` of those whose smallest value would have become 0, None where that
+    was not recorded. `idle` are the octaves that the others left unused, in the mean."""
 
     delayed: Delayed
     role: Role

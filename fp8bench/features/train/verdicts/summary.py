@@ -51,14 +51,11 @@ from fp8bench.report.words.naming import many
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """The figures of one arm; losses are means over seeds.
-
-    `loss` is over the last tenth of the steps, `held_out` after the last step. `tokens_per_second` is by the median
-    step, None for an emulated arm. `peak_memory` is that of the arm alone, and `device_peak_memory` what it would be
-    where hardware keeps the formats. Bands of the reference take the memory it takes, and have neither `capacity` nor
-    `energy`. `wire` is what one of several ranks sends in a step, in bytes by operation and dtype. `events` is None for
-    an arm without a step, `verdict` for the reference and its bands. `steps` are those of all seeds.
-    """
+    """Losses are means over seeds: `loss` over the last tenth of the steps, `held_out` after the last one.
+    `tokens_per_second` is by the median step of a native arm. Memory is that of the arm alone, for bands the
+    reference's, `device_peak_memory` what it would be where hardware keeps the formats. `wire` is what a rank sends in
+    a step, in bytes by operation and dtype. `events` is None for an arm without a step, `verdict` for the reference and
+    its bands."""
 
     arm: Arm
     steps: int
