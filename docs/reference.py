@@ -187,13 +187,12 @@ def labels_page() -> str:
 
 def health_page() -> str:
     rows = [
-        (code(rule.name), rule.looks_at, rule.alarms_at, rule.because,
-         "; ".join(remedy.value for remedy in rule.remedies))
+        (code(rule.name), rule.alarms_at, rule.because(), "; ".join(remedy.value for remedy in rule.remedies))
         for rule in RULES
     ]  # fmt: skip
     return (
         "# Health rules\n\nWhat a training alarms about ([watching](../watching.md)): the constants are those that the "
-        "rules judge by.\n\n" + table(("rule", "looks at", "alarms at", "why there", "what may help"), rows)
+        "rules judge by.\n\n" + table(("rule", "alarms at", "why there", "what may help"), rows)
     )
 
 

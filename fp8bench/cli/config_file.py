@@ -212,13 +212,12 @@ def with_config(
 
     Options that may be repeated are added to the file's, but an axis on the command line replaces the file's values of
     that axis. `parser` and `command` (its sub-parser) keep the file's values as their defaults. In the result, `unused`
-    has a sentence for each key without effect, and `configured` the place of each option in the file.
+    has a sentence for each key without effect.
     """
     values, training = read_config(file, command)
     places = training.options
     command.set_defaults(**values)
     arguments = parser.parse_args(words)
-    arguments.configured = places
     arguments.unused = (
         *training.without_effect(arguments.dtypes is not values.get("dtypes")),
         *(

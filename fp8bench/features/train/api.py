@@ -41,15 +41,14 @@ from fp8bench.features.train.values import (
 from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, mean_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_on
-from fp8bench.features.train.view import answers, arm_cols
+from fp8bench.features.train.view import answers, arms_table
 from fp8bench.files import append
 from fp8bench.jobs.report_files import PAGE, folder_of_kept, short_path
 from fp8bench.measure.environment import command_line
 from fp8bench.model.codec import encode
 from fp8bench.registry import precisions
-from fp8bench.report.columns import table
 from fp8bench.report.data.boards import check_tensorboard
-from fp8bench.report.elements import Page, Part
+from fp8bench.report.elements import Items, Page, Part
 from fp8bench.report.notebook import as_html
 from fp8bench.report.terminal import layout
 from fp8bench.report.words.naming import many
@@ -207,7 +206,7 @@ def watch(
 
     rules = Health((Arm(name, precisions.canonical(precision), ArmRole.REFERENCE),)) if health else None
     with ExitStack() as stack:
-        keep = _Kept(Path(path), stack) if path is not None else None
+        keep = _kept_in(Path(path), stack) if path is not None else None
 
         def tell(lines: Sequence[StreamLine]) -> None:
             lines = (*lines, *rules.see(lines)) if rules is not None else lines
@@ -225,29 +224,28 @@ def complain_of(lines: Sequence[StreamLine]) -> None:
         complain(f"{event.arm}, step {event.step}: {event.words}{where}{remedy}")
 
 
-class _Kept:
-    """A file of lines. A full disk ends the file with a warning, and not the training."""
+def _kept_in(path: Path, stack: ExitStack) -> Callable[[Sequence[StreamLine]], None]:
+    """Appends lines to a new file. A full disk ends the file with a warning, and not the training."""
+    try:
+        file: IO[bytes] | None = stack.enter_context(path.open("xb"))
+    except OSError as error:
+        raise StoreError(f"{path} cannot be made ({error.strerror}). Give another file.") from None
 
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        try:
-            self._file: IO[bytes] | None = stack.enter_context(path.open("xb"))
-        except OSError as error:
-            raise StoreError(f"{path} cannot be made ({error.strerror}). Give another file.") from None
-
-    def __call__(self, lines: Sequence[StreamLine]) -> None:
-        if self._file is None:
+    def keep(lines: Sequence[StreamLine]) -> None:
+        nonlocal file
+        if file is None:
             return
         text = "".join(json.dumps(plain(line), separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
         try:
-            append(self._file, text, sync=False)  # survives the process without waiting for the disk
+            append(file, text, sync=False)  # survives the process without waiting for the disk
         except OSError as error:
-            warnings.warn(f"{self._file.name} ends here ({error.strerror}); the training goes on.", stacklevel=2)
-            self._file = None
+            warnings.warn(f"{path} ends here ({error.strerror}); the training goes on.", stacklevel=2)
+            file = None
+
+    return keep
 
 
 class _LoopCallback:
-    """Watches from the first step to the last."""
-
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._loop: OwnLoop | None = None
@@ -285,8 +283,7 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if len(trainer.optimizers) != 1:
                 raise UsageError(
-                    f"a training with {len(trainer.optimizers)} optimizers has no single step. Use fp8bench.watch "
-                    "with a part of the module and its optimizer."
+                    f"{len(trainer.optimizers)} optimizers have no single step. Watch a part and its optimizer."
                 )
             self._loop = self._stack.enter_context(watch(pl_module, trainer.optimizers[0], path, **options))
 
@@ -324,7 +321,11 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
         raise UsageError("compare_streams was given one stream. Give a reference's, and at least one more.")
     if not 0 < margin < 100:
         raise UsageError(f"margin is a percentage above 0 and below 100, not {margin:g}.")
-    files = [_files(stream) for stream in (reference, *others)]
+    several = (given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+               for given in (reference, *others))  # fmt: skip
+    files = [[Path(path) for path in paths] for paths in several]
+    if not all(files):
+        raise UsageError("a list of streams is empty. Give a file for each seed.")
     counts = {len(paths) for paths in files}
     if len(counts) > 1:
         raise UsageError(
@@ -351,13 +352,6 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
         verdicts, partial(_loops_page, verdicts, loops, steps), partial(encode, verdicts),
         lambda: (("arm", "steps", "loss", "held_out", "learned"), rows),
     )  # fmt: skip
-
-
-def _files(stream: Stream) -> list[Path]:
-    files = [Path(stream)] if isinstance(stream, str | Path) else [Path(path) for path in stream]
-    if not files:
-        raise UsageError("a list of streams is empty. Give a file for each seed.")
-    return files
 
 
 def _read(path: Path) -> list[StreamLine]:
@@ -412,11 +406,10 @@ def _loops_page(verdicts: TrainingVerdicts, loops: Sequence[ArmSummary], steps: 
             "no loop gave a held-out loss, and the training loss alone decides: loop.held_out(value) gives one"
         )
     notes += [f"{arm.arm.name}: {note}" for arm in verdicts.arms for note in words.notes(arm)]
-    shown = ("arm", "loss", "held-out", "gap", "events", "verdict")
+    arms = arms_table(verdicts, loops, without=("how",))
     parts = [
-        Part("answer", "", tuple(answers(verdicts))),
-        Part("arms", "", (table("arms", "", arm_cols(verdicts, loops, shown), loops, main=True),)),
-        *layout.list_of("notes", "notes", notes),
+        Part("verdict", "Does it still learn?", (Items(tuple(answers(verdicts))), arms)),
+        *layout.list_of("notes", "Notes", notes),
     ]
     title = f"{many(len(loops), 'loop')} of {many(steps, 'step')} in {many(len(verdicts.seeds), 'seed')}"
     legend = (

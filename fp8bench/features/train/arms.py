@@ -54,9 +54,8 @@ LEVELS: Mapping[str, Arm] = {
 
 
 def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
-    """The reference, its bands, and a candidate for every other precision and swept value. An arm that the device
-    refuses carries the reason. Raises UsageError for impossible requests, and where the reference or every candidate is
-    refused."""
+    """The reference, its bands and candidates; refused ones say why. Raises UsageError where nothing can be
+    compared."""
     if request.max_batch or request.memory_limit is not None:
         check_limit(request.memory_limit, facts)
     arms = tuple(supported(arm, request, facts) for arm in _named(request))
@@ -81,7 +80,6 @@ def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceF
 
 
 def check_training(request: TrainingRequest) -> None:
-    """Raise UsageError for unknown names and impossible settings, before anything is started."""
     from fp8bench.jobs.profile import function_named
 
     arms, settings = _named(request), request.settings
@@ -97,7 +95,11 @@ def check_training(request: TrainingRequest) -> None:
         check_keys(settings.precision_map, layers, f"model {settings.model}")
     taken = {arm: arm.taken(settings) for arm in arms}
     check_effective([*taken.values()])
-    check_beginning(request, any(own.lora for own in taken.values()))
+    start, file = settings.start, settings.weights_from
+    if start and file:
+        raise UsageError(f"--start {start} and --from {file} both give the initial weights. Leave one of them out.")
+    if any(own.lora for own in taken.values()) and not (start or file or request.experiment):
+        raise UsageError("--lora trains adapters of fixed weights, and these are random. Add --start, or --from FILE.")
     for arm, own in taken.items():
         check(own)
         if request.ranks is not None:
@@ -127,8 +129,7 @@ def _check_own(request: TrainingRequest) -> None:
     given += [word for word in _TEXT_OPTIONS if getattr(request, word) != getattr(TrainingRequest(), word)]
     if given:
         raise UsageError(
-            f"--{given[0].replace('_', '-')} is for the built-in models and texts, and {name} gives its own model and "
-            "batches. Leave it out."
+            f"--{given[0].replace('_', '-')} is for built-in models and texts, and {name} gives its own. Leave it out."
         )
     refusals = (
         (request.ranks is not None, "--ranks", "one process reads its batches"),
@@ -142,22 +143,12 @@ def _check_own(request: TrainingRequest) -> None:
             raise UsageError(f"{option} does not go with a model of your own ({name}): {why}. Leave it out.")
 
 
-def check_beginning(request: TrainingRequest, lora: bool) -> None:
-    """Raise UsageError where weights come from two places, or where --lora would freeze random ones."""
-    start, file = request.settings.start, request.settings.weights_from
-    if start and file:
-        raise UsageError(f"--start {start} and --from {file} both give the initial weights. Leave one of them out.")
-    if lora and not (start or file or request.experiment):
-        raise UsageError("--lora trains adapters of fixed weights, and these are random. Add --start, or --from FILE.")
-
-
 def _named(request: TrainingRequest) -> tuple[Arm, ...]:
     modes = list(dict.fromkeys(word if word in LEVELS else precisions.canonical(word) for word in request.dtypes))
     leads = [mode for mode in modes if mode not in LEVELS]
     if request.reference in LEVELS or not (leads or request.reference):
         raise UsageError(
-            f"{request.reference or modes[0]} is one of MS-AMP's levels, which are compared with a precision. Add bf16 "
-            "to --dtypes, or another --reference."
+            f"{request.reference or modes[0]} is one of MS-AMP's levels. Add bf16 to --dtypes, or another --reference."
         )
     lead = min(leads, key=lambda mode: precisions.get(mode).rank, default="")
     if request.reference is not None:
@@ -174,8 +165,7 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
     candidates.pop(lead, None)
     if not candidates:
         raise UsageError(
-            f"{lead} has nothing to be compared with. Add a precision to --dtypes, or sweep a setting, like --sweep "
-            "optimizer-states=fp32,bf16."
+            f"{lead} has nothing to be compared with. Add a precision to --dtypes, or --sweep master=fp32,fp16-scaled."
         )
     bands = (
         Arm(f"{lead} again", lead, ArmRole.REPEAT), Arm(f"{lead} other seed", lead, ArmRole.OTHER_SEED),
@@ -279,9 +269,8 @@ class Turns:
 
 
 def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
-    """Decide by each arm's own memory: all arms together, else pairs with the reference, else alone. Ranks on a CPU
-    share its memory. Where an arm could not be measured, all arms are tried together. Raises UsageError where the
-    reference alone does not fit."""
+    """All arms together, else pairs with the reference, else alone, by each arm's own memory; together where that is
+    unknown. Ranks on a CPU share its memory. Raises UsageError where the reference alone does not fit."""
     request, facts = training.request, training.device
     room = (request.memory_limit or int(_USABLE * facts.memory_bytes)) // (1 if facts.accelerated else facts.ranks)
     seeds = [arms_of_seed(training.arms, number) for number in range(request.seeds)]
@@ -305,10 +294,7 @@ def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
         arm.name: f"it needs {size(needs(arm))} alone, and there are {size(room)}"
         for arm in others if needs(arm) > room
     }  # fmt: skip
-    words = (
-        f"all arms need {size(needs(*seeds[0]))} together, and there are {size(room)}: each is trained with the "
-        "reference alone, which repeats its steps next to every arm"
-    )
+    words = f"all need {size(needs(*seeds[0]))} together, and there are {size(room)}: they train beside the reference"
     turns = []
     for number, arms in enumerate(seeds):
         fitting = [arm for arm in arms[1:] if arm.name not in out]

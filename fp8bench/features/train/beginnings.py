@@ -1,12 +1,8 @@
 """What a training begins with: its texts, and weights or scales from elsewhere.
 
-A text comes from a file, a saved Hugging Face dataset, or Python's own sources. It becomes 16-bit tokens, one a byte or
-by byte pairs; token files as nanoGPT writes them are mapped in place. The last tenth is held out, after a gap of one
-window, unless the text has its own held-out part. The default text of another kind is the prose of Python's
-documentation.
-
-Names of checkpoints, state dicts and scales are resolved here and stored in the request, so that a resumed training
-begins with the same.
+A text becomes 16-bit tokens, one a byte or by byte pairs; token files as nanoGPT writes them are mapped in place. The
+last tenth is held out, after a gap of one window, unless the text has its own held-out part. What is named in a request
+is resolved and stored in it, so that a resumed training begins with the same.
 """
 
 from __future__ import annotations
@@ -58,8 +54,7 @@ class _Source:
 
 
 def prepare_text(data: str | None, other_data: str | None, tokens: str, folder: Path, sequence: int) -> TrainingText:
-    """The text of a training with windows of `sequence` tokens; token files are made in `folder`, once for each text.
-    Raises UsageError where there is no such text, or too little of it."""
+    """Token files are made in `folder`, once for each text. Raises UsageError where there is no text, or too little."""
     merges = merges_of(tokens)
     assert merges is not None  # checked by the request
     files = None if data is None else _token_files(Path(data))
@@ -86,8 +81,7 @@ def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
     length, needed = max(0, span.stop - span.start), LEAST_WINDOWS * sequence + 1
     if length < needed:
         raise UsageError(
-            f"{title} has {length} tokens, and {LEAST_WINDOWS} windows of {sequence} need {needed}. Give a longer "
-            "text, or a shorter --sequence."
+            f"{title} has {length} tokens, and needs {needed}. Give a longer text, or a shorter --sequence."
         )
 
 
@@ -207,8 +201,7 @@ def _documents(folder: Path) -> Iterator[str]:
         import pyarrow
     except ImportError:
         raise UsageError(
-            f"--data {folder} is a saved dataset, and pyarrow, which reads it, is not installed. Install it "
-            "(pip install pyarrow), or give a text file."
+            f"--data {folder} is a saved dataset, which pyarrow reads: pip install pyarrow, or give a text file."
         ) from None
     try:
         files = [str(entry["filename"]) for entry in _json_of(folder / "state.json")["_data_files"]]
@@ -336,10 +329,7 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
         return replace(request, settings=settings)
     for layer in layers_of(settings.arch, config_of(settings, 1)):
         if not layer.high and layer.name not in named:
-            raise UsageError(
-                f"--scales-from: {of} has no scale for {layer.name}, a layer of --model {settings.model}. Choose one "
-                "of the same model."
-            )
+            raise UsageError(f"--scales-from: {of} has no scale for {layer.name}, a layer of --model {settings.model}.")
     return replace(request, settings=settings)
 
 

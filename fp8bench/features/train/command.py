@@ -16,7 +16,7 @@ from fp8bench.cli.outputs import check_outputs, in_store, tell, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName, UsageError
 from fp8bench.features.train.arms import check_training
-from fp8bench.features.train.kind import KIND, load_head, training_named
+from fp8bench.features.train.kind import KIND, training_named
 from fp8bench.features.train.request import (
     LEARNING,
     LENGTH,
@@ -27,14 +27,14 @@ from fp8bench.features.train.request import (
     TrainingRequest,
     request_with_defaults,
 )
-from fp8bench.features.train.values import KeptTraining, Training, TrainingEvent, TrainingObserver
+from fp8bench.features.train.values import KeptTraining, TrainingEvent, TrainingObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT
 
 _BESIDE_RESUME = {
-    "--resume", "--config", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on",
-    "--live", "--on-alarm",
+    "--resume", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on", "--live",
+    "--on-alarm",
 }  # fmt: skip
 _REQUEST = TrainingRequest()
 
@@ -58,11 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "train this instead: a function without arguments that gives a model of your own, as for `profile`"
     parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=words)
     group = parser.add_argument_group(WHAT)
-    shared(
-        group,
-        "--dtypes",
-        help=f"precisions, and MS-AMP's levels msamp-o1 to msamp-o3; default {','.join(_REQUEST.dtypes)}",
-    )
+    shared(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_REQUEST.dtypes)}")
     length, learning = parser.add_argument_group(LENGTH), parser.add_argument_group(LEARNING)
     _add_length(length)
     for argument_group in (group, length, learning):
@@ -81,11 +77,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _add_length(group: argparse._ArgumentGroup) -> None:
     """Options whose defaults --quick changes, and the margin, which is given in percent."""
-    for name, words in (
-        ("steps", f"optimizer steps of every arm; default {_REQUEST.steps}"),
-        ("seeds", f"repetitions with other weights and batches; default {_REQUEST.seeds}"),
-    ):
-        group.add_argument(f"--{name}", type=types.whole(TRAINING_RULES[name]), metavar="N", help=words)
+    steps, seeds = (types.whole(TRAINING_RULES[name]) for name in ("steps", "seeds"))
+    group.add_argument("--steps", type=steps, metavar="N", help=f"optimizer steps of an arm; default {_REQUEST.steps}")
+    group.add_argument("--seeds", type=seeds, metavar="N", help=f"other weights and batches; default {_REQUEST.seeds}")
     words = "the largest loss gap, in percent of the reference's loss, that does not matter; default 1"
     margin = types.number(PERCENT)
     group.add_argument("--margin", type=margin, default=100 * _REQUEST.margin, metavar="PERCENT", help=words)
@@ -96,23 +90,17 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     shared(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
     words = "options in YAML, by their names without dashes or by those of other trainers; the command line wins"
     group.add_argument("--config", type=types.path, metavar="FILE", help=words)
-    words = "resume a training that was cut off: an id, its folder, or last"
-    group.add_argument("--resume", metavar="TRAINING", help=words)
+    group.add_argument("--resume", metavar="TRAINING", help="resume what was cut off: an id, its folder, or last")
     words = "exit with 1 if an arm is worse, diverged, did-not-learn or inconclusive, or has an alarm"
     group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
-    words = "write its page there while it trains; an open browser reloads it"
-    group.add_argument("--live", type=Path, metavar="FILE", help=words)
+    group.add_argument("--live", type=Path, metavar="FILE", help="write its page there while it trains, for a browser")
     words = "shell command to run at alarms, with a sentence for each on its stdin: --on-alarm 'mail -s fp8bench me'"
     group.add_argument("--on-alarm", metavar="COMMAND", help=words)
     shared(group, "--explain")
     shared(group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table")
     shared(group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table")
     shared(group, "--tensorboard", help="also write its curves there as TensorBoard's scalars, by step, arm and seed")
-    shared(
-        group,
-        "--wandb",
-        help="also send its curves to Weights & Biases while it trains, and at the end a run for each arm and seed",
-    )
+    shared(group, "--wandb", help="also send curves to Weights & Biases as they come, and a run for each arm and seed")
 
 
 def request_from(arguments: argparse.Namespace) -> TrainingRequest:
@@ -132,7 +120,6 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train or resume, and print the result; after an interrupt, what was kept."""
     from fp8bench.features.train.experiments import as_experiment, listing
     from fp8bench.features.train.run import planned, resume, train
     from fp8bench.features.train.words import FAILURES
@@ -147,7 +134,6 @@ def run(arguments: argparse.Namespace) -> int:
         typed = arguments.make in arguments.words
         check_alone(arguments.words, _BESIDE_RESUME, [arguments.make] if typed and arguments.make else [])
         path = training_named(arguments.resume, arguments.store)
-        _check_same(arguments, load_head(path))
         with _training(arguments) as observer:
             resumed, kept = resume(path, arguments.store, observer)
         if not resumed:
@@ -166,21 +152,6 @@ def run(arguments: argparse.Namespace) -> int:
     with _training(arguments) as observer:
         kept = train(request, arguments.store, observer, command_line())
     return _ended(kept, arguments)
-
-
-def _check_same(arguments: argparse.Namespace, training: Training) -> None:
-    """Raise where the file of --config differs from what the training began with, but for what its command line set."""
-    now, begun = request_from(arguments), training.request
-    typed = {word.partition("=")[0] for word in training.command.split()}
-    for name, where in getattr(arguments, "configured", {}).items():
-        if f"--{name.replace('_', '-')}" in typed:
-            continue
-        for given, was in ((now, begun), (now.settings, begun.settings)):
-            if hasattr(was, name) and getattr(given, name) != getattr(was, name):
-                raise UsageError(
-                    f"{where} is {getattr(given, name)}, and training {training.id} began with {getattr(was, name)}. "
-                    "Resume it with the same file, or without --config."
-                )
 
 
 @contextmanager

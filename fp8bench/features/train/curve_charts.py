@@ -59,7 +59,6 @@ def losses(judged: JudgedTraining) -> Iterator[Element]:
 
 
 def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
-    """The mean over seeds of each arm, and the range of the reference over all its seeds."""
     steps, arms = kept.training.request.steps, kept.training.arms
     names = {arm.name for arm in arms if arm.role in (ArmRole.REFERENCE, ArmRole.OTHER_SEED)}
     band = [values for (name, _), values in means.items() if name in names]
@@ -80,7 +79,6 @@ def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iter
 
 
 def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int], reference: str) -> Iterator[Element]:
-    """By what share each arm's loss lies above the reference's in the same seed, with the interval over seeds."""
     steps, arms = kept.training.request.steps, kept.training.arms
     base = {seed: values for (name, seed), values in means.items() if name == reference}
     series = []
@@ -103,8 +101,7 @@ def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int], referenc
 
 
 def _flagged(kept: KeptTraining, series: Iterable[Series], ends: Sequence[int]) -> Iterator[Series]:
-    """The series with their arms' alarms in any seed, at the mark of the step or the last one before it: a value that
-    is not finite has no mark."""
+    """Alarms stand at the mark of their step, or the last one before it: a value that is not finite has no mark."""
     alarms = kept.alarms
     for name, marks in series:
         known = [place for place, mark in enumerate(marks) if mark is not None]
@@ -154,8 +151,7 @@ def _means(arms: Iterable[str], known: Mapping[tuple[str, P], list[float]], plac
 
 
 def loss_by_time(judged: JudgedTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
-    """Native arms only, a line for each seed: an emulation's time means nothing. Watched steps count as the median
-    step."""
+    """Native arms, a line for each seed; watched steps count as the median step."""
     points, names = [], {arm.name for arm in judged.training.arms if arm.native and not arm.is_band}
     own = ((key, curve) for key, curve in judged.curves.items() if key[0] in names)
     timed = {key: curve for key, curve in own if any(row.seconds for row in curve.rows)}
@@ -247,15 +243,10 @@ def windows_of(curves: Mapping[Key, Curve], ends: Sequence[int]) -> Windows:
     means = {}
     for key, curve in curves.items():
         window, rows = last_of(curve.steps), curve.rows
-        means[key] = [
-            _mean([row.loss for row in rows[max(0, end - window) : end] if row.step not in curve.passed])
-            if end <= len(rows) else math.nan for end in ends
-        ]  # fmt: skip
+        parts = (rows[max(0, end - window) : end] if end <= len(rows) else () for end in ends)
+        losses = ([row.loss for row in part if row.step not in curve.passed] for part in parts)
+        means[key] = [math.fsum(own) / len(own) if own and all(map(math.isfinite, own)) else math.nan for own in losses]
     return means
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values and all(map(math.isfinite, values)) else math.nan
 
 
 def _loss(own: Sequence[Sequence[float]], band: Sequence[Sequence[float]], place: int) -> Mark | None:

@@ -193,7 +193,6 @@ def summed_up(judged: JudgedTraining) -> dict[str, dict[str, float]]:
 
 
 def write_training(judged: JudgedTraining, folder: Path) -> tuple[Path, ...]:
-    """Write TensorBoard's files. Raises StoreError where one cannot be written."""
     training = judged.training
     at, own = begun_at(training.started), folder / safe(training.id)
     files = [

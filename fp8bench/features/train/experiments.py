@@ -17,8 +17,8 @@ from fp8bench import units
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, KeptTraining, StepFigure, Validation
-from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, Learned, gap_of, seeds_until
-from fp8bench.features.train.verdicts.summary import JudgedTraining
+from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, Learned, gap_of
+from fp8bench.features.train.verdicts.summary import JudgedTraining, still_open
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Page, Part, Table, Text
 from fp8bench.report.words.naming import many
@@ -41,7 +41,6 @@ def _late(seen: JudgedTraining, arm: str, seed: int, name: str) -> float:
 
 
 def _look(seen: JudgedTraining, arm: str, seed: int, of: str) -> float:
-    """The loss after the last step."""
     looks = {(look.arm, look.seed, look.step, look.of): look.loss for look in seen.kept.of(Validation)}
     return looks[arm, seed, seen.curves[arm, seed].steps, of]
 
@@ -231,17 +230,12 @@ def _result_of_arm(own: Experiment, seen: JudgedTraining, arm: Arm) -> Experimen
 
 
 def _word(own: Experiment, change: Gap | None) -> str:
-    least = f"{100 * own.least:g}%"
     if change is None or change.decides is None or change.pairs < LEAST_PAIRS:
-        return f"open: {many(change.pairs if change else 0, 'seed')} of the {LEAST_PAIRS} that are needed"
+        return still_open(change, own.least)
     low, high = sorted(own.sign * end for end in (change.decides.low, change.decides.high))
     if low > 0 and own.sign * change.point >= own.least:
         return "confirmed"
-    if high < own.least:
-        return f"refuted: {least} or more is excluded"
-    seeds = seeds_until(change, own.least)
-    more = "an unknown number of more seeds" if seeds is None else many(seeds, "more seed")
-    return f"open: {more} would settle {least}"
+    return f"refuted: {100 * own.least:g}% or more is excluded" if high < own.least else still_open(change, own.least)
 
 
 def parts_of(judged: JudgedTraining) -> Iterator[Part]:

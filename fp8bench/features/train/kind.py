@@ -175,8 +175,7 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
         known = ()
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StoreError(
-            f"{kept} is broken ({str(error)[:120]}), so that it is unknown where to resume. Remove it to begin again "
-            "at the first step."
+            f"{kept}, which says where to resume, is broken ({error!s:.120}). Remove it to begin at the first step."
         ) from None
     stream = path.read_bytes()
     begun = ResumePlace(0, 0, stream.find(b"\n") + 1)
@@ -256,8 +255,7 @@ def _standing(lines: Sequence[StreamLine]) -> tuple[StreamLine, ...]:
 
 
 def _is_made_again(line: StreamLine, there: bool) -> bool:
-    """Whether the line comes again when its step is repeated. `there`: the arm went back to just before this step,
-    whose validation stays."""
+    """`there`: the arm went back to just before this step, whose validation stays."""
     match line:
         case StepRow() | LayerReading():
             return True

@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from fp8bench import units
 from fp8bench.features.train import curve_charts, view
-from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.health.health import RULES
 from fp8bench.features.train.health.steps import HealthRule
 from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
-from fp8bench.features.train.verdicts.summary import JudgedTraining, score_parts
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
@@ -26,7 +26,6 @@ from fp8bench.report.elements import (
     Column,
     Element,
     Field,
-    Items,
     Lines,
     Page,
     Part,
@@ -41,38 +40,26 @@ from fp8bench.report.page.charts import stacked, worth_drawing
 from fp8bench.report.panels import together
 from fp8bench.report.topics.memory import highest_in
 from fp8bench.report.words.legend import MEMORY_WORDS
-from fp8bench.report.words.naming import listed, many, phase_words
+from fp8bench.report.words.naming import listed, phase_words
 
 _MOST_EVENTS = 300
-_ARMS = (
-    "arm", "how", "loss", "held-out", "loss gap", "verdict", "tokens/s", "to the same loss", "J/step",
-    "energy to the same loss", "B/param", "largest batch", "memory", "on a device",
-)  # fmt: skip
 
 
 def page_of(judged: JudgedTraining) -> Page:
-    training, kept = judged.training, judged.kept
+    """The terminal's page, with charts behind its tables."""
+    kept, training, text = judged.kept, judged.training, view.page_of(judged, _MOST_EVENTS)
     parts = (
-        *parts_of(judged),
-        Part("verdict", "Does it still learn?", tuple(_verdicts(judged)), _LEAD),
-        Part("curves", "Losses", tuple(curve_charts.losses(judged))),
+        *(part for part in text.parts if part.name != "ending"),
+        Part("curves", "Losses", (*curve_charts.losses(judged), *curve_charts.loss_by_place(kept))),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
-        Part("texts", "Other looks at the trained model", tuple(_looks(kept))),
-        *score_parts(judged.scores),
-        Part("health", "What happened", tuple(_events(kept))),
+        Part("timeline", "Events over steps", tuple(_timeline(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *tensor_lines(kept))),
         Part("figures", "Gradients, updates and rates", tuple(curve_charts.figure_curves(judged))),
-    )  # fmt: skip
+    )
     settled = (replace(part, elements=tuple(filter(_worth_showing, part.elements))) for part in parts)
     shown = tuple(part for part in settled if part.elements)
-    footer = (f"Training {training.id}, {training.started[:16]}, `{training.command}`, schema {SCHEMA}.",)
-    return Page(view.title_of(training), f"on {training.device.name}", shown, footer, tuple(view.facts_of(training)))
-
-
-_LEAD = (
-    "Each arm trained the same model on the same batches from the same weights; gaps are paired over seeds. A verdict "
-    "is of this model, text and number of steps: it does not transfer to a model of another size."
-)
+    footer = f"Training {training.id}, {training.started[:16]}, `{training.command}`, schema {SCHEMA}."
+    return replace(text, subtitle=f"on {training.device.name}", parts=shown, footer=(*text.footer, footer))
 
 
 def _worth_showing(element: Element) -> bool:
@@ -80,20 +67,10 @@ def _worth_showing(element: Element) -> bool:
     return not isinstance(element, Chart) or (worth_drawing(element) and not empty)
 
 
-def _verdicts(judged: JudgedTraining) -> Iterator[Element]:
-    verdicts, shown = judged.verdicts, [summary for summary in judged.summaries if not summary.arm.is_band]
-    if answers := tuple(view.answers(verdicts)):
-        yield Items(answers)
-    yield table("arms", "Arms", view.arm_cols(verdicts, shown, _ARMS), shown, main=True)
-    yield from (*view.reached_table(verdicts), *view.wire_table(judged))
-    yield from (Text(band) for band in (*view.bands_of(verdicts), *view.notes_of(judged)))
-
-
 _DERIVED = "derived: the peak on hardware that keeps the formats which an arm emulates"
 
 
 def _memory(kept: KeptTraining) -> Iterator[Element]:
-    """What the tensors of each arm are for, at the same moment of a step, and the peak."""
     uses = {cost.arm: cost.memory for cost in kept.of(ArmCost) if cost.memory is not None}
     common = any(use.forward for use in uses.values())  # not kept of older trainings
     known = {name: dict(roles) for name, use in uses.items() if (roles := use.forward if common else use.roles)}
@@ -127,22 +104,8 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
             )  # fmt: skip
 
 
-def _looks(kept: KeptTraining) -> Iterator[Element]:
-    for part in view.looks_of(kept):
-        yield from (
-            replace(element, caption=f"{part.title}: {element.caption}") if isinstance(element, Table) else element
-            for element in part.elements
-        )
-    yield from curve_charts.loss_by_place(kept)
-
-
-def _events(kept: KeptTraining) -> Iterator[Element]:
+def _timeline(kept: KeptTraining) -> Iterator[Element]:
     events = [event for event in kept.of(TrainingEvent) if event.arm]
-    if not kept.finished:
-        yield Text("The training was cut off: all figures are of what was kept.", Tone.DOUBT)
-    if not events:
-        yield Text("Nothing: no alarm, and all values were finite.")
-        return
     points = tuple(
         ChartPoint(event.arm, event.kind, float(event.step), float(event.seed),
               Tone.BAD if event.kind == "alarm" else Tone.PLAIN, event.words)
@@ -152,19 +115,10 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
         "timeline", "Events over steps", "Each is a step of an arm in a seed.", ChartAxis("step"), ChartAxis("seed"),
         points,
     )  # fmt: skip
-    cols: list[Col[TrainingEvent]] = [
-        Col("arm", lambda event: event.arm), Col("seed", lambda event: event.seed, number=True, show=str),
-        Col("step", lambda event: event.step, number=True, show=str), Col("what", lambda event: event.kind),
-        Col("where", lambda event: f"{event.layer} {event.tensor}".strip()), Col("words", lambda event: event.words),
-        Col("remedy", lambda event: event.remedy),
-    ]  # fmt: skip
-    yield table("events", "Events", cols, events[:_MOST_EVENTS], main=True)
-    if len(events) > _MOST_EVENTS:
-        yield Text(f"{many(len(events) - _MOST_EVENTS, 'more event')} are in the training's CSV.")
     struck = {event.rule for event in events}
     rules: list[Col[type[HealthRule[Any]]]] = [
-        Col("rule", lambda rule: rule.name), Col("looks at", lambda rule: rule.looks_at),
-        Col("alarms at", lambda rule: rule.alarms_at), Col("why there", lambda rule: rule.because),
+        Col("rule", lambda rule: rule.name), Col("alarms at", lambda rule: rule.alarms_at),
+        Col("why there", lambda rule: rule.because()),
     ]  # fmt: skip
     if alarmed := [rule for rule in RULES if rule.name in struck]:
         yield table("rules", "The rules that alarmed", rules, alarmed)
@@ -172,44 +126,31 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
 
 # Points of a line, and at most so many arms have their tensors drawn.
 _PLACES, _MOST_ARMS = 30, 3
-# How to pick the worst figure; its title, hint, unit, value and text.
-_WORST: tuple[tuple[Any, str, str, str, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
-    (min, "least SNR", "of what was rounded, against the same unrounded", "dB",
-     lambda reading: reading.signal_to_noise, units.decibels),
-    (max, "most underflow", "values that became zero", "%", lambda reading: reading.underflow, units.percent),
-    (max, "most saturated", "values that were clipped", "%", lambda reading: reading.saturated, units.percent),
-    (max, "largest lag", "octaves above (+) or below the format's largest value", "",
-     lambda reading: reading.lag, lambda value: f"{value:+.2f}"),
-)  # fmt: skip
+# Figures of a reading: name, which value is the worst, its value and text.
+_WORST: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
+    ("least signal to noise", min, lambda reading: reading.signal_to_noise, units.decibels),
+    ("most underflow", max, lambda reading: reading.underflow, units.percent),
+    ("most saturated", max, lambda reading: reading.saturated, units.percent),
+    ("largest lag, in octaves", max, lambda reading: reading.lag, lambda value: f"{value:+.2f}"),
+)
 
 
 def worst_readings(kept: KeptTraining) -> Iterator[Element]:
-    """For each arm and role, the layer and step with the worst figures over all seeds."""
-    rows, readings = [], together(((reading.arm, reading.role), reading) for reading in kept.of(LayerReading))
-    for arm in kept.training.arms:
-        for role in Role if arm.role is ArmRole.CANDIDATE else ():
-            own = readings.get((arm.name, role.value), [])
-            figures = [_worst(own, pick, value, show) for pick, _, _, _, value, show in _WORST]
-            if any(figures):
-                fields = [field for figure in figures for field in figure or (Field(units.NONE), Field(""))]
-                rows.append((Field(arm.name), Field(role.value), *fields))
+    """For each candidate and role, the layer and step with the worst figures over all seeds."""
+    candidates = {arm.name for arm in kept.training.arms if arm.role is ArmRole.CANDIDATE}
+    readings = together(((own.arm, own.role), own) for own in kept.of(LayerReading) if own.arm in candidates)
+    rows = []
+    for (arm, role), own in readings.items():
+        for name, pick, value_of, show in _WORST:
+            pairs = ((value_of(reading), reading) for reading in own)
+            known = [(value, reading) for value, reading in pairs if value is not None and math.isfinite(value)]
+            if known:
+                value, worst = pick(known, key=itemgetter(0))
+                where = f"{worst.layer}, step {worst.step}" if value else ""
+                rows.append((Field(arm), Field(role), Field(name), Field(show(value), value), Field(where)))
     if rows:
-        columns = [Column("arm"), Column("tensors")]
-        for _, name, hint, unit, _, _ in _WORST:
-            columns += [Column(name, number=True, hint=hint, unit=unit), Column("where")]
-        yield Table("worst", "Where each arm's format does worst", tuple(columns), tuple(rows))
-
-
-def _worst(
-    readings: Sequence[LayerReading], pick: Any, value: Callable[[LayerReading], float | None],
-    show: Callable[[float], str],
-) -> tuple[Field, Field] | None:  # fmt: skip
-    known = [(own, reading) for reading in readings if (own := value(reading)) is not None and math.isfinite(own)]
-    if not known:
-        return None
-    figure, worst = pick(known, key=lambda pair: pair[0])
-    where = "" if pick is max and figure == 0 else f"{worst.layer}, step {worst.step}"
-    return Field(show(figure), figure), Field(where)
+        titles = Column("arm"), Column("tensors"), Column("figure"), Column("worst", number=True), Column("where")
+        yield Table("worst", "Where each arm's format does worst", titles, tuple(rows))
 
 
 def tensor_lines(kept: KeptTraining) -> Iterator[Element]:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -174,9 +173,8 @@ BARS, _NOT_FINITE, _NOT_YET = "▁▂▃▄▅▆▇█", "x", " "
 
 @dataclass(frozen=True)
 class ArmNow:
-    """An arm in the present seed: its last loss, and the sum and number of losses in each part of the steps. `seconds`
-    is the time of the last timed step, 0 before there is one. `alarms` counts those of all seeds, `last_alarm` says
-    where the last was, and `ended` why the arm ended early."""
+    """An arm in the present seed, with sum and number of losses in each part of the steps. `seconds` is the time of the
+    last timed step, `alarms` are of all seeds, `ended` says why the arm ended early."""
 
     arm: Arm
     parts: tuple[tuple[float, int], ...] = _NO_PARTS
@@ -190,7 +188,6 @@ class ArmNow:
 
     @property
     def means(self) -> tuple[float | None, ...]:
-        """The mean loss of each part; None where there was no step yet."""
         return tuple(total / count if count else None for total, count in self.parts)
 
 
@@ -397,7 +394,7 @@ class LiveBoard(_Outward):
         super().begun(training)
         self.close()  # of the training that an experiment begins with: wandb has one run at a time
         config = {**told_of(training.environment), "command": training.command, "training": training.id}
-        self._try(partial(self._open, training, config))
+        self._try(self._open, training, config)
 
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         if self._sent is not None and self._training is not None:
@@ -405,14 +402,10 @@ class LiveBoard(_Outward):
             for (arm, seed), curve in curves.items():
                 for at, values in curve.items():
                     named = {f"{arm}/seed-{seed}/{tag}": value for tag, value in values.items()}
-                    self._try(partial(self._log, {"step": at, **named}))
+                    self._try(lambda row: self._sent and self._sent.log(row), {"step": at, **named})
 
     def close(self) -> None:
         self._try(self._stack.close)
-
-    def _log(self, values: dict[str, float]) -> None:
-        if self._sent is not None:
-            self._sent.log(values)
 
     def _open(self, training: Training, config: dict[str, Any]) -> None:
         self._sent = self._stack.enter_context(
@@ -421,9 +414,9 @@ class LiveBoard(_Outward):
         )  # fmt: skip
         self._sent.define_metric("*", step_metric="step")
 
-    def _try(self, do: Callable[[], Any]) -> None:
+    def _try(self, do: Callable[..., Any], *arguments: Any) -> None:
         try:
-            do()
+            do(*arguments)
         except Exception as error:  # noqa: BLE001 - another program's network may raise anything
             self._sent = None
             self._say(f"--wandb shows no progress ({type(error).__name__}: {error}); the training goes on")

@@ -161,13 +161,11 @@ class TrainerSettings:
     beta2: float = option(-1.0, _BETA, "second moment's decay; default adamw 0.999, lion 0.99", "NUMBER", LEARNING)
     eps: float = option(
         0.0, number("a number from 0 to 1", lambda value: 0 <= value <= 1),
-        "added by adamw to the root of the second moment; adafactor's least root mean square of a weight; default "
-        "1e-8, 1e-3", "NUMBER", LEARNING,
+        "added to the root of adamw's second moment; adafactor's least weight; default 1e-8, 1e-3", "NUMBER", LEARNING,
     )  # fmt: skip
     updates: str = _choice(
-        "fp32", ("fp32", "bf16", "fp8"),
-        "format to which each update is rounded, also of your own optimizer; default {default}",
-    )  # fmt: skip
+        "fp32", ("fp32", "bf16", "fp8"), "format of each update, also of your own optimizer; default {default}"
+    )
     schedule: str = _choice(
         "cosine", SCHEDULES,
         "how the rate changes after its warm-up; plateau: it falls when held-out losses do not; default {default}",
@@ -194,8 +192,7 @@ class TrainerSettings:
     )  # fmt: skip
     clip_by: str = _choice(
         "all", ("all", "kind", "block", "tensor"),
-        "which gradients are clipped together: all, or those of each kind (attn, mlp, embedding, norm, head), block or "
-        "tensor; default {default}",
+        "clip gradients together: all, by kind (attn, mlp, embedding, norm, head), block or tensor; default {default}",
     )  # fmt: skip
     shift: float = _share(1.0, "share of the steps after which batches are of the other text; 1: never", WHAT)
     start: str = option(
@@ -251,28 +248,23 @@ class TrainerSettings:
     )  # fmt: skip
     gradients: str = _choice("fp32", ("fp32", "bf16", "fp8"), "format of stored gradients; default {default}")
     checkpointing: str = _choice(
-        "no", ("no", "blocks"),
-        "blocks: keep only each block's input, and recompute the block in backward; default {default}", WHAT,
-    )  # fmt: skip
+        "no", ("no", "blocks"), "blocks: keep each block's input alone, and recompute the rest; default {default}", WHAT
+    )
     compile: str = _choice(
         "no", ("no", "yes"), "yes: torch.compile, forward and backward as one graph each; default {default}", WHAT
     )
     attention: str = _choice(
         "auto", ("auto", "rounded", "prescaled"),
-        "rounded: attention's products in the arm's precision, too; prescaled: with queries scaled first; default "
-        "{default}",
-        WHAT,
+        "rounded: attention's products in the arm's precision, too; prescaled: queries first; default {default}", WHAT,
     )  # fmt: skip
     on_nan: str = _choice(
         "stop", ("stop", "skip", "lower-rate", "rewind"),
-        "what to do after a step that is not finite; rewind: go back to a checkpoint and skip the batch; default "
-        "{default}",
+        "after a step that is not finite; rewind: go back to a checkpoint and skip the batch; default {default}",
     )  # fmt: skip
     rewinds: int = _count(3, 100, "rewinds of an arm in a seed before it is stopped; default {default}", LEARNING)
     nudge: str = _choice(
         "", ("", "ulp", "order"),
-        "disturb arms as rounding does, to compare a training with itself: ulp moves initial weights by one unit in "
-        "the last place, order sums a batch in reverse order",
+        "disturb arms as rounding does: ulp moves weights by one unit in the last place, order sums a batch backwards",
     )  # fmt: skip
     handicap: float = option(
         1.0, _above_nothing("a number above 0 and up to 1000", 1000.0),
@@ -328,11 +320,8 @@ class TrainingRequest:
     )  # fmt: skip
     margin: float = option(0.01, number("a share above 0 and below 1", lambda value: 0 < value < 1), group="")
     sweep: tuple[tuple[str, tuple[str, ...]], ...] = option(
-        (),
-        Rule(
-            "settings or options of a dtype with at least one value each, like {'history': ('1', '16')}",
-            REQUEST_RULES["axes"].holds,
-        ),
+        (), Rule("settings or options of a dtype with at least one value each, like {'history': ('1', '16')}",
+                 REQUEST_RULES["axes"].holds),
         "an arm for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply",
         "NAME=A,B", WHAT, parse="axis",
     )  # fmt: skip
@@ -346,11 +335,8 @@ class TrainingRequest:
     )
     other_data: str | None = _as_in_a_run(None, "data", "text of another kind to also validate on", group=WHAT)
     tokens: str = option(
-        "bytes",
-        Rule(
-            f"bytes, bpe, or bpe:N with 1 to {MOST_MERGES} merges",
-            lambda value: isinstance(value, str) and merges_of(value) is not None,
-        ),
+        "bytes", Rule(f"bytes, bpe, or bpe:N with 1 to {MOST_MERGES} merges",
+                      lambda value: isinstance(value, str) and merges_of(value) is not None),
         "bytes, bpe, or bpe:N with N merges learnt from the text; default {default}", "KIND", WHAT,
     )  # fmt: skip
     stride: int = _count(
@@ -364,22 +350,18 @@ class TrainingRequest:
         "LOSS", LENGTH,
     )  # fmt: skip
     try_fix: bool = _as_in_a_run(
-        False, "quick",
-        "at an arm's first alarm, try its remedies side by side from the checkpoint before it, and report which helped",
-    )  # fmt: skip
+        False, "quick", "at an arm's first alarm, try its remedies from the last checkpoint, and report which helped"
+    )
     max_batch: bool = _as_in_a_run(
-        False, "max_batch",
-        "after the last step, find the largest batch of each arm by running it and the next one",
-    )  # fmt: skip
+        False, "max_batch", "find the largest batch of each arm after the last step, by running it and the next one"
+    )
     memory_limit: int | None = _as_in_a_run(
         None, "memory_limit",
-        "memory for all arms together, like 2GiB, else they are trained in pairs with the reference; and the limit of "
-        "--max-batch; default the device's own",
+        "memory for all arms together, like 2GiB, else in pairs; also the limit of --max-batch; default the device's",
     )  # fmt: skip
     energy: bool = _as_in_a_run(
-        True, "energy",
-        "measure no energy; by default it is measured after the last step, where a device has a counter",
-    )  # fmt: skip
+        True, "energy", "measure no energy; else it is measured after the last step, where a device has a counter"
+    )
     scales_from: str | None = _as_in_a_run(
         None, "scales_from",
         "fixed scales from a stored training or run (its id, or last) in place of those of each tensor; the reference "

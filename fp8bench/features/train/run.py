@@ -61,9 +61,8 @@ from fp8bench.user_code import import_user_modules
 
 
 def train(request: TrainingRequest, store: Path, observer: TrainingObserver, command: str) -> KeptTraining:
-    """Train all arms of all seeds, and read back what was kept. After an interrupt it returns what was kept, with
-    `finished` False. Raises NotKept, which holds the training as far as it was kept, where the store fails, and
-    WorkerError where the reference cannot go on."""
+    """Train all arms of all seeds; after an interrupt `finished` is False. Raises NotKept with what was kept where the
+    store fails, and WorkerError where the reference cannot go on."""
     request = as_experiment(request)
     if base := base_of(request):
         observer.note(f"experiment {request.experiment}: first the training whose weights its arms begin with")
@@ -87,9 +86,8 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
 
 
 def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
-    """Resume a training from the last place that was kept; a finished one is returned unchanged, with False. Raises
-    UsageError where a file that it names by a relative path is not found from here, or where machine, software, commit,
-    text or plan have changed: its checkpoints would not lead to the same losses."""
+    """Go on from the last place that was kept; False for a finished training. Raises UsageError where a file is
+    missing, or machine, software, commit, text or plan have changed: losses would not be the same."""
     kept = load_training(path)
     if kept.finished:
         return False, kept
@@ -109,9 +107,8 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
 
 
 def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, float, list[str], float | None]:
-    """A training as it would be planned, its reference's initial state, and what its time may be. Nothing is trained.
-    Seconds are those of all steps of arms whose precision was trained here before. The names of the other arms follow,
-    and the spread of gaps between seeds."""
+    """A training as planned, its reference's state, the seconds of steps of arms whose precision was trained here
+    before, the other arms, and the spread of gaps between seeds."""
     request = with_scales(started_from(as_experiment(request), store), store)
     with _ready(request, store) as (worker, text):
         training = _plan(request, worker, text)
@@ -209,8 +206,6 @@ _FEW_STEPS = 3
 
 @dataclass
 class _WholeRun(TrainingRun):
-    """All turns of a training, and what its arms cost before and after them."""
-
     resumed: bool = False
 
     def trained(self) -> KeptTraining:
@@ -341,8 +336,6 @@ class _WholeRun(TrainingRun):
 
 @dataclass(frozen=True)
 class _ArmBatches(Batches):
-    """The batches of an arm for the search: sequences in a micro-batch."""
-
     _run: TrainingRun
     _arm: Arm
 
@@ -381,8 +374,7 @@ _SAME = (
 
 
 def _expected(training: Training, store: Path) -> tuple[float, list[str], float | None]:
-    """The seconds of the steps of arms whose precision was trained here before, by the median step of the newest such
-    training; the names of the other arms; and the median deviation of an arm's gaps between seeds."""
+    """The seconds of all steps by the newest trainings like it, the arms without one, and the deviation of gaps."""
     request = training.request
     known: dict[str, float] = {}
     deviations: list[float] = []

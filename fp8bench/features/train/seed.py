@@ -71,7 +71,6 @@ class SeedPace:
 
 
 def lab_of(worker: Worker, seconds: float) -> Lab:
-    """The lab of a worker, each of whose answers is waited for at most `seconds`."""
     return cast(Lab, worker.within(seconds))
 
 
@@ -330,8 +329,8 @@ class SeedRun(TrainingRun):
         self._keep_lines((outcome(alarm, begun, before, lines),), step)
 
     def _from_checkpoint(self, arm: Arm, until: int, requests: Sequence[tuple[Any, ...]]) -> list[int]:
-        """Make all requests from the newest sound checkpoint up to step `until` that has the arm, else from the first
-        step. Returns the next steps."""
+        """From the newest sound checkpoint up to `until` that has the arm, else the first step. Returns the next
+        steps."""
         kept = [self.writer.folder_of(place) for place in reversed(self.writer.places[1:]) if place.step <= until]
         for folder in (*map(str, kept), ""):
             with contextlib.suppress(StoreError):

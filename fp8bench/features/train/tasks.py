@@ -73,8 +73,7 @@ def _retrieved_often(drawn: random.Random, length: int) -> bytes:
 
 
 def documents_of(tasks: Sequence[str], sequence: int, seed: str, count: int) -> bytes:
-    """A text to learn tasks from: documents as long as a window, task after task. Every other document for retrieval
-    has one question at any distance, as the items have."""
+    """Documents as long as a window, task after task; every other one of retrieval asks once, as the items do."""
     drawn, made = random.Random(f"{seed}/{sequence}"), []
     for number in range(count):
         turn, task = divmod(number, len(tasks))
@@ -89,7 +88,6 @@ def documents_of(tasks: Sequence[str], sequence: int, seed: str, count: int) -> 
 
 
 def text_of(word: str, sequence: int) -> tuple[str, bytes, bytes]:
-    """Returns the name of a text of tasks, its training part and its held-out part. Raises UsageError."""
     tasks = tuple(word.removeprefix(TASK_TEXT).split(","))
     for task in tasks:
         if task not in ("copy", "retrieval"):
@@ -103,8 +101,7 @@ def text_of(word: str, sequence: int) -> tuple[str, bytes, bytes]:
 def check_sequence(option: str, sequence: int) -> None:
     if sequence < LEAST_SEQUENCE:
         raise UsageError(
-            f"{option} asks questions of {LEAST_SEQUENCE} tokens or more, and a sequence has {sequence}. Give a "
-            f"--sequence of at least {LEAST_SEQUENCE}."
+            f"{option} asks longer questions than {sequence} tokens. Give a --sequence of at least {LEAST_SEQUENCE}."
         )
 
 
@@ -128,8 +125,7 @@ def _asked(text: bytes, places: tuple[int, ...], choices: bytes) -> TaskItem:
 
 
 def _clozes(drawn: random.Random, sequence: int, text: bytes) -> Iterator[TaskItem]:
-    """The last word of a passage among others of the same length from the text. Raises UsageError for a text with too
-    few."""
+    """The last word of a passage among others of its length. Raises UsageError for a text with too few."""
     length = min(sequence, _PASSAGE)
     places = [match for match in _WORDS.finditer(text) if match.end() > length]
     alike = defaultdict(list)
@@ -139,8 +135,7 @@ def _clozes(drawn: random.Random, sequence: int, text: bytes) -> Iterator[TaskIt
     suitable = [match for match in places if len(match[0]) in known]
     if len(suitable) < ITEMS:
         raise UsageError(
-            f"--tasks cloze hides {ITEMS} words of the held-out text, which has {len(suitable)}. Give a longer text, "
-            "or leave cloze out."
+            f"--tasks cloze hides {ITEMS} words, and the held-out text has {len(suitable)}. Give a longer text."
         )
     for match in drawn.sample(suitable, ITEMS):
         words, true = {match[0]}, match[0]

@@ -41,12 +41,9 @@ class TrainingText:
 
 
 class ArmRole(StrEnum):
-    """What an arm is for.
-
-    A `repeat` is the reference again under the same seed, and shows nondeterminism. An `other-seed` is the reference
-    with other initial weights and batches. `one-ulp` has initial weights one unit in the last place apart, in the first
-    seed, and shows chaos. `other-rate` is the reference at another learning rate, where rates are swept.
-    """
+    """A `repeat` is the reference under the same seed, and shows nondeterminism; an `other-seed` has other initial
+    weights and batches; `one-ulp` has initial weights one unit in the last place apart, in the first seed, and shows
+    chaos; `other-rate` is the reference at another learning rate, where rates are swept."""
 
     REFERENCE = "reference"
     CANDIDATE = "candidate"
@@ -143,12 +140,9 @@ L = TypeVar("L", bound=StreamLine)
 
 @dataclass(frozen=True)
 class StepRow(StreamLine):
-    """The figures of every step. Norms are of all parameters together.
-
-    `gradient_norm` is before clipping, and `clipped` the share of it that clipping removed. `update_ratio` is the norm
+    """Norms are of all parameters: `gradient_norm` before clipping, which removed the share `clipped`, `update_ratio`
     of the update over that of the weights. `seconds` is 0 for a watched step, whose time is not the step's alone.
-    `skipped`: something was not finite, and the weights stayed as they were.
-    """
+    `skipped`: something was not finite, and the weights stayed as they were."""
 
     loss: float
     rate: float

@@ -1,11 +1,11 @@
-"""A training as text for the terminal: each arm compared with the reference, bands and events; and the plan of one."""
+"""A training as a page without charts: each arm compared with the reference, bands and events; and the plan of one."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,48 +34,42 @@ from fp8bench.features.train.verdicts.curves import ArmReached, Why, arrivals
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
 from fp8bench.features.train.verdicts.summary import TONES, ArmSummary, JudgedTraining, score_parts
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
-from fp8bench.model import Capacity, Level
+from fp8bench.model import Level
 from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics.memory import batch_title, show_batch
 from fp8bench.report.words.naming import listed, many
 
-_SHOWN = ("arm", "how", "loss", "held-out", "gap", "tokens/s", "B/param", "memory", "on a device", "events", "verdict")
+# Stands under the hints of the arms' columns.
 _LEGEND = (
-    "loss: training loss in nats a token, the mean over seeds and the last tenth of the steps",
-    "held-out: the loss on text that was never trained on, after the last step",
-    "gap: of the loss, relative to the reference's in the same seed, which has the same weights, batches and dropout",
     "quantised:fp8: the held-out text again, with all layers but the head quantised for inference",
     "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
-    "tokens/s: by the median step; emulated arms have none, as their speed means nothing",
-    "B/param: bytes kept between two steps, as counted, for each parameter",
-    "memory: tensors of the arm at the peak of a step, measured with no other arm in memory",
-    "a verdict is of this model and text: it does not transfer to a model of another size",
+    "a verdict is of this model, text and number of steps: it does not transfer to a model of another size",
 )
 _SHOWN_EVENTS = 12
 POSITION = "position:"
-_LOOKS = "after the last step, on text that was never trained on"
+_LOOKS = "After the last step, on text that was never trained on"
 # Less than this a parameter is not shown, such as the count of steps for each tensor.
 _LEAST_BYTES = 0.001
 
 
-def page_of(judged: JudgedTraining) -> Page:
-    training, kept, verdicts, rows = judged.training, judged.kept, judged.verdicts, judged.summaries
-    arms = table("arms", "", arm_cols(verdicts, rows), rows, main=True)
+def page_of(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page:
+    training, kept, verdicts = judged.training, judged.kept, judged.verdicts
+    arms = arms_table(verdicts, judged.summaries)
+    answer = Items(tuple(answers(verdicts)))
     parts = [
-        Part("answer", "", tuple(answers(verdicts))),
         *parts_of(judged),
-        Part("arms", "", (arms, *reached_table(verdicts), *wire_table(judged))),
+        Part("verdict", "Does it still learn?", (answer, arms, *reached_table(verdicts), *wire_table(judged))),
+        *list_of("notes", "Notes", (*bands_of(verdicts), *notes_of(judged))),
         *looks_of(kept), *score_parts(judged.scores),
-        Part("bands", "", tuple(map(Text, bands_of(verdicts)))),
-        *list_of("notes", "notes", notes_of(judged)),
-        *list_of("events", "events", _events(kept)),
+        Part("health", "What happened", tuple(_events(kept, most_events))),
         Part("ending", "", tuple(map(Text, _ending(kept)))),
     ]  # fmt: skip
-    return Page(title_of(training), "", tuple(parts), _LEGEND, tuple(facts_of(training)))
+    hints = (f"{column.title}: {column.hint}" for column in arms.columns if column.hint)
+    return Page(title_of(training), "", tuple(parts), (*hints, *_LEGEND), tuple(facts_of(training)))
 
 
 def answers(verdicts: TrainingVerdicts) -> Iterator[Text]:
@@ -85,8 +79,6 @@ def answers(verdicts: TrainingVerdicts) -> Iterator[Text]:
 
 
 def reached_table(verdicts: TrainingVerdicts) -> Iterator[Table]:
-    """Steps, tokens and time of each arm to the loss asked for: medians over seeds."""
-
     def middle(name: str, arm: ArmReached) -> float | None:
         known = [value for place in arm.seeds if (value := getattr(place, name)) is not None]
         return median(known) if known else None
@@ -105,7 +97,6 @@ def reached_table(verdicts: TrainingVerdicts) -> Iterator[Table]:
 
 
 def wire_table(judged: JudgedTraining) -> Iterator[Table]:
-    """What each arm sends where several ranks train it, compared with the reference."""
     shown = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_band]
     whole = {summary.arm.name: math.fsum(summary.wire.values()) for summary in shown}
     reference, count = whole.get(judged.verdicts.reference), judged.training.parameters
@@ -132,32 +123,24 @@ def plan_page(
     running = [arm for arm in training.arms if not arm.skip]
     once = sum(arm.role is ArmRole.CHAOS for arm in running)
     steps = request.steps * ((len(running) - once) * request.seeds + once)
+    more = f", without {', '.join(unknown)}, not trained here before" if unknown else ""
+    kept = reference.bytes_per_parameter
+    named = ", ".join(f"{name} {size:.3g}" for name, size in kept if size >= _LEAST_BYTES)
     ending = (
         f"parameters: {units.whole(reference.parameters)} ({settings.make or f'{settings.model}, {settings.arch}'})",
         f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
         + many(request.seeds, "seed"),
         *([f"ranks: {request.ranks} by {settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
-        f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
-        _expected_time(seconds, unknown),
+        f"kept between two steps of the reference: {sum(size for _, size in kept):.3g} bytes a parameter ({named})",
+        f"time: about {units.clock(seconds)} for the steps, from kept trainings{more}" if seconds
+        else "time: unknown until such a model has been trained here; --quick tells",
         words.detectable(request, spread),
         *filter(None, [words.without_histories(training)]),
-    )
+    )  # fmt: skip
     title = f"training of {settings.called} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", cols, training.arms)
     return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
-
-
-def _expected_time(seconds: float, unknown: Sequence[str]) -> str:
-    if not seconds:
-        return "time: unknown until such a model has been trained here; --quick tells"
-    more = f", without {', '.join(unknown)}, not trained here before" if unknown else ""
-    return f"time: about {units.clock(seconds)} for the steps, from kept trainings{more}"
-
-
-def _bytes(parts: dict[str, float]) -> str:
-    named = ", ".join(f"{name} {size:.3g}" for name, size in parts.items() if size >= _LEAST_BYTES)
-    return f"{sum(parts.values()):.3g} bytes a parameter ({named})"
 
 
 def title_of(training: Training) -> str:
@@ -209,11 +192,7 @@ def on_a_device(summary: ArmSummary) -> int | None:
     return None if summary.arm.native else summary.device_peak_memory
 
 
-def arm_cols(
-    verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], shown: Sequence[str] = _SHOWN
-) -> list[Col[ArmSummary]]:  # fmt: skip
-    """The columns named by `shown`, in that order."""
-
+def arms_table(verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
     def verdict(summary: ArmSummary) -> Field:
         arm, own = summary.arm, summary.verdict
         tone = TONES.get(own.judged.learned, Tone.DOUBT) if own and not arm.skip else Tone.PLAIN
@@ -227,55 +206,35 @@ def arm_cols(
             hint="training loss, the mean over seeds and the last tenth of the steps"),
         Col("held-out", lambda row: row.held_out, number=True, show=_four_digits,
             hint="the loss on text that was never trained on"),
-        Col("gap", _gap),
-        Col("loss gap", _gap, hint="to the reference in the same seed, with the 95% interval over seeds"),
+        Col("gap", lambda row: words.gap(row.verdict.judged.gap) if row.verdict else None,
+            hint="of the loss, to the reference's in the same seed, which has the same weights, batches and dropout"),
         Col("tokens/s", lambda row: row.tokens_per_second, number=True, show=units.count,
             hint="by the median step; of native arms"),
-        Col("to the same loss",
-            lambda row: words.speed(row.verdict.speed, row.arm.native) if row.verdict and row.verdict.speed else None,
-            hint="speed times steps: how much sooner a native arm is as good"),
-        Col("J/step", lambda row: row.energy.joules.middle if row.energy and row.energy.joules else None, number=True,
-            show=units.joules, hint="by windows of steps of the arm alone"),
-        Col("energy to the same loss", _energy_to_loss,
-            hint="times the reference's: joules of a step times steps; of native arms"),
+        Col("J/step", lambda row: words.joules(row.energy), number=True, hint="by windows of steps of the arm alone"),
         Col("B/param", lambda row: None if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.3g}",
             number=True, hint="bytes kept between two steps for each parameter, as counted"),
         Col("largest batch", lambda row: show_batch(row.capacity) if row.capacity else None, number=True,
             hint="sequences that fit, found by running them; with --max-batch"),
         Col("memory", lambda row: row.peak_memory, number=True, show=units.size,
             hint="tensors at the peak of a step, with no other arm in memory"),
-        Col("on a device", on_a_device, number=True, show=units.size, when=any(map(on_a_device, rows)),
+        Col("on a device", on_a_device, number=True, show=units.size,
             hint="derived: the same on hardware that keeps the formats which the arm emulates"),
         Col("events", lambda row: None if row.events is None else str(row.events), number=True),
+        Col("to the same loss", lambda row: words.speed(row.verdict.speed) if row.verdict else None,
+            hint="speed times steps: how much sooner a native arm is as good"),
+        Col("energy to the same loss", lambda row: words.energy_to_loss(row.energy),
+            hint="times the reference's: joules of a step times steps; of native arms"),
         Col("verdict", verdict, hint="by the 99% interval", below=True),
     )  # fmt: skip
-    known = {col.heading: col for col in cols}
-    return [known[heading] for heading in shown]
-
-
-def _gap(summary: ArmSummary) -> str | None:
-    return words.gap(summary.verdict.judged.gap) if summary.verdict else None
-
-
-def _energy_to_loss(summary: ArmSummary) -> Field | None:
-    energy = summary.energy
-    if energy is None or energy.to_loss is None:
-        return None
-    return Field(words.energy_to_loss(energy.to_loss, energy.at_least), energy.to_loss.point)
+    shown = [col for col in cols if col.heading not in without]
+    return table("arms", "", shown, rows, main=True, kept=("loss", "gap", "verdict"))
 
 
 def _four_digits(loss: float) -> str:
     return f"{loss:.4f}"
 
 
-def _largest(capacity: Capacity) -> str:
-    """'largest batch that fits into 2.00 GiB: 812 (52.0 k tokens); not 813: tensors need 1.20 MiB more'."""
-    tokens = f" ({units.whole(capacity.tokens)} tokens)" if capacity.batch else ""
-    return f"{batch_title(capacity)}: {show_batch(capacity)}{tokens}; not {why_no_larger(capacity)}"
-
-
 def looks_of(kept: KeptTraining) -> Iterator[Part]:
-    """Losses and perplexities of each arm after its last step on text that was never trained on."""
     steps, ends = kept.training.request.steps, arrivals(kept.lines)
     looks = kept.of(Validation)
     last = [look for look in looks if look.step == ends.get(look.seed, steps) and math.isfinite(look.loss)]
@@ -298,7 +257,7 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
         losses = table("looks", "loss", [*cols(lambda mean: Field(f"{mean.loss:.3f}", mean.loss))], arms)
         perplexities = table("perplexities", "perplexity of a token", [*cols(_perplexity)], arms)
         # The loss of a model of one's own may be of anything, and its exponential nothing.
-        yield Part("looks", _LOOKS, (losses,) if kept.training.request.settings.make else (losses, perplexities))
+        yield Part("texts", _LOOKS, (losses,) if kept.training.request.settings.make else (losses, perplexities))
 
 
 def _perplexity(mean: Validation) -> Field:
@@ -334,28 +293,21 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
     for verdict in verdicts.arms:
         if not verdict.arm.skip:
             yield from (f"{verdict.arm.name}: {note}" for note in words.notes(verdict))
-            if verdict.speed is not None:
-                yield f"{verdict.arm.name}: {words.speed(verdict.speed, verdict.arm.native)}"
     yield from (f"{cost.arm}: {cost.why}" for cost in kept.of(ArmCost) if cost.why)
     measured = {cost.arm for cost in kept.of(ArmCost)}
     if names := [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]:
         memories = [cost.memory for cost in kept.of(ArmCost) if cost.memory and cost.arm in names]
         derived = "; memory on a device is derived" if any(memory.on_device for memory in memories) else ""
-        yield (
-            f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
-            f"wider ones: they say nothing about a device that has the format{derived}"
-        )
+        yield f"memory and energy of {listed(names)} are of emulation, not of a device with the format{derived}"
     if kept.training.request.try_fix and not kept.alarms:
         yield "--try-fix: nothing was tried, as there was no alarm"
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
-    energies = {summary.arm.name: summary.energy for summary in judged.summaries if summary.energy}
-    whys = {energy.why for energy in energies.values()}
-    if len(energies) > 1 and len(whys) == 1 and all(energy.joules is None for energy in energies.values()):
-        yield f"no energy: {whys.pop()}"
-    else:
-        yield from (f"{arm}: {words.energy(energy)}" for arm, energy in energies.items())
-    yield from (f"{cost.arm}: {_largest(cost.capacity)}" for cost in kept.of(ArmCost) if cost.capacity)
+    energies = ((own.energy.why, own.arm.name) for own in judged.summaries if own.energy and own.energy.why)
+    yield from (f"energy of {listed(arms)}: {why}" for why, arms in together(energies).items())
+    for arm, capacity in ((cost.arm, cost.capacity) for cost in kept.of(ArmCost) if cost.capacity):
+        tokens = f" ({units.whole(capacity.tokens)} tokens)" if capacity.batch else ""
+        yield f"{arm}: {batch_title(capacity)}: {show_batch(capacity)}{tokens}; not {why_no_larger(capacity)}"
     yield from kept.troubles
 
 
@@ -367,18 +319,28 @@ def event_words(event: TrainingEvent) -> str:
     return f"{who}: {event.words}{f' ({where})' if where else ''}{helps}"
 
 
-def _events(kept: KeptTraining) -> Iterator[str]:
+def _events(kept: KeptTraining, most: int) -> Iterator[Element]:
+    if not kept.finished:
+        seed, step = max(((row.seed, row.step) for row in kept.of(StepRow)), default=(kept.training.request.seed, -1))
+        words = f"cut off in seed {seed} after {many(step + 1, 'step')}: all figures are of what was kept"
+        yield Text(words, Tone.DOUBT)
     events = [event for event in kept.of(TrainingEvent) if event.kind != COVERAGE]
-    yield from map(event_words, events[:_SHOWN_EVENTS])
-    if len(events) > _SHOWN_EVENTS:
-        counts = Counter(event.kind for event in events[_SHOWN_EVENTS:])
-        yield f"and {', '.join(f'{count} more of {kind}' for kind, count in counts.items())}"
+    if not events:
+        yield Text("Nothing: no alarm, and all values were finite.")
+        return
+    cols: list[Col[TrainingEvent]] = [
+        Col("arm", lambda event: event.arm), Col("seed", lambda event: event.seed, number=True, show=str),
+        Col("step", lambda event: event.step, number=True, show=str), Col("what", lambda event: event.kind),
+        Col("where", lambda event: f"{event.layer} {event.tensor}".strip()), Col("words", lambda event: event.words),
+        Col("what may help", lambda event: event.remedy),
+    ]  # fmt: skip
+    yield table("events", "", cols, events[:most], main=True, kept=("arm", "seed", "step", "what"))
+    if len(events) > most:
+        counts = Counter(event.kind for event in events[most:])
+        yield Text(f"and {', '.join(f'{count} more of {kind}' for kind, count in counts.items())}: the CSV has them")
 
 
 def _ending(kept: KeptTraining) -> Iterator[str]:
-    if not kept.finished:
-        seed, step = max(((row.seed, row.step) for row in kept.of(StepRow)), default=(kept.training.request.seed, -1))
-        yield f"cut off in seed {seed} after {many(step + 1, 'step')}: all figures are of what was kept"
     if costs := dict(_watching(kept)):
         most = max(costs, key=costs.__getitem__)
         stride = many(kept.training.request.stride, "step")
@@ -423,19 +385,16 @@ def histories_page(training: Training, arm: str, replays: Sequence[Replayed]) ->
     ]  # fmt: skip
     casts, best = sum(replayed.casts for replayed in rows[0]), best_of(replays)
     title = f"delayed scaling of {arm} in {training.id}, replayed over {units.whole(casts)} casts"
-    text = (
-        f"history {best.history}, margin {best.margin}, interval {best.interval} overflow in the fewest casts, and of "
-        "such ways leave the least idle"
-    )
+    way = f"history {best.history}, margin {best.margin}, interval {best.interval}"
+    text = f"{way} overflow in the fewest casts, and of such ways leave the least idle"
     elements = table("histories", "", cols, rows, main=True), Text(text)
     return Page(title, "", (Part("histories", "", elements),), _HISTORY_LEGEND)
 
 
 def _shares(word: str, share: Callable[[Replayed], float | None]) -> Iterator[Col[list[Replayed]]]:
+    def cell(role: Role, way: Sequence[Replayed]) -> Field:
+        value = next((share(replayed) for replayed in way if replayed.role == role), None)
+        return Field("?") if value is None else Field(units.share(value), value, Tone.BAD if value else Tone.PLAIN)
+
     for role in (Role.INPUT, Role.WEIGHT, Role.GRADIENT):
-        yield Col(f"{word} {role[0]}", partial(_share, role, share), number=True)
-
-
-def _share(role: Role, share: Callable[[Replayed], float | None], way: Sequence[Replayed]) -> Field:
-    value = next((share(replayed) for replayed in way if replayed.role == role), None)
-    return Field("?") if value is None else Field(units.share(value), value, Tone.BAD if value else Tone.PLAIN)
+        yield Col(f"{word} {role[0]}", partial(cell, role), number=True)

@@ -42,7 +42,6 @@ _SHOWN, _SHOWN_STEPS = 3, 20
 
 
 def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
-    """How much of the model an arm converts, what it leaves and why, and where backward begins."""
     yield coverage_sentence(name, coverage)
     for why, names, _ in left_of(coverage)[:_SHOWN]:
         yield f"{listed(list(dict.fromkeys(names)), _SHOWN)}: {why}"
@@ -180,7 +179,6 @@ FAILURES = (*(word.replace(" ", "-") for word in Learned if word not in (Learned
 
 
 def failures(judged: JudgedTraining, wanted: Collection[str]) -> Iterator[str]:
-    """A sentence for each arm whose verdict is wanted, and for each alarm if alarms are."""
     for arm in judged.verdicts.arms:
         if arm.judged.learned.replace(" ", "-") in wanted and arm.judged.why is not Why.OTHER_RATE:
             yield f"{arm.arm.name}: {verdict(arm, judged.verdicts)}"
@@ -222,7 +220,6 @@ def did_not_learn(among: TrainingVerdicts) -> str:
 
 
 def notes(arm: ArmVerdict) -> Iterator[str]:
-    """What else there is to know of a verdict, such as seeds that do not count."""
     reasons: dict[str, list[int]] = {}
     for seed, why in arm.voids:
         if seed not in arm.diverged_in:
@@ -258,10 +255,7 @@ def seed_band(band: SeedBand) -> str:
 
 
 def chaos(pair: Pair) -> str:
-    return (
-        f"one ulp in its initial weights moves the reference by {100 * pair.gap:+.2g}% in seed {pair.seed}: a single "
-        "seed cannot tell smaller differences"
-    )
+    return f"one ulp moves the reference by {100 * pair.gap:+.2g}% in seed {pair.seed}: one seed shows nothing smaller"
 
 
 def detectable(request: TrainingRequest, spread: float | None) -> str:
@@ -287,34 +281,28 @@ def repeat_band(band: RepeatBand) -> str:
     return f"the repeat differs from step {band.first} on, by at most {units.percent(band.largest, 3)} of a step's loss"
 
 
-def speed(sooner: AdjustedSpeed | None, native: bool) -> str:
-    """'1.42x [1.35x, 1.49x] to the same loss (1.50x by steps)'."""
-    if not native:
-        return "emulated: its speed means nothing"
+def speed(sooner: AdjustedSpeed | None) -> str | None:
+    """'1.42x [1.35x, 1.49x] (1.50x by steps)'."""
     if sooner is None:
-        return units.NONE
+        return None
     raw = f"({units.ratio(sooner.raw.point)} by steps)"
     if sooner.adjusted is None:
-        return f"unknown to the same loss, which no longer surely falls {raw}"
-    if sooner.bounded:
-        return f"at most {units.ratio(sooner.adjusted.point)} to the same loss {raw}"
-    return f"{_ratio(sooner.adjusted)} to the same loss {raw}"
+        return f"unknown, as the loss no longer surely falls {raw}"
+    known = f"at most {units.ratio(sooner.adjusted.point)}" if sooner.bounded else _ratio(sooner.adjusted)
+    return f"{known} {raw}"
 
 
-def energy(used: TrainedEnergy) -> str:
-    """'1.90 J a step [1.88 J, 1.91 J]; 0.83x [0.80x, 0.87x] of the reference's energy to the same loss'."""
-    if used.joules is None:
-        return f"no energy: {used.why}"
-    middle, low, high = (units.joules(value) for value in (used.joules.middle, used.joules.low, used.joules.high))
-    parts = [f"{middle} a step [{low}, {high}]"]
-    if used.to_loss is not None:
-        span = energy_to_loss(used.to_loss, used.at_least)
-        parts.append(f"{span} of the reference's energy to the same loss")
-    return "; ".join([*parts, *filter(None, [used.why])])
+def joules(used: TrainedEnergy | None) -> str | None:
+    """'1.90 J [1.88 J, 1.91 J]': the median and the range of windows."""
+    if used is None or used.joules is None:
+        return None
+    return "{} [{}, {}]".format(*map(units.joules, (used.joules.middle, used.joules.low, used.joules.high)))
 
 
-def energy_to_loss(times: Interval, at_least: bool) -> str:
-    return f"at least {units.ratio(times.point)}" if at_least else _ratio(times)
+def energy_to_loss(used: TrainedEnergy | None) -> str | None:
+    if used is None or used.to_loss is None:
+        return None
+    return f"at least {units.ratio(used.to_loss.point)}" if used.at_least else _ratio(used.to_loss)
 
 
 def _ratio(interval: Interval) -> str:

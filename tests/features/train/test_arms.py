@@ -242,7 +242,7 @@ def test_arms_that_do_not_fit_together_are_trained_with_the_reference_or_alone(
     whole = turns(room, needs)
     told = [(turn.number, "+".join(arm.name for arm in turn.arms), turn.first) for turn in whole.turns]
     assert told == [(seed, names, place == 0) for seed in (0, 1) for place, names in enumerate(beside)]
-    assert (f"all arms need 350 B together, and there are {room} B" in whole.cut) == (beside != ALL)
+    assert (f"all need 350 B together, and there are {room} B" in whole.cut) == (beside != ALL)
     assert whole.out == ({"mxfp8": "it needs 180 B alone, and there are 179 B"} if room == 179 else {})
 
 

@@ -135,7 +135,7 @@ FILES = {"odd.bin": b"\0" * 999, "short.bin": b"\0" * 64, "empty.bin": b"", "own
 @for_each(("name", "words", "tokens", "other"), [
     ("odd.bin", "not a file of 16-bit tokens", "bytes", ""), ("short.bin", "or a shorter --sequence", "bytes", ""),
     ("empty.bin", "has 0 tokens", "bytes", ""), ("own.bin", "has its own tokens", "bpe", ""),
-    ("text.txt", "the held-out part has 4505 tokens, and 4 windows of 2048 need 8193", "bytes", ""),
+    ("text.txt", "the held-out part has 4505 tokens, and needs 8193", "bytes", ""),
     ("nosuch.bin", r"--data .*nosuch.bin cannot be read", "bytes", ""),
     ("", "folder without train.bin, and not a saved dataset", "bytes", ""),
     ("own.bin", r"--other-data .*text.txt is not a file of 16-bit tokens", "bytes", "text.txt"),
@@ -246,7 +246,7 @@ def test_a_cloze_offers_words_of_the_same_length() -> None:
     for item in items:
         assert len(set(item.texts)) == 4 and {len(text) for text in item.texts} == {48}
         assert item.texts[item.right[0]] in PROSE and not all(text in PROSE for text in item.texts)
-    with pytest.raises(UsageError, match="which has 0"):
+    with pytest.raises(UsageError, match="held-out text has 0"):
         list(items_of("cloze", 48, b"a b c"))
 
 

@@ -117,7 +117,7 @@ def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> N
     reopen_training(writer.path).close()
     assert [path.name for path in folder.parent.iterdir()] == ["0-6"]
     kept.write_text("[{")
-    with pytest.raises(StoreError, match=r"places\.json is broken .* it is unknown where to resume"):
+    with pytest.raises(StoreError, match=r"places\.json, which says where to resume, is broken"):
         reopen_training(writer.path)
     kept.unlink()
     again = reopen_training(writer.path)

@@ -34,12 +34,12 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.verdicts.curves import curves_of
 from fp8bench.features.train.verdicts.summary import figures_of
-from fp8bench.features.train.view import arm_cols
+from fp8bench.features.train.view import arms_table
 from fp8bench.features.train.view import page_of as text_of
 from fp8bench.features.train.words import without_histories
 from fp8bench.model import Capacity, MemoryUse, PhaseMemory
 from fp8bench.report.data.plain import csv_text
-from fp8bench.report.elements import Chart, Lines, Page, Scatter, Sparks, Stacks, Table, Text
+from fp8bench.report.elements import Chart, Items, Lines, Page, Scatter, Sparks, Stacks, Table, Text
 from fp8bench.report.page import html, markdown
 from fp8bench.report.page.drawing.draw import draw
 from tests.commands import Say, unfolded
@@ -65,6 +65,13 @@ def element(made: Page, name: str, kind: type[E]) -> E:
 
 def cells(made: Page, name: str) -> list[list[str]]:
     return [[field.text for field in row] for row in element(made, name, Table).rows]
+
+
+def column(made: Page, title: str) -> list[str]:
+    """A column of the arms that are compared."""
+    arms = element(made, "arms", Table)
+    place = [column.title for column in arms.columns].index(title)
+    return [row[place].text for row in arms.rows if row[0].text in ("bf16", "fp8")]
 
 
 def reading(step: int, amax: float, layer: str = "head", role: str = "input", **more: Any) -> LayerReading:
@@ -157,7 +164,7 @@ def test_memory_of_arms_is_compared_at_one_moment() -> None:
     assert [sum(parts) for _, parts in element(made, "memory-bars", Stacks).rows] == [2 << 20, 3 << 19]
     lost = page(ArmCost("bf16", 0, memory=replace(use, forward=())), ArmCost("fp8", 0, why="it could not be measured"))
     assert cells(lost, "memory") == [["bf16", "1.00 MiB", "2.00 MiB"]]
-    assert [row[12] for row in cells(lost, "arms")] == ["3.00 MiB", "-"]
+    assert column(lost, "memory") == ["3.00 MiB", "-"]
     assert "fp8: it could not be measured" in markdown.render(lost)
     assert "Memory by what" not in markdown.render(page())
 
@@ -166,7 +173,7 @@ def test_largest_batches_stand_in_the_table() -> None:
     known = Capacity("batch", 1 << 30, 812, tokens=51968, beyond=813, why="tensors need 2 B more")
     costs = ArmCost("bf16", 0, capacity=known), ArmCost("fp8", 0, capacity=Capacity("batch", 9, why="lost"))
     made = page(*costs)
-    assert [row[11] for row in cells(made, "arms")] == ["812", "-"]
+    assert column(made, "largest batch") == ["812", "-"]
     told = "bf16: largest batch that fits into 1.00 GiB: 812 (52.0 k tokens); not 813: tensors need 2 B more"
     assert told in markdown.render(made)
 
@@ -189,7 +196,9 @@ def test_lines_show_magnitudes_and_scales_by_layer() -> None:
 def test_the_worst_reading_names_layer_and_step() -> None:
     told = reading(0, 1.0, signal_to_noise=30.0, underflow=0.01), reading(10, 1.0, "mlp", signal_to_noise=12.0)
     assert cells(page(*told), "worst") == [
-        ["fp8", "input", "12.0 dB", "mlp, step 10", "1.0%", "head, step 0", "0.0%", "", "-", ""]
+        ["fp8", "input", "least signal to noise", "12.0 dB", "mlp, step 10"],
+        ["fp8", "input", "most underflow", "1.0%", "head, step 0"],
+        ["fp8", "input", "most saturated", "0.0%", ""],
     ]
 
 
@@ -311,15 +320,15 @@ def test_rows_document_and_frames_agree_with_the_table() -> None:
     arms = frames.arms.set_index("arm")
     summaries = JUDGED.summaries
     for summary in summaries:
-        cells, name = [col.field(summary).text for col in arm_cols(VERDICTS, summaries)], summary.arm.name
+        (row,), name = arms_table(VERDICTS, [summary]).rows, summary.arm.name
+        cells = [field.text for field in row]
         assert cells[-1] == told[name, "words"] == document[name]["words"] == arms.loc[name, "words"]
         if (name, "loss") in told:
             assert f"{float(told[name, 'loss']):.4f}" == cells[2]
     assert told["fp8", "verdict"] == "worse" and ("bf16", "gap") not in told, "what is not known has no row"
     bands = [row["value"] for row in rows if row["figure"] == "band"]
-    shown = [getattr(own, "text", "") for part in text_of(JUDGED).parts if part.name == "bands"
-             for own in part.elements]  # fmt: skip
-    assert bands == shown and len(bands) == 2
+    (shown,) = [part.elements[0] for part in text_of(JUDGED).parts if part.name == "notes"]
+    assert isinstance(shown, Items) and bands == [item.text for item in shown.items][:2]
     losses = [row["value"] for row in rows if (row["line"], row["figure"], row["arm"]) == ("StepRow", "loss", "fp8")]
     assert losses == [repr(row.loss) for row in KEPT.of(StepRow) if row.arm == "fp8"]
     ends = frames.steps.query(f"step >= {STEPS - STEPS // 10}").groupby("arm", observed=True).loss.mean()

@@ -240,7 +240,7 @@ def test_arms_that_do_not_fit_together_are_trained_in_pairs(trained: Trained) ->
     others = ("bf16 other seed", "fp8", "mxfp8")
     assert sorted(beside) == sorted((seed, arm, 0.5) for seed in (0, 1) for arm in others for _ in range(20))
     (event,) = whole.of(TrainingEvent)
-    assert event.kind == "pairs" and "all arms need 66.4 KiB together, and there are 32.2 KiB" in event.words
+    assert event.kind == "pairs" and "all need 66.4 KiB together, and there are 32.2 KiB" in event.words
     for arm, at, seed, error in (("bf16", 0, 0, CUT_OFF), ("fp8", 7, 0, LOST), ("mxfp8", 19, 1, CUT_OFF)):
         half, _, _ = trained(FakeLab(strikes(arm, at, error, seed=seed)), small(**PAIRS))
         rest = half if half.finished else trained(FakeLab())[0]

@@ -30,8 +30,8 @@ REST = 50
 
 
 class Health:
-    """Reads the stream of a training and raises alarms: one for each episode, however long it lasts. After a resume it
-    is given the stored lines again; the alarms of those are dropped by the caller."""
+    """Raises an alarm for each episode in the stream of a training. After a resume it is given the stored lines
+    again."""
 
     def __init__(self, arms: Sequence[Arm], settings: TrainerSettings | None = None) -> None:
         self._arms = {arm.name: arm for arm in arms}
@@ -89,20 +89,16 @@ class Health:
 
     def _event(self, rule: HealthRule[Any], alarm: HealthAlarm, seed: int, step: int) -> TrainingEvent:
         arm = self._arms[rule.arm.name]
-        remedies = [remedy for remedy in rule.remedies if _changes(remedy, arm, self._settings, alarm.layer)]
+        now = (arm.precision, arm.taken(self._settings))
+        remedies = [remedy for remedy in rule.remedies
+                    if remedy in _FOR_PEOPLE or remedied(*now, remedy, alarm.layer) != now]  # fmt: skip
         return TrainingEvent(
             arm.name, seed, step, "alarm", alarm.words, alarm.layer, alarm.tensor,
             (("rule", rule.name), *alarm.figures), "; ".join(remedy.value for remedy in remedies),
         )  # fmt: skip
 
 
-def _changes(remedy: Remedy, arm: Arm, settings: TrainerSettings, layer: str) -> bool:
-    """Whether a remedy would change the arm, or asks a person to look."""
-    for_people = remedy in (Remedy.LOOK_AT_DATA, Remedy.LOOK_AT_LOOP, Remedy.LOOK_AT_LAYER)
-    now = (arm.precision, arm.taken(settings))
-    return for_people or remedied(*now, remedy, layer) != now
-
-
+_FOR_PEOPLE = (Remedy.LOOK_AT_DATA, Remedy.LOOK_AT_LOOP, Remedy.LOOK_AT_LAYER)
 _CLIP_SHARE = 0.25
 _RATE_SHARE = 0.5
 _HISTORY_SHARE = 16
@@ -157,8 +153,7 @@ class RemedyTrial:
 
 
 def trials_of(alarm: TrainingEvent, arm: Arm, settings: TrainerSettings) -> tuple[RemedyTrial, ...]:
-    """The unchanged arm, and the arm with each remedy that changes it. Remedies that change what states are kept in are
-    left out: they cannot begin in the middle of a training."""
+    """The arm as it was, and with each remedy that changes it, but not what its states are kept in."""
     rule = next(kind for kind in RULES if kind.name == alarm.rule)
     own = arm.taken(settings)
     trials = [RemedyTrial("", Arm(f"{arm.name}: as it was", arm.precision, native=arm.native), own)]
@@ -174,8 +169,7 @@ def trials_of(alarm: TrainingEvent, arm: Arm, settings: TrainerSettings) -> tupl
 def outcome(
     alarm: TrainingEvent, step: int, before: Iterable[StreamLine], trials: Mapping[RemedyTrial, Sequence[StreamLine]]
 ) -> TrainingEvent:
-    """An event that says which remedies helped, and by how much: the alarm stays away, or the loss is lower than the
-    unchanged arm's. `before` are the arm's lines up to `step`, where the trials began."""
+    """Which remedies helped, and by how much. `before` are the arm's lines up to `step`, where the trials began."""
     known = [line for line in before if line.arm == alarm.arm and line.seed == alarm.seed and line.step < step]
     (as_it_was, *_), losses = trials, {trial: _loss(lines) for trial, lines in trials.items()}
     again = {trial: _alarmed(alarm, trial, known, lines) for trial, lines in trials.items()}

@@ -42,7 +42,8 @@ class LossRule(HealthRule[Any]):
 
 
 class LossBackUp(LossRule):
-    """The loss has risen again and stays there."""
+    """A batch may be hard, five in turn are not; another kind of text costs less than half of what was learned,
+    unless it has nothing in common, which losses alone cannot tell from wrong labels."""
 
     name = "loss-back-up"
     stays = 5
@@ -50,16 +51,9 @@ class LossBackUp(LossRule):
     lost = 0.5
     noise = 6.0
     above = 0.25
-    looks_at = (
-        f"the last {stays} losses, the first {first}, and the lowest mean of ten there has been; from step {stays} on"
-    )
     alarms_at = (
-        f"all of them above the lowest mean by {lost:.0%} of what was learned and by {noise:g} times the noise; or"
-        f" {above:.0%} above the first"
-    )
-    because = (
-        "a batch may be hard, five in turn are not; another kind of text costs less than half of what was learned, but "
-        "for one that has nothing in common with it: losses alone cannot tell that from wrong labels, so it is told"
+        f"{stays} losses above the lowest mean of ten by {lost:.0%} of what was learned and {noise:g} times the noise; "
+        f"or {above:.0%} above the first {first}"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
     _first: list[float] = field(default_factory=list)
@@ -86,15 +80,13 @@ class LossBackUp(LossRule):
 
 
 class LossAboveGuessing(LossRule):
-    """A cross entropy stays above ln(classes), the loss of guessing."""
+    """A model that learns is below it within some steps, or on its way there."""
 
     name = "loss-above-guessing"
     last = 8
     above = 1.25
     falling = 0.9
-    looks_at = f"the last {last} losses, and the {last} before"
-    alarms_at = f"all of the last {above:g} times ln of the classes, and their median no tenth below that before"
-    because = "a model that learns is below it within some steps, or on its way there"
+    alarms_at = f"{last} losses {above:g} times ln of the classes, their median no tenth below that of {last} before"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
 
     def judge(self, losses: list[float]) -> HealthAlarm | None:
@@ -104,23 +96,18 @@ class LossAboveGuessing(LossRule):
         if median(last) < self.falling * median(before):
             return None
         times = median(last) / self._guessing
-        words = (
-            f"the loss stays at {median(last):.4g}, {times:.3g} times what guessing costs ({self._guessing:.3g}): is a "
-            "loss scale left in it, or is it a sum and no mean?"
-        )
+        words = f"the loss stays at {median(last):.4g}, {times:.3g} times what guessing costs: is it scaled, or a sum?"
         return HealthAlarm(words, figures=(("loss", median(last)), ("guessing", self._guessing)))
 
 
 class LossLeaked(LossRule):
-    """The loss is suddenly a tenth: answers are among the inputs, or batches are trivial."""
+    """Losses fall by percents a step; those of single examples vary by more, and are left alone."""
 
     name = "loss-leaked"
     last = 3
     share = 0.1
     noise = 5.0
-    looks_at = f"the last {last} losses, and the 20 before"
-    alarms_at = f"all of them below {share:g} of the least before, and {noise:g} times their noise in octaves below it"
-    because = "losses fall by percents a step; those of single examples vary by more, and are left alone"
+    alarms_at = f"{last} losses below {share:g} of the least of 20 before, and {noise:g} times their noise below it"
     remedies = (Remedy.LOOK_AT_DATA,)
 
     def judge(self, losses: list[float]) -> HealthAlarm | None:
@@ -130,26 +117,21 @@ class LossLeaked(LossRule):
         noise = noise_of_values([math.log2(value) for value in before])
         if math.log2(min(before) / max(last)) < self.noise * noise:
             return None
-        words = (
-            f"the loss fell at once from {median(before):.4g} to {median(last):.4g}: are answers among the inputs, or "
-            "are all labels alike?"
-        )
+        words = f"the loss fell at once from {median(before):.4g} to {median(last):.4g}: are answers among the inputs?"
         return HealthAlarm(words, figures=(("loss", median(last)), ("before", median(before))))
 
 
 class NoUpdate(HealthRule[Any]):
-    """Steps change nothing: the rate is 0, there is no gradient, or the weights stay the same."""
+    """Schedules begin and end with a step at 0; float32 keeps no change of less than 6e-8."""
 
     name = "no-update"
     reads = StepRow | StepFigure
     rows = 5
     same = 3
-    looks_at = f"{rows} steps; of weights {same} watched steps"
     alarms_at = (
-        "a rate of 0, or a loss without gradients, in all of them; an update of less than 1e-8 of the weights, or"
-        " weights that are the same to the bit"
+        f"in {rows} steps a rate of 0, or a loss without gradients; in 2 an update of less than 1e-8 of the weights; "
+        f"in {same} watched ones weights that are the same to the bit"
     )
-    because = "schedules begin and end with a step at 0; float32 keeps no change of less than 6e-8"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.HIGHER_MASTER)
     _counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _weights: float = math.nan
@@ -183,15 +165,13 @@ class NoUpdate(HealthRule[Any]):
 
 
 class SameInputs(FigureRule):
-    """The model gets the same batch again and again: the loader stands still."""
+    """An epoch has more than one batch; a loop that uses all data in each step has over a hundred examples."""
 
     name = "same-inputs"
     figure = "inputs_again"
     again = 7
     few = 128
-    looks_at = "every step"
     alarms_at = f"the same for 8 steps in turn, after another; or, of fewer than {few} examples, from the first on"
-    because = "an epoch has more than one batch; a loop that uses all data in each step has over a hundred examples"
     remedies = (Remedy.LOOK_AT_DATA,)
     _examples: float = math.inf
 
@@ -208,15 +188,13 @@ class SameInputs(FigureRule):
 
 
 class AmaxJump(TensorRule):
-    """The largest magnitude of a tensor without a scale, as in fp32 and bf16, leaves those before it."""
+    """As for scales: by an octave or two between readings, whatever the precision."""
 
     name = "amax-jump"
     keep = 6
     fewest = 4
     far = 3.5
-    looks_at = f"the last {keep} readings of an input or a weight without a scale, from the 4th on"
-    alarms_at = f"{far:g} octaves from their median and 2 beyond all of them, of weights upwards alone"
-    because = "as for scales: by an octave or two between readings, whatever the precision"
+    alarms_at = f"{far:g} octaves from the median of {fewest} to {keep} readings without scales, 2 beyond all"
     remedies = (Remedy.LOOK_AT_DATA, Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -236,20 +214,14 @@ class AmaxJump(TensorRule):
 
 
 class DeadUnits(TensorRule):
-    """Nearly all inputs of a layer are zeros: the units before it are dead."""
+    """Units leave half of their inputs, with dropout three quarters; bags of words are always sparse."""
 
     name = "dead-units"
     keep = 6
     share = 0.97
     rise = 0.2
     always = 0.999
-    looks_at = f"a reading of an input, and the {keep} before; of layers behind the first the first two, too"
-    alarms_at = (
-        f"{share:.0%} zeros, {rise:.0%} more than their median; or {always:.1%} twice in a row, behind the first"
-    )
-    because = (
-        "units that cut off leave half of their inputs, with dropout three quarters; bags of words are sparse always"
-    )
+    alarms_at = f"{share:.0%} zeros, {rise:.0%} more than the median of {keep} readings; or {always:.1%} twice in turn"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_DATA)
     _first: str = ""
 
@@ -267,16 +239,14 @@ class DeadUnits(TensorRule):
 
 
 class NormGain(FigureRule):
-    """The gain of a norm grows faster than a learned gain does."""
+    """Gains begin at 1 or 0 and move by a rate's worth a step."""
 
     name = "norm-gain"
     figure = "gain"
     keep = 20
     times = 4.0
     least = 0.25
-    looks_at = f"the last {keep} readings of a norm's gain, as its root mean square"
-    alarms_at = f"{times:g} times the least of them, which counts as {least:g} at least"
-    because = "gains begin at 1 or 0 and move by a rate's worth a step"
+    alarms_at = f"{times:g} times the least root mean square in {keep} readings, which counts as {least:g} at least"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -287,7 +257,7 @@ class NormGain(FigureRule):
 
 
 class LargeLogits(FigureRule):
-    """Logits of an example are so far apart that softmax picks one class and the others get no gradient."""
+    """E^-88 is the least that fp32 holds as a normal number; what is learned by heart reaches 20 to 40, slowly."""
 
     name = "large-logits"
     figure = "logit_range"
@@ -295,9 +265,7 @@ class LargeLogits(FigureRule):
     largest = 88.0
     jump = 30.0
     times = 4.0
-    looks_at = "every reading, and the 6 before"
-    alarms_at = f"a range of {largest:g}; or of {jump:g}, if it is {times:g} times their median"
-    because = "e^-88 is the least that fp32 holds as a normal number; what is learned by heart reaches 20 to 40, slowly"
+    alarms_at = f"a range of {largest:g}; or of {jump:g}, if it is {times:g} times the median of the last 7"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -308,13 +276,11 @@ class LargeLogits(FigureRule):
 
 
 class GradientsLeft(FigureRule):
-    """Gradients of the previous step are still there when the next ones are added: zero_grad is missing."""
+    """It is seen, and not concluded: the same tensors, unchanged."""
 
     name = "gradients-left"
     figure = GRADIENTS_LEFT
-    looks_at = "every step"
     alarms_at = "no gradient was touched between an update and the backward after it, nor between those of a step"
-    because = "it is seen, and not concluded: the same tensors, unchanged"
     remedies = (Remedy.LOOK_AT_LOOP,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -322,13 +288,11 @@ class GradientsLeft(FigureRule):
 
 
 class MomentsGone(FigureRule):
-    """The optimizer has lost its state, as after loading a checkpoint that holds only weights."""
+    """An optimizer's state only grows."""
 
     name = "moments-gone"
     figure = MOMENTS_GONE
-    looks_at = "every step"
     alarms_at = "its state has fewer parameters than before, or counts fewer steps"
-    because = "an optimizer's state only grows"
     remedies = (Remedy.LOOK_AT_LOOP,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -336,14 +300,12 @@ class MomentsGone(FigureRule):
 
 
 class LayerGradient(FigureRule):
-    """A weight's gradient does not follow from its layer's inputs and the gradients of its outputs."""
+    """It is 1 but for rounding; what people add to gradients turns them by less than a right angle."""
 
     name = "layer-gradient"
     figure = "gradient_cosine"
     turned = -0.5
-    looks_at = "every reading of a linear layer, a convolution or a table"
-    alarms_at = "a cosine below -0.5, or exactly 0: reversed, or nothing but zeros"
-    because = "it is 1 but for rounding; what people add to gradients turns them by less than a right angle"
+    alarms_at = "a cosine below -0.5, or exactly 0, of a linear layer, a convolution or a table"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_LOOP)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -355,15 +317,13 @@ class LayerGradient(FigureRule):
 
 
 class DuplicateInputs(FigureRule):
-    """Examples of a batch are copies of each other: a sampler or a join has repeated them."""
+    """A loader draws each example once an epoch; what is drawn with replacement repeats few of many."""
 
     name = "duplicate-inputs"
     figure = "duplicates"
     keep = 3
     share = 0.5
-    looks_at = f"{keep} watched batches in turn, of eight examples of eight values or more"
-    alarms_at = f"{share:.0%} of the examples of all of them are equal to another in the batch"
-    because = "a loader draws each example once an epoch; what is drawn with replacement repeats few of many"
+    alarms_at = f"in {keep} batches {share:.0%} of the examples equal another, of eight or more of as many values"
     remedies = (Remedy.LOOK_AT_DATA,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -373,7 +333,7 @@ class DuplicateInputs(FigureRule):
 
 
 class DataDrift(HealthRule[StepFigure]):
-    """Inputs have changed: another source, preprocessing or order."""
+    """Batches that are drawn from one source have means as far apart as those of the first."""
 
     name = "data-drift"
     reads = StepFigure
@@ -381,12 +341,10 @@ class DataDrift(HealthRule[StepFigure]):
     last = 4
     noise = 6.0
     far = 0.5
-    looks_at = f"the means of the last {last} watched batches' inputs, and of the first {first}"
     alarms_at = (
-        f"all of the last on one side of the mean of the first, {noise:g} of their standard deviations and {far:g}"
-        " of the inputs' own away"
+        f"means of {last} watched batches' inputs on one side of the mean of the first {first}, {noise:g} of their "
+        f"standard deviations and {far:g} of the inputs' own away"
     )
-    because = "batches that are drawn from one source have means as far apart as those of the first"
     remedies = (Remedy.LOOK_AT_DATA,)
     _first: list[float] = field(default_factory=list)
     _last: deque[float] = newest(last)
@@ -407,10 +365,5 @@ class DataDrift(HealthRule[StepFigure]):
         same_side = min(moved) > 0 or max(moved) < 0
         if len(moved) < self.last or not same_side or least <= max(self.noise * stdev(self._first), self.far * size):
             return None
-        words = (
-            f"the mean of the inputs has moved from {usual:.3g} to {line.value:.3g}, by {least / size:.2g} of their "
-            "standard deviations or more"
-            if size
-            else f"the inputs have moved from {usual:.3g} to {line.value:.3g}"
-        )
+        words = f"the mean of the inputs has moved from {usual:.3g} to {line.value:.3g}, at a deviation of {size:.3g}"
         return HealthAlarm(words, figures=(("mean", line.value), ("usual", usual), ("deviation", size)))

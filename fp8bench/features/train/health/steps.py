@@ -26,8 +26,7 @@ L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
 @dataclass(frozen=True)
 class WatchedArm:
-    """The arm that a rule watches, the arms that it may be compared with, and the least rate factor of its
-    parameters."""
+    """The arm that a rule watches, those that it is compared with, and the least rate factor of its parameters."""
 
     name: str
     reference: str = ""
@@ -53,15 +52,13 @@ def newest(length: int) -> Any:
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
-    """One kind of trouble in a training. Its texts say how far back it looks, at which figure it alarms, and why there.
+    """One kind of trouble in a training. `alarms_at` says when it alarms, the docstring of a rule why there.
     With `compares` it also reads the rows of the arms that its own is compared with. While the rule named by `until`
     alarms, this one is silent."""
 
     name: ClassVar[str]
-    reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
-    looks_at: ClassVar[str]
+    reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType] = StepRow
     alarms_at: ClassVar[str]
-    because: ClassVar[str]
     remedies: ClassVar[tuple[Remedy, ...]]
     compares: ClassVar[bool] = False
     until: ClassVar[str] = ""
@@ -69,6 +66,10 @@ class HealthRule(ABC, Generic[L]):
 
     def __init_subclass__(cls) -> None:
         dataclass(eq=False)(cls)
+
+    @classmethod
+    def because(cls) -> str:
+        return " ".join((cls.__doc__ or "").split())
 
     @abstractmethod
     def see(self, line: L) -> HealthAlarm | None:
@@ -92,24 +93,18 @@ class Remedy(StrEnum):
 
 
 class GradientSpike(HealthRule[StepRow]):
-    """The norm of all gradients is suddenly many times what it was, and further off than noise has been."""
+    """Few tokens a batch move a norm by 5 to 15 times, again and again; rare text does not move the loss."""
 
     name = "gradient-norm-spike"
-    reads = StepRow
     keep = 50
     longer = 500
     fewest = 20
     times = 16.0
     times_with_loss = 8.0
     far = 2.5
-    looks_at = f"the last {keep} steps, from the 20th on; of multiples of their median the last {longer}"
     alarms_at = (
-        f"{times:g} times their median, and the square of the largest multiple; or {times_with_loss:g} times it "
-        f"and a loss {far:g} times as far above its median as any of theirs"
-    )
-    because = (
-        "batches of few tokens move a norm by a factor of 5 (256 tokens) to 15 (64), and it has done so before; "
-        "text that is merely rare moves the norm and not the loss"
+        f"{times:g} times the median of {fewest} to {keep} steps, and the square of the largest multiple of {longer};"
+        f" or {times_with_loss:g} times it at a loss {far:g} times as far above its median as any of theirs"
     )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
     _norms: deque[float] = newest(keep)
@@ -133,27 +128,21 @@ class GradientSpike(HealthRule[StepRow]):
             middle = median(self._losses)
             is_far = loss - middle > self.far * (max(self._losses) - middle)
             if math.sqrt(multiple) > most or is_far:
-                words = (
-                    f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median of {usual:.3g}, at a loss "
-                    f"of {loss:.4g}"
-                )
+                words = f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median, at a loss of {loss:.4g}"
                 return HealthAlarm(words, figures=(("norm", norm), ("median", usual), ("loss", loss)))
         self._multiples.append(multiple)
         return None
 
 
 class UpdateBurst(HealthRule[StepRow]):
-    """Updates become large compared with the weights, which happens before a loss jumps."""
+    """A rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do."""
 
     name = "update-norm-burst"
     until = "loss-back-up"
-    reads = StepRow
     keep = 20
     fewest = 10
     times = 4.0
-    looks_at = f"the last {keep} steps, from the 10th on"
-    alarms_at = f"{times:g} times their median"
-    because = "a rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do"
+    alarms_at = f"{times:g} times the median of the last {keep} steps, from step {fewest} on"
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
     _ratios: deque[float] = newest(keep)
 
@@ -170,9 +159,7 @@ class UpdateBurst(HealthRule[StepRow]):
 
 
 class LossPlateau(HealthRule[Any]):
-    """The loss stands still although gradients are as large as before and the rate is high: nothing is learned. Silent
-    where losses are so noisy that their means may agree by chance, and where a cross entropy equals the entropy of the
-    predictions: then there is nothing more to learn."""
+    """Losses fall by equal parts in equal multiples of time: the last half of a training is never flat."""
 
     name = "plateau"
     reads = StepRow | StepFigure
@@ -183,13 +170,11 @@ class LossPlateau(HealthRule[Any]):
     flat = 0.01
     noise = 0.0075
     gradients = 0.9
-    looks_at = f"the last half of all steps, {least} at least, in {parts} parts; looked at every {often} steps"
     alarms_at = (
-        f"their mean losses lie within {flat:.1%} of each other and are known to {noise:.2%} each, the median "
-        f"gradient norm is at least {gradients:g} of that in the half before, and the rate at least half of its "
-        f"peak; the entropy of predictions, where it is known, lies {entropy:.0%} away"
+        f"{parts} means over the last half of all steps ({least} at least) within {flat:.1%}, each known to {noise:.2%}"
+        f"; gradients {gradients:g} of those before, the rate half of its peak; the entropy of predictions, if known, "
+        f"{entropy:.0%} away. Looked at every {often} steps"
     )
-    because = "losses fall by equal parts in equal multiples of time: the last half of a training is never flat"
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
     _losses: list[float] = field(default_factory=list)
     _norms: list[float] = field(default_factory=list)
@@ -223,27 +208,16 @@ class LossPlateau(HealthRule[Any]):
             return None
         if self._entropies and abs(fmean(self._entropies) - means[-1]) < self.entropy * size:
             return None
-        words = (
-            f"the loss has stood at {fmean(means):.4g} for {length} steps (within {spread:.2%}), and the gradient norm "
-            f"at {norm:.3g}, which was {before:.3g} before"
-        )
+        words = f"the loss has stood at {fmean(means):.4g} for {length} steps, the gradient norm at {norm:.3g}"
         return HealthAlarm(words, figures=(("spread", spread), ("norm", norm), ("norm_before", before)))
 
 
 class NotFiniteStep(HealthRule[StepRow]):
-    """A loss or a norm is infinite or NaN."""
+    """A dynamic loss scale comes down from 2^32 by skipping steps, and tries a larger one at times."""
 
     name = "not-finite"
-    reads = StepRow
     allowed = 20
-    looks_at = "every step"
-    alarms_at = (
-        "the first loss or weight that is not finite, or gradient norm of a step that was not skipped; of skipped"
-        f" ones {allowed} in a row"
-    )
-    because = (
-        "a dynamic loss scale comes down from 2^32 to what fits by skipping steps, and tries a larger one at times"
-    )
+    alarms_at = f"a loss, weight or gradient that is not finite; of steps skipped under a loss scale {allowed} in a row"
     remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
     _skipped: int = 0
 
@@ -262,22 +236,18 @@ class NotFiniteStep(HealthRule[StepRow]):
 
 
 class GradientScale(HealthRule[StepRow]):
-    """From one step on gradients are several times larger or smaller, and the loss is not, or changes by just as
-    much."""
+    """What is steeper has another loss; a factor alone comes from a loss scale, a sum, or micro-batches."""
 
     name = "gradient-scale"
-    reads = StepRow
     last = 3
     keep = 20
     octaves = 1.9
     beyond = 1.0
     noise = 5.0
-    looks_at = f"the last {last} steps, and the {keep} before"
     alarms_at = (
-        f"medians {octaves:g} octaves and {noise:g} times the noise apart, the last 1 beyond all before; the loss "
-        "as it was, or moved by as much, within half an octave"
+        f"medians of the last {last} steps and of {keep} before them {octaves:g} octaves and {noise:g} times the noise "
+        "apart, the last 1 beyond all before; the loss as it was, or moved by as much, within half an octave"
     )
-    because = "what is steeper has another loss; a factor alone comes from a loss scale, a sum, or micro-batches"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
     _rows: deque[tuple[float, float]] = newest(keep + last)
 
@@ -296,10 +266,7 @@ class GradientScale(HealthRule[StepRow]):
         if min(abs(loss), abs(loss - moved)) > 0.5:
             return None
         way, with_loss = "larger" if moved > 0 else "smaller", ", and so is the loss" if abs(loss) > 0.5 else ""
-        words = (
-            f"gradients are {2 ** abs(moved):.3g} times {way}{with_loss}, about 2^{abs(round(moved))}: a loss scale "
-            "left in, a sum for a mean, or micro-batches that are not divided by their number"
-        )
+        words = f"gradients are {2 ** abs(moved):.3g} times {way}{with_loss}: a loss scale, a sum, or micro-batches?"
         return HealthAlarm(words, figures=(("octaves", moved), ("loss_octaves", loss)))
 
 
@@ -333,18 +300,14 @@ class GapCause:
 
 
 class LossGap(HealthRule[Any]):
-    """The arm's loss lags behind the reference's by more than another seed would."""
+    """Batches and dropout are the same in both arms: only the arithmetic differs, and chaos does little."""
 
     name = "loss-gap"
     reads = StepRow | StepFigure
     compares = True
     keep = 50
     margin = 0.02
-    looks_at = f"the means of {keep} steps, of which all three arms are known"
-    alarms_at = (
-        f"{margin:.0%} behind the reference, and further than the reference under another seed has ever been from it"
-    )
-    because = "batches and dropout are the same in both arms: only the arithmetic differs, and chaos does little"
+    alarms_at = f"{margin:.0%} behind the reference over {keep} steps, and further than its other seed has ever been"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
     _losses: dict[int, dict[str, float]] = field(default_factory=dict)
     _gaps: deque[float] = newest(keep)

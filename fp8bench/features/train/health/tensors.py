@@ -27,7 +27,7 @@ class TensorRule(HealthRule[LayerReading]):
     """A rule over the readings of each tensor by itself: `judge` receives a reading and the `keep` before it."""
 
     reads = LayerReading
-    keep: ClassVar[int]
+    keep: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         self._before: dict[tuple[str, str], deque[LayerReading]] = defaultdict(lambda: deque(maxlen=self.keep))
@@ -49,8 +49,7 @@ def octaves(scale: float) -> float | None:
 
 
 def scale_of(reading: LayerReading) -> float | None:
-    """In octaves; None where there is none, or the tensor is all zeros, as of an expert without tokens: its 1 says
-    nothing."""
+    """In octaves; None where there is none, or for a tensor of zeros, whose 1 says nothing."""
     return octaves(reading.scale) if reading.amax else None
 
 
@@ -61,8 +60,7 @@ class _Jump(TensorRule):
     fewest = 4
     far = 4.0
     gradients = 8.0
-    looks_at = "the last 6 readings of the tensor, from the 4th on"
-    alarms_at = "4 octaves from their median, of gradients 8, and 2 beyond all of them"
+    alarms_at = "4 octaves from the median of 6 readings, of gradients 8, and 2 beyond all of them; from the 4th on"
     sign: ClassVar[int]
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -80,40 +78,29 @@ class _Jump(TensorRule):
 
 
 class ScaleFall(_Jump):
-    """A scale falls suddenly: the tensor has grown outliers."""
+    """Magnitudes move by an octave or two between readings, of gradients of few and rare tokens by six."""
 
     name = "scale-falls"
     sign = -1
-    because = (
-        "the largest magnitude of a tensor moves by an octave or two between readings; that of a gradient by six "
-        "where a batch has few tokens and rare ones among them"
-    )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
 
 
 class ScaleRise(_Jump):
-    """A scale rises suddenly: hardly anything is left of the tensor."""
+    """As for a scale that falls: a tensor sixteen times as small has lost its input or its gradient."""
 
     name = "scale-rises"
     sign = 1
-    because = (
-        "as for a scale that falls: a tensor that became sixteen times as small has lost its input or its gradient"
-    )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
 
 
 class ScaleUnsettled(TensorRule):
-    """A scale keeps swinging up and down."""
+    """A scale may follow its tensor; one that swings as far as it goes is wrong in half of the steps."""
 
     name = "scale-never-settles"
     keep = 9
     swing = 2.0
     turns = 6
-    looks_at = "10 readings of the tensor"
-    alarms_at = f"{turns} turns of at least {swing:g} octaves each way"
-    because = (
-        "a scale may follow its tensor up or down; one that swings as far as it goes is wrong in half of the steps"
-    )
+    alarms_at = f"{turns} turns of at least {swing:g} octaves each way in 10 readings"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -131,13 +118,10 @@ class ScaleUnsettled(TensorRule):
 
 
 class ScaleAtEdge(TensorRule):
-    """A scale is zero, infinite, NaN, or at the end of the range of block scales."""
+    """Nothing comes back through such a scale; a tensor of zeros has a scale of 1."""
 
     name = "scale-at-edge"
-    keep = 1
-    looks_at = "every reading"
     alarms_at = "0, infinite, no number, or 2^-127 or 2^127, where the exponents of E8M0 end"
-    because = "nothing comes back through such a scale; a tensor of zeros has a scale of 1"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -148,17 +132,12 @@ class ScaleAtEdge(TensorRule):
 
 
 class Lag(TensorRule):
-    """The scale lags behind its tensor: the largest magnitudes are clipped."""
+    """Delayed scales are late by hundredths where a tensor grows; the least of NVFP4 are rounded by 0.58."""
 
     name = "lag"
     keep = 2
     far = 0.75
-    looks_at = "3 readings of the tensor"
-    alarms_at = f"above {far:g} octaves in all of them"
-    because = (
-        "delayed scales are a few hundredths of an octave late wherever a tensor grows, and late once after a "
-        "jump; the least scales of NVFP4 are rounded by up to 0.58"
-    )
+    alarms_at = f"above {far:g} octaves in 3 readings in a row"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -170,18 +149,13 @@ class Lag(TensorRule):
 
 
 class OverflowBurst(TensorRule):
-    """Many elements of a tensor are beyond its format at once."""
+    """Block scales that are rounded down cut off 0.6% of normal values, those of NVFP4 3.5%, always."""
 
     name = "overflow-burst"
     keep = 6
     share = 0.05
     times = 5.0
-    looks_at = f"a reading, and the {keep} before it"
-    alarms_at = f"{share:.0%} of all elements, and {times:g} times their median"
-    because = (
-        "scales of blocks that are rounded down cut off 0.6% of normal values, and those of NVFP4, rounded to "
-        "nearest, 3.5%, always; current scales cut off none"
-    )
+    alarms_at = f"{share:.0%} of all elements, and {times:g} times the median of the {keep} readings before"
     remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -193,14 +167,12 @@ class OverflowBurst(TensorRule):
 
 
 class UnderflowCreep(TensorRule):
-    """More and more of a tensor is rounded to zero."""
+    """How much of a tensor underflows is a matter of its format, and the same within a few percent all along."""
 
     name = "underflow-creep"
     keep = 8
     rise = 0.25
-    looks_at = f"the first {keep} readings of the tensor, and the last 3"
-    alarms_at = f"the last 3 all at least {rise:.0%} of all elements above the median of the first"
-    because = "how much of a tensor underflows is a matter of its format, and the same within a few percent all along"
+    alarms_at = f"the last 3 readings all {rise:.0%} of all elements above the median of the first {keep}"
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.SHORTER_HISTORY, Remedy.LAYER_IN_BF16)
     _first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
@@ -218,16 +190,14 @@ class UnderflowCreep(TensorRule):
 
 
 class WeightsBehind(TensorRule):
-    """The multiplied weight is less and less like the weight: its casts are outdated or wrong."""
+    """How well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision."""
 
     name = "weights-behind"
     keep = 20
     far = 2.0
     wanted = 3
     exact = 150.0  # dB from which on nothing was rounded: weights that begin as ones are on every grid
-    looks_at = "the last 21 readings of a weight's signal to noise"
-    alarms_at = f"the last {wanted} all {far:g} dB below the best"
-    because = "how well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision"
+    alarms_at = f"the last {wanted} of 21 readings of a weight's signal to noise all {far:g} dB below the best"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -242,13 +212,10 @@ class WeightsBehind(TensorRule):
 
 
 class NotFiniteTensor(TensorRule):
-    """A tensor of a layer holds infinities or NaN."""
+    """They spread to every element of every tensor behind; the first layer that has some is where to look."""
 
     name = "tensor-not-finite"
-    keep = 1
-    looks_at = "every reading"
     alarms_at = "a single element"
-    because = "they spread to every element of every tensor behind; the first layer that has some is where to look"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE, Remedy.DYNAMIC_LOSS_SCALE)
 
     def judge(self, reading: LayerReading, before: Before) -> Verdict:
@@ -286,15 +253,13 @@ class FigureRule(HealthRule[StepFigure]):
 
 
 class EmbeddingCollapse(FigureRule):
-    """The rows of the embedding become alike: tokens can no longer be told apart."""
+    """An embedding spreads as it learns; weight decay takes 2% in 200 steps of one that stands still."""
 
     name = "embedding-collapse"
     figure = "embedding_spread"
     keep = 20
     share = 0.75
-    looks_at = f"the last {keep} readings"
-    alarms_at = f"below {share:g} of the largest spread among them"
-    because = "an embedding spreads as it learns; weight decay takes 2% in 200 steps of one that stands still"
+    alarms_at = f"below {share:g} of the largest spread in the last {keep} readings"
     remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -305,19 +270,16 @@ class EmbeddingCollapse(FigureRule):
 
 
 class LayerStill(HealthRule[Any]):
-    """The weights of one layer hardly change while those of others do: no gradient reaches them. Embeddings are left
-    out: a batch has few rows of a large vocabulary."""
+    """Matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%."""
 
     name = "layer-stands-still"
     reads = LayerReading | StepFigure
     share = 0.1
     keep = 3
-    looks_at = f"{keep} readings of a matrix's update, relative to itself, embeddings left out"
     alarms_at = (
-        f"all of them below {share:g} of the median of all matrices, times the least factor of --rates or its "
-        "parameter group's share of the highest rate; two, where nothing moves at all that has moved before"
+        f"{keep} updates of a matrix, relative to itself, below {share:g} of the median of all but embeddings, times "
+        "the least factor of --rates, or its group's share of the highest rate; 2, where it no longer moves at all"
     )
-    because = "matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
     _moved: dict[str, float] = field(default_factory=dict)
     _no_matrices: set[str] = field(default_factory=set)
@@ -352,16 +314,12 @@ class LayerStill(HealthRule[Any]):
 
 
 class AttentionOverflow(FigureRule):
-    """Attention scores are so large that softmax picks one key and lets no gradient through."""
+    """E^-88 is the least normal number of fp32: beside such a score every other key counts nothing."""
 
     name = "attention-score-overflow"
     figure = "attention_score"
     largest = 88.0
-    looks_at = "every reading"
     alarms_at = f"a score of {largest:g}"
-    because = (
-        "e^-88 is the least that fp32 holds as a normal number: beside such a score every other key counts nothing"
-    )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -371,15 +329,13 @@ class AttentionOverflow(FigureRule):
 
 
 class BatchNormDrift(FigureRule):
-    """Running statistics of a batch norm are far from those of its batches: validation will not match training."""
+    """A momentum of 0.1 forgets half of what was in 7 steps; between batches means differ by hundredths."""
 
     name = "batch-norm-drift"
     figure = "batch_norm_drift"
     keep = 3
     far = 1.0
-    looks_at = f"{keep} readings, from the 6th on: running statistics begin anywhere"
-    alarms_at = "all of them above 1 standard deviations of the batch"
-    because = "a momentum of 0.1 forgets half of what was in 7 steps; between batches means differ by hundredths"
+    alarms_at = f"{keep} readings above 1 standard deviation of the batch, from the 6th on: they begin anywhere"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
     _seen: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 

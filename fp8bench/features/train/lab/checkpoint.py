@@ -135,7 +135,6 @@ def _task_digest(task: SeedTask) -> str:
 
 
 def finite(memory: Any) -> bool:
-    """Whether all tensors inside are finite."""
     if isinstance(memory, Tensor):
         return not memory.is_floating_point() or bool(memory.to(torch.float32).isfinite().all())
     if isinstance(memory, dict):

@@ -8,7 +8,7 @@ step is cut into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -91,9 +91,9 @@ class TokenWindows:
 def windows_by_step(
     text: TrainingText, shift: float, steps: int, length: int, device: str, vocabulary: int
 ) -> tuple[TrainingText, Callable[[int], TokenWindows]]:
-    """Returns the text with its held-out parts, and the windows that each step reads. From the share `shift` of the
-    steps on they come from the other kind of text, whose last tenth is then held out as the other text. With a `shift`
-    of 0 that tenth is the held-out text, and the first kind is the other."""
+    """The text with its held-out parts, and the windows of each step. From the share `shift` of the steps on they are
+    of the other text, whose last tenth is held out; with a `shift` of 0 it is the held-out text, and the first kind the
+    other."""
     first, changes_at = TokenWindows(text.train, length, device, vocabulary), round(shift * steps)
     if changes_at >= steps or text.other is None:
         return text, lambda step: first
@@ -118,24 +118,12 @@ _SILENT = SilentPhases()
 Scaled = Callable[[str, Arithmetic], Arithmetic]
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Losses, and bytes if known, by position in a window, summed over `windows` windows."""
-
-    losses: list[float]
-    bytes: list[int] | None
-    windows: int
-
-    def validation(self, arm: str, seed: int, step: int, of: str, part: slice = slice(None)) -> Validation:
-        losses = self.losses[part]
-        tokens = len(losses) * self.windows
-        text_bytes = None if self.bytes is None else sum(self.bytes[part])
-        return Validation(arm, seed, step, of, sum(losses) / tokens, tokens, text_bytes)
+# Losses, and bytes if known, by position in a window, summed over so many windows.
+Sums = tuple[list[float], list[int] | None, int]
 
 
 class Evaluation:
-    """Computes a model's losses on the validation windows, which are the same every time. `layers` are those that take
-    a precision; `scaled` gives the arithmetic of a layer the scales that ranks share."""
+    """Losses on the validation windows. `layers` take a precision, for which `scaled` gives scales of all ranks."""
 
     def __init__(
         self, text: TrainingText, config: GPTConfig, layers: Sequence[Layer], facts: DeviceFacts, scaled: Scaled
@@ -154,24 +142,29 @@ class Evaluation:
         return windows.in_order(batch, max(_LEAST_WINDOWS, _TOKENS // length))
 
     def look(self, model: LanguageModel, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
+        def validation(of: str, sums: Sums, part: slice = slice(None)) -> Validation:
+            losses, lengths, windows = sums[0][part], sums[1], sums[2]
+            tokens, text_bytes = len(losses) * windows, None if lengths is None else sum(lengths[part])
+            return Validation(*who, of, sum(losses) / tokens, tokens, text_bytes)
+
         held_out = self._sums(model, self.held_out)
-        yield held_out.validation(*who, "held-out")
+        yield validation("held-out", held_out)
         if not last:
             return
         length = self._config.sequence
         part = -(-length // _PARTS)
         for first in range(0, length, part):
             end = min(first + part, length)
-            yield held_out.validation(*who, f"position:{first}-{end - 1}", slice(first, end))
+            yield validation(f"position:{first}-{end - 1}", held_out, slice(first, end))
         if self._other is not None:
-            yield self._sums(model, self._other).validation(*who, "other-text")
+            yield validation("other-text", self._sums(model, self._other))
         for mode in QUANTISED:
             arithmetic = precisions.get(mode).arithmetic(self._facts)
             names = [layer.name for layer in self._layers if not layer.high]
             with multiplied_by(model, {name: self._scaled(name, arithmetic.layer(name)) for name in names}):
-                yield self._sums(model, self.held_out).validation(*who, f"quantised:{mode}")
+                yield validation(f"quantised:{mode}", self._sums(model, self.held_out))
 
-    def _sums(self, model: LanguageModel, batches: Sequence[Batch]) -> _Sums:
+    def _sums(self, model: LanguageModel, batches: Sequence[Batch]) -> Sums:
         losses = torch.zeros(self._config.sequence, dtype=torch.float64, device=self._facts.key)
         lengths = torch.zeros(self._config.sequence, dtype=torch.int64, device=self._facts.key)
         for tokens, targets in batches:
@@ -179,7 +172,7 @@ class Evaluation:
             if self._lengths is not None:
                 lengths += self._lengths[targets].sum(0)
         text_bytes = None if self._lengths is None else lengths.tolist()
-        return _Sums(losses.tolist(), text_bytes, sum(len(tokens) for tokens, _ in batches))
+        return losses.tolist(), text_bytes, sum(len(tokens) for tokens, _ in batches)
 
 
 # Returns logits (texts, tokens, vocabulary) for tokens (texts, tokens).
@@ -221,7 +214,7 @@ class Scores:
             yield f"{TASK}{name}", float(_rightness(logs, right).mean())
 
     def _rows(self, texts: Sequence[bytes]) -> tuple[Tensor, Tensor]:
-        """Token ids as rows of one length, padded at the end, where padding changes nothing, and each text's own
+        """Token ids as rows of one length, padded at the end, where that changes nothing; and each text's own
         length."""
         assert self._config is not None
         lines = [np.frombuffer(encoded(text, self._merges), dtype=np.uint16) for text in texts]
@@ -260,8 +253,7 @@ def _whole(predict: Predict, rows: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _rightness(logs: Tensor, right: Tensor) -> Tensor:
-    """1 where the true choice is the likeliest, its share where several are equally likely, NaN where logits are not
-    finite."""
+    """1 where the true choice is the likeliest, its share among equals, NaN where logits are not finite."""
     best = logs == logs.amax(-1, keepdim=True)
     share = best.gather(-1, right[..., None])[..., 0] / best.sum(-1)
     return share.where(logs.isfinite().all(-1), torch.nan)

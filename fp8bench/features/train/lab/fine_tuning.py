@@ -30,7 +30,6 @@ LORA_SCALE = 2.0
 
 
 def apply_start(model: nn.Module, settings: TrainerSettings, seed: int) -> None:
-    """Load the weights, add the adapters, and apply the nudge of one ulp that settings ask for."""
     if settings.start:
         _take_checkpoint(model, *settings.start.rpartition("::")[::2])
     if settings.weights_from:
@@ -43,7 +42,6 @@ def apply_start(model: nn.Module, settings: TrainerSettings, seed: int) -> None:
 
 @torch.no_grad()
 def _move_by_an_ulp(model: nn.Module, seed: int) -> None:
-    """Every weight goes to a neighbouring value in its dtype, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         up = torch.rand(parameter.shape, generator=generator) < 0.5
@@ -52,7 +50,6 @@ def _move_by_an_ulp(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def _take_checkpoint(model: nn.Module, folder: str, arm: str) -> None:
-    """Raises UsageError where its weights are not this model's."""
     kept, own = weights(folder, arm), list(model.parameters())
     if [weight.shape for weight in kept] != [parameter.shape for parameter in own]:
         raise UsageError(
@@ -67,8 +64,7 @@ def frozen_in(model: nn.Module) -> list[Tensor]:
 
 
 def take_file(model: nn.Module, start: str, make: str = "") -> None:
-    """Load the state dict of `start`, 'FILE::DIGEST'. Raises UsageError where it is another model's. `make` names the
-    maker of a user's own model."""
+    """Load the state dict of 'FILE::DIGEST'. Raises UsageError where it is not of the model that `make` makes."""
     name, _, digest = start.rpartition("::")
     path = Path(name)
     with path.open("rb") as file:
@@ -138,9 +134,8 @@ def scaled(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: s
 
 
 def take_adapters(model: nn.Module, rank: int) -> None:
-    """Freeze a model and add an adapter to each linear layer of its blocks: the output becomes W x + 2 B A x. As usual
-    A is drawn at random and B is zero, so that the first step is the model's own. Neither is rounded: their products
-    are in the carrier, whatever precision W has."""
+    """Freeze a model and add an adapter to each linear layer of its blocks: W x + 2 B A x, where A is random and B
+    begins at zero. Its products are in the carrier, whatever precision W has."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name, layer in model.named_modules():

@@ -53,8 +53,7 @@ class Lab(Bench):
     _rank = 0
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
-        """Drop the previous seed and build every arm of this one. An arm that cannot be built raises when it is
-        used."""
+        """Drop the previous seed and build every arm. An arm that cannot be built raises when it is used."""
         self._start_over(task)
         for arm in task.arms:
             try:
@@ -80,8 +79,7 @@ class Lab(Bench):
         return device
 
     def examine(self, task: SeedTask) -> tuple[tuple[str, Coverage], ...]:  # type: ignore[override]
-        """Take one step of every arm of a user's model; returns what each arm converts. Raises for what cannot be
-        trained."""
+        """Take a step of every arm of a user's model; returns what each converts. Raises for what cannot be trained."""
         from fp8bench.features.train.lab.own_trainer import examined
 
         self._start_over(task)
@@ -101,8 +99,7 @@ class Lab(Bench):
         return ArmCost(arm.name, task.seed, kept=kept, memory=use)
 
     def try_alone(self, task: SeedTask, memory_limit: int | None) -> int | None:
-        """Returns the peak bytes of two steps of the task's only arm, None where they cannot be counted. Raises the
-        device's memory error where they do not fit into `memory_limit`."""
+        """Returns the peak bytes of two steps, None where they cannot be counted. Raises the device's memory error."""
         (arm,), device = task.arms, self._start_over(task)
         with self._running(precisions.get(arm.precision)):
             return try_batch(made_alone(task, arm), device, task.facts.index, memory_limit)
@@ -134,8 +131,8 @@ class Lab(Bench):
             return trainer.validate(last)
 
     def branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
-        """Add an arm with its own precision and settings that continues `arm` from its checkpoint in `folder`, or from
-        the first step where `folder` is ''. Returns the next step."""
+        """Add an arm that continues `arm` from its checkpoint, from the first step where `folder` is ''. Returns the
+        next step."""
         memory = self._read(folder, arm)[arm] if folder else None
         trainer = self._build_trainer(replace(self._task, settings=settings), trial)
         if memory is not None:
@@ -148,8 +145,7 @@ class Lab(Bench):
         return self._trainer(arm).rewinds
 
     def rewind(self, folder: str, arm: str, rewinds: tuple[tuple[int, int], ...]) -> int:
-        """Take an arm back to its checkpoint in `folder`, or to the first step where that is ''; the steps in `rewinds`
-        are then skipped with their batches. Returns the next step."""
+        """Take an arm back to its checkpoint, to the first step where `folder` is ''. Returns the next step."""
         if folder:
             with self._running(self._trainers[arm].precision):
                 self._trainers[arm].recall(self._read(folder, arm)[arm])
@@ -166,8 +162,7 @@ class Lab(Bench):
         gc.collect()
 
     def save(self, folder: str) -> tuple[str, ...]:
-        """Keep the state of every arm in a new folder, all or nothing. Returns the arms whose state is not finite,
-        which are left out."""
+        """Keep the state of every arm, all or nothing, but of the returned ones, whose state is not finite."""
         from fp8bench.features.train.lab.checkpoint import write
 
         not_finite = self._not_finite()
@@ -181,8 +176,7 @@ class Lab(Bench):
         return tuple(name for name, trainer in self._trainers.items() if not finite(trainer.memory()))
 
     def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
-        """Continue from a checkpoint: returns the next step of each arm. An arm that the checkpoint lacks has
-        stopped."""
+        """Returns the next step of each arm. An arm that the checkpoint lacks has stopped."""
         memories = self._read(folder)
         for name, trainer in self._trainers.items():
             if name in memories:
@@ -222,8 +216,7 @@ class Lab(Bench):
 
 
 def another_step(trainer: Trainer, phase: Phases) -> None:
-    """Take a step whatever the number of steps so far; an arm that is done repeats one of its last. Raises
-    NotFinite."""
+    """Take a step; an arm that is done repeats one of its last. Raises NotFinite."""
     trainer.repeat(_REPEATED_STEPS)
     for _ in trainer.advance(phase, watched=False):
         pass

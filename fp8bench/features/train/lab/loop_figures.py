@@ -72,8 +72,7 @@ class LoopHabits:
         return slower | data | {("inputs_again", ""): self._repeats, ("examples", ""): float(self.examples)}
 
     def backward_begins(self) -> bool:
-        """Whether gradients start anew. Gradients that nothing has touched since the last update or backward were not
-        cleared, and add up."""
+        """Whether gradients start anew: those that nothing has touched since were not cleared, and add up."""
         untouched = (parameter.grad is grad and grad._version == version for parameter, grad, version in self._left)
         anew = not self._left or not all(untouched)
         self._began = True
@@ -118,8 +117,7 @@ class LoopHabits:
         return [(parameter, gradient, gradient._version) for parameter, gradient in pairs if gradient is not None]
 
     def _moments(self) -> tuple[int, float]:
-        """For how many parameters the optimizer has a state, and its age in steps: 0 where it has none or it is on a
-        GPU."""
+        """For how many parameters the optimizer has a state, and its age in steps; 0 where it waits on a GPU."""
         state = self._optimizer.state
         age = next(iter(state.values())).get("step", 0) if state else 0
         waits = isinstance(age, Tensor) and age.device.type != "cpu"
@@ -151,7 +149,8 @@ def listening(begins: Listener, ended: Listener) -> Iterator[None]:
 def _backward(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> None:
     if _running:
         return _plain_backward(tensors, *args, **named)
-    listeners, root = tuple(_listeners), _number(tensors)
+    listeners, roots = tuple(_listeners), [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    root = roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
     for begins, _ in listeners:
         begins(root)
     _running.append(True)
@@ -162,11 +161,6 @@ def _backward(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> N
     for _, ended in listeners:
         ended(None if root is None else root.detach().reshape(()))
     return None
-
-
-def _number(tensors: Tensor | Sequence[Tensor]) -> Tensor | None:
-    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    return roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
 
 
 class GradientSketches:
@@ -196,12 +190,10 @@ class GradientSketches:
         output.register_hook(arrives)  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
-        """Forget what was added up: gradients have started anew."""
         self._expected.clear()
 
     def cosines(self, weights: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Number]]:
-        """By layer, the cosine between the gradient's product and the expected one: 1 where they match, 0 for a
-        gradient of zeros."""
+        """Between the gradient's product and the expected one: 1 where they match, 0 for a gradient of zeros."""
         for layer, weight in weights.items():
             expected = self._expected.get(weight)
             if expected is not None and weight.grad is not None and weight not in self._unknown:
@@ -273,8 +265,8 @@ def fingerprint_of(given: Any) -> tuple[Tensor | None, int]:
 
 
 def data_figures(given: Any) -> dict[str, Number]:
-    """Figures of the first tensor given to a model, from a sample of its values: mean, deviation, and the share of
-    examples that equal another, where there are eight or more of eight or more values. Does not wait for a device."""
+    """Of a sample of the first tensor given to a model: mean, deviation, and the share of examples that equal
+    another."""
     several = (tensor.detach() for tensor in tensors_in(given) if tensor.numel() > 1 and tensor.dtype != torch.bool)
     tensor = next(several, None)
     if tensor is None or tensor.is_complex():
@@ -312,8 +304,7 @@ _CHAIN = 8
 
 
 def predictions_of(root: Tensor) -> dict[str, Number]:
-    """For a cross entropy: its classes, the mean entropy of predictions, and the largest range of an example's logits.
-    Empty for any other loss."""
+    """Of a cross entropy: classes, mean entropy and the largest range of logits. Empty for any other loss."""
     node: Any = root.grad_fn
     for _ in range(_CHAIN):
         if node is None or node.name().startswith("NllLoss"):

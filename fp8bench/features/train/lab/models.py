@@ -47,8 +47,7 @@ _ROUND = 128
 
 
 def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
-    """The sizes of a model for a vocabulary, with the settings' batch and sequence. Experts of a mixture are half as
-    wide as the mlp they replace: the two that a token visits do as much work as it."""
+    """The sizes of a model. Experts are half as wide as the mlp they replace: a token visits two."""
     if settings.model not in SIZES:
         raise UnknownName("model", settings.model, SIZES)
     size = SIZES[settings.model]
@@ -77,7 +76,6 @@ def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
 
 
 def around_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
-    """The operations around products that may have a precision of their own."""
     if arch not in _NORMS:
         return gpt_around(config.layers)
     return around(norm.format(block) for block in range(config.layers) for norm in _NORMS[arch])
@@ -89,24 +87,19 @@ def check(settings: TrainerSettings) -> None:
     why = "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps few activations anyway"
     refusals = (
         (settings.arch == "cnn" and config.sequence % LINE > 0,
-         (f"--arch cnn reads a text in lines of {LINE} tokens, and a sequence of {config.sequence} does not divide "
-          f"into them. Give a --sequence that is a multiple of {LINE}.")),
+         f"--arch cnn reads a text in lines of {LINE} tokens: --sequence {config.sequence} is no multiple of {LINE}."),
         (settings.nudge == "order" and (config.batch == 1 or settings.dropout > 0),
-         ("nudge order reverses the sequences of a batch, which changes the order of sums and nothing else: give a "
-          "--batch of at least 2, and no --dropout.")),
+         "nudge order changes the order of sums in a batch alone: give a --batch of at least 2, and no --dropout."),
         (settings.attention != "auto" and (not attends or compiled),
-         (f"--attention {settings.attention} is for --arch gpt and moe, and cannot be compiled: choose these, or "
-          "--attention auto.")),
+         f"--attention {settings.attention} is for --arch gpt and moe without --compile yes: choose these, or auto."),
         (settings.optimizer == "adafactor" and settings.optimizer_states != "fp32",
-         (f"--optimizer-states {settings.optimizer_states} is for moments as large as their weights, and adafactor "
-          "keeps means of rows and columns: choose fp32, or another optimizer.")),
+         f"adafactor keeps means of rows and columns: leave --optimizer-states {settings.optimizer_states} out."),
         (settings.norm != "batch" and settings.arch != "cnn",
          f"--norm {settings.norm} is for --arch cnn: {settings.arch} has no batch norm. Leave it out."),
         (settings.lora > 0 and (settings.arch != "gpt" or compiled or settings.parallel in ("fsdp", *CUT)),
          "--lora is for --arch gpt with whole weights: leave out --compile yes and --parallel fsdp, tp or sp."),
         (compiled and settings.arch == "moe",
-         ("--compile yes does not work with --arch moe: how many tokens an expert gets is known only during a step. "
-          "Choose --compile no.")),
+         "--compile yes does not work with --arch moe, whose experts get any number of tokens. Choose --compile no."),
         (settings.checkpointing != "no" and not attends,
          f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: {why}. Choose --checkpointing no."),
     )  # fmt: skip
@@ -130,7 +123,6 @@ _ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def check_effective(arms: Sequence[TrainerSettings]) -> None:
-    """Raises UsageError for a setting that no arm makes use of."""
     defaults = TrainerSettings()
     for name, (needed, values) in _ONLY_WITH.items():
         given = [arm for arm in arms if getattr(arm, name) != getattr(defaults, name)]
@@ -149,16 +141,12 @@ def _around(settings: TrainerSettings) -> list[str]:
 
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
-    """Raises UsageError for what several ranks cannot train together."""
     given, cut, sharded = settings, settings.parallel in CUT, settings.parallel == "fsdp"
     way = f"--parallel {given.parallel}"
     shared, compiled = not cut and given.amax_group != "own", given.compile == "yes"
     batch, rounded = config_of(given, 1).batch, any(precisions.get(word).carried_by for word in _around(given))
     if not cut and batch % ranks:
-        raise UsageError(
-            f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a --batch that is a multiple of "
-            f"{ranks}."
-        )
+        raise UsageError(f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a multiple as --batch.")
     advice = "add --amax-group own, or leave it out"
     refusals = (
         (cut and given.arch != "gpt", f"--arch {given.arch}", way,
@@ -201,26 +189,17 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
 
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
-    """What a precision can do for this model on a device: native, emulated, or refused with the reason."""
     own = settings.make and precision.name == UNTOUCHED
     support = native("the model as it came") if own else _support_of(settings, precision, facts)
     if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:
-        return refused(
-            f"layers of {precision.mode} keep scales that a checkpoint cannot store: choose backend=torch or emulated"
-        )
+        return refused(f"a checkpoint cannot store scales of {precision.mode}: choose backend=torch or emulated")
     if facts.ranks > 1 and settings.amax_group == "parallel" and _scales_are_own(precision):
-        return refused(
-            f"ranks cannot share the scale that {precision.mode} has for a whole tensor: choose --amax-group own"
-        )
+        return refused(f"ranks cannot share the scale of a tensor in {precision.mode}: choose --amax-group own")
     cut = settings.parallel in CUT and facts.ranks > 1
     if cut and precision.whole_layers:
-        way = f"--parallel {settings.parallel}"
-        return refused(f"{way} cannot divide layers of {precision.mode}, which are a library's own")
+        return refused(f"--parallel {settings.parallel} cannot divide a library's layers, as of {precision.mode}")
     if settings.compile == "yes" and precision.remembers and support.level is not Level.REFUSED:
-        return refused(
-            f"{precision.mode} rounds by what earlier casts found, which a compiled graph does not see: choose "
-            "--compile no"
-        )
+        return refused(f"{precision.mode} rounds by earlier casts, unseen by a compiled graph: choose --compile no")
     if settings.make or support.level is not Level.NATIVE:
         return support
     rounded = bool(precision.carried_by) and precision.float32_products == "highest"
@@ -274,8 +253,7 @@ def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
 
 
 def _scales_are_own(precision: Precision) -> bool:
-    """Whether ranks cannot share a tensor's largest magnitude: a library finds it, or a scale of block scales needs
-    it."""
+    """Whether ranks cannot share a tensor's largest magnitude: it is a library's, or block scales need it."""
     recipe = getattr(precision, "recipe", None)
     treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
     return precision.whole_layers or any(

@@ -82,8 +82,7 @@ class Gradients:
 
 
 class LowGradients(Gradients):
-    """Gradients in low precision: each is added and rounded as soon as backward has found it, so that only one at a
-    time is float32."""
+    """Gradients in low precision: each is added and rounded as it arrives, so that only one at a time is float32."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], micro_batches: int, fp8: bool) -> None:
         self._parameters = parameters
@@ -142,12 +141,9 @@ class _BFloat16:
 
 
 class AutomaticScale:
-    """E4M3 codes under one scale for all micro-batches of a step, as all devices share one in FP8-LM.
-
-    The scale takes the largest magnitude expected of the step, from its first micro-batch, to `share` of the format's
-    largest. The share is halved after a step in which too many values were larger, and grows back to 1. Gradients that
-    are not finite are restored as NaN.
-    """
+    """E4M3 codes under one scale for all micro-batches of a step, as all devices share one in FP8-LM. It takes the
+    magnitude expected by the first micro-batch to `share` of the format's largest. The share is halved after a step in
+    which too many values were larger, and grows back to 1. Gradients that are not finite are restored as NaN."""
 
     def __init__(self, like: Tensor, micro_batches: int) -> None:
         self._micro_batches = micro_batches
@@ -186,8 +182,7 @@ def joint(norms: Sequence[Tensor]) -> Tensor:
 def clippings_of(
     norms: list[Tensor], norm: Tensor, scale: float, most: float, clipped: Sequence[str]
 ) -> tuple[list[Tensor], Tensor]:
-    """Returns what the gradient of each parameter is divided by, and by how much all of them together shrink. `clipped`
-    names the group with which each parameter is clipped."""
+    """What each gradient is divided by, and by how much all shrink. `clipped` names the group of each parameter."""
     groups = list(dict.fromkeys(clipped))
     if not most or len(groups) == 1:
         clipping = (norm / most).clamp(min=1.0) if most else torch.ones_like(norm)
@@ -227,8 +222,7 @@ class Weights:
 
 
 class HalfWeights(Weights):
-    """fp16 weights under one scale a tensor, as in FP8-LM. Parameters are float32 during a step; between steps they
-    have no memory."""
+    """fp16 weights under one scale a tensor, as in FP8-LM; between steps the float32 parameters have no memory."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
         super().__init__(parameters, layers)
@@ -266,8 +260,7 @@ class HalfWeights(Weights):
 
 
 class EightBitWeights(HalfWeights):
-    """fp16 weights, and E4M3 copies of those that layers multiply by, as in MS-AMP's O3: passes see the copies, and an
-    update begins from fp16."""
+    """fp16 weights, from which updates begin, and E4M3 copies that passes see, as in MS-AMP's O3."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter]) -> None:
         self._eight, self._codes = scaled(E4M3, ScaleRounding.POWER_OF_TWO), dict[Tensor, Operand]()
@@ -296,8 +289,7 @@ class EightBitWeights(HalfWeights):
 
 
 class StochasticWeights(HalfWeights):
-    """bf16 weights that are rounded up or down at random, with the probability given by the distance. The mean of many
-    roundings is the value, so that updates too small for bf16 are not lost. Each step draws from a seed of its own."""
+    """bf16 weights, rounded up or down at random so that small updates are not lost; a seed for each step."""
 
     def _stored(self) -> Storage:
         self._drawn = torch.Generator(self._parameters[0].device)
@@ -323,8 +315,7 @@ _MOST_ELEMENTS = 1 << 24
 
 
 class _Group(NamedTuple):
-    """A bucket of parameters with one learning rate, as a factor, and one weight decay. `first` is the index of its
-    first parameter, by which all of the bucket are clipped."""
+    """Parameters with one rate, as a factor, and one weight decay. All are clipped as the one at place `first`."""
 
     bucket: Bucket
     rate: float
@@ -338,8 +329,7 @@ _EPSILONS = {"adafactor": 1e-3}
 
 
 class LoopOptimizer:
-    """AdamW, or another optimizer of float32 weights. `update_norms` and `weight_norms` are those of the last step, in
-    the order of the model's parameters."""
+    """Updates float32 weights. Norms are those of the last step, in the order of the model's parameters."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
         self._parameters = list(parameters.values())

@@ -25,12 +25,9 @@ _SILENT = 3
 
 
 class OwnLoop:
-    """Makes a row of every step and watches every `stride`-th; `told` receives the lines whenever a watched step ends.
-
-    `fp8bench.watch` says what a step is and which loss it has. Norms of gradients are those that the optimizer meets,
-    after any clipping; the norm of the parameters is that of the last watched step. A step whose loss is not known has
-    no row; three of those in a row are an event.
-    """
+    """Makes a row of every step and watches every `stride`-th, after which `told` receives the lines. Norms of
+    gradients are those that the optimizer meets, the norm of the parameters that of the last watched step. A step whose
+    loss is not known has no row; three of those in a row are an event."""
 
     def __init__(
         self,
@@ -226,10 +223,7 @@ class OwnLoop:
             return "no parameter had a gradient. Call backward before the optimizer's step"
         if not self._module.training:
             return "the module was in eval mode. Call its train() before the loop"
-        return (
-            "no loss was found: backward did not begin with a single number that comes from the module's output. Give "
-            "it by calling loss(value) on what fp8bench.watch returned"
-        )
+        return "no loss was found where backward began. Give it by loss(value) on what fp8bench.watch returned"
 
     def _tell(self, lines: Sequence[StreamLine]) -> None:
         """Pass on the rows since the last time, then the lines of the watched step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -46,8 +46,7 @@ def trainer_of(
 
 
 class OwnTrainer(Trainer):
-    """Batches are numbered by micro-batch. Where the maker returns an optimizer, learning rates are its own, and those
-    of the settings are factors of them."""
+    """Batches are numbered by micro-batch. Rates of the maker's optimizer are its own; the settings' are factors."""
 
     def _build(self, task: SeedTask) -> nn.Module:
         settings, facts = self._settings, task.facts
@@ -108,13 +107,11 @@ class OwnTrainer(Trainer):
             if parameter.dtype != torch.float32:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 raise UsageError(
-                    f"{self._name}: its parameter {path} is {dtype}, and the built-in optimizer takes float32 alone. "
-                    "Make it float32, or give an optimizer."
+                    f"{self._name}: its parameter {path} is {dtype}. Make it float32, or give an optimizer."
                 )
         if settings.schedule == "plateau" and not self._held_out:
             raise UsageError(
-                f"--schedule plateau needs held-out losses, and {self._name} gives no held_out batches. Give some, or "
-                "choose another schedule."
+                f"--schedule plateau needs held_out batches of {self._name}. Give some, or choose another schedule."
             )
         return LoopOptimizer(self._parameters, settings)
 
@@ -128,8 +125,7 @@ class OwnTrainer(Trainer):
             if getattr(self._settings, name) != getattr(usual, name):
                 hint = "; --sweep handicap=0.5,2 multiplies its rate" if name == "rate" else ""
                 raise UsageError(
-                    f"--{name.replace('_', '-')} sets up the built-in optimizer, and {self._name} gives its own. Leave "
-                    f"the option out{hint}."
+                    f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out{hint}."
                 )
 
     def _rate_now(self) -> float:
@@ -181,8 +177,7 @@ class OwnTrainer(Trainer):
         yield Validation(*who, "held-out", mean, sum(tokens), None)
 
     def coverage(self) -> Coverage | None:
-        """How much of the model is converted, counted in a step of an unconverted copy; None for the model as it
-        came."""
+        """How much is converted, counted in a step of an unconverted copy; None for the model as it came."""
         if self.conversion is None:
             return None
         other = OwnTrainer(self._task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
@@ -202,9 +197,7 @@ class OwnTrainer(Trainer):
 
 
 def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
-    """Build every arm of a task, take a step of each, and return how much of the model each converts. Raises UsageError
-    for what cannot be trained: no model or batch, batches that change when read again, nothing converted, a step that
-    fails."""
+    """Take a step of each arm; returns how much each converts. Raises UsageError for what cannot be trained."""
     coverages = []
     for number, arm in enumerate(task.arms):
         trainer = OwnTrainer(task, arm)
@@ -238,8 +231,7 @@ class OwnBatches:
     def __init__(self, name: str, given: Given, seed: int, facts: DeviceFacts) -> None:
         self._name, self._given, self._seed, self._facts = name, given, seed, facts
         self._source = given.batches
-        self._next, self._epoch = 0, 0
-        self._iterator: Iterator[Any] | None = None
+        self._next, self._reader = 0, self._in_order()
         if self._source is None or callable(self._source):
             return
         once = iter(self._source) is self._source
@@ -257,31 +249,30 @@ class OwnBatches:
             if callable(self._source):
                 with self._drawn("batch", place):
                     return self._source(place, self._seed)
-            return self._read(place)
+            if place < self._next:
+                self._next, self._reader = 0, self._in_order()
+            self._next, skipped = place + 1, place - self._next
+            return next(islice(self._reader, skipped, None))
         except UsageError:
             raise
         except Exception as error:
             raise UsageError(f"{self._name}: its batch {place} cannot be read: {own_words(error)}.") from error
 
-    def _read(self, place: int) -> Any:
-        if place < self._next:
-            self._next, self._epoch, self._iterator = 0, 0, None
-        while True:
-            batch = self._following()
-            self._next += 1
-            if self._next > place:
-                return batch
-
-    def _following(self) -> Any:
-        for _ in range(2):
-            if self._iterator is None:
-                with self._drawn("epoch", self._epoch):
-                    self._iterator = iter(self._source)
-            with self._drawn("batch", self._next):
-                for batch in self._iterator:
-                    return batch
-            self._epoch, self._iterator = self._epoch + 1, None
-        raise UsageError(f"{self._name}: its batches end before the first one. Give at least one.")
+    def _in_order(self) -> Iterator[Any]:
+        number, ended = 0, object()
+        for epoch in count():
+            begun = number
+            with self._drawn("epoch", epoch):
+                iterator = iter(self._source)
+            while True:
+                with self._drawn("batch", number):
+                    batch = next(iterator, ended)
+                if batch is ended:
+                    break
+                number += 1
+                yield batch
+            if number == begun:
+                raise UsageError(f"{self._name}: its batches end before the first one. Give at least one.")
 
     def _drawn(self, purpose: str, number: int) -> Any:
         return seeded(seed_of(purpose, self._seed, number), self._facts)

@@ -54,8 +54,7 @@ class RankLab(RankBench, Lab):
         return tuple(state for state in states if state.arm in self._trainers)
 
     def advance(self, arm: str, _advanced: int) -> RankLines:  # type: ignore[override]
-        """Returns this rank's lines, with digests of its batches and of everything that all ranks must have in
-        common."""
+        """This rank's lines, with digests of its batches and of everything that all ranks must have in common."""
         trainer = self._trainer(arm)
         first = trainer.step
         lines = super().advance(arm, _advanced)
@@ -124,8 +123,7 @@ def _check_same(answers: Sequence[RankLines]) -> None:
 
 
 def _check_batches(answers: Sequence[RankLines]) -> None:
-    """All ranks mean the same batch, and their parts add up to it, times the number of ranks that read the same
-    part."""
+    """All ranks mean the same batch, and their parts add up to it, times the ranks that read the same part."""
     for looked_at in _by_position([answer.batches for answer in answers]):
         step, _, whole = looked_at[0]
         for rank, (_, _, other) in enumerate(looked_at):
@@ -173,7 +171,9 @@ def _reading(parts: Sequence[LayerReading]) -> LayerReading:
     squares = _mean([part.deviation**2 + part.mean**2 for part in parts])
     scales = [part.scale for part in parts]
     figures: dict[str, Any] = {name: _mean([getattr(part, name) for part in parts]) for name in _MEANS}
-    figures |= {name: _largest([getattr(part, name) for part in parts]) for name in _LARGEST_OF}
+    for name in _LARGEST_OF:
+        known = (getattr(part, name) for part in parts)
+        figures[name] = max((value for value in known if value is not None), default=None)
     return replace(
         first,
         smallest=min((part.smallest for part in parts if part.smallest), default=0.0),
@@ -202,10 +202,6 @@ def _figure(parts: Sequence[StepFigure]) -> StepFigure:
     return replace(parts[0], value=together([part.value for part in parts]))
 
 
-def _look(parts: Sequence[Validation]) -> Validation:
-    return replace(parts[0], loss=_mean([part.loss for part in parts]))
-
-
 def _event(parts: Sequence[TrainingEvent]) -> TrainingEvent:
     """An event that all ranks have; else that of the first rank that knows where it happened."""
     if all(part == parts[0] for part in parts):
@@ -219,13 +215,9 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
-def _largest(values: Sequence[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
 _MERGED: dict[type, Callable[..., StreamLine]] = {
     StepRow: _row, LayerReading: _reading, StepFigure: _figure, TrainingEvent: _event,
-    Validation: _look,
+    Validation: lambda parts: replace(parts[0], loss=_mean([part.loss for part in parts])),
 }  # fmt: skip
 
 

@@ -163,8 +163,7 @@ def _merged(parts: Sequence[Figures]) -> Figures:
 
 
 def _range(x: Tensor, amax: float | None, cast: TensorCast) -> Figures:
-    """How much of a format's range the values use, and what they are multiplied by. `amax` is their largest magnitude,
-    if that is known and all are finite."""
+    """How much of a format's range the values use. `amax` is their largest magnitude, if all are known to be finite."""
     if cast.fmt is None:
         return {}
     figures: Figures = {"largest": cast.fmt.largest}
@@ -257,8 +256,7 @@ def reading_of(
 
 
 def _moments(figures: Mapping[str, float]) -> tuple[float, float]:
-    """Mean and standard deviation of the finite values; `figures` has those of all values, the others taken as 0. NaN
-    without any."""
+    """Of the finite values; those in `figures` are of all, the others taken as 0. NaN without any."""
     count, finite = figures["count"], figures["finite"]
     if not finite or figures["variance"] == math.inf:  # the squares are beyond float32
         return math.nan, math.nan
@@ -295,8 +293,7 @@ _KIB = 1024
 
 
 def attention_score(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """The largest magnitude of q k / sqrt(head width) that enters softmax, over all heads of the first sequence.
-    Queries are (batch, heads, tokens, width). Keys may have fewer heads, which neighbouring queries share."""
+    """The largest q k / sqrt(head width) that enters softmax, in the first sequence. Queries may share keys."""
     queries, keys = (tensor[0].detach().to(torch.float32) for tensor in (q, k))
     if len(keys) != len(queries):
         keys = keys.repeat_interleave(len(queries) // len(keys), 0)

@@ -135,12 +135,8 @@ def digest_of(tensors: Iterable[Tensor]) -> int:
 
 class FullySharded(DataParallel):
     """Every rank reads an equal part of every micro-batch, and keeps and updates an equal number of rows of each
-    weight.
-
-    Whole weights exist during a step only. torch's fully_shard works block by block, on modules with DTensors; here a
-    step casts all weights once for all of its micro-batches, and checkpoints and AdamW's kernels take plain tensors.
-    Rows are padded with zeros to divide evenly; those stay zero.
-    """
+    weight, padded with zeros. Whole weights exist during a step only. Unlike torch's fully_shard, which works on
+    modules with DTensors, a step casts all weights once, and checkpoints and AdamW's kernels take plain tensors."""
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
         self._wholes = list(parameters.values())
@@ -197,8 +193,7 @@ class FullySharded(DataParallel):
             self._check(torch.stack(sums))
 
     def _check(self, sums: Tensor) -> None:
-        """Compares what this rank received with the sums of what all ranks sent it, which travel separately: no other
-        rank has these rows."""
+        """Compares what this rank received with sums that travel separately: no other rank has these rows."""
         expected_sums = self._group.added(sums)[:, :, self.share] / self.shares
         for part, (expected, size) in zip(self._buckets, expected_sums, strict=True):
             received = torch.stack([gradient_of(parameter).sum() for parameter in self._own[part]]).sum()

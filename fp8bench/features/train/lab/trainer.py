@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from fp8bench.features.train.lab.fine_tuning import apply_start, frozen_in, scal
 from fp8bench.features.train.lab.optimizer import LoopOptimizer, clippings_of, joint, own_seed, seed_of
 from fp8bench.features.train.lab.together import digest_of
 from fp8bench.features.train.lab.update_rules import PlateauShare, group_of, loss_scale_of, share_of_rate
-from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, not_finite_words
+from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, not_finite_words
 from fp8bench.features.train.lab.ways import together_of
 from fp8bench.features.train.values import (
     FALLBACK,
@@ -92,7 +92,6 @@ class Trainer:
         )
 
     def _build(self, task: SeedTask) -> Any:
-        """Returns the model, and sets up what it is trained and judged on."""
         settings = self._settings
         self._config = models.config_of(settings, task.text.vocabulary)
         self._layers = models.layers_of(settings.arch, self._config)
@@ -162,7 +161,6 @@ class Trainer:
 
     @property
     def _share(self) -> int:
-        """Sequences of a micro-batch that this rank reads."""
         return self._config.batch // self.together.shares
 
     @property
@@ -188,8 +186,7 @@ class Trainer:
         return {MemoryRole.WEIGHTS: weights, MemoryRole.GRADIENTS: kept["gradients"], MemoryRole.OPTIMIZER: moments}
 
     def advance(self, phase: Phases = _SILENT, watched: bool = True) -> Iterator[StreamLine]:
-        """Take one step and yield its lines; none where the arm has stopped or is done. With `watched`, tensors are
-        read in every `stride`-th step."""
+        """Take one step and yield its lines; none where the arm has stopped or is done. Some steps are `watched`."""
         if self.stopped or self.step == self._task.steps:
             return
         if self._is_passed_over:
@@ -201,7 +198,12 @@ class Trainer:
         started = time.perf_counter()
         scale, before = self._loss_scale.scale, self._remembered()
         rate = self._rate_now()
-        with self._counting(watched) as wire, self._present(phase), self._watching(watched) as seen:
+        watched = watched and self.step % self._task.stride == 0
+        counted = watched and self._task.facts.ranks > 1
+        with (
+            StepWire(self.together.rank, again=False) if counted else nullcontext() as wire, self._present(phase),
+            self._watch.step(self._settings.micro_batches) if watched else nullcontext() as seen,
+        ):  # fmt: skip
             loss = self._losses(scale, phase)
             self.together.average(self._optimizer.gradients, phase)
             norms = self.together.norms(self._optimizer.gradients.norms())
@@ -247,8 +249,7 @@ class Trainer:
         return own % DIGESTS, whole % DIGESTS
 
     def weights_digest(self) -> tuple[int, tuple[str, ...]]:
-        """A number that changes with any bit of the weights that all ranks share, and what is wrong with what this rank
-        received."""
+        """A digest of the weights that all ranks share, and what is wrong with what this rank received."""
         with self._present(_SILENT):
             return digest_of(self.together.common(self._parameters)), self.together.faults()
 
@@ -279,15 +280,6 @@ class Trainer:
                     self._watch_casts(Operand(parameter), parameter, Role.WEIGHT, None)
             yield
 
-    def _watching(self, watched: bool) -> AbstractContextManager[WatchedStep | None]:
-        watched = watched and self.step % self._task.stride == 0
-        return self._watch.step(self._settings.micro_batches) if watched else nullcontext()
-
-    def _counting(self, watched: bool) -> AbstractContextManager[StepWire | None]:
-        """Counts the bytes that a watched step sends to other ranks."""
-        counted = watched and self._task.facts.ranks > 1 and self.step % self._task.stride == 0
-        return StepWire(self.together.rank, again=False) if counted else nullcontext()
-
     def _losses(self, scale: float, phase: Phases = _SILENT) -> Tensor:
         self._optimizer.gradients.begin()
         with self._weights.cast(phase):
@@ -316,8 +308,7 @@ class Trainer:
         )  # fmt: skip
 
     def _handle_not_finite(self, row: StepRow, before: _Remembered) -> Iterator[TrainingEvent]:
-        """Handle a skipped step, or one after which weights are not finite: halve the loss scale, or find the first
-        faulty tensor and do what --on-nan says."""
+        """Halve the loss scale, or find the first faulty tensor and do what --on-nan says."""
         if row.skipped and math.isfinite(row.loss) and self._loss_scale.scale < row.loss_scale:
             self._recall(_Remembered({}, before.statistics))
             yield self._event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
@@ -373,8 +364,7 @@ class Trainer:
             buffer.copy_(remembered.statistics[name])
 
     def validate(self, last: bool = False) -> tuple[StreamLine, ...]:
-        """The losses on held-out text; `last` adds those that only a finished training gets. What casts remember is
-        restored, so that validation changes no later step."""
+        """`last` adds what only a finished training gets. What casts remember is restored: no later step changes."""
         who, before = (self.arm.name, self._task.seed, self.step), self._remembered()
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
@@ -408,9 +398,8 @@ class Trainer:
         }
 
     def take_over(self, other: Trainer, memory: dict[str, Any]) -> None:
-        """Continue from another arm's memory with this arm's own settings and precision. A layer whose arithmetic
-        differs from the other arm's cannot use what that one remembers: the step before is repeated without an update,
-        which gives it scales from earlier casts."""
+        """Continue from another arm's memory with this arm's settings and precision. Layers with another arithmetic get
+        their scales from the step before, which is repeated without an update."""
         same = {name for name, arithmetic in self._arithmetics.items() if _alike(arithmetic, other._arithmetics[name])}
         known = {name: tensors for name, tensors in memory["remembered"]["arithmetics"].items() if name in same}
         remembered = {"arithmetics": known, "statistics": memory["remembered"]["statistics"]}

@@ -52,9 +52,8 @@ def _along_cosine(start: float, end: float, gone: float) -> float:
 
 
 class PlateauShare:
-    """The factor that the plateau schedule multiplies the rate by, as torch's ReduceLROnPlateau: it is multiplied by
-    `drop` after more than `patience` validations in a row that did not improve the best loss by 0.01%, down to
-    `floor`."""
+    """As torch's ReduceLROnPlateau: a factor that is multiplied by `drop` after more than `patience` validations in a
+    row without a loss better by 0.01%, down to `floor`."""
 
     LEAST = 1e-4
 
@@ -97,8 +96,7 @@ def _layer_kind(name: str) -> str:
 
 
 def factor_of(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
-    """The rate factor of a parameter: of the longest key that its path begins with, else of its kind of layer, else of
-    its kind."""
+    """Of the longest key that the path begins with, else of its kind of layer, else of its kind."""
     known, kind = dict(rates), kind_of(name, dimensions)
     fronts = [key for key in known if name == key or name.startswith(f"{key}.")]
     if fronts:
@@ -121,8 +119,7 @@ _LEAST = 1.0
 
 @dataclass
 class LossScale:
-    """A loss scale that is fixed (`growth` 0), or dynamic: divided by `factor` when gradients overflow, multiplied by
-    it after `growth` steps in a row without overflow."""
+    """Fixed (`growth` 0), or divided by `factor` at an overflow and multiplied by it after `growth` steps without."""
 
     scale: float
     growth: int = 0

@@ -53,9 +53,7 @@ class ModelWatch:
         self._arm, self._seed, self._examples = arm, seed, examples
         self.scales: dict[str, float] = {}
         self.model = model
-        paths = {module: path for path, module in reversed([*_uncompiled(model, "")])} if inside else {}
-        self.modules = [(path, module) for module, path in paths.items() if _is_watched(module)]
-        self.inside = bool(paths)
+        self.modules = {module: path for path, module in reversed([*_uncompiled(model, "")])} if inside else {}
         trained = ((path, parameter) for path, parameter in model.named_parameters() if parameter.requires_grad)
         self.parameters = {path.removeprefix("_orig_mod."): parameter for path, parameter in trained}
         matrices = ((path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX)
@@ -104,9 +102,8 @@ Scale = Callable[[], float]
 
 @dataclass(frozen=True)
 class FaultyTensor:
-    """The first tensor that was not finite, of a parameter or layer by its path in the model. `amax` is the largest
-    finite magnitude, `share` the share of elements that are not finite, `scale` what the tensor was multiplied by
-    before it was rounded, None where it was not."""
+    """The first tensor that was not finite. `amax` is of its finite elements, `share` that of the others, `scale` what
+    it was multiplied by before it was rounded, None where it was not."""
 
     layer: str
     tensor: str
@@ -200,9 +197,8 @@ def not_finite_words(place: FaultyTensor | None, loss: float, norm: float) -> st
 
 
 class WatchedStep:
-    """Collects figures of tensors by layer and role, and others by name and layer, until `stack` is unwound. Gradient
-    noise comes from the differences between micro-batches: there is none for a step of one, nor where a gradient is
-    taken away as soon as it has arrived."""
+    """Collects figures until `stack` is unwound. Gradient noise comes from the differences between micro-batches: there
+    is none for a step of one, nor where a gradient is taken away as soon as it has arrived."""
 
     def __init__(self, watch: ModelWatch, stack: ExitStack, micro_batches: int) -> None:
         self.tensors: dict[tuple[str, str], Figures] = {}
@@ -211,7 +207,7 @@ class WatchedStep:
         self._arrived = dict.fromkeys(watch.parameters, 0)
         self._squares: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] = {}
-        hooked: Mapping[str, Any] = watch.parameters if micro_batches > 1 and watch.inside else {}
+        hooked: Mapping[str, Any] = watch.parameters if micro_batches > 1 and watch.modules else {}
         for name, parameter in hooked.items():
             if not parameter.requires_grad:  # frozen since the watch began
                 continue
@@ -219,9 +215,9 @@ class WatchedStep:
             stack.callback(parameter.register_post_accumulate_grad_hook(partial(self._is_added, name)).remove)
         self.sketches = GradientSketches()
         begin_peak(watch.device)
-        if watch.inside:
+        if watch.modules:
             stack.callback(watch.model.register_forward_pre_hook(self._begins, with_kwargs=True).remove)
-        for path, module in watch.modules:
+        for module, path in watch.modules.items():
             self._attach(path, module, stack)
 
     @torch.no_grad()
@@ -319,19 +315,13 @@ class WatchedStep:
 
 
 def is_watched(step: int, stride: int) -> bool:
-    """Whether a loop's step is watched: the first, and one at random in each stride, so that what recurs every few
-    steps is met in all its phases."""
+    """The first step, and one at random in each stride: what recurs every few steps is met in all its phases."""
     number = step // stride
     return step % stride == (random.Random(number).randrange(stride) if number else 0)
 
 
 def _has_weights(module: nn.Module) -> bool:
     return any(parameter.ndim >= _MATRIX for parameter in module.parameters(recurse=False))
-
-
-def _is_watched(module: nn.Module) -> bool:
-    casts = isinstance(getattr(module, "arithmetic", None), Arithmetic)
-    return casts or _has_weights(module) or isinstance(module, SelfAttention) or hasattr(module, "running_mean")
 
 
 def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

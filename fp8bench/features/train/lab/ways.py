@@ -97,11 +97,8 @@ _MOST_STEPS = 64
 
 class ZeroTensors(FullySharded):
     """Every rank reads an equal part of every micro-batch, and keeps and updates some whole weights, divided as in
-    FP8-LM.
-
-    Gradients go to owners, and weights come from them, in the format `wire`: all ranks, the owner too, compute a step
-    with the weights as sent. After a slice of steps, some numbers of every gradient and weight are compared with what
-    ranks sent: in FP8 to the bit.
+    FP8-LM. Gradients go to owners and weights come from them in the format `wire`: all ranks, the owner too, compute
+    with the weights as sent. After a slice some numbers of each are compared with what ranks sent, in FP8 to the bit.
     """
 
     def __init__(self, group: RankGroup, own_amax: bool, wire: str) -> None:
@@ -244,12 +241,9 @@ STREAMS: dict[str, type[NotedGroup]] = {"fp32": NotedGroup, "bf16": _NotedBF16, 
 
 
 class SequenceParallel(TensorParallel):
-    """Tensor parallelism where each rank has only its own tokens between the parts of blocks.
-
-    Embedding, last norm, head and loss see all tokens on all ranks: the stream is cut before the first block and
-    gathered after the last. After a slice of steps, samples of every exchange are compared with what ranks sent: since
-    all ranks gather the same stream, comparing weights would not show that one received a wrong sum.
-    """
+    """Tensor parallelism where each rank has only its own tokens between the parts of blocks: the stream is cut before
+    the first block and gathered after the last. After a slice samples of every exchange are compared with what ranks
+    sent: all gather the same stream, so that weights would not show a wrong sum."""
 
     def __init__(self, group: RankGroup, config: GPTConfig, own_amax: bool, wire: str) -> None:
         super().__init__(group, config, own_amax)

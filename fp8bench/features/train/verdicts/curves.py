@@ -1,11 +1,8 @@
 """The curves of a training, what is compared of them, and the verdicts on pairs of seeds.
 
-The endpoint was declared in advance: the mean training loss over the last tenth of the steps. The second measure is the
-last loss on held-out text. A point with a value that is not finite is void.
-
-Gaps are paired over seeds and judged by Student's t: the interval of 99% decides, that of 95% is shown. It is each
-arm's own: of a hundred arms that do not differ from their reference, at most one is called worse or better. The end of
-the file has the steps, tokens and seconds that arms take to a loss given in advance (`--until`).
+The endpoint was declared in advance: the mean training loss over the last tenth of the steps. Gaps are paired over
+seeds and judged by Student's t: the interval of 99% decides, that of 95% is shown. It is each arm's own: of a hundred
+arms that do not differ from their reference, at most one is called worse or better.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -32,6 +28,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.model import Interval
+from fp8bench.report.panels import together
 
 HELD_OUT = "held-out"
 _TENTHS = 10
@@ -80,15 +77,14 @@ class Curve:
         return self.endpoint_without(self.passed)
 
     def endpoint_without(self, passed: frozenset[int]) -> float:
-        """The mean of the last tenth without these steps; NaN if one is not finite, or the arm did not come to its
-        end."""
+        """NaN if a step of the last tenth is not finite, or the arm did not come to its end."""
         end = [row.loss for row in self.rows[-last_of(self.steps) :] if row.step not in passed]
         return math.fsum(end) / len(end) if end and self.whole and all(map(math.isfinite, end)) else math.nan
 
     @property
     def fall(self) -> float:
-        """The share by which the loss fell from the first step to the endpoint, or that on held-out text if it fell
-        more: the first batch of trained weights may be an easy one. NaN where a point is void."""
+        """From the first step to the endpoint, or on held-out text if more: a first batch may be easy. NaN where
+        void."""
         if not (self.rows and self.rows[0].loss > 0):
             return math.nan
         fell, before, after = 1 - self.endpoint / self.rows[0].loss, *map(self.held_out.get, (0, self.steps))
@@ -96,8 +92,7 @@ class Curve:
 
     @property
     def blew_up(self) -> bool:
-        """Whether it was stopped for a value that is not finite, or ended with one. Recovered steps do not count, nor
-        does an arm that was lost for another reason."""
+        """Whether it ended with a value that is not finite. Recovered steps do not count, nor does a lost arm."""
         if self.whole:
             taken = [row.loss for row in self.rows if row.step not in self.passed]
             return not (taken and math.isfinite(taken[-1]))
@@ -109,37 +104,27 @@ def last_of(steps: int) -> int:
 
 
 def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
-    """Every arm in every seed. Of several lines for one step the last counts."""
-    rows: dict[Key, dict[int, StepRow]] = defaultdict(dict)
-    held_out: dict[Key, dict[int, float]] = defaultdict(dict)
-    events: dict[Key, set[str]] = defaultdict(set)
-    reference_seconds: dict[Key, dict[int, float]] = defaultdict(dict)
-    passed: dict[Key, set[int]] = defaultdict(set)
     lines = tuple(lines)
-    ends = arrivals(lines)
-    for line in lines:
-        key = (line.arm, line.seed)
-        if isinstance(line, StepRow):
-            rows[key][line.step] = line
-        elif isinstance(line, Validation) and line.of == HELD_OUT:
-            held_out[key][line.step] = line.loss
-        elif isinstance(line, TrainingEvent):
-            events[key].add(line.kind)
-            if line.kind == REWOUND:
-                passed[key].update(range(int(dict(line.values)["first"]), line.step + 1))
-        elif isinstance(line, StepFigure) and line.name == REFERENCE_SECONDS:
-            reference_seconds[key][line.step] = line.value
-    for key, steps_passed in passed.items():
-        if like := next(iter(rows[key].values()), None):
-            empty = replace(like, loss=math.nan, gradient_norm=math.nan, seconds=0.0, skipped=True)
-            rows[key] |= {step: replace(empty, step=step) for step in steps_passed}
-    return {
-        key: Curve(
-            ends.get(key[1], steps), tuple(row for _, row in sorted(own.items())), held_out[key],
-            frozenset(events[key]), reference_seconds[key], frozenset(passed[key]),
-        )
-        for key, own in rows.items() if own
-    }  # fmt: skip
+    ends, by_key = arrivals(lines), together(((line.arm, line.seed), line) for line in lines)
+    curves = {key: _curve(own, ends.get(key[1], steps)) for key, own in by_key.items()}
+    return {key: curve for key, curve in curves.items() if curve.rows}
+
+
+def _curve(lines: Sequence[StreamLine], steps: int) -> Curve:
+    """Of several lines for one step the last counts."""
+    rows = {line.step: line for line in lines if isinstance(line, StepRow)}
+    looks = (line for line in lines if isinstance(line, Validation) and line.of == HELD_OUT)
+    figures = (line for line in lines if isinstance(line, StepFigure) and line.name == REFERENCE_SECONDS)
+    events = [line for line in lines if isinstance(line, TrainingEvent)]
+    rewound = ((int(dict(event.values)["first"]), event.step) for event in events if event.kind == REWOUND)
+    passed = frozenset(step for first, last in rewound for step in range(first, last + 1))
+    if rows and passed:
+        empty = replace(next(iter(rows.values())), loss=math.nan, gradient_norm=math.nan, seconds=0.0, skipped=True)
+        rows |= {step: replace(empty, step=step) for step in passed}
+    return Curve(
+        steps, tuple(row for _, row in sorted(rows.items())), {look.step: look.loss for look in looks},
+        frozenset(event.kind for event in events), {figure.step: figure.value for figure in figures}, passed,
+    )  # fmt: skip
 
 
 def arrivals(lines: Iterable[StreamLine]) -> dict[int, int]:
@@ -174,8 +159,7 @@ def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
 
 
 def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
-    """From the last evaluation that both had, within the last tenth of the steps: earlier ones are of other weights
-    than the endpoint."""
+    """From the last look of both in the last tenth of the steps: earlier ones are of other weights."""
     both = [step for step in reference.held_out.keys() & arm.held_out if step >= arm.steps - last_of(arm.steps)]
     if not both:
         return None
@@ -274,8 +258,7 @@ def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm
 
 
 def rule(interval: Interval, margin: float) -> Learned:
-    """Worse lies above 0 and reaches beyond the margin, better is its mirror image; within noise lies inside the
-    margin."""
+    """Worse lies above 0 and reaches beyond the margin, better mirrors it; within noise lies inside the margin."""
     if interval.low > 0 and interval.high > margin:
         return Learned.WORSE
     if interval.high < 0 and interval.low < -margin:
@@ -321,16 +304,14 @@ def settled_by_more(gap: Gap, bound: float) -> tuple[float, int] | None:
 
 
 def bound_of_one(gap: float, chaos: float) -> Interval | None:
-    """What a gap of one seed says about that seed, from what one ulp did in it: Student's t with one degree of freedom.
-    None where the ulp did nothing. Both differences share the reference's own chance, which makes their ratio slightly
-    narrower than that."""
+    """What one ulp did bounds a gap of the same seed: Student's t with one degree of freedom. None where it did
+    nothing. Both share the reference's own chance, which makes their ratio slightly narrower."""
     reach = quantile(SHOWN, 1) * abs(chaos)
     return Interval(gap, gap - reach, gap + reach, SHOWN) if reach else None
 
 
 def least_seen(deviation: float, seeds: int) -> tuple[float, float]:
-    """For gaps with this spread over so many seeds: the smallest difference found in four of five cases, and the
-    half-width of the interval of 99%."""
+    """The smallest difference found in four of five cases, and the half-width of the interval of 99%."""
     reach, moved = (value * deviation / math.sqrt(seeds) for value in (quantile(DECIDING, seeds - 1), _POWER))
     return reach + moved, reach
 

@@ -45,12 +45,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one way of scaling would have done to all tensors of one role, as shares of their casts.
-
-    `overflow` counts casts whose largest value would have been cut off, by at most `worst` octaves; `underflow` those
-    whose smallest would have become 0, None where that was not recorded. `idle` is the mean number of octaves that the
-    others left unused.
-    """
+    """What one way of scaling would have done to all tensors of one role, as shares of their casts: `overflow` of those
+    cut off, by at most `worst` octaves, `underflow` of those whose smallest value would have become 0, None where that
+    was not recorded. `idle` are the octaves that the others left unused, in the mean."""
 
     delayed: Delayed
     role: Role
@@ -66,8 +63,7 @@ def traces_of(training: Training, lines: Iterable[StreamLine], arm: Arm) -> tupl
     batches = arm.taken(training.request.settings).micro_batches
     if batches > 1:
         raise UsageError(
-            f"{arm.name} casts each tensor {batches} times a step, and only the first amax of a step is kept. Train "
-            "with --micro-batches 1 to replay histories."
+            f"{arm.name} casts each tensor {batches} times a step, and keeps one amax. Train with --micro-batches 1."
         )
     tensors: dict[tuple[str, Role, int], dict[int, LayerReading]] = {}
     for line in lines:
@@ -78,8 +74,7 @@ def traces_of(training: Training, lines: Iterable[StreamLine], arm: Arm) -> tupl
     for (layer, role, _), readings in tensors.items():
         if max(readings) + 1 != len(readings):
             raise UsageError(
-                f"{layer} {role} in {arm.name} has {len(readings)} amaxes in {max(readings) + 1} steps, and delayed "
-                "scaling needs that of every step. Train with --stride 1."
+                f"{layer} {role} in {arm.name} has {len(readings)} amaxes in {max(readings) + 1} steps: --stride 1."
             )
     cast = _layers_cast(line for readings in tensors.values() for line in readings.values())
     traces = []

@@ -45,19 +45,17 @@ from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdic
 from fp8bench.model import Capacity, EnergyUse, Interval
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Part, Text, Tone
+from fp8bench.report.panels import together
 from fp8bench.report.words.naming import many
 
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """The figures of one arm; losses are means over seeds.
-
-    `loss` is over the last tenth of the steps, `held_out` after the last step. `tokens_per_second` is by the median
-    step, None for an emulated arm. `peak_memory` is that of the arm alone, and `device_peak_memory` what it would be
-    where hardware keeps the formats. Bands of the reference take the memory it takes, and have neither `capacity` nor
-    `energy`. `wire` is what one of several ranks sends in a step, in bytes by operation and dtype. `events` is None for
-    an arm without a step, `verdict` for the reference and its bands. `steps` are those of all seeds.
-    """
+    """Losses are means over seeds: `loss` over the last tenth of the steps, `held_out` after the last one.
+    `tokens_per_second` is by the median step of a native arm. Memory is that of the arm alone, for bands the
+    reference's, `device_peak_memory` what it would be where hardware keeps the formats. `wire` is what a rank sends in
+    a step, in bytes by operation and dtype. `events` is None for an arm without a step, `verdict` for the reference and
+    its bands."""
 
     arm: Arm
     steps: int
@@ -111,20 +109,12 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
         line.arm: sum(size for _, size in line.kept) / kept.training.parameters
         for line in kept.of(ArmCost) if line.kept and kept.training.request.settings.make
     }  # fmt: skip
-    lead = kept.training.arms[0].name
-    energies = energies_of(kept, verdicts)
-    sent: dict[str, dict[tuple[int, int], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    events, sizes, paces = Counter[str](), defaultdict[str, dict[int, float]](dict), defaultdict[str, list[float]](list)
-    for line in kept.lines:
-        if isinstance(line, StepRow):
-            if line.seconds > 0:  # a watched step has no time of its own
-                paces[line.arm].append(line.seconds / line.tokens)
-        elif isinstance(line, TrainingEvent):
-            events[line.arm] += 1
-        elif isinstance(line, StepFigure) and line.name == BYTES_PER_PARAMETER:
-            sizes[line.arm][line.seed] = sizes[line.arm].get(line.seed, 0.0) + line.value
-        elif isinstance(line, StepFigure) and line.name == WIRE_BYTES:
-            sent[line.arm][line.seed, line.step][line.layer] = line.value
+    lead, energies = kept.training.arms[0].name, energies_of(kept, verdicts)
+    events = Counter(event.arm for event in kept.of(TrainingEvent))
+    # A watched step has no time of its own.
+    paces = together((row.arm, row.seconds / row.tokens) for row in kept.of(StepRow) if row.seconds > 0)
+    sizes = _first_by_arm(kept, BYTES_PER_PARAMETER)
+    wires = _first_by_arm(kept, WIRE_BYTES)
     summaries = []
     for arm in kept.training.arms:
         own = [curve for (name, _), curve in curves.items() if name == arm.name]
@@ -135,11 +125,11 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
             steps=sum(len(curve.rows) for curve in own),
             loss=mean_of([curve.endpoint for curve in own if curve.whole]),
             held_out=mean_of([curve.held_out[curve.steps] for curve in own if curve.steps in curve.held_out]),
-            tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and paces[arm.name] else None,
-            bytes_per_parameter=kept_bytes.get(alone, next(iter(sizes[arm.name].values()), None)),
+            tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and arm.name in paces else None,
+            bytes_per_parameter=kept_bytes.get(alone, sum(sizes[arm.name].values()) if arm.name in sizes else None),
             peak_memory=memory.peak if memory else None,
             device_peak_memory=memory.on_device if memory else None,
-            wire=next(iter(sent[arm.name].values()), {}),
+            wire=wires.get(arm.name, {}),
             capacity=capacities.get(arm.name),
             energy=energies.get(arm.name),
             events=events[arm.name] if own else None,
@@ -149,13 +139,23 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     return tuple(summaries)
 
 
+def _first_by_arm(kept: KeptTraining, name: str) -> dict[str, dict[str, float]]:
+    """A figure by layer, of each arm's first step that has it."""
+    first: dict[str, tuple[tuple[int, int], dict[str, float]]] = {}
+    for figure in kept.of(StepFigure):
+        if figure.name == name:
+            at, values = first.setdefault(figure.arm, ((figure.seed, figure.step), {}))
+            if at == (figure.seed, figure.step):
+                values[figure.layer] = figure.value
+    return {arm: values for arm, (_, values) in first.items()}
+
+
 def mean_of(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
 def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, float | None]:
-    """All numbers by name. Gaps are shares, each with its interval of 95%, 'gap_deciding' with that of 99%. A band is a
-    figure of the arm that shows it."""
+    """Gaps have their interval of 95%, 'gap_deciding' that of 99%. A band is a figure of the arm that shows it."""
     verdict = summary.verdict
     energy = summary.energy
     speed = verdict.speed.adjusted if verdict and verdict.speed else None
@@ -275,8 +275,7 @@ _IN_BF16 = "quantised:bf16"
 
 
 def verdicts_of_scores(kept: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
-    """Verdicts on every task, metric and loss after quantising, against the reference's. The reference's own quantised
-    weights are compared with these in bf16."""
+    """Against the reference's; the reference's own quantised weights against these in bf16."""
     scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for line in kept.of(StepFigure):
         if line.name.startswith((TASK, METRIC)):
@@ -324,25 +323,29 @@ def _lower_is_better(request: TrainingRequest, name: str) -> bool:
 
 
 def _widened(gap: Gap | None, floor: float) -> Gap | None:
-    """Widens an interval to what so many questions can resolve: a difference of no answer bounds that of all
-    questions."""
+    """No interval is finer than what so many questions resolve: no difference in them bounds that of all."""
     if gap is None or gap.decides is None or gap.decides.high - gap.point >= floor:
         return gap
     return replace(gap, decides=Interval(gap.point, gap.point - floor, gap.point + floor, gap.decides.level))
 
 
 def _judged(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bool = False) -> ScoreVerdict:
+    verdict = replace(verdict, worse=gap, word=still_open(gap, margin))
     if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
-        pairs = gap.pairs if gap else 0
-        return replace(verdict, worse=gap, word=f"open: {many(pairs, 'seed')} of the {LEAST_PAIRS} that are needed")
+        return verdict
     if at_chance:
-        return replace(verdict, worse=gap, word=_AT_CHANCE)
+        return replace(verdict, word=_AT_CHANCE)
     learned = rule(gap.decides, margin)
-    if learned is Learned.INCONCLUSIVE:
-        more = seeds_until(gap, margin)
-        word = f"open: {'an unknown number of more seeds' if more is None else many(more, 'more seed')} would settle"
-        return replace(verdict, worse=gap, word=f"{word} {100 * margin:g}", learned=learned)
-    return replace(verdict, worse=gap, word=learned.value, learned=learned)
+    return replace(verdict, learned=learned, word=verdict.word if learned is Learned.INCONCLUSIVE else learned.value)
+
+
+def still_open(gap: Gap | None, bound: float) -> str:
+    """'open: 3 seeds of the 5 that are needed', or how many more would settle a share of `bound`."""
+    if gap is None or gap.pairs < LEAST_PAIRS:
+        return f"open: {many(gap.pairs if gap else 0, 'seed')} of the {LEAST_PAIRS} that are needed"
+    more = seeds_until(gap, bound)
+    seeds = "an unknown number of more seeds" if more is None else many(more, "more seed")
+    return f"open: {seeds} would settle {100 * bound:g}%"
 
 
 TONES: Mapping[Learned | None, Tone] = {
@@ -351,7 +354,6 @@ TONES: Mapping[Learned | None, Tone] = {
 
 
 def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
-    """A table with a row for each arm and figure."""
     cols: list[Col[ScoreVerdict]] = [
         Col("arm", lambda verdict: verdict.arm), Col("figure", lambda verdict: verdict.figure),
         Col("value", lambda verdict: verdict.own, number=True, show=_four),

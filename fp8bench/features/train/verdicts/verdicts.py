@@ -88,13 +88,9 @@ class RepeatBand:
 
 @dataclass(frozen=True)
 class TrainingVerdicts:
-    """All verdicts of a training.
-
-    `falls` are those of the reference's loss by seed. Without `looks` there is no held-out text, and the training loss
-    alone decides. `chaos` is what one ulp in the initial weights does in the first seed. `rates` is the number of
-    learning rates of the reference; its best one, and each arm's best, are compared. `reached` says when each arm came
-    to the loss `until`.
-    """
+    """`falls` are those of the reference's loss by seed. Without `looks` there is no held-out text, and the training
+    loss alone decides. `chaos` is what one ulp does in the first seed. `rates` is the number of the reference's
+    learning rates, whose best is compared with each arm's best. `reached` says when arms came to the loss `until`."""
 
     reference: str
     margin: float
@@ -257,13 +253,10 @@ def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
 
 @dataclass(frozen=True)
 class AdjustedSpeed:
-    """How much sooner an arm comes to a loss. Above 1 is faster: `raw` by the time of steps, `adjusted` to the same
-    loss.
-
-    docs/watching.md says how that loss and the interval are found. `fewer_steps` is how many times fewer steps the arm
-    takes to that loss. `bounded`: the arm ended with a loss that its reference passed within the first third of its
-    steps, so it is at most so fast. None where unknown, because the better loss no longer surely falls.
-    """
+    """How much sooner an arm comes to a loss, above 1 for faster: `raw` by the time of steps, `adjusted` to the same
+    loss (docs/watching.md), at which `fewer_steps` is how many times fewer steps it takes. `bounded`: it is at most so
+    fast, as its reference passed its last loss within a third of the steps. None where the better loss no longer surely
+    falls."""
 
     raw: Interval
     adjusted: Interval | None
@@ -334,8 +327,7 @@ def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None
 
 
 def _log_speed(reference: Curve, arm: Curve) -> float | None:
-    """The median over steps that were timed in both arms, which ran them in neighbouring slices. None where no
-    reference trained alongside."""
+    """The median over steps that were timed in both arms. None where no reference trained alongside."""
     if UNPAIRED in arm.events:
         return None
     usual = {row.step: row.seconds for row in reference.rows}

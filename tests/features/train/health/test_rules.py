@@ -240,9 +240,8 @@ def test_every_rule_has_an_illness_and_texts_with_its_constants() -> None:
     """Texts give constants as numbers or shares; counts of earlier lines include or exclude the judged line."""
     assert {rule.name for rule in RULES} == set(ILL) and len(set(ILL)) == len(RULES)
     for rule in RULES:
-        assert rule.remedies and rule.because, rule.name
-        words = f"{rule.looks_at} {rule.alarms_at}"
-        numbers = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", words)}
+        assert rule.remedies and rule.because(), rule.name
+        numbers = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", rule.alarms_at)}
         missing = {
             name: value for name, value in constants_of(rule).items()
             if not {value, round(100 * value, 6), *((value + 1, value - 1) if name in COUNTS else ())} & numbers

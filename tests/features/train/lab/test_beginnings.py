@@ -183,7 +183,7 @@ def test_a_request_has_the_digest_of_its_file(tmp_path: Path) -> None:
         ({"lora": 4}, "these are random"), ({"start": "last", "weights_from": "x.pt"}, "both give"),
         ({"lora": 4, "weights_from": "x.pt", "arch": "moe"}, "--lora is for --arch gpt"),
         ({"lora": 4, "weights_from": "x.pt", "compile": "yes"}, "leave out --compile yes"),
-        ({"lora": 4, "make": "pkg:make", "weights_from": "x.pt"}, "--lora is for the built-in"),
+        ({"lora": 4, "make": "pkg:make", "weights_from": "x.pt"}, "--lora is for built-in"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -245,7 +245,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "failing": (lambda: (Net(), _failing), r"batch 1 cannot be read: RuntimeError: the disk is gone"),
     "empty": (lambda: {"model": Net(), "batches": []}, "give no first one: there is none"),
     "frozen": (_frozen, "no parameter of its model requires"),
-    "half": (lambda: (Net().bfloat16(), pairs), "is bfloat16, and the built-in optimizer"),
+    "half": (lambda: (Net().bfloat16(), pairs), "is bfloat16. Make it float32"),
     "word": (lambda: {"model": Net(), "batches": pairs, "optimiser": sgd}, "optimiser.*Did you mean.*optimizer"),
     "schedule": (lambda: {"model": Net(), "batches": pairs, "schedule": halving}, "a schedule and no optimizer"),
     "no-optimizer": (lambda: {"model": Net(), "batches": pairs, "optimizer": lambda m: 3}, "function returns int"),
@@ -267,7 +267,7 @@ def test_what_cannot_be_trained_is_refused(name: str) -> None:
 
 
 def test_settings_of_the_built_in_optimizer_are_refused_with_an_own_one() -> None:
-    with pytest.raises(UsageError, match=r"--rate sets up the built-in optimizer.*--sweep handicap"):
+    with pytest.raises(UsageError, match=r"--rate is of the built-in optimizer.*--sweep handicap"):
         Lab(Settings()).examine(task_of("sgd", "fp32", rate=0.5))
     half = rows(trained(task_of("sgd", "untouched", handicap=0.5), "untouched"))
     assert half[0].rate == 0.05
