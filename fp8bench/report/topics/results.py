@@ -148,9 +148,6 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
     yield Col("setting", _setting, hint="what tells a group of cases from the others; hover for all parameters")
     yield Col("verdict", lambda row: Field(case_status.status_words(row.result), tone=case_status.tone_of(row.result),
               hint=_why(row.result)), hint=legend.VERDICT.removeprefix("verdict: "))  # fmt: skip
-    yield Col("labels", lambda row: Field(", ".join(case_status.named_labels(row.result)), hint="; ".join(
-              case_status.meaning(label, row.result) for label in row.result.labels)),
-              hint="reasons for doubt, and what else one should know")  # fmt: skip
     words = "step time of the reference / that of the case: above 1x is faster"
     yield Col("speed-up", lambda row: number(speed.point if (speed := case_status.speed_up(row.result)) else None,
               units.speed_up, case_status.tone_of(row.result)), number=True, unit="x", hint=words)  # fmt: skip
@@ -167,6 +164,9 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
     yield figure_col(DEVICE_PEAK_MEMORY, lambda row: row.figure(DEVICE_PEAK_MEMORY) if case_status.emulated(row.result)
                      else Field(units.NONE))  # fmt: skip
     yield _of_spec(ENERGY)
+    yield Col("labels", lambda row: Field(", ".join(case_status.named_labels(row.result)), hint="; ".join(
+              case_status.meaning(label, row.result) for label in row.result.labels)),
+              hint="reasons for doubt, and what else one should know")  # fmt: skip
     words = legend.BEST.partition(";")[0].partition(": ")[2]
     yield Col("best", lambda row: row.figure(TIME, best=True), number=True, unit="s", hint=words)
     yield Col("median", lambda row: row.figure(TIME), number=True, unit="s", hint="of a step, over all calls")
