@@ -252,7 +252,7 @@ NORMAL = "normal"
 # Codes of results that no other check can look at.
 _NOTHING = ("raises", "shape", "dtype")
 # Added to the seed for a second, independent input.
-_ANOTHER = 1 << 32
+ANOTHER = 1 << 32
 
 
 class AuditInput(NamedTuple):
@@ -321,7 +321,7 @@ class Auditor:
         verdicts = {name: verdict for name, verdict in self.judge(matrices, results).items() if verdict.code}
         if all(verdict.remark or verdict.code in CERTAIN for verdict in verdicts.values()):
             return verdicts
-        other = self.subject.drawn(given.data, given.shape, self.seed + _ANOTHER)
+        other = self.subject.drawn(given.data, given.shape, self.seed + ANOTHER)
         second, promises = self.judge(other, self.results(other)), self.subject.promises(matrices)
         for name, verdict in verdicts.items():
             if verdict.remark or verdict.code in (second[name].code, *CERTAIN):

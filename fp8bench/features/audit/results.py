@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, Subject
+from fp8bench.features.audit.auditor import ANOTHER, NORMAL, AuditCheck, AuditInput, Auditor, Subject
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.steps import OptimizerSubject
 from fp8bench.features.audit.values import AuditFinding, fail, remark
@@ -74,15 +74,16 @@ _CHANGES: dict[AuditKind, dict[str, Change]] = {
 
 
 def _relations(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Doubles or permutes operands: results have to follow."""
+    """Doubles or permutes operands: results have to follow. On two inputs: one may be wrong by chance."""
     subject, given = auditor.subject, auditor.first
     if subject.kind in (AuditKind.PRODUCT, AuditKind.CAST):
         given = AuditInput(BLOCKS, auditor.fitting(given.shape._replace(k=2 * BLOCK)))
-    matrices = auditor.matrices(given)
+    pair = [subject.drawn(given.data, given.shape, auditor.seed + more) for more in (0, ANOTHER)]
     for words, change in _CHANGES[subject.kind].items():
-        auditor.given, changed = given._replace(how=words), change(*matrices)
-        if wrong := auditor.wrong(changed, auditor.results(changed), search=False):
-            yield fail("relation", f"{words}: the result does not follow: {wrong.why}")
+        auditor.given = given._replace(how=words)
+        both = (change(*matrices) for matrices in pair)
+        if all(auditor.wrong(changed, auditor.results(changed), search=False) for changed in both):
+            yield fail("relation", f"{words}: the result does not follow")
 
 
 _OTHER = "uniform"

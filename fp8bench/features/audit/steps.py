@@ -42,6 +42,8 @@ _NEARER = 16.0
 _SURELY = 0.01
 # The step of float32, and how many of them an order of sums and products may make of a step.
 _FLOAT32, _ORDERS = 2.0**-24, 8.0
+# So many bfloat16 weights may be rounded to the other side, because they lie nearer to a tie than orders of sums.
+_FLIPS = 16
 # The error of weights rounded at random may differ by so many of its standard errors.
 _DRAWN = 6.0
 # A mean over all elements is a bias if it exceeds so many of its standard errors.
@@ -235,6 +237,10 @@ def mistakes(
         yield code, f"the second moment is kept as {words}", replace(way, second=lower)
 
 
+def _bf16_steps(x: Tensor) -> Tensor:
+    return torch.exp2(x.to(torch.float64).abs().clamp(min=2.0**-120).log2().floor() - 7)
+
+
 # What is left of the weights, and what is shown of them.
 _WEIGHTS: dict[KeptWeights, tuple[Cast, Cast]] = {
     KeptWeights.FP32: (fp32, same),
@@ -299,7 +305,8 @@ class OptimizerPromise:
         start = float(self.start.double().norm()) / size
         decayed = min(float(steps), 1 / (hyper.lr * hyper.weight_decay)) if hyper.weight_decay else 0.0
         sided = decayed * (1 + start) + 1 / (1 - max(hyper.betas))
-        return _FLOAT32 * (_ORDERS * (1 + math.sqrt(steps) * start) + sided)
+        flips = 0.0 if self.plain.shown is same else _FLIPS * float(_bf16_steps(self.start).square().mean())
+        return _FLOAT32 * (_ORDERS * (1 + math.sqrt(steps) * start) + sided) + math.sqrt(flips) / size
 
     def _update(self, way: OptimizerWay | Unfused) -> Tensor:
         return way.after(self.start, self.gradients) - self.start.to(torch.float64)
@@ -317,8 +324,7 @@ class OptimizerPromise:
         if not self._drawn:
             return ""
         wanted = replace(self.plain, weights=same).after(self.start, self.gradients)
-        step = torch.exp2(wanted.abs().clamp(min=2.0**-120).log2().floor() - 7)
-        off = (result + self.start.to(torch.float64) - wanted) / step
+        off = (result + self.start.to(torch.float64) - wanted) / _bf16_steps(wanted)
         for words, sign in (("up", 1.0), ("away from zero", wanted.sign()), ("with the update", self._exact.sign())):
             leans = off * sign
             error = float(leans.std()) / math.sqrt(leans.numel())
