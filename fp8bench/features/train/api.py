@@ -321,8 +321,7 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
         raise UsageError("compare_streams was given one stream. Give a reference's, and at least one more.")
     if not 0 < margin < 100:
         raise UsageError(f"margin is a percentage above 0 and below 100, not {margin:g}.")
-    several = (given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-               for given in (reference, *others))  # fmt: skip
+    several = ((given,) if isinstance(given, str | Path) else given for given in (reference, *others))
     files = [[Path(path) for path in paths] for paths in several]
     if not all(files):
         raise UsageError("a list of streams is empty. Give a file for each seed.")
