@@ -69,8 +69,8 @@ def missed(cases: Sequence[NamedCase], status: Standing, word: str) -> list[str]
         total = sum(case.result.mode in modes and case.suite in suites for case in cases)
         places = listed(list(dict.fromkeys(setting_of(case.group) for case in alike)))
         some = f" ({places})" if len(alike) < total else ""
-        where = f"in {len(alike)} of {many(total, 'case')} of {listed(list(suites))}{some}"
-        told.append(f"{word}: {listed(list(modes))} {where}: {reason}")
+        where = f"in {len(alike)} of {total} cases of" if total > 1 else "on"
+        told.append(f"{word}: {listed(list(modes))} {where} {listed(list(suites))}{some}: {reason}")
     return told
 
 
