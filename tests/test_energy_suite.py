@@ -186,7 +186,7 @@ def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_training_measures_the_energy_of_each_arm(simulation: Simulation, tmp_path: Path) -> None:
-    """By windows of its own at the power that the counter shows; a step's joules are in the table's notes."""
+    """By windows of its own at the power that the counter shows; the table of arms has the joules of a step."""
     quick_counter(simulation)
     write_tokens(tmp_path / "text")
     environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
@@ -198,7 +198,7 @@ def test_a_training_measures_the_energy_of_each_arm(simulation: Simulation, tmp_
     assert done.returncode == 0, done.stderr
     (path,) = KIND.files(tmp_path / "store")
     found = {one.arm: one.energy for one in load_training(path).of(ArmCost) if one.energy}
-    assert found.keys() == {"fp32", "bf16"} and " a step [" in done.stdout
+    assert found.keys() == {"fp32", "bf16"} and "J/step" in done.stdout and "J [" in done.stdout
     for use in found.values():
         (window,) = use.windows
         assert use.source == "counter" and use.why == "" and window.intervals >= 10
