@@ -208,6 +208,7 @@ def arms_table(verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], without: 
             hint="the loss on text that was never trained on"),
         Col("gap", lambda row: words.gap(row.verdict.judged.gap) if row.verdict else None,
             hint="of the loss, to the reference's in the same seed, which has the same weights, batches and dropout"),
+        Col("verdict", verdict, hint="by the 99% interval", below=True),
         Col("tokens/s", lambda row: row.tokens_per_second, number=True, show=units.count,
             hint="by the median step; of native arms"),
         Col("J/step", lambda row: words.joules(row.energy), number=True, hint="by windows of steps of the arm alone"),
@@ -224,10 +225,9 @@ def arms_table(verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], without: 
             hint="speed times steps: how much sooner a native arm is as good"),
         Col("energy to the same loss", lambda row: words.energy_to_loss(row.energy),
             hint="times the reference's: joules of a step times steps; of native arms"),
-        Col("verdict", verdict, hint="by the 99% interval", below=True),
     )  # fmt: skip
     shown = [col for col in cols if col.heading not in without]
-    return table("arms", "", shown, rows, main=True, kept=("loss", "gap", "verdict"))
+    return table("arms", "arms", shown, rows, main=True, kept=("loss", "gap", "verdict"))
 
 
 def _four_digits(loss: float) -> str:

@@ -322,7 +322,7 @@ def test_rows_document_and_frames_agree_with_the_table() -> None:
     for summary in summaries:
         (row,), name = arms_table(VERDICTS, [summary]).rows, summary.arm.name
         cells = [field.text for field in row]
-        assert cells[-1] == told[name, "words"] == document[name]["words"] == arms.loc[name, "words"]
+        assert told[name, "words"] == document[name]["words"] == arms.loc[name, "words"] in cells
         if (name, "loss") in told:
             assert f"{float(told[name, 'loss']):.4f}" == cells[2]
     assert told["fp8", "verdict"] == "worse" and ("bf16", "gap") not in told, "what is not known has no row"
