@@ -69,7 +69,7 @@ def is_mixed(finding: Finding) -> bool:
 
 
 def phase_clauses(own: Finding, base: Finding) -> str:
-    """'; gemm 1.50x, attention 0.775x; 13% of the step does not gain (data load)': what each large phase does."""
+    """'; gemm 1.50x, attention 0.775x; 13% of the step stays or comes on top (cast)': what each large phase does."""
     seconds, before = dict(own.phases), dict(base.phases)
     unknown = {*own.below_floor, *base.below_floor, *unmarked_phases(base, own)}
     large = {*_large(own), *_large(base)} - unknown
@@ -80,7 +80,7 @@ def phase_clauses(own: Finding, base: Finding) -> str:
     kept = [phase for phase, (new, _) in times.items() if new > 0 and phase not in moved]
     if kept and own.best_seconds:
         share = units.percent(sum(times[phase][0] for phase in kept) / own.best_seconds, 0)
-        clauses.append(f"{share} of the step does not gain ({listed([*map(phase_words, kept)], len(kept))})")
+        clauses.append(f"{share} of the step stays or comes on top ({listed([*map(phase_words, kept)], len(kept))})")
     return "".join(f"; {clause}" for clause in clauses if clause)
 
 
