@@ -6,6 +6,7 @@ many times as fast: above 1x is faster.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -79,9 +80,15 @@ def skips(cases: Sequence[NamedCase]) -> list[str]:
 
 
 def emulations(cases: Sequence[NamedCase]) -> list[str]:
-    reasons = together((case.result.record.support.reason, case.result.mode) for case in cases if emulated(case.result))
-    told = [", ".join(dict.fromkeys(modes)) + f" ({why})" * bool(why) for why, modes in reasons.items()]
-    return [f"emulated: {'; '.join(told)}: right in numbers; time and memory are what emulating costs"] if told else []
+    shown = [case for case in cases if emulated(case.result)]
+    broken = {case.result.mode for case in shown if case.error is not None and not math.isfinite(case.error)}
+    told = []
+    for is_broken, alike in together((case.result.mode in broken, case.result) for case in shown).items():
+        reasons = together((result.record.support.reason, result.mode) for result in alike)
+        modes = "; ".join(", ".join(dict.fromkeys(some)) + f" ({why})" * bool(why) for why, some in reasons.items())
+        numbers = "errors are not all finite" if is_broken else "right in numbers"
+        told.append(f"emulated: {modes}: {numbers}; time and memory are what emulating costs")
+    return told
 
 
 def _lead(material: Material) -> str:

@@ -96,6 +96,9 @@ def test_failures_and_skips() -> Told:
 
 @as_before
 def test_emulations() -> Told:
+    yield "what is not finite is not called right", emulations(of(emulated("fp8", value=math.inf)))
+    several = [emulated(f"p{number}", value=math.nan if number == 2 else 0.1) for number in range(4)]
+    yield "nor where it is one of several", emulations(of(*several))
     yield "many share a sentence", emulations(of(*map(emulated, ("fp8", "mxfp8", "nvfp4"))))
 
 
