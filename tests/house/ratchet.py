@@ -1,0 +1,181 @@
+"""What each room weighs, and the limits that may fall and never rise: `python -m tests.house.ratchet` lowers them.
+
+A syntax node is one node of Python's own syntax tree: a name, a call, an operator. Lines can be packed, nodes cannot.
+The limits are in ratchet.toml. To raise one, add a `[[raised]]` entry there, whose reason a reviewer can accept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fp8bench.cli.main import build_parser, commands_of
+from tests.house.sources import ROOT
+
+LIMITS = Path(__file__).with_name("ratchet.toml")
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+FIGURES = ("nodes", "nodes a statement", "nested comprehensions", "imported names", "fmt: skip")
+HELP_OPTIONS = {"-h", "--help", "--help-all", "--version"}
+# A change smaller than this neither breaks a limit by itself nor has to be locked in.
+NODE_STEP = 100
+Weights = dict[str, float]
+Table = dict[str, Weights]
+
+HEADER = """\
+# What each room weighs at most, and how many options each command has. A figure may fall and not rise.
+# After a change that makes rooms lighter: python -m tests.house.ratchet
+# To raise a figure, add an entry at the end with the reason, and leave the table alone:
+#
+#   [[raised]]
+#   room = "fp8bench/report"   # or the name of a command
+#   figure = "nodes"           # or "options"
+#   by = 800
+#   reason = "The page shows why a precision does not pay, which is the first thing that readers ask."
+"""
+
+
+def tracked_modules() -> list[Path]:
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "fp8bench/*.py", "tests/*.py", "suites/*.py"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [ROOT / name for name in names if name and (ROOT / name).exists()]
+
+
+def name_room(path: Path) -> str:
+    """The folder that a module is counted in: fp8bench/ROOM, fp8bench/features/NAME, or all of tests/ and suites/."""
+    folders = path.relative_to(ROOT).parts[:-1]
+    if folders[0] != "fp8bench":
+        return folders[0]
+    depth = 3 if folders[1:2] == ("features",) else 2
+    return "/".join(folders[:depth])
+
+
+def is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def is_nested(node: ast.AST) -> bool:
+    """Whether this is a comprehension with two loops, or with another comprehension inside."""
+    if not isinstance(node, COMPREHENSIONS):
+        return False
+    inner = [part for part in ast.walk(node) if isinstance(part, COMPREHENSIONS)]
+    return len(inner) > 1 or len(node.generators) > 1
+
+
+def count_parts(text: str) -> Counter[str]:
+    """How many nodes, statements, nested comprehensions, imported names and `fmt: skip` a module has."""
+    nodes = list(ast.walk(ast.parse(text)))
+    counts = Counter(nodes=len(nodes), skips=len(re.findall(r"# fmt: (?:skip|off)", text)))
+    for node in nodes:
+        counts["statements"] += isinstance(node, ast.stmt) and not is_docstring(node)
+        counts["nested"] += is_nested(node)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            counts["imported"] += len(node.names)
+    return counts
+
+
+def weigh_rooms(paths: Iterable[Path]) -> Table:
+    counts: dict[str, Counter[str]] = {}
+    for path in paths:
+        counts.setdefault(name_room(path), Counter()).update(count_parts(path.read_text()))
+    return {room: weigh(counts[room]) for room in sorted(counts)}
+
+
+def weigh(counts: Counter[str]) -> Weights:
+    """The figures of a room. Nodes are rounded up, so that a change of a few breaks no limit."""
+    nodes = math.ceil(counts["nodes"] / NODE_STEP) * NODE_STEP
+    density = math.ceil(10 * counts["nodes"] / max(counts["statements"], 1)) / 10
+    return dict(zip(FIGURES, (nodes, density, counts["nested"], counts["imported"], counts["skips"]), strict=True))
+
+
+def count_options() -> Table:
+    """How many options each command has with its subcommands, `--help` and its kin not counted."""
+    return {name: {"options": options_of(command)} for name, command in commands_of(build_parser()).items()}
+
+
+def options_of(parser: argparse.ArgumentParser) -> int:
+    own = sum(bool(action.option_strings) and not HELP_OPTIONS & {*action.option_strings} for action in parser._actions)
+    return own + sum(options_of(command) for command in commands_of(parser).values())
+
+
+def measure() -> Table:
+    return weigh_rooms(tracked_modules()) | count_options()
+
+
+def read_limits() -> dict[str, Any]:
+    return tomllib.loads(LIMITS.read_text())
+
+
+def find_raise(limits: dict[str, Any], room: str, figure: str) -> float:
+    entries = limits.get("raised", [])
+    return sum(entry["by"] for entry in entries if (entry["room"], entry["figure"]) == (room, figure))
+
+
+def table_of(limits: dict[str, Any]) -> Table:
+    """The limits without what was raised."""
+    rooms = {room: dict(zip(FIGURES, figures, strict=True)) for room, *figures in limits["rooms"]}
+    return rooms | {name: {"options": count} for name, count in limits["options"].items()}
+
+
+def find_excess(limits: dict[str, Any], weights: Table) -> list[str]:
+    """A sentence for each figure that is above its limit; a room without a line has the limit 0."""
+    table = table_of(limits)
+    sentences = []
+    for room, figures in weights.items():
+        for figure, weight in figures.items():
+            limit = round(table.get(room, {}).get(figure, 0) + find_raise(limits, room, figure), 1)
+            if weight > limit:
+                sentences.append(f"{room}: {figure} is {weight:,g}, at most {limit:,g} allowed")
+    return sentences
+
+
+def lower(limits: dict[str, Any], weights: Table) -> Table:
+    """The table with each figure that fell; what was raised stays on top of it."""
+    table = table_of(limits)
+    for room in [room for room in table if room not in weights]:
+        del table[room]
+    for room, figures in table.items():
+        for figure, limit in figures.items():
+            figures[figure] = min(limit, round(weights[room][figure] - find_raise(limits, room, figure), 1))
+    return table
+
+
+def render(table: Table, raised: str = "") -> str:
+    lines = [HEADER, f"rooms = [\n    # room, {', '.join(FIGURES)}"]
+    for room, figures in table.items():
+        if "nodes" in figures:
+            columns = ", ".join(f"{figures[name]:g}" for name in FIGURES)
+            lines.append(f"    [{json.dumps(room) + ',':34} {columns}],")
+    lines.append("]\n\n[options]")
+    for name, figures in table.items():
+        if "options" in figures:
+            lines.append(f"{name} = {figures['options']:g}")
+    return "\n".join([*lines, ""]) + (f"\n{raised}" if raised else "")
+
+
+def main() -> None:
+    text, weights = LIMITS.read_text(), measure()
+    _, mark, raised = text.partition("\n[[raised]]")
+    LIMITS.write_text(render(lower(read_limits(), weights), mark.lstrip() + raised))
+    excess = find_excess(read_limits(), weights)
+    totals = dict.fromkeys(("fp8bench", "tests", "suites", "options"), 0.0)
+    for room, figures in weights.items():
+        if "options" in figures:
+            totals["options"] += figures["options"]
+        else:
+            totals[room.partition("/")[0]] += figures["nodes"]
+    sys.stdout.write("".join(f"{name:12} {total:>9,g}\n" for name, total in totals.items()))
+    sys.stdout.write("".join(f"above its limit: {sentence}\n" for sentence in excess))
+
+
+if __name__ == "__main__":
+    main()
