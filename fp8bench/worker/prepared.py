@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import UNATTRIBUTED, DeviceFacts, Phase
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from fp8bench.tape.replay import Replay
     from fp8bench.worker.step_effect import Beginning, Slot
 
+# What a call may take besides its step: the clock's own work, in seconds a call and a mark, and a share of the step.
+_CALL_SECONDS, _MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
 # A phase is repeated for so long, in pieces, before its window: clocks and power are its own then, its time is known.
 WARM_SECONDS = 0.3
 _PIECE_SECONDS = 0.05
@@ -176,6 +179,8 @@ class Prepared:
     loaded: bool = False
     held: HeldPhase | None = None
     meet: Callable[[], object] = begins_alone
+    # By slot: seconds of a call that are neither in its step's stamps nor the clock's own work, at least. On a CPU.
+    _missing: list[float] = field(default_factory=list)
     # Values of the switches before the first slot, which every slot must leave: nothing else runs in between.
     _switches: Sequence[Any] | None = None
     _next: Callable[[], State] = field(init=False)
@@ -236,7 +241,8 @@ class Prepared:
         self, timed: Callable[[Any, Phases], object], calls: int, discard: int, filling: Filling | None
     ) -> RawSlot:
         clock, begin, ready = self.clock, self.clock.begin, self._ready
-        marks, host = [], math.inf
+        marks: list[tuple[list[int], list[Any]]] = []
+        calls_seconds: list[float] = []
         quantised = fusing.calls()
         watched = unchanged(self._switches)
         with under(self.precision), collected_by_hand(), watched as known, silent_step(), agreeing(self._clocks):
@@ -259,7 +265,7 @@ class Prepared:
                 begin()
                 timed(state, clock)
                 marks.append(clock.end())
-                host = min(host, time.perf_counter() - started)
+                calls_seconds.append(time.perf_counter() - started)
             self.device.synchronise(self.index)
             wall, thread, cpu = (
                 time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - cpu,
@@ -268,10 +274,12 @@ class Prepared:
             retried_now = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
+        if self.device.kind == "cpu":
+            self._missing.append(min(map(_missing_seconds, calls_seconds, steps)))
         eager, fused = fusing.calls_since(quantised)
         preemptions = _known(counted["preemptions"])
         return RawSlot(
-            steps, wall, cpu, host, eager, sum(fused.values()), thread,
+            steps, wall, cpu, min(calls_seconds), eager, sum(fused.values()), thread,
             None if preemptions is None else int(preemptions), _known(counted["steal"]),
             self._waited(_known(counted["waited"]), wall - thread),
             tuple(bits for bits in sorted(fused) if bits),
@@ -342,7 +350,11 @@ class Prepared:
         return None if compiled else slot_of(seconds, len(modes[-1].calls) if modes else 0, beginning.left(answer))
 
     def check(self) -> StateCheck:
-        """Returns what the workload says of its states after the steps, and whether they are finite."""
+        """Returns what is wrong with the clock, what the workload says of its states after the steps, and whether they
+        are finite."""
+        # An interruption between a call's start and its first stamp lengthens one slot, never most of them.
+        if self._missing and median(self._missing) > 0:
+            return StateCheck(_STAMPS_MOVED)
         with unchanged(), apart():
             checks = [self._checked(state) for state in self.states]
         return next((check for check in checks if check.wrong), max(checks, key=lambda check: check.not_finite))
@@ -386,6 +398,18 @@ class Prepared:
         """Frees what is kept for a phase; returns what doing it has spoilt, or ''."""
         held, self.held = self.held, None
         return held.replay.lost() if held is not None else ""
+
+
+_STAMPS_MOVED = (
+    "its steps take another time than the phase clock has counted: a step changes the clock's stamps. "
+    "Mark phases by `with phase.gemm:` and its like alone, and measure again."
+)
+
+
+def _missing_seconds(call_seconds: float, step: RawStep) -> float:
+    """Returns by how much a call's own time differs from its step's stamps, beyond what the clock's work may take."""
+    allowed = max(_CALL_SECONDS + _MARK_SECONDS * len(step.codes), _CALL_SHARE * call_seconds)
+    return abs(call_seconds - sum(step.intervals_ns) * 1e-9) - allowed
 
 
 def _known(read: Read) -> float | None:

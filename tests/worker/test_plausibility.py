@@ -86,6 +86,27 @@ class Diverging(PlantedLies):
 
     def axes(self, facts):
         return (Axis("way", "what is wrong", ("honest", "spoils"), str),)
+
+
+@workloads.register("moving_stamps")
+class MovingStamps(PlantedLies):
+    # Hides a part of each step from the phase clock, or adds to it.
+
+    name = "moving_stamps"
+
+    def axes(self, facts):
+        return (Axis("share", "of the step, that the clock does not see", (0.0, 0.6, -0.6), float),)
+
+    def prepare(self, setup):
+        return SimpleNamespace(x=torch.ones(256, 256), share=dict(setup.case.params)["share"])
+
+    def step(self, state, phase):
+        with phase.gemm:
+            for _ in range(10):
+                state.result = state.x @ state.x
+        stamps = getattr(phase, "_stamps", None)
+        if stamps and state.share:
+            stamps[0] += int(state.share * (stamps[-1] - stamps[0]))
 """
 PLAUSIBILITY = (Label.NO_WORK, Label.LEAK, Label.NOT_FINITE)
 HOWS = (
@@ -97,11 +118,11 @@ HOWS = (
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     asked = {"axes": (("how", HOWS),), "rounds": 2}
-    with suite_run(tmp_path_factory, SUITE, "planted_lies,diverging", ("fp32",), **asked) as run:
+    with suite_run(tmp_path_factory, SUITE, "planted_lies,diverging,moving_stamps", ("fp32",), **asked) as run:
         yield run
 
 
-def record_of(run: Run, how: str, suite: str = "planted_lies") -> Record:
+def record_of(run: Run, how: object, suite: str = "planted_lies") -> Record:
     return next(one for one in run.records if (one.case.workload, *dict(one.case.params).values()) == (suite, how))
 
 
@@ -124,6 +145,14 @@ def test_numbers_that_spoil_a_case_fail_it(run: Run) -> None:
     record = record_of(run, "spoils")
     assert record.status is Status.FAILED and record.timing is None
     assert "after its steps: its state is not finite: 8 of 128 numbers, the first in a tensor of 8 x 8" in record.reason
+
+
+@for_each("share", (0.6, -0.6))
+def test_a_step_that_moves_the_stamps_of_the_clock_fails(run: Run, share: float) -> None:
+    record = record_of(run, share, "moving_stamps")
+    assert record.status is Status.FAILED
+    assert "changes the clock's stamps" in record.reason
+    assert record_of(run, 0.0, "moving_stamps").status is Status.OK
 
 
 def test_a_suite_may_say_that_its_state_diverges(run: Run) -> None:
