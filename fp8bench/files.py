@@ -128,7 +128,7 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
     Makes its folder. Raises OSError, after which the old file stands. Without `sync` a power failure may lose it.
     """
     target = Path(os.path.realpath(path))  # a link stays one
-    with replacing(target) as partial:
+    with replacing(target, sync) as partial:
         with partial.open("xb") as file:
             append(file, content, sync)
         with contextlib.suppress(OSError):
@@ -136,17 +136,33 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path to write to, which replaces `path` at the end; on failure nothing is left of it."""
+def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
+    """Yields a path to write to, which replaces `path` at the end; on failure nothing is left of it.
+
+    Without `sync` a power failure may bring the old file back.
+    """
     partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         partial.replace(path)
+        if sync:
+            sync_folder(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Writes a folder's names to the disk: without this a power failure may undo a rename. Does nothing where folders
+    cannot be synced."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def sweep(folder: Path) -> None:
@@ -208,6 +224,7 @@ class LineWriter:
                 lock(writer._file, 0)
                 writer._lines([head])
                 partial.rename(path)
+                sync_folder(path.parent)
                 undone.pop_all()
                 return writer
         except OSError as error:

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -93,17 +94,22 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_replaced_in_one_step(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old file stands until the new one is whole and synced; no temporary name ends in .json."""
-    seen: list[list[str]] = []
+    """The old file stands until the new one is whole and synced; then the folder is synced, which holds the rename. No
+    temporary name ends in .json."""
+    names: list[str] = []
+    synced: list[str] = []
 
     def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            synced.append(old.read_text())
+            return
         assert old.read_text() == OLD
         assert Path(f"/proc/self/fd/{descriptor}").read_text() == '{"a": 2}' if Path("/proc/self/fd").exists() else True
-        seen.append([path.name for path in old.parent.iterdir()])
+        names.extend(path.name for path in old.parent.iterdir())
 
     monkeypatch.setattr(files.os, "fsync", fsync)
     write_object(old, {"a": 2})
-    ((*names,),) = seen
+    assert synced == ['{"a": 2}']
     assert len(names) == 2 and [name for name in names if name.endswith(".json")] == ["x.json"]
     assert old.read_text() == '{"a": 2}' and list(old.parent.iterdir()) == [old]
 

@@ -257,6 +257,7 @@ def _run(words: list[str]) -> int:
     if arguments.command is None or getattr(arguments, "subcommand", "") is None:
         meant_by(parser, arguments).print_help()
         return EXIT_OK
+    check_working_directory()
     import_own(arguments)
     try:
         code = int(command_module(arguments.command).run(arguments))
@@ -268,6 +269,16 @@ def _run(words: list[str]) -> int:
         ) from None
     say("")
     return code
+
+
+def check_working_directory() -> None:
+    """Raises UsageError if somebody has deleted the directory in which the command was started."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "the working directory has been deleted. Change to a directory that exists, and run the command again."
+        ) from None
 
 
 def import_own(arguments: argparse.Namespace) -> None:

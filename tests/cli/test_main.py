@@ -446,3 +446,15 @@ def test_no_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr("fp8bench.cli.main._run", greedy)
     assert main(["list"]) == 3
     assert "got no more memory" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_deleted_working_directory_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for words in (["suite", "gemm", "--quick"], ["list"], ["show", "last"]):
+        assert main(words) == 2
+        assert "the working directory has been deleted" in capsys.readouterr().err

@@ -85,3 +85,4 @@ def test_the_container_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> Non
     (pattern,) = re.findall(r"grep '(\S+)' /wheel/constraints", second)
     assert len(re.findall(pattern, (ROOT / "constraints.txt").read_text(), re.MULTILINE)) == 1
     assert 'ENTRYPOINT ["fp8bench"]' in second
+    assert re.search(r"^USER [1-9]\d*:", second, re.MULTILINE), "the container would run as root"
