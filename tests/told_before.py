@@ -1,7 +1,7 @@
-"""What is told of runs made by hand, held against what was told before: a document in tests/golden/made for each test.
+"""What is told of runs made by hand, held against what was told before: a document in tests/golden/texts/made.txt for each test.
 
 Such a test is a generator of claims, each with what is told where it holds: elements, lines, or nothing. Where words
-were meant to change, `FP8BENCH_TOLD=write pytest FILE` writes its document anew, and the diff is read.
+were meant to change, `FP8BENCH_TOLD=write pytest -n 0 FILE` writes its document anew, and the diff is read.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from fp8bench.model import Finding, Run
 from fp8bench.report.elements import Chart, Code, Facts, Field, Items, Part, Scatter, Table, Text, Tone, Verdicts
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.terminal.run import render
+from tests.golden.documents import load, save
 
-MADE = Path(__file__).resolve().parent / "golden" / "made"
+MADE = Path(__file__).resolve().parent / "golden" / "texts" / "made.txt"
 # A claim, and a part, an element, a text, a row of values, several of them, or None.
 Told = Iterator[tuple[str, Any]]
 
 
 def as_before(claims: Callable[..., Told]) -> Callable[..., None]:
-    path = MADE / f"{claims.__name__.removeprefix('test_')}.txt"
+    name = claims.__name__.removeprefix("test_")
 
     @functools.wraps(claims)
     def test(**fixtures: Any) -> None:
@@ -35,13 +36,28 @@ def as_before(claims: Callable[..., Told]) -> Callable[..., None]:
         assert now, "a test that claims nothing cannot fail"
         now = re.sub(r"acknowledged \d{4}-\d\d-\d\d", "acknowledged TODAY", now)  # while the test runs
         if os.environ.get("FP8BENCH_TOLD") == "write":
-            path.write_text(now, encoding="utf-8")
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
+            save(MADE, dict(sorted((load(MADE) | {name: now}).items())))
+            return
+        before = documents_before().get(name, "")
         if now != before:
             diff = difflib.unified_diff(before.splitlines(), now.splitlines(), "before", "now", lineterm="", n=2)
-            pytest.fail("\n".join([f"{path.name} differs; read how. FP8BENCH_TOLD=write writes it", *diff]), False)
+            pytest.fail("\n".join([f"{name} differs; read how. FP8BENCH_TOLD=write writes it", *diff]), False)
 
     return test
+
+
+def find_made_tests() -> list[str]:
+    """As `FILE::TEST`."""
+    tests = []
+    for path in sorted(Path(__file__).resolve().parent.rglob("test_*.py")):
+        names = re.findall(r"^@as_before\ndef (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        tests += [f"{path}::{name}" for name in names]
+    return tests
+
+
+@functools.cache
+def documents_before() -> dict[str, str]:
+    return load(MADE)
 
 
 def as_text(told: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import html
 import io
 import json
 import re
@@ -113,20 +114,26 @@ _SECTION = re.compile(r"(?=<section\b|<header\b|<footer\b)")
 
 
 def of_html(page: str) -> str:
-    """Each section's text by lines, behind a digest of its tags; of a drawing its words and a digest."""
+    """Each section's text by lines, behind a digest of its tags; of a drawing its words and a digest of its shapes."""
     style = "".join(re.findall(r"<(?:style|script)\b.*?</(?:style|script)>", page, flags=re.DOTALL))
     body = re.sub(r"<(style|script)\b.*?</\1>", "", page, flags=re.DOTALL)
     parts = [f"style and script {digest(style)}"]
     for section in _SECTION.split(body):
-        drawn = re.sub(r"<svg\b.*?</svg>", lambda svg: f"[drawing {digest(svg[0])}]", section, flags=re.DOTALL)
-        parts += [f"== {digest(section)}", *_lines(drawn)]
+        drawn = re.sub(r"<svg\b.*?</svg>", lambda svg: f"[drawing {digest(_tags(svg[0]))}]", section, flags=re.DOTALL)
+        parts += [f"== {digest(_tags(section))}", *map(html.unescape, _lines(drawn))]
     return "\n".join([*parts, ""])
+
+
+def _tags(markup: str) -> str:
+    """The markup without the words between its tags, which are compared as lines."""
+    return re.sub(r">[^<]+<", "><", markup)
 
 
 def _lines(markup: str) -> Iterator[str]:
     broken = re.sub(r"</(?:tr|p|li|h\d|dt|dd|figcaption|caption|pre|summary|div|thead)>", "\n", markup)
     spaced = re.sub(r"<[^>]*>", " ", broken)
-    yield from filter(None, (" ".join(line.split()) for line in spaced.splitlines()))
+    lines = (" ".join(line.split()).removesuffix(" #") for line in spaced.splitlines())  # headings link to themselves
+    yield from filter(None, lines)
 
 
 def of_frame(frame: Any) -> str:

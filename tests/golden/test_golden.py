@@ -3,19 +3,22 @@
 All of it was measured once, in slots of microseconds, by the commands that the files name. `stores/gpu` and
 `stores/history` and the training 8964265c are the tests' stand-ins for a GPU, many commits and six seeds; the duel
 d8d9cff0 is one that was killed. A document that differs is read, never waved through. After a wanted change
-`python -m tests.golden.test_golden` writes what is expected anew: all, or the documents that it is given.
+`python -m tests.golden.test_golden [NAME ...]` writes the named documents again, by default all of them and those of
+tests/told_before.py, and prints each change once with the documents that hold it (tests/golden/documents.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import io
 import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -39,11 +42,13 @@ from fp8bench.model.promises import ModeConformity
 from fp8bench.store.runs.run_file import load_run
 from tests.counts import for_each
 from tests.facts import CPU, H200
+from tests.golden.documents import changes, load, save
 from tests.golden.normal_forms import normal, of_files, of_frame
+from tests.told_before import MADE, find_made_tests
 from tests.trainings import FakeLab
 
 HERE = Path(__file__).resolve().parent
-STORES, VALUES, EXPECTED, OWN = HERE / "stores", HERE / "values", HERE / "expected", HERE / "own"
+STORES, VALUES, TEXTS, OWN = HERE / "stores", HERE / "values", HERE / "texts", HERE / "own"
 AGAIN = "python -m tests.golden.test_golden"
 
 
@@ -448,11 +453,25 @@ def document_of(name: str) -> str:
 _NEWER_HELP = sys.version_info >= (3, 13)  # argparse lays options out in another way
 
 
+@functools.cache
+def expected_in(file: str) -> dict[str, str]:
+    return load(TEXTS / file)
+
+
+def file_of(name: str) -> str:
+    """Few files, so that a sentence that many documents hold changes few of them."""
+    if name.startswith("help"):
+        return "help.txt"
+    if name.endswith((".csv", ".json", ".xml")) or re.match(r"frame-|.*-boards", name):
+        return "data.txt"
+    return "trainings.txt" if re.search("training|duel|histories", name) else "runs.txt"
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_it_is_told_as_before(name: str) -> None:
     if name.startswith("help") and _NEWER_HELP:
         pytest.skip("help is laid out by this Python's argparse; what is expected is that of 3.11 and 3.12")
-    expected, now = (EXPECTED / name).read_text(encoding="utf-8"), document_of(name)
+    expected, now = expected_in(file_of(name)).get(name, ""), document_of(name)
     if now != expected:
         lines = difflib.unified_diff(expected.splitlines(), now.splitlines(), "expected", "now", lineterm="", n=1)
         pytest.fail("\n".join([f"{name} differs; read how. If all of it is wanted: {AGAIN} {name}", *lines]), False)
@@ -467,11 +486,26 @@ def test_no_line_is_wider_than_the_terminal(name: str, width: int) -> None:
 
 
 def test_nothing_is_left_out() -> None:
-    """Each rendered document has a file, and each file a document."""
-    assert set(DOCUMENTS) == {path.name for path in EXPECTED.iterdir()}
+    """Each document is in its file, and each file has nothing else."""
+    assert {path.name for path in TEXTS.iterdir()} == {*map(file_of, DOCUMENTS), MADE.name}
+    for file in set(map(file_of, DOCUMENTS)):
+        assert list(expected_in(file)) == [name for name in DOCUMENTS if file_of(name) == file], file
+
+
+def write_again(names: Sequence[str]) -> None:
+    written = {name: document_of(name) for name in names or DOCUMENTS}
+    for file in sorted(set(map(file_of, written))):
+        before = load(TEXTS / file)
+        now = {name: written.get(name, before.get(name, "")) for name in DOCUMENTS if file_of(name) == file}
+        save(TEXTS / file, now)
+        print(changes(before, now), end="")
+    if not names:
+        before = load(MADE)
+        MADE.unlink()
+        rewriting = dict(os.environ, FP8BENCH_TOLD="write")
+        subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", *find_made_tests()], env=rewriting)
+        print(changes(before, load(MADE)), end="")
 
 
 if __name__ == "__main__":
-    EXPECTED.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or DOCUMENTS:
-        (EXPECTED / name).write_text(document_of(name), encoding="utf-8")
+    write_again(sys.argv[1:])

@@ -1,0 +1,32 @@
+"""Many documents in one file: nothing is lost, and what several hold is written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.golden.documents import changes, load, save
+
+LONG = "a sentence that is long enough for a line of its own, so that it is worth a reference"
+BEFORE = {
+    "a.md": f"# a\n\n## One\n\n{LONG}\n\n- {LONG}: \\[1, 2\\] &lt;3\n\n| {LONG} | ▼ x |\n\n## Two\n\n{LONG}\n{LONG}\n",
+    "a.html": f"style and script 1\n== 2\nOne\n{LONG}: [1, 2] <3\n{LONG}\n{LONG} x\n{LONG}\n",
+    "a.txt": f"one\n\n{LONG}\n{LONG}\n",
+    "a-all.txt": f"one\ntwo\n\n{LONG}\n{LONG}\n\n\n",
+    "b.txt": f"{LONG}\n{LONG}\n",
+    "c.txt": "",
+    "b.md": f"# b\n\n## Two\n\n{LONG}\n{LONG}\n",
+}
+
+
+def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
+    save(tmp_path / "texts.txt", BEFORE)
+    text = (tmp_path / "texts.txt").read_text()
+    assert load(tmp_path / "texts.txt") == BEFORE
+    assert "%% section 2 of a.txt" in text or "%% section 1 of a.txt" in text
+    assert text.count(LONG) == sum(BEFORE[name].count(LONG) for name in ("a.md", "a.txt"))
+
+
+def test_a_change_is_printed_once_with_all_that_hold_it() -> None:
+    now = {name: text.replace("long enough", "longer than is wise") for name, text in BEFORE.items()}
+    printed = changes({"b.txt": BEFORE["b.txt"], "b.md": BEFORE["b.md"]}, {"b.txt": now["b.txt"], "b.md": now["b.md"]})
+    assert printed.startswith("in b.txt, b.md:\n-a sentence that is long") and printed.count("\n+") == 2
