@@ -28,7 +28,6 @@ from torch.nn import functional as F
 import fp8bench
 from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.values import Arm, ArmRole, StepRow, StreamLine, TrainingEvent
-from suites.health import upper_bound
 from suites.loop_styles import STYLES, WELL_STEPS, Loop, drawn
 from suites.trials import Row, conditions, options, say
 
@@ -41,6 +40,19 @@ NOT_FINITE = ("not-finite", "tensor-not-finite")
 
 
 Plant = Callable[[Loop], object]
+
+
+def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
+    """Clopper and Pearson's: the rate at which so few events are seen in 1 - `level` of all cases."""
+    low, high = 0.0, 1.0
+    for _ in range(100):
+        rate = (low + high) / 2
+        shares = (
+            math.exp(math.log(math.comb(trials, seen)) + seen * math.log(rate) + (trials - seen) * math.log1p(-rate))
+            for seen in range(events + 1)
+        )
+        low, high = (rate, high) if math.fsum(shares) > 1 - level else (low, rate)
+    return high
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,20 @@
 """Compares fused quantisers with torch's copy_: CPU time of one thread, as ratios of neighbouring runs in one process.
 
-Each figure is the least of many runs on both sides, taken in turns. `python -m suites.quantisers` prints each one's
-share of the speed of a copy, with vectors of each width and with the width that fp8bench chooses.
+Each figure is the least of many runs on both sides, taken in turns. `python -m suites.harness` prints them.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from unittest import mock
 
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, Format
 from fp8bench.formats.recipes import MX, NVFP4, TENSOR, Scaling
-from suites.trials import least_seconds, say
+from suites.trials import least_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SIDE = 4096
-_TURNS = 15
-_REPEATS = 5
 # Elements, scaling, and the dtype of input and output. 'given': with a scale from before.
 CASTS: dict[str, tuple[Format, Scaling | None, str]] = {
     "e4m3 fp32": (E4M3, None, "float32"),
@@ -37,7 +31,7 @@ CASTS: dict[str, tuple[Format, Scaling | None, str]] = {
 }
 
 
-def ready(name: str, side: int = SIDE) -> tuple[Callable[[], object], Callable[[], object]]:
+def _ready(name: str, side: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """Returns a compiled cast of a square matrix into given memory, and the copy to compare it with."""
     import torch
 
@@ -61,25 +55,12 @@ def ready(name: str, side: int = SIDE) -> tuple[Callable[[], object], Callable[[
     return cast, lambda: out.copy_(x)
 
 
-def shares(name: str, bits: int = 0) -> tuple[list[float], int]:
-    """Returns a cast's shares of the speed of copy_, sorted, and its vectors' bits: those given, or chosen."""
-    from fp8bench.formats import operators, vector_width
-
-    forced = {"return_value": (bits,)} if bits else {"side_effect": vector_width.widths}
-    with (
-        mock.patch.object(operators, "KERNELS", operators.Kernels()) as kernels,
-        mock.patch.object(vector_width, "widths", **forced),
-    ):
-        calls = ready(name)
-        return sorted(1 / _ratio(*calls) for _ in range(_REPEATS)), next(iter(kernels.fused))
-
-
-def over_copy(name: str, side: int = SIDE, turns: int = _TURNS) -> float:
+def over_copy(name: str, side: int, turns: int) -> float:
     """Returns the CPU time of a cast over that of copy_ between the same tensors; 1 is the speed of memory."""
-    return _ratio(*ready(name, side), turns)
+    return _ratio(*_ready(name, side), turns)
 
 
-def linear_over_product(side: int = 1024, turns: int = 40) -> float:
+def linear_over_product(side: int, turns: int) -> float:
     """Returns the CPU time of an emulated mxfp8 linear layer of side^3, forward, over its product's in fp32."""
     import torch
 
@@ -99,14 +80,6 @@ def linear_over_product(side: int = 1024, turns: int = 40) -> float:
     return _ratio(linear, lambda: x @ weight.t(), turns)
 
 
-def _ratio(call: Callable[[], object], other: Callable[[], object], turns: int = _TURNS) -> float:
+def _ratio(call: Callable[[], object], other: Callable[[], object], turns: int) -> float:
     seconds, other_seconds = least_seconds(turns, call, other)
     return seconds / other_seconds
-
-
-if __name__ == "__main__":
-    for _name in CASTS:
-        for _bits in (256, 512, 0):
-            _shares, _taken = shares(_name, _bits)
-            _words = f"{_bits or f'chosen: {_taken}'!s:<12} {_shares[_REPEATS // 2]:6.1%} of copy_"
-            say(f"{_name:<18} {_words} ({_shares[0]:.1%} to {_shares[-1]:.1%}), load {os.getloadavg()[0]:.1f}")

@@ -1,4 +1,6 @@
-"""What is told of runs made by hand, held against what was told before: a document in tests/golden/texts/made.txt for each test.
+"""What is told of runs made by hand, held against what was told before.
+
+Each test has a document in tests/golden/texts/made.txt.
 
 Such a test is a generator of claims, each with what is told where it holds: elements, lines, or nothing. Where words
 were meant to change, `FP8BENCH_TOLD=write pytest -n 0 FILE` writes its document anew, and the diff is read.

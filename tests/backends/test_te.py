@@ -197,15 +197,6 @@ def test_every_layer_takes_the_word_for_the_first_pass() -> None:
     assert support.level is Level.NATIVE and "micro-batch" not in support.reason
 
 
-@for_each(("more", "words"), [({"size": "llama-1b"}, "such a size"), ({"attention": "math"}, "its own")])
-def test_a_block_of_another_manner_is_refused(more: dict[str, str], words: str) -> None:
-    axes = {"cut": "block", "size": "gpt2-124m", **more}
-    request = Request("transformer", ("bf16", "fp8"), backend="te", axes=tuple((k, (v,)) for k, v in axes.items()))
-    (group,) = make_plan(request, (here(H200),), "x")
-    refused = next(case.support for case in group.cases if case.case.precision == "fp8:backend=te")
-    assert refused.level is Level.REFUSED and words in refused.reason
-
-
 def _told(kind: type[fake_te.LayerNormLinear], called: list[str]) -> Callable[..., torch.Tensor]:
     forward = kind.forward
 
@@ -242,13 +233,6 @@ def test_a_package_that_does_not_import_says_why(
         backends.get("te").imported()
     monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
     assert "Found empty" in Trials().wrong(Case("mlp", (), "fp8:backend=te", "cuda:0"), here(H200))
-
-
-@pytest.mark.usefixtures("te")
-def test_a_version_without_a_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sys.modules["transformer_engine.common.recipe"], "NVFP4BlockScaling")
-    result = Trials().wrong(Case("mlp", (), "nvfp4:backend=te", "cuda:0"), here(B200))
-    assert "NVFP4BlockScaling" in result
 
 
 @pytest.mark.slow

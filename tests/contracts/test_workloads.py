@@ -323,7 +323,9 @@ def short_trainings() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def grid_of(tmp_path_factory: pytest.TempPathFactory, short_trainings: None) -> Callable[[str], tuple[Grid, Run]]:
+def grid_of(
+    tmp_path_factory: pytest.TempPathFactory, short_trainings: None, short_slots: None
+) -> Callable[[str], tuple[Grid, Run]]:
     """What a workload declares, and that measured on the processor by the whole pipeline: few rounds, all passes."""
 
     @cache

@@ -17,12 +17,11 @@ import torch
 from fp8bench.devices import cpu as cpu_module
 from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, last_cache, processor_name
 from fp8bench.devices.cuda import Cuda, pci_address, why_no_kernels
-from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryRole
+from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Sized
 from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper
-from fp8bench.protocols import CannotCapture, CannotLimit, Device, MemoryMeter
+from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter
 from fp8bench.registry import devices
-from fp8bench.worker.clock import PhaseClock
 from tests.counts import for_each
 
 
@@ -69,23 +68,6 @@ def test_the_processor_is_one_device_with_plain_facts() -> None:
     assert facts.memory_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert type(facts.torch) is str and facts.torch == torch.__version__
     assert (facts.capability, facts.cuda, facts.hip) == (None, None, None)
-
-
-def test_memory_that_the_system_does_not_tell_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(name: str) -> int:
-        raise ValueError(name)
-
-    monkeypatch.setattr(cpu_module.os, "sysconf", unknown)
-    assert Cpu().available()[0].memory_bytes == 0
-
-
-@for_each(
-    ("text", "name"),
-    [("processor\t: 0\nmodel name\t: Xeon: the best\nmodel name\t: other\n", "Xeon: the best"), ("flags: a b\n", None)],
-)
-def test_the_processor_s_name_is_the_system_s(monkeypatch: pytest.MonkeyPatch, text: str, name: str | None) -> None:
-    monkeypatch.setattr(cpu_module, "Path", lambda path: SimpleNamespace(read_text=lambda: text))
-    assert processor_name() == name or (name is None and processor_name())
 
 
 def test_a_machine_without_proc_still_has_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,28 +144,6 @@ def test_events_are_used_again_once_recycled(stamper: EventStamper) -> None:
     now()
     assert FakeEvent.made == 6
     assert stamper.intervals_ns(third) == [250_000] * 4
-
-
-def test_recycling_twice_hands_no_event_out_twice(stamper: EventStamper) -> None:
-    now = stamper.source()
-    _ = [now() for _ in range(3)]
-    stamper.recycle()
-    stamper.recycle()
-    again = [now() for _ in range(4)]
-    assert len({id(event) for event in again}) == 4
-
-
-def test_a_source_fetched_before_recycling_sees_the_pool(stamper: EventStamper) -> None:
-    clock = PhaseClock(stamper)
-    for _ in range(3):
-        clock.begin()
-        with clock.gemm:
-            pass
-        codes, stamps = clock.end()
-        assert [CELL_PHASES[code] for code in codes] == ["unattributed", "gemm", "unattributed"]
-        assert stamper.intervals_ns(stamps) == [250_000] * 3
-        stamper.recycle()
-    assert FakeEvent.made == 4
 
 
 def test_without_cuda_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,16 +317,6 @@ def test_the_highest_point_is_found_although_it_has_gone() -> None:
     assert peak_of(meter) == 4 * (500 + 250 + 5000) and not gone and not passing
 
 
-def test_the_highest_point_may_be_the_mark_itself() -> None:
-    meter = ProfilerMeter()
-    meter.start()
-    kept = [torch.empty(1000), torch.empty(3)]
-    meter.mark()
-    kept.clear()
-    kept.append(torch.empty(7))
-    assert peak_of(meter) == 4012
-
-
 def test_memory_from_before_does_not_count() -> None:
     before = [torch.empty(10_000), torch.empty(20_000)]
     meter = ProfilerMeter()
@@ -435,12 +385,6 @@ def test_measuring_memory_says_nothing_and_leaves_the_environment_alone() -> Non
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert "profiler" not in done.stdout + done.stderr
-
-
-def test_a_torch_without_its_profiler_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(Cpu().memory_meter(0), ProfilerMeter)
-    monkeypatch.setattr(torch.profiler, "kineto_available", lambda: False)
-    assert Cpu().memory_meter(0) == "torch was built without its profiler (kineto)"
 
 
 class FakeAllocator:
@@ -595,17 +539,6 @@ def test_who_wants_no_single_allocations_starts_no_profiler(monkeypatch: pytest.
     assert course is not None and course.peak == 100 and not course.held and "single allocation" in course.why
 
 
-def test_a_gpu_that_fails_leaves_no_profiler_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = FakeAllocator(monkeypatch, 0)
-    meter = gpu_meter()
-    meter.start()
-    meter.mark()
-    allocator.index = 1
-    with pytest.raises(AssertionError):
-        meter.stop()
-    assert not torch.autograd._profiler_enabled() and meter.stop() is None
-
-
 def test_a_workspace_counts_in_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS allocates it for the first product of a process and keeps it."""
     allocator = FakeAllocator(monkeypatch, 0)
@@ -618,13 +551,6 @@ def test_a_workspace_counts_in_every_case(monkeypatch: pytest.MonkeyPatch) -> No
         allocator.product()
         peaks.append(peak_of(meter))
     assert peaks == [32 << 20] * 3
-
-
-@for_each("name", ["PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"])
-def test_an_allocator_that_counts_nothing_is_not_asked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """With caching off torch's counts stay at zero, which would be read as no memory at all."""
-    monkeypatch.setenv(name, "1")
-    assert Cuda().memory_meter(0) == f"torch's allocator counts nothing under {name}"
 
 
 class FakeFraction:
@@ -660,23 +586,6 @@ def test_a_gpu_s_memory_ends_at_its_allocators_limit(monkeypatch: pytest.MonkeyP
     with pytest.raises(ZeroDivisionError), Cuda().memory_limited(1, 50 * 10**9):
         _ = 1 / (fake.share - 0.9)
     assert fake.set == [pytest.approx(0.3), 0.9, 0.9, 0.9]
-
-
-def test_a_gpu_whose_allocator_keeps_no_cache_keeps_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeFraction(monkeypatch)
-    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-    with pytest.raises(CannotLimit, match="keeps no limit"), Cuda().memory_limited(1, 10**9):
-        pass
-    assert not fake.set
-
-
-def test_a_device_of_a_user_s_own_limits_nothing_by_itself() -> None:
-    class Own(Cpu):
-        kind = "own"
-        memory_limited = Device.memory_limited
-
-    with pytest.raises(CannotLimit, match="cannot be limited"):
-        Own().memory_limited(0, 10**9)
 
 
 @for_each("status", ["", "VmData:\n", "VmData: many kB\n", "VmPeak: 5 kB\n"])

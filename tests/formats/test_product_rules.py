@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from fp8bench.errors import UnknownName
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from fp8bench.formats.hardware import (
     A100,
@@ -17,15 +14,12 @@ from fp8bench.formats.hardware import (
     MI350X,
     RTX5090,
     DeviceClass,
-    device_class,
     foreign_kernel,
-    multiplied_bits,
 )
 from fp8bench.formats.product_rules import (
     Product,
     RuleSource,
     Scheme,
-    conditions,
     missing,
     objections,
     rows_give_float32,
@@ -188,14 +182,6 @@ def test_where_products_by_rows_give_float32() -> None:
     assert [rows_give_float32(one) for one in facts] == [True, True, False, False, False, False]
 
 
-def test_conditions_name_versions_and_outputs() -> None:
-    assert conditions(Scheme.BLOCK, H100) == ("CUDA 12.9",)
-    assert conditions(Scheme.TENSOR, H100) == ()
-    assert any("FBGEMM" in one for one in conditions(Scheme.MXFP4, B200))
-    assert "ROCm 7.0" in conditions(Scheme.MXFP8, MI350X)
-    assert any("bf16" in one for one in conditions(Scheme.ROW, MI350X))
-
-
 def test_bytes_count_codes_scales_and_the_output() -> None:
     """By hand: two FP4 codes a byte, a scale for sixteen, and one of the tensor."""
     one = product(32, 64, 128, E2M1, NVFP4)
@@ -204,14 +190,6 @@ def test_bytes_count_codes_scales_and_the_output() -> None:
     block = Product(130, 256, 256, Treatment(E4M3, BLOCK), Treatment(E4M3, SQUARE), "fp32")
     assert block.bytes_of(block.sides) == 130 * 256 + 130 * 2 * 4 + 256 * 256 + 2 * 2 * 4 + 130 * 256 * 4
     assert product(8, 8, 8).bytes_of((8, 8, 16)) == 2 * 8 * 16 + 2 * 4 + 8 * 8 * 2
-
-
-def test_classes_answer_to_the_names_people_use() -> None:
-    assert device_class("Hopper") is H100 and device_class("sm120") is RTX5090 and device_class("gfx950") is MI350X
-    names = [name for one in CLASSES for name in (one.name, *one.aliases)]
-    assert len(names) == len(set(names))
-    with pytest.raises(UnknownName, match="Did you mean 'hopper'"):
-        device_class("hoper")
 
 
 FP8 = (
@@ -242,11 +220,6 @@ NO_PRODUCTS = (
     "Memset (Device)",
     "nvjet_something_new",
 )
-
-
-def test_bits_of_operands() -> None:
-    wanted = dict.fromkeys(FP8, 8) | WIDE | dict.fromkeys(NO_PRODUCTS)
-    assert {name: multiplied_bits(name) for name in wanted} == wanted
 
 
 def test_a_step_without_a_kernel_of_its_precision() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -174,12 +172,6 @@ def test_compiled_codes_without_a_scale_are_eager_ones(source: torch.dtype, monk
     assert_fused(monkeypatch, unscaled, [*pieces(source)], same)
 
 
-def test_what_is_empty_has_codes_and_scales_too() -> None:
-    for how in (CASTS[0], CASTS[4]):
-        for x in (torch.empty(0, 64), torch.empty(128, 0)):
-            assert same(cast(x, how), stored(x, how))
-
-
 @for_each("device", ["cpu", "meta"])
 def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
     """NVFP4's tensor scale is another; where tiles are filled nothing else is done."""
@@ -232,18 +224,6 @@ def test_a_scale_lies_where_its_tile_says(down: int, across: int) -> None:
             wanted[tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4] = scales[row, column]
     assert laid.is_contiguous() and torch.equal(laid, wanted)
     assert torch.equal(unswizzled(laid, down, across), scales)
-
-
-@pytest.mark.parametrize(("down", "across"), SHAPES)
-def test_torchao_lays_them_so_too(down: int, across: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.getLogger("torchao").setLevel(logging.CRITICAL)
-        pytest.importorskip("torchao", reason="needs torchao, whose layout this is held against")
-        from torchao.prototype.mx_formats.utils import to_blocked
-    assert torch.equal(
-        to_blocked(numbered(down, across), use_triton_kernel=False).flatten(), swizzled(numbered(down, across))
-    )
 
 
 @for_each(("down", "across"), SHAPES)

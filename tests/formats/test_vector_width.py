@@ -91,16 +91,6 @@ def test_a_width_that_does_not_compile_is_not_taken(planted: Planted) -> None:
     assert compiling.compiled(fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, torch.bfloat16, F32, "cpu")).bits == 256
 
 
-@pytest.mark.parametrize(("capability", "widths"), [("AVX2", ()), ("DEFAULT", ()), ("AVX512", (256, 512))])
-def test_only_what_has_a_choice_is_measured(
-    capability: str, widths: tuple[int, ...], planted: Planted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    built = planted({0: 1e-4, 256: 1e-4, 512: 5e-3})
-    assert compiling.compiled(KERNEL).bits == (256 if widths else 0)
-    assert tuple(built) == (widths or (0,)) and vector_width.widths("cuda:0") == ()
-
-
 @pytest.mark.usefixtures("cache")
 def test_the_first_choice_counts_for_all() -> None:
     """Two workers that measure at once take the same width: else identical code would differ."""
@@ -108,23 +98,6 @@ def test_the_first_choice_counts_for_all() -> None:
     assert one.read() is None
     assert one.keep(512) == 512 and other.keep(256) == 512 and other.read() == 512
     assert Kept("another kernel").read() is None
-
-
-def test_another_torch_compiler_or_processor_has_choices_of_its_own(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._inductor import cpp_builder
-
-    Kept("a kernel").keep(512)
-    for holder, name, other in (
-        (torch, "__version__", "2.99"),
-        (cpp_builder, "get_compiler_version_info", lambda compiler: "gcc 99"),
-        (vector_width, "_processor", lambda: "model name : another one"),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(holder, name, other)
-            assert Kept("a kernel").read() is None, name
-    assert Kept("a kernel").read() == 512
 
 
 def test_a_file_that_says_nothing_or_cannot_be_written_is_measured_anew(cache: Path) -> None:

@@ -48,7 +48,7 @@ def _encode(documents: dict[str, str]) -> Iterator[str]:
     holders: dict[str, str] = {}
     for name, text in documents.items():
         if re.search(f"^({_NAME}|{_SAME})", text, re.MULTILINE):
-            raise ValueError(f"{name} has a line that begins as a name or a reference does: choose other signs for them")
+            raise ValueError(f"{name} has a line that begins as a name or a reference does: choose other signs")
         yield _NAME + name
         folding = _Folding(_base_of(name, documents))
         for number, section in enumerate(_sections(text)):

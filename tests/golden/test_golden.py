@@ -501,9 +501,10 @@ def write_again(names: Sequence[str]) -> None:
         print(changes(before, now), end="")
     if not names:
         before = load(MADE)
-        MADE.unlink()
-        rewriting = dict(os.environ, FP8BENCH_TOLD="write")
-        subprocess.run([sys.executable, "-m", "pytest", "-q", "-n", "0", *find_made_tests()], env=rewriting)
+        MADE.unlink(missing_ok=True)
+        environment = dict(os.environ, FP8BENCH_TOLD="write")
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *find_made_tests()]
+        subprocess.run(command, env=environment, check=True)
         print(changes(before, load(MADE)), end="")
 
 

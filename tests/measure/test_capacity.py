@@ -14,9 +14,9 @@ from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.capacity import BatchAttempt, CapacityPass, CapacityRule, Search
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL
-from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome
+from fp8bench.measure.passes import CaseOutcome
 from fp8bench.model import Capacity, Case, DeviceFacts, MemoryUse, PlannedCase, Request
-from fp8bench.plan.make import make_plan, searched_for_batches, with_batch
+from fp8bench.plan.make import make_plan, with_batch
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
 from tests.facts import CPU, H200
@@ -171,14 +171,6 @@ def test_native_products_that_need_multiples_are_tried_in_multiples() -> None:
     assert (bf16.grain, bf16.batch) == (1, 1000)
 
 
-@for_each("value", ["many", True, 0, 1.5])
-def test_a_batch_that_is_no_number_is_a_reason(value: Any) -> None:
-    case = planned(batch="2")
-    params = tuple((name, value if name == "batch" else old) for name, old in case.case.params)
-    found = search(Filled(), replace(case, case=replace(case.case, params=params)))
-    assert found.batch is None and "must be a whole number from 1" in found.why and found.attempts == 0
-
-
 def test_another_batch_is_planned_like_the_first() -> None:
     rowwise = (("mlp", "fp8-rowwise"),)
     request = Request("transformer", ("bf16", "fp8"), axes=(("batch", ("4",)),), precision_map=rowwise)
@@ -191,21 +183,6 @@ def test_another_batch_is_planned_like_the_first() -> None:
     assert with_batch(four, 0, CPU) is None and with_batch(four, 4097, CPU) is None
     # A batch norm over one value.
     assert with_batch(planned("conv", image="1", batch="2"), 1, CPU) is None
-
-
-def test_cases_that_differ_in_batch_alone_are_searched_once() -> None:
-    request = Request("mlp,gemm", ("fp32",), axes=(("tokens", ("32", "64")), ("gated", ("no", "yes"))))
-    plan = make_plan(request, (CPU,))
-    searched = searched_for_batches(plan)
-    wanted = {group.setting for group in plan if "gemm" not in group.setting and "tokens=32" in group.setting}
-    assert searched == wanted and len(searched) == 2
-
-
-@for_each(("failure", "searched"), [("", True), (OUT_OF_MEMORY, True), ("it crashed", False)])
-def test_who_may_be_searched(failure: str, searched: bool) -> None:
-    outcome = CaseOutcome(planned(batch="2"))
-    outcome.failure = failure
-    assert outcome.may_fit is searched
 
 
 Takes = Callable[[int], int]

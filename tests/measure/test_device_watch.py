@@ -13,7 +13,6 @@ import pytest
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.labels import shared
 from fp8bench.analysis.verdicts import decided
-from fp8bench.errors import WorkerFault
 from fp8bench.measure import device_watch
 from fp8bench.measure import group as group_module
 from fp8bench.measure.arm import MeasuredArm
@@ -26,7 +25,7 @@ from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 from fp8bench.model.stopping import Settling, StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
-from tests.fakes import GPU, MS, FakeWorker, Fault, Listener, Script, arm, by_mode, group, lasting, planned
+from tests.fakes import GPU, MS, FakeWorker, Listener, Script, arm, by_mode, group, lasting, planned
 
 
 def reading(value: float) -> Reading:
@@ -196,12 +195,6 @@ def test_what_held_the_clocks_back_is_counted_by_the_driver_over_the_sitting(
     assert seen.held == held and seen.why == why and seen.looks == 0 and seen.throttle is None
 
 
-def test_a_look_that_fails_leaves_the_others() -> None:
-    seen, one = watched(Device(look(0x4), look(0x4, None, None)), ("fp32",), ("fp32",))["fp32"]
-    assert (seen.throttle, seen.sm_clock, seen.temperature) == (0x4, 1.5e9, 50)
-    assert seen.why == "sm_clock, temperature: lost" and [slot.clock for slot in one.slots] == [1.5e9, None]
-
-
 Temperature = Callable[[float], float]
 
 
@@ -273,18 +266,3 @@ def test_nothing_runs_where_nobody_can_say_what_suffices(
 ) -> None:
     records, worker, _ = measured(monkeypatch, warming(4.0), **options)  # type: ignore[arg-type]
     assert warm_up(records["fp32"]) is None and not [entry for entry in worker.log if entry[0] == "loop"]
-
-
-def test_a_fault_while_warming_up_is_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    faulty = Script(faults=[Fault("loop", WorkerFault("ValueError", "boom", "trace"))])
-    records, _, _ = measured(monkeypatch, warming(4.0), scripts={"fp32": faulty})
-    assert records["fp32"].status.value == "failed" and "boom" in records["fp32"].reason
-    assert records["bf16"].is_reference and warm_up(records["bf16"]) is not None
-
-
-def test_a_long_step_runs_once_between_two_looks() -> None:
-    worker, reference = FakeWorker({"fp32": lasting(2_000)}), arm("fp32")
-    reference.prepare(worker)
-    settling = Settler(Warming(worker, lambda at: 50.0), 30.0, worker.clock).settle(reference, worker)
-    assert settling is not None and {entry[2] for entry in worker.log if entry[0] == "loop"} == {1}
-    assert not settling.settled or settling.seconds <= 30.0

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from fp8bench.measure import environment
-from fp8bench.measure.environment import command_line, gather
-from fp8bench.model import Environment, Scalar
-from fp8bench.model.codec import decode, encode
+from fp8bench.measure.environment import gather
+from fp8bench.model import Scalar
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.store.asv.identity import from_facts, identify
 from tests.commands import git
-from tests.counts import for_each
 
 UNKNOWN = (None, None, None)
 
@@ -110,36 +105,6 @@ def test_why_git_names_no_commit_is_told_of_a_repository_alone(
     assert why(repository) == "git cannot be run: No such file or directory"
     shutil.rmtree(outside / ".git")
     assert why(outside) is None and told(repository) == told(outside) == UNKNOWN, "git is not a dependency"
-
-
-def test_the_identity_for_asv_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".asv-machine.json").write_text('{"box": {"machine": "box", "gpu": "NVIDIA H200"}, "version": 1}')
-    facts = gather({"torch": "2.13.0"}, "0", 1).facts
-    assert (facts["asv_machine"], facts["asv_gpu"]) == ("box", "NVIDIA H200")
-    assert from_facts(facts) == identify()
-
-
-def test_everything_is_plain_and_can_be_stored() -> None:
-    facts = gather({"torch": "2.13.0", "cudnn": None}, "0.1.0", 3)
-    assert decode(Environment, encode(facts)) == facts
-    assert (facts.get("fp8bench"), facts.get("torch"), facts.get("threads")) == ("0.1.0", "2.13.0", 3)
-    assert facts.get("python") == ".".join(str(part) for part in sys.version_info[:3])
-    assert facts.get("cpu_count") == os.cpu_count() and facts.get("machine")
-
-
-@for_each(
-    ("words", "shown"),
-    [
-        (["/a/fp8bench/__main__.py", "suite", "gemm"], "python -m fp8bench suite gemm"),
-        (["/usr/bin/fp8bench", "suite", "gemm", "--data", "a b"], "fp8bench suite gemm --data 'a b'"),
-        (["", "x"], "python x"),
-        ([], ""),
-    ],
-)
-def test_the_command_line_is_as_typed(words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", words)
-    assert command_line() == shown
 
 
 def test_variables_that_change_speed_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure import group as group_module
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.passes import TraceFolder, trace_folder
+from fp8bench.measure.passes import TraceFolder
 from fp8bench.model import (
-    Case,
     DeviceFacts,
     Label,
     Level,
@@ -25,22 +23,17 @@ from fp8bench.model import (
     PlannedCase,
     Provenance,
     Record,
-    Request,
     Status,
     StepEffect,
     TensorStatistics,
     Verdict,
-    Work,
 )
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
 from tests.fakes import (
-    CAST,
     CPU,
-    GEMM,
     GPU,
-    MS,
     FakeWorker,
     Fault,
     Listener,
@@ -51,7 +44,6 @@ from tests.fakes import (
     lasting,
     planned,
 )
-from tests.runs import gemm
 
 EMULATED = Level.EMULATED
 TEN = StoppingRule(fixed=10)
@@ -197,13 +189,6 @@ def test_what_a_pass_cannot_say_fails_nobody(name: str, what: str, error: Except
     assert (records["fp32"].measurement("peak_memory") is not None) == found["memory"]
 
 
-def test_a_state_that_is_compiled_is_not_prepared_once_more_to_see_what_its_steps_do() -> None:
-    compiled = [replace(planned, work=Work(1.0, setup_seconds=60.0)) for planned in native("fp32", "bf16")]
-    records, worker = measure({}, *compiled)
-    assert not [entry for entry in worker.log if entry[0] == "effect"]
-    assert records["bf16"].effect == StepEffect(None, "its state is compiled, which takes too long for this")
-
-
 def test_traces_come_after_all_else_where_they_are_asked_for() -> None:
     told = (OperatorTime("gemm", "aten::mm", 1.0, 0.01),)
     scripts = {"fp32": Script(operators=told, peak=1), "fp16": broken("slot")}
@@ -217,21 +202,6 @@ def test_traces_come_after_all_else_where_they_are_asked_for() -> None:
         _, worker = measure({}, *native("fp32", "bf16"), traces=traces, facts=GPU)
         assert worker.restarts == restarts
         assert len([entry for entry in worker.log if entry[0] == "trace"]) == (2 if traces else 0)
-
-
-@for_each("mode", ["fp32", "bf16"])
-def test_whatever_a_case_lacks_is_told(mode: str) -> None:
-    """Errors, statistics, memory and trace, all for want of room: no reason hides another, and times are left alone.
-
-    A reference in fp64 may not fit where the step does. Only the group's reference is asked for statistics.
-    """
-    error = WorkerFault("OutOfMemoryError", "no memory left", "the trace", out_of_memory=True)
-    lacking = Script(faults=[Fault(name, error) for name in ("error", "statistics", "memory", "trace")])
-    records, worker = measure({mode: lacking}, *native("fp32", "bf16"), traces=TRACES)
-    assert statuses(records) == {"fp32": "ok", "bf16": "ok"} and worker.restarts == 0
-    assert records[mode].timing is not None and records[mode].measurements == ()
-    lacks = ("numerical error", *["statistics of the data"] * (mode == "fp32"), "peak memory", "trace")
-    assert records[mode].detail == "; ".join(f"no {what}: {error}" for what in lacks)
 
 
 @for_each(("name", "at"), [("prepare", 1), ("slot", 1), ("slot", 2), ("slot", 7)])
@@ -295,13 +265,6 @@ def test_a_gpu_that_is_lost_is_tried_no_more() -> None:
     assert {record.reason for record in later.values()} == {lost} and len(worker.log) == asked
 
 
-def test_two_culprits_cost_two_restarts() -> None:
-    scripts = {"bf16": broken("slot", 6, WorkerLost("crashed")), "fp16": broken("slot", 12, WorkerHung("hung"))}
-    records, worker = measure(scripts, *native("fp32", "bf16", "fp16"))
-    assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "failed"}
-    assert worker.restarts == 2
-
-
 @for_each("script", [broken("slot", 3), broken("prepare", 1, WorkerLost("crashed"))])
 def test_a_failing_reference_hands_over_to_the_highest_native_precision_left(script: Script) -> None:
     cases = [*native("fp32", "fp8", "bf16"), planned("tf32", EMULATED)]
@@ -310,23 +273,6 @@ def test_a_failing_reference_hands_over_to_the_highest_native_precision_left(scr
     assert [mode for mode, record in records.items() if record.is_reference] == ["bf16"]
     assert [mode for mode, record in records.items() if record.control] == ["bf16"]
     assert records["fp8"].paired and records["fp8"].paired_with is None
-
-
-def test_what_is_skipped_never_leads_and_asks_the_worker_nothing() -> None:
-    records, _ = measure({}, planned("tf32", skip="no TF32"), *native("fp16", "bf16"), reference=1)
-    assert records["fp16"].is_reference and not records["tf32"].is_reference
-    records, worker = measure({}, planned("tf32", skip="no"), planned("bf16", skip="no"))
-    assert statuses(records) == {"tf32": "skipped", "bf16": "skipped"} and worker.log == []
-
-
-def test_when_everything_fails_everything_has_its_record() -> None:
-    scripts = {name: broken("prepare", error=WorkerFault("TypeError", name)) for name in ("fp32", "bf16", "fp8")}
-    records, worker = measure(scripts, *native("fp32", "bf16"), planned("fp8", EMULATED))
-    assert {mode: (record.status, record.reason) for mode, record in records.items()} == {
-        name: (Status.FAILED, f"TypeError: {name}") for name in ("fp32", "bf16", "fp8")
-    }
-    assert not any(record.is_reference or record.timing or record.measurements for record in records.values())
-    assert not any(entry[0] == "error" for entry in worker.log)
 
 
 def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
@@ -423,18 +369,6 @@ def test_a_reference_that_fails_by_its_numbers_leaves_no_false_pairs(capacity: i
     assert other.paired_with is None and other.control is None
 
 
-def test_steps_whose_marks_vary_are_labelled() -> None:
-
-    def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return ((CAST, GEMM), (MS, 9 * MS)) if call % 2 else ((GEMM,), (10 * MS,))
-
-    records, _ = measure({"bf16": Script(step)}, *native("fp32", "bf16"))
-    findings = {finding.case.mode: finding for finding in find(list(records.values()), {})}
-    assert records["bf16"].timing is not None and records["bf16"].timing.varying
-    assert Label.VARYING in findings["bf16"].labels and Label.VARYING not in findings["fp32"].labels
-    assert findings["bf16"].verdict in (Verdict.FASTER, Verdict.SAME, Verdict.UNSURE)
-
-
 def test_preparing_counts_against_a_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = FakeWorker({"bf16": Script(preparing_ns=5 * 10**9)})
 
@@ -472,19 +406,3 @@ def test_a_native_product_that_is_wrong_is_refused_and_not_timed_and_one_that_en
     records, worker = measure(scripts, planned("bf16"), planned("fp8"))
     assert statuses(records) == {"bf16": "ok", "fp8": "failed"} and worker.restarts
     assert "could not be tried: it crashed" in records["fp8"].reason
-
-
-TRACED = Case("gemm", (("m", 512), ("n", 512)), "bf16", "cuda:0")
-
-
-def test_a_folder_for_each_case_as_tensorboard_wants_it() -> None:
-    folder = TraceFolder(Path("/traces"), 1767614400000)
-    assert folder.file_of(TRACED) == "gemm-m=512,n=512-cuda0-bf16/fp8bench.1767614400000.pt.trace.json.gz"
-
-
-def test_the_runs_own_time_tells_it_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run, _ = gemm()
-    run = replace(run, request=Request("gemm", trace="traces"), started="2026-01-05T12:00:00.250+00:00")
-    assert trace_folder(run) == TraceFolder(tmp_path / "traces", 1767614400250)
-    assert trace_folder(replace(run, request=Request("gemm"))) is None

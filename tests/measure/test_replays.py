@@ -88,14 +88,6 @@ def test_a_fault_costs_replays_alone(name: str, error: Exception) -> None:
     assert kept is not None and kept.timing is None and str(error) in kept.why
 
 
-def test_a_state_that_replays_spoil_has_no_figure() -> None:
-    spoilt, worker = arm("fp32", facts=GPU), FakeWorker({"fp32": lasting(1)})
-    spoilt.prepare(worker)
-    worker.scripts = {"fp32": lasting(1, wrong="its state is not finite")}
-    (replays,) = ReplayPass(0, lambda arm, share: None).measure([spoilt], worker).values()
-    assert replays == Replays(None, "after replays: its state is not finite")
-
-
 def test_a_group_replays_what_is_native_on_a_device() -> None:
     records, worker = measured({}, "fp32", "bf16", "fp8")
     assert [records[mode].replays is not None for mode in ("fp32", "bf16", "fp8")] == [True, True, False]

@@ -15,15 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.analysis.verdicts import decided
-from fp8bench.errors import WorkerFault
-from fp8bench.measure.arm import STATES, ArmFailed, MeasuredArm
-from fp8bench.measure.handle import HANG_SECONDS
+from fp8bench.measure.arm import STATES, MeasuredArm
 from fp8bench.measure.rounds import Judge, Orders, RoundSession
-from fp8bench.measure.slots import COLD_CALLS, filling_of
-from fp8bench.model import CELL_PHASES, Level, Rotation, SlotSample, Timing, Work
+from fp8bench.model import Level, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
 from tests.counts import for_each
-from tests.fakes import CAST, CPU, GEMM, GPU, MS, FakeWorker, Fault, Script, arm, broken, gemm_steps, lasting, planned
+from tests.fakes import CAST, CPU, GEMM, MS, FakeWorker, Script, arm, gemm_steps, lasting, planned
 
 EMULATED = Level.EMULATED
 FOREVER = StoppingRule(least=16, budget=1e9, ceiling=1e9)
@@ -89,17 +86,6 @@ def test_slots_are_sized_by_the_fastest_of_three_calls_after_the_first(
     assert (reference.step_seconds, reference.calls, reference.discard) == sized
 
 
-def test_limits_follow_what_is_known_of_a_step() -> None:
-    worker = FakeWorker({"fp32": lasting(4_000)})
-    long = MeasuredArm("key", planned("fp32", flops=1e12), CPU)
-    long.prepare(worker)
-    long.run(worker, 0)
-    assert worker.limits == [("prepare", 200.0), ("slot", 200.0), ("slot", 240.0), ("slot", 80.0)]
-    short = FakeWorker({"fp32": lasting(1)})
-    arm("fp32").prepare(short)
-    assert {limit for _, limit in short.limits} == {HANG_SECONDS}
-
-
 class Noting(FakeWorker):
     """One that notes which state it was asked about, by request."""
 
@@ -131,13 +117,6 @@ def test_a_short_step_has_several_states_of_which_each_round_takes_one(one: Meas
     assert worker.keys["slot"] == worker.keys["prepare"] == worker.keys["check"] and not worker.held
 
 
-def test_several_states_take_what_room_there_is() -> None:
-    worker = FakeWorker({mode: lasting(1) for mode in ("fp32", "bf16")}, capacity=3)
-    session = RoundSession(arm("fp32"), None, [arm("bf16")])
-    session.prepare(worker)
-    assert sorted(worker.held) == ["bf16", "fp32", "fp32"]
-
-
 def test_every_round_runs_every_arm_once() -> None:
     session = three()
     worker, why = sit({}, session, StoppingRule(fixed=50))
@@ -146,14 +125,6 @@ def test_every_round_runs_every_arm_once() -> None:
     assert why == "50 rounds, a fixed number"
     assert all([slot.round for slot in arm.slots] == list(range(50)) for arm in session.arms)
     assert len(set(rounds)) == 6
-
-
-def test_the_order_of_rounds_depends_on_the_seed_and_not_on_times() -> None:
-    orders = [
-        turns(sit({"bf16": lasting(nanoseconds / MS)}, three(), StoppingRule(fixed=20), seed=seed)[0], 3)
-        for seed, nanoseconds in ((1, 10 * MS), (1, 70 * MS), (2, 10 * MS))
-    ]
-    assert orders[0] == orders[1] != orders[2]
 
 
 def test_a_decided_arm_leaves_early() -> None:
@@ -240,16 +211,6 @@ def test_measuring_ends_with_its_budget(rule: StoppingRule, why: str) -> None:
     assert len(worker.slots()) == 3 * int(re.findall(r"\d+", why)[0])
 
 
-def test_progress_is_the_share_of_rounds_or_of_time() -> None:
-    fixed: list[float] = []
-    sit({}, three(), StoppingRule(fixed=4), tick=lambda arm, share: fixed.append(share))
-    assert fixed == [0.0] * 3 + [0.25] * 3 + [0.5] * 3 + [0.75] * 3
-    timed: list[float] = []
-    sit({}, three(), StoppingRule(least=16, budget=0.1), tick=lambda arm, share: timed.append(share))
-    assert timed[:4] == pytest.approx([0.0, 0.1, 0.2, 0.3])
-    assert timed == sorted(timed) and timed[-1] == 1.0
-
-
 FASTER_NOW_AND_THEN = Script(lambda call: ((GEMM,), (9_700_000 if call % 8 == 4 else 10_300_000,)))
 
 
@@ -268,15 +229,6 @@ def test_the_real_judge_ends_what_is_clear_at_the_first_look(script: Script, rou
     3% else might be either; the cap ends it."""
     _, why = sit({"bf16": script}, three(), StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9), decided)
     assert f" {rounds} rounds" in f" {why}"
-
-
-def test_a_fault_says_whose_it_was() -> None:
-    error = WorkerFault("ValueError", "no such thing")
-    for name, at in (("prepare", 1), ("slot", 1), ("slot", 5)):
-        with pytest.raises(ArmFailed, match="ValueError: no such thing") as raised:
-            sit({"fp32'": Script(faults=[Fault(name, error, at)])}, three())
-        assert raised.value.cause is error
-        assert raised.value.arm.key.endswith("'")
 
 
 @for_each("slow", range(4))
@@ -301,34 +253,6 @@ def test_samples_are_kept_whole() -> None:
     assert found.slots[0].calls_ns == ((MS, 2 * MS), (MS, 3 * MS), (MS, 2 * MS))
     seconds = sum(map(sum, found.slots[1].calls_ns)) / 1e9
     assert found.slots[1] == SlotSample(1, found.slots[1].calls_ns, seconds, seconds, seconds / 3, place=0)
-
-
-def test_steps_whose_marks_vary_are_kept_by_phase() -> None:
-
-    def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if call < 6:
-            return (CAST, GEMM, CAST, GEMM), (MS, 10 * MS, 2 * MS, 20 * MS)
-        return (GEMM, CAST), (30 * MS, 4 * MS)
-
-    session = RoundSession(arm("fp32"), None, [])
-    sit({"fp32": Script(step)}, session, StoppingRule(fixed=4))
-    found = session.arms[0].timing()
-    assert found.varying
-    assert found.segments.phases == CELL_PHASES
-    by_phase = [{slot.calls_ns[0][CAST], slot.calls_ns[0][GEMM]} for slot in found.slots]
-    assert by_phase == [{3 * MS, 30 * MS}] * 2 + [{4 * MS, 30 * MS}] * 2
-    assert [sum(slot.calls_ns[0]) for slot in found.slots] == [33 * MS] * 2 + [34 * MS] * 2
-
-
-def test_releasing_gives_every_state_back() -> None:
-    worker = FakeWorker({"fp32'": broken("prepare")})
-    session = three()
-    with pytest.raises(ArmFailed):
-        session.prepare(worker)
-    session.release(worker)
-    released = [entry for entry in worker.log if entry[0] == "release"]
-    assert released == [("release", "fp32"), ("release", "?"), ("release", "?")]
-    assert worker.held == []
 
 
 def test_arms_on_both_sides_of_the_repeating_threshold_are_warmed_alike() -> None:
@@ -359,30 +283,6 @@ def test_arms_with_the_same_marks_have_the_same_cells() -> None:
     reference, control, other = session.arms
     assert control.segmentation is reference.segmentation
     assert other.segmentation is not None and other.segmentation.codes == codes[:-1]
-
-
-@for_each(
-    ("reference", "calls", "filling"),
-    [
-        (arm("fp32", facts=GPU), 8, (filling_of(1e-3, 8),)),
-        (arm("fp32", EMULATED, facts=GPU), 8, ()),
-        (arm("fp32"), 8, ()),
-        (arm("fp32", cache="cold"), COLD_CALLS, ()),  # each has a flush before it
-    ],
-)
-def test_the_queue_of_a_device_is_filled(reference: MeasuredArm, calls: int, filling: tuple[object, ...]) -> None:
-    session = RoundSession(reference, None, [])
-    worker, _ = sit({"fp32": lasting(1)}, session, StoppingRule(fixed=3, ceiling=1e9))
-    assert {entry[4:] for entry in worker.slots()} == {filling}
-    assert {entry[2] for entry in worker.slots()} == {calls}
-
-
-def test_states_that_rotate_are_one_entry() -> None:
-    """Where memory lies differs from call to call, so that no other entries of the same are needed."""
-    rotating, worker = arm("fp32", cache="rotating"), FakeWorker({"fp32": lasting(1)})
-    RoundSession(rotating, None, []).prepare(worker)
-    assert rotating.record_fields()["rotation"] == Rotation(12, 5 << 20) and rotating.more_keys == []
-    assert len([entry for entry in worker.log if entry[0] == "prepare"]) == 1
 
 
 def drawn(arms: int, rounds: int, seed: int = 0) -> list[list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
@@ -14,8 +13,8 @@ from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.measure.windows import WindowPass, WindowRule, window_rule_for
-from fp8bench.model import DeviceFacts, EnergyUse, Level, PhaseEnergy, PlannedCase, Record, Request
+from fp8bench.measure.windows import WindowPass, WindowRule
+from fp8bench.model import DeviceFacts, EnergyUse, Level, PhaseEnergy, PlannedCase, Record
 from fp8bench.model.readings import Reading, Readings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
@@ -24,7 +23,6 @@ from tests.fakes import (
     CAST,
     CPU,
     GEMM,
-    GPU,
     MS,
     UNATTRIBUTED,
     FakeWorker,
@@ -124,25 +122,6 @@ def test_without_a_source_only_turns_run_and_the_reason_is_kept(rule: WindowRule
     assert bool([entry for entry in worker.log if entry[0] == "loop"]) is bool(turns)
 
 
-@for_each(
-    ("asked", "rule"),
-    [
-        ({}, WindowRule(3, 3.0)),
-        ({"quick": True}, WindowRule(1, 1.5)),
-        ({"budget": 5.0}, WindowRule(1, 1.5)),
-        ({"quick": True, "budget": 5.0}, WindowRule(1, 1.5)),
-        # With fewer than three turns there is no interval.
-        ({"sustained": 2.5}, WindowRule(4, 3.0, 2.5)),
-        ({"sustained": 2.5, "quick": True}, WindowRule(3, 1.5, 2.5)),
-        ({"sustained": 2.5, "energy": False}, WindowRule(4, 3.0, 2.5, energy=False)),
-        ({"energy": False}, None),
-        ({"energy": False, "quick": True}, None),
-    ],
-)
-def test_who_is_in_a_hurry_gets_fewer_windows(asked: dict[str, Any], rule: WindowRule | None) -> None:
-    assert window_rule_for(Request("gemm", **asked)) == rule
-
-
 def grouped(
     scripts: Mapping[str, Script], *cases: PlannedCase, capacity: int = 1000, energy: WindowRule | None = THREE,
     facts: DeviceFacts = CPU,
@@ -190,16 +169,6 @@ def test_a_worker_lost_in_a_window_costs_no_time() -> None:
     use = records["fp32"].energy
     assert use is not None and use.windows == () and "fp32 ended the windows: it crashed" in use.why
     assert worker.log[-1][0] == "memory"
-
-
-@for_each(("facts", "watched"), [(CPU, False), (GPU, True)])
-def test_without_energy_nothing_is_asked_to_run_untimed(facts: DeviceFacts, watched: bool) -> None:
-    """A GPU that nobody can ask has a reason: silence about its clocks would look like clocks that are all right."""
-    records, worker = grouped({"fp32": lasting(10)}, planned("fp32"), energy=None, facts=facts)
-    assert records["fp32"].energy is None and not [entry for entry in worker.log if entry[0] == "loop"]
-    watch = records["fp32"].watch
-    assert (watch is not None) == watched
-    assert watch is None or ("nothing to say" in watch.why and watch.throttle is None)
 
 
 def test_a_turn_lasts_as_long_as_was_asked_and_its_chunks_are_timed() -> None:
@@ -309,11 +278,3 @@ def test_a_phase_that_spoils_its_numbers_has_no_window_and_is_tried_once() -> No
     assert found["fp32"]["cast"] == PhaseEnergy("cast", (), "what it writes is no longer finite")
     assert [len(found[mode]["gemm"].windows) for mode in ("fp32", "fp8")] == [3, 1], "an emulated case has one"
     assert [entry[1:] for entry in worker.log if entry[0] == "hold"].count(("fp32", "cast")) == 1
-
-
-def test_a_fault_ends_the_pass_and_keeps_what_is_there() -> None:
-    broken = Script(PARTS.step, faults=[Fault("hold", WorkerLost("the worker crashed"), at=4)])
-    found, worker = phases_measured(2, fp32=broken)
-    ended = [windows for windows in found["fp32"].values() if "of fp32 ended this: the worker crashed" in windows.why]
-    assert ended and all(not windows.windows or len(windows.windows) == 1 for windows in found["fp32"].values())
-    assert not worker.held

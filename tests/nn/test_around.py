@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,8 +19,7 @@ from fp8bench.nn.decoder import drawn_weights
 from fp8bench.nn.diffusion import GroupNorm, ModulatedNorm
 from fp8bench.nn.gpt import GPT, LanguageModel, Norm
 from fp8bench.nn.served import served_shapes
-from fp8bench.nn.sizes import SERVED_SIZES
-from fp8bench.protocols import Arithmetic, Layer, Setup, SilentPhases
+from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import workloads
 from tests.counts import for_each, paired
 from tests.nn.layers import arithmetic_of
@@ -146,51 +144,6 @@ def test_every_part_of_every_model_takes_it_and_still_learns(arch: str, mode: st
         assert torch.equal(loss, usual) == same, kind
 
 
-def test_a_norm_of_ones_own_and_the_logits_of_a_head() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential()
-    model.add_module("wte", nn.Embedding(16, 32))
-    model.add_module("norm", nn.LayerNorm(32))
-    model.add_module("head", nn.Linear(32, 16))
-    tokens = torch.arange(8)
-    before = model(tokens)
-
-    def choose(layer: Layer) -> Arithmetic:
-        return arithmetic_of("fp16" if layer.kind == "norm" else "fp8" if layer.kind in ("embed", "logits") else "fp32")
-
-    with Conversion(model, choose, keys=("embed", "norm", "logits")):
-        y = model(tokens)
-        y.sum().backward()
-    half = nn.LayerNorm(32).half()
-    hidden = half(e4m3(model.wte.weight.detach())[tokens].half()).float()  # type: ignore[union-attr,operator]
-    assert torch.equal(y, e4m3(model.head(hidden).detach()))  # type: ignore[operator]
-    assert torch.equal(model(tokens), before)  # and all is as it was
-    assert model.wte.weight.grad is not None  # type: ignore[union-attr]
-
-
-@for_each("norm", ["batch", "layer"])
-def test_the_suite_of_convolutions_has_both_norms_in_fp16(norm: str) -> None:
-    workload = workloads.get("conv")
-    params = {"batch": 2, "channels": 8, "image": 4, "pass": "forward", **({"norm": norm} if norm == "layer" else {})}
-    case = Case("conv", tuple(params.items()), "fp32", "cpu", (("norm", "fp16"),))
-    high = arithmetic_of("fp32")
-    state = workload.prepare(Setup(case, FACTS, 0, high, high, {"norm": arithmetic_of("fp16")}))
-    block, (x,) = state.layer, state.inputs
-    half = [nn.BatchNorm2d(8).half() if norm == "batch" else nn.LayerNorm(8, bias=False).half() for _ in range(2)]
-
-    def normed(y: torch.Tensor, by: nn.Module) -> torch.Tensor:
-        moved = y.permute(0, 3, 1, 2) if norm == "batch" else y
-        result = by(moved.half()).float()
-        return result.permute(0, 2, 3, 1) if norm == "batch" else result
-
-    hidden = F.relu(normed(block.first(x, SilentPhases()), half[0]))
-    wanted = F.relu(x + normed(block.second(hidden, SilentPhases()), half[1]))
-    assert torch.equal(state.outcome()[0], wanted)
-    plain = workload.prepare(Setup(case, FACTS, 0, high, high, {}))
-    assert not torch.equal(plain.outcome()[0], wanted)
-    assert workload.error(Setup(case, FACTS, 0, high, high, {}))["output_error"] < 1e-5
-
-
 # Suites whose models have more than products, each at its smallest, and the kinds that it has besides.
 SUITES = {
     "moe": ({"tokens": 12, "width": 32, "hidden": 32, "experts": 4, "top_k": 2, "layers": 2, "load": "uniform",
@@ -247,20 +200,6 @@ def test_every_part_of_a_suites_model_takes_it(name: str, mode: str) -> None:
         assert torch.equal(outcome_of(asked(name, {kind: "fp32"})).float(), usual), kind
 
 
-@pytest.mark.parametrize("name", SUITES)
-def test_the_kinds_of_a_suite_are_those_that_its_model_has(name: str) -> None:
-    setup = asked(name, {})
-    workload, params = workloads.get(setup.case.workload), dict(setup.case.params)
-    layers = workload.around(params)
-    assert {layer.kind for layer in layers} == set(SUITES[name][1])
-    model = getattr(workload.prepare(setup), "layer" if name in ("moe", "dit", "unet") else "model")
-    kinds = (Norm, BatchNorm, GroupNorm, ModulatedNorm)
-    served = not isinstance(model, nn.Module)
-    norms = model.norms if served else [path for path, module in model.named_modules() if isinstance(module, kinds)]
-    assert {layer.name for layer in layers if layer.kind == "norm"} == set(norms)
-    assert not {layer.name for layer in layers} & {layer.name for layer in workload.layers(params)}
-
-
 def test_norms_of_a_suites_models_in_fp16_are_torchs_own_layers_bit_for_bit() -> None:
     torch.manual_seed(0)
     group, half = GroupNorm(16), nn.GroupNorm(8, 16).half()
@@ -276,25 +215,6 @@ def test_norms_of_a_suites_models_in_fp16_are_torchs_own_layers_bit_for_bit() ->
     assert torch.equal(modulated(x, shift, scale), plain(x.half()).float() * (1 + scale) + shift)
     modulated.arithmetic = arithmetic_of("fp8")
     assert torch.equal(modulated(x, shift, scale), plain(e4m3(x)) * (1 + scale) + shift)
-
-
-def test_a_vision_transformer_by_hand() -> None:
-    setup = asked("vit", {"embed": "fp8", "norm": "fp16", "residual": "fp16", "logits": "fp8"})
-    state = workloads.get("vision").prepare(setup)
-    model, silent = state.model, SilentPhases()
-    state.loader.load_ahead(1)
-    (images,), _ = state.loader.next()
-    with torch.no_grad():
-        x = (model.patches(images, silent).flatten(1, 2) + e4m3(model.positions.detach())).half()
-
-        def normed(x: torch.Tensor) -> torch.Tensor:
-            return F.layer_norm(x, (32,), torch.ones(32).half(), None, 1e-5)
-
-        for block in model.blocks:
-            x = x + block.attn(normed(x), silent, None).half()
-            x = x + block.mlp(normed(x), silent).half()
-        wanted = e4m3(model.head(normed(x).mean(1), silent))
-        assert torch.equal(model.logits((images,), silent), wanted)
 
 
 @pytest.mark.parametrize("size", ["nano", "nano-llama"])
@@ -319,10 +239,3 @@ def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) 
     state.model.watch = lambda layer, x: seen.append(x)
     state.model.forward(state.tokens, 0, SilentPhases())
     assert {x.dtype for x in seen} == {torch.float16} and len(seen) == config.layers
-
-
-def test_a_modern_models_stream_may_have_another_dtype_than_its_products() -> None:
-    model = GPT(replace(SERVED_SIZES["nano-llama"], sequence=8), lambda name: arithmetic_of("bf16"), torch.bfloat16)
-    set_around(model, {"residual": arithmetic_of("fp32")})
-    tokens = torch.arange(8)[None]
-    assert model(tokens, tokens, SilentPhases()).isfinite()

@@ -25,7 +25,6 @@ from fp8bench.nn.batches import (
     normalised,
     text_records,
 )
-from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.protocols import Operand
 from tests.counts import for_each
 
@@ -71,19 +70,6 @@ def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
     assert len(places) == 1
 
 
-def test_every_window_can_come_up(tmp_path: Path) -> None:
-    file = tmp_path / "tokens"
-    np.arange(10, dtype=np.uint16).tofile(file)
-    loader = TokenLoader(str(file), 100, 7, "cpu", 0, 256)
-    assert set(loader.next()[0][:, 0].tolist()) == {0, 1, 2}
-
-
-@for_each("length", [1000, 1001, 5000])
-def test_a_file_that_is_too_short_is_refused(path: str, length: int) -> None:
-    with pytest.raises(ValueError, match=f"1000 tokens; a sequence of {length} needs more"):
-        TokenLoader(path, 1, length, "cpu", 0, 256)
-
-
 def test_a_vocabulary_of_bytes_reads_the_bytes_as_they_are(path: str) -> None:
     file, random = np.memmap(path, dtype=np.uint16, mode="r"), np.random.default_rng(5)
     loader = TokenLoader(path, 4, 16, "cpu", 5, 256)
@@ -108,13 +94,6 @@ def test_larger_vocabularies_have_an_id_for_two_bytes(tmp_path: Path, vocabulary
         TokenLoader(str(file), 1, len(text) - 1, "cpu", 0, vocabulary)
 
 
-def test_a_large_vocabulary_is_used_by_the_thousand(tmp_path: Path) -> None:
-    """Real text has fewer than 150 bytes, which would leave most gradients of an embedding zero."""
-    path = prepare_corpus(None, tmp_path).path
-    result = {size: len(TokenLoader(path, 64, 1024, "cpu", 0, size).next()[0].unique()) for size in (256, 50304)}
-    assert result[256] < 150 and result[50304] > 1500
-
-
 TEXT = bytes(range(32, 127)) * 40
 
 
@@ -135,11 +114,6 @@ def test_records_are_windows_of_the_text(tokens: str) -> None:
     assert all(record.tobytes() in TEXT for record in result) and len({record.tobytes() for record in result}) > 10
     assert np.array_equal(result, records(tokens)) and not np.array_equal(result, records(tokens, seed=1))
     assert np.array_equal(records(tokens, size=len(TEXT))[0], np.frombuffer(TEXT, dtype=np.uint8))
-
-
-def test_a_text_shorter_than_a_record_says_so(tokens: str) -> None:
-    with pytest.raises(ValueError, match=f"{len(TEXT)} bytes of text; a record of 5000 needs more"):
-        records(tokens, size=5000)
 
 
 @pytest.mark.parametrize("kind", [CompressedRecords, DecodedRecords])
@@ -190,15 +164,3 @@ def test_codes_travel_with_their_scale() -> None:
     data, scale = there.buffers
     assert data.element_size() == 1 and torch.equal(data.float(), operand.data.float())
     assert operand.scale is not None and torch.equal(scale, operand.scale)
-
-
-@for_each(("device", "pinned"), [("cpu", 0), ("meta", 1)])
-def test_memory_is_pinned_on_the_way_to_another_device(
-    device: str, pinned: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (seen.append(tensor), tensor)[1])
-    batch = torch.randn(4, 8)
-    there = Destination(Operand(batch), device)
-    there.take(Operand(batch))
-    assert len(seen) == pinned and there.buffers[0].device.type == device

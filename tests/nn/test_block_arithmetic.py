@@ -19,7 +19,7 @@ from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.block_arithmetic import BlockArithmetic
 from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.protocols import Operand, Role, SilentPhases
+from fp8bench.protocols import Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
@@ -152,35 +152,6 @@ def test_layers_are_the_emulated_ones(mode: str) -> None:
         outcomes.append([y, *torch.autograd.grad(y, (x, layer.weight), sources(256, 128).to(y.dtype))])
     for native, emulated in zip(*outcomes, strict=True):
         assert native.dtype == emulated.dtype and relative_frobenius(native.double(), emulated.double()) < 4e-3
-
-
-@pytest.mark.usefixtures("cuda")
-@for_each("dtype", [torch.float32, torch.bfloat16])
-@each_mode
-def test_products_are_those_of_the_same_values(mode: str, dtype: torch.dtype) -> None:
-    native, _ = pair(mode)
-    for rows in (1, 130):
-        a, b = native.cast(sources(rows, 256), Role.INPUT), native.cast(sources(32, 256), Role.WEIGHT)
-        if "fp8-block" in mode:  # torch's shape function wants whole blocks of columns
-            b = native.cast(sources(128, 256), Role.WEIGHT)
-        exact = native.restore(a, torch.float64) @ native.restore(b, torch.float64).t()
-        assert relative_frobenius(native.product(a, b, dtype).double(), exact) < 4e-3
-
-
-@for_each("role", list(Role))
-def test_mx_codes_of_four_bits_are_the_emulated_values(role: Role) -> None:
-    """No product of torch takes them, but `conform` compares their casts."""
-    precision = precisions.get("mxfp4")
-    native, emulated = BlockArithmetic(precision.recipe), RecipeArithmetic(precision.recipe)  # type: ignore[attr-defined]
-    result = native.restore(native.cast(sources(), role), torch.float32)
-    assert torch.equal(result, emulated.cast(sources(), role).data)
-
-
-def test_codes_without_scales_are_refused() -> None:
-    native, _ = pair("fp8-block")
-    operand = native.cast(sources(), Role.INPUT)
-    with pytest.raises(ValueError, match="need their scales"):
-        native.product(Operand(operand.data), operand, torch.bfloat16)
 
 
 @each_mode

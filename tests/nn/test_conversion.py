@@ -13,11 +13,10 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.holders import check_map, weights_of
-from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
+from fp8bench.protocols import Layer
 from fp8bench.registry import precisions
 from tests.facts import CPU
 from tests.nn.converted_models import FP32, Experts, converted, everything_in, outcome
-from tests.tapes import tape_in_phases
 
 FP8 = precisions.get("fp8").arithmetic(CPU)
 
@@ -170,21 +169,6 @@ def test_what_fits_nothing_is_refused(model: Model) -> None:
         converted(nn.Linear(4, 4, device="meta"))
 
 
-def test_a_map_may_name_a_layer_by_either_path(model: Model) -> None:
-    for key in ("first", "again"):
-        mapped = {key: precisions.get("bf16").arithmetic(CPU), "head": FP32}
-
-        def choose(layer: Layer, mapped: dict[str, Arithmetic] = mapped) -> Arithmetic:
-            own = key_of(layer, mapped)
-            return FP8 if own is None else mapped[own]
-
-        x, first = torch.randn(2, 16), model.first
-        with Conversion(model, choose, keys=mapped):
-            assert torch.equal(first(x), (x.bfloat16() @ first.weight.bfloat16().t()).float() + first.bias)
-        with pytest.raises(UnknownName, match="'firsts'"):
-            Conversion(model, choose, keys=["firsts"])
-
-
 def test_layers_are_chosen_by_name_and_kind(model: Model) -> None:
     asked: list[Layer] = []
 
@@ -261,19 +245,6 @@ def test_rows_are_filled_up_for_native_products() -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(plain, filled, strict=True))
 
 
-def test_a_layer_that_remembers_has_an_arithmetic_of_its_own(model: Model) -> None:
-    delayed = precisions.get("fp8-delayed").arithmetic(CPU)
-    given: dict[str, Any] = {}
-
-    def choose(layer: Layer) -> Any:
-        given[layer.name] = delayed.layer(layer.name)
-        return given[layer.name]
-
-    with Conversion(model, choose):
-        step(model)
-    assert given["first"].memory() and given["first"] is not given["router"]
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
 def test_a_compiled_model_is_one_graph_and_gives_the_same() -> None:
@@ -291,17 +262,3 @@ def test_a_compiled_model_is_one_graph_and_gives_the_same() -> None:
         parameter.grad is not None for parameter in (*model[0].parameters(), *model[2].parameters(), model[4].stack)
     )
     torch._dynamo.reset()
-
-
-def test_phases_are_those_of_the_step_that_runs(model: Model) -> None:
-    with converted(model, FP8) as conversion:
-
-        def marked(phase: Phases) -> None:
-            conversion.phase = phase
-            step(model)
-
-        tape = tape_in_phases(marked)
-    gemm, cast = tape.of("gemm"), tape.of("cast")
-    assert gemm is not None and cast is not None
-    assert cast.bytes and not cast.flops
-    assert gemm.flops > 0.99 * tape.flops

@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8bench.errors import UsageError
 from fp8bench.formats.scaled import values
-from fp8bench.model import Level, Scalar
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, IntegerWeight, KeptHeads, KeptWeight, OwnWeight, drawn_weights, kept_weight
 from fp8bench.nn.experts import MixtureGPT
@@ -24,8 +22,6 @@ from fp8bench.nn.gpt import GPT
 from fp8bench.nn.served import (
     KV_FORMATS,
     WEIGHT_FORMATS,
-    format_parser,
-    layer_formats,
     served_shapes,
     shape_of,
     step_bytes,
@@ -33,11 +29,11 @@ from fp8bench.nn.served import (
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
 from fp8bench.protocols import SilentPhases
-from fp8bench.registry import precisions, workloads
+from fp8bench.registry import workloads
 from fp8bench.workloads.decode import Decode
 from tests.counts import for_each
 from tests.tapes import tape_in_phases
-from tests.workloads.steps import CPU, SMALL, setup_of
+from tests.workloads.steps import SMALL, setup_of
 
 Array = NDArray[np.float64]
 TINY = GPTConfig(19, 24, 2, 6, 2, 40, batch=1, sequence=16, modern=True)
@@ -259,16 +255,6 @@ def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
     assert torch.allclose(result, wanted, rtol=1e-6, atol=0)
 
 
-@for_each("name", ["fp8-tensor", "fp8-head", "fp8-token", "nvfp4", "mxfp4"])
-def test_a_head_of_zeros_is_kept(name: str) -> None:
-    x = torch.randn(2, 3, 16, 48, generator=torch.Generator().manual_seed(0))
-    for zeros in (x.clone().index_fill_(1, torch.tensor([1]), 0), torch.zeros_like(x)):
-        heads = KeptHeads(name, (2, 3, 16, 48), torch.float32, "cpu")
-        heads.calibrate(zeros)
-        heads.put(zeros, 0)
-        assert bool(heads.read(16).isfinite().all()) and not heads.read(16)[:, 1].any()
-
-
 @for_each("name", [name for name in WEIGHT_FORMATS if name not in ("fp32", "bf16")])
 def test_kept_weights_multiply_as_their_values(name: str) -> None:
     random = torch.Generator().manual_seed(6)
@@ -348,15 +334,6 @@ def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str) -> None:
         assert 8 * model.weight_bytes() == 16 * parameters
 
 
-def test_formats_by_layer() -> None:
-    assert layer_formats("fp8@0-1=bf16@3=nvfp4", 4) == ["bf16", "bf16", "fp8", "nvfp4"]
-    with pytest.raises(UsageError, match="names layer 4"):
-        layer_formats("fp8@4=bf16", 4)
-    for wrong in ("fp9", "fp8@1", "fp8@3-1=bf16", "fp8@0=e5m2", "fp8@=bf16"):
-        with pytest.raises(ValueError, match="expected"):
-            format_parser(KV_FORMATS)(wrong)
-
-
 @for_each("size", ["nano", "nano-llama"])
 def test_a_cache_that_grows_gives_what_a_static_one_gives(size: str) -> None:
     config, result = SERVED_SIZES[size], []
@@ -374,13 +351,3 @@ def test_a_cache_that_grows_gives_what_a_static_one_gives(size: str) -> None:
     (logits, flops, none), (grown, as_many, moved) = result
     assert torch.equal(logits, grown) and flops == as_many and none == 0
     assert moved == config.layers * 2 * 2 * (2 * config.key_heads * 40 * config.head_width * 4)
-
-
-def test_a_cache_that_grows_is_one_of_own_keys_and_values() -> None:
-    def reason(precision: str, **changes: Scalar) -> str:
-        support = Decode().support({**SMALL["decode"], "static": "no", **changes}, precisions.get(precision), CPU)
-        return support.reason if support.level is Level.REFUSED else ""
-
-    assert "static=no works only with kv=own" in reason("bf16", kv="fp8")
-    assert "static=no works only with kv=own" in reason("served:kv=fp8")
-    assert reason("bf16") == reason("fp32") == ""

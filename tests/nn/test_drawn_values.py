@@ -54,12 +54,6 @@ def test_a_kind_is_what_its_name_says(kind: str) -> None:
         assert one.unique().tolist() == [float(kind == "ones")]
 
 
-def test_the_default_names_no_case() -> None:
-    plain, other = cases("gemm", "normal", "fp32")[0], cases("gemm", "zeros", "fp32")[0]
-    assert "values" not in dict(plain.params) and dict(other.params)["values"] == "zeros"
-    assert VALUES.of(dict(plain.params)) == "normal"
-
-
 @for_each("workload", SMALL)
 def test_a_suite_is_made_of_what_was_asked(workload: str, bench: Bench) -> None:
     seen: dict[object, tuple[float, ...]] = {}
@@ -100,14 +94,3 @@ def test_constants_take_every_precision_and_leave_no_nan(mode: str, bench: Bench
             assert all(math.isfinite(item.amax) for item in statistics)
             why = bench.error(case, CPU)
             assert why == why_no_errors(dict(case.params)) and "constant" in str(why)
-
-
-@for_each("workload", SMALL)
-def test_other_values_have_errors_as_ever(workload: str, bench: Bench) -> None:
-    mode = "bf16" if workload == "norm_act" else "fp8"
-    for case in cases(workload, "uniform,zeros", mode):
-        errors = bench.error(case, CPU)
-        if VALUES.of(dict(case.params)) == "zeros":
-            assert isinstance(errors, str)
-        else:
-            assert isinstance(errors, dict) and all(math.isfinite(value) for value in errors.values())

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
-from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Choose, Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig, features_in, features_of, usual_tokens
 from fp8bench.protocols import Arithmetic, SilentPhases
-from fp8bench.worker.clock import PhaseClock
 from tests.counts import for_each
-from tests.nn.layers import arithmetic_of
 
 PLAIN = GPTConfig(61, 32, 2, 4, 4, 80, batch=2, sequence=12)
 MODERN = GPTConfig(61, 32, 2, 4, 2, 48, batch=2, sequence=12, modern=True)
@@ -113,22 +107,6 @@ def test_loss_and_gradients_are_those_of_an_independent_model(
         assert float(error) < tolerance, name
 
 
-def marked(choose: Choose, carrier: torch.dtype) -> set[str]:
-    clock = PhaseClock(HostStamper())
-    model, (tokens, targets) = GPT(PLAIN, choose, carrier), text(PLAIN)
-    clock.begin()
-    model(tokens, targets, clock).backward()
-    codes, _ = clock.end()
-    return {CELL_PHASES[code] for code in codes}
-
-
-def test_the_layers_mark_their_own_phases() -> None:
-    low, high = arithmetic_of("fp8"), arithmetic_of("bf16")
-    assert marked(by_kind(low, low, high), torch.bfloat16) == {"cast", "gemm", "attention", "unattributed"}
-    exact = arithmetic_of("fp32")
-    assert marked(by_kind(exact, exact, exact), torch.float32) == {"gemm", "attention", "unattributed"}
-
-
 class Counting(PlainArithmetic):
     """Counts its products."""
 
@@ -148,19 +126,6 @@ def test_each_layer_kind_takes_its_own_arithmetic() -> None:
     assert [item.products for item in kinds] == [3 * 2 * PLAIN.layers, 3 * 2 * PLAIN.layers, 3]
 
 
-@for_each("config", [PLAIN, MODERN, replace(MODERN, key_heads=4)], ids=["gpt-2", "grouped", "modern"])
-def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None:
-    model, (tokens, targets) = model_of(config), text(config)
-    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        model(tokens, targets, SilentPhases()).backward()
-    counted = counter.get_flop_counts()["Global"]
-    tokens_number = config.batch * config.sequence
-    linear = 6 * tokens_number * (config.layers * config.block_weights + config.vocabulary * config.width)
-    assert counted[torch.ops.aten.mm] == linear
-    attention = config.step_flops(config.batch, config.sequence) - linear
-    assert counted[torch.ops.aten.bmm] == pytest.approx(2 * attention, rel=0.02)
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
     config = SIZES[name]
@@ -177,15 +142,3 @@ def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
     assert {"nano": 1e6, "micro": 3.3e6, "gpt2-124m": 163e6, "gpt-350m": 405e6, "llama-1b": 1.5e9}[
         name
     ] == pytest.approx(total, rel=0.05)
-
-
-def test_the_residual_stream_keeps_the_models_dtype_under_a_precision_map() -> None:
-    config = GPTConfig(64, 32, 2, 2, 2, 64, batch=1, sequence=16)
-    low, high = PlainArithmetic(torch.bfloat16), PlainArithmetic(torch.float32)
-    model = GPT(config, by_kind(attn=low, mlp=high, head=low), torch.bfloat16)
-    seen: list[torch.dtype] = []
-    for block in model.blocks:
-        block.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    tokens = torch.zeros(1, 16, dtype=torch.long)
-    model(tokens, tokens, SilentPhases())
-    assert seen == [torch.bfloat16] * 2

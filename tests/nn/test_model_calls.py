@@ -50,14 +50,6 @@ def test_batches_of_all_sorts(batch: Any) -> None:
     assert torch.equal(call_of(model, batch)(), model(X))
 
 
-def test_a_mapping_may_be_the_one_thing_that_a_model_takes() -> None:
-    class Whole(nn.Module):
-        def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            return batch["x"]
-
-    assert call_of(Whole(), {"x": X})() is X
-
-
 @for_each(
     ("batch", "words"),
     [
@@ -73,20 +65,6 @@ def test_a_batch_that_cannot_be_taken_is_asked_for_shortly(batch: Any, words: st
     with pytest.raises(UsageError, match=words) as caught:
         call_of(Two(), batch)()
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_scripted_model_is_asked_for_as_it_was() -> None:
-    with pytest.raises(UsageError, match="give the module that it was made from"):
-        call_of(torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4)), torch.ones(2, 4))
-
-
-def test_memory_that_is_exhausted_is_no_fault_of_the_model() -> None:
-    def full(y: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("full")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        call_of(Two(full), X)()
 
 
 def loss(result: Callable[[Tensor], Any], own: Callable[..., Any] | None = None) -> tuple[Tensor, str]:

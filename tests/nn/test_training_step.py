@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -13,8 +12,7 @@ from fp8bench.nn.attention import recomputed
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS, SIZES, TRAINED_BATCH, TRAINED_SIZE
 from fp8bench.nn.training_step import Course, captured, eager
 from fp8bench.plan.corpus import Corpus
-from fp8bench.protocols import Role, float32_products
-from suites.trials import ran
+from fp8bench.protocols import Role
 
 
 @pytest.fixture(scope="module")
@@ -48,53 +46,6 @@ def test_they_are_what_training_makes_of_them(found: dict[str, Course]) -> None:
     head = found["head-gradient"][-1]
     assert head.shape == (tokens, config.vocabulary) and float(head.sum(1).abs().max()) < 1e-7
     assert float(head.min()) == pytest.approx(-1 / tokens, rel=0.1)
-
-
-def test_the_training_learns(found: dict[str, Course]) -> None:
-    head = found["head-gradient"][-1].double() * TRAINED_BATCH * SIZES[TRAINED_SIZE].sequence
-    right = 1 + head.min(1).values
-    assert float(right.log().mean()) > -3.2
-
-
-def test_they_come_from_the_text_and_the_seed_alone(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8bench.nn.training_step.TRAINING_STEPS", CAPTURED_STEPS)
-    anew = captured.__wrapped__
-    one = anew(corpus.path, 0)
-    torch.manual_seed(7)
-    before, threads = torch.get_rng_state(), torch.get_num_threads()
-    with torch.no_grad(), float32_products("high"):
-        again = anew(corpus.path, 0)
-        assert torch.get_float32_matmul_precision() == "high" and not torch.is_grad_enabled()
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(a, b) for name in one for a, b in zip(one[name], again[name], strict=True))
-    other = anew(corpus.path, 1)
-    assert not any(torch.equal(one[name][-1], other[name][-1]) for name in one)
-
-
-STEPS = """
-import pathlib, sys, tempfile, torch
-from fp8bench.nn.attention import recomputed
-from fp8bench.nn.training_step import eager
-weight = torch.nn.Parameter(torch.ones(4, 4))
-optimizer = eager(torch.optim.AdamW)([weight], lr=0.1, fused=True)
-for _ in range(2):
-    recomputed(lambda x: (x @ weight).tanh(), torch.ones(2, 4, requires_grad=True)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-loaded = {"torch._dynamo", "torch._inductor", "sympy"} & {*sys.modules}
-import fp8bench.nn.training_step as module
-from fp8bench.plan.corpus import prepare_corpus
-module.TRAINING_STEPS = module.CAPTURED_STEPS = 2
-module.captured(prepare_corpus(None, pathlib.Path(tempfile.mkdtemp())).path, 0)
-sys.exit(" ".join(sorted(loaded | {"torch._dynamo"} & {*sys.modules})) or 0)
-"""
-
-
-@pytest.mark.slow
-def test_nobody_imports_the_compiler() -> None:
-    """Its many objects would slow down every later garbage collection."""
-    ran((sys.executable, "-c", STEPS))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam])

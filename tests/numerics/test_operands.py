@@ -52,26 +52,6 @@ def test_quantised_values_are_of_their_format(fmt: Format, scaling: str) -> None
         assert has_format(x.t().contiguous().view(1, columns, 64), fmt)
 
 
-@pytest.mark.slow
-@for_each("kind", MADE)
-@for_each("columns", [16, 100, 256, 1024])
-def test_values_of_wider_formats_are_not(columns: int, kind: str) -> None:
-    wide = made(kind, columns)
-    for tensor, own in ((wide.bfloat16(), "bf16"), (wide.half(), "fp16"), (wide, None)):
-        result = {
-            name
-            for name, fmt in FORMATS.items()
-            if fmt is not E8M0 and (has_format(tensor, fmt) or has_format(tensor.t(), fmt))
-        }
-        assert result == ({own} if own else set())
-
-
-def test_a_dtype_of_its_own_is_enough() -> None:
-    x = made("gaussian", 64)
-    assert has_format(x.to(torch.float8_e4m3fn), E4M3) and not has_format(x.to(torch.float8_e4m3fn), E5M2)
-    assert has_format(x.to(torch.float8_e5m2), E5M2) and has_format(x.to(torch.float8_e4m3fnuz), E4M3FNUZ)
-
-
 def test_rounded_values_in_a_wider_dtype_are_of_their_format() -> None:
     """As emulation keeps them. The bfloat16 of an fp16 case does not count as fp16."""
     x = made("gaussian", 64)

@@ -27,11 +27,6 @@ from tests.facts import CPU
 TEXT = b"".join(b"line %d of a text that is just long enough\n" % number for number in range(2000))
 
 
-LOG = (
-    "a page\f\n\tof b\bbold \x1b[1mwords\x1b[0m, and many more plain ones, as in logs, " + "line by line, " * 5 + "\r\n"
-)
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """A text of the user's."""
@@ -131,45 +126,6 @@ def test_bytes_that_are_no_prose_are_refused(tmp_path: Path, content: bytes, wor
     path.write_bytes(content)
     with pytest.raises(UsageError, match=f"--data .* is no text: .*{words}.*Give a text file"):
         prepare_corpus(str(path), tmp_path / "data")
-
-
-@for_each(
-    ("prose", "encoding"),
-    [
-        ("Größe und Maß sind für Übungen schön. ", "latin-1"),
-        ("精度越低越快吗。要付出什么代价。", "utf-8"),
-        ("Точность ниже — быстрее? ", "utf-8"),
-        (LOG, "ascii"),
-    ],
-    ids=["latin-1", "Chinese", "Cyrillic", "a log"],
-)
-def test_prose_of_any_language_is_text(tmp_path: Path, prose: str, encoding: str) -> None:
-    """In its usual bytes."""
-    path = tmp_path / "given"
-    path.write_bytes((prose * 5000).encode(encoding)[: LEAST_BYTES + 1])
-    assert prepare_corpus(str(path), tmp_path / "data").num_tokens == LEAST_BYTES + 1
-
-
-def test_a_name_that_is_no_text_stands_on_one_line(tmp_path: Path) -> None:
-    """It is part of case ids, and of tables and files made of them."""
-    path = tmp_path / "two\nlines\udcff.txt"
-    path.write_bytes(TEXT)
-    made = prepare_corpus(str(path), tmp_path / "data")
-    assert made.identity.startswith("two?lines?:")
-    assert made.identity.encode()
-
-
-def test_a_folder_is_no_text(tmp_path: Path) -> None:
-    """It opens like a file on some systems."""
-    with pytest.raises(UsageError, match="cannot be read"):
-        prepare_corpus(str(tmp_path), tmp_path / "data")
-
-
-def test_a_python_without_sources_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some distributions ship compiled modules only."""
-    monkeypatch.setattr(corpus, "standard_library_text", lambda: b"")
-    with pytest.raises(UsageError, match="--data FILE"):
-        prepare_corpus(None, tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_a_store_error(tmp_path: Path, text: Path) -> None:

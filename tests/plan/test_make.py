@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -25,7 +22,6 @@ from fp8bench.registry import precisions, workloads
 from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 
-ROOT = Path(__file__).resolve().parents[2]
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
 ALL = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
 
@@ -73,13 +69,6 @@ def test_every_precision_is_a_case_on_every_device(facts: DeviceFacts) -> None:
         assert case.support.reason
 
 
-def test_a_skipped_case_says_what_was_missing() -> None:
-    """The device's own capability is in the sentence."""
-    skipped = {case.case.mode: case.skip for case in one_group(V100, "fp32", "tf32", "bf16").cases if not case.runs}
-    assert list(skipped) == ["tf32", "bf16"]
-    assert all("needs compute capability 8.0; this device has 7.0" in why for why in skipped.values())
-
-
 @pytest.mark.parametrize(
     ("facts", "size", "batch", "sequence"), [(CPU, "nano", 2, 96), (H200, "gpt2-124m", 8, 1024)], ids=["cpu", "gpu"]
 )
@@ -92,12 +81,6 @@ def test_a_gpu_gets_the_real_size(facts: DeviceFacts, size: str, batch: int, seq
         "attention": "auto", "weights": "cached",
     }  # fmt: skip
     assert group.cases[0].work.tokens == batch * sequence * 2
-
-
-def test_the_sizes_of_products_depend_on_the_device_too() -> None:
-    """The largest product of the GPU's default is too much for a processor."""
-    largest = {facts.kind: max(group.cases[0].work.flops for group in plan(facts)) for facts in (CPU, H200)}
-    assert largest == {"cpu": 2.0 * 1024**3, "cuda": 2.0 * 8192**3}
 
 
 @for_each(
@@ -135,13 +118,6 @@ def test_precisions_by_default_are_fp32_bf16_and_fp8() -> None:
     assert [case.case.mode for case in one_group(H200, "fp4", "fp32", "nvfp4", "fp32").cases] == ["fp32", "nvfp4"]
 
 
-def test_a_reference_of_one_s_own_joins_the_run() -> None:
-    """It need not be named twice."""
-    group = one_group(H200, "fp8", "fp16", reference="bf16")
-    assert [planned.case.mode for planned in group.cases] == ["bf16", "fp8", "fp16"]
-    assert reference(group) == "bf16"
-
-
 @pytest.mark.parametrize(
     ("facts", "dtypes", "asked", "instead"),
     [
@@ -168,31 +144,6 @@ def test_axes_multiply_in_the_order_given() -> None:
     settings = [(group.cases[0].case.param("m"), group.cases[0].case.param("operands")) for group in made]
     assert settings == [(32, "ready"), (32, "cast"), (64, "ready"), (64, "cast")]
     assert made.groups[0].setting == "gemm[m=32,n=32,k=32,product=forward,operands=ready]@cpu"
-
-
-def test_model_shapes_become_layers_times_products() -> None:
-    """M, N, K of all three products of a linear layer with 512 tokens."""
-    made = plan(CPU, axes=(("shape", ("gpt2",)),), dtypes=("fp32",))
-    found = {
-        (case.param("layer"), case.param("product")): (case.param("m"), case.param("n"), case.param("k"))
-        for case in (group.cases[0].case for group in made)
-    }
-    assert len(made.groups) == len(found) == 4 * 3
-    assert found["gpt2/up", "forward"] == (512, 3072, 768)
-    assert found["gpt2/up", "input-gradient"] == (512, 768, 3072)
-    assert found["gpt2/up", "weight-gradient"] == (3072, 768, 512)
-    assert found["gpt2/qkv", "forward"] == (512, 2304, 768)
-    assert {group.cases[0].work.flops for group in made if "gpt2/up" in group.setting} == {2.0 * 512 * 3072 * 768}
-
-
-def test_model_shapes_of_one_product_with_tokens_of_one_s_own() -> None:
-    """deepseek-v3 has six layers."""
-    axes = (("shape", ("deepseek-v3",)), ("product", ("forward",)), ("tokens", ("128",)))
-    made = plan(H200, axes=axes, dtypes=("fp32",))
-    layers = {group.cases[0].case.param("layer"): group.cases[0].case for group in made}
-    assert len(made.groups) == 6
-    assert {case.param("m") for case in layers.values()} == {128}
-    assert (layers["deepseek-v3/out"].param("n"), layers["deepseek-v3/out"].param("k")) == (7168, 16384)
 
 
 @pytest.mark.parametrize(
@@ -255,12 +206,6 @@ def test_each_suite_of_a_run_takes_the_keys_that_name_its_layers() -> None:
     assert maps == {"mlp": (("up", "bf16"),), "transformer": (("mlp", "bf16"),)}
 
 
-def test_a_layer_that_a_device_refuses_skips_the_case() -> None:
-    """The reason is that layer's."""
-    (group,) = plan(V100, "transformer", dtypes=("fp32", "fp16"), precision_map=(("head", "bf16"),))
-    assert by_mode(group)["fp16{head=bf16}"].skip == "bf16 needs compute capability 8.0; this device has 7.0"
-
-
 def test_a_precision_map_without_effect_is_refused() -> None:
     """The reference stays pure, so there is nothing to map."""
     for request in ({"dtypes": ("bf16",)}, {"dtypes": ("fp8",), "reference": "fp8"}):
@@ -317,15 +262,6 @@ def test_names_are_checked_before_any_device_is_known(request_: Request, sentenc
     check_names(Request("transformer", dtypes=("fp32", "fp4"), precision_map=(("mlp", "bf16"),)))
 
 
-@for_each(
-    ("axis", "value"), [("shape", "0"), ("shape", "64x64"), ("tokens", "many"), ("operands", "none"), ("product", "")]
-)
-def test_a_value_that_cannot_be_names_its_axis(axis: str, value: str) -> None:
-    """With what was given and what was expected."""
-    with pytest.raises(UsageError, match=f"axis '{axis}' cannot be '{value}': expected"):
-        plan(CPU, axes=((axis, (value,)),))
-
-
 def test_too_many_combinations_are_refused_at_once() -> None:
     """With their number; expanding them would take memory before it took time."""
     sides = tuple(str(side) for side in range(1, 201))
@@ -341,13 +277,6 @@ def test_case_ids_are_unique_and_readable() -> None:
     assert len(ids) == len(set(ids)) == 2 * (4 * 3 + 4 * 3 + 1) * len(ALL)
     assert "gemm[m=64,n=64,k=64,product=forward,operands=cast]@cuda:0/mxfp8" in ids
     assert all(name.isprintable() and " " not in name for name in ids)
-
-
-def test_cases_of_one_group_differ_in_precision_only() -> None:
-    """What is measured together has one setting."""
-    for group in plan(H200, dtypes=ALL):
-        assert {planned.case.setting for planned in group.cases} == {group.setting}
-        assert {planned.work for planned in group.cases} == {group.cases[0].work}
 
 
 def test_the_text_s_identity_is_part_of_the_case() -> None:
@@ -375,21 +304,6 @@ def test_a_plan_is_a_pure_function_of_request_and_facts(facts: DeviceFacts, suit
     assert plan(facts, suite, dtypes=ALL) == first
     assert plan(replace(facts, name="another", memory_bytes=1 << 40), suite, dtypes=ALL, seed=3, rounds=9) == first
     assert first.num_cases == len(first.groups) * len(ALL)
-
-
-def test_planning_imports_neither_torch_nor_numpy() -> None:
-    """The parent process never imports torch."""
-    code = (
-        "import sys\n"
-        "from fp8bench.model import DeviceFacts, Request\n"
-        "from fp8bench.plan.make import make_plan\n"
-        "h200 = DeviceFacts('cuda', 0, 'H200', 141 << 30, '2.13.0', (9, 0), '13.0')\n"
-        "print(make_plan(Request('transformer'), (h200,)).num_cases, make_plan(Request('gemm'), (h200,)).num_cases)\n"
-        "print([heavy for heavy in ('torch', 'numpy', 'pandas') if heavy in sys.modules])"
-    )
-    command = [sys.executable, "-W", "error", "-c", code]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert shown.stdout.split("\n")[:2] == ["3 18", "[]"]
 
 
 @for_each(("dtypes", "layers"), [(("fp32", "bf16"), "tf32"), (("bf16", "tf32"), "fp32")])
@@ -485,33 +399,6 @@ def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answeri
             check_names(asked)
 
 
-# Layers are asked for when a map is given, and not before.
-BAD_LAYERS: dict[str, tuple[Any, str]] = {
-    "no tuple": ([Layer("a", "a")], r"layers\(\) gave \[Layer"),
-    "none": (None, r"layers\(\) gave None, and must give a tuple of Layer"),
-    "pairs": ((("a", "a"),), "which is no Layer"),
-    "a name that is none": ((Layer(3, "a"),), "which is no Layer, or whose name and kind must be text"),  # type: ignore[arg-type]
-    "a comma": ((Layer("a,b", "a"),), "without commas"),
-    "a sign of a map": ((Layer("a", "b=c"),), "without commas, blanks, '='"),
-    "two lines": ((Layer("a\nb", "a"),), "without commas"),
-    "no name": ((Layer("", "a"),), "without commas"),
-    "an empty part": ((Layer("a..b", "a"),), "empty parts between points"),
-    "high in words": ((Layer("a", "a", "yes"),), "which is no Layer"),  # type: ignore[arg-type]
-    "one twice": ((Layer("a", "a"), Layer("a", "b")), "two of its layers have the same name"),
-}
-
-
-@for_each("name", BAD_LAYERS)
-def test_layers_that_no_map_can_name_are_refused(name: str, answering: type[Answering]) -> None:
-    """When a map is given; nobody else asks for them."""
-    layers, sentence = BAD_LAYERS[name]
-    answering.answers = {**SOUND, "layers": layers}
-    check_names(Request("answering", ("fp32",)))
-    with pytest.raises(UsageError, match=sentence) as caught:
-        check_names(Request("answering", ("fp32", "bf16"), precision_map=(("a", "fp8"),)))
-    assert str(caught.value).startswith("suite 'answering' cannot be planned: ") and "\n" not in str(caught.value)
-
-
 def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering]) -> None:
     """All four kinds of values, and whole numbers where floats are meant."""
     answering.answers = {**SOUND, "params": (("a", 1), ("b", 0.5), ("c", "µ b"), ("d", True)), "work": Work(3, 4)}
@@ -519,26 +406,7 @@ def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering
     assert decode(Plan, json.loads(json.dumps(encode(made)))) == made
 
 
-@for_each("words", [{"dtypes": (3,)}, {"dtypes": 3}, {"layer_kinds": None}], ids=str)
-def test_lists_that_are_none_are_sentences(
-    words: dict[str, Any], answering: type[Answering], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The precisions of a suite are asked for with its names, its layers with a map."""
-    for name, value in words.items():
-        monkeypatch.setattr(answering, name, value)
-    asked = Request("answering", precision_map=(("mlp", "bf16"),) if "layer_kinds" in words else ())
-    with pytest.raises(UsageError, match="suite 'answering' cannot be planned"):
-        check_names(asked)
-
-
 ADDED = "fp32 was added as the reference: on cpu bf16 would have had nothing native to compare with (--reference bf16 "
-
-
-@for_each("name", ["collective", "gemm", "numerics"])
-def test_a_quick_look_at_the_grid_is_at_the_grid(name: str) -> None:
-    """Its sizes are those that have a history: fewer rounds are what is quick."""
-    grid, quick = (make_plan(Request(name, grid=True, quick=one), (CPU,)) for one in (False, True))
-    assert [one.case for group in quick for one in group.cases] == [one.case for group in grid for one in group.cases]
 
 
 @for_each(
@@ -565,13 +433,6 @@ def test_fp32_is_added_where_nothing_would_compare(request_: Request, modes: lis
     assert "fp32" not in [planned.case.precision for group in alone for planned in group.cases]
     for made in (plan, alone):  # a run from before anything was added goes on with the plan that it has
         assert make_plan(request_, (CPU,), compares=has_reference_added(made)) == made
-
-
-def test_the_precision_that_was_named_highest_stays_pure_beside_an_added_one() -> None:
-    """A map is for the others, as it would be without."""
-    asked = Request("transformer", ("fp8", "bf16"), precision_map=(("head", "bf16"),))
-    (group,) = make_plan(asked, (CPU,), "text:0").groups
-    assert [planned.case.mode for planned in group.cases] == ["fp32", "bf16", "fp8{head=bf16}"]
 
 
 def test_a_gpu_that_this_torch_cannot_see_says_so() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from fp8bench.errors import UsageError
 from fp8bench.model import Case, DeviceFacts, Params, Request, Scalar, Work
 from fp8bench.model.codec import decode, encode
 from fp8bench.plan.make import make_plan, searched_for_batches, with_batch
@@ -51,13 +50,6 @@ class After(Before):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (*super().axes(facts), WAY)
-
-
-class Undecided(After):
-    """Of two defaults neither can be left out."""
-
-    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        return (Axis("way", "both", ("there", "back"), one_of("there", "back"), quiet=True),)
 
 
 class Following(After):
@@ -104,12 +96,6 @@ def test_its_value_is_known_where_it_is_left_out() -> None:
         Axis("loud", "", ("1",), whole_number()).of({})
 
 
-def test_a_quiet_axis_has_one_default(suite: Callable[[type[Workload]], None]) -> None:
-    suite(Undecided)
-    with pytest.raises(UsageError, match=r"its axis 'way' is quiet and has the defaults \('there', 'back'\), not one"):
-        cases()
-
-
 def test_another_batch_is_the_same_case_otherwise(suite: Callable[[type[Workload]], None]) -> None:
     """The suite is asked for its cases with every axis; each way has a search of its own."""
     suite(After)
@@ -144,13 +130,6 @@ def test_a_run_from_before_is_gone_on_with(suite: Callable[[type[Workload]], Non
     run = run_of([], request=request, plan=stored, devices=(CPU,))
     suite(After)
     assert foreign(run, make_plan(request, (CPU,)), (CPU,), run.environment) == ""
-
-
-class Cached(Before):
-    """Has an axis called as one that all have."""
-
-    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        return (*super().axes(facts), Axis("cache", "its own", ("1",), whole_number()))
 
 
 class Strict(Before):
@@ -188,9 +167,3 @@ def test_a_cache_of_which_nobody_knows_the_size_stays_hot(suite: Callable[[type[
     assert {planned.skip for planned in cold.cases} == {
         "cache=cold: nobody says how large the last cache of cpu is; choose cache=hot"
     }
-
-
-def test_an_axis_that_all_have_is_nobody_s_own(suite: Callable[[type[Workload]], None]) -> None:
-    suite(Cached)
-    with pytest.raises(UsageError, match="every suite has an axis 'cache', and it has one of its own"):
-        cases()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,12 +13,12 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.errors import NotKept, StoreError, UsageError
-from fp8bench.model import Case, DeviceFacts, Environment, Group, Plan, Record, Request, Resumption, Run
+from fp8bench.model import Case, DeviceFacts, Environment, Group, Plan, Record, Request, Run
 from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
 from fp8bench.store.runs.listing import running_beside
-from fp8bench.store.runs.run_file import RunWriter, load_run, missing_groups, reopen_run
+from fp8bench.store.runs.run_file import RunWriter, load_run, missing_groups
 from fp8bench.user_code import import_user_modules
 from tests.counts import for_each
 from tests.own_suites import adding_up, forgotten
@@ -81,16 +80,6 @@ def test_only_what_is_missing_is_measured(suite: str, tmp_path: Path) -> None:
     assert load_run(path) == run
 
 
-def test_a_finished_run_is_left_alone(suite: str, tmp_path: Path) -> None:
-    """No worker, no line in the file."""
-    run = cut_off(suite, tmp_path, stop_at=None)
-    path = Path(run.path)
-    before = path.read_bytes()
-    watching = Watching()
-    assert pipeline.resume(path, tmp_path, watching, "again") == (False, run)
-    assert path.read_bytes() == before and watching.worked == []
-
-
 def test_a_run_that_lacks_its_end_alone_gets_it(suite: str, tmp_path: Path) -> None:
     """It was killed between its last group and the end line."""
     path = Path(cut_off(suite, tmp_path, stop_at=None).path)
@@ -135,11 +124,6 @@ def test_two_processes_never_write_one_run(suite: str, tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="another process is writing the run"):
             pipeline.resume(path, tmp_path, Watching(), "again")
     assert path.read_bytes() == before
-
-
-def test_a_run_is_no_company_to_itself(suite: str) -> None:
-    """Not even where its store is named from here."""
-    assert cut_off(suite, Path("store"), stop_at=None).notes == ()
 
 
 def test_a_run_beside_another_one_says_so(suite: str, tmp_path: Path) -> None:
@@ -187,16 +171,6 @@ def test_the_header_comes_with_the_file(suite: str, tmp_path: Path, monkeypatch:
     with pytest.raises(SystemExit):
         cut_off(suite, tmp_path)
     assert [one for one in tmp_path.glob("runs/*/*") if one.is_file()] == []
-
-
-def test_a_torn_end_gets_a_line_of_its_own(tmp_path: Path) -> None:
-    """Whatever the file ends with."""
-    path = tmp_path / "a.jsonl"
-    for ending in (b"", b"{}\n", b"{}\n{torn", b"\xff"):
-        path.write_bytes(ending)
-        reopen_run(path, Resumption("now", "again", Environment({}))).close()
-        last = path.read_bytes().splitlines()[-1]
-        assert json.loads(last)["resumed"]["command"] == "again"
 
 
 FACTS = DeviceFacts("cpu", 0, "a processor", 1 << 30, "2.13.0")
@@ -308,14 +282,6 @@ def test_the_same_code_somewhere_else_is_the_same(suite: str, tmp_path: Path, mo
     Path("sums_suite.py").write_text(SUITE)
     workloads._leaves.pop("sums")
     assert pipeline.resume(Path(run.path), tmp_path, Watching(), "again")[1].finished
-
-
-def test_a_text_that_is_not_here_says_where_to_resume() -> None:
-    """The path of --data is as given, too."""
-    run = replace(a_run(), request=Request("transformer", data="nowhere/text.txt"))
-    with pytest.raises(UsageError, match=r"no file nowhere/text\.txt here.*in the folder where it began"):
-        refuse_elsewhere(run)
-    refuse_elsewhere(replace(a_run(), request=Request("gemm", imports=("json",))))
 
 
 def test_code_that_somebody_else_may_have_put_there_is_not_imported(

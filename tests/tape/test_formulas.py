@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,11 +17,6 @@ from fp8bench.formats.grids import E4M3
 from fp8bench.model import Phase
 from fp8bench.model.step import ShareKind
 from fp8bench.nn import rotations
-from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.gpt import GPT
-from fp8bench.nn.sizes import GPTConfig
-from fp8bench.numerics.products import _summed
-from fp8bench.protocols import SilentPhases
 from fp8bench.tape.formulas import Where, flops_of, kind_of
 from fp8bench.tape.recorder import Call, TensorSeen
 from fp8bench.tape.timed_calls import OperatorTimes
@@ -91,14 +85,6 @@ def test_products_have_the_flops_of_their_loops(name: str) -> None:
     tape = tape_of(run)
     row = only(tape, name.split(" ")[0])
     assert (row.flops, row.path) == (flops, path) and tape.flops == flops and not tape.unknown
-
-
-def test_products_that_are_slow_to_begin_or_need_a_gpu() -> None:
-    a, b = (torch.empty(128, 32, dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for _ in range(2))
-    for operator in (torch.ops.aten._scaled_mm.default, torch.ops.aten._scaled_mm_v2.default):
-        assert asked(operator, a, b.t(), result=torch.empty(128, 128)) == (loops(128, 128) * 64, "self")
-    summed = _summed._opoverload
-    assert asked(summed, drawn(M, K), drawn(N, K), False, result=drawn(M, N)) == (loops(M, N, K), "a")
 
 
 def asked(operator: Any, *given: Any, result: Tensor) -> tuple[int | None, str]:
@@ -187,27 +173,6 @@ def test_formulas_that_others_tell_torch_are_believed() -> None:
         assert only(tape_of(lambda: twice(x)), "tape_tests::twice").flops == loops(4, 4, 4)
     finally:
         del flop_registry[twice]
-
-
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_dense_gpt_multiplies_what_a_sum_by_hand_says(checkpointing: bool) -> None:
-    """6 FLOPs a weight and token, without embeddings, with the head; and attention's seven products."""
-    config = GPTConfig(61, 32, 2, 4, 4, 80, batch=2, sequence=12)
-    arithmetic = PlainArithmetic(torch.float32)
-    model = GPT(config, lambda name: arithmetic, torch.float32, checkpointing=checkpointing)
-    text = torch.randint(61, (2, 2, 12))
-    tape = tape_of(lambda: model(*text, SilentPhases()).backward())
-    matrices = [weight for name, weight in model.named_parameters() if weight.dim() == 2]
-    embeddings = model.embedding.numel() + (0 if model.positions is None else model.positions.numel())
-    weights, blocks = (sum(weight.numel() for weight in found) for found in (matrices, map_of_blocks(model)))
-    linear = 6 * (weights - embeddings) * 2 * 12
-    attention = 7 * config.layers * 2 * 2 * 4 * 8 * 12 * 12 // 2
-    again = (2 * blocks * 2 * 12 + 2 * attention // 7) if checkpointing else 0
-    assert tape.flops == linear + attention + again and not tape.unknown and not tape.unwritten
-
-
-def map_of_blocks(model: GPT) -> list[Tensor]:
-    return [weight for weight in model.blocks.parameters() if weight.dim() == 2]
 
 
 aten = torch.ops.aten

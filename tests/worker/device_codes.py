@@ -12,21 +12,6 @@ from fp8bench.protocols.arithmetic import AS_IT_IS
 from fp8bench.worker.device_layout import DeviceLedger
 
 
-class Bfloat16Emulated(Arithmetic):
-    """bf16 as a format that only emulation has: values in fp32."""
-
-    keeps_source = False
-
-    def __init__(self, carrier: torch.dtype = torch.bfloat16) -> None:
-        self.carrier = carrier
-
-    def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return Operand(tensor.detach().to(torch.bfloat16).to(torch.float32))
-
-    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        return (a.data @ b.data.t()).to(dtype)
-
-
 class RealCodes(Arithmetic):
     """The hardware's own codes and scales in memory, multiplied as values: what a call makes meanwhile is aside."""
 

@@ -120,25 +120,6 @@ def test_the_number_of_states_is_bounded(
     assert bench.rotation("key") == Rotation(states, 32 * KIB)
 
 
-def test_another_failure_is_the_case_s_and_all_states_are_checked(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.prepare("key", case("rotating"), FACTS)
-    assert bench.check("key").wrong == ""
-    bench._prepared["key"].states[2].held.tensor[5] = torch.nan
-    assert "its state is not finite: 1 of" in bench.check("key").wrong
-    prepare = Watched.prepare
-
-    def fail_later(self: Watched, setup: Setup) -> Held:
-        if Watched.made > 4:
-            raise ValueError("no more")
-        return prepare(self, setup)
-
-    monkeypatch.setattr(Watched, "prepare", fail_later)
-    with pytest.raises(ValueError, match="no more"):
-        bench.prepare("again", case("rotating"), FACTS)
-
-
 def test_a_cold_cache_is_written_over_before_every_call(bench: Bench) -> None:
     bench.prepare("key", case("cold"), FACTS)
     flush = bench._prepared["key"].flush
@@ -301,21 +282,3 @@ def test_what_moves_between_host_and_device() -> None:
     assert "takes data from the host" in transfer("aten.copy_.default", [device, number], [device])
     assert "waits for a value" in transfer("aten._local_scalar_dense.default", [device], [])
     assert "waits for a value" in transfer("aten._to_copy.default", [device], [host])
-
-
-def test_the_queue_is_filled_before_every_so_many_calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.prepare("key", case(device="queue:0"), QUEUE)
-    asked: list[tuple[int, float]] = []
-    monkeypatch.setattr(Queue, "occupy", lambda self, index, seconds: asked.append((len(Watched.steps), seconds)))
-    Watched.steps.clear()
-    bench.slot("key", 5, 1, Filling(2, 0.25))
-    assert asked == [(1, 0.25), (3, 0.25), (5, 0.25)]
-
-
-def test_the_host_s_time_is_that_of_a_call_without_waiting(
-    bench: Bench, pass_time: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.prepare("key", case(), FACTS)
-    waits = iter([1000.0, 0.0, 1000.0, 1000.0])
-    monkeypatch.setattr(Watched, "step", lambda self, state, phase: pass_time(next(waits)))
-    assert bench.slot("key", 4, 0).host_seconds < 1000

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,6 @@ from fp8bench.model import Level, Limit, Rate
 from fp8bench.registry import devices, precisions
 from fp8bench.worker import ceilings
 from fp8bench.worker.ceilings import count_of, shapes_of
-from tests.counts import for_each
 from tests.facts import CPU, H200
 
 
@@ -42,17 +40,6 @@ def test_the_best_size_counts_and_a_clock_that_jumps_is_no_rate(clock: Callable[
     assert best({1: 10.0, 2: 20.0, 3: 30.0}, lambda size: clock(taken[size]), 60.0) == (2, 20.0, 3)
     times = chain([1.0] * 5, [1e-12] * 2, repeat(1.0))
     assert best({1: 10.0}, lambda size: clock(next(times)), 30.0) == (1, 10.0, 1)
-
-
-def test_a_size_that_would_take_too_long_is_left_out(clock: Callable[[float], None]) -> None:
-    called = []
-
-    def call(size: int) -> None:
-        called.append(size)
-        clock(size)
-
-    assert best({1: 1.0, 5: 5.0, 50: 50.0, 500: 500.0}, call, 80.0) == (5, 1.0, 2)
-    assert set(called) == {1, 5}
 
 
 SMALL = replace(CPU, cache_bytes=1 << 16)
@@ -119,16 +106,3 @@ def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
             counts = [count_of(limit, shape) for shape in shapes_of(limit, facts)]
             assert counts == sorted(counts) and len(counts) == len({*shapes_of(limit, facts)})
     assert shapes_of(Limit.LOAD, H200) and not shapes_of(Limit.LOAD, CPU)
-
-
-@for_each("limit", [limit for limit in Limit if limit is not Limit.LOAD])
-def test_a_call_does_what_its_name_says(limit: Limit) -> None:
-    shape = (4, 6, 8) if limit is Limit.PRODUCT else (64,)
-    call: Any = ceilings.call_of(limit, shape, CPU, precisions.get("fp32").arithmetic(CPU), 1)
-    result = call()
-    if limit is Limit.PRODUCT:
-        assert tuple(result.shape) == (4, 6)
-    elif limit is Limit.TRIAD:
-        assert result.allclose(call.args[0] + 3 * call.args[1])
-    elif limit is not Limit.LAUNCH:
-        assert result.equal(call.args[0]) and result.nbytes == 64

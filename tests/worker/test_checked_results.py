@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8bench.model import TensorStatistics
-from fp8bench.worker.checked_results import errors_of, statistics_of, wrong_of
+from fp8bench.worker.checked_results import errors_of, statistics_of
 from tests.counts import for_each
 
 
@@ -48,14 +48,6 @@ def test_errors_that_are_none_are_refused(given: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
-@for_each("name", ["time", "peak_memory", "energy", "gemm", "time_cast", "memory_weights", "share_above_e4m3"])
-def test_a_name_of_fp8bench_s_own_is_refused(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"'{name}' is the name of a figure or a phase that fp8bench tells by itself. Re"
-    ):
-        errors_of({"loss_error": 0.1, name: 0.5})
-
-
 def test_statistics_become_plain_values_of_their_own() -> None:
     row: Any = TensorStatistics(Text("k"), "input", torch.tensor(4), np.float64(2), [["fp8", np.float32(0.5), 0]])  # type: ignore[arg-type]
     (made,) = statistics_of(one for one in [row])
@@ -86,10 +78,3 @@ def test_statistics_that_are_none_are_refused(given: Any, words: str) -> None:
     with pytest.raises(TypeError) as caught:
         statistics_of([TensorStatistics(*given)] if isinstance(given, tuple) else given)
     assert words in str(caught.value)
-
-
-@for_each("given", [None, True, torch.ones(3)])
-def test_a_check_that_gives_no_text_is_refused(given: object) -> None:
-    assert wrong_of("") == "" and type(wrong_of(Text("bad"))) is str
-    with pytest.raises(TypeError, match=r"what check\(\) returns \('' if nothing is wrong\) is .*; expected a text"):
-        wrong_of(given)

@@ -10,9 +10,9 @@ import pytest
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.slots import segment
-from fp8bench.model import CELL_PHASES, PHASES, DeviceFacts
+from fp8bench.model import CELL_PHASES, DeviceFacts
 from fp8bench.protocols import Device, Phases, SilentPhases, Stamper
-from fp8bench.worker.clock import UNATTRIBUTED_CODE, PhaseClock, calibrate
+from fp8bench.worker.clock import PhaseClock, calibrate
 from tests.counts import for_each
 from tests.pretended_device import run_pretended
 
@@ -69,27 +69,6 @@ def test_nested_phases_are_exclusive(clock: PhaseClock) -> None:
     )  # fmt: skip
 
 
-@for_each("name", PHASES)
-def test_every_phase_has_its_marker(name: str) -> None:
-    clock = PhaseClock(CountingStamper())
-    clock.begin()
-    with getattr(clock, name):
-        pass
-    assert clock.end()[0] == codes("unattributed", name, "unattributed")
-    with getattr(SilentPhases(), name):
-        pass
-
-
-def test_steps_do_not_share_their_marks(clock: PhaseClock) -> None:
-    first = clock.end()
-    clock.begin()
-    with clock.gemm:
-        pass
-    second = clock.end()
-    assert first == ([UNATTRIBUTED_CODE], [0, 10])
-    assert second == (codes("unattributed", "gemm", "unattributed"), [20, 30, 40, 50])
-
-
 def test_a_phase_left_open_says_which(clock: PhaseClock) -> None:
     clock.elementwise.__enter__()
     clock.gemm.__enter__()
@@ -111,13 +90,6 @@ def test_a_phase_closed_out_of_turn_fails_the_step(clock: PhaseClock, closed: tu
         clock.end()
     clock.begin()
     clock.end()
-
-
-def test_an_aborted_step_leaves_neither_marks_nor_open_phases_behind(clock: PhaseClock) -> None:
-    for _ in range(3):
-        clock.attention.__enter__()
-    clock.begin()
-    assert clock.end() == ([UNATTRIBUTED_CODE], [40, 50])
 
 
 def test_an_exception_closes_the_phases_it_passes(clock: PhaseClock) -> None:

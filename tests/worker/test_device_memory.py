@@ -22,7 +22,7 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.device_layout import DeviceLedger, LaidOutArithmetic
 from fp8bench.worker.memory_pass import _second_step, of_workload
 from tests.counts import for_each, sampled
-from tests.worker.device_codes import Bfloat16Emulated, RealCodes
+from tests.worker.device_codes import RealCodes
 from tests.worker.scripted import CPU, Script
 from tests.worker.scripted import script as script
 from tests.worker.test_memory_by_hand import SMALL
@@ -136,29 +136,6 @@ def test_a_planted_mistake_is_seen(
     assert isinstance(use, MemoryUse) and use.on_device != by_hand(1, 4 + 4)
 
 
-@for_each("precision", ["fp32", "bf16", "fp16"])
-def test_what_is_native_is_its_peak(precision: str, bench: Bench, script: Script) -> None:
-    use = bench.memory(script(Perceptron, precision=precision), CPU)
-    assert isinstance(use, MemoryUse) and use.on_device == use.peak and not use.off_device
-
-
-def test_bf16_derived_from_emulation_is_as_counted(
-    bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The figure derived from fp32 values is within 1% of what native bf16 takes."""
-    # It copies turned operands where a processor multiplies bf16.
-    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # type: ignore[arg-type]
-        native = bench.memory(script(Perceptron, precision="bf16"), CPU)
-    hardware = precisions.get("bf16").arithmetic(CPU)
-    emulated = device_layout.Hardware({"": hardware})
-    monkeypatch.setattr("fp8bench.worker.untimed_passes.hardware_of", lambda *_: emulated)
-    made = Bench._setup
-    monkeypatch.setattr(Bench, "_setup", lambda *given: replace(made(*given), arithmetic=Bfloat16Emulated()))
-    use = bench.memory(script(Perceptron, precision="bf16"), CPU)
-    assert isinstance(native, MemoryUse) and isinstance(use, MemoryUse) and use.on_device is not None
-    assert use.peak > 1.1 * native.peak and abs(use.on_device / native.peak - 1) < 0.01
-
-
 def with_codes(bench: Bench, case: Case) -> int:
     """Returns the peak of the same step with real codes in memory."""
     precision, device = precisions.get(case.precision), devices.get("cpu")
@@ -225,18 +202,6 @@ def test_what_was_not_followed_is_no_figure(
     x = torch.randn(TOKENS, WIDTH)
     use = bench.memory(script(lambda setup: setup, lambda setup, phase: step(setup, x), precision="fp8"), CPU)
     assert isinstance(use, MemoryUse) and use.on_device is None and why in use.off_device
-
-
-@pytest.mark.slow
-def test_the_measured_peak_is_as_it_was(bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    for precision in ("fp8", "fp8-rowwise", "nvfp4"):
-        beside = bench.memory(script(Perceptron, precision=precision), CPU)
-        with monkeypatch.context() as patched:
-            nothing = device_layout.EMULATES_NOTHING
-            patched.setattr("fp8bench.worker.untimed_passes.hardware_of", lambda *_, nothing=nothing: nothing)
-            alone = bench.memory(script(Perceptron, precision=precision), CPU)
-        assert isinstance(beside, MemoryUse) and isinstance(alone, MemoryUse)
-        assert (beside.peak, beside.roles, beside.phases) == (alone.peak, alone.roles, alone.phases)
 
 
 STRETCH: list[tuple[str, list[Event], int]] = [

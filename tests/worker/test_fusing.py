@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
-from fp8bench.api import load
-from fp8bench.cli.main import main
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.formats import compiling, operators, vector_width
-from fp8bench.formats.grids import E4M3, E5M2
+from fp8bench.formats.grids import E4M3
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.limits import COMPILE_SECONDS, Limits
 from fp8bench.model import Case, Label, Level, PlannedCase, Record, Status, Timing
 from fp8bench.model.stopping import StoppingRule
-from fp8bench.nn.block_arithmetic import BlockArithmetic
-from fp8bench.protocols import Role, SilentObserver, SilentPhases
-from fp8bench.registry import precisions
-from fp8bench.worker import fusing
+from fp8bench.protocols import SilentObserver, SilentPhases
 from fp8bench.worker.bench import Bench
 from tests.counts import for_each
 from tests.fakes import CPU, FakeWorker, Fault, Listener, Script, by_mode, group, planned
@@ -65,14 +58,6 @@ def test_a_state_asks_compiles_and_runs_compiled(bench: Bench) -> None:
     assert torch.equal(operators.values(x, E4M3).view(torch.int32), before.view(torch.int32))
 
 
-def test_what_passes_ask_for_is_not_compiled(bench: Bench) -> None:
-    bench.error(Case("gemm", GEMM, MODE, "cpu"), CPU)
-    operators.values(torch.ones(8), E5M2)
-    assert bench.quantisers()[0] == 2
-    prepare(bench)
-    assert bench.quantisers()[0] == 1
-
-
 def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The untimed step runs again all the same, so that first calls are not timed."""
     monkeypatch.setattr(operators, "compiled", broken)
@@ -89,23 +74,6 @@ def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch
     assert bench.quantisers() == (0, "compiling failed: RuntimeError: no compiler here")
 
 
-@pytest.mark.parametrize(("mode", "kernels"), [("mxfp8", 1), ("nvfp4", 2)])
-def test_native_casts_to_blocks_wait_to_be_compiled(mode: str, kernels: int, bench: Bench) -> None:
-    made = BlockArithmetic(precisions.get(mode).recipe)  # type: ignore[attr-defined]
-    before = fusing.calls()[0]
-    made.cast(torch.randn(32, 64), Role.WEIGHT)
-    assert fusing.calls()[0] == before + kernels and bench.quantisers() == (kernels, "")
-    fusing.forget_waiting()
-    assert bench.quantisers() == (0, "")
-
-
-def test_a_process_without_operators_has_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "fp8bench.formats.operators")
-    assert (fusing.waiting(), fusing.why_eager(), fusing.calls()) == (0, "", (0, {}))
-    fusing.forget_waiting()
-    fusing.compile_waiting()
-
-
 def test_trying_a_compiler_says_what_came_of_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "compiled", lambda kernel: compiling.Compiled(lambda *arguments: None, 512))
     said = bench.compiler(CPU)
@@ -113,50 +81,6 @@ def test_trying_a_compiler_says_what_came_of_it(bench: Bench, monkeypatch: pytes
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(operators, "compiled", broken)
     assert bench.compiler(CPU) == "compiling failed: RuntimeError: no compiler here"
-
-
-def suite(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> tuple[int, dict[str, Record]]:
-    monkeypatch.chdir(folder)
-    code = main(["suite", *words, "--dtypes", f"bf16,{MODE}", "--rounds", "1", "--no-report"])
-    return code, {record.case.mode: record for record in load("last").run.records}
-
-
-@pytest.mark.slow
-def test_a_run_without_a_compiler_is_whole_and_labelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("FP8BENCH_QUANTISERS")
-    monkeypatch.setenv("CXX", "/nonexistent")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    code, records = suite(monkeypatch, tmp_path, "gemm", "--set", "shape=16")
-    timing = records[MODE].timing
-    assert code == 0 and records[MODE].status is Status.OK and timing is not None
-    assert timing.eager.startswith("compiling failed: ") and "compiler" in timing.eager and not timing.fused
-    assert records["bf16"].timing is not None and not records["bf16"].timing.eager
-    assert main(["show", "last", "--notes"]) == 0 and "eager-quantiser" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("variable", "words", "why"),
-    [
-        ("", ("gemm", "--set", "shape=16", "--quick"), "--quick compiles none"),
-        ("eager", ("gemm", "--set", "shape=16"), "FP8BENCH_QUANTISERS=eager compiles none"),
-        # Its table shows no times, and it has dozens of quantisers.
-        (
-            "", ("numerics", "--set", "tensor=gaussian", "--set", "rows=8", "--set", "columns=32"),
-            "the suite is about numbers, and compiles none",
-        ),
-    ],
-)  # fmt: skip
-def test_a_run_that_shall_not_compile_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, words: tuple[str, ...], why: str
-) -> None:
-    monkeypatch.setenv("FP8BENCH_QUANTISERS", variable)
-    monkeypatch.setattr(operators, "compiled", lambda kernel: pytest.fail("something was compiled"))
-    code, records = suite(monkeypatch, tmp_path, *words, "--no-isolation")
-    timing = records[MODE].timing
-    assert code == 0 and timing is not None and timing.eager == why
-    assert load("last").run.environment.get("env_FP8BENCH_QUANTISERS") == variable
 
 
 EMULATED = Level.EMULATED
@@ -218,15 +142,6 @@ def test_nothing_is_compiled_if_switched_off_or_not_needed(why: str) -> None:
     records, worker = measure({"mxfp8": Script(quantisers=[2])}, None)
     assert not [entry for entry in worker.log if entry[0] in ("compile", "quantisers")]
     assert told(records)["mxfp8"] == ("", False)
-
-
-def test_what_does_not_compile_runs_eagerly_with_the_reason() -> None:
-    why = "compiling failed: InvalidCxxCompiler: No working C++ compiler found"
-    scripts = {"mxfp8": Script(quantisers=[2], uncompilable=why), "nvfp4": Script(quantisers=[1])}
-    records, worker = measure(scripts, Quantisers())
-    assert told(records) == {"fp32": ("", False), "mxfp8": (why, False), "nvfp4": ("", True)}
-    assert [entry[1] for entry in worker.log if entry[0] == "compile"] == ["mxfp8", "nvfp4"]
-    assert {record.status for record in records.values()} == {Status.OK}
 
 
 @for_each(

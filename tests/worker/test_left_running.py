@@ -155,20 +155,6 @@ def test_what_a_step_leaves_running_is_ended_and_named(suite: str, kind: Kind, h
         assert not runs(pid)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(ProcessWorker, marks=pytest.mark.slow), LocalWorker])
-def test_what_has_ended_in_time_is_no_fault(suite: str, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ENDING", "60")
-    with kind(Settings(imports=(suite,))) as worker:
-        cpu, asked = worker.probe()[0], worker.within(60.0)
-        for how in ("short", "waited", "returns"):
-            asked.prepare(how, case("step", how), cpu)
-            assert len(asked.slot(how, 5, 0).steps) == 5
-        asked.prepare("kept", case("kept", "child"), cpu)
-        assert worker.release("kept") == ()
-        (pid,) = noted(suite)
-        assert not runs(pid)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(ProcessWorker, marks=pytest.mark.nightly), LocalWorker])
 def test_what_preparing_or_a_pass_leaves_running_is_ended_and_named(suite: str, kind: Kind) -> None:

@@ -26,7 +26,6 @@ from fp8bench.model.codec import encode
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.runs.run_file import load_run
-from fp8bench.worker.main import answer
 from tests.counts import for_each, sampled
 from tests.own_suites import suite_file
 
@@ -277,23 +276,6 @@ def test_a_fault_fails_its_record_and_the_other_cases_go_on(
         assert witness.statistics == (plain,) and not witness.detail
 
 
-def test_a_crash_while_memory_is_measured_costs_its_number_only(run_with: Callable[[str], Run]) -> None:
-    run = run_with("shy")
-    shy = record_of(run, "shy", "bf16")
-    assert shy.detail.startswith("no peak memory: the worker crashed during 'memory': it was ended by SIGKILL")
-    assert shy.measurement("peak_memory") is None
-    for record in (record_of(run, "shy", "fp32"), record_of(run, "none", "bf16")):
-        peak = record.measurement("peak_memory")
-        assert peak is not None and peak.samples == (0.0,) and not record.detail
-
-
-@pytest.mark.parametrize("how", sampled(SAMPLE, ["nan", "widow"]))
-def test_the_run_ends_and_is_kept_whole(run_with: Callable[[str], Run], how: str) -> None:
-    run = run_with(how)
-    assert run.finished and not run.ok
-    assert encode(load_run(Path(run.path))) == encode(run)  # by their texts: one number is NaN on purpose
-
-
 def test_what_a_workload_prints_does_not_reach_our_stdout(hazard: str, capfd: pytest.CaptureFixture[str]) -> None:
     worker = ProcessWorker(Settings(imports=(hazard,)))
     assert worker.pid is None
@@ -495,17 +477,6 @@ def test_an_interrupt_ends_a_long_step_at_once(hazard: str, tmp_path: Path, monk
     assert took < 55, "the step would have slept for 60 s"
 
 
-def test_a_local_worker_forgets_its_states_when_restarted() -> None:
-    worker = LocalWorker(Settings())
-    (facts, *_) = worker.probe()
-    case = Case("gemm", (("m", 4), ("n", 4), ("k", 4), ("product", "forward"), ("operands", "cast")), "fp32", "cpu")
-    worker.within(1.0).prepare("one", case, facts)
-    assert len(worker.within(1.0).slot("one", 3, 1).steps) == 3
-    worker.restart()
-    with pytest.raises(WorkerFault, match="KeyError"):
-        worker.within(1.0).slot("one", 1, 0)
-
-
 THOUSAND = Work(flops=1e12)
 
 
@@ -530,12 +501,3 @@ THOUSAND = Work(flops=1e12)
 )
 def test_when_an_answer_is_a_hang(limit: float, seconds: float) -> None:
     assert limit == pytest.approx(seconds)
-
-
-def test_the_first_request_must_open_the_bench() -> None:
-    bench, reply = answer(None, "probe", ())
-    assert bench is None and reply[0] == "fault" and "first request must be 'open'" in reply[2]
-    bench, reply = answer(None, "open", (Settings(),))
-    assert bench is not None and reply == ("ok", None)
-    same, reply = answer(bench, "no_such_request", ())
-    assert same is bench and reply[:2] == ("fault", "AttributeError")

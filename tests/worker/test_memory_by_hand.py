@@ -12,13 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.devices.cpu import Cpu
 from fp8bench.model import Case, MemoryRole, MemoryUse, PlannedCase, Request
-from fp8bench.model.readings import Reading, Unavailable
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases, Role, Setup, SilentPhases
 from fp8bench.registry import precisions, workloads
-from fp8bench.worker import memory_pass as remembering
 from fp8bench.worker.bench import Bench
 from tests.counts import for_each, sampled
 from tests.worker.scripted import CPU, Script, Storages, setup_of
@@ -224,36 +221,6 @@ def test_a_step_that_fails_in_the_middle_leaves_nothing_and_threads_do_no_harm(b
     assert threaded.roles == whole.roles
 
 
-@pytest.mark.parametrize("trouble", ["reset", "mark"])
-def test_the_process_in_memory(trouble: str, bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = script(Network)
-    use = measured(bench, case)
-    assert use.resident is None or use.resident > use.peak
-    assert bool(use.why) == (use.resident is None)
-    nothing = Unavailable("nobody may")
-    monkeypatch.setattr(remembering, "reset_high_water", lambda: nothing if trouble == "reset" else Reading(1, "B", ""))
-    if trouble == "mark":
-        monkeypatch.setattr(remembering, "memory", lambda: {"rss_high_water": nothing})
-    use = measured(bench, case)
-    assert use.resident is None and use.why == "no resident memory: nobody may"
-
-
-def test_a_large_step_moves_the_mark(bench: Bench, script: Script) -> None:
-
-    class Large:
-        def __init__(self, size: int) -> None:
-            self.size = size
-
-        def step(self, phase: Phases) -> None:
-            torch.ones(self.size, dtype=torch.uint8)
-
-    small, large, again = (measured(bench, script(lambda _, size=size: Large(size))) for size in (1, 256 << 20, 1))
-    if large.resident is None:
-        pytest.skip(large.why)
-    assert small.resident is not None and again.resident is not None
-    assert large.resident - small.resident > 200 << 20 < large.resident - again.resident
-
-
 def test_a_state_that_is_kept_is_given_back_when_it_is_released(bench: Bench, script: Script) -> None:
     seen: list[weakref.ref[Tensor]] = []
 
@@ -289,31 +256,6 @@ def test_it_agrees_with_a_second_way_of_counting_and_a_product_with_a_count_by_h
     assert name != "gemm" or measured(bench, case).peak == 4 * (64 * 32 + 48 * 32 + 64 * 48)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
-@pytest.mark.parametrize("name", ["gemm", "mlp", "norm_act", "accumulate", "optimizer"])
-def test_it_is_the_same_whenever_it_is_asked(name: str, precision: str, bench: Bench) -> None:
-    planned = first_of(name, precision)
-    if planned.skip:
-        pytest.skip(planned.skip)
-    peaks = [measured(bench, planned.case).peak for _ in range(2)]
-    bench.prepare("key", planned.case, CPU)
-    bench.slot("key", 2, 1)
-    bench.release("key")
-    peaks.append(measured(bench, planned.case).peak)
-    assert len(set(peaks)) == 1 and peaks[0] >= planned.work.least_memory > 0
-
-
-def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(bench: Bench, script: Script) -> None:
-
-    def step(state: dict[str, Any], phase: Phases) -> None:
-        if "made" not in state:
-            torch.empty(1 << 20)
-            state["made"] = torch.empty(100)
-        torch.empty(7)
-
-    assert measured(bench, script(lambda _: {"weights": torch.empty(10)}, step)).peak == 4 * (10 + 100 + 7)
-
-
 def test_garbage_does_not_count_and_a_state_that_refers_to_itself_is_given_back(bench: Bench, script: Script) -> None:
     """A cycle is freed when it is collected by hand, not by chance."""
     seen: list[weakref.ref[torch.Tensor]] = []
@@ -331,8 +273,3 @@ def test_garbage_does_not_count_and_a_state_that_refers_to_itself_is_given_back(
     case = script(prepare, step)
     assert [measured(bench, case).peak for _ in range(3)] == [2400] * 3 and gc.isenabled()
     assert [state() for state in seen] == [None] * 3
-
-
-def test_a_device_that_cannot_say_says_nothing(bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cpu, "memory_meter", lambda self, index: "it was never taught to count")
-    assert bench.memory(script(lambda _: 1 / 0, lambda state, phase: None), CPU) == "it was never taught to count"

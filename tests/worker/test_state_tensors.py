@@ -115,19 +115,6 @@ def test_a_states_own_words_go_before_all_else_and_outer_ones_before_inner() -> 
     assert role(found, y) is MemoryRole.OPTIMIZER and role(found, z) is MemoryRole.DATA
 
 
-@for_each("said", [None, 5, [torch.empty(1)], {"weights": 1, 3: 4}])
-def test_words_that_are_none_are_an_error(said: object) -> None:
-    with pytest.raises(TypeError, match=r"Holder\.memory_roles\(\) returned .*expected a mapping of MemoryRole"):
-        state_tensors(Holder(said))
-
-
-def test_a_huge_state_is_not_looked_through_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_OBJECTS", 100)
-    near, far = torch.empty(3), torch.empty(3)
-    found = state_tensors([near, [[one] for one in range(1000)], [[[far]]]])
-    assert role(found, near) is None and role(found, far) == "unheld"
-
-
 def test_of_a_tensor_that_is_spread_over_ranks_what_lies_here_is_found() -> None:
     """DTensor names its device mesh among what it wraps."""
 

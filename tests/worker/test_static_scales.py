@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fp8bench.errors import UsageError
-from fp8bench.model import Case, LayerScale, Request, StaticScales, Status, Work
+from fp8bench.model import Case, LayerScale, Request, StaticScales, Status
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
-from tests.counts import for_each
 from tests.facts import CPU
-from tests.fakes import FakeWorker, Script, arm, broken, planned
+from tests.fakes import Script, broken, planned
 from tests.measure.test_group import measure
 
 SMALL = (("size", ("nano",)), ("batch", ("1",)), ("sequence", ("16",)))
@@ -114,11 +112,6 @@ def test_errors_are_those_of_the_scales_from_data(bench: Bench) -> None:
     assert static == bench.error(case, CPU)["gradient_error"]
 
 
-def test_delayed_scaling_gives_way(bench: Bench) -> None:
-    errors = [bench.error(case_of(name, "mlp", reference="fp32"), CPU) for name in ("fp8-delayed", "fp8")]
-    assert errors[0] == errors[1]
-
-
 def test_scales_are_renewed_in_every_so_manieth_step(bench: Bench) -> None:
     """The step of preparing counts: of 7 steps the 3rd and the 6th are watched."""
     found = kept(bench, case_of(refresh_scales=3), slots=6)
@@ -135,11 +128,6 @@ def test_a_bound_renews_what_saturates_alone(bench: Bench) -> None:
     assert not any(scale.renewals for scale in loose)
 
 
-def test_a_map_decides_which_layers_have_scales_from_data(bench: Bench) -> None:
-    case = case_of("mxfp8", precision_map=(("blocks.1.attn", "fp8"), ("head", "fp8-e5m2")))
-    assert {scale.layer for scale in kept(bench, case)} == {"blocks.1.attn.qkv", "blocks.1.attn.out", "head"}
-
-
 def test_a_group_calibrates_before_it_prepares_and_keeps_what_scales_came_to() -> None:
     static = replace(planned("fp8"), case=replace(planned("fp8").case, static=StaticScales(2)))
     mode = static.case.mode
@@ -151,16 +139,6 @@ def test_a_group_calibrates_before_it_prepares_and_keeps_what_scales_came_to() -
     failed = records[mode]
     assert failed.status is Status.FAILED and "no such thing" in failed.reason and failed.scales == ()
     assert records["bf16"].status is Status.OK
-
-
-def test_calibrating_may_take_the_time_of_its_steps() -> None:
-    static, worker = arm("fp8"), FakeWorker({})
-    planned_case = static.planned
-    static.planned = replace(
-        planned_case, case=replace(planned_case.case, static=StaticScales(100)), work=Work(flops=5e9)
-    )
-    static.prepare(worker)
-    assert dict(worker.limits[::-1])["calibrate"] == 60.0 + 100 * 1.0
 
 
 def test_known_scales_are_loaded_as_they_were_and_nothing_is_calibrated(bench: Bench, watched: list[bool]) -> None:
@@ -180,18 +158,3 @@ def test_known_scales_are_loaded_as_they_were_and_nothing_is_calibrated(bench: B
     assert doubled == found
     largest = kept(bench, case_of(static_scales=None, scales_from="a1b2", known_scales=others))
     assert [scale.amax for scale in largest] == [4.0 * scale.amax for scale in found]
-
-
-@for_each(
-    ("asked", "words"),
-    [
-        (
-            {"static_scales": None, "known_scales": (("fp8", "nowhere", "input", 1.0),)},
-            "--scales-from a1b2: it has scales of nowhere",
-        ),
-        ({}, r"--scales-from has them\. Leave one of them out"),
-    ],
-)
-def test_known_scales_of_no_layer_here_are_refused(asked: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        case_of(scales_from="a1b2", **asked)

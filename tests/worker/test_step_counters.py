@@ -16,18 +16,17 @@ from pathlib import Path
 import pytest
 
 from fp8bench.devices.cpu import Cpu
-from fp8bench.errors import UsageError
 from fp8bench.measure.handle import CountingWorker, built, counting_worker
 from fp8bench.model import UNATTRIBUTED, Case, Measurement, Request, specs
 from fp8bench.model.raw import Settings
-from fp8bench.model.readings import NoReading, Reading, Unavailable, grown
+from fp8bench.model.readings import Reading, Unavailable, grown
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases
 from fp8bench.registry import workloads
 from fp8bench.worker import host_counters as host
 from fp8bench.worker import step_counters
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.step_counters import EVENTS, SOFTWARE, PerfCounter, PerfEvent, counted, why_not
+from fp8bench.worker.step_counters import EVENTS, SOFTWARE, PerfEvent, counted, why_not
 from tests.counts import for_each
 from tests.workloads.steps import CPU, SMALL, small
 
@@ -113,13 +112,6 @@ def test_a_real_worker_counts_a_casts_bytes() -> None:
     assert all(sum(name in why for why in whys) == 1 for name in missing) and bool(missing) == bool(whys)
 
 
-@LINUX
-def test_without_a_probe_faults_are_counted_and_there_is_a_reason() -> None:
-    found, whys = step_counters.counters_of_step(workloads.get("cast"), small("cast", "bf16"), Cpu(), 0, "no compiler")
-    assert specs.PAGE_FAULTS in figures(found) and specs.ALLOCATOR_TIME not in figures(found)
-    assert "no calls of the allocator: no compiler" in whys
-
-
 def test_readings_go_to_the_phase_that_a_step_was_in() -> None:
     count = 0
 
@@ -143,16 +135,6 @@ def test_readings_go_to_the_phase_that_a_step_was_in() -> None:
     found = readings.measurements([specs.ALLOCATOR_CALLS])
     taken = {one.phase: one.samples[0] % 1000 for one in found}
     assert taken == {None: 131 % 1000, UNATTRIBUTED: 1, "gemm": 30, "cast": 100} and len(found[0].samples) == 2
-
-
-def test_time_of_a_drivers_allocations_in_a_trace() -> None:
-    events = [
-        {"cat": "cuda_runtime", "name": "cudaMalloc", "dur": 300},
-        {"cat": "cuda_driver", "name": "cuMemMap", "dur": 5e1},
-        {"cat": "cuda_runtime", "name": "cudaFree", "dur": 150.5}, {"cat": "kernel", "name": "cudaMalloc", "dur": 9},
-        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "dur": 7}, {"cat": "cuda_runtime", "name": "hipFree"},
-    ]  # fmt: skip
-    assert step_counters.device_call_seconds(events) == pytest.approx(500.5e-6)
 
 
 class CountingDevice(Cpu):
@@ -245,24 +227,6 @@ def test_every_refusal_says_what_can_be_done(code: int, pmu: bool, paranoid: str
     assert words in why_not(OSError(code, os.strerror(code)), tmp_path, level)
 
 
-@LINUX
-def test_the_true_answer_of_this_machine() -> None:
-    found = counted(lambda: sum(range(10_000)), EVENTS[0])
-    shown = any(step_counters.DEVICES.glob("cpu*")) or any(step_counters.DEVICES.glob("armv*"))
-    assert shown or (isinstance(found, str) and found)
-    if isinstance(found, int):
-        assert found > 10_000
-    with pytest.raises(NoReading, match=r"\w+"):
-        PerfCounter(PerfEvent("none", 99, 1))
-
-
-@for_each("given", [{"isolation": False}, {"ranks": 2}])
-def test_counters_that_have_no_worker_of_their_own_are_refused(given: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match=r"--counters.*(--no-isolation|--ranks)"):
-        Request("gemm", counters=True, **given)  # type: ignore[arg-type]
-
-
-MEBIBYTE = 2**20
 STATUS = "Name:\tpython\nVmHWM:\t    2000 kB\nVmRSS:\t    1000 kB\n"
 
 
@@ -296,32 +260,6 @@ def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
     waited, preemptions = spent["waited"], spent["preemptions"]
     assert isinstance(waited, Unavailable) or waited.number < awake
     assert isinstance(preemptions, Reading) and preemptions.number >= 0
-
-
-def test_without_proc_there_are_reasons(tmp_path: Path) -> None:
-    absent = tmp_path / "absent"
-    for read in (*host.memory(absent).values(), host.reset_high_water(absent), host.counters(absent)["steal"]):
-        assert isinstance(read, Unavailable) and "cannot be read: No such file" in read.reason
-    assert isinstance(host.counters(absent)["preemptions"], Reading)
-
-
-def test_memory_in_bytes(tmp_path: Path) -> None:
-    read = host.memory(fake(tmp_path / "a"))
-    assert [reading.value for reading in read.values() if isinstance(reading, Reading)] == [1000 * 1024, 2000 * 1024]
-    odd = host.memory(fake(tmp_path / "b", status="VmRSS:\t many kB\n"))
-    assert odd["rss"] == Unavailable(f"{tmp_path}/b/self/status has no VmRSS")
-
-
-def test_the_high_water_mark_is_reset_and_rises_again() -> None:
-    if isinstance(why := host.reset_high_water(), Unavailable):
-        pytest.skip(why.reason)
-    with mmap.mmap(-1, 64 * MEBIBYTE) as block:
-        block[:] = b"x" * len(block)
-        high = host.memory()["rss_high_water"]
-        assert isinstance(high, Reading)
-    low = host.reset_high_water()
-    assert isinstance(low, Reading)
-    assert high.number - low.number > 48 * MEBIBYTE
 
 
 def test_a_mark_that_stays_where_it_was_says_so(tmp_path: Path) -> None:

@@ -203,14 +203,6 @@ def test_an_honest_step_changes_what_it_gives(how: str, prepare: Callable[[], St
     assert effect(HONEST[how], prepare) == StepEffect(True)
 
 
-def test_a_foreign_kernel_beside_constants_of_torchs_is_no_lie() -> None:
-    def step(state: State, phase: Phases) -> torch.Tensor:
-        foreign_kernel(state, phase)
-        return torch.ones(SIZE)
-
-    assert effect(step, stale) == StepEffect(True)
-
-
 def load(state: State, phase: Phases) -> None:
     with phase.data_load:
         state.out.copy_(
@@ -261,18 +253,6 @@ def test_tensors_that_others_hold_too_are_as_before() -> None:
     assert torch.equal(shared, before)
 
 
-def test_exhausted_memory_is_raised() -> None:
-    wanted = iter([*"abc"])
-
-    def step(state: State, phase: Phases) -> Any:
-        if next(wanted, "") == "c":
-            raise MemoryError("planted")
-        return state.x @ state.w
-
-    with pytest.raises(MemoryError):
-        effect(step)
-
-
 @for_each("count", [1, 7, 8, 1000])
 def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bits, "_PIECE", 16)
@@ -287,17 +267,6 @@ def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.
         assert digest(numbers.flip(0)) != digest(numbers)
 
 
-def test_signs_that_change_two_by_two_are_seen() -> None:
-    """These are the highest bits of words, whose plain sums would not show it."""
-    ones = torch.ones(64, dtype=torch.float64)
-    seen = {digest(ones)}
-    for place in range(1, 64):
-        flipped = ones.clone()
-        flipped[[0, place]] *= -1
-        seen.add(digest(flipped))
-    assert len(seen) == 64
-
-
 @for_each(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int64,
               torch.uint8, torch.bool, torch.complex64]
@@ -310,17 +279,6 @@ def test_numbers_are_replaced_by_others_of_their_range(dtype: torch.dtype) -> No
         if not dtype.is_complex:
             assert float(numbers.to(torch.float32).min()) >= 0 and float(numbers.to(torch.float32).max()) <= 4
     assert digest(numbers) == before and numbers._version == version
-
-
-def test_what_is_not_finite_stays() -> None:
-    """Ones stay about ones, so that variances stay positive."""
-    mask = torch.full((4, 4), -torch.inf).triu(1)
-    where = mask.isinf()
-    with other_numbers(mask, 1):
-        assert torch.equal(mask.isinf(), where) and bool((mask[~where] >= 0).all())
-    ones = torch.ones(100)
-    with other_numbers(ones, 1):
-        assert 0.5 <= float(ones.min()) < float(ones.max()) <= 1
 
 
 MS = 1e-3
@@ -375,10 +333,6 @@ def test_turns_are_no_lie(period: int, run: int) -> None:
 def test_what_differs_each_time_is_a_difference(timed: Left, counted: Left, lies: bool) -> None:
     said = "timed, a step leaves other numbers than while its operators are counted" if lies else ""
     assert told(lambda n, is_timed: timed if is_timed else counted) == said
-
-
-def test_noise_beside_it_hides_nothing() -> None:
-    assert told(lambda n, timed: [sums(n, -n), sums(1, 2 * timed)]).startswith("timed, a step leaves")
 
 
 def test_time_that_only_counted_steps_take() -> None:

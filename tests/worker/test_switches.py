@@ -14,7 +14,6 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,43 +252,6 @@ def test_what_is_recorded_are_plain_values_and_one_text_of_what_is_unusual() -> 
     assert kept == {switch.name for switch in switches()} - {"the working directory", "the environment"}
 
 
-@pytest.mark.slow
-def test_the_compilers_switches_are_watched_too() -> None:
-    import torch._dynamo
-
-    before = values_of(switches())
-    with pytest.raises(SwitchesChanged, match=r"the stance of torch.compile at .*force_eager"), unchanged():
-        torch.compiler.set_stance("force_eager")
-    with (
-        pytest.raises(SwitchesChanged, match=r"the default backend of torch.compile at eager \(it was induc"),
-        unchanged(),
-    ):
-        torch.compiler.set_default_backend("eager")
-    assert values_of(switches()) == before
-
-
-def test_the_working_directory_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "below").mkdir()
-    with pytest.raises(SwitchesChanged, match=r"it left the working directory at .*below "), unchanged():
-        monkeypatch.chdir(tmp_path / "below")
-    assert Path.cwd() == tmp_path
-
-
-def test_what_torch_itself_writes_into_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor notes its cache there, CUDA how it loads; that must not fail a worker's first step."""
-    with unchanged():
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somewhere")
-        monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
-
-
-def test_a_timer_that_has_ended_is_not_wound_up_again() -> None:
-    signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
-    with pytest.raises(SwitchesChanged, match=r"the virtual timer at False \(it was True, and"), unchanged():
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    assert not any(signal.getitimer(signal.ITIMER_VIRTUAL))
-
-
 def test_several_are_all_named_and_put_back_although_an_exception_passes() -> None:
     def leave(error: type[Exception] | None = None) -> None:
         torch.set_default_dtype(torch.float64)
@@ -302,16 +264,6 @@ def test_several_are_all_named_and_put_back_although_an_exception_passes() -> No
     with pytest.raises(MemoryError), unchanged():
         leave(MemoryError)
     assert torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled()
-
-
-@for_each("name", precisions.names())
-def test_a_precisions_own_switches_are_restored_by_its_scope(name: str) -> None:
-    before = torch.get_float32_matmul_precision(), torch.get_default_dtype()
-    with unchanged(), torch.no_grad(), torch.autocast("cpu"):
-        torch.rand(3)
-    with precisions.get(name).scope():
-        torch.rand(3)
-    assert (torch.get_float32_matmul_precision(), torch.get_default_dtype()) == before
 
 
 def test_a_users_precision_has_to_put_back_what_it_sets() -> None:

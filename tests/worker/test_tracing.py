@@ -5,12 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import IO, Any
@@ -21,14 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench import files
-from fp8bench.model import CELL_PHASES, PHASES, Case, OperatorTime
-from fp8bench.profiler import exported
+from fp8bench.model import CELL_PHASES, Case, OperatorTime
 from fp8bench.protocols import Phases, Setup
-from fp8bench.worker import tracing
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import LeftRunning
-from fp8bench.worker.tracing import LONGEST_NAME, MOST, STEPS, WARM_UPS, mended, operators_of, traced_phases, write
-from tests.commands import environment
+from fp8bench.worker.tracing import LONGEST_NAME, MOST, STEPS, WARM_UPS, mended, operators_of, write
 from tests.counts import for_each
 from tests.worker.scripted import CPU, Script
 from tests.worker.scripted import script as script
@@ -55,25 +49,6 @@ def stepping(script: Script) -> Callable[[Step], Case]:
 def read(file: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(gzip.decompress(file.read_bytes()))
     return found
-
-
-def test_every_phase_is_a_range_of_its_name() -> None:
-    events: list[str] = []
-
-    @contextmanager
-    def opened(name: str) -> Iterator[None]:
-        events.append(f"+{name}")
-        yield
-        events.append(f"-{name}")
-
-    phases = traced_phases(opened)
-    for name in PHASES:
-        with getattr(phases, name):
-            pass
-    with phases.gemm, phases.cast, phases.gemm:
-        pass
-    nested = [sign + f"fp8bench.{name}" for sign in "+-" for name in ("gemm", "cast", "gemm")]
-    assert events == [*(sign + f"fp8bench.{name}" for name in PHASES for sign in "+-"), *nested]
 
 
 def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path) -> None:
@@ -161,50 +136,6 @@ def test_threads_that_are_left_are_an_error(
         thread.join()
 
 
-STOPPED = """
-import os, signal, subprocess, threading, time
-from fp8bench.worker.step_guards import running, still_running
-
-def ends_late():
-    begins.wait()
-    subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"])
-    begun = time.monotonic()
-    os.kill(os.getpid(), signal.SIGSTOP)
-    while time.monotonic() - begun < 1:
-        time.sleep(0.001)  # a moment passes before the system stops this thread, too
-    time.sleep(0.1)
-
-before, begins = running(), threading.Event()
-threading.Thread(target=ends_late).start()
-left = running() - before
-begins.set()
-print(still_running(left))
-"""
-
-
-@pytest.mark.slow
-def test_a_thread_that_ends_is_not_left_where_the_system_stops_the_process_meanwhile() -> None:
-    command = [sys.executable, "-c", STOPPED]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
-    assert done.stdout == "[]\n", done.stderr
-
-
-@for_each("text", ["[]", "{}", '{"traceEvents": 3}'])
-def test_something_that_is_no_trace_is_an_error(text: str) -> None:
-
-    class Profile:
-        def export_chrome_trace(self, path: str) -> None:
-            Path(path).write_text(text)
-
-    with pytest.raises(RuntimeError, match="no trace"):
-        exported(Profile())
-
-
-def test_a_kind_of_device_that_the_profiler_does_not_know_is_seen_from_the_host() -> None:
-    trace = tracing.record(lambda phase: None, "abacus")
-    assert any(str(event.get("name")).startswith("ProfilerStep#") for event in trace["traceEvents"])
-
-
 Event = dict[str, Any]
 
 
@@ -224,21 +155,6 @@ def found(*events: Event) -> dict[tuple[str, str, bool], tuple[float, float]]:
     return {
         (one.phase, one.name, one.on_device): (one.calls, round(one.seconds * 1e6, 6)) for one in operators_of(events)
     }
-
-
-def test_an_operator_counts_by_its_own_time() -> None:
-    operators = found(step(0, 100), phase("gemm", 10, 60), event("matmul", 20, 50), event("mm", 25, 45))
-    assert operators == {
-        ("gemm", "mm", False): (1, 20), ("gemm", "matmul", False): (1, 10), ("gemm", "", False): (0, 20),
-        ("unattributed", "", False): (0, 50),
-    }  # fmt: skip
-
-
-def test_figures_are_those_of_one_step() -> None:
-    operators = found(
-        step(0, 10), step(10, 30, 2), event("warm", -5, -1), event("mm", 1, 5), event("mm", 12, 22), event("mm", 23, 25)
-    )
-    assert operators == {("unattributed", "mm", False): (1.5, 8), ("unattributed", "", False): (0, 7)}
 
 
 @for_each(
@@ -311,15 +227,6 @@ def test_events_that_say_nothing_are_passed_over(wrong: Event) -> None:
     operators = operators_of(mended([step(0, 10), wrong, event("mm", 2, 4)]))
     assert OperatorTime("unattributed", "mm", 1, 2e-6) in operators
     assert operators_of([wrong]) == (), "without a step there is nothing to tell"
-
-
-def test_a_phase_that_outlives_an_operator_in_which_it_begins_is_cut() -> None:
-    before, after = event("BeforeBackward", 0, 10), event("AfterBackward", 40, 50)
-    assert mended([before, phase("attention", 5, 45), after]) == [before, phase("attention", 10, 40), after]
-    whole = [event("Linear", 0, 50), phase("gemm", 10, 40), event("mm", 20, 30)]
-    assert mended(whole) == whole
-    elsewhere = [event("mm", 0, 10, tid=2), phase("gemm", 5, 45)]
-    assert mended(elsewhere) == elsewhere
 
 
 def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fp8bench import pipeline
-from fp8bench.errors import BackendMissing
 from fp8bench.model import Case, DeviceFacts, Level, Request, Status
 from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.block_arithmetic import BlockArithmetic
@@ -20,8 +17,8 @@ from fp8bench.nn.linear import linear
 from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
 from fp8bench.numerics.products import values_product
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObserver, SilentPhases
-from fp8bench.registry import backends, precisions
-from fp8bench.worker.trial import Trials, installed, why_not, wrong_product
+from fp8bench.registry import precisions
+from fp8bench.worker.trial import Trials, wrong_product
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.nn.grouped_kernel import kernel
@@ -213,16 +210,3 @@ def test_a_precision_is_tried_once_and_emulation_and_torch_s_own_never(monkeypat
     monkeypatch.setattr("fp8bench.worker.trial._tried", lambda precision, facts: calls.append(precision.mode) or "no")
     trials, case = Trials(), Case("gemm", (), "fp8", "cuda:0")
     assert [trials.wrong(case, H200) for _ in range(3)] == ["no"] * 3 and calls == ["fp8"]
-
-
-def test_a_backend_that_does_not_import_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = replace(CPU, packages=(("torchao", "0.18.0"),))
-
-    def broken(self: object) -> None:
-        raise BackendMissing("torchao", RuntimeError("Found empty meta package"))
-
-    monkeypatch.setattr(type(backends.get("torchao")), "imported", broken)
-    found = Trials().wrong(Case("mlp", (), "fp8:backend=torchao", "cpu"), here)
-    assert found == why_not("torchao") and "cannot be imported (RuntimeError: Found empty meta package)" in found
-    versions = dict(installed())
-    assert "torch" not in versions and all(metadata.version(name) == version for name, version in versions.items())

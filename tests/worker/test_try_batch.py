@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from fp8bench.devices.cpu import Cpu, data_bytes
-from fp8bench.devices.cuda import Cuda
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
@@ -23,10 +22,8 @@ from fp8bench.measure.passes import CaseOutcome
 from fp8bench.model import Capacity, Case, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import make_plan, with_batch
-from fp8bench.protocols import CannotLimit, Phases, Setup, SilentObserver, SilentPhases
+from fp8bench.protocols import Phases, Setup, SilentObserver, SilentPhases
 from fp8bench.registry import precisions, workloads
-from fp8bench.worker.bench import Bench
-from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.memory_pass import of_workload, try_batch
 from tests.own_suites import suite_file
 from tests.worker.scripted import CPU, Scripted, Storages, setup_of
@@ -182,24 +179,6 @@ def test_preparing_counts_and_both_steps_do() -> None:
     assert peak(lambda _: {"weights": torch.empty(10), "moments": torch.empty(50)}, first) == 4 * (60 + 6950)
 
 
-def test_a_device_without_limit_or_counter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    def never(*given: object) -> Any:
-        raise AssertionError("it was prepared")
-
-    blind = Cpu()
-    monkeypatch.setattr(blind, "memory_meter", lambda index: "torch was built without its profiler")
-    with pytest.raises(CannotLimit, match="a limit needs a counter: torch was built without"):
-        try_batch(of_workload(Scripted(never, never), setup), blind, 0, 1 << 30)
-    steps = list[int]()
-    counted = Scripted(lambda _: {}, lambda state, phase: steps.append(1))
-    assert try_batch(of_workload(counted, setup), blind, 0, None) is None, "without a limit nobody has to count"
-    assert len(steps) == 2
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(CannotLimit, match=r"no limit .* is kept on darwin; on Linux it is \(RLIMIT_DATA\)"):
-        try_batch(of_workload(Scripted(never, never), setup), Cpu(), 0, 1 << 30)
-
-
 def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[int] = []
     device = Cpu()
@@ -225,13 +204,3 @@ def test_scales_from_data_are_found_before_anything_counts(local: LocalWorker) -
     plain = local.within(60).try_batch(replace(case, static=None), CPU, None)
     taken = local.within(60).try_batch(case, CPU, None)
     assert plain is not None and taken is not None and abs(taken - plain) < 0.2 * plain
-
-
-def test_after_a_fault_every_device_gives_memory_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request that failed may have been the first: nothing is prepared then, and still a cache is full."""
-    emptied: list[str] = []
-    for device in (Cpu, Cuda):
-        monkeypatch.setattr(device, "empty_cache", lambda self: emptied.append(self.kind))
-    fault = DescribedFault("RuntimeError", "no", "", out_of_memory=True)
-    assert bench.recovered(fault) == fault
-    assert sorted(emptied) == ["cpu", "cuda"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 
 import fp8bench
 from fp8bench import pipeline
@@ -19,8 +17,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
 from fp8bench.user_code.switches import put_back, values_of
-from fp8bench.worker.clock import ClocksDisagree, agreeing
-from fp8bench.worker.switches import refuse_distorted_reference, switches
+from fp8bench.worker.switches import switches
 from tests.counts import for_each
 from tests.own_suites import forgotten
 from tests.worker.test_switches import KEPT, LEFT
@@ -187,29 +184,6 @@ def test_a_process_that_would_bend_its_reference_is_refused(
         assert values_of(switches()) == before
     if which in LEFT:
         put_back(switches(), usual)
-
-
-def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
-    """All cases run under it alike; the precision's own scope sets float32 products."""
-    usual = values_of(switches())
-    torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision("high")
-    try:
-        run = fp8bench.run("gemm", dtypes="fp32", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path)
-        assert torch.are_deterministic_algorithms_enabled() and torch.get_float32_matmul_precision() == "high"
-    finally:
-        put_back(switches(), usual)
-    refuse_distorted_reference()  # nothing bends it now
-    assert run.ok and "deterministic algorithms at 2 (usually 0)" in str(run.environment.get("switches_set"))
-    assert run.environment.get("switch float32 products") == "high"
-
-
-@for_each(("factor", "wrong"), [(1.0, False), (1.01, False), (0.0, True), (10.0, True)])
-def test_a_clock_that_disagrees_with_the_hardwares_raises(factor: float, wrong: bool) -> None:
-    begun = time.perf_counter_ns()
-    clock = {"a clock": lambda: begun + factor * (time.perf_counter_ns() - begun)}
-    with pytest.raises(ClocksDisagree, match="a clock counted ") if wrong else nullcontext(), agreeing(clock):
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

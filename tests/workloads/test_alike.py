@@ -76,26 +76,6 @@ def test_each_pass_runs_its_products(name: str) -> None:
 WIDE: dict[str, Scalar] = {"width": 64, "hidden": 128}
 
 
-@pytest.mark.slow
-@for_each("pass_", ["forward", "training"])
-@for_each(
-    ("name", "changes", "least", "most"),
-    [
-        ("conv", {"channels": 32}, 1e-5, 1), ("mlp", WIDE | {"gated": "no"}, 1e-6, 0.5),
-        ("mlp", WIDE | {"gated": "yes"}, 1e-6, 0.5),
-    ],
-)  # fmt: skip
-def test_errors_grow_as_bits_go(name: str, changes: dict[str, Scalar], least: float, most: float, pass_: str) -> None:
-    found = [
-        workloads.get(name).error(small(name, precision, **changes, **{"pass": pass_}))
-        for precision in ("fp32", "bf16", "fp8", "nvfp4")
-    ]
-    assert set(found[0]) == ({"output_error", "gradient_error"} if pass_ == "training" else {"output_error"})
-    for metric in found[0]:
-        errors = [one[metric] for one in found]
-        assert errors == sorted(errors) and errors[0] < least and errors[1] > 1e-3 and errors[-1] < most
-
-
 @for_each(("name", "kinds", "changes"), [("mlp", ("up", "down"), WIDE), ("attention", ("qkv", "out"), {})])
 def test_a_precision_map_changes_one_product(name: str, kinds: tuple[str, str], changes: dict[str, Scalar]) -> None:
     workload, setup = workloads.get(name), small(name, "fp8", **changes)

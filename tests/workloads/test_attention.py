@@ -11,7 +11,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.plan.make import make_plan
@@ -70,15 +69,6 @@ def test_work_counts_tokens_and_what_memory_must_hold() -> None:
     assert high.least_memory == 2 * 4 * 64 * (128 + 64) + 2 * 2 * 64 * (128 + 64) + 2 * 64 * 64
 
 
-def test_the_case_says_how_many_key_heads() -> None:
-    expand = Attention().expand
-    assert dict(expand({**TINY, "key_heads": "auto"})[0])["key_heads"] == 4
-    assert dict(expand({**TINY, "key_heads": 1})[0]) == {**TINY, "key_heads": 1}
-    request = Request("attention", axes=(("key_heads", ("3",)),))
-    with pytest.raises(UsageError, match=r"key_heads=3 does not divide heads=4.*Choose a divisor"):
-        make_plan(request, (CPU,))
-
-
 def support(precision: str, facts: DeviceFacts = CPU, **changes: Scalar) -> tuple[Level, str]:
     found = Attention().support({**TINY, **changes}, precisions.get(precision), facts)
     return found.level, found.reason
@@ -123,22 +113,6 @@ def test_the_error_of_the_core_is_that_of_plain_formulas() -> None:
     assert Attention().error(setup) == {"output_error": error, "scores_bytes": 0.0}
 
 
-@pytest.mark.slow
-@for_each("part", ["core", "layer"])
-@for_each("scores", ["high", "low", "low-prescaled"])
-def test_errors_grow_as_bits_are_taken_away(part: str, scores: str) -> None:
-    low = ("fp8", "nvfp4") if part == "layer" or scores != "high" else ()
-    found = [Attention().error(setup_for(name, part=part, scores=scores)) for name in ("fp32", "bf16", *low)]
-    for metric in ("output_error", "gradient_error"):
-        values = [one[metric] for one in found]
-        assert values == sorted(values) and values[0] < 2e-6 and 1e-3 < values[1] < 2e-2 and values[-1] < 1
-
-
-def test_low_scores_cost_more_than_low_products_around_them() -> None:
-    high, low = (Attention().error(setup_for("fp8", scores=scores)) for scores in ("high", "low"))
-    assert low["output_error"] > 1.05 * high["output_error"]
-
-
 def test_scaling_queries_before_saves_scores_beyond_the_formats_range() -> None:
     """E4M3 ends at 448: scores of 64 features reach it."""
     common: dict[str, Scalar] = {"part": "core", "head_width": 64, "pass": "forward"}
@@ -149,12 +123,6 @@ def test_scaling_queries_before_saves_scores_beyond_the_formats_range() -> None:
     }
     assert found[1, "low"] == pytest.approx(found[1, "low-prescaled"], rel=0.1), "all within the range"
     assert found[8, "low"] > 1.5 * found[8, "low-prescaled"]
-
-
-def test_the_spread_is_that_of_what_comes_in() -> None:
-    one, eight = ({found.kind: found.amax for found in Attention().statistics(setup_for(part="core", spread=spread))}
-                  for spread in (1, 8))  # fmt: skip
-    assert [eight[kind] / one[kind] for kind in ("q", "k", "v", "scores")] == pytest.approx([8, 8, 8, 64], rel=1e-6)
 
 
 def test_statistics_describe_the_core_and_what_its_mask_leaves() -> None:
@@ -174,24 +142,6 @@ def test_statistics_describe_the_core_and_what_its_mask_leaves() -> None:
     assert [one.count for one in whole[-4:]] == [4096, 2048, 2048, 2 * 4 * 32 * 32]
 
 
-def test_statistics_of_a_layer_describe_what_its_products_cast() -> None:
-    tokens, width, inner = 64, 64, 128
-    wanted = {
-        ("qkv", "input"): tokens * width, ("qkv", "weight"): width * inner, ("qkv", "gradient"): tokens * inner,
-        ("out", "input"): tokens * width, ("out", "weight"): width * width, ("out", "gradient"): tokens * width,
-    }  # fmt: skip
-    for precision in ("bf16", "nvfp4"):
-        found = {(one.kind, one.role): one for one in Attention().statistics(setup_for(precision))}
-        assert {key: one.count for key, one in found.items()} == wanted
-    state = Attention().prepare(setup_for("nvfp4"))
-    assert found["qkv", "input"].amax == float(state.inputs[0].detach().abs().amax())
-    assert found["out", "gradient"].amax == float(state.pull.abs().amax())
-    low = {(one.kind, one.role) for one in Attention().statistics(setup_for(scores="low"))}
-    assert low == {*wanted, *((kind, "") for kind in ("q", "k", "v", "scores"))}
-    forward = Attention().statistics(setup_for(**{"pass": "forward"}))
-    assert {one.role for one in forward} == {"input", "weight"}
-
-
 def test_the_core_gets_the_cases_own_carrier_under_a_precision_map() -> None:
     both = dict.fromkeys(("qkv", "out"), precisions.get("fp32").arithmetic(CPU))
     assert Attention().prepare(replace(setup_for("fp8"), layers=both)).outcome()[0].dtype == torch.bfloat16
@@ -203,14 +153,6 @@ def test_a_core_alone_has_no_layer_to_map() -> None:
     cases = {str(group.cases[1].case.param("part")): group.cases[1] for group in make_plan(request, (CPU,)).groups}
     assert cases["core"].skip.startswith("no layer is called out here")
     assert cases["layer"].support.level is Level.EMULATED
-
-
-def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
-    for facts, low, high in ((CPU, 1e8, 1e10), (H200, 1e12, 1e14)):
-        groups = make_plan(Request("attention", devices=(facts.key,)), (facts,)).groups
-        largest = max(groups, key=lambda group: group.cases[0].work.flops).cases[0]
-        assert low < largest.work.flops < high
-        assert {str(group.cases[0].case.param("part")) for group in groups} == {"core", "layer"}
 
 
 def test_which_kernel_auto_takes_is_seen() -> None:

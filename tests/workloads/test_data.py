@@ -119,49 +119,6 @@ def test_what_is_cast_on_the_device_travels_as_it_comes(corpus: Corpus, kind: st
     assert phases(Data(), plain) == [FIRST[kind], "data_load"]  # there is nothing to cast
 
 
-@KINDS
-def test_errors_grow_as_bits_go(corpus: Corpus, kind: str) -> None:
-    errors = [
-        Data().error(setup_for(corpus, name, kind=kind))["batch_error"]
-        for name in ("fp32", "fp16", "bf16", "fp8", "nvfp4")
-    ]
-    assert errors == sorted(errors) and 0 < errors[0] < 1e-7 and 1e-3 < errors[2] < 3e-3 and errors[-1] < 0.3
-    assert errors[-1] == Data().error(setup_for(corpus, "nvfp4", kind="reading"))["batch_error"]
-
-
-def test_statistics_are_those_of_a_batch(corpus: Corpus) -> None:
-    (found,) = Data().statistics(setup_for(corpus))
-    assert (found.kind, found.role, found.count) == ("batch", "", 4 * 512)
-    assert 0.5 < found.amax <= 2 and {name for name, *_ in found.outside} >= {"fp16", "e4m3fn", "e2m1"}
-
-
-def test_two_states_of_one_seed_draw_alike(corpus: Corpus) -> None:
-    one, other, different = (Data().prepare(setup_for(corpus, seed=seed)) for seed in (3, 3, 4))
-    for _ in range(2):
-        batch = arrived(one)
-        assert torch.equal(batch, arrived(other)) and not torch.equal(batch, arrived(different))
-
-
-def test_work_by_hand() -> None:
-    reading, transfer = (Data().work({**SIZES, "kind": kind}) for kind in ("reading", "transfer"))
-    assert (reading.bytes, transfer.bytes) == (4 * 512, 4 * 512 * 4)
-    assert reading.setup_seconds > 0 and transfer.setup_seconds == 0
-
-
-def test_auto_is_the_kinds_own_batch() -> None:
-    for kind, batch in BATCHES.items():
-        assert Data().expand({**SIZES, "kind": kind, "batch": "auto"}) == (
-            (("kind", kind), ("batch", batch), ("record", 512)),
-        )
-    assert Data().expand(SIZES) == (tuple(SIZES.items()),)
-
-
-def test_tf32_is_nothing_to_load() -> None:
-    support = Data().support(SIZES, precisions.get("tf32"), H200)
-    assert support.level is Level.REFUSED and "measure fp32" in support.reason
-    assert Data().support(SIZES, precisions.get("fp8"), H200).level is Level.NATIVE
-
-
 def test_axes_and_defaults() -> None:
     """A GPU casts by itself; a case that is cast on the host keeps its old id."""
     for facts, where in ((CPU, "host"), (H200, "device")):

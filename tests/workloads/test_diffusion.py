@@ -16,19 +16,17 @@ from fp8bench.analysis.claims import claims_of
 from fp8bench.analysis.findings import find
 from fp8bench.errors import UsageError
 from fp8bench.model import Label, Level, Scalar, Tape, Verdict
-from fp8bench.nn import exercise as exercises
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.diffusion import GUIDANCE, DenoiserTraining, Sampling, angle, errors_by_step, sinusoids
+from fp8bench.nn.diffusion import GUIDANCE, DenoiserTraining, Sampling, angle
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SamplerPlan
-from fp8bench.numerics.distributions import drawn
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.diffusion import Diffusion, ends_word
 from tests.counts import for_each
 from tests.fakes import MS, record, steady
 from tests.tapes import tape_in_phases
-from tests.workloads.steps import CPU, H200, SMALL, cast_again, kept_weights, setup_of, small, weight_bytes
+from tests.workloads.steps import CPU, SMALL, cast_again, kept_weights, setup_of, weight_bytes
 
 Array = NDArray[np.float64]
 DENOISERS = for_each("denoiser", ["dit", "unet"])
@@ -312,29 +310,6 @@ def test_an_arm_that_does_other_work_has_no_verdict() -> None:
     assert not mismatched(low, reference)
 
 
-def same_noise() -> bool:
-    states = [state_of("dit", precision) for precision in ("fp32", "bf16", "fp8", "nvfp4")]
-    states.append(exact_of("dit"))
-    return all(
-        torch.equal(ours.double(), wanted.double())
-        for state in states for ours, wanted in zip(state.inputs, states[0].inputs, strict=True)
-    )  # fmt: skip
-
-
-def test_all_arms_begin_with_the_same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert same_noise()
-    assert not torch.equal(state_of("dit").inputs[0], state_of("dit", seed=1).inputs[0])
-    others = iter(range(1000))
-
-    def anew(params: Mapping[str, Scalar], shape: tuple[int, ...]) -> Tensor:
-        torch.manual_seed(next(others))
-        return drawn(params, shape)
-
-    monkeypatch.setattr(exercises, "drawn", anew)
-    assert not same_noise()
-    assert Diffusion().error(small("diffusion", "fp32"))["free_step1_error"] > 0.5
-
-
 def errors(precision: str, denoiser: str = "dit", **changes: Scalar) -> dict[str, float]:
     return Diffusion().error(setup_of("diffusion", params_of(denoiser, **changes), precision))
 
@@ -355,14 +330,6 @@ def test_errors_grow_as_bits_go_and_stand_above_their_floor(denoiser: str) -> No
         assert own["evaluations"] == STEPS
 
 
-def test_a_kernel_is_no_different_from_itself() -> None:
-    """In fp64 both kernels do attention headwise: only the last bits of a sum of three may differ."""
-    state = exact_of("dit")
-    assert isinstance(state, Sampling)
-    found = errors_by_step(state, state, state, state)
-    assert all(value < (1e-14 if "floor" in name else 1e-30) for name, value in found.items())
-
-
 @pytest.mark.slow
 @DENOISERS
 def test_steps_in_high_precision_err_as_the_carrier_does(denoiser: str) -> None:
@@ -376,18 +343,6 @@ def test_steps_in_high_precision_err_as_the_carrier_does(denoiser: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_map_reaches_each_layer() -> None:
-    params = params_of("dit")
-    setup, high = setup_of("diffusion", params, "fp8"), errors("bf16")
-    for layers in ({"attn", "body"}, {"blocks"}):
-        mapped = Diffusion().error(type(setup)(**{**vars(setup), "layers": dict.fromkeys(layers, setup.high)}))
-        assert mapped == high
-    low = precisions.get("fp8").arithmetic(CPU)
-    timed = Diffusion().error(type(setup)(**{**vars(setup), "layers": {"time": low}}))
-    assert timed["latent_error"] > errors("fp8")["latent_error"]
-
-
-@pytest.mark.slow
 def test_time_steps_in_the_carrier_are_other_time_steps() -> None:
     """750 is 752 in bf16: an error of bf16 itself, and none of fp32."""
     assert torch.tensor(750.0).to(torch.bfloat16) == 752
@@ -395,11 +350,6 @@ def test_time_steps_in_the_carrier_are_other_time_steps() -> None:
     for precision in ("bf16", "fp8"):
         # The first of four steps is at 999, and 1000 in bf16.
         assert errors(precision, time="carrier")["single_step1_error"] > 2 * errors(precision)["single_step1_error"]
-
-
-def test_sinusoids_keep_single_steps_apart() -> None:
-    waves = sinusoids(torch.arange(1000, dtype=torch.float32))
-    assert float((waves[1:] - waves[:-1]).abs().amax(1).min()) > 0.5
 
 
 def test_times_and_angles_go_from_noise_to_image() -> None:
@@ -438,15 +388,3 @@ def test_what_cannot_be_is_refused() -> None:
     assert support(params, precisions.get("bf16"), CPU).level is Level.NATIVE
     training = params_of("dit", **{"pass": "training"})
     assert not {"steps", "guidance", "high_steps"} & set(training)
-
-
-def test_support_is_that_of_the_products() -> None:
-    fp8 = precisions.get("fp8")
-    assert Diffusion().support(params_of("dit"), fp8, H200).level is Level.NATIVE
-    assert Diffusion().support(params_of("unet"), fp8, H200).level is Level.EMULATED
-    refused = Diffusion().support(params_of("dit", width=40), fp8, H200)
-    assert refused.level is Level.REFUSED and "width=40" in refused.reason
-    assert Diffusion().layer_support("attn", params_of("unet"), fp8, H200).level is Level.NATIVE
-    timed = params_of("dit", **{"pass": "training"})
-    assert Diffusion().layer_support("time", timed, fp8, H200).level is Level.REFUSED  # two images are no 16 rows
-    assert Diffusion().support(params_of("unet"), fp8, CPU).level is Level.EMULATED

@@ -98,14 +98,6 @@ def test_a_quick_sweep_has_fewer_sizes() -> None:
     assert sizes == [[16 << power for power in range(8)], [16, 64, 256, 1024], [16, 128, 1024]]
 
 
-def test_a_plain_shape_is_one_forward_product() -> None:
-    assert expand("1x2048x512") == [{
-        "m": 1, "n": 2048, "k": 512, "product": "forward", "operands": "cast",
-        "layout": "contiguous", "values": "normal",
-    }]  # fmt: skip
-    assert expand("64", "weight-gradient")[0]["product"] == "weight-gradient"
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_is_three_products_a_layer(model: str) -> None:
     cases = expand(model, tokens=100)
@@ -206,14 +198,6 @@ def test_the_error_of_a_large_product_is_that_of_some_rows(monkeypatch: pytest.M
     assert some != whole and some == pytest.approx(whole, rel=0.2)
 
 
-def test_operands_come_from_the_seed_alone() -> None:
-    one, other, different = (Gemm().prepare(setup_for(seed=seed)) for seed in (3, 3, 4))
-    assert torch.equal(one.a, other.a) and torch.equal(one.b, other.b)
-    assert one.a.data_ptr() != other.a.data_ptr()
-    assert not torch.equal(one.a, different.a)
-    assert one.a.dtype == torch.bfloat16 and one.a.shape == (24, 64) and one.b.shape == (40, 64)
-
-
 @for_each(("m", "n", "k", "fits"), [(1, 16, 16, True), (16, 8, 16, False), (16, 16, 8, False)])
 def test_a_native_product_that_does_not_fit_says_why(m: int, n: int, k: int, fits: bool) -> None:
     sizes = {"m": m, "n": n, "k": k}
@@ -222,15 +206,6 @@ def test_a_native_product_that_does_not_fit_says_why(m: int, n: int, k: int, fit
     assert fits or (f"K={k}" in support.reason and f"N={n}" in support.reason)
     assert Gemm().support(sizes, precisions.get("bf16"), H200).level is Level.NATIVE
     assert Gemm().support(sizes, precisions.get("fp8"), CPU).level is Level.EMULATED
-
-
-def test_defaults_are_small_on_a_processor_and_real_on_a_gpu() -> None:
-    for facts, largest in ((CPU, 2**32), (H200, 2**45)):
-        axis = Gemm().axes(facts)[0]
-        shapes = [[int(side) for side in str(shape).split("x")] for shape in axis.values(axis.default)]
-        assert any(one[0] == one[1] == one[2] for one in shapes) and any(one[0] == 1 for one in shapes)
-        assert any(len(set(one)) == 3 for one in shapes)
-        assert max(2 * m * n * k for m, n, k in shapes) < largest
 
 
 def test_two_operands_are_never_held_in_fp32_at_once() -> None:
@@ -283,12 +258,6 @@ def test_native_codes_are_row_by_row_whatever_they_are_cast_from(precision: str)
         assert torch.equal(found.scale.reshape(-1).view(torch.uint8), usual.scale.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("text", ["", "rows", "strided/", "a/b/c", "Contiguous", "strided/strided/strided"])
-def test_layouts_that_cannot_be_meant(text: str) -> None:
-    with pytest.raises(ValueError, match="expected one"):
-        parse_layouts(text)
-
-
 def test_a_layout_said_twice_is_said_once_and_the_usual_one_is_no_parameter() -> None:
     assert parse_layouts("strided/strided") == "strided" and parse_layouts("padded/strided") == "padded/strided"
     plan = make_plan(Request("gemm", ("fp32",), axes=(("shape", ("8",)), ("layout", ("contiguous", "strided")))), [CPU])
@@ -309,11 +278,3 @@ def test_layouts_that_would_change_nothing_are_refused(precision: str, changes: 
     params = {"m": 24, "n": 40, "k": 64, "product": "forward", "operands": "cast", "layout": "transposed", **changes}
     found = Gemm().support(params, precisions.get(precision), CPU)
     assert (found.level is Level.REFUSED) == bool(words) and words in found.reason
-
-
-def test_work_is_that_of_the_product_and_memory_that_of_its_gaps() -> None:
-    params = {"m": 24, "n": 40, "k": 64}
-    usual = Gemm().work(params)
-    assert Gemm().work({**params, "layout": "transposed"}) == usual
-    strided = Gemm().work({**params, "layout": "contiguous/strided"})
-    assert strided.flops == usual.flops and strided.least_memory - usual.least_memory == 2.0 * 40 * 64

@@ -13,7 +13,7 @@ import torch
 
 from fp8bench.devices.cpu import _container_memory, memory_bytes
 from fp8bench.measure.handle import ProcessWorker
-from fp8bench.model import DeviceFacts, Level, Plan, Request, Scalar
+from fp8bench.model import Plan, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.nn import attention
 from fp8bench.plan.corpus import Corpus
@@ -24,7 +24,7 @@ from fp8bench.worker.memory_pass import try_batch
 from fp8bench.workloads.attention import Attention
 from fp8bench.workloads.transformer import Transformer
 from tests.counts import for_each
-from tests.workloads.steps import CPU, H200, SMALL, setup_of, small
+from tests.workloads.steps import CPU, SMALL, setup_of, small
 
 SEQUENCE = 2048
 CORE: dict[str, Scalar] = {
@@ -102,22 +102,6 @@ def test_what_does_not_fit_is_a_row_with_its_reason_and_said_before() -> None:
     assert "(fp32) takes about 288 MiB, cpu has 4.00 GiB; 2 of 4 cases take more and are skipped" in said
     (alone,) = planned(4 << 30, sequence=("32768",), kernel=("math",)).what_fits
     assert "does not fit" in alone
-
-
-def test_small_cases_are_not_spoken_of() -> None:
-    assert planned(16 << 30, sequence=("512",)).what_fits == ()
-    assert planned(0, sequence=("32768",), kernel=("math",)).what_fits == ()  # nobody knows how much there is
-
-
-def test_kernels_that_cannot_be_are_refused() -> None:
-    def refused(precision: str, facts: DeviceFacts, **changes: Scalar) -> str:
-        support = Attention().support({**CORE, **changes}, precisions.get(precision), facts)
-        return support.reason if support.level is Level.REFUSED else ""
-
-    assert "no cudnn attention on a CPU" in refused("fp32", CPU, kernel="cudnn")
-    assert "takes no float32" in refused("fp32", H200, kernel="flash")
-    assert "explicit products" in refused("bf16", CPU, kernel="math", scores="low")
-    assert refused("bf16", H200, kernel="flash") == refused("bf16", CPU, kernel="math") == ""
 
 
 PROGRAM = """

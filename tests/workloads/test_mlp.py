@@ -50,23 +50,6 @@ def test_a_unit_scaled_block_is_the_plain_one(gated: str) -> None:
         assert (other - one).norm() < 1e-12 * one.norm()
 
 
-@for_each(("gated", "weights"), [("no", 2 * 16 * 48), ("yes", 3 * 16 * 48)])
-def test_work_by_hand(gated: str, weights: int) -> None:
-    training, forward = (Mlp().work({**SIZES, "gated": gated, "pass": one}) for one in ("training", "forward"))
-    assert (training.flops, forward.flops) == (6.0 * 24 * weights, 2.0 * 24 * weights)
-    assert training.tokens == forward.tokens == 24 and training.least_memory > 4 * weights
-
-
-def test_statistics_count_every_operand_once() -> None:
-    counts = {(one.kind, one.role): one.count for one in Mlp().statistics(setup_for("fp32", gated="yes"))}
-    assert counts == {
-        ("up", "input"): 24 * 16, ("up", "weight"): 96 * 16, ("up", "gradient"): 24 * 96,
-        ("down", "input"): 24 * 48, ("down", "weight"): 16 * 48, ("down", "gradient"): 24 * 16,
-    }  # fmt: skip
-    forward = Mlp().statistics(setup_for("fp32", **{"pass": "forward"}))
-    assert {one.role for one in forward} == {"input", "weight"}
-
-
 @for_each(
     ("sizes", "fits"),
     [({}, True), ({"width": 24}, False), ({"hidden": 40}, False), ({"tokens": 20}, False),
@@ -79,15 +62,6 @@ def test_native_sizes_that_do_not_fit_are_refused(sizes: dict[str, Scalar], fits
     assert fits or f"tokens={params['tokens']}, width={params['width']}" in support.reason
     assert Mlp().support(params, precisions.get("bf16"), H200).level is Level.NATIVE
     assert Mlp().support(params, precisions.get("fp8"), CPU).level is Level.EMULATED
-
-
-def test_both_kinds_and_training_are_the_default() -> None:
-    for facts, largest in ((CPU, 2**30), (H200, 2**50)):
-        axes = {axis.name: axis.values(axis.default) for axis in Mlp().axes(facts)}
-        assert axes["gated"] == ["no", "yes"] and axes["pass"] == ["training"]
-        params = {name: values[-1] for name, values in axes.items()}
-        assert largest / 1000 < Mlp().work(params).flops < 2 * largest
-        assert Mlp().support(params, precisions.get("fp8"), H200).level is Level.NATIVE
 
 
 @for_each("cut", ["norm-linear", "norm-mlp"])

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import NotRepeatable, UnknownName, UsageError
-from fp8bench.model import Case, DeviceFacts, Level, Scalar
+from fp8bench.model import Case, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Setup, SilentPhases
-from fp8bench.registry import precisions, workloads
+from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
 from fp8bench.workloads.model import LIVE, MADE, Model
-from tests.facts import A100, CPU, H200
+from tests.facts import CPU
 
 Make = Callable[[], Any]
 
@@ -42,9 +42,6 @@ def setup_of(
     exceptions = {key: precisions.get(word).arithmetic(CPU) for key, word in layers}
     case = Case("model", tuple(params.items()), precision, "cpu", layers)
     return Setup(case, CPU, 3, arithmetic, arithmetic, exceptions, chosen.loss_scale)
-
-
-WITH = replace(CPU, packages=(("accelerate", "1.15.0"), ("torchao", "0.18.0")))
 
 
 class Net(nn.Module):
@@ -109,16 +106,6 @@ def test_all_arms_have_the_same_weights_and_draws() -> None:
     for other in (second, third):
         assert all(map(torch.equal, first.model.parameters(), other.model.parameters()))
         assert torch.equal(first.outcome().outputs[0], other.outcome().outputs[0])  # dropout included
-
-
-def test_errors_follow_the_precision() -> None:
-    found = {
-        name: Model().error(setup_of(make, name)) for name in ("untouched", "fp32", "fp16", "bf16", "fp8", "mxfp4")
-    }
-    assert set(found["untouched"].values()) == {0.0}
-    for metric in ("output_error", "gradient_error"):
-        errors = [one[metric] for one in found.values()]
-        assert errors == sorted(errors) and errors[1] < 1e-6 < errors[2] < 2e-3 and errors[-1] < 1
 
 
 class Changing(nn.Module):
@@ -223,13 +210,6 @@ def test_steps_that_reach_other_weights_are_compared_whole() -> None:
     assert "output_error" not in errors and errors["gradient_error"] > 0.3
 
 
-def test_a_forward_pass_has_no_gradients() -> None:
-    setup = setup_of(make, "bf16", **{"pass": "forward", "optimizer": "none"})
-    output = Model().prepare(setup).step(SilentPhases())
-    assert isinstance(output, Tensor) and not output.requires_grad
-    assert list(Model().error(setup)) == ["output_error"]
-
-
 @pytest.mark.parametrize("name", ["adamw", "sgd", "none"])
 def test_an_optimizer_moves_the_weights_of_the_copy_alone(name: str) -> None:
     setup = setup_of(make, optimizer=name)
@@ -272,37 +252,6 @@ def test_what_cannot_be_profiled_is_a_sentence(given: Make, sentence: str) -> No
     assert sentence in str(refused.value)
 
 
-def complex_layer() -> Any:
-    return nn.Linear(8, 8, dtype=torch.complex64), torch.randn(4, 8, dtype=torch.complex64)
-
-
-def lazy_layer() -> Any:
-    return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)), torch.randn(4, 8)
-
-
-@pytest.mark.parametrize("way", ["training", "forward"])
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        (complex_layer, "Net: its parameter weight is complex64, and casts, optimizers and errors here are of real"),
-        (lazy_layer, "Net: its parameter 0.weight is made in the first call, after copies are converted. Call the"),
-    ],
-)
-def test_parameters_that_no_copy_can_have_are_refused(given: Make, sentence: str, way: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        Model().examine(setup_of(given, **{"pass": way}))
-
-
-def test_what_a_precision_is_there() -> None:
-    workload = workloads.get("model")
-    params: dict[str, Scalar] = {"compile": "yes"}
-    assert workload.support(params, precisions.get("untouched"), CPU).level is Level.NATIVE
-    assert workload.support(params, precisions.get("fp8"), H200).level is Level.NATIVE
-    assert "leave --compile out" in workload.support(params, precisions.get("fp8-delayed"), H200).reason
-    assert precisions.get("untouched").support(H200).level is Level.REFUSED
-    assert "model" not in workloads.names() and "untouched" not in precisions.names()
-
-
 def deep() -> Any:
     sides = (32, 64, 96, 64, 40, 32)
     layers = [nn.Linear(one, other) for one, other in pairwise(sides)]
@@ -336,34 +285,6 @@ def test_accelerate_prepares_a_model_by_its_own_hand() -> None:
     errors = Model().error(setup)
     assert 1e-4 < errors["output_error"] < 0.1 and 1e-3 < errors["gradient_error"] < 0.3
     assert not any(type(one).__name__ == "Float8Linear" for one in Model().prepare(setup_of(deep)).model.modules())
-
-
-def test_accelerate_that_would_convert_nothing_is_refused() -> None:
-    pytest.importorskip("accelerate")
-    with pytest.raises(UsageError, match="Accelerate converts nothing of Net: it leaves the first and the last"):
-        Model().examine(setup_of(make, "accelerate-fp8"))
-
-
-@pytest.mark.parametrize(
-    ("mode", "facts", "level", "words"),
-    [
-        ("accelerate-fp8", WITH, Level.EMULATED, "on torch's CPU kernels"),
-        ("accelerate-fp8", CPU, Level.REFUSED, "accelerate is not installed here: pip install accelerate"),
-        ("accelerate-fp8", replace(WITH, packages=(("accelerate", "1.15.0"),)), Level.REFUSED, "pip install torchao"),
-        ("accelerate-fp8:recipe=te", WITH, Level.REFUSED, "needs an NVIDIA GPU with FP8 units"),
-        ("accelerate-fp8:recipe=msamp", WITH, Level.REFUSED, "MS-AMP's, which needs an NVIDIA GPU with FP8 units"),
-        ("accelerate-fp8:level=O1", WITH, Level.REFUSED, "choose recipe=msamp"),
-        ("accelerate-fp8", replace(H200, packages=WITH.packages), Level.NATIVE, "recipe ao"),
-        ("accelerate-fp8", replace(A100, packages=WITH.packages), Level.REFUSED, "below compute capability 8.9"),
-        ("accelerate-fp8:recipe=te", replace(H200, packages=WITH.packages), Level.REFUSED, "transformer_engine is not"),
-        ("accelerate-fp8:recipe=msamp", replace(H200, packages=WITH.packages), Level.REFUSED, "no registry has it"),
-        ("accelerate-fp8", replace(H200, packages=WITH.packages, index=1), Level.REFUSED, "first GPU, not cuda:1"),
-    ],
-)  # fmt: skip
-def test_what_accelerate_needs_is_a_sentence(mode: str, facts: DeviceFacts, level: Level, words: str) -> None:
-    found = Model().support({"compile": "no"}, precisions.get(mode), facts)
-    assert found.level is level and words in found.reason
-    assert Model().layer_support("linear", {"compile": "no"}, precisions.get(mode), facts).level is Level.REFUSED
 
 
 @pytest.mark.slow

@@ -12,11 +12,10 @@ from fp8bench import pipeline
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.ranks.worker import RanksWorker
-from fp8bench.model import Case, Level, Request, Status
+from fp8bench.model import Case, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.nn.experts import draw_load
 from fp8bench.nn.parallel.exchanges import owners
-from fp8bench.nn.parallel.ways import WAYS
 from fp8bench.nn.sizes import SIZES, MoeSizes
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
@@ -40,37 +39,10 @@ def test_one_process_is_not_parallel() -> None:
     assert "parallel" not in workloads.names()
 
 
-def test_every_value_of_a_ways_own_options_is_a_case() -> None:
-    wires = {params.get("wire") for params, _ in planned(way="ddp")}
-    assert wires == {"fp32", "bf16", "fp8_gather", "fp8_twoshot"}
-    assert all("amax" not in params and "microbatches" not in params for params, _ in planned(way="ddp"))
-    assert {params.get("wire") for params, _ in planned(way="ddp", wire="usual")} == {"fp32"}
-    (foreign, *_) = planned(way="ddp", wire="fp8_gather", microbatches="4")
-    assert "ddp has no microbatches=4: it takes wire: fp32, bf16, fp8_gather, fp8_twoshot" in foreign[1]
-
-
-def test_a_quick_look_fills_every_stage() -> None:
-    axes = ("way", ("pp_gpipe", "pp_1f1b")), ("size", ("micro",))
-    for ranks, parts in ((2, 2), (4, 4)):
-        request = Request("parallel", ("fp32",), axes=axes, ranks=ranks, quick=True)
-        cases = [one for group in make_plan(request, (replace(CPU, ranks=ranks),)) for one in group.cases]
-        assert [(one.case.param("microbatches"), one.skip) for one in cases] == [(parts, "")] * 2
-    (twelve, *_) = planned(ranks=12, way="pp_1f1b", microbatches="usual", batch="12", size="gpt2-124m")
-    assert "4 microbatches do not fill 12 stages by this schedule: choose 12 or more" in twelve[1]
-
-
 def test_a_batch_has_an_equal_share_for_everybody() -> None:
     (first, *_) = planned(ranks=3, way="ddp", wire="fp32", batch="8")
     assert "8 sequences are no equal share for each of 3 ranks: choose a multiple of 3" in first[1]
     assert {level for _, level in planned(way="ddp", wire="fp32", batch="8")} == {""}
-
-
-def test_layers_of_a_backend_are_not_divided() -> None:
-    request = Request("parallel", dtypes=("fp32", "fp8:backend=torchao"), axes=(("way", ("ddp",)),), ranks=2)
-    facts = replace(CPU, ranks=2, packages=("torchao",))
-    refused = [one for group in make_plan(request, (facts,)) for one in group.cases if one.case.precision != "fp32"]
-    assert refused and all(one.support.level is Level.REFUSED for one in refused)
-    assert all(way.summary and way.least_ranks >= 2 for way in WAYS.values())
 
 
 def test_unequal_rows_are_refused() -> None:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from shutil import which
 
 import pytest
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.model import PHASES, UNATTRIBUTED, DeviceFacts, Level, Request, Scalar, StaticScales
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.gpt import GPT, compiled
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig
@@ -132,32 +130,6 @@ def test_the_loss_falls(corpus: Corpus, precision: str) -> None:
     assert loss() < before - 0.1
 
 
-def test_two_states_of_one_seed_are_alike(corpus: Corpus) -> None:
-    setup = setup_for(corpus, "bf16")
-    one, other = stepped(setup, 2), stepped(setup, 2)
-    for mine, others in zip(one.parameters, other.parameters, strict=True):
-        assert torch.equal(mine, others) and mine.data_ptr() != others.data_ptr()
-    different = stepped(setup_for(corpus, "bf16", seed=1), 2)
-    assert not torch.equal(one.parameters[0], different.parameters[0])
-
-
-def test_weights_are_the_same_in_every_precision(corpus: Corpus) -> None:
-    models = [Transformer().prepare(setup_for(corpus, precision)).parameters for precision in ("fp32", "fp8")]
-    assert all(torch.equal(one, other) for one, other in zip(*models, strict=True))
-
-
-def test_errors_grow_as_bits_are_taken_away(corpus: Corpus) -> None:
-    found = {
-        precision: Transformer().error(setup_for(corpus, precision, sequence=64))
-        for precision in ("fp32", "bf16", "fp8", "nvfp4")
-    }
-    gradients = [one["gradient_error"] for one in found.values()]
-    assert gradients == sorted(gradients) and gradients[0] < 1e-5 and gradients[-1] < 1
-    assert gradients[1] > 100 * gradients[0] and gradients[2] > 2 * gradients[1]
-    assert found["fp32"]["loss_error"] < 1e-6
-    assert all(0 <= one["loss_error"] < 0.05 for one in found.values())
-
-
 def test_a_loss_of_zero_has_an_error(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([0.0, 0.0, 0.0, 0.5])
     monkeypatch.setattr(transformer, "_gradients", lambda *given: (next(losses), [torch.zeros(2)]))
@@ -208,44 +180,11 @@ def test_the_exact_step_keeps_no_scores_and_is_what_it_was(corpus: Corpus, size:
     assert found["gradient_error"] == pytest.approx(joint_relative_frobenius(own, gradients), rel=1e-6)
 
 
-def test_a_precision_map_changes_what_it_names(corpus: Corpus) -> None:
-    setup = setup_for(corpus, "fp8")
-    bf16 = precisions.get("bf16").arithmetic(CPU)
-    half = Transformer().error(replace(setup, layers={"mlp": bf16}))["gradient_error"]
-    none = Transformer().error(replace(setup, layers={"mlp": bf16, "attn": bf16}))["gradient_error"]
-    whole = Transformer().error(setup)["gradient_error"]
-    assert none < min(half, whole) and half != whole
-    assert none == Transformer().error(setup_for(corpus, "bf16"))["gradient_error"]
-
-
 def test_the_head_is_high_precision_unless_mapped(corpus: Corpus) -> None:
     setup = setup_for(corpus, "fp8")
     fp8 = precisions.get("fp8").arithmetic(CPU)
     assert Transformer().prepare(setup).model.head.arithmetic is setup.high
     assert Transformer().prepare(replace(setup, layers={"head": fp8})).model.head.arithmetic is fp8
-
-
-def test_axes_have_small_defaults_on_a_processor_and_real_ones_on_a_gpu() -> None:
-    workload = Transformer()
-    sizes = {facts.kind: {axis.name: axis.default for axis in workload.axes(facts)}["size"] for facts in (CPU, H200)}
-    assert sizes == {"cpu": ("nano",), "cuda": ("gpt2-124m",)}
-    params = {"size": "gpt2-124m", "batch": "auto", "sequence": 128, "micro_batches": 2, "attention": "auto"}
-    assert [dict(one) for one in workload.expand(params)] == [{**params, "batch": 8}]
-
-
-def test_work_counts_all_tokens_of_a_step() -> None:
-    work = Transformer().work({"size": "nano", "batch": 3, "sequence": 96, "micro_batches": 4})
-    assert work.tokens == 3 * 96 * 4
-    assert work.flops == SIZES["nano"].step_flops(12, 96) > 1e9
-
-
-def test_a_text_too_short_for_the_sequence_says_so(corpus: Corpus, tmp_path: Path) -> None:
-    short = tmp_path / "short.tokens"
-    short.write_bytes(b"\1\0" * 10)
-    with pytest.raises(ValueError, match="10 tokens; a sequence of 16 needs more"):
-        Transformer().prepare(replace(setup_for(corpus), corpus=str(short)))
-    with pytest.raises(ValueError, match="was given none"):
-        Transformer().prepare(replace(setup_for(corpus), corpus=None))
 
 
 @pytest.mark.slow
@@ -367,15 +306,6 @@ def test_a_step_casts_each_weight_once(corpus: Corpus, mode: str) -> None:
     assert again > 2 * 2 * weights, "blocks cast theirs once more"
 
 
-@for_each(("weights", "entries"), [("cached", 2), ("recast", 4)])
-def test_a_weights_history_has_an_entry_for_each_cast(corpus: Corpus, weights: str, entries: int) -> None:
-    """One for each step and none from preparing; inputs and gradients have one for each micro-batch."""
-    state = stepped(setup_for(corpus, "fp8-delayed:history=8", weights=weights), 2)
-    scales = state.model.blocks[0].mlp.up.arithmetic.scales  # type: ignore[union-attr]
-    found = {role: int(torch.count_nonzero(one.history)) for role, one in scales.items()}  # type: ignore[union-attr,operator]
-    assert found == {Role.INPUT: 4, Role.WEIGHT: entries, Role.GRADIENT: 4}
-
-
 def test_cached_weights_are_cast_ahead_of_the_first_micro_batch(corpus: Corpus) -> None:
     for mode, first in (("fp8", "cast"), ("fp32", "data_load")):
         found = [name for name in seen(setup_for(corpus, mode)) if name != UNATTRIBUTED]
@@ -474,21 +404,6 @@ def test_a_mapped_layer_is_not_asked_for_attentions_kernel(kind: str) -> None:
     assert "flash attention takes no float32" in alone.skip
 
 
-def test_a_mapped_layer_is_asked_for_its_products() -> None:
-    axes = (("batch", ("1",)), ("sequence", ("20",)))
-    request = Request("transformer", ("fp32", "bf16"), axes=axes, precision_map=(("head", "fp8"),))
-    assert [bool(one.skip) for one in make_plan(request, (H200,)).groups[0].cases] == [False, True]
-
-
-def test_attention_gets_the_models_carrier_under_a_precision_map(corpus: Corpus) -> None:
-    setup = replace(setup_for(corpus, "bf16"), layers={"attn": precisions.get("fp32").arithmetic(CPU)})
-    attention = Transformer().prepare(setup).model.blocks[0].attn
-    assert isinstance(attention, SelfAttention)
-    x = torch.randn(1, 16, 32).bfloat16().requires_grad_()
-    assert {one.dtype for one in attention.heads(x, SilentPhases())} == {torch.bfloat16}
-    assert attention(x, SilentPhases()).dtype == torch.bfloat16
-
-
 # Compiling makes torch warn of its own use of what it deprecates.
 COMPILING = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")
 
@@ -509,11 +424,6 @@ def test_compiled_steps_train_as_eager_ones(corpus: Corpus) -> None:
 
 def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def test_compiling_gets_time_and_only_where_it_is_asked_for() -> None:
-    params: dict[str, Scalar] = {"size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2}
-    assert [Transformer().work({**params, "compile": word}).setup_seconds for word in ("no", "yes")] == [0, 600]
 
 
 def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,16 +517,6 @@ def test_a_loss_that_is_not_finite_is_the_last(corpus: Corpus, monkeypatch: pyte
     monkeypatch.setattr(TrainingState, "step", spoiling)
     losses = Transformer().losses(setup_for(corpus), 5)
     assert len(losses) == 2 and math.isfinite(losses[0]) and math.isnan(losses[1])
-
-
-def test_other_draws_are_other_weights_on_the_same_data(corpus: Corpus) -> None:
-    setup = setup_for(corpus)
-    states = [Transformer().prepare(replace(setup, draw=draw)) for draw in (0, 1, 2, 1)]
-    heads = [state.model.head.weight for state in states]
-    assert torch.equal(heads[1], heads[3])
-    assert not any(torch.equal(heads[one], heads[other]) for one, other in ((0, 1), (0, 2), (1, 2)))
-    tokens = [state.loader.next()[0] for state in states]
-    assert all(torch.equal(one, tokens[0]) for one in tokens)
 
 
 def test_the_first_gradients_are_held_against_another_setups(corpus: Corpus) -> None:

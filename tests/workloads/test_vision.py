@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fp8bench.analysis.findings import findings
 from fp8bench.errors import UsageError
-from fp8bench.model import Label, Level, Request, Scalar, Verdict
+from fp8bench.model import Level, Scalar
 from fp8bench.nn import convolution
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.training_step import TrainingState
-from fp8bench.nn.vision import DEVIATIONS, MEANS, Bottleneck, ImageLoader, InferenceState, ResNet, outcome
+from fp8bench.nn.vision import InferenceState, ResNet, outcome
 from fp8bench.numerics.norms import joint_relative_frobenius
-from fp8bench.pipeline import execute
-from fp8bench.protocols import Phases, Setup, SilentObserver
+from fp8bench.protocols import Setup
 from fp8bench.registry import precisions
-from fp8bench.workloads.vision import Vision, sizes_of
+from fp8bench.workloads.vision import Vision
 from tests.counts import for_each
 from tests.facts import B200
 from tests.tapes import tape_in_phases
-from tests.workloads.steps import CPU, H200, SMALL, cast_again, kept_weights, marks, phases, setup_of, weight_bytes
+from tests.workloads.steps import CPU, H200, SMALL, cast_again, kept_weights, setup_of, weight_bytes
 
 MODELS = ("resnet", "vit", "two-input")
 LAYOUTS = ("contiguous", "channels_last")
@@ -237,15 +234,6 @@ def test_a_layout_stays_through_a_whole_step(model: str, layout: str, passing: s
     assert Vision().check(state) == ""
 
 
-@for_each("precision", ["fp32", "bf16"])
-def test_neither_layout_copies_more_than_the_other(precision: str) -> None:
-    moved = [
-        sum(count.bytes for count in tape_in_phases(state_of("resnet", precision, layout=layout).step).operators)
-        for layout in LAYOUTS
-    ]
-    assert moved[0] == pytest.approx(moved[1], rel=0.01)
-
-
 def _converted(function: Callable[..., Tensor], layout: torch.memory_format) -> Callable[..., Tensor]:
     return lambda *arguments, **options: function(*arguments, **options).contiguous(memory_format=layout)
 
@@ -291,35 +279,6 @@ def test_batch_norm_in_the_other_mode_is_found() -> None:
     assert {norm.training for norm in state_of("resnet").model.modules() if isinstance(norm, BatchNorm)} == {True}
 
 
-@pytest.mark.slow
-def test_an_arm_that_does_other_work_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    normed_by = Bottleneck._normed
-
-    def shorter(self: Bottleneck, name: str, x: Tensor, phase: Phases) -> Tensor:
-        if name != "spatial" or x.dtype != torch.bfloat16:
-            return normed_by(self, name, x, phase)
-        half = normed_by(self, name, x[:, :, : x.shape[2] // 2].contiguous(), phase)
-        return torch.cat((half, half), 2)
-
-    monkeypatch.setattr(Bottleneck, "_normed", shorter)
-    axes = tuple((name, (str(value),)) for name, value in SMALL["vision"].items())
-    request = Request("vision", ("fp32", "bf16"), ("cpu",), axes=axes, rounds=2, tape=True, isolation=False)
-    run = execute(request, tmp_path, SilentObserver(), "")
-    told = {record.case.precision: findings(run)[record.case.id] for record in run.records}
-    assert Label.WORK_MISMATCH not in told["fp32"].labels
-    assert Label.WORK_MISMATCH in told["bf16"].labels and told["bf16"].verdict is Verdict.UNSURE
-
-
-def test_phases_are_distinguished() -> None:
-    every = ["data_load", "cast", "gemm", "accumulate", "optimizer_step", "elementwise"]
-    assert set(phases(Vision(), setup_for("resnet", "bf16"))) == {*every}
-    assert set(phases(Vision(), setup_for("vit", "bf16"))) == {*every, "attention"}
-    inferred = phases(Vision(), setup_for("two-input", "bf16", **{"pass": "forward"}))
-    assert set(inferred) == {"data_load", "cast", "gemm", "attention", "elementwise"}
-    state = state_of("vit", **{"pass": "forward"})
-    assert "cast" not in marks(Vision(), state)
-
-
 @for_each("model", MODELS)
 @for_each("layout", LAYOUTS)
 def test_inference_casts_no_weight_in_its_step_and_keeps_no_other(model: str, layout: str) -> None:
@@ -332,44 +291,6 @@ def test_inference_casts_no_weight_in_its_step_and_keeps_no_other(model: str, la
         other = state_of(model, "fp8", layout=layout, **{"pass": "forward"})
     assert cast_again(other.model.modules()) == count
     assert torch.equal(outcome(other, False)[0], logits)
-
-
-def test_images_are_those_of_their_seed_in_every_layout_and_precision() -> None:
-    sizes = sizes_of(params_of("two-input"))
-    loaders = [
-        ImageLoader(sizes, 4, layout, dtype, "cpu", 5)
-        for layout, dtype in ((torch.contiguous_format, torch.float32), (torch.channels_last, torch.bfloat16))
-    ]
-    for _ in range(6):
-        ((images, text), targets), ((others, _), _) = (loader.next() for loader in loaders)
-        assert torch.equal(images.bfloat16(), others) and images.permute(0, 3, 1, 2).is_contiguous()
-        assert others.is_contiguous() and torch.equal(text[:, 1:], targets[:, :-1])
-        bytes_of = images * torch.tensor(DEVIATIONS) + torch.tensor(MEANS)
-        assert (bytes_of.round() - bytes_of).abs().max() < 1e-3 and -0.1 < bytes_of.min() < bytes_of.max() < 255.1
-    loader = ImageLoader(sizes, 4, torch.channels_last, torch.float32, "cpu", 5)
-    first = [loader.next() for _ in range(4)]
-    for _ in range(3):
-        loader.load_ahead(1)
-    assert torch.equal(loader.next()[1], first[2][1]) and torch.equal(loader.next()[1], first[2][1])
-    again = ImageLoader(sizes, 4, torch.channels_last, torch.float32, "cpu", 5)
-    assert [torch.equal(again.next()[1], targets) for _, targets in first] == [True] * 4
-
-
-@pytest.mark.slow
-@for_each("model", MODELS)
-def test_it_learns(model: str) -> None:
-    state = state_of(model)
-    assert isinstance(state, TrainingState)
-    losses = state.losses(40)
-    assert sum(losses[-4:]) < 0.97 * sum(losses[:4])
-
-
-def test_layers_have_their_path_as_their_name() -> None:
-    for model in MODELS:
-        state = state_of(model)
-        layers = Vision().layers(params_of(model))
-        assert all(hasattr(state.model.get_submodule(layer.name), "arithmetic") for layer in layers)
-        assert {layer.kind for layer in layers if layer.high} == {"stem", "head"}
 
 
 def test_what_is_native_and_what_is_not() -> None:
@@ -388,14 +309,6 @@ def test_what_is_native_and_what_is_not() -> None:
     assert Vision().support(params_of("resnet", **{**sizes, "width": 128}), rotated, B200).level is Level.NATIVE
     assert Vision().support(resnet, rotated, B200).level is Level.REFUSED  # of 16 channels
     assert Vision().support(resnet, fp8, CPU).level is Level.EMULATED
-
-
-def test_a_resnet_has_both_layouts_by_default() -> None:
-    whole = {**SMALL["vision"], "layout": "auto"}
-    layouts = [dict(params)["layout"] for params in Vision().expand({**whole, "model": "resnet"})]
-    assert layouts == ["contiguous", "channels_last"]
-    (vit,) = Vision().expand({**whole, "model": "vit"})
-    assert dict(vit)["layout"] == "channels_last" and "text" not in dict(vit) and "patch" in dict(vit)
 
 
 def test_what_cannot_be_is_refused() -> None:

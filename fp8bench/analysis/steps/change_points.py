@@ -3,8 +3,8 @@
 Series are searched in logarithms, so that a step is a ratio, and many at once. Bad nights (single outliers) are
 replaced by their surroundings. Then each series is cut into pieces of one level, at a price for each cut that flat
 series rarely pay. The price is in units of the series' own noise: of differences of neighbours at first, then of what
-is left around the pieces, where a longer memory counts as more noise. `suites/change_points.py` measures how often that
-is right.
+is left around the pieces, where a longer memory counts as more noise. reports/asv_cpu_202611
+says how often that is right.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ Values = Sequence[float] | Floats
 # A shorter series has no room for a step.
 LEAST_VALUES = LEAST_FIRST + LEAST
 # The price of a cut in deviations of one value, at the last look and at the first, and that of the logarithm of a
-# piece's length, in squares of deviations. `python -m suites.change_points --calibrate` shows their effects.
+# piece's length, in squares of deviations. Chosen by trials (`suites/change_points.py` of commit 3e6cdca3).
 DEVIATIONS = 3.35
 # The share of flat series that have a step by chance, with Gaussian noise.
 BY_CHANCE = 0.005

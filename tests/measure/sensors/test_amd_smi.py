@@ -92,27 +92,12 @@ def test_what_a_device_does_not_know_has_its_reason_and_hides_nothing_else(smi: 
     assert set(values(device.violations()).values()) == {"AMD SMI counts samples of it, not seconds"}
 
 
-def test_it_is_initialised_while_it_is_used(smi: AmdSmi) -> None:
-    library, begun = AmdLibrary(), []
-    for device in [AmdDevice(_IDENTITY, library), AmdDevice(DeviceIdentity(pci=_FIRST), library)]:
-        begun.append(smi.begun)
-        device.close()
-    assert [*begun, smi.begun] == [1, 1, 0]
-
-
 @for_each(("address", "where"), [("0000:99:00.0", "0000:99:00.0"), ("", "a known address")])
 def test_no_device_is_guessed(smi: AmdSmi, address: str, where: str) -> None:
     """HIP counts in an order of its own: another device's power would be taken for this one's."""
     with pytest.raises(NoReading, match=rf"lists 2 device\(s\), none at {where}"):
         AmdDevice(DeviceIdentity(pci=address), AmdLibrary())
     assert smi.begun == 0
-
-
-def test_the_only_device_needs_no_address(smi: AmdSmi) -> None:
-    del smi.gpus[0]
-    device = AmdDevice(DeviceIdentity(), AmdLibrary())
-    assert values(device.facts())["pci"] == (_SECOND, "")
-    device.close()
 
 
 @for_each(
@@ -128,14 +113,6 @@ def test_a_machine_without_it_says_so(broken: AmdSmi | None, why: str, monkeypat
     monkeypatch.setitem(sys.modules, "amdsmi", broken)
     with amd_meter(_IDENTITY, library=AmdLibrary()) as meter:
         assert (meter.kind, meter.why) == (SourceKind.NONE, why)
-
-
-def test_an_error_of_somebody_else_is_not_hidden(smi: AmdSmi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smi, "amdsmi_get_gpu_device_bdf", lambda gpu: 1 / 0)
-    library = AmdLibrary()
-    library.open()
-    with pytest.raises(ZeroDivisionError):
-        library.call("amdsmi_get_gpu_device_bdf", smi.gpus[0])
 
 
 def test_energy_comes_in_joules_and_power_is_the_second_best_source(device: AmdDevice, smi: AmdSmi) -> None:

@@ -13,16 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scipy.integrate import quad
 
-from fp8bench.measure.sensors.energy import FAST_PAUSE, NAME, PAUSE, POWER_PAUSE, Energy, Polling, SourceKind
+from fp8bench.measure.sensors.energy import FAST_PAUSE, NAME, PAUSE, Energy, Polling, SourceKind
 from fp8bench.measure.sensors.mean_power import INTERVALS, Rhythm, Tick
 from fp8bench.measure.sensors.meter import Meter, nvml_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model.readings import Reading, Unavailable
-from tests.counts import for_each
-from tests.measure.sensors.nvml.library import CONSTANT, SINE, SQUARE, Simulation
+from tests.measure.sensors.nvml.library import SINE, SQUARE, Simulation
 from tests.measure.sensors.test_nvml_library import left_behind
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -140,15 +138,6 @@ def test_a_counter_that_changes_its_pace_within_a_window(nvml: Simulation, opene
     assert window.energy.joules == pytest.approx(nvml.joules(start, end), rel=window.energy.stretch.uncertainty + 1e-6)
 
 
-def test_idle_power(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
-    nvml.state.device[0].high = 75.0
-    meter = opened()
-    start = clock.now()
-    idle = meter.idle(2.0)
-    assert isinstance(idle, Energy) and clock.now() - start < 2.5
-    assert (idle.watts, idle.seconds) == (pytest.approx(75, rel=0.01), pytest.approx(2.0, abs=0.2))
-
-
 def test_each_window_watches_the_state(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
     device, meter = nvml.state.device[0], opened()
     device.more_reasons, device.reasons = 0x40, 0x4
@@ -190,28 +179,6 @@ def test_without_a_counter_power_is_integrated(
     assert (energy.source, energy.stretch.uncertainty) == (kind, None)
     assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.05)
     assert end - start < 3.0
-
-
-def test_an_average_does_not_count_what_was_before(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
-    device = nvml.state.device[0]
-    for function in ("nvmlDeviceGetTotalEnergyConsumption", "field 186"):
-        nvml.fail(function, 3)
-    device.curve, device.low, device.high, device.hertz = SQUARE, 60.0, 300.0, 0.05
-    nvml.state.now_ns = 35_000_000_000
-    meter = opened()
-    nvml.state.now_ns = 40_000_000_000
-    energy, _, _ = measured(meter, clock)
-    assert energy.watts == pytest.approx(300, rel=0.02)
-
-
-@pytest.mark.parametrize("milliseconds", [600, 3_000_000])
-def test_too_slow_a_counter_is_no_source(
-    nvml: Simulation, opened: Opened, clock: VirtualClock, milliseconds: int
-) -> None:
-    nvml.state.device[0].period_ns = milliseconds * 1_000_000
-    meter = opened()
-    assert meter.kind is SourceKind.INSTANT and meter.why.startswith("counter: the counter change")
-    assert measured(meter, clock)[0].watts == pytest.approx(300, rel=0.01)
 
 
 def test_no_source_at_all(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
@@ -292,16 +259,6 @@ def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
     left_behind()
 
 
-@pytest.mark.slow
-def test_a_source_that_hangs_when_it_is_tried(nvml: Simulation) -> None:
-    nvml.fail("nvmlDeviceGetTotalEnergyConsumption", delay=1.0)
-    meter = nvml_meter(DeviceIdentity(0), {}, library=Library(timeout=0.2))
-    assert meter.kind is SourceKind.NONE and "gave no answer" in meter.why
-    assert nvml.calls().get("nvmlDeviceGetPowerUsage", 0) == 0
-    meter.close()
-    left_behind()
-
-
 def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
     nvml.state.device[0].period_ns = 20_000_000
     meter = opened()
@@ -330,31 +287,12 @@ def test_in_real_time(nvml: Simulation) -> None:
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@for_each("curve", [CONSTANT, SQUARE, SINE])
-@for_each(("start", "end"), [(0.0, 1.0), (0.13, 3.31), (7.0, 7.02)])
-@for_each("phase", [0.0, 0.7])
-def test_energy_is_the_integral_of_power(nvml: Simulation, curve: int, start: float, end: float, phase: float) -> None:
-    """Against SciPy's quadrature, told where the square jumps."""
-    device = nvml.state.device[0]
-    device.curve, device.low, device.high, device.hertz, device.phase = curve, 150.0, 300.0, 3.0, phase
-    jumps = [jump for number in range(80) if start < (jump := (number / 2 - phase) / 3) < end]
-    truth, _ = quad(nvml.watts, start, end, points=jumps or None, limit=400)
-    assert nvml.joules(start, end) == pytest.approx(truth, rel=1e-6)
-
-
 STEADY = Rhythm(0.1, 0.0, 0.1)
 LAST = INTERVALS + 1
 
 
 def tick(at: float, late: float = 0.0) -> Tick:
     return Tick(at - late / 2, at + late / 2, 0.0)
-
-
-def test_without_a_rhythm_it_looks_all_the_time() -> None:
-    pace = Polling(counts=True)
-    assert [pace.next(0.0, None, 0), pace.next(0.1, tick(0.1), 1), pace.next(3.0, tick(3.0), 99)] == [PAUSE] * 3
-    assert Polling(counts=False).next(0.0, None, 0) == POWER_PAUSE
-    assert Polling(counts=True, rhythm=STEADY).next(1.0, None, 0) == PAUSE, "so is the first tick"
 
 
 def test_up_to_the_tenth_they_are_counted_halfway_between_two() -> None:
@@ -374,23 +312,11 @@ def test_the_tenth_is_followed_by_a_rest_until_just_before_the_next() -> None:
     assert 2.001 + pace.next(2.001, tick(2.0), LAST) == pytest.approx(2.1 - 2 * PAUSE)
 
 
-def test_a_tick_that_came_early_makes_it_wake_up_earlier() -> None:
-    pace = Polling(counts=True, rhythm=STEADY)
-    assert 1.0 + pace.next(1.0, tick(1.0), LAST) == pytest.approx(1.1 - 2 * PAUSE)
-    assert 1.096 + pace.next(1.096, tick(1.09), LAST + 1) == pytest.approx(1.19 - 4 * PAUSE)
-
-
 def test_of_a_faster_counter_ticks_are_passed_over() -> None:
     pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02))
     assert pace.next(1.0, tick(1.0), LAST) == pytest.approx(0.06 - 2 * PAUSE) and pace.blind
     assert pace.next(1.056, tick(1.05), LAST) == PAUSE and not pace.blind
     assert pace.next(1.06, tick(1.06), LAST + 1) > PAUSE
-
-
-def test_a_counter_faster_than_looks_is_looked_at_seldom() -> None:
-    pace = Polling(counts=True, rhythm=Rhythm(0.002, 0.0, 0.003))
-    assert [pace.next(1.0, tick(1.0), count) for count in (0, 1, LAST)] == [FAST_PAUSE] * 3
-    assert not pace.blind
 
 
 def test_looking_that_is_too_dear_is_done_less() -> None:

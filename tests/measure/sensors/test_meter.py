@@ -146,15 +146,3 @@ def test_windows(count: int, nvml: Simulation, opened: Callable[[], Meter], cloc
     calls = nvml.calls()
     assert calls["nvmlInitWithFlags"] == calls["nvmlDeviceGetHandleByUUID"] == 1
     assert nvml.state.shutdowns == 0
-
-
-def test_openings(nvml: Simulation, clock: VirtualClock) -> None:
-    nvml.state.device[0].period_ns = 7_000_000
-    threads, files, _ = held()
-    library = Library()
-    for number in range(300):
-        with nvml_meter(DeviceIdentity(0, uuid="" if number % 3 else "GPU-none"), {}, clock, library) as meter:
-            meter.device.state()
-    now, files_now, _ = held()
-    assert now <= threads and files_now <= files
-    assert nvml.state.inits == nvml.state.shutdowns == 300

@@ -14,7 +14,6 @@ from fp8bench.measure.sensors.nvml import Library, NvmlDevice
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model.readings import NoReading, Reading, Unavailable, grown
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation, pci_of, uuid_of
-from tests.measure.sensors.test_nvml_library import left_behind
 from tests.measure.sensors.virtual import VirtualClock
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,18 +61,6 @@ def test_state(nvml: Simulation, device: NvmlDevice) -> None:
     }
 
 
-def test_zeros_that_are_values_and_one_value_that_fails_alone(nvml: Simulation, device: NvmlDevice) -> None:
-    gpu = nvml.state.device[0]
-    gpu.busy_percent = gpu.sm_mhz = gpu.celsius = 0
-    known = values(device.state())
-    assert (known["throttle"], known["use"], known["temperature"]) == ((0, "mask"), (0.0, "share"), (0, "degC"))
-    assert known["sm_clock"] == "nvmlDeviceGetClockInfo said 0.0 Hz, which cannot be"
-    nvml.fail("nvmlDeviceGetUtilizationRates", 4)
-    state = device.state()
-    assert state["use"] == Unavailable("this user has no permission (NVML error 4)")
-    assert sum(isinstance(read, Reading) for read in state.values()) == len(state) - 3
-
-
 def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, clock: VirtualClock) -> None:
     nvml.state.device[0].violation[:] = [0.5, 0.0, 0.0, 0.25, 0.0]
     nvml.state.now_ns = 10_000_000_000
@@ -83,19 +70,6 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
         "power-cap": (1.0, "s"), "thermal": (0.0, "s"), "sw-thermal": (0.0, "s"), "hw-thermal": (0.5, "s"),
         "hw-power-brake": (0.0, "s"),
     }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_value_that_hangs_takes_those_behind_it_with_it(nvml: Simulation) -> None:
-    device = NvmlDevice(DeviceIdentity(0), {}, Library(timeout=2.0))
-    nvml.fail("nvmlDeviceGetVbiosVersion", delay=3600.0)
-    facts = device.facts()
-    assert isinstance(facts["name"], Reading)
-    why = Unavailable("NVML gave no answer for 2 s, and is left alone since")
-    assert facts["vbios"] == facts["memory_total"] == device.state()["power"] == device.process_memory() == why
-    device.close()
-    nvml.release()
-    left_behind()
 
 
 def test_a_device_that_is_lost(nvml: Simulation, device: NvmlDevice) -> None:

@@ -12,7 +12,6 @@ from types import ModuleType
 import pynvml
 import pytest
 
-from fp8bench.measure.sensors.driver import NoAnswer, within
 from fp8bench.measure.sensors.energy import NAME
 from fp8bench.measure.sensors.nvml import REASONS, Library, reason
 from fp8bench.model.readings import NoReading
@@ -120,27 +119,6 @@ def test_every_code_has_words_and_one_of_the_future_is_named_by_its_number() -> 
     assert len(codes) > 25 and codes == set(REASONS) and len(set(REASONS.values())) == len(REASONS)
     assert reason(15) == "the GPU is lost: it fell off the bus or cannot be reached (NVML error 15)"
     assert reason(4711) == "an error that fp8bench does not know (NVML error 4711)"
-
-
-def test_a_call_gives_its_value_or_what_it_raises() -> None:
-    assert within(30.0, lambda: 0, "it") == 0
-    assert within(30.0, lambda: None, "it") is None
-
-    def fail() -> None:
-        raise NoReading("it is broken")
-
-    with pytest.raises(NoReading, match="it is broken"):
-        within(30.0, fail, "it")
-
-
-def test_a_call_that_hangs_is_left_behind() -> None:
-    release = threading.Event()
-    with pytest.raises(NoAnswer, match=r"^the driver gave no answer for 0\.05 s$"):
-        within(0.05, lambda: release.wait(60), "the driver")
-    (left,) = [thread for thread in threading.enumerate() if thread.name == "the driver"]
-    assert left.daemon
-    release.set()
-    left.join(30)
 
 
 STOPPED = """

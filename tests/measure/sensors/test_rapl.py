@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.sensors import rapl
-from fp8bench.measure.sensors.energy import SourceKind
-from fp8bench.measure.sensors.meter import meter_for
 from fp8bench.measure.sensors.rapl import Domain, EnergyCounter, HostDevice
-from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import NoReading, Reading, Unavailable
 from tests.counts import for_each
 from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps
@@ -132,16 +129,6 @@ def test_where_there_is_none(tmp_path: Path, flags: str, why: str) -> None:
         rapl.domains(tmp_path / "absent", tmp_path / "no cpuinfo")
 
 
-@for_each("text", ["", "-5", "many", "\x00\xff"])
-def test_a_counter_that_is_no_number(tmp_path: Path, text: str) -> None:
-    zone(tmp_path, "intel-rapl:0", "package-0", energy=text)
-    with pytest.raises(NoReading, match=r"the energy counter of package-0 says .*, which is no number"):
-        rapl.domains(tmp_path)
-
-
-XPU = DeviceFacts("xpu", 0, "Intel Data Center GPU Max 1550", 64 << 30, "2.13.0")
-
-
 def sensors(root: Path, number: int, driver: str, energy: str | None = "1000000") -> Path:
     folder = root / f"hwmon{number}"
     folder.mkdir()
@@ -165,24 +152,11 @@ def test_the_only_one_is_read_in_joules(driver: str, tmp_path: Path) -> None:
         counter.read()
 
 
-def test_no_gpu_is_guessed(tmp_path: Path) -> None:
-    for number in (1, 2):
-        sensors(tmp_path, number, "xe")
-    with pytest.raises(NoReading, match="2 Intel GPUs count their energy, and torch does not tell which"):
-        rapl.gpu_domain(tmp_path)
-
-
 @for_each(("energy", "why"), [(None, "no energy counter of an Intel GPU"), ("-", "no number")])
 def test_without_a_number_there_is_a_reason(energy: str | None, why: str, tmp_path: Path) -> None:
     sensors(tmp_path, 0, "xe", energy)
     with pytest.raises(NoReading, match=why):
         rapl.gpu_domain(tmp_path)
-
-
-def test_its_meter_says_why_it_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rapl.gpu_domain, "__defaults__", (tmp_path,))
-    with meter_for(XPU, {}) as meter:
-        assert meter.kind is SourceKind.NONE and "no energy counter of an Intel GPU" in meter.why
 
 
 def made(root: Path, clocks: dict[int, str], **chips: list[str]) -> HostDevice:

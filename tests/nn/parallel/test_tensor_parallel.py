@@ -215,21 +215,6 @@ def test_shares_make_up_the_whole(config: GPTConfig, ranks: int) -> None:
         assert {item.numel() for item in shares} == {whole.numel() // ranks}
 
 
-def test_a_rank_has_queries_keys_and_values_of_its_heads() -> None:
-    cut, head = cuts(GROUPED)["attn.qkv"], GROUPED.head_width
-    rows = torch.arange(sum(cut.parts)).view(-1, 1)
-    queries, keys = GROUPED.width, GROUPED.key_heads * head
-    wanted = [*range(queries // 2, queries), *range(queries + head, queries + keys),
-              *range(queries + keys + head, queries + 2 * keys)]  # fmt: skip
-    assert cut.share(rows, 1, 2).view(-1).tolist() == wanted
-
-
-def test_what_every_rank_has_whole_is_not_cut() -> None:
-    assert cut_of("blocks.1.mlp.down.weight", NANO) == cuts(NANO)["mlp.down"]
-    for name in ("embedding", "positions", "blocks.0.norm_attn.weight", "norm.weight", "head.weight"):
-        assert cut_of(name, NANO) is None
-
-
 def refusal(
     way: str, mode: str = "fp32", ranks: int = 2, config: GPTConfig = NANO, batch: int = 8, **options: str
 ) -> str:
@@ -251,9 +236,3 @@ def test_what_cannot_be_cut_is_refused_with_the_number() -> None:
     }  # fmt: skip
     for result, start in wanted.items():
         assert result.startswith(start), (result, start)
-
-
-def test_what_can_be_is_not_refused() -> None:
-    assert not refusal("tp", mode="fp8", amax="own") and not refusal("tp_fsdp", "mxfp8", ranks=4, amax="own")
-    assert not refusal("tp", mode="fp8", amax="group") and not refusal("sp", ranks=4, amax="own")
-    assert not refusal("pp_gpipe", microbatches="4") and not refusal("pp_1f1b", mode="mxfp8", microbatches="2")
