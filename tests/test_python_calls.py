@@ -63,7 +63,8 @@ def asked(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any, **given: Any)
         ("advise", (), {"score": True, "check": False, "least": 5}, "--score --least 5"),
         ("sensitivity", (), {"by": "kind", "isolation": False}, "--by kind --no-isolation"),
         ("sensitivity", ("m.py:make",), {"tolerance": 0.5, "quick": None}, None),
-        ("audit", ("m:f",), {"kind": "cast", "precision": "fp8", "causal": False}, "m:f --kind cast --precision fp8"),
+        ("audit", ("m:f",), {"kind": "linear", "precision": "fp8", "causal": False},
+         "m:f --kind linear --precision fp8"),
     ],
 )  # fmt: skip
 def test_a_call_is_the_command_line(
@@ -79,7 +80,7 @@ def test_a_call_is_the_command_line(
 
 def test_a_function_is_named_by_where_another_process_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is in no file, or within another function, is refused before anything starts."""
-    assert asked("audit", monkeypatch, inspect.signature, kind="cast", precision="fp8")["target"].endswith(
+    assert asked("audit", monkeypatch, inspect.signature, kind="linear", precision="fp8")["target"].endswith(
         "inspect.py:signature"
     )
     with pytest.raises(UsageError, match="cannot be found by another process: define it"):

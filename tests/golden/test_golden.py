@@ -73,7 +73,7 @@ TRAININGS = {
     "training": "1199c4a7", "ranks-training": "48643ba9", "judged-training": "8964265c", "cut-training": "9f004d9f",
 }  # fmt: skip
 DUELS = {"duel": "d8d9759e", "quick-duel": "ad2e50fa", "cut-duel": "d8d9cff0"}
-AUDITS = ("pass", "fail", "model", "layers", "optimizer")
+AUDITS = ("pass", "fail", "model", "layers")
 SERIES = "'gemm.Gemm.track_time(bf16, 512)'"
 # Every run and training in these; some of them in others, too, whose fields are those of all runs.
 FORMATS = {".txt": "show {id}", ".md": "report {id} --md {name}", ".html": "report {id} --html {name}",
