@@ -43,10 +43,8 @@ def ablate(
     progress: bool = True
 ) -> CommandResult: ...
 def advise(
-    run: str | None = None, *, beside: str | Iterable[str] = ..., training: str | None = None,
-    price: float | None = None, least: float = 10.0, write_map: str | Path | None = None,
-    check: int | bool | None = None, score: bool = False, store: str | Path = ".fp8bench",
-    imports: str | Iterable[str] = ..., progress: bool = True
+    run: str, *, training: str | None = None, least: float = 10.0, write_map: str | Path | None = None,
+    store: str | Path = ".fp8bench", imports: str | Iterable[str] = ..., progress: bool = True
 ) -> CommandResult: ...
 def audit(
     target: str, *, kind: Literal["product", "linear", "attention", "model"] | None = None,
