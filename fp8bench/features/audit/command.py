@@ -199,23 +199,18 @@ def sound(signature: Signature, facts: DeviceFacts) -> Signature:
     """Returns the signature with the precision's full name; raises UsageError where nothing can be audited."""
     if signature.kind is AuditKind.MODEL and not signature.precision:
         return signature
-    name = _known(signature.precision, facts)
-    recipe = getattr(precisions.get(name), "recipe", None)
-    if signature.takes == "codes" and (
-        recipe is None or not {treatment.fmt for treatment in recipe.treatments[:2]} <= _IN_TORCH
-    ):
-        raise UsageError(f"torch has no dtype for {name}'s codes: its products take values. Leave --takes out.")
-    return replace(signature, precision=name)
-
-
-def _known(word: str, facts: DeviceFacts) -> str:
-    name = precisions.canonical(word)
+    name = precisions.canonical(signature.precision)
     precision = precisions.get(name)
     if precision.support(facts).level is Level.REFUSED:
         raise UsageError(f"{facts.key} does no {name}: {precision.support(facts).reason}")
     if precision.tensor_scale is TensorScale.DELAYED:
         raise UsageError(f"{name} scales by what was cast before, which one call cannot show: audit it as fp8.")
-    return name
+    recipe = getattr(precision, "recipe", None)
+    if signature.takes == "codes" and (
+        recipe is None or not {treatment.fmt for treatment in recipe.treatments[:2]} <= _IN_TORCH
+    ):
+        raise UsageError(f"torch has no dtype for {name}'s codes: its products take values. Leave --takes out.")
+    return replace(signature, precision=name)
 
 
 _TONES = {AuditOutcome.PASS: Tone.GOOD, AuditOutcome.FAIL: Tone.BAD, AuditOutcome.CANNOT_TELL: Tone.DOUBT}

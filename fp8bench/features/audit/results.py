@@ -218,15 +218,12 @@ def _lost(auditor: Auditor) -> Iterator[AuditFinding]:
             if results and not bool(_reached(subject, results, operand, row).isnan().any()):
                 yield fail("nan-lost", f"a NaN {where}: what it goes into is all numbers")
             # An infinity may become the largest number, or NaN, but must not count as a zero.
-            results = called(f"an infinity {where}", infinity) if subject.kind in _INFINITE else {}
+            results = called(f"an infinity {where}", infinity) if subject.kind is not AuditKind.ATTENTION else {}
             if results and bool(_reached(subject, results, operand, row).isfinite().all()):
                 promises = subject.promises(zero)
                 if not any(promises[name].judge(result, search=False).failed for name, result in results.items()):
                     yield fail("infinity-lost", f"an infinity {where}: results are those of a zero")
     yield from refused
-
-
-_INFINITE = (AuditKind.PRODUCT, AuditKind.LINEAR)
 
 
 def _reached(subject: Subject, results: Results, operand: int, row: int) -> Tensor:

@@ -176,18 +176,13 @@ def _speed(auditor: Auditor) -> list[AuditFinding]:
     return findings
 
 
-# Attention has a batch of two, and two products.
-_FLOPS: dict[AuditKind, Callable[[Shape], int]] = {
-    AuditKind.PRODUCT: lambda shape: 2 * math.prod(shape), AuditKind.LINEAR: lambda shape: 2 * math.prod(shape),
-    AuditKind.ATTENTION: lambda shape: 8 * shape.m * math.prod(shape),
-}  # fmt: skip
-
-
 def _too_fast(auditor: Auditor, shape: Shape) -> str:
     subject, arguments = auditor.subject, _arguments(auditor, NORMAL, shape)
     touched = (*arguments, *subject.raw(arguments).values())
     moved, own = sum(tensor.numel() * tensor.element_size() for tensor in touched), _seconds(auditor, shape)
-    given = subject.signature.precision, shape, _FLOPS[subject.kind](shape), moved, subject.device
+    # Attention has a batch of two, and two products.
+    flops = (8 * shape.m if subject.kind is AuditKind.ATTENTION else 2) * math.prod(shape)
+    given = subject.signature.precision, shape, flops, moved, subject.device
     least, words = max(bounds(auditor.ceilings, *given))
     return "" if own >= least else f"{units.seconds(own)}; {units.seconds(least)} are {words}"
 

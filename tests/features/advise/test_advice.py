@@ -64,13 +64,6 @@ def test_one_group_by_one_rule(rule: str, records: list[Record], wanted: Met) ->
     assert met(rule, records) is wanted
 
 
-def test_a_share_of_ten_percent_is_not_worth_it() -> None:
-    """Products twice as fast give 5% there, and 43% where they are 60% of the step."""
-    small = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}
-    found = answer(advise(group(bf16=small, fp8={**small, "cast": 50, "gemm": 500})), "amdahl")
-    assert found.met is Met.NO and found.figure == "10% of the step: 1.05x with products 2.00x as fast, as here"
-
-
 def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     """Products are 60% of 10 ms there, and 40% of 7.5 ms with casts of 10%: an estimate, which bounds nothing."""
     looked = [Shares(tuple(Share(kind, "", False, seconds, 1) for kind, seconds in parts), 1.0) for parts in (
@@ -204,7 +197,8 @@ SMALL = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}
 @for_each(
     ("bf16", "fp8", "rule", "gain", "words"),
     [
-        (SMALL, {**SMALL, "cast": 50, "gemm": 500}, "amdahl", 1.047, "not surely the 10% that are worth it; do"),
+        (SMALL, {**SMALL, "cast": 50, "gemm": 500}, "amdahl", 1.047,
+         "not surely the 10% that are worth it; do its products take enough of the step: no, 10% of"),
         (BF16, {**FP8, "cast": 4000}, "casts", 0.909, "keep bf16: fp8 takes 10% longer (0.909x); do casts leave what"),
         # The optimizer, which no product is, took three quarters of the time less.
         (BF16, {"optimizer_step": 100, "elementwise": 100, "gemm": 2000, "cast": 1}, "amdahl", None, "is not alike"),
