@@ -43,19 +43,14 @@ def ablate(
     progress: bool = True
 ) -> CommandResult: ...
 def advise(
-    run: str | None = None, *, beside: str | Iterable[str] = ..., training: str | None = None,
-    price: float | None = None, least: float = 10.0, write_map: str | Path | None = None,
-    check: int | bool | None = None, score: bool = False, store: str | Path = ".fp8bench",
-    imports: str | Iterable[str] = ..., progress: bool = True
+    run: str, *, training: str | None = None, least: float = 10.0, write_map: str | Path | None = None,
+    store: str | Path = ".fp8bench", imports: str | Iterable[str] = ..., progress: bool = True
 ) -> CommandResult: ...
 def audit(
-    target: str, *, kind: Literal["product", "cast", "linear", "attention", "optimizer", "model"] | None = None,
+    target: str, *, kind: Literal["product", "linear", "attention", "model"] | None = None,
     precision: str | None = None, takes: Literal["values", "codes"] = "values", second: Literal["nk", "kn"] = "nk",
-    multiple: int = 1, causal: bool = False, rule: Literal["adamw", "adam", "sgd"] = "adamw",
-    second_moment: str = "",
-    weights: Literal["fp32", "bf16", "bf16-stochastic", "bf16-master", "fp16-scaled"] = "fp32", baseline: str = "",
-    device: str | None = None, seed: int = 0, threads: int = 1, store: str | Path = ".fp8bench",
-    junit: str | Path | None = None, progress: bool = True
+    multiple: int = 1, causal: bool = False, device: str | None = None, seed: int = 0, threads: int = 1,
+    store: str | Path = ".fp8bench", junit: str | Path | None = None, progress: bool = True
 ) -> CommandResult: ...
 def compare(
     before: str, after: str, *, store: str | Path = ".fp8bench", progress: bool = True

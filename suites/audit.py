@@ -16,13 +16,10 @@ from fp8bench.model import Ceilings
 from fp8bench.model.raw import Settings
 from fp8bench.registry import devices
 from fp8bench.worker.bench import Bench
-from suites import audit_lies, audit_optimizers
 from suites.audit_kernels import Kernel
-from suites.audit_lies import UNCAUGHT
+from suites.audit_lies import HONEST, LIES, UNCAUGHT
 from suites.trials import options, say
 
-LIES = (*audit_lies.LIES, *audit_optimizers.LIES)
-HONEST = (*audit_lies.HONEST, *audit_optimizers.HONEST)
 _MOST_SECONDS = 20.0
 
 
@@ -31,7 +28,7 @@ def result_of(
 ) -> Audit:
     """Audits a fresh copy of the kernel, at seed 0."""
     facts = devices.get(device).available()[0]
-    return audited(kernel.name, kernel.made(), kernel.signature, facts, 0, checks, ceilings, kernel.baseline)
+    return audited(kernel.name, kernel.made(), kernel.signature, facts, 0, checks, ceilings)
 
 
 def codes_of(audit: Audit) -> str:

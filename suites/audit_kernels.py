@@ -41,14 +41,13 @@ LARGEST, _LEAST = 448.0, 1e-30
 class Kernel:
     """A kernel, its promise, and the `code` that an audit has to find, '' if it is honest. If it `remembers`, its
     function takes a dict before the arguments, which is empty at first. `thread` is public: the mistake happened
-    there. `baseline` is what its time is compared with."""
+    there."""
 
     name: str
     signature: Signature
     function: Callable[..., Any]
     code: str = ""
     thread: str = ""
-    baseline: Callable[..., Any] | None = None
     remembers: bool = False
 
     def made(self) -> Callable[..., Any]:
@@ -83,17 +82,8 @@ def exponent(amax: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(mantissa), power - (mantissa == 0.5).to(power.dtype))
 
 
-def codes(scaled: Tensor) -> Tensor:
-    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-
-
 def saturated(scaled: Tensor) -> Tensor:
-    return codes(scaled).float()
-
-
-def no_subnormals(scaled: Tensor) -> Tensor:
-    elements = saturated(scaled)
-    return torch.where(elements.abs() < 2.0**-6, 0.0, elements)
+    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
 
 
 def to_steps(whole: Step) -> Step:
@@ -140,14 +130,6 @@ def kernel(
     return run
 
 
-def cast_of(operand: Operand) -> Step:
-    def run(x: Tensor) -> Tensor:
-        elements, scale = operand(x)
-        return elements * scale
-
-    return run
-
-
 def parts(size: int, kept: torch.dtype = torch.float32) -> Product:
     """Sums of `size` products each; they, and what they are added to, are kept in a dtype."""
 
@@ -158,15 +140,3 @@ def parts(size: int, kept: torch.dtype = torch.float32) -> Product:
         return total.float()
 
     return sums
-
-
-def in_blocks(x: Tensor, cast: Step = saturated) -> Tensor:
-    """Casts blocks of 32 of each row under powers of two, and decodes them."""
-    filled = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 32))
-    blocks = filled.view(len(x), -1, 32)
-    scale = exponent(blocks.abs().amax(-1, keepdim=True))
-    return (cast(blocks / scale) * scale).flatten(1)[:, : x.shape[1]]
-
-
-def by_blocks(cast: Step = saturated) -> Product:
-    return lambda a, b: (in_blocks(a, cast) @ in_blocks(b, cast).t()).to(BF16)

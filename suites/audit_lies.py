@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -28,15 +29,15 @@ from suites.audit_kernels import (
     SQUARES,
     Kernel,
     Operand,
-    cast_of,
     exponent,
     kernel,
-    no_subnormals,
+    over_448,
     parts,
     product,
     rounded,
     rows_amax,
     saturated,
+    to_steps,
 )
 
 
@@ -116,6 +117,42 @@ def _zeros(a: Tensor, b: Tensor) -> Tensor:
     return torch.zeros(len(a), len(b), dtype=BF16)
 
 
+def _row_stride(x: Tensor) -> Tensor:
+    return torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset())
+
+
+def _nan_in_first_rows(x: Tensor) -> Tensor:
+    """A NaN is looked for in the first 16 rows alone."""
+    return torch.cat((x[:16], x[16:].nan_to_num(0.0, math.inf, -math.inf)))
+
+
+def _no_infinity(x: Tensor) -> Tensor:
+    return torch.where(x.isinf(), 0.0, x)
+
+
+def _first_columns(sums: Tensor) -> Tensor:
+    return torch.cat((sums[:, :256], torch.zeros_like(sums[:, 256:])), 1).to(BF16)
+
+
+def _nan_rows(scaled: Tensor) -> Tensor:
+    """Makes rows of zeros among others NaN."""
+    empty = ~scaled.any(1, keepdim=True)
+    return torch.where(empty & ~empty.all(), scaled / 0, saturated(scaled))
+
+
+def _no_subnormals(a: Tensor, b: Tensor) -> Tensor:
+    """Sums operands in blocks of MX, whose elements below e4m3's smallest normal number are lost."""
+    lost = []
+    for x in (a, b):
+        wide, small = rounded(x, MXFP8), operands.rounded(x, MXFP8).elements.abs() < 2.0**-6
+        lost.append(torch.where(small & wide.isfinite(), 0.0, wide))
+    return (lost[0] @ lost[1].t()).to(BF16)
+
+
+def _in_fp16(amax: Tensor) -> Tensor:
+    return over_448(amax).half().float().clamp(min=1e-7)
+
+
 class _Layer(torch.autograd.Function):
     """A linear layer in FP8; a lie is in its gradients."""
 
@@ -162,8 +199,9 @@ def _low_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 _FP8, _ROWS, _BLOCKS = signed("product", "fp8"), signed("product", "fp8-rowwise"), signed("product", "fp8-block")
 _MX, _MX4, _NV = signed("product", "mxfp8"), signed("product", "mxfp4"), signed("product", "nvfp4")
 _ATTENTION, _CAUSAL = signed("attention", "bf16"), signed("attention", "bf16", causal=True)
-_CAST, _LINEAR, _WIDE = signed("cast", "fp8"), signed("linear", "fp8"), signed("product", "bf16")
-_remembering = partial(Kernel, remembers=True)
+_LINEAR, _WIDE = signed("linear", "fp8"), signed("product", "bf16")
+_EXACT_ROWS = signed("product", "fp8-rowwise:scale=exact")
+_remembering, _row = partial(Kernel, remembers=True), partial(Operand, amax=rows_amax)
 
 LIES: tuple[Kernel, ...] = (
     Kernel("bf16 under the name of fp8", _FP8, lambda a, b: a @ b.t(), "not-cast", "Hyperloom #421"),
@@ -213,32 +251,11 @@ LIES: tuple[Kernel, ...] = (
         "tail", "AMD-AGI/Primus-Turbo #397",
     ),
     Kernel("NaN of zeros", _FP8, kernel(Operand(scale=lambda x: x / LARGEST), PLAIN), "zeros", "pytorch/ao #4713"),
-    Kernel(
-        "saturates from 256 on", _CAST,
-        cast_of(Operand(cast=lambda x: torch.where(saturated(x).abs() >= 256, x.sign() * LARGEST, saturated(x)))),
-        "wrong-values", "sgl-project/sglang #40581",
-    ),
-    Kernel(
-        "NaN beyond the largest", _CAST,  # scaled to e4m3's next power of two
-        cast_of(Operand(scale=lambda amax: amax / 512,
-                        cast=lambda x: torch.where(x.abs() > 464, torch.nan, values(x, E4M3)))),
-        "not-finite", "jax-ml/ml_dtypes #260",
-    ),
-    Kernel(
-        "mantissas rounded up", _CAST,  # ties away from zero, and cut before they are rounded
-        cast_of(Operand(cast=lambda x: saturated(x * (1 + 2.0**-4)))), "too-bad", "sgl-project/sglang #40581",
-    ),
-    Kernel("subnormal numbers are zero", _CAST, cast_of(Operand(cast=no_subnormals)),
-           "wrong-values", "ROCm/rocm-libraries #7439"),
     Kernel("a NaN that is lost", _FP8, lambda a, b: product(a.nan_to_num(0.0), b),
            "nan-lost", "vllm-project/vllm #39645"),
     Kernel("no product of zeros", _FP8, lambda a, b: product(a, b) if bool(a.any()) else _zeros(a, b),
            "data-shortcut", "AI-Hypercomputer/accelerator-agents #50"),
     _remembering("casts outside of what is timed", _FP8, _casts_once, "remembered-work", "gpu-mode/kernelbot #501"),
-    Kernel(
-        "a baseline that does more", _FP8, product, "unfair-baseline", "calcit-lang/calcit #535",
-        lambda a, b: (a.float() @ b.t().contiguous().float()).to(BF16),
-    ),
     Kernel("nothing beyond a size", _FP8, lambda a, b: (_zeros if len(a) * len(b) > 200_000 else product)(a, b),
            "too-fast", "ScalingIntelligence/KernelBench #82"),
     Kernel("gradients in bf16", _LINEAR, _layer("wide"), "not-cast", "Quartet #12"),
@@ -259,6 +276,19 @@ LIES: tuple[Kernel, ...] = (
            "heads", "kekzl/imp #654"),
     Kernel("attention in bf16 for mxfp8", signed("attention", "mxfp8"), _attends,
            "not-cast", "vllm-project/vllm #51828"),
+    # Everyday mistakes, which happened in no public thread.
+    Kernel("rows are taken to follow one another", _FP8, kernel(Operand(_row_stride)), "strides"),
+    Kernel("a NaN beyond the first rows is zero", _FP8, kernel(Operand(_nan_in_first_rows), PLAIN), "nan-lost"),
+    Kernel("an infinity of the second operand is zero", _FP8, kernel(PLAIN, Operand(_no_infinity)), "infinity-lost"),
+    Kernel("columns past 256 are zero", _FP8, kernel(out=_first_columns), "wrong-values"),
+    Kernel("amax is 1e-4 at least", _FP8, kernel(Operand(scale=lambda amax: amax.clamp(min=1e-4) / LARGEST)),
+           "wrong-values"),
+    Kernel("scales are kept in fp16", _FP8, kernel(Operand(scale=_in_fp16)), "not-finite"),
+    Kernel("a row of zeros is NaN", _EXACT_ROWS, kernel(_row(cast=_nan_rows), _row()), "not-finite"),
+    Kernel("bf16 sums of 512", _FP8, kernel(sums=parts(512, BF16)), "short-sums"),
+    Kernel("0.2% too large", _FP8, kernel(out=lambda sums: (sums * 1.002).to(BF16)), "gain"),
+    Kernel("one scale of two is applied", _FP8, kernel(PLAIN, Operand(shown=torch.ones_like)), "scale-missing"),
+    Kernel("cut toward zero", _FP8, kernel(Operand(cast=to_steps(torch.floor))), "cut"),
     Kernel("sums kept in bf16", _WIDE, lambda a, b: parts(8, BF16)(a, b).to(BF16), "too-bad",
            "deepseek-ai/DeepSeek-V3 #1148"),
 )  # fmt: skip
@@ -276,7 +306,6 @@ def _torchao(x: Tensor, weight: Tensor) -> Tensor:
 
 
 _EMULATED = {_FP8: (FP8,), _ROWS: (ROWS,), _BLOCKS: (BLOCKS, SQUARES), _MX: (MXFP8,), _MX4: (MXFP4,), _NV: NV}
-_CASTS = {"fp8": FP8, "fp8-rowwise": ROWS, "mxfp8": MXFP8, "mxfp4": MXFP4, "nvfp4": NV[0]}
 HONEST: tuple[Kernel, ...] = (
     *(
         Kernel(f"torch.mm in {name}", signed("product", name), lambda a, b: a @ b.t())
@@ -291,16 +320,15 @@ HONEST: tuple[Kernel, ...] = (
         "sums of 128 under block scales", _BLOCKS,
         lambda a, b: parts(128)(rounded(a, BLOCKS), rounded(b, SQUARES)).to(BF16),
     ),
-    Kernel("emulated fp8 beside bf16", _FP8, product, baseline=lambda a, b: a @ b.t()),
+    Kernel("ties away from zero", _FP8, kernel(Operand(cast=to_steps(lambda steps: (steps + 0.5).floor())))),
+    Kernel("the reciprocal of a scale", _FP8, kernel(Operand(scale=lambda x: 1 / (LARGEST / x.clamp(min=1e-30))))),
+    Kernel("split-K sums of four parts", _FP8, kernel(sums=lambda a, b: parts(-(-a.shape[1] // 4))(a, b))),
+    Kernel("a scale a row, divided by it", _EXACT_ROWS, kernel(_row(), sums=parts(128))),
     Kernel("sums backwards", _FP8, kernel(sums=lambda a, b: a.flip(1) @ b.flip(1).t())),
-    Kernel("scales after the sum", _ROWS, kernel(Operand(amax=rows_amax, scale=exponent))),
+    Kernel("scales after the sum", _ROWS, kernel(_row(scale=exponent))),
     Kernel(
         "torch's scaled product", signed("product", "fp8", "codes", "kn", 16),
         lambda a, b, down, across: torch._scaled_mm(a, b, scale_a=down, scale_b=across, out_dtype=BF16),
-    ),
-    *(
-        Kernel(f"cast to {name}", signed("cast", name), partial(rounded, treatment=treatment))
-        for name, treatment in _CASTS.items()
     ),
     Kernel("torch's attention", _ATTENTION, _attends),
     Kernel("torch's causal attention", _CAUSAL, partial(_attends, is_causal=True)),
@@ -317,6 +345,7 @@ UNCAUGHT: tuple[Kernel, ...] = (
         lambda a, b: product(a, b) if "fp8bench.features.audit.results" in sys.modules else a @ b.t(),
         thread="gpu-mode/reference-kernels #162",
     ),
+    Kernel("FP8 subnormals of blocks are zero", _MX, _no_subnormals),
     Kernel("wrong at one size", _FP8, lambda a, b: product(a, b) * (-1 if a.shape[0] == 1000 else 1),
            thread="flashinfer-ai/flashinfer #3882"),
 )  # fmt: skip

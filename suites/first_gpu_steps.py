@@ -290,7 +290,7 @@ STEPS = (
         "whole ceilings (`suite ceilings`, `doctor --ceilings`), the roofline by them",)),
     FirstStep("audit", "fp8bench audit suites/gpu_probe.py:scaled_product", 60, (
         Line("audit of torch's scaled product, 1: it fails", passes, high=0),
-    ), ("`fp8bench audit`: kernels, optimizers, converted models",)),
+    ), ("`fp8bench audit`: kernels, converted models",)),
     *_tests(),
     _suite(
         "train-nano", "fp8bench train --steps 200 --dtypes bf16,fp8 --json", 260, Line("nano, 200 steps", learns),

@@ -58,12 +58,11 @@ def asked(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any, **given: Any)
             "suite gemm --dtypes fp8,bf16 --set shape=64,8x8x8 --set operands=cast --against main",
         ),
         ("duel", (), {"suite": "gemm", "quick": True, "budget": 2.5}, "suite gemm --quick --budget 2.5"),
-        ("advise", ("last",), {"beside": ["x", "y"], "check": True}, "last --beside x --beside y --check"),
-        ("advise", ("last",), {"check": 2, "price": 2.5}, "last --check 2 --price 2.5"),
-        ("advise", (), {"score": True, "check": False, "least": 5}, "--score --least 5"),
+        ("advise", ("last",), {"training": "last", "least": 5}, "last --training last --least 5"),
         ("sensitivity", (), {"by": "kind", "isolation": False}, "--by kind --no-isolation"),
         ("sensitivity", ("m.py:make",), {"tolerance": 0.5, "quick": None}, None),
-        ("audit", ("m:f",), {"kind": "cast", "precision": "fp8", "causal": False}, "m:f --kind cast --precision fp8"),
+        ("audit", ("m:f",), {"kind": "linear", "precision": "fp8", "causal": False},
+         "m:f --kind linear --precision fp8"),
     ],
 )  # fmt: skip
 def test_a_call_is_the_command_line(
@@ -79,7 +78,7 @@ def test_a_call_is_the_command_line(
 
 def test_a_function_is_named_by_where_another_process_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is in no file, or within another function, is refused before anything starts."""
-    assert asked("audit", monkeypatch, inspect.signature, kind="cast", precision="fp8")["target"].endswith(
+    assert asked("audit", monkeypatch, inspect.signature, kind="linear", precision="fp8")["target"].endswith(
         "inspect.py:signature"
     )
     with pytest.raises(UsageError, match="cannot be found by another process: define it"):

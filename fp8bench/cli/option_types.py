@@ -141,14 +141,6 @@ def duration(text: str) -> float:
     return seconds
 
 
-def price(text: str) -> float:
-    """The price of an hour: '2.50/h' or '2.50'."""
-    value = _float(text.removesuffix("/h"))
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no price of an hour; give a number above 0, like 2.50/h")
-    return value
-
-
 def commit(text: str) -> str:
     if not re.fullmatch(r"[0-9a-fA-F]{4,64}", text):
         raise argparse.ArgumentTypeError(f"{text!r:.80} is no commit; give at least four digits of its hash")

@@ -11,18 +11,14 @@ from fp8bench.model.planned import Support
 class AuditKind(StrEnum):
     """What a callable is.
 
-    A PRODUCT takes matrices a (M, K) and b (N, K) and returns a times b transposed; a CAST takes a matrix and returns
-    its values in low precision, or codes and scales; a LINEAR takes inputs (M, K) and a weight (N, K), and has
-    gradients; an ATTENTION takes queries, keys and values (batch, N heads, M places, K); an OPTIMIZER is made from a
-    list of parameters, like torch's, and has `step()` and `param_groups`; a MODEL is returned by a function without
-    arguments, with or without a batch.
+    A PRODUCT takes matrices a (M, K) and b (N, K) and returns a times b transposed; a LINEAR takes inputs (M, K) and a
+    weight (N, K), and has gradients; an ATTENTION takes queries, keys and values (batch, N heads, M places, K); a MODEL
+    is returned by a function without arguments, with or without a batch.
     """
 
     PRODUCT = "product"
-    CAST = "cast"
     LINEAR = "linear"
     ATTENTION = "attention"
-    OPTIMIZER = "optimizer"
     MODEL = "model"
 
 
@@ -33,36 +29,12 @@ class Takes(StrEnum):
     CODES = "codes"
 
 
-class UpdateRule(StrEnum):
-    """What an optimizer does with a gradient: decay is decoupled in ADAMW, and added to the gradient in the others."""
-
-    ADAMW = "adamw"
-    ADAM = "adam"
-    SGD = "sgd"
-
-
-class KeptWeights(StrEnum):
-    """How weights are kept from one step to the next.
-
-    STOCHASTIC: bfloat16, rounded at random; MASTER: a float32 copy that the optimizer keeps of bfloat16 parameters;
-    SCALED: float16 under one scale a tensor, in parameters that are float32.
-    """
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    STOCHASTIC = "bf16-stochastic"
-    MASTER = "bf16-master"
-    SCALED = "fp16-scaled"
-
-
 @dataclass(frozen=True)
 class Signature:
     """What a callable promises: its kind, and the precision whose casts it has, options included.
 
     `second` is the layout of a product's second operand: 'nk' is (N, K), 'kn' is (K, N). Sizes that are no multiples of
-    `multiple` may be refused. In `causal` attention no place sees a later one. An optimizer's precision is that of its
-    first moment (or FlatMoments), '' for none; `second_moment` is the other's. `baseline` names the callable whose time
-    it is compared with.
+    `multiple` may be refused. In `causal` attention no place sees a later one.
     """
 
     kind: AuditKind
@@ -71,10 +43,6 @@ class Signature:
     second: str = "nk"
     multiple: int = 1
     causal: bool = False
-    rule: UpdateRule = UpdateRule.ADAMW
-    second_moment: str = ""
-    weights: KeptWeights = KeptWeights.FP32
-    baseline: str = ""
 
 
 class Difference(StrEnum):

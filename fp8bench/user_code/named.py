@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any, TypeVar
 
 from fp8bench.errors import ImportFailed, UsageError
-from fp8bench.model.promises import AuditKind, KeptWeights, Signature, Takes, UpdateRule
+from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.user_code import import_user_modules, user_module
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,21 +25,14 @@ def audited(
     second: str = "nk",
     multiple: int = 1,
     causal: bool = False,
-    rule: str = "adamw",
-    second_moment: str = "",
-    weights: str = "fp32",
-    baseline: str = "",
 ) -> Callable[[F], F]:
     """Declares what a kernel promises, for `fp8bench audit module:function`. The function itself is unchanged.
 
-    `kind` is product, cast, linear, attention (`causal` or not) or optimizer; `precision` is one of fp8bench's, options
-    included. A product takes 'values', which it casts itself, or 'codes' with the scales that decode them; its `second`
-    operand is (N, K) or, with 'kn', (K, N). It may refuse sizes that are no multiples of `multiple`. An optimizer takes
-    a list of parameters, as torch's do. Its precision is that of its first moment, or 'dynamic8-256' or 'e4m3-256' for
-    codes with one scale for so many elements; `rule` (adamw, adam, sgd), `second_moment` ('same', or a precision) and
-    `weights` say the rest. `baseline` ('module:function') is what its time is compared with.
+    `kind` is product, linear or attention (`causal` or not); `precision` is one of fp8bench's, options included. A
+    product takes 'values', which it casts itself, or 'codes' with the scales that decode them; its `second` operand is
+    (N, K) or, with 'kn', (K, N). It may refuse sizes that are no multiples of `multiple`.
     """
-    signature = signed(kind, precision, takes, second, multiple, causal, rule, second_moment, weights, baseline)
+    signature = signed(kind, precision, takes, second, multiple, causal)
 
     def declare(function: F) -> F:
         setattr(function, _DECLARED, signature)
@@ -51,9 +44,7 @@ def audited(
 def signed(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
     """Makes the signature of such words; raises UsageError where they say nothing together."""
     given: Any = Signature(kind, precision, *how, **named)  # type: ignore[arg-type]
-    for name, known in (
-        ("kind", AuditKind), ("takes", Takes), ("second", ("nk", "kn")), ("rule", UpdateRule), ("weights", KeptWeights),
-    ):  # fmt: skip
+    for name, known in (("kind", AuditKind), ("takes", Takes), ("second", ("nk", "kn"))):
         if (word := getattr(given, name)) not in tuple(known):
             raise UsageError(f"an audit's {name} is {word!r:.80}. Give one of {', '.join(known)}.")
     if type(given.multiple) is not int or not 1 <= given.multiple <= 1024:
@@ -64,16 +55,7 @@ def signed(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
         raise UsageError(f"a {kind} has no second operand to transpose: only a product has one.")
     if given.causal and kind != AuditKind.ATTENTION:
         raise UsageError(f"a {kind} cannot be causal: only attention can.")
-    if kind != AuditKind.OPTIMIZER and (given.rule, given.second_moment, given.weights) != ("adamw", "", "fp32"):
-        raise UsageError(f"a {kind} has no rule, second moment or weights: only an optimizer has.")
-    if kind == AuditKind.OPTIMIZER and given.multiple != 1:
-        raise UsageError("an optimizer takes tensors of all sizes: leave its multiple out.")
-    if kind == AuditKind.MODEL and given.baseline:
-        raise UsageError("a model is not timed, and has no baseline: `fp8bench profile` compares models.")
-    if given.rule == UpdateRule.SGD and given.second_moment:
-        raise UsageError("sgd has no second moment: leave it out.")
-    words = {"kind": AuditKind, "takes": Takes, "rule": UpdateRule, "weights": KeptWeights}
-    signature: Signature = replace(given, **{name: known(getattr(given, name)) for name, known in words.items()})
+    signature: Signature = replace(given, kind=AuditKind(kind), takes=Takes(given.takes))
     return signature
 
 

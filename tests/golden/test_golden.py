@@ -78,7 +78,7 @@ TRAININGS = {
     "training": "1199c4a7", "ranks-training": "48643ba9", "judged-training": "8964265c", "cut-training": "9f004d9f",
 }  # fmt: skip
 DUELS = {"duel": "d8d9759e", "quick-duel": "ad2e50fa", "cut-duel": "d8d9cff0"}
-AUDITS = ("pass", "fail", "model", "layers", "optimizer")
+AUDITS = ("pass", "fail", "model", "layers")
 SERIES = "'gemm.Gemm.track_time(bf16, 512)'"
 # Every run and training in these; some of them in others, too, whose fields are those of all runs.
 FORMATS = {".txt": "show {id}", ".md": "report {id} --md {name}", ".html": "report {id} --html {name}",
@@ -196,15 +196,13 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "gate-history.txt": Document("gate --history --no-rerun --explain", "history"),
     "gate-history.xml": Document("gate --history --no-rerun --junit gate-history.xml", "history"),
     "advice.txt": Document("advise 9a000001 --explain", "gpu"),
-    "advice.md": Document("advise 9a000001 --md advice.md --beside 9a000002", "gpu"),
-    "advice.json": Document("advise 9a000001 --json --price 2.50/h", "gpu"),
-    "advice-training.txt": Document("advise 4ab2f1d9 --training 1199c4a7 --price 2.50/h --least 5"),
+    "advice.md": Document("advise 9a000001 --md advice.md", "gpu"),
+    "advice.json": Document("advise 9a000001 --json", "gpu"),
+    "advice-training.txt": Document("advise 4ab2f1d9 --training 1199c4a7 --least 5"),
     "advice-profile.txt": Document("advise 9f3fa731"),
     "advice-profile-all.txt": Document("advise 9f3fa731 --all"),
     "advice-all.txt": Document("advise 9a000001 --all", "gpu"),
     "advice-map.txt": Document("advise 9f3fa731 --write-map map.txt"),
-    "advice-score.txt": Document("advise --score --explain", "gpu"),
-    "advice-score.json": Document("advise --score --json", "gpu"),
     # A store's history.
     "runs.txt": Document("history list --runs"),
     "series.txt": Document("history list --explain", "history"),

@@ -9,14 +9,14 @@ figure of another machine: what was not measured here is reported so, with the c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.errors import UsageError
-from fp8bench.features.advise.values import Ground, Met, RuleAnswer
+from fp8bench.features.advise.values import Ground, Met, Question, RuleAnswer
 from fp8bench.features.infer.values import ServingAnswer
 from fp8bench.features.sensitivity.study import Study, as_words
 from fp8bench.features.train.verdicts.summary import JudgedTraining
@@ -46,14 +46,12 @@ _PRODUCTS = frozenset({Phase.CAST, Phase.GEMM, Phase.ATTENTION})
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """A case with its reference, the `lead`, which is None where that was not measured. `group` are all cases of the
-    setting."""
+    """A case with its reference, the `lead`, which is None where that was not measured."""
 
     record: Record
     finding: Finding | None
     lead: Record | None
     lead_finding: Finding | None
-    group: tuple[tuple[Record, Finding | None], ...] = ()
 
     @property
     def mode(self) -> str:
@@ -83,7 +81,14 @@ class ComparedCase:
 
     @property
     def speed(self) -> Interval | None:
-        return speed_of(self.finding) if self.timed and self.finding is not None else None
+        """How many times as fast as its reference it is; None if it was not timed, or a label forbids it. Where the
+        fastest calls and all calls disagree, all calls count: on a loaded machine the best case of many short phases is
+        below any single call."""
+        finding = self.finding
+        if not self.timed or finding is None or finding.ratio is None or finding.hard:
+            return None
+        typical = finding.typical if Label.UNEVEN in finding.labels else None
+        return (typical or finding.ratio).inverse
 
     @cached_property
     def touched(self) -> frozenset[str]:
@@ -107,7 +112,7 @@ class ComparedCase:
     def share_touched(self) -> Interval | None:
         """Returns the share of the reference's step that this precision may change. A user's own model marks no
         products: if they alone change, the pass that looked into the step tells their share."""
-        multiplied = self.estimated and products_alone(self, self.record.case.precision)
+        multiplied = self.estimated and _changes_products_alone(self)
         return self.share(_PRODUCTS if multiplied else self.touched)
 
     @property
@@ -137,37 +142,27 @@ class ComparedCase:
         return Interval(ratio, ratio, ratio, 0.0)
 
 
-def speed_of(finding: Finding) -> Interval | None:
-    """Returns how many times as fast as its reference a case is; None where a label forbids it. Where the fastest
-    calls and all calls disagree, all calls count: on a loaded machine the best case of many short phases is below
-    any single call."""
-    if finding.ratio is None or finding.hard:
-        return None
-    typical = finding.typical if Label.UNEVEN in finding.labels else None
-    return (typical or finding.ratio).inverse
-
-
 _OWN_MODEL = "model"
 
 
-def products_alone(pair: ComparedCase, mode: str) -> bool:
-    """Whether this precision changes nothing but products: in a user's own model, and where it is carried in the
+def _changes_products_alone(pair: ComparedCase) -> bool:
+    """Whether the precision changes nothing but products: in a user's own model, and where it is carried in the
     reference's dtype."""
     assert pair.lead is not None
     if pair.lead.case.workload == _OWN_MODEL:
         return True
     try:
-        return precisions.get(mode).carried_by == pair.lead.case.precision
+        return precisions.get(pair.record.case.precision).carried_by == pair.lead.case.precision
     except UsageError:
         return False
 
 
-def doubts(pair: ComparedCase, products: Iterable[Finding | None] = ()) -> str:
+def doubts(pair: ComparedCase) -> str:
     """Returns text such as '; labelled noisy; its reference labelled bimodal': each label that casts doubt on the times
-    of an advice, once. `products` are those that a projection rests on."""
+    of an advice, once."""
     owners: dict[str, str] = {}
-    for whose, findings in (("", [pair.finding]), ("its reference ", [pair.lead_finding]), ("products ", products)):
-        for label in (label for finding in findings if finding is not None for label in finding.labels):
+    for whose, finding in (("", pair.finding), ("its reference ", pair.lead_finding)):
+        for label in finding.labels if finding is not None else ():
             if label.casts_doubt:
                 owners.setdefault(label, whose)
     labels = together((whose, str(label)) for label, whose in owners.items())
@@ -205,53 +200,37 @@ def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Colle
 
 @dataclass(frozen=True)
 class Basis:
-    """A run with its findings, and what else was measured with the same device. `other_runs` are of the same
-    machine: their figures answer questions about this one. `served` are answers of `infer` by these runs. `least` is
-    the gain, as a share, from which a precision is worth the trouble."""
+    """A run with its findings, and what else was measured with the same device. `served` are answers of `infer` by this
+    run. `least` is the gain, as a share, from which a precision is worth the trouble."""
 
     run: Run
     findings: Mapping[str, Finding]
     studies: tuple[Study, ...] = ()
     training: JudgedTraining | None = None
     least: float = 0.1
-    other_runs: tuple[tuple[Run, Mapping[str, Finding]], ...] = ()
     served: tuple[ServingAnswer, ...] = ()
 
     @cached_property
     def cases(self) -> tuple[ComparedCase, ...]:
-        return _cases_of(self.run, self.findings)
-
-    @cached_property
-    def all_cases(self) -> tuple[ComparedCase, ...]:
-        return (*self.cases, *(compared for run, findings in self.other_runs for compared in _cases_of(run, findings)))
+        pairs: list[ComparedCase] = []
+        for records in together((record.case.setting, record) for record in self.run.records).values():
+            lead = next((record for record in records if record.is_reference), None)
+            found = self.findings.get(lead.case.id) if lead is not None else None
+            others = (record for record in records if not record.is_reference)
+            pairs += [ComparedCase(other, self.findings.get(other.case.id), lead, found) for other in others]
+        return tuple(pairs)
 
     def differing(self, pair: ComparedCase, axis: str) -> list[ComparedCase]:
         """Returns cases of the same mode in which that parameter alone differs, sorted by it."""
-        own = dict(pair.record.case.params)
-        if axis not in own:
-            return []
-        beside = {name: own[name] for name in (axis, *_WITH.get(axis, ())) if name in own}
-        others = [
-            other for other in self.all_cases
-            if other.mode == pair.mode and other.record.case.workload == pair.record.case.workload
-            and other.record.case.device == pair.record.case.device
-            and {**dict(other.record.case.params), **beside} == own
-            and other.record.case.param(axis) != own[axis]
-        ]  # fmt: skip
+        case = pair.record.case
+        params = dict(case.params)
+        others = []
+        for other in self.cases:
+            its = other.record.case
+            alike = (its.mode, its.workload, its.device) == (case.mode, case.workload, case.device)
+            if alike and its.param(axis) != params[axis] and {**dict(its.params), axis: params[axis]} == params:
+                others.append(other)
         return sorted(others, key=lambda other: str(other.record.case.param(axis)))
-
-
-# Parameters that may differ together with an axis, because they mean nothing at its other value.
-_WITH = {"pass": ("optimizer",)}
-
-
-def _cases_of(run: Run, findings: Mapping[str, Finding]) -> tuple[ComparedCase, ...]:
-    pairs: list[ComparedCase] = []
-    for records in together((record.case.setting, record) for record in run.records).values():
-        known = tuple((record, findings.get(record.case.id)) for record in records)
-        lead, finding = next((pair for pair in known if pair[0].is_reference), (None, None))
-        pairs += [ComparedCase(*case, lead, finding, known) for case in known if not case[0].is_reference]
-    return tuple(pairs)
 
 
 @dataclass(frozen=True)
@@ -270,27 +249,24 @@ Ask = Callable[[ComparedCase, Basis], Reply | str | None]
 @dataclass(frozen=True)
 class AdviceRule:
     """One row of the checklist. `measure` is the command that would answer it ({again} stands for the one that
-    measured the case). With `of_speed`, nothing can answer it where the precision is emulated."""
+    measured the case). Where the precision is emulated, only what it learns can be measured."""
 
     name: str
+    topic: Question
     question: str
     ask: Ask
     measure: str
-    of_speed: bool = True
 
     def answer(self, pair: ComparedCase, basis: Basis) -> RuleAnswer | None:
         reply, case = self.ask(pair, basis), pair.record.case
         if reply is None:
             return None
-        answer = RuleAnswer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN)
+        answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, Met.UNKNOWN)
         if isinstance(reply, Reply):
             return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
-        measure = "" if self.of_speed and pair.emulated else self.measure.format(**_words(pair))
+        unmeasurable = pair.emulated and self.topic is not Question.LEARNS
+        measure = "" if unmeasurable else self.measure.format(**_words(pair))
         return replace(answer, figure=reply, measure=measure)
-
-
-# Precisions whose own reference is fp32.
-_WIDE = frozenset({"bf16", "fp16", "tf32"})
 
 
 def typed(case: Case) -> str:
@@ -299,21 +275,26 @@ def typed(case: Case) -> str:
 
 
 def _words(pair: ComparedCase) -> dict[str, str]:
-    case = pair.record.case
+    """Returns what the commands of rules are made of, for a suite or for a user's own model."""
+    case, reference = pair.record.case, pair.lead.case.mode if pair.lead is not None else "bf16"
     params = dict(case.params)
-    reference = pair.lead.case.mode if pair.lead is not None else "bf16"
-    words = {"mode": typed(case), "alone": case.precision, "make": "MODULE:make", "high": reference}
+    both = f"--dtypes {reference},{typed(case)}"
     if "make" not in params:
-        again = f"fp8bench suite {case.workload} --dtypes {reference},{typed(case)}"
-        return {**words, "again": again, "compiled": "--set compile=no,yes", "larger": "--set batch=1,4,16",
-                "study": f"fp8bench sensitivity --dtype {case.precision} --reference {reference}",
-                "train": f"fp8bench train --dtypes {reference},{typed(case)} --seeds 5"}  # fmt: skip
-    forward = " --forward" if params.get("pass") == "forward" else ""
-    again = f"fp8bench profile {params['make']}{forward} --dtypes {typed(case)}"
-    words |= {"make": str(params["make"]), "high": "fp32" if case.precision in _WIDE else "bf16"}
-    return {**words, "again": again, "compiled": "--compile", "larger": "with a function that gives a larger batch",
-            "study": f"fp8bench sensitivity {params['make']} --dtype {case.precision}",
-            "train": f"fp8bench train {params['make']} --dtypes {reference},{typed(case)} --seeds 5"}  # fmt: skip
+        return {
+            "again": f"fp8bench suite {case.workload} {both}",
+            "compiled": "--set compile=no,yes",
+            "larger": "--set batch=1,4,16",
+            "study": f"fp8bench sensitivity --dtype {case.precision} --reference {reference}",
+            "train": f"fp8bench train {both} --seeds 5",
+        }
+    make, forward = params["make"], " --forward" * (params.get("pass") == "forward")
+    return {
+        "again": f"fp8bench profile {make}{forward} --dtypes {typed(case)}",
+        "compiled": "--compile",
+        "larger": "with a function that gives a larger batch",
+        "study": f"fp8bench sensitivity {make} --dtype {case.precision}",
+        "train": f"fp8bench train {make} {both} --seeds 5",
+    }
 
 
 def met_above(gain: Interval, least: float) -> Met:

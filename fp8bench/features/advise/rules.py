@@ -1,5 +1,5 @@
-"""Rules about a step and its cost: whether it is faster and what bounds that, memory, energy, and whether the model
-still learns."""
+"""The checklist: whether a step is faster and what bounds that, whether it saves memory, and whether the model still
+learns."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from fp8bench.features.advise.basis import (
     gain_text,
     mapped,
     met_above,
+    part_ratio,
     share_text,
 )
-from fp8bench.features.advise.values import Ground, Met
+from fp8bench.features.advise.values import Ground, Met, Question
 from fp8bench.features.sensitivity.study import LayerTrial, Study
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
@@ -135,21 +136,21 @@ def _recipe(mode: str) -> Recipe | None:
 
 
 def _granularity(pair: ComparedCase, basis: Basis) -> Reply | str | None:
-    """Compares with recipes of elements as wide in the same group."""
+    """Compares with recipes of elements as wide in the same setting."""
     recipe = _recipe(pair.record.case.precision)
     if recipe is None:
         return None
     if why := _untimed(pair):
         return why
-    bits = recipe.treatments[0].fmt.bits
+    case, timing, bits = pair.record.case, pair.record.timing, recipe.treatments[0].fmt.bits
     others = []
-    for record, _ in pair.group:
-        other = _recipe(record.case.precision)
-        alike = other is not None and other.treatments[0].fmt.bits == bits and record.case.mode != pair.mode
-        if alike and record.support.level is Level.NATIVE and record.timing is not None and record.paired_with is None:
-            rival = ComparedCase(pair.record, pair.finding, record, None)
-            if (ratio := rival.of_reference(_ALL, _ALL)) is not None:
-                others.append((record, ratio.inverse))
+    for record in basis.run.records:
+        rival = _recipe(record.case.precision) if record.case.setting == case.setting else None
+        if rival is None or rival.treatments[0].fmt.bits != bits or record.case.mode == case.mode:
+            continue
+        if record.support.level is Level.NATIVE and record.paired_with is None and record.timing and timing:
+            ratio = part_ratio(timing, _ALL, record.timing, _ALL)
+            others += [(record, ratio.inverse)] if ratio is not None else []
     if not others:
         return f"no other recipe of {bits} bits was timed beside it"
     best, ratio = min(others, key=lambda known: known[1].point)
@@ -208,50 +209,23 @@ def _batch(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     return Reply(Met.NO if more else Met.YES, figure, grounds)
 
 
-_STAGES = ("pass", "stage")
+# With less than this share of its products converted, a step gains little.
+_HALF = 0.5
 
 
-def _stages(pair: ComparedCase, basis: Basis) -> Reply | str | None:
-    if not pair.trains and not stage_of(pair):
+def _reached(pair: ComparedCase, basis: Basis) -> Reply | None:
+    coverage = pair.record.coverage
+    if coverage is None or not coverage.flops:
         return None
-    if why := _untimed(pair):
-        return why
-    others = [other for axis in _STAGES for other in basis.differing(pair, axis) if other.speed is not None]
-    if not others:
-        return "one kind of step alone was timed"
-    by_stage = {stage_of(each): each for each in (pair, *others)}
-    speeds = {name: each.speed for name, each in by_stage.items() if each.speed is not None}
-    met = {met_above(speed, 1 + BAND) for speed in speeds.values()}
-    figure = ", ".join(f"{name} {gain_text(speed)}" for name, speed in speeds.items())
-    grounds = tuple(Ground(by_stage[name].row, gain_text(speed)) for name, speed in speeds.items())
-    return Reply(Met.NO if Met.NO in met else Met.UNCLEAR if Met.UNCLEAR in met else Met.YES, figure, grounds)
-
-
-def stage_of(pair: ComparedCase) -> str:
-    """Returns the kind of step, such as 'forward', by the axis that sets it; '' without one."""
-    params = dict(pair.record.case.params)
-    return next((str(params[axis]) for axis in _STAGES if axis in params), "")
-
-
-SPEED_RULES = (
-    AdviceRule("native", "Does this device multiply in it?", _native, "fp8bench doctor"),
-    AdviceRule("step", "Is the whole step faster?", _whole, "{again}"),
-    # Where products are a quarter of a step, products 1.6 times as fast give 10%.
-    AdviceRule("amdahl", "Do its products take enough of the step?", _amdahl,
-               "fp8bench doctor --ceilings, then {again}"),
-    # Published products with casts gain 1.4 times where products of ready operands gain 1.9.
-    AdviceRule("casts", "Do casts leave what the products gain?", _casts, "{again}"),
-    # One scale a row or a block costs more than one a tensor: +10% instead of +25% in a published training.
-    AdviceRule("granularity", "Is its scaling the cheapest of its width?", _granularity,
-               "{again},fp8,fp8-rowwise,mxfp8"),
-    # Casts of several kernels each eat what products gain: half as fast as bf16 with torchao's.
-    AdviceRule("compile", "Does it gain once the step is compiled?", _compiled, "{again} {compiled}"),
-    # More rows pay the cast of a weight; a longer sequence leaves products less of the step.
-    AdviceRule("batch", "Is the batch large enough?", _batch, "{again} {larger}"),
-    # Prefill gains more than decoding in every published measurement, and training more than either.
-    AdviceRule("stages", "Does every kind of step gain?", _stages,
-               "fp8bench profile {make} --dtypes {mode} --forward, then fp8bench advise RUN --beside last"),
-)  # fmt: skip
+    kinds = [
+        f"{kind} {units.percent(converted / coverage.flops, 0)}"
+        for kind, (_, converted) in coverage.by_kind().items() if converted
+    ]  # fmt: skip
+    figure = f"{units.percent(coverage.share, 0)} of product FLOPs" + (f" ({', '.join(kinds)})" if kinds else "")
+    left = max((each for each in coverage.holders if not each.converted), key=lambda each: each.flops, default=None)
+    if left is not None and left.flops:
+        figure += f"; {left.name} is not: {left.reason}"
+    return Reply(Met.YES if coverage.share >= _HALF else Met.NO, figure, (Ground(pair.row, figure),))
 
 
 # A smaller saving counts as none.
@@ -379,14 +353,30 @@ def _learns(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     return Reply(_LEARNS.get(judged.learned, Met.UNCLEAR), figure, (ground,))
 
 
-COST_RULES = (
+# The checklist, in order.
+RULES = (
+    AdviceRule("step", Question.PAYS, "Is the whole step faster?", _whole, "{again}"),
+    AdviceRule("native", Question.PAYS, "Does this device multiply in it?", _native, "fp8bench doctor"),
+    # Where products are a quarter of a step, products 1.6 times as fast give 10%.
+    AdviceRule("amdahl", Question.PAYS, "Do its products take enough of the step?", _amdahl,
+               "fp8bench doctor --ceilings, then {again}"),
+    # Published products with casts gain 1.4 times where products of ready operands gain 1.9.
+    AdviceRule("casts", Question.PAYS, "Do casts leave what the products gain?", _casts, "{again}"),
+    # One scale a row or a block costs more than one a tensor: +10% instead of +25% in a published training.
+    AdviceRule("granularity", Question.PAYS, "Is its scaling the cheapest of its width?", _granularity,
+               "{again},fp8,fp8-rowwise,mxfp8"),
+    # Casts of several kernels each eat what products gain: half as fast as bf16 with torchao's.
+    AdviceRule("compile", Question.PAYS, "Does it gain once the step is compiled?", _compiled, "{again} {compiled}"),
+    # More rows pay the cast of a weight; a longer sequence leaves products less of the step.
+    AdviceRule("batch", Question.PAYS, "Is the batch large enough?", _batch, "{again} {larger}"),
+    # A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.
+    AdviceRule("coverage", Question.PAYS, "Can most of its products be converted?", _reached, ""),
+    AdviceRule("energy", Question.PAYS, "Does it save energy?", _energy, "{again}, where a device tells its energy"),
     # Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 of bf16's.
-    AdviceRule("memory", "Does it save memory?", _memory, "{again}"),
-    AdviceRule("energy", "Does it save energy?", _energy, "{again}, where a device tells its energy"),
-    AdviceRule("errors", "Are all results finite?", _error, "{again}", of_speed=False),
-    # Heads, routers, first and last layers are those that published recipes leave high.
-    AdviceRule("layers", "Do all layers bear it?", _layers, "{study}", of_speed=False),
+    AdviceRule("memory", Question.FITS, "Does it save memory?", _memory, "{again}"),
     # A short training of one seed tells nothing: seeds differ by as much as formats.
-    AdviceRule("learns", "Does it still learn?", _learns, "{train}",
-               of_speed=False),
+    AdviceRule("learns", Question.LEARNS, "Does it still learn?", _learns, "{train}"),
+    AdviceRule("errors", Question.LEARNS, "Are all results finite?", _error, "{again}"),
+    # Heads, routers, first and last layers are those that published recipes leave high.
+    AdviceRule("layers", Question.LEARNS, "Do all layers bear it?", _layers, "{study}"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What to do, and the checklist that it comes from, filled in with the figures of this machine."""
+"""What to do, and the three questions that decide it, answered with the figures of this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fp8bench.features.advise.basis import Basis
 from fp8bench.features.advise.decide import advised
-from fp8bench.features.advise.view import advice_elements, checklist
+from fp8bench.features.advise.view import question_tables, sentences
 from fp8bench.report.elements import Element, Text, Tone
 from fp8bench.report.page.section import Material, section
 
@@ -15,8 +15,7 @@ from fp8bench.report.page.section import Material, section
 @section("advice", "When to use FP8", 68)
 def advice_section(material: Material) -> Iterator[Element]:
     """Each question with this machine's figure and the row that it rests on; yes speaks for the lower precision. No
-    figure of another machine is used. fp8bench advise RUN adds studies and trainings of the store, and its --check
-    measures what is predicted here.
+    figure of another machine is used. fp8bench advise RUN adds studies and trainings of the store.
     """
     for number, entry in enumerate(material.entries):
         advice = advised(Basis(entry.run, entry.findings))
@@ -24,6 +23,6 @@ def advice_section(material: Material) -> Iterator[Element]:
             continue
         if entry.label:
             yield Text(entry.label, Tone.STRONG)
-        yield from advice_elements(advice)
-        for table in checklist(advice, shared=False):
+        yield sentences(advice)
+        for table in question_tables(advice, whole=True):
             yield replace(table, name=f"{table.name}-{number}", folded=True)

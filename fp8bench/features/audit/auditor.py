@@ -22,21 +22,17 @@ from fp8bench.features.audit.operands import (
     drawn,
     promised_by,
     rounded,
-    scale_matrix,
-    spread,
 )
 from fp8bench.features.audit.promises import (
     CERTAIN,
     FIGURES,
     AttentionPromise,
-    CastPromise,
     Matrices,
     ProductPromise,
     Promise,
 )
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork
-from fp8bench.formats.codes import DTYPES, decode, unpack
-from fp8bench.formats.grids import E2M1
+from fp8bench.formats.codes import DTYPES
 from fp8bench.formats.hardware import has_hopper_units
 from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature, Takes
@@ -50,8 +46,7 @@ _BATCH = 2
 
 
 class Shape(NamedTuple):
-    """The sides of an input. A product is (M, K) x (N, K), a cast has (M, K) alone, attention M places of N heads of
-    size K, an optimizer N steps of a parameter (M, K)."""
+    """The sides of an input. A product is (M, K) x (N, K), attention M places of N heads of size K."""
 
     m: int
     n: int
@@ -62,13 +57,12 @@ SUBJECTS: dict[AuditKind, type[Subject]] = {}
 
 
 class Subject(ABC):
-    """One callable under audit. Matrices are drawn and judged on the processor, whatever device it runs on. `sides`
-    says which sides of a shape its inputs have, and their names; `shapes` are sizes that it has promised to take,
-    `odd` ones may be refused; `data` are the kinds of data that say something about it; `timed` is the first shape
-    that is timed, `tall` one beyond the blocks that kernels are tried with, and beyond the sums that bfloat16 holds."""
+    """One callable under audit. Matrices are drawn and judged on the processor, whatever device it runs on. `shapes`
+    are sizes that it has promised to take, `odd` ones may be refused; `data` are the kinds of data that say something
+    about it; `timed` is the first shape that is timed, `tall` one beyond the blocks that kernels are tried with, and
+    beyond the sums that bfloat16 holds."""
 
     kind: ClassVar[AuditKind]
-    sides: ClassVar[tuple[tuple[str, str], ...]] = (("m", "M"), ("n", "N"), ("k", "K"))
     # No two sides alike, a square in which a transposition keeps the shape, and a long sum.
     shapes: ClassVar[tuple[Shape, ...]] = (Shape(64, 96, 256), Shape(128, 128, 128), Shape(32, 48, 1024))
     odd: ClassVar[tuple[Shape, ...]] = (
@@ -91,8 +85,8 @@ class Subject(ABC):
         return promised_by(self.signature.precision, self.facts)
 
     def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
-        sizes = ((shape.m, shape.k), (shape.n, shape.k))[: len(self.sides) - 1]
-        return tuple(drawn(data, place, *size, seed, self.promised.carrier) for place, size in enumerate(sizes))
+        rows = enumerate((shape.m, shape.n))
+        return tuple(drawn(data, place, count, shape.k, seed, self.promised.carrier) for place, count in rows)
 
     def arguments(self, matrices: Matrices) -> Matrices:
         return tuple(matrix.to(self.device, copy=True) for matrix in matrices)
@@ -143,35 +137,6 @@ class ProductSubject(Subject):
         kept = rounded(a, first), rounded(b, second)
         given = self.signature.takes is Takes.VALUES
         return kept if given else (replace(kept[0], given=None), replace(kept[1], given=None))
-
-
-class CastSubject(Subject):
-    """Is called with one matrix."""
-
-    kind = AuditKind.CAST
-    sides = (("m", "M"), ("k", "K"))
-
-    def raw(self, arguments: Matrices) -> dict[str, Tensor]:
-        answer = self.function(*arguments)
-        if isinstance(answer, Tensor):
-            return {"cast": answer.to(torch.float32)}
-        if not isinstance(answer, tuple | list) or not 2 <= len(answer) <= 3:
-            words = f"it gave {type(answer).__name__}, and values, or codes with their scales, were expected"
-            raise TypeError(words)
-        codes, scale, *whole = (self._tensor(part).detach().cpu() for part in answer)
-        elements = decoded(codes, arguments[0].shape[-1])
-        values = elements * spread(scale_matrix(scale), elements)
-        return {"cast": values * float(whole[0]) if whole else values}
-
-    def promises(self, matrices: Matrices) -> dict[str, Promise]:
-        return {"cast": CastPromise(rounded(matrices[0], self.promised.treatments[0]))}
-
-
-def decoded(codes: Tensor, columns: int) -> Tensor:
-    """Returns elements from the codes that a cast gave: float8, four-bit codes two a byte, or plain values."""
-    if codes.dtype == torch.uint8 or "float4" in str(codes.dtype):
-        return decode(unpack(codes.view(torch.uint8), E2M1, columns), E2M1, checked=False)
-    return codes.to(torch.float32)
 
 
 class LinearSubject(Subject):
@@ -268,14 +233,12 @@ class Auditor:
     unless they name another input. `tried` counts judged results. Once numbers were wrong, nothing is `sound`: checks
     that compare results with their promise say nothing new. Checks leave `times` and `work` here."""
 
-    def __init__(
-        self, subject: Subject, seed: int, ceilings: Ceilings | None = None, baseline: Subject | None = None
-    ) -> None:
-        self.subject, self.seed, self.ceilings, self.baseline = subject, seed, ceilings or Ceilings(), baseline
+    def __init__(self, subject: Subject, seed: int, ceilings: Ceilings | None = None) -> None:
+        self.subject, self.seed, self.ceilings = subject, seed, ceilings or Ceilings()
         self.given: AuditInput | None = None
         self.tried, self.sound = 0, True
         self.times: dict[str, float] = {}
-        self.work: tuple[tuple[str, CallWork, float | None], ...] = ()
+        self.work: CallWork | None = None
         self._searches: Counter[str] = Counter()
 
     @property
@@ -291,7 +254,7 @@ class Auditor:
         """Writes for example 'M=64 N=96 K=256, normal' as the finding's input, if it has none."""
         if given is None or finding.input:
             return finding
-        sides = " ".join(f"{name}={getattr(given.shape, side)}" for side, name in self.subject.sides)
+        sides = "M={} N={} K={}".format(*given.shape)
         return replace(finding, input=", ".join(filter(None, (sides, given.data, given.how))))
 
     def matrices(self, given: AuditInput) -> Matrices:
@@ -347,7 +310,7 @@ class Auditor:
 
     def finding(self, given: AuditInput, name: str, verdict: AuditFinding) -> AuditFinding:
         """Says of which result a verdict is; a failure is about the smallest input that shows it."""
-        result = "" if len(self.subject.sides) < 3 or name == "product" else f"{name}: "
+        result = "" if name == "product" else f"{name}: "
         about = given if verdict.remark else self.smallest(given, name, verdict.code)
         return self.about(about, replace(verdict, why=result + verdict.why))
 
@@ -372,13 +335,10 @@ def audited(
     seed: int,
     checks: Sequence[AuditCheck],
     ceilings: Ceilings | None = None,
-    baseline: Callable[..., Any] | None = None,
 ) -> Audit:
     """Runs every check in turn. One that fails stops none of the others: they may find what explains it."""
     started = time.perf_counter()
-    subject_of = SUBJECTS[signature.kind]
-    other = None if baseline is None else subject_of(baseline, replace(signature, takes=Takes.VALUES), facts)
-    auditor = Auditor(subject_of(function, signature, facts), seed, ceilings, other)
+    auditor = Auditor(SUBJECTS[signature.kind](function, signature, facts), seed, ceilings)
     findings: list[AuditFinding] = []
     for check in checks:
         if signature.kind not in check.kinds or (check.needs_sound and not auditor.sound):

@@ -1,4 +1,4 @@
-"""`fp8bench audit`: whether a low-precision kernel, optimizer or converted model does what it promises.
+"""`fp8bench audit`: whether a low-precision kernel or converted model does what it promises.
 
 The kernel runs in a process of its own: it may crash, hang, or change whatever it likes.
 """
@@ -35,7 +35,6 @@ from fp8bench.features.audit.values import (
     AuditFinding,
     AuditOutcome,
     CallWork,
-    FlatMoments,
     noise_of,
     spread_of,
     worst,
@@ -47,7 +46,7 @@ from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.model import Ceilings, DeviceFacts, Level
 from fp8bench.model.codec import encode
-from fp8bench.model.promises import AuditKind, KeptWeights, Signature, UpdateRule
+from fp8bench.model.promises import AuditKind, Signature
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import device_named
 from fp8bench.plan.resolve import switches_of
@@ -70,12 +69,12 @@ EXAMPLES = (
     "fp8bench audit kernels.py:my_gemm --kind product --precision fp8",
     "fp8bench audit net.py:make --kind model  # what a converter made of a model",
 )
-FIRST_OPTIONS = "--kind --precision --takes --rule --weights --baseline --device --all --junit --md --explain --json"
+FIRST_OPTIONS = "--kind --precision --takes --device --all --junit --md --explain --json"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Gives a product, cast, linear layer, attention or optimizer of low precision inputs in which mistakes show, "
+        "Gives a product, linear layer or attention of low precision inputs in which mistakes show, "
         "and says whether what comes out is what its precision gives, and if not, which mistake it is. Of a model that "
         "somebody has converted it says what runs in low precision, and what was left out."
     )
@@ -83,7 +82,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable; file.py:function, too")
     kinds = [kind.value for kind in AuditKind]
     parser.add_argument("--kind", choices=kinds, help="what it is; default as it is declared")
-    words = "what it promises, as in suite --dtypes: fp8, mxfp8, ...; an optimizer's first moment dynamic8-256, too"
+    words = "what it promises, as in suite --dtypes: fp8, mxfp8, ..."
     parser.add_argument("--precision", metavar="DTYPE", help=words)
     words = "what a product is given: values, or codes with the scales that decode them; default values"
     parser.add_argument("--takes", choices=("values", "codes"), default="values", help=words)
@@ -92,14 +91,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "sizes that are no multiples of it may be refused; default 1"
     parser.add_argument("--multiple", type=int, default=1, metavar="N", help=words)
     parser.add_argument("--causal", action="store_true", help="of attention: no place sees a later one")
-    rules, kept = [rule.value for rule in UpdateRule], [weights.value for weights in KeptWeights]
-    parser.add_argument("--rule", choices=rules, default="adamw", help="of an optimizer; default adamw")
-    words = "of an optimizer: same, or a precision; default fp16 with a scale beside fp8 and below, else the same"
-    parser.add_argument("--second-moment", default="", metavar="DTYPE", help=words)
-    words = "what an optimizer keeps of the weights; default fp32"
-    parser.add_argument("--weights", choices=kept, default="fp32", help=words)
-    words = "what its time is compared with: whether that does more than it has to"
-    parser.add_argument("--baseline", default="", metavar="MODULE:FUNCTION", help=words)
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(parser, "--seed", help="for the data; default 0")
     shared(parser, "--threads", "--store")
@@ -168,7 +159,7 @@ def audit(
                 f"{target} says nowhere what it promises. Give --kind and --precision, or declare it with "
                 '@fp8bench.audited("product", "fp8").'
             )
-        signature = replace(sound(signature, facts), baseline=_absolute(signature.baseline))
+        signature = sound(signature, facts)
         ceilings = None if signature.kind is AuditKind.MODEL else _ceilings(worker, facts, settings.threads, store)
         with observer.counting() as tell:
             tell(0, 1, "kernels", target)
@@ -206,33 +197,20 @@ def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> 
 
 def sound(signature: Signature, facts: DeviceFacts) -> Signature:
     """Returns the signature with the precision's full name; raises UsageError where nothing can be audited."""
-    if signature.kind is AuditKind.OPTIMIZER:
-        moments = signature.precision, signature.second_moment
-        first, second = (
-            moment if moment in ("", "same") or FlatMoments.of(moment) else _known(moment, facts) for moment in moments
-        )
-        return replace(signature, precision=first, second_moment=second)
     if signature.kind is AuditKind.MODEL and not signature.precision:
         return signature
-    name = _known(signature.precision, facts)
-    recipe = getattr(precisions.get(name), "recipe", None)
-    if signature.takes == "codes" and (
-        recipe is None or not {treatment.fmt for treatment in recipe.treatments[:2]} <= _IN_TORCH
-    ):
-        raise UsageError(f"torch has no dtype for {name}'s codes: its products take values. Leave --takes out.")
-    if signature.kind is AuditKind.CAST and name == "fp32":
-        raise UsageError("nothing is cast in fp32: give the precision that it casts to.")
-    return replace(signature, precision=name)
-
-
-def _known(word: str, facts: DeviceFacts) -> str:
-    name = precisions.canonical(word)
+    name = precisions.canonical(signature.precision)
     precision = precisions.get(name)
     if precision.support(facts).level is Level.REFUSED:
         raise UsageError(f"{facts.key} does no {name}: {precision.support(facts).reason}")
     if precision.tensor_scale is TensorScale.DELAYED:
         raise UsageError(f"{name} scales by what was cast before, which one call cannot show: audit it as fp8.")
-    return name
+    recipe = getattr(precision, "recipe", None)
+    if signature.takes == "codes" and (
+        recipe is None or not {treatment.fmt for treatment in recipe.treatments[:2]} <= _IN_TORCH
+    ):
+        raise UsageError(f"torch has no dtype for {name}'s codes: its products take values. Leave --takes out.")
+    return replace(signature, precision=name)
 
 
 _TONES = {AuditOutcome.PASS: Tone.GOOD, AuditOutcome.FAIL: Tone.BAD, AuditOutcome.CANNOT_TELL: Tone.DOUBT}
@@ -260,7 +238,7 @@ def page_of(facts: DeviceFacts, audit: Audit, whole: bool = True) -> Page:
         ("failed", "what is wrong", _FINDINGS, failed if whole else failed[:_SHOWN]),
         ("layers", "layers", _LAYERS, audit.layers if whole or len(audit.layers) <= _LISTED else ()),
         ("remarks", "what is said of the rest", _FINDINGS, remarks if whole else ()),
-        ("work", "what torch sees of a call", _WORK, audit.work if whole else ()),
+        ("work", "what torch sees of a call", _WORK, (audit.work,) if whole and audit.work is not None else ()),
     ]
     parts = (Part(name, words, (table(name, "", cols, rows),)) for name, words, cols, rows in tables if rows)
     verdict = Part("verdict", "", tuple(_verdict(audit, failed, remarks, whole)))
@@ -302,13 +280,9 @@ _FINDINGS: tuple[Col[AuditFinding], ...] = (
     Col("expected", lambda finding: finding.expected, True, _percent),
     Col("why", lambda finding: finding.why, below=True),
 )
-_WORK: tuple[Col[tuple[str, CallWork, float | None]], ...] = (
-    Col("of", lambda row: row[0]),
-    *(
-        Col(field.name, lambda row, name=field.name: units.whole(getattr(row[1], name)), number=True)  # type: ignore[misc]
-        for field in fields(CallWork)
-    ),
-    Col("time", lambda row: row[2], True, units.seconds),
+_WORK: tuple[Col[CallWork], ...] = tuple(
+    Col(field.name, lambda work, name=field.name: units.whole(getattr(work, name)), number=True)  # type: ignore[misc]
+    for field in fields(CallWork)
 )
 _LAYERS: tuple[Col[AuditedLayer], ...] = (
     Col("layer", lambda layer: layer.name),

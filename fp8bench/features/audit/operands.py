@@ -8,19 +8,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import count
 
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.values import FlatMoments
 from fp8bench.formats.codes import DTYPES, decode, unpack
-from fp8bench.formats.grids import BF16, E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, FP16, Format
+from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, Format
 from fp8bench.formats.operators import values
 from fp8bench.formats.quantise import RANDOM_BITS, quantised
 from fp8bench.formats.recipe_support import on_device
-from fp8bench.formats.recipes import NVFP4, ROUNDINGS, ROW, TENSOR, Recipe, ScaleRounding, Scaling, Treatment
+from fp8bench.formats.recipes import NVFP4, ROUNDINGS, ROW, Recipe, ScaleRounding, Scaling, Treatment
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, swizzled
 from fp8bench.formats.scaled import quantise
 from fp8bench.model import DeviceFacts
@@ -171,27 +168,16 @@ _SIDES = (1, 16, 32, 64, 128)
 
 
 def spread(scales: Tensor, like: Tensor) -> Tensor:
-    """Expands scales to one for each element; how many there are says how large their blocks are. Raises ValueError
-    where so many scales do not cover the matrix in equal blocks."""
+    """Expands scales to one for each element; how many there are says how large their blocks are."""
     down, across = scales.shape
     rows, columns = like.shape
     high, wide = _block(rows, down), _block(columns, across)
-    if -(-rows // high) != down or -(-columns // wide) != across:
-        raise ValueError(f"{down} x {across} scales do not cover {rows} x {columns} elements in equal blocks")
     return scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
 
 
 def _block(length: int, count: int) -> int:
-    side = -(-length // max(count, 1))
+    side = -(-length // count)
     return next((number for number in _SIDES if number >= side), side) if count > 1 else length
-
-
-def scale_matrix(scale: Tensor) -> Tensor:
-    """Returns a kernel's scales as float32 (down, across); bytes are read as e8m0."""
-    if scale.dtype == torch.uint8:
-        scale = scale.view(torch.float8_e8m0fnu)
-    scales = scale.detach().to(torch.float32).cpu()
-    return scales.reshape(*_grid(scales))
 
 
 @dataclass(frozen=True)
@@ -233,38 +219,34 @@ def mistakes(kept: Rounded) -> Iterator[Mistake]:
     yield from _of_tails(kept)
 
 
-def nearest(
-    rows: Iterable[Mistake], distance: Callable[[Tensor], float], below: float, surely: float = 0.0
-) -> tuple[str, str] | None:
-    """Returns code and words of the mistake whose result has the least distance, if that is less than `below`.
-    Mistakes behind one within the distance `surely` are not tried."""
+def nearest(rows: Iterable[Mistake], distance: Callable[[Tensor], float], below: float) -> tuple[str, str] | None:
+    """Returns code and words of the mistake whose result has the least distance, if that is less than `below`."""
     least, name = below, None
     for code, words, tensor in rows:
         apart = distance(tensor)
         least, name = (apart, (code, words)) if apart < least else (least, name)
-        if apart <= surely:
-            break
     return name
 
 
 def _of_casts(x: Tensor, kept: Rounded, own: Treatment) -> Iterator[Mistake]:
     yield "not-cast", "as it came: it was not cast", x.to(torch.float32)
-    for words, treatment in otherwise_scaled(own):
-        yield "scale-rounding", f"cast under scales that are rounded as {words}", rounded(x, treatment).values
+    if own.scaling is not None:
+        for rounding in ROUNDINGS[own.scaling.scale]:
+            if rounding is not own.scaling.rounding:
+                treatment = replace(own, scaling=replace(own.scaling, rounding=rounding))
+                words = f"cast under scales that are rounded as {rounding.value}"
+                yield "scale-rounding", words, rounded(x, treatment).values
     if own.scaling is not None and not own.scaling.turns:
         yield "blocks-turned", "scaled by blocks along the other dimension", rounded(x.t().contiguous(), own).values.t()
     for words, treatment in _other_treatments(own):
         yield "other-precision", f"cast as {words} does", rounded(x, treatment).values
     if own.fmt.bits <= _BYTE:
-        yield "cut", "cast toward 0 and not to nearest", cut(x / kept.spread, own.fmt) * kept.spread
+        yield "cut", "cast toward 0 and not to nearest", _cut(x / kept.spread, own.fmt) * kept.spread
 
 
-def otherwise_scaled(own: Treatment | None) -> Iterator[tuple[str, Treatment]]:
-    """Yields treatments under scales that are rounded in another way, with that way's name."""
-    if own is not None and own.scaling is not None:
-        for rounding in ROUNDINGS[own.scaling.scale]:
-            if rounding is not own.scaling.rounding:
-                yield rounding.value, replace(own, scaling=replace(own.scaling, rounding=rounding))
+def _cut(x: Tensor, fmt: Format) -> Tensor:
+    """Rounds toward zero."""
+    return quantised(x.to(torch.float32), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32))
 
 
 def _other_treatments(own: Treatment) -> Iterator[tuple[str, Treatment]]:
@@ -321,76 +303,3 @@ def _of_tails(kept: Rounded) -> Iterator[Mistake]:
         values = kept.values.clone()
         values[:, columns - tail :] = 0
         yield "tail", f"without the last {tail} of the contraction", values
-
-
-# What rounding leaves of a moment, or of weights, between two steps.
-Cast = Callable[[Tensor], Tensor]
-_FLOATS = {"e4m3": E4M3, "e5m2": E5M2}
-# The smallest scale that 8-bit optimizers divide by.
-_LEAST_SCALE = 1e-12
-
-
-def same(x: Tensor) -> Tensor:
-    return x
-
-
-def fp32(x: Tensor) -> Tensor:
-    return x.to(torch.float32).to(torch.float64)
-
-
-def low(fmt: Format, scaling: Scaling | None = None) -> Cast:
-    return lambda x: values(x.to(torch.float32), fmt, scaling).to(torch.float64)
-
-
-def cut(x: Tensor, fmt: Format = BF16) -> Tensor:
-    """Rounds toward zero."""
-    return quantised(x.to(torch.float32), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32)).to(
-        torch.float64
-    )
-
-
-def stochastic(seed: int) -> Cast:
-    """bfloat16, rounded up or down at random, without bias."""
-    draws = count(seed)
-    return lambda x: values(x.to(torch.float32), BF16, seed=torch.tensor(next(draws))).to(torch.float64)
-
-
-def kept(word: str, facts: DeviceFacts, signed: bool = True) -> Cast:
-    """Returns the cast of moments that are kept as the word says; second moments are not `signed`."""
-    flat = FlatMoments.of(word)
-    if flat is None:
-        # fp16 has too little range without a scale. A moment lies as its weight does.
-        treatment = Treatment(FP16, TENSOR) if word == "fp16" else promised_by(word, facts).treatments[1]
-        return fp32 if treatment is None else low(treatment.fmt, treatment.scaling)
-    if fmt := _FLOATS.get(flat.codes):
-        return partial(_flat, block=flat.block, largest=fmt.largest, codes=partial(values, fmt=fmt))
-    levels = dynamic_map(4 if flat.codes == "dynamic4" else 8, signed)
-    if flat.codes == "linear8":
-        levels = torch.arange(-127, 128) / 127 if signed else torch.arange(256) / 255
-    middles = (levels[1:] + levels[:-1]) / 2  # ties go up
-    return partial(_flat, block=flat.block, codes=lambda x: levels[torch.bucketize(x, middles, right=True)])
-
-
-def _flat(x: Tensor, block: int, codes: Cast, largest: float = 1.0) -> Tensor:
-    """Rounds under a scale for each run of `block` elements of the flattened tensor; the last run may be short."""
-    line = x.to(torch.float32).flatten()
-    runs = torch.nn.functional.pad(line, (0, -len(line) % block)).view(-1, block)
-    scales = runs.abs().amax(1, keepdim=True).clamp(min=_LEAST_SCALE) / largest
-    return (codes(runs / scales) * scales).flatten()[: len(line)].view(x.shape).to(torch.float64)
-
-
-@cache
-def dynamic_map(bits: int, both: bool) -> Tensor:
-    """Returns the values of Dettmers's dynamic data type, with negative ones if `both`. They are powers of ten, with
-    as many equal steps within one as the exponent leaves bits for. Without a sign, four bits are sixteen equal
-    steps, and none of them is zero (as in torchao's 4-bit optimizers)."""
-    if bits == 4 and not both:
-        return torch.linspace(0, 1, 17)[1:]
-    octaves = bits - 1
-    values = [0.0, 1.0]
-    for place in range(octaves):
-        steps = 2 ** (place + (not both))
-        edges = torch.linspace(0.1, 1, steps + 1)
-        middles = (10.0 ** (place - octaves + 1) * ((edges[1:] + edges[:-1]) / 2)).tolist()
-        values += [*middles, *(-middle for middle in middles if both)]
-    return torch.tensor(sorted(values))

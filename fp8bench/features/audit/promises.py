@@ -27,7 +27,6 @@ from fp8bench.model.promises import Difference
 from fp8bench.numerics.conformity import (
     FLOAT32_BITS,
     ConformitySums,
-    explain_cast,
     explain_product,
     kept_bits,
     match_units,
@@ -43,8 +42,8 @@ _NEARER, _NEARER_IN_ATTENTION = 4.0, 16.0
 # The relative error of an element times a scale in float32, if the scale was computed in another way. Also what a
 # float32 exponential, and sums in any order, may add to attention.
 _LAST_BITS = 2.0**-18
-# How many steps of the grid a value may be off: under a scale that differs in its last bits, and under another scale.
-_STEP, _STEPS = 1.01, 2.0
+# How many steps of the grid a value may be off under another scale.
+_STEPS = 2.0
 # Rounding errors are taken as random: a sum of many is off by so many standard errors at most.
 _DRAWN = 6.0
 # With fewer results no mistake is named, and no error judged.
@@ -118,7 +117,7 @@ class ProductPromise:
         gain = self._gain(wide, sums, spans)
         if not gain and not bool(self._beyond(wide, sums, map(_slack, (self.a, self.b), spans)).any()):
             return remark("other-rounding", _TIES)
-        steps = (_STEPS * steps_of(operand) for operand in (self.a, self.b))
+        steps = (_STEPS * _steps_of(operand) for operand in (self.a, self.b))
         far = self._beyond(wide, sums, steps, _DRAWN)
         near = not bool(far.any())
         if near and result.numel() < _ENOUGH:
@@ -236,49 +235,6 @@ class ProductPromise:
 
 
 @dataclass(frozen=True)
-class CastPromise:
-    """A matrix as a recipe casts it."""
-
-    kept: Rounded
-
-    def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
-        kept, given, treatment = self.kept, self.kept.given, self.kept.treatment
-        if wrong := unusable(result, tuple(kept.elements.shape)):
-            return wrong
-        assert given is not None and treatment is not None
-        values, given = result.to(torch.float32), given.to(torch.float32)
-        error, expected = (
-            relative_frobenius(tensor, given) if bool(given.any()) else None for tensor in (values, kept.values)
-        )
-        verdict = self._difference(values, search)
-        if verdict is None:
-            difference, why = explain_cast(values, kept.values, given, treatment.fmt)
-            band = in_band(error, expected, why or "other values, of the same error")
-            verdict = fail(_CODES[difference], why) if difference in _CODES else band
-        return replace(verdict, error=error, expected=expected)
-
-    def _difference(self, values: Tensor, search: bool) -> AuditFinding | None:
-        """Judges values one by one; None where they may be right or wrong."""
-        kept, apart = self.kept, (values - self.kept.values).abs()
-        if _alike(values, kept.values):
-            return AuditFinding()
-        wrong = f"{int((apart > _LAST_BITS * kept.values.abs()).sum())} of {apart.numel()} elements are"
-        if bool((apart <= _slack(kept, span(kept))).all()):
-            return remark("other-rounding", f"{wrong} rounded otherwise: {_TIES}")
-        enough = values.numel() >= _ENOUGH
-        for code, words, other in mistakes(kept) if search and enough else ():
-            if _alike(values, other):
-                return fail(code, f"the matrix is {words}")
-        if not bool((apart <= _STEP * steps_of(kept, values)).all()):
-            return fail("wrong-values", f"{wrong} wrong, some by more than a step of the grid")
-        return None if enough else remark("other-rounding", f"{wrong} rounded otherwise")
-
-
-def _alike(tensor: Tensor, other: Tensor) -> bool:
-    return bool(((tensor - other).abs() <= _LAST_BITS * other.abs()).all())
-
-
-@dataclass(frozen=True)
 class AttentionPromise:
     """Attention of queries, keys and values as they came in `given`, all cast by one treatment."""
 
@@ -378,15 +334,13 @@ def _slack(operand: Rounded, ends: Matrices) -> Tensor:
     return torch.maximum(high - operand.values, operand.values - low) + _LAST_BITS * operand.values.abs()
 
 
-def steps_of(operand: Rounded, values: Tensor | None = None) -> Tensor:
-    """Returns the distance of each value to its neighbour on the grid, there or at `values` if that is more; 0 for what
-    is not cast."""
+def _steps_of(operand: Rounded) -> Tensor:
+    """Returns the distance of each value to its neighbour on the grid; 0 for what is not cast."""
     if operand.treatment is None or operand.given is None:
         return torch.zeros_like(operand.elements)
-    fmt, spread = operand.treatment.fmt, operand.spread
-    other = operand.elements if values is None else values / spread
-    largest = torch.maximum(other.abs(), operand.elements.abs()).clamp(min=fmt.smallest_normal)
-    return torch.exp2(largest.log2().floor() - fmt.mantissa_bits) * spread
+    fmt = operand.treatment.fmt
+    sizes = operand.elements.abs().clamp(min=fmt.smallest_normal)
+    return torch.exp2(sizes.log2().floor() - fmt.mantissa_bits) * operand.spread
 
 
 def _distance(result: Tensor, other: Tensor) -> float:
@@ -403,18 +357,16 @@ def unusable(result: Tensor, shape: tuple[int, ...], finite: bool = True) -> Aud
     return fail("not-finite", f"{gone} of {result.numel()} results are no numbers") if gone else None
 
 
-def in_band(
-    error: float | None, expected: float | None, why: str = "", limits: tuple[float, float] | None = None
-) -> AuditFinding:
+def in_band(error: float | None, expected: float | None, why: str = "") -> AuditFinding:
     """Judges by error alone; `why` are words for what is known already."""
     unknown = why or "no known mistake explains it"
     if error is None or expected is None:
         return fail("unexplained", unknown, error, expected)
-    low, high = limits or (expected * BAND[0], expected * BAND[1])
-    if error > high:
+    low, high = BAND
+    if error > expected * high:
         words = f"{unknown}; its error is {error:.3g}, and {expected:.3g} was expected"
         return fail("too-bad", words, error, expected)
-    if error < low:
+    if error < expected * low:
         words = f"its error is {error:.3g}, and this precision has {expected:.3g}: finer scales, or a wider one"
         return fail("too-good", words, error, expected)
     return remark("other-rounding", why or "not the promised values, and with their error", error, expected)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fp8bench.features.audit.auditor import ANOTHER, NORMAL, AuditCheck, AuditInput, Auditor, Subject
 from fp8bench.features.audit.promises import Matrices
-from fp8bench.features.audit.steps import OptimizerSubject
 from fp8bench.features.audit.values import AuditFinding, fail, remark
 from fp8bench.model.promises import AuditKind
 from fp8bench.user_code import own_words
@@ -41,27 +40,16 @@ def _numbers(auditor: Auditor) -> Iterator[AuditFinding]:
             return
 
 
-def _many_steps(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Takes many steps of an optimizer: a count that stands still, or updates that are lost, show late."""
-    auditor.given = given = AuditInput(NORMAL, OptimizerSubject.many)
-    for name, verdict in auditor.problems(given).items():
-        yield auditor.finding(given, name, verdict)
-
-
 Change = Callable[..., Matrices]
-_SHARED: dict[str, Change] = {
-    "the first operand doubled": lambda a, *rest: (a * 2, *rest),
-    "the first operand negated": lambda a, *rest: (-a, *rest),
-    "rows in another order": lambda a, *rest: (a.flip(0), *rest),
-}
 _CHANGES: dict[AuditKind, dict[str, Change]] = {
     AuditKind.PRODUCT: {
-        **_SHARED,
+        "the first operand doubled": lambda a, b: (a * 2, b),
+        "the first operand negated": lambda a, b: (-a, b),
+        "rows in another order": lambda a, b: (a.flip(0), b),
         "the second operand halved": lambda a, b: (a, b / 2),
         "the second operand's rows in another order": lambda a, b: (a, b.flip(0)),
         "blocks of the contraction in another order": lambda *ab: tuple(side.roll(BLOCK, 1) for side in ab),
     },
-    AuditKind.CAST: _SHARED,
     AuditKind.ATTENTION: {
         "queries and keys negated": lambda q, k, v: (-q, -k, v),
         "values doubled": lambda q, k, v: (q, k, v * 2),
@@ -69,14 +57,13 @@ _CHANGES: dict[AuditKind, dict[str, Change]] = {
         "batches in another order": lambda *qkv: tuple(tensor.flip(0) for tensor in qkv),
         "keys and values in another order": lambda q, k, v: (q, k.flip(2), v.flip(2)),
     },
-    AuditKind.OPTIMIZER: {"gradients and weights negated": lambda *both: tuple(-side for side in both)},
 }
 
 
 def _relations(auditor: Auditor) -> Iterator[AuditFinding]:
     """Doubles or permutes operands: results have to follow. On two inputs: one may be wrong by chance."""
     subject, given = auditor.subject, auditor.first
-    if subject.kind in (AuditKind.PRODUCT, AuditKind.CAST):
+    if subject.kind is AuditKind.PRODUCT:
         given = AuditInput(BLOCKS, auditor.fitting(given.shape._replace(k=2 * BLOCK)))
     pair = [subject.drawn(given.data, given.shape, auditor.seed + more) for more in (0, ANOTHER)]
     for words, change in _CHANGES[subject.kind].items():
@@ -221,7 +208,7 @@ def _lost(auditor: Auditor) -> Iterator[AuditFinding]:
     for result in list(called("subnormal numbers", (tiny, *rest)).values())[:1]:
         if not bool(result.isfinite().all()):
             yield fail("subnormal", "of subnormal numbers something came out that is not finite")
-    for operand, matrix in enumerate(matrices[: 1 if subject.kind is AuditKind.OPTIMIZER else None]):
+    for operand, matrix in enumerate(matrices):
         last = matrix.numel() - 1
         for index in (0, (last - matrix.shape[-1]) // 2, last):
             row, column = divmod(index, matrix.shape[-1])
@@ -231,7 +218,7 @@ def _lost(auditor: Auditor) -> Iterator[AuditFinding]:
             if results and not bool(_reached(subject, results, operand, row).isnan().any()):
                 yield fail("nan-lost", f"a NaN {where}: what it goes into is all numbers")
             # An infinity may become the largest number, or NaN, but must not count as a zero.
-            results = called(f"an infinity {where}", infinity) if subject.kind in _INFINITE else {}
+            results = called(f"an infinity {where}", infinity) if subject.kind is not AuditKind.ATTENTION else {}
             if results and bool(_reached(subject, results, operand, row).isfinite().all()):
                 promises = subject.promises(zero)
                 if not any(promises[name].judge(result, search=False).failed for name, result in results.items()):
@@ -239,15 +226,12 @@ def _lost(auditor: Auditor) -> Iterator[AuditFinding]:
     yield from refused
 
 
-_INFINITE = (AuditKind.PRODUCT, AuditKind.CAST, AuditKind.LINEAR)
-
-
 def _reached(subject: Subject, results: Results, operand: int, row: int) -> Tensor:
     """Returns the results that a row of an operand goes into."""
     kind, several = subject.kind, list(results.values())
     result = several[operand == 2 and kind is AuditKind.LINEAR]
     result = result.reshape(-1, result.shape[-1])
-    if kind is AuditKind.OPTIMIZER or (kind is AuditKind.ATTENTION and operand):
+    if kind is AuditKind.ATTENTION and operand:
         return result
     return result[:, row] if operand == 1 else result[row]
 
@@ -327,7 +311,7 @@ def _strides(auditor: Auditor) -> Iterator[AuditFinding]:
 
     calls = {
         auditor.first._replace(how=f"the {_ORDINALS[operand]} argument {words}"): (operand, laid)
-        for operand in range(min(len(matrices), len(subject.sides)))
+        for operand in range(len(matrices))
         for words, laid in _LAID.items()
     }
     yield from _right_or_refused(auditor, calls, look)
@@ -358,15 +342,13 @@ def _odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
     yield from _right_or_refused(auditor, [AuditInput(*given) for given in product(kinds, auditor.subject.odd)], look)
 
 
-_NOT_OPTIMIZERS = frozenset(AuditKind) - {AuditKind.OPTIMIZER}
 # The checks that look at values, in the order in which they run.
 VALUE_CHECKS = (
     AuditCheck("numbers", _numbers, decides=True),
-    AuditCheck("many steps", _many_steps, frozenset({AuditKind.OPTIMIZER}), needs_sound=True),
     AuditCheck("relations", _relations, frozenset(_CHANGES), needs_sound=True),
     AuditCheck("memory", _memory),
     AuditCheck("special values", _special_values),
     AuditCheck("odd shapes", _odd_shapes, needs_sound=True),
-    AuditCheck("strides", _strides, _NOT_OPTIMIZERS, needs_sound=True),
-    AuditCheck("extremes", _extremes, _NOT_OPTIMIZERS, needs_sound=True),
+    AuditCheck("strides", _strides, needs_sound=True),
+    AuditCheck("extremes", _extremes, needs_sound=True),
 )

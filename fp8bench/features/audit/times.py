@@ -21,7 +21,7 @@ from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.values import CONTROL, Audit, AuditFinding, CallWork, fail, noise_of, remark, spread_of
 from fp8bench.model import Ceilings, DeviceFacts, Limit
-from fp8bench.model.promises import AuditKind, Signature, Takes
+from fp8bench.model.promises import AuditKind, Signature
 from fp8bench.registry import precisions
 from fp8bench.tape.coverage import SHAPES
 from fp8bench.tape.recorder import OperatorTape, name_of, tensors_in
@@ -54,50 +54,23 @@ def work_of(call: Callable[[], object]) -> CallWork:
 
 _WARM = 3
 _REMEMBERED = ("casts", "products", "copies", "allocations")
-# Kinds whose baseline, in the dtype of its operands, is a single operator.
-_SINGLE = (AuditKind.PRODUCT, AuditKind.ATTENTION)
 
 
 def _work(auditor: Auditor) -> Iterator[AuditFinding]:
-    """A call with arguments that it has seen must do as much as one with fresh arguments, and a baseline no more than
-    it has to. What a kernel does inside is not seen."""
-    subject, other = auditor.subject, auditor.baseline
+    """A call with arguments that it has seen must do as much as one with fresh arguments. What a kernel does inside is
+    not seen."""
+    subject = auditor.subject
     auditor.given = AuditInput(NORMAL, auditor.fitting(subject.timed))
     matrices = auditor.matrices(auditor.given)
     known = subject.arguments(matrices)
     for _ in range(_WARM):
         subject.raw(known)
     again, mine = (work_of(partial(subject.raw, given)) for given in (known, subject.arguments(matrices)))
-    auditor.work = (("kernel", mine, None),)
+    auditor.work = mine
     counts = {name: (getattr(again, name), getattr(mine, name)) for name in _REMEMBERED}
     if lost := [f"{name}: {less} of {all_}" for name, (less, all_) in counts.items() if less < all_]:
         why = f"with arguments that it has seen it does less than with fresh ones ({'; '.join(lost)})"
         yield fail("remembered-work", why)
-    if other is None:
-        return
-    calls = {
-        side: partial(called.raw, called.arguments(matrices))
-        for side, called in (("kernel", subject), ("baseline", other))
-    }
-    calls["baseline"]()
-    work, seconds = work_of(calls["baseline"]), fastest(calls, subject.device)
-    auditor.work = ("kernel", mine, seconds["kernel"]), ("baseline", work, seconds["baseline"])
-    if subject.kind in _SINGLE and (more := list(_more(work, mine))):
-        yield fail("unfair-baseline", f"the baseline {' and '.join(more)}")
-    if subject.signature.takes is Takes.CODES:
-        why = "it is given codes and scales, and the baseline values: the time of casts is in neither"
-        yield remark("casts-outside", why)
-
-
-def _more(work: CallWork, mine: CallWork) -> Iterator[str]:
-    if work.casts:
-        yield f"casts {work.casts} times what is in its dtype already"
-    if work.copies > mine.copies:
-        yield f"makes {work.copies} copies in another layout, and the kernel {mine.copies}"
-    if work.allocations and not mine.allocations:
-        yield "takes memory for its result at each call, and the kernel none"
-    if work.products > max(mine.products, 1):
-        yield f"makes {work.products} products, and the kernel {mine.products}"
 
 
 _TIMES, _SECONDS = 7, 1.0
@@ -137,11 +110,12 @@ def bounds(
 ) -> Iterator[tuple[float, str]]:
     """Yields the fewest seconds that are believed of so many FLOPs and bytes, and what says so: the best copy measured
     in any cache, the best product in this precision or a wider one, and torch's own now."""
-    looks = [(moved, "copy", partial(_copy, moved, device), [(Limit.CACHED, "")])]
-    if flops:
-        rank, rates = precisions.get(precision).rank, [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
-        wide = [(Limit.PRODUCT, rate.precision) for rate in rates if precisions.get(rate.precision).rank <= rank]
-        looks.append((flops, "product", partial(_product, shape, device), wide))
+    rank, rates = precisions.get(precision).rank, [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
+    wide = [(Limit.PRODUCT, rate.precision) for rate in rates if precisions.get(rate.precision).rank <= rank]
+    looks = (
+        (moved, "copy", partial(_copy, moved, device), [(Limit.CACHED, "")]),
+        (flops, "product", partial(_product, shape, device), wide),
+    )
     for count, what, measured, names in looks:
         known = [value for name in names if (value := ceilings.bound(*name)) is not None]
         margin = _MARGIN if not known else _CLOSE if ceilings.whole and not device.startswith("cpu") else _ABOVE
@@ -170,8 +144,8 @@ _LONG_ENOUGH, _LARGEST = 2e-3, 1024
 _MORE, _AT_LEAST = 4, 1.3
 # A suspicion has to show so many times in a row: on a busy machine any single comparison may be wrong.
 _AGAIN = 4
-# A quarter of the time on some data fails, and a spread above 30% is a remark. Zeros may honestly take 55% of the time
-# (torchao's 8-bit AdamW on a CPU; torch's scaled product 80%); a kernel that skips their product takes a twentieth.
+# A quarter of the time on some data fails, and a spread above 30% is a remark. Zeros may honestly take 80% of the time
+# (torch's scaled product on a CPU); a kernel that skips their product takes a twentieth.
 _SHORT, _SPREAD = 4.0, 0.3
 # A spread says something only if it is so many times the difference between two times on the same data.
 _CLEARLY = 3.0
@@ -202,18 +176,12 @@ def _speed(auditor: Auditor) -> list[AuditFinding]:
     return findings
 
 
-# Attention has a batch of two, and two products.
-_FLOPS: dict[AuditKind, Callable[[Shape], int]] = {
-    AuditKind.PRODUCT: lambda shape: 2 * math.prod(shape), AuditKind.LINEAR: lambda shape: 2 * math.prod(shape),
-    AuditKind.ATTENTION: lambda shape: 8 * shape.m * math.prod(shape),
-}  # fmt: skip
-
-
 def _too_fast(auditor: Auditor, shape: Shape) -> str:
     subject, arguments = auditor.subject, _arguments(auditor, NORMAL, shape)
     touched = (*arguments, *subject.raw(arguments).values())
     moved, own = sum(tensor.numel() * tensor.element_size() for tensor in touched), _seconds(auditor, shape)
-    flops = _FLOPS[subject.kind](shape) if subject.kind in _FLOPS else 0
+    # Attention has a batch of two, and two products.
+    flops = (8 * shape.m if subject.kind is AuditKind.ATTENTION else 2) * math.prod(shape)
     given = subject.signature.precision, shape, flops, moved, subject.device
     least, words = max(bounds(auditor.ceilings, *given))
     return "" if own >= least else f"{units.seconds(own)}; {units.seconds(least)} are {words}"
@@ -285,9 +253,7 @@ class AuditBench(Bench):
             if signature.kind is AuditKind.MODEL:
                 model, batch = given_model(target, named(target)())
                 return audited_model(target, model, batch, signature, facts)
-            baseline = named(signature.baseline) if signature.baseline else None
-            seed, function = self._settings.seed, named(target)
-            return audited(target, function, signature, facts, seed, CHECKS, ceilings, baseline)
+            return audited(target, named(target), signature, facts, self._settings.seed, CHECKS, ceilings)
 
 
 if __name__ == "__main__":

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 from fp8bench.model.promises import Signature
-
-
-class FlatMoments(NamedTuple):
-    """How 8-bit optimizers keep moments: `codes` under a scale for each run of `block` elements of the tensor."""
-
-    codes: str
-    block: int
-
-    @classmethod
-    def of(cls, word: str) -> FlatMoments | None:
-        """Parses words such as 'dynamic8-256' and 'e4m3-256', with blocks of 16 to 4096; returns None for others."""
-        parts = re.fullmatch(r"(e4m3|e5m2|dynamic8|dynamic4|linear8)-(\d{2,4})", word)
-        return cls(parts[1], int(parts[2])) if parts and 16 <= int(parts[2]) <= 4096 else None
 
 
 class AuditOutcome(StrEnum):
@@ -116,8 +101,7 @@ def noise_of(times: Mapping[str, float]) -> float:
 @dataclass(frozen=True)
 class Audit:
     """All findings on one callable and device. `tried` counts judged results; only models have `layers`. `times` are
-    seconds of the same call on each kind of data, on a CPU those of the process; `work` is a call of the kernel, and
-    of the baseline if there is one, with the seconds of both."""
+    seconds of the same call on each kind of data, on a CPU those of the process; `work` is what torch sees of one."""
 
     target: str
     signature: Signature
@@ -126,7 +110,7 @@ class Audit:
     seconds: float = 0.0
     layers: tuple[AuditedLayer, ...] = ()
     times: tuple[tuple[str, float], ...] = ()
-    work: tuple[tuple[str, CallWork, float | None], ...] = ()
+    work: CallWork | None = None
 
     @property
     def low_flops(self) -> int:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from fp8bench.features.advise.basis import Basis
-from fp8bench.features.advise.decide import advised, serving_advice
+from fp8bench.features.advise.decide import advised
 from fp8bench.features.advise.job import basis_of
+from fp8bench.features.advise.serving import serving_advice
 from fp8bench.features.advise.values import Advice, AdviceKind
 from fp8bench.features.infer.values import (
     ArmQuality,
@@ -28,7 +29,7 @@ from tests.advised import FP8, group, run
 from tests.commands import Say
 from tests.counts import for_each
 
-ADOPT, ROUTE, _, NOTHING = AdviceKind
+ADOPT, ROUTE, NOTHING = AdviceKind
 LEAD, INT8, FP8_KV = Arm("fp32"), Arm("bf16", "", "int8"), Arm("bf16", "fp8")
 
 
@@ -125,7 +126,7 @@ def test_layers_stay_high_where_few_carry_the_harm(left: float, kind: AdviceKind
 
 
 def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers that name the run, or one beside it, and no other's; a line that is broken is told."""
+    """The answers that name the run, and no other's; a line that is broken is told."""
     asked = replace(answer().question, check_layers="kv")
     spared = ((Arm("fp32", "fp8"), quality(2e-3)), (Arm("fp32", "fp8@0=fp32"), quality(4e-4)))
     sweep = BatchSweep((768, 192), (1, 8, 4096), (ENDS,), 40.0)

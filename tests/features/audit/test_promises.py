@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from torch import Tensor
 
 from fp8bench.features.audit.auditor import SUBJECTS, Shape, Subject
-from fp8bench.features.audit.operands import DATA, rounded, spread
+from fp8bench.features.audit.operands import DATA, rounded
 from fp8bench.features.audit.values import AuditFinding
 from fp8bench.formats.operators import values
-from fp8bench.formats.recipes import Treatment
 from fp8bench.model.promises import AuditKind
 from fp8bench.registry import precisions
 from fp8bench.user_code.named import signed
@@ -70,7 +67,7 @@ LARGE, SMALL = Shape(64, 4, 64), Shape(33, 3, 128)
     [
         "bf16 under the name of fp8", "scales rounded up", "blocks along the wrong dimension", "cast to another format",
         "codes read as another format's", "the codes of a byte exchanged", "the tensor's scale left out",
-        "sums kept in bf16", "subnormal numbers are zero",
+        "sums kept in bf16", "cut toward zero", "one scale of two is applied", "0.2% too large",
         "torch's attention", "torch's causal attention", "attention that is not fused", "attention in mxfp8",
         "attention in bf16 for mxfp8", "scores that are not scaled", "scores scaled by the size",
         "a softmax over queries", "no causal mask", "a causal mask that is one off", "values of another head",
@@ -79,20 +76,9 @@ LARGE, SMALL = Shape(64, 4, 64), Shape(33, 3, 128)
 def test_a_mistake_has_its_name(name: str) -> None:
     kernel = _BY_NAME[name]
     kind, code = kernel.signature.kind, kernel.code
-    data = {"wrong-values": "many octaves", "blocks-turned": "rows of different sizes"}.get(code, "normal")
+    data = "rows of different sizes" if code == "blocks-turned" else "normal"
     for shape in (LARGE, SMALL) if kind is AuditKind.ATTENTION else (SHAPE,):
         assert judged(SUBJECTS[kind](kernel.made(), kernel.signature, CPU), data, shape).code == code
-
-
-def test_an_error_that_is_too_small_is_a_wider_precision() -> None:
-    treatment = precisions.get("fp8").recipe.input  # type: ignore[attr-defined]
-
-    def better(x: Tensor) -> Tensor:
-        return (values(x, treatment.fmt, treatment.scaling) + x.float()) / 2
-
-    verdict = judged(subject(better, "cast", "fp8"))
-    assert verdict.code == "too-good" and verdict.error is not None and verdict.expected is not None
-    assert verdict.error < 0.6 * verdict.expected
 
 
 @for_each("data", ["normal", "zeros", "infinite"])
@@ -103,17 +89,3 @@ def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
     a[0, 0] = torch.inf if data == "infinite" else a[0, 0]
     *_, first, second = arguments = audited.arguments((a, b))
     assert len(arguments) == 6 and first.shape == second.shape == () and (first == 1) == (data != "normal")
-
-
-def test_a_cast_may_give_codes_and_scales() -> None:
-    treatment = Treatment(precisions.get("mxfp8").recipe.input.fmt, MXFP8.scaling)  # type: ignore[attr-defined]
-
-    def cast(x: Tensor) -> tuple[Tensor, Tensor]:
-        operand = rounded(x, treatment)
-        return operand.codes, operand.scales.to(torch.float8_e8m0fnu)
-
-    assert judged(subject(cast, "cast", "mxfp8")).code == ""
-    with pytest.raises(ValueError, match="3 x 1 scales do not cover 8 x 4"):
-        spread(torch.ones(3, 1), torch.ones(8, 4))
-    with pytest.raises(ValueError, match="0 x 1 scales do not cover 32 x 256"):
-        judged(subject(lambda x: (x.to(torch.float8_e4m3fn), torch.ones(0)), "cast", "fp8"))

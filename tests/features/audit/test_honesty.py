@@ -1,8 +1,7 @@
-"""What honest casts may do otherwise, what gains are, and everyday kernels at other seeds."""
+"""What honest casts may do otherwise, what gains are, and honest kernels at another seed."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,27 +13,21 @@ from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.numerics.products import unit_sums
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of
-from suites.audit_everyday import HONEST, LIES
 from suites.audit_kernels import Kernel, kernel
-from tests.counts import for_each, sampled
+from suites.audit_lies import HONEST
+from tests.counts import for_each
 from tests.facts import CPU
 
 (EXTREMES,) = (check for check in VALUE_CHECKS if check.name == "extremes")
 
 
-def codes(row: Kernel, seed: int) -> str:
-    return codes_of(audited(row.name, row.made(), row.signature, CPU, seed, VALUE_CHECKS))
+OTHER_WAYS = ("ties away from zero", "the reciprocal of a scale")
 
 
-@for_each("row", HONEST[::8], ids=lambda row: row.name)
+@for_each("row", [row for row in HONEST if row.name in OTHER_WAYS], ids=lambda row: row.name)
 def test_another_way_to_be_honest_is_a_remark(row: Kernel) -> None:
-    assert codes(row, 1) == "-", "at this seed five honest kernels were accused"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", sampled([*HONEST, *LIES][::10], [*HONEST, *(row for row in LIES if row.code)]))
-def test_everyday_bugs_are_found_at_another_seed(row: Kernel) -> None:
-    assert (codes(row, 2) == "-") is (row in HONEST)
+    codes = codes_of(audited(row.name, row.made(), row.signature, CPU, 1, VALUE_CHECKS))
+    assert codes == "-", "at this seed five honest kernels were accused"
 
 
 @for_each("precision", ["fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4"])

@@ -1,0 +1,112 @@
+"""Advice on serving, by answers of `infer`: from which context and below which batch to keep what low, and which layers
+high."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from fp8bench import units
+from fp8bench.features.advise.values import Advice, AdviceKind, Ground
+from fp8bench.features.infer.values import ArmTimes, BatchGain, BatchSweep, ServingAnswer, word_of
+from fp8bench.features.infer.view import spared_word
+from fp8bench.nn.served import ServedArm
+
+# A gain that costs more than this share of perplexity on the answer's model is none.
+SPOILED = 0.01
+# Few layers are worth an exception if, with them high, at most this share of the mean KL is left.
+_SAVED = 0.5
+
+
+def serving_advice(answer: ServingAnswer) -> Iterator[Advice]:
+    if answer.sweep is not None:
+        yield from (_of_batches(answer, answer.sweep, gain) for gain in answer.sweep.gains)
+    yield from (_of_contexts(answer, times) for times in answer.times if times.arm != answer.question.arms[0])
+    if answer.spared:
+        yield _of_layers(answer)
+
+
+def _serving(answer: ServingAnswer, rule: str, kind: AdviceKind, mode: str, words: str, recipe: str = "") -> Advice:
+    question = answer.question
+    setting = f"{question.size} on {answer.device}" + ("" if rule == "batch" else f", batch {question.batch}")
+    ground = Ground(f"runs {', '.join(answer.runs)} of infer", words)
+    return Advice(rule, kind, mode, _lead(answer), words, (setting,), recipe, grounds=(ground,))
+
+
+def _lead(answer: ServingAnswer) -> str:
+    return word_of(answer.question.arms[0])
+
+
+def _judged(answer: ServingAnswer, rule: str, arm: ServedArm, where: str, because: str) -> Advice:
+    """Advises to take the arm `where` it was timed to be faster, unless predictions suffer; to do nothing if that is
+    ''."""
+    name, quality = word_of(arm), answer.quality_of(arm)
+    doing = f"quantise weights ({name})" if arm.weights and not arm.kv else f"take {name}"
+    harm, spoils = "what it does to predictions is not known", False
+    if quality is not None and answer.quality is not None:
+        ratio = quality.log_perplexity
+        low, high = (units.change(math.exp(end)) for end in (ratio.low, ratio.high))
+        whose = ", ".join(filter(None, (answer.quality.model, answer.quality.caution)))
+        harm = f"perplexity {units.change(math.exp(ratio.point))} [{low}, {high}], mean KL {quality.kl:.1e} beside a "
+        harm += f"floor of {answer.quality.floor.kl:.0e} on {whose}"
+        proven = not answer.quality.caution and ratio.low > math.log1p(SPOILED)
+        spoils = proven or not math.isfinite(quality.kl)
+    if where and not spoils:
+        return _serving(answer, rule, AdviceKind.ADOPT, name, f"{doing} {where}: {because}; {harm}", f"--arms {name}")
+    reason = f"predictions suffer ({harm}), though {because}" if where else because
+    return _serving(answer, rule, AdviceKind.NOTHING, name, f"do nothing about {name}, because {reason}")
+
+
+def _of_batches(answer: ServingAnswer, sweep: BatchSweep, gain: BatchGain) -> Advice:
+    product, faster = "its product of {} x {}".format(*sweep.layer), f"faster than in {_lead(answer)}"
+    span = f"{sweep.rows[0]} to {sweep.rows[-1]} rows"
+    loses = f"; it loses most at {gain.worst} by {gain.cause}" if gain.cause else ""
+    if gain.crossings:
+        (rows, low, high, begins), last = gain.crossings[0], gain.crossings[-1]
+        place = f"{rows:.0f} [{low:.0f}, {high:.0f}]{loses}"
+        if not begins:
+            where, because = f"below a batch of {low:.0f} rows", f"{product} is {faster} up to {place}"
+        else:
+            where, because = f"from a batch of {high:.0f} rows on", f"{product} is {faster} from {place}"
+            where += "" if last[3] else f", up to {last[1]:.0f}"
+        return _judged(answer, "batch", gain.arm, where, because)
+    if gain.pays:
+        return _judged(answer, "batch", gain.arm, f"at every batch of {span}", f"{product} is {faster}")
+    sure = "surely " if gain.pays is None else ""
+    return _judged(answer, "batch", gain.arm, "", f"at no batch of {span} is {product} {sure}{faster}{loses}")
+
+
+def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
+    lead, crossing = _lead(answer), times.crossing
+    low, high = answer.question.contexts[0], answer.question.contexts[-1]
+    if crossing is None:
+        name, why = word_of(times.arm), times.why or "no line fits its times"
+        words = f"do nothing about the speed of {name}, because it was not timed: {why}"
+        return _serving(answer, "context", AdviceKind.NOTHING, name, words)
+    if times.doubts:
+        return _judged(answer, "context", times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
+    if crossing.at is not None:
+        begins, ends = f"{crossing.low:.0f}", f"{crossing.high:.0f}"
+        where = f"from a context of {ends} on" if crossing.faster[1] else f"up to {begins} tokens"
+        because = f"its decode step crosses that of {lead} at {crossing.at:.0f} [{begins}, {ends}]"
+        return _judged(answer, "context", times.arm, where, because)
+    if crossing.faster == (True, True):
+        where = f"at contexts of {low} to {high}"
+        return _judged(answer, "context", times.arm, where, f"faster than {lead} throughout")
+    first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
+    because = f"its decode step is {first} at a context of {low} and {last} at {high}"
+    return _judged(answer, "context", times.arm, "", f"{because}, against {lead}")
+
+
+def _of_layers(answer: ServingAnswer) -> Advice:
+    what, (low, spared) = answer.question.check_layers, answer.spared
+    usual, *exceptions = str(getattr(spared[0], what)).split("@")
+    name = f"{what}={usual}"
+    layers = ", ".join(exception.partition("=")[0] for exception in exceptions)
+    figure = f"the mean KL is then {spared[1].kl:.1e} instead of {low[1].kl:.1e}"
+    called = {"kv": "KV", "weights": "weights"}[what]
+    if spared[1].kl <= _SAVED * low[1].kl:
+        words = f"keep {called} of layers {layers} high with {name}: {figure}"
+        return _serving(answer, "layers", AdviceKind.ROUTE, name, words, f"--arms {spared_word(answer)}")
+    words = f"leave no layer out of {name}, because no few carry it: with the worst ({layers}) high {figure}"
+    return _serving(answer, "layers", AdviceKind.NOTHING, name, words)
