@@ -22,12 +22,10 @@ from fp8bench.report.elements import (
     Scatter,
     Sparks,
     Stacks,
-    Strips,
     Table,
     Text,
     Tone,
     Verdicts,
-    Waterfall,
 )
 
 SCRIPT = "<script>alert(1)</script>"
@@ -117,15 +115,6 @@ def charts() -> tuple[AnyChart, ...]:
         ChartPoint("mxfp4", "mxfp4", None, 0.16, Tone.DOUBT, "emulated"),
     )
     stacks = (("bf16", (0.005, 0.012, 0.0004)), ("fp8", (0.004, 0.0001, 0.002)))
-    strips = (
-        ("bf16", (0.024, 0.0241, 0.0242, 0.0239), Tone.PLAIN),
-        ("fp8", tuple(0.017 + 0.00001 * (n % 7) for n in range(60)), Tone.DOUBT),
-    )
-    gains = (
-        Mark("cast", 0.001, tone=Tone.BAD),
-        Mark("gemm", -0.008, tone=Tone.GOOD),
-        Mark("the rest", 0.0, tone=Tone.DOUBT),
-    )
     return (
         bars(),
         Scatter(
@@ -143,11 +132,6 @@ def charts() -> tuple[AnyChart, ...]:
         Sparks(
             "tensors", "Tensors by layer", "Magnitudes and scales.", ("0", "10", "20"), ("inputs", "weights"),
             ("amax", "scale"), (("head", (((1.0, 2.0, 8.0), (4.0, 2.0, None)), ((0.5, None, 1.0),))),),
-        ),
-        Strips("samples", "All samples", "A dot a sample.", TIME, strips),
-        Waterfall(
-            "gains", "From bf16 to fp8", "What each phase takes away or adds.", TIME, ("bf16", 0.024), gains,
-            ("fp8", 0.017), folded=True,
         ),
     )  # fmt: skip
 

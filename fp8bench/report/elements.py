@@ -167,16 +167,6 @@ class Bars(Chart):
 
 
 @dataclass(frozen=True)
-class Waterfall(Chart):
-    """How one whole becomes another: what each change adds, or takes away if it is negative."""
-
-    axis: ChartAxis
-    before: tuple[str, float]
-    changes: tuple[Mark, ...]
-    after: tuple[str, float]
-
-
-@dataclass(frozen=True)
 class ChartPoint:
     """A point of a scatter chart; without x it stands in a margin. `series` chooses shape and colour.
 
@@ -264,18 +254,10 @@ class Sparks(Chart):
     rows: tuple[tuple[str, tuple[SparkLines, ...]], ...]
 
 
-@dataclass(frozen=True)
-class Strips(Chart):
-    """All samples of each row, side by side."""
-
-    axis: ChartAxis
-    rows: tuple[tuple[str, tuple[float, ...], Tone], ...]
-
-
 # The file formats of charts.
 PICTURE_FORMATS = ("png", "svg", "pdf")
 
-AnyChart = Bars | Scatter | Stacks | Heat | Lines | Sparks | Strips | Waterfall
+AnyChart = Bars | Scatter | Stacks | Heat | Lines | Sparks
 Element = Text | Items | Facts | Code | Table | Verdicts | AnyChart
 
 

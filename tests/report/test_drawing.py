@@ -27,13 +27,10 @@ from fp8bench.report.elements import (
     Scatter,
     Sparks,
     Stacks,
-    Strips,
     Tone,
-    Waterfall,
 )
 from fp8bench.report.page.drawing import scale as limits
 from fp8bench.report.page.drawing.draw import draw
-from fp8bench.report.page.drawing.rows import chosen
 from fp8bench.report.page.drawing.scale import Scale, escaped, fitted, shortened, shown, width
 from fp8bench.report.page.drawing.sheet import looks_of
 from tests.counts import for_each
@@ -127,7 +124,7 @@ def test_drawings(kind: str) -> None:
             assert mark.get("aria-label") and (mark.get("data-hint") or "").startswith(mark.get("aria-label") or "?")
 
 
-MARKS_OF = {"bars": 4, "scatter": 4, "stacks": 6, "heat": 6, "lines": 9, "strips": 2, "waterfall": 5, "sparks": 2}
+MARKS_OF = {"bars": 4, "scatter": 4, "stacks": 6, "heat": 6, "lines": 9, "sparks": 2}
 PROGRAM = """
 from tests.report.test_drawing import CHARTS, draw
 print("".join(draw(chart) for chart in CHARTS.values()))
@@ -194,8 +191,6 @@ ANY = {
             few(st.tuples(WILD, many(size[1], many(2, many(size[0], CELLS))))),
         )
     ),
-    "strips": st.builds(Strips, *WORDS, AXES, few(st.tuples(WILD, few(NUMBERS, 50), TONES))),
-    "waterfall": st.builds(Waterfall, *WORDS, AXES, st.tuples(WILD, NUMBERS), few(MARKS), st.tuples(WILD, NUMBERS)),
 }  # fmt: skip
 
 
@@ -277,8 +272,6 @@ def test_charts() -> Told:
         "no map": Heat("s", "S", "", (), (), (), SPEED, ()),
         "a map of nothing": Heat("s", "S", "", ("a",), ("b",), ((None,),), SPEED, (("",),)),
         "no marks": Lines("s", "S", "", ("a",), TIME, (("b", (None,)),)),
-        "no samples": Strips("s", "S", "", TIME, (("a", (), Tone.PLAIN),)),
-        "a whole that is no number": Waterfall("w", "W", "", TIME, ("a", math.nan), (), ("b", 1.0)),
     }.items():  # fmt: skip
         yield f"there is nothing to draw of {claim}", drawing(chart)
     groups = (("empty", ()), ("nan", (Mark("a", math.nan),)), ("full", (Mark("b", 1.1),)))
@@ -405,27 +398,6 @@ def test_long_histories_keep_their_end() -> None:
     assert hints[0].startswith("one, commit 50:") and hints[-1].startswith("one, commit 249:")
     assert any(hint.startswith("one, commit 123:") for hint in hints)
     assert "commit 249" in texts_of(sheet) and "commit 0" not in texts_of(sheet)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400))
-def test_dots_are_chosen_evenly_over_the_sorted_samples(samples: list[float]) -> None:
-    kept = chosen(samples)
-    assert len(kept) == min(len(samples), limits.DOTS)
-    assert (kept[0], kept[-1]) == (min(samples), max(samples))
-    for edge in samples[:5]:
-        below = sum(sample <= edge for sample in samples) / len(samples)
-        assert sum(value <= edge for value in kept) / len(kept) == pytest.approx(below, abs=2 / len(kept))
-
-
-def test_two_humps_stay_two_humps() -> None:
-    """A quarter of the samples lie far off, and so does a quarter of the dots."""
-    samples = tuple(1.0 + n / 1e5 for n in range(300)) + tuple(2.0 + n / 1e5 for n in range(100))
-    drawn = draw(Strips("s", "", "", TIME, (("a", samples, Tone.PLAIN),)))
-    (dots,) = [element for element in parsed(drawn)[0].iter("path") if element.get("class") == "dots plain"]
-    xs = [float(x) for x in re.findall(r"M([\d.]+) ", dots.get("d", ""))]
-    assert len(xs) == limits.DOTS
-    assert sum(x > (min(xs) + max(xs)) / 2 for x in xs) == limits.DOTS / 4
-    assert "chosen evenly over their sorted order" in (parsed(drawn)[0].findtext("desc") or "")
 
 
 # --- scales ------------------------------------------------------------------------------------------------------

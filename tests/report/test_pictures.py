@@ -83,13 +83,6 @@ def test_a_bar_is_as_long_as_its_value() -> None:
     assert long > 500 and middle == pytest.approx(long / 2, abs=2) and short == pytest.approx(long / 4, abs=2)
 
 
-def test_a_sample_is_a_dot() -> None:
-    """Round ends of a line without length, which matplotlib would leave out."""
-    blue = 0.75 * np.array([0x2A, 0x62, 0xBD]) / 255 + 0.25
-    pixels = imread(BytesIO(picture(CHARTS["strips"], "page", "png")))[:, :, :3]
-    assert (np.abs(pixels - blue) < 0.02).all(axis=2).sum() > 50
-
-
 @pytest.mark.slow
 @for_each("text", ["$x^2$ \\frac{1}{2}", "🚀 שלום", "a\x00b\ud800\n<", '<b>&amp;</b>"', ""])
 @for_each("form", PICTURE_FORMATS)

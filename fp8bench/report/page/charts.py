@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter, itemgetter
@@ -23,14 +22,11 @@ from fp8bench.report.elements import (
     Scatter,
     Sparks,
     Stacks,
-    Strips,
     Table,
-    Waterfall,
 )
 from fp8bench.report.panels import Result, phases_of, together
 from fp8bench.report.words.naming import phase_order, phase_words
 
-_SUMMARY = ("lowest", "lower quartile", "median", "upper quartile", "highest")
 # Fewer points are read faster as numbers.
 _LEAST_POINTS = 3
 # If the largest whole is more times the smallest, bars of one unit would hide the parts of the small ones.
@@ -55,10 +51,6 @@ def _points(chart: AnyChart) -> int:
             return len(values) if len(chart.columns) > 1 else 0
         case Lines() | Sparks():
             return len(chart.places)
-        case Strips():
-            return sum(len(samples) for _, samples, _ in chart.rows)
-        case Waterfall():
-            return 1 + len(chart.changes)
 
 
 def stacked(
@@ -107,7 +99,7 @@ def phase_parts(results: Iterable[Result]) -> dict[str, str]:
 
 
 def numbers_table(chart: AnyChart) -> Table:
-    """Every number of the chart, with its marks' hints; samples are summed up."""
+    """Every number of the chart, with its marks' hints."""
     return table(f"{chart.name}-numbers", f"{chart.title}: numbers", *_content(chart))
 
 
@@ -128,10 +120,6 @@ def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
             ]
             series = Col("series", itemgetter(1), tone=lambda row: row[-1].tone)
             return [Col("at", itemgetter(0)), series, *_ends(chart.axis), _notes(lines)], lines
-        case Waterfall():
-            first, last = (Mark(label, value) for label, value in (chart.before, chart.after))
-            steps = [(mark,) for mark in (first, *chart.changes, last)]
-            return [Col("step", _name), _ends(chart.axis)[0], _notes(steps)], steps
         case Scatter():
             points = [(point.series, point) for point in chart.points]
             axes = [_number(axis.title, attrgetter(name), axis.unit) for name, axis in (("x", chart.x), ("y", chart.y))]
@@ -155,11 +143,6 @@ def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
             ]  # fmt: skip
             heads = [Col(title, itemgetter(place)) for place, title in enumerate(("of", "what", "line"))]
             return [*heads, *(_at(name, place) for place, name in enumerate(chart.places))], sparks
-        case Strips():
-            strips = [(label, tone, len(samples), _summary(samples)) for label, samples, tone in chart.rows]
-            heads = [Col("case", itemgetter(0), tone=itemgetter(1)),
-                     Col("samples", itemgetter(2), number=True, show=str)]  # fmt: skip
-            return [*heads, *(_at(name, place, chart.axis.unit) for place, name in enumerate(_SUMMARY))], strips
 
 
 def _name(row: Sequence[Any]) -> Field:
@@ -182,10 +165,3 @@ def _ends(axis: ChartAxis) -> Sequence[Col[Any]]:
 
 def _notes(rows: Sequence[Sequence[Any]]) -> Col[Any]:
     return Col("notes", lambda row: row[-1].hint, when=any(row[-1].hint for row in rows))
-
-
-def _summary(samples: Iterable[float]) -> Sequence[float | None]:
-    finite = [sample for sample in samples if math.isfinite(sample)]
-    if len(finite) < 2:
-        return [finite[0] if finite else None] * 5
-    return [min(finite), *statistics.quantiles(finite, n=4, method="inclusive"), max(finite)]

@@ -32,8 +32,6 @@ def reference_alone() -> Made:
         ("operators", [transformer()]),
         ("operators", [skipped()]),
         ("phases", [skipped()]),
-        ("samples", [transformer()]),  # findings without samples, from a broken file, say
-        ("samples", [skipped()]),
         ("scales", [transformer()]),
         ("shapes", [transformer()]),  # no products
         ("shapes", [shapes({"m": 1, "n": 1, "k": 1}, {"m": 2, "n": 1, "k": 1})]),  # two are no map

@@ -127,7 +127,7 @@ def test_times_errors_and_memory_of_tensors_are_in_no_other_section() -> None:
     """They are costs of emulation."""
     made = tensors("gaussian", "outliers")
     assert [
-        name for name in ("results", "speedup", "phases", "memory", "samples", "numbers") if built(name, made)
+        name for name in ("results", "speedup", "phases", "memory", "numbers") if built(name, made)
     ] == []
     both = material(made, products())
     assert [timed.case.workload for _, timed in timed_panels(both)] == ["gemm"]

@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any
 
 from fp8bench import units
-from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Scatter, Sparks, Stacks, Strips, Waterfall
+from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Scatter, Sparks, Stacks
 from fp8bench.report.page.drawing.plots import draw_lines, draw_scatter
-from fp8bench.report.page.drawing.rows import arranged, draw_bars, draw_stacks, draw_strips, draw_waterfall, legend
+from fp8bench.report.page.drawing.rows import arranged, draw_bars, draw_stacks, legend
 from fp8bench.report.page.drawing.scale import CELLS, ROWS, TABBED, Scale, drawable, placeless, shortened, shown, worded
 from fp8bench.report.page.drawing.sheet import SHAPES, Sheet
 
@@ -224,8 +224,6 @@ _DRAWN_BY: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
     Heat: draw_heat,
     Lines: draw_lines,
     Sparks: draw_sparks,
-    Strips: draw_strips,
-    Waterfall: draw_waterfall,
 }
 
 

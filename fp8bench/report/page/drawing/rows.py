@@ -1,4 +1,4 @@
-"""Charts of rows that share an axis: bars, waterfalls, stacks of parts, and strips of samples.
+"""Charts of rows that share an axis: bars and stacks of parts.
 
 In a window labels stand left of the rows; on a telephone each stands above its row.
 """
@@ -6,16 +6,14 @@ In a window labels stand left of the rows; on a telephone each stands above its 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count, pairwise
+from itertools import count
 
 from fp8bench import units
-from fp8bench.report.elements import Bars, ChartAxis, Mark, Stacks, Strips, Tone, Waterfall
+from fp8bench.report.elements import Bars, ChartAxis, Mark, Stacks
 from fp8bench.report.page.drawing.scale import (
     BARS,
-    DOTS,
     ROWS,
     SERIES,
     Scale,
@@ -208,30 +206,6 @@ def _box(sheet: Sheet, style: str, row: Row, start: float, end: float, back: boo
     sheet.box(f"bar {style}", left, row.y - _THICK / 2, thick, _THICK)
 
 
-def draw_waterfall(sheet: Sheet, chart: Waterfall) -> float:
-    changes, unit = [mark for mark in chart.changes if drawable(mark.value)], chart.axis.unit
-    sheet.omit(len(chart.changes) - len(changes), len(changes) - ROWS)
-    if not all(drawable(whole) and whole >= 0 for _, whole in (chart.before, chart.after)):
-        return 0.0
-    before, after = (Mark(label, whole, tone=Tone.STRONG) for label, whole in (chart.before, chart.after))
-    marks = [before, *changes[:ROWS], after]
-    rows = arranged(sheet, [("", [mark.label for mark in marks])], 22.0 if sheet.narrow else 28.0)
-    heights = list(accumulate((mark.value for mark in marks[1:-1]), initial=before.value))
-    signs = ["", *("+" if mark.value > 0 else "" for mark in marks[1:-1]), ""]
-    texts = [sign + shown(mark.value, unit) for sign, mark in zip(signs, marks, strict=True)]
-    room = max(map(sheet.measure, texts)) + _GAP + 2
-    scale = fitted([0.0, *heights, after.value], rows.left + 2, sheet.width - room, unit=unit)
-    end = foot(sheet, scale, chart.axis, rows)
-    spans = [(0.0, before.value), *pairwise(heights), (0.0, after.value)]
-    for mark, row, span, text in zip(marks, rows.rows, spans, texts, strict=True):
-        sheet.box("mark band", 0, row.top, sheet.width, row.height, hint=worded(mark.label, text, mark.hint))
-        _box(sheet, mark.tone.value, row, scale.at(span[0]), scale.at(span[1]))
-        sheet.text(scale.at(max(span)) + _GAP, row.y, text, f"value {mark.tone.value}")
-    joints = zip(map(scale.at, heights), pairwise(rows.rows), strict=True)
-    sheet.lines("whisker", [[(x, above.y + _THICK / 2), (x, below.y - _THICK / 2)] for x, (above, below) in joints])
-    return end
-
-
 _STACKED = 18.0
 # Smaller shares carry no text.
 _LEAST_SHARE = 0.03
@@ -301,51 +275,3 @@ def _stack(
             sheet.hatch("hatch", x, top, end - x, _STACKED, layer=2)
         elif value / whole >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x:
             sheet.text((x + end) / 2, place.y, text, "inside", anchor="middle")
-
-
-# Dots closer than this stand above each other, in these places around the row's middle.
-_APART = 4.5
-_PLACES = (0.0, -4.5, 4.5, -9.0, 9.0)
-
-
-def draw_strips(sheet: Sheet, chart: Strips) -> float:
-    known = ((label, tuple(filter(drawable, samples)), tone.value) for label, samples, tone in chart.rows)
-    rows = [row for row in known if row[1]]
-    missing, left = placeless(value for _, samples, _ in chart.rows for value in samples), len(rows) - ROWS
-    rows = rows[:ROWS]
-    many = f"Of more than {DOTS} samples {DOTS} are drawn, chosen evenly over their sorted order."
-    sheet.omit(missing, left, many if any(len(samples) > DOTS for _, samples, _ in rows) else "")
-    if not rows:
-        return 0.0
-    places = arranged(sheet, [("", [label for label, _, _ in rows])], 32.0)
-    unit = chart.axis.unit
-    values = [value for _, samples, _ in rows for value in samples]
-    scale = fitted(values, places.left + 4, sheet.width - 4, unit=unit, pad=0.01)
-    end = foot(sheet, scale, chart.axis, places)
-    for (label, samples, tone), place in zip(rows, places.rows, strict=True):
-        middle, low, high = statistics.median(samples), shown(min(samples), unit), shown(max(samples), unit)
-        count = "1 sample" if len(samples) == 1 else f"{len(samples)} samples from {low} to {high}"
-        words = worded(label, f"median {shown(middle, unit)}", count)
-        sheet.box("mark band", 0, place.top, sheet.width, place.height, hint=words)
-        _dots(sheet, tone, [scale.at(value) for value in chosen(samples)], place)
-        sheet.lines("median", [[(scale.at(middle), place.y - 12), (scale.at(middle), place.y + 12)]])
-    return end
-
-
-def chosen(samples: Sequence[float]) -> list[float]:
-    ordered = sorted(samples)
-    if len(ordered) <= DOTS:
-        return ordered
-    return [ordered[round(number * (len(ordered) - 1) / (DOTS - 1))] for number in range(DOTS)]
-
-
-def _dots(sheet: Sheet, tone: str, places: list[float], row: Row) -> None:
-    """Draws a row's dots as one path of points with round ends."""
-    last: dict[float, float] = {}
-    points = []
-    for x in places:
-        free = [offset for offset in _PLACES if x - last.get(offset, -1e9) >= _APART]
-        offset = free[0] if free else min(_PLACES, key=lambda place: last[place])
-        last[offset] = x
-        points.append([(x, row.y + offset), (x, row.y + offset)])
-    sheet.lines(f"dots {tone}", points)

@@ -172,7 +172,6 @@ ROWS = 25
 CELLS = 40
 PLACES = 200
 SERIES = 8
-DOTS = 40
 LABELS = 12
 POINTS = 400
 # The most marks of lines that can be pointed at and tabbed to, in a window and on a telephone.
