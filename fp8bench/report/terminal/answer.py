@@ -44,7 +44,7 @@ from fp8bench.report.topics.break_even import break_even_table, swept
 from fp8bench.report.topics.energy import absences, energy_of_phases, ratio_against
 from fp8bench.report.topics.memory import capacity, device_share_of, peak_of, share_of
 from fp8bench.report.topics.phases import phases_table
-from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest
+from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest, wire
 from fp8bench.report.topics.results import CASE, noise_floor
 from fp8bench.report.topics.shares import coverage_sentence, coverages
 from fp8bench.report.topics.speedup import sustained
@@ -163,6 +163,7 @@ def _asked(panel: Panel, several: bool) -> Iterator[Part]:
     tables = (
         *(() if several else phases_table(panel)), *sustained(panel), *energy_of_phases(panel),
         *other_tables(panel), *capacity(panel), *break_even_table(panel, swept(panel)),
+        *([sent] if (sent := wire(panel)).rows else []),
     )  # fmt: skip
     if tables:
         yield Part("asked", "", tables)

@@ -78,7 +78,7 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
     """Nothing for cases of one process."""
     if panel.case.ranks < 2:
         return
-    yield from (shown for shown in (_times(panel), _memory(panel), _wire(panel)) if shown.rows)
+    yield from (shown for shown in (_times(panel), _memory(panel), wire(panel)) if shown.rows)
     yield from map(Text, cheapest(panel))
     if (gains := _efficiencies(panel)).rows:
         yield gains
@@ -174,7 +174,7 @@ def _memory(panel: Panel) -> Table:
 _Wire = tuple[ResultGroup, Result, Transfer, Figures]
 
 
-def _wire(panel: Panel) -> Table:
+def wire(panel: Panel) -> Table:
     errors = (("SQNR", _SQNR, "dB"), ("saturated", "saturated_ppm", "ppm"), ("flushed", "flushed_percent", "%"))
     cols: list[Col[_Wire]] = [
         *case_cols(""),
