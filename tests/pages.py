@@ -13,7 +13,6 @@ from fp8bench.report.elements import (
     Column,
     Facts,
     Field,
-    Heat,
     Items,
     Lines,
     Mark,
@@ -93,7 +92,7 @@ def bars() -> Bars:
     )
     return Bars(
         "speed-up", "Speed-up over bf16", "fp8 is the fastest everywhere, by 1.9x at width 1024.",
-        ChartAxis("speed-up over bf16", "x"), groups, 1.0,
+        ChartAxis("speed-up over bf16", "x"), groups,
     )  # fmt: skip
 
 
@@ -123,10 +122,6 @@ def charts() -> tuple[AnyChart, ...]:
         ),
         Stacks(
             "phases", "Where the time goes", "Phases of a step.", TIME, ("forward", "backward", "unattributed"), stacks
-        ),
-        Heat(
-            "shapes", "Where fp8 pays", "Speed-up by shape.", ("m=128", "m=256"), ("n=128", "n=256", "n=512"),
-            ((0.5, 0.8, 1.1), (0.9, 1.2, None)), SPEED, (("", "", ""),) * 2,
         ),
         Lines("history", "History", "Nothing has changed.", ("a1b2c3d4", "b2c3d4e5"), TIME, history),
         Sparks(

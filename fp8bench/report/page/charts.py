@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -16,15 +15,13 @@ from fp8bench.report.elements import (
     Bars,
     ChartAxis,
     Field,
-    Heat,
     Lines,
-    Mark,
     Scatter,
     Sparks,
     Stacks,
     Table,
 )
-from fp8bench.report.panels import Result, phases_of, together
+from fp8bench.report.panels import Result, phases_of
 from fp8bench.report.words.naming import phase_order, phase_words
 
 # Fewer points are read faster as numbers.
@@ -46,9 +43,6 @@ def _points(chart: AnyChart) -> int:
             return len(chart.points)
         case Stacks():
             return sum(value != 0 for _, values in chart.rows for value in values)
-        case Heat():
-            values = [value for row in chart.values for value in row if value is not None]
-            return len(values) if len(chart.columns) > 1 else 0
         case Lines() | Sparks():
             return len(chart.places)
 
@@ -72,18 +66,6 @@ def stacked(
     )
     chosen = ChartAxis(share, "%") if far else axis
     return Stacks(name, title, description, chosen, tuple(parts.values()), bars, folded=folded)
-
-
-def grouped(marks: Iterable[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
-    return tuple((heading, tuple(members)) for heading, members in together(marks).items())
-
-
-def against(reference: str, marks: Sequence[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
-    """Groups of marks that are named by precision; with one precision in several groups, one heading for all."""
-    groups, modes = grouped(marks), {mark.label for _, mark in marks}
-    if len(modes) > 1 or len(groups) == 1:
-        return groups
-    return ((f"{modes.pop()} over {reference}", tuple(replace(mark, label=heading) for heading, mark in marks)),)
 
 
 def has_time(result: Result) -> bool:
@@ -127,14 +109,6 @@ def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
         case Stacks():
             parts = [_at(chart.parts[part], part, chart.axis.unit) for part in chart.present]
             return [Col("case", itemgetter(0)), *parts], chart.rows
-        case Heat():
-            unit, rows = chart.axis.unit, zip(chart.rows, chart.values, chart.hints, strict=True)
-            cells = [
-                (name, [Field(units.shown(value, unit), value, hint=hint) for value, hint in zip(*own, strict=True)])
-                for name, *own in rows
-            ]
-            columns = [_at(name, place, unit) for place, name in enumerate(chart.columns)]
-            return [Col("", itemgetter(0)), *columns], cells
         case Sparks():
             sparks = [
                 (name, column, line, values)

@@ -44,7 +44,7 @@ from fp8bench.report.elements import (
 )
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.page.drawing.draw import draw
-from fp8bench.report.page.drawing.scale import FORBIDDEN, interval_bar, sparkline
+from fp8bench.report.page.drawing.scale import FORBIDDEN, sparkline
 from fp8bench.report.words.naming import many
 
 if TYPE_CHECKING:
@@ -99,10 +99,13 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
-        "sort_value": _sort_value, "kind": lambda element: type(element).__name__, "sparkline": sparkline,
-        "marked": _marked, "interval_bar": lambda field: interval_bar(field.value, field.interval),
-    }  # fmt: skip
+    filters: dict[str, Callable[..., str]] = {
+        "sort_value": _sort_value,
+        "kind": lambda element: type(element).__name__,
+        "sparkline": sparkline,
+        "marked": _marked,
+    }
+    environment.filters |= filters
     return environment.from_string(_asset("page.html.j2"))
 
 

@@ -10,8 +10,8 @@ from fp8bench import units
 from fp8bench.model import Case, Figure
 from fp8bench.report.case_status import cost_tone, doubts, emulated
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
-from fp8bench.report.page.charts import grouped, has_time
+from fp8bench.report.elements import ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
+from fp8bench.report.page.charts import has_time
 from fp8bench.report.page.html import MOST_DRAWN
 from fp8bench.report.page.section import Material, PastSeries, section
 from fp8bench.report.panels import Result, shared_params, show_params, together
@@ -201,7 +201,6 @@ def across_section(material: Material) -> Iterator[Element]:
     yield table("across-table", "Best time of each case", cols, shared)
     if lonely:
         yield Text(f"{many(lonely, 'timed case')} {'is' if lonely == 1 else 'are'} in one of them only.")
-    yield from _speed_charts(titles, shared, settings)
 
 
 def _collect(material: Material) -> tuple[list[str], list[_Across]]:
@@ -253,18 +252,3 @@ def _speed(results: dict[int, Result], number: int) -> tuple[float | None, str]:
     if first is None or own is None or emulated(first) or emulated(own) or not first.best or not own.best:
         return None, ""
     return first.best / own.best, "; ".join(dict.fromkeys([NO_VERDICT, *doubts(first), *doubts(own)]))
-
-
-def _speed_charts(titles: Sequence[str], shared: Sequence[_Across], settings: dict[Case, str]) -> Iterator[Bars]:
-    marks = grouped(
-        (" ".join(filter(None, (case.workload, settings[case], case.mode))),
-         Mark(title, speed, tone=Tone.DOUBT if why != NO_VERDICT else Tone.PLAIN, hint=why))
-        for case, results in shared for number, title in enumerate(titles) if number
-        for speed, why in [_speed(results, number)] if speed is not None
-    )  # fmt: skip
-    if marks:
-        span = units.span((mark.value for _, own in marks for mark in own), units.speed_up)
-        cases = many(len(marks), "case")
-        description = f"{listed(titles[1:])} against {titles[0]}, in {cases}: {span}; {NO_VERDICT}."
-        title, axis = f"Speed against {titles[0]}, without a verdict", ChartAxis(f"times as fast as {titles[0]}", "x")
-        yield Bars("across-chart", title, description, axis, marks, 1.0)

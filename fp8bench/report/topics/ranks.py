@@ -32,7 +32,7 @@ from fp8bench.model import MemoryUse, Timing, specs
 from fp8bench.model.ranks import Overlap, RankScaling, Sent, Transfer
 from fp8bench.report.case_status import cost_tone
 from fp8bench.report.columns import Col, case_cols, figure_col, table
-from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Field, Lines, Mark, Scatter, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Field, Scatter, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, together
 
@@ -43,9 +43,6 @@ FUNCTIONAL = (
     "On a CPU this is a functional test: ranks share its cores and send through its memory, so that rates, skew and "
     "overlap say nothing about a cluster."
 )
-# The least ways for a chart; exact ones would leave no room for differences.
-_LEAST_WAYS = 4
-_ALL_BUT_EXACT_DB = 100.0
 _LEAST_SIZES = 2
 _COLLECTIVE, _SQNR = "collective", "sqnr_db"
 # Parameters that only matter for FP8.
@@ -192,13 +189,9 @@ def wire(panel: Panel) -> Table:
 
 @dataclass(frozen=True)
 class WireLine:
-    """One case of a collective, or the same case beside several ways of FP8.
-
-    `way` is the precision, or for FP8 how it is composed.
-    """
+    """One case of a collective, or the same case beside several ways of FP8: `words` say which."""
 
     collective: str
-    way: str
     words: str
     members: Sequence[NamedCase]
 
@@ -245,9 +238,8 @@ def _lines_of(panel: Panel) -> list[WireLine]:
         ways = [str(params[name]) for name in _COMPOSED if result.mode in composed and name in params]
         words = " ".join([*([] if ways and result.mode == "fp8" else [result.mode]), *ways])
         swept = tuple(pair for pair in group.case.params if pair not in panel.shared and pair[0] not in told)
-        named.append(((_collective_of(panel, result), swept, ways[0] if ways else result.mode, words), case))
-    alike = together(named).items()
-    return [WireLine(collective, way, words, cases) for (collective, _, way, words), cases in alike]
+        named.append(((_collective_of(panel, result), swept, words), case))
+    return [WireLine(collective, words, cases) for (collective, _, words), cases in together(named).items()]
 
 
 def _unbeaten(lines: Sequence[WireLine]) -> list[WireLine]:
@@ -311,28 +303,12 @@ def ranks_section(material: Material) -> Iterator[Element]:
     waited for whoever came last.
     """
     for number, (title, panel) in enumerate(titled_panels(material), 1):
-        yield from _costs(number, panel)
         yield from _bandwidths(number, panel)
-        yield from _over_time(number, panel)
         for element in ranks(panel):
             if not isinstance(element, Table):
                 yield element
                 continue
             yield replace(element, name=f"{element.name}-{number}", caption=f"{title}: {element.caption}")
-
-
-def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
-    for collective, costs in wire_costs(panel).items():
-        shown = [(line, *line.cost) for line in costs if line.cost is not None and line.cost[1] < _ALL_BUT_EXACT_DB]
-        if len(shown) < _LEAST_WAYS:
-            continue
-        points = tuple(ChartPoint(line.way, line.words, wire, sqnr, hint=line.lost) for line, wire, sqnr in shown)
-        description = (
-            f"What a rank sends in a step of {collective}, and the signal-to-noise ratio of what it gets: further left "
-            "is less to send, further up a smaller error. What keeps more than 100 dB is left out."
-        )
-        yield Scatter(f"wire-{collective}-{number}", f"{collective}: bytes on the wire beside the error", description,
-                      ChartAxis("sent by a rank", "B", log=True), ChartAxis("SQNR in dB"), points)  # fmt: skip
 
 
 def _bandwidths(number: int, panel: Panel) -> Iterator[Scatter]:
@@ -368,21 +344,3 @@ def _rates(panel: Panel) -> Iterator[tuple[str, tuple[tuple[str, float], ChartPo
         where = f"{way}, {units.size(sent.logical)}"
         point = ChartPoint(way, where, sent.logical, rate, cost_tone(result), strand=way, low=low, high=high)
         yield _collective_of(panel, result), ((way, sent.logical), point)
-
-
-def _over_time(number: int, panel: Panel) -> Iterator[Lines]:
-    timed = panel.known(lambda result: result.record.timing)
-    apart = [(far, *case) for case in timed if (far := skew(case[2])) is not None]
-    if not apart:
-        return
-    _, group, result, timing = max(apart, key=lambda case: case[0])
-    rounds = round_times(timing)
-    where = " at ".join(filter(None, (result.mode, group.place)))
-    series = tuple(
-        (f"rank {rank}", tuple(Mark(f"rank {rank}, round {place}", value) for place, value in enumerate(times, 1)))
-        for rank, times in enumerate(rounds)
-    )
-    places = tuple(str(place) for place in range(1, len(rounds[0]) + 1))
-    description = f"The step of each rank in each round of {where}, whose ranks are furthest apart."
-    yield Lines(f"ranks-over-time-{number}", f"ranks over time: {where}", description, places=places,
-                axis=ChartAxis("step", "s"), series=series)  # fmt: skip

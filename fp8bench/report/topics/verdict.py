@@ -136,7 +136,6 @@ def _speed(cases: Sequence[NamedCase]) -> Field:
     return Field(
         shown if others else word, statistics.median(points) if points else None,
         common_tone(tone_of(result) for _, result in cases), show_speed(alone) if alone else hint,
-        interval=(alone.low, alone.high) if alone else None,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.report.elements import AnyChart, ChartAxis, Heat, Stacks
+from fp8bench.report.elements import AnyChart, ChartAxis, Stacks
 from fp8bench.report.page.charts import numbers_table, stacked, worth_drawing
 from tests.counts import for_each
 from tests.pages import bars, charts
@@ -33,7 +33,6 @@ def test_numbers_of_charts() -> Told:
 
 def test_what_is_worth_drawing() -> None:
     """Three points, in more than one column."""
-    assert [worth_drawing(chart) for chart in charts()] == [True, True, True, True, False, True]
-    two, ratio = bars().groups[0][1][:2], ChartAxis("speed-up", "x")
+    assert [worth_drawing(chart) for chart in charts()] == [True, True, True, False, True]
+    two = bars().groups[0][1][:2]
     assert not worth_drawing(replace(bars(), groups=(("", two),)))
-    assert not worth_drawing(Heat("a", "A", "", ("r", "s", "t"), ("c",), ((1.0,), (2.0,), (3.0,)), ratio, ()))

@@ -239,17 +239,3 @@ def test_what_is_no_report_is_counted_and_nobodys_words_are_obeyed(tmp_path: Pat
 def test_numbers_that_are_none_draw_nothing() -> None:
     card = replace(card_of(PAGE_OF_RUN), answers=(CardAnswer("bf16", "slower", float("nan")),))
     assert "<svg" not in render(index_page([ListedReport(card, "a", "")]))
-
-
-def strip(interval: tuple[float, float] | None) -> str:
-    field = Field("slower", 0.5, hint="0.500x [0.480, 0.520]", interval=interval)
-    return render(Page("a", "", (Part("verdict", "Verdict", (Verdicts(("speed",), (("bf16", (field,)),)),)),)))
-
-
-def test_a_ratio_alone_is_drawn_with_its_interval_beside_1() -> None:
-    match = re.search(r"M([\d.]+) 0V.*?M([\d.]+) 7H([\d.]+)M", strip((0.48, 0.52)))
-    assert match is not None
-    line_at_1, low, high = map(float, match.groups())
-    assert low < high < line_at_1
-    for odd in (None, (0.0, 0.5), (0.6, 0.5), (0.5, float("inf"))):
-        assert "<path" not in strip(odd)

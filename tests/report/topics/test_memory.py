@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from fp8bench.model import Capacity, Measurement, MemoryRole, MemoryUse, PhaseMemory, Provenance, Record, Status
 from fp8bench.report.data.run import rows
-from fp8bench.report.elements import Bars, Stacks, Table
+from fp8bench.report.elements import Stacks, Table
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.memory import capacity, device_share_of, highest_in, sentences, share_of
 from fp8bench.report.topics.memory import memory as memory_of
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS
 from tests.counts import for_each
-from tests.materials import Made, built, of_kind, part, strange, told
+from tests.materials import Made, built, of_kind, part, told
 from tests.runs import EMULATED, NATIVE, case, gemm, memory, render, render_whole, run_of, transformer
 from tests.told_before import Told, as_before
 
@@ -151,11 +151,6 @@ def with_memory(*peaks: int) -> Made:
         replace(record, measurements=(memory(peak),)) for record, peak in zip(run.records, 3 * peaks, strict=True)
     )
     return replace(run, records=records), findings
-
-
-def test_a_peak_that_is_no_number_has_no_share() -> None:
-    marks = [mark for bars in of_kind(part("memory", strange()), Bars) for _, group in bars.groups for mark in group]
-    assert {mark.hint for mark in marks if mark.value == float("inf")} == {"inf TiB"}
 
 
 def fits(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.model import Verdict
 from tests.counts import for_each
 from tests.energies import without_energy
-from tests.materials import Made, built, nothing, shapes, skipped
+from tests.materials import Made, built, nothing, skipped
 from tests.report.tensors import products
 from tests.runs import gemm, judged, transformer
 
@@ -33,8 +33,6 @@ def reference_alone() -> Made:
         ("operators", [skipped()]),
         ("phases", [skipped()]),
         ("scales", [transformer()]),
-        ("shapes", [transformer()]),  # no products
-        ("shapes", [shapes({"m": 1, "n": 1, "k": 1}, {"m": 2, "n": 1, "k": 1})]),  # two are no map
         ("speedup", [nothing()]),
         ("speedup", [skipped()]),
         ("speedup", [judged((Verdict.NONE, None))]),

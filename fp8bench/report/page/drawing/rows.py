@@ -22,7 +22,6 @@ from fp8bench.report.page.drawing.scale import (
     fitted,
     hint,
     numbers_of,
-    on_ratios,
     part_drawable,
     placeless,
     shortened,
@@ -132,43 +131,37 @@ def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> f
 
 _THICK = 14.0
 _CAP = 3.5
-_DOT = 8.0
 # The width of a bar that ends where it starts.
 _THINNEST = 2.0
 
 
 def draw_bars(sheet: Sheet, chart: Bars) -> float:
-    log = on_ratios(chart)
     every = [((place, heading), mark) for place, (heading, own) in enumerate(chart.groups) for mark in own]
-    placed = [(group, mark) for group, mark in every if drawable(mark.value, log)]
+    placed = [(group, mark) for group, mark in every if drawable(mark.value, log=True)]
     marks = [mark for _, mark in placed[:BARS]]
-    sheet.omit(placeless(numbers_of(mark for _, mark in every), log), len(placed) - BARS)
+    sheet.omit(placeless(numbers_of(mark for _, mark in every), log=True), len(placed) - BARS)
     if not marks:
         return 0.0
     by_group = together((group, mark.label) for group, mark in placed[:BARS])
     labels = [(heading, own) for (_, heading), own in by_group.items()]
     rows = arranged(sheet, labels, 22.0 if sheet.narrow else 28.0)
-    start = chart.start if drawable(chart.start, log) else None
-    scale = _scale(chart, marks, start, sheet, rows.left)
+    scale = _scale(chart, marks, sheet, rows.left)
     end = foot(sheet, scale, chart.axis, rows)
     for mark, row in zip(marks, rows.rows, strict=True):
-        _bar(sheet, chart, mark, row, scale, start)
-    if start is not None:
-        x = scale.at(start)
-        sheet.lines("axis", [[(x, above), (x, below)] for above, below in _start_lines(rows, sheet.narrow)])
+        _bar(sheet, chart, mark, row, scale)
+    x = scale.at(1.0)
+    sheet.lines("axis", [[(x, above), (x, below)] for above, below in _start_lines(rows, sheet.narrow)])
     return end
 
 
-def _scale(chart: Bars, marks: list[Mark], start: float | None, sheet: Sheet, left: float) -> Scale:
-    log = on_ratios(chart)
-    values = [value for mark in marks for value in (mark.value, *ends(mark, log))]
-    values += [] if start is None else [start]
+def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
+    """Ratios stand on a logarithmic axis, so that 2x and 0.5x are equally far from 1x."""
+    values = [1.0, *(value for mark in marks for value in (mark.value, *ends(mark, log=True)))]
     room = {True: 0.0, False: 0.0}
     for mark in marks:
-        side = start is not None and mark.value < start
-        room[side] = max(room[side], sheet.measure(shown(mark.value, chart.axis.unit)) + _GAP + 2)
-    dot = _DOT if start is None else 2.0
-    return fitted(values, left + room[True] + dot, sheet.width - room[False] - dot, log, chart.axis.unit)
+        below = mark.value < 1
+        room[below] = max(room[below], sheet.measure(shown(mark.value, chart.axis.unit)) + _GAP + 2)
+    return fitted(values, left + room[True] + 2, sheet.width - room[False] - 2, log=True, unit=chart.axis.unit)
 
 
 def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
@@ -181,29 +174,20 @@ def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
     return spans
 
 
-def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale, start: float | None) -> None:
+def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale) -> None:
     unit, style = chart.axis.unit, mark.tone.value
     sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=hint(mark, unit))
-    end = scale.at(mark.value)
-    origin = end if start is None else scale.at(start)
-    back = start is not None and (end < origin or (end == origin and mark.value < start))
-    if start is None:
-        sheet.dot(f"dot {style}", "o", end, row.y, _DOT)
-    else:
-        _box(sheet, style, row, origin, end, back)
-    reach = [end] + [scale.at(value) for value in ends(mark, scale.log)]
-    if len(reach) == 3:
-        low, high = reach[1:]
+    origin, end = scale.at(1.0), scale.at(mark.value)
+    is_below = mark.value < 1
+    thick = max(_THINNEST, abs(end - origin))
+    sheet.box(f"bar {style}", origin - thick if is_below else origin, row.y - _THICK / 2, thick, _THICK)
+    reach = [origin, end, *(scale.at(value) for value in ends(mark, log=True))]
+    if len(reach) == 4:
+        low, high = reach[2:]
         caps = [[(x, row.y - _CAP), (x, row.y + _CAP)] for x in (low, high)]
         sheet.lines("whisker", [[(low, row.y), (high, row.y)], *caps])
-    x = min(reach) - _GAP if back else max(*reach, origin) + _GAP
-    sheet.text(x, row.y, shown(mark.value, unit), f"value {style}", anchor="end" if back else "start")
-
-
-def _box(sheet: Sheet, style: str, row: Row, start: float, end: float, back: bool = False) -> None:
-    thick = max(_THINNEST, abs(end - start))
-    left = start - thick if back else min(start, end)
-    sheet.box(f"bar {style}", left, row.y - _THICK / 2, thick, _THICK)
+    x = min(reach) - _GAP if is_below else max(reach) + _GAP
+    sheet.text(x, row.y, shown(mark.value, unit), f"value {style}", anchor="end" if is_below else "start")
 
 
 _STACKED = 18.0
