@@ -20,8 +20,6 @@ def reference_alone() -> Made:
 @for_each(
     ("section", "made"),
     [
-        ("across", [gemm()]),  # nobody is beside it
-        ("across", []),
         ("energy", [without_energy()]),  # nobody asked
         ("environment", []),
         ("gains", [gemm()]),  # an operation and its casts are told by their step
