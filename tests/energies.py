@@ -73,10 +73,7 @@ def energetic() -> Made:
     ]  # fmt: skip
 
     def finding(mode: str, verdict: Verdict, best: float, ratio: Interval | None = None) -> Finding:
-        return Finding(
-            case(mode, params), verdict, best, best * 1.02, 0.01, ratio, ratio.point if ratio else None, 0.004,
-            phases(best, **parts),
-        )  # fmt: skip
+        return Finding(case(mode, params), verdict, best, best * 1.02, 0.01, ratio, 0.004, phases(best, **parts))
 
     findings = [
         finding("fp32", Verdict.REFERENCE, 9.9e-3),

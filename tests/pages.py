@@ -13,7 +13,6 @@ from fp8bench.report.elements import (
     Column,
     Facts,
     Field,
-    Heat,
     Items,
     Lines,
     Mark,
@@ -22,12 +21,10 @@ from fp8bench.report.elements import (
     Scatter,
     Sparks,
     Stacks,
-    Strips,
     Table,
     Text,
     Tone,
     Verdicts,
-    Waterfall,
 )
 
 SCRIPT = "<script>alert(1)</script>"
@@ -95,7 +92,7 @@ def bars() -> Bars:
     )
     return Bars(
         "speed-up", "Speed-up over bf16", "fp8 is the fastest everywhere, by 1.9x at width 1024.",
-        ChartAxis("speed-up over bf16", "x"), groups, 1.0,
+        ChartAxis("speed-up over bf16", "x"), groups,
     )  # fmt: skip
 
 
@@ -117,15 +114,6 @@ def charts() -> tuple[AnyChart, ...]:
         ChartPoint("mxfp4", "mxfp4", None, 0.16, Tone.DOUBT, "emulated"),
     )
     stacks = (("bf16", (0.005, 0.012, 0.0004)), ("fp8", (0.004, 0.0001, 0.002)))
-    strips = (
-        ("bf16", (0.024, 0.0241, 0.0242, 0.0239), Tone.PLAIN),
-        ("fp8", tuple(0.017 + 0.00001 * (n % 7) for n in range(60)), Tone.DOUBT),
-    )
-    gains = (
-        Mark("cast", 0.001, tone=Tone.BAD),
-        Mark("gemm", -0.008, tone=Tone.GOOD),
-        Mark("the rest", 0.0, tone=Tone.DOUBT),
-    )
     return (
         bars(),
         Scatter(
@@ -135,19 +123,10 @@ def charts() -> tuple[AnyChart, ...]:
         Stacks(
             "phases", "Where the time goes", "Phases of a step.", TIME, ("forward", "backward", "unattributed"), stacks
         ),
-        Heat(
-            "shapes", "Where fp8 pays", "Speed-up by shape.", ("m=128", "m=256"), ("n=128", "n=256", "n=512"),
-            ((0.5, 0.8, 1.1), (0.9, 1.2, None)), SPEED, (("", "", ""),) * 2,
-        ),
         Lines("history", "History", "Nothing has changed.", ("a1b2c3d4", "b2c3d4e5"), TIME, history),
         Sparks(
             "tensors", "Tensors by layer", "Magnitudes and scales.", ("0", "10", "20"), ("inputs", "weights"),
             ("amax", "scale"), (("head", (((1.0, 2.0, 8.0), (4.0, 2.0, None)), ((0.5, None, 1.0),))),),
-        ),
-        Strips("samples", "All samples", "A dot a sample.", TIME, strips),
-        Waterfall(
-            "gains", "From bf16 to fp8", "What each phase takes away or adds.", TIME, ("bf16", 0.024), gains,
-            ("fp8", 0.017), folded=True,
         ),
     )  # fmt: skip
 

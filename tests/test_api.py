@@ -242,7 +242,7 @@ def test_the_signature_is_the_command_lines_options() -> None:
     plain = vars(build_parser().parse_args(["suite"]))
     # A call has other words for these, or no need of them.
     of_the_line = {
-        "dry_run", "config", "resume", "plan", "cell", "write_plan", "json", "csv", "wandb", "html", "md", "csv_wide",
+        "dry_run", "config", "resume", "plan", "cell", "write_plan", "json", "csv", "wandb", "html", "md",
         "open", "explain", "help", "help_all",
     }  # fmt: skip
     called = {"axes": "set"}

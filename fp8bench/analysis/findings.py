@@ -25,24 +25,19 @@ from fp8bench.model import Finding, Interval, Label, Level, Overheads, Record, R
 from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 
 BELOW_FLOOR_MARKERS = 20
-# The rounding of two times of three digits.
-_SEEN = 0.01
 _FINAL = verdicts.FINAL_LEVEL, verdicts.SAME
 # The relative tolerance for a half-width that comes from the spread of earlier runs.
 _CLOSE = 1e-9
 # A logarithm. Intervals that reach further say nothing either, and their ends overflow.
 _MOST_REACH = 100.0
-# Standard deviations: to the bounds of an interval of 99%, and to the value below which 1% of draws lie.
-_BOUND, _SURE = 2.576, 2.326
 
 
 @dataclass(frozen=True)
 class _Standard:
     """What a case is compared with: reference and control of its rounds, and the reference's hard labels.
 
-    `place` is the effect of a place in these rounds, where that is more than noise. `best` is the reference's best case
-    in seconds, as reports show it; `claims` are the hard labels that `record` has wherever it was measured. `whole`
-    means that whole steps were compared.
+    `place` is the effect of a place in these rounds, where that is more than noise. `claims` are the hard labels that
+    `record` has wherever it was measured. `whole` means that whole steps were compared.
     """
 
     record: Record | None = None
@@ -51,7 +46,6 @@ class _Standard:
     emulated: bool = False
     hard: tuple[Labelled, ...] = ()
     place: PlaceEffect | None = None
-    best: float | None = None
     claims: tuple[Labelled, ...] = ()
     whole: bool = False
 
@@ -84,10 +78,9 @@ def find(
         ]
         place = _beyond_noise([*together, reference.control], aa)
         whole = verdicts.whole_steps(reference.timing, reference.control)
-        best = verdicts.best_seconds(reference.timing, whole)
         claims = tuple(claims_of(reference, None))
         shared = _Standard(
-            reference, reference.timing, reference.control, emulated, (*hard, *claims), place, best, claims, whole
+            reference, reference.timing, reference.control, emulated, (*hard, *claims), place, claims, whole
         )  # fmt: skip
     made = [
         _finding(record, shared, aa, overheads.get(record.case.device), told.get(record.case.id, ()))
@@ -135,12 +128,12 @@ def _finding(
         standard = replace(
             shared, timing=record.paired_with, control=record.control, hard=(*hard, *shared.claims), place=place
         )
-    chosen_by, record, standard = _first_ratio(record, standard), *_remeasured(record, standard)
+    record, standard = _remeasured(record, standard)
     conclusion = _concluded(record, standard)
     whole = conclusion.whole if conclusion is not None else standard.whole if record.is_reference else None
     finding, aa = _with_verdict(_times(timing, record, whole, overheads), record, standard, conclusion, aa)
-    if record.fresh is not None and chosen_by:
-        told = f"the fastest of {record.fresh.candidates}, {chosen_by} when it was chosen: this is of rounds after that"
+    if record.fresh is not None:
+        told = f"the fastest of {record.fresh.candidates}: its speed-up is by rounds after the choice"
         finding = replace(finding, why="; ".join(filter(None, (finding.why, told))))
     claims = (
         *claims_of(record, standard.record),
@@ -196,16 +189,8 @@ def _remeasured(record: Record, standard: _Standard) -> tuple[Record, _Standard]
     fresh = record.fresh
     if fresh is None:
         return record, standard
-    own = replace(standard, timing=fresh.reference, control=fresh.control, best=None)
+    own = replace(standard, timing=fresh.reference, control=fresh.control)
     return replace(record, timing=fresh.timing), own
-
-
-def _first_ratio(record: Record, standard: _Standard) -> str:
-    """Returns the speed-up by which a case was chosen to be timed again; '' where it was not."""
-    if record.fresh is None or record.timing is None or standard.timing is None:
-        return ""
-    first = verdicts.conclude(record.timing, standard.timing, standard.control)
-    return units.speed_up(1 / first.ratio.point) if first is not None else ""
 
 
 def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | None:
@@ -236,18 +221,14 @@ def _with_verdict(
         return _unsure(finding, "no round has both it and the reference"), None
     aa, floor = conclusion.aa, _floor(conclusion.aa, standard)
     why = _why_unsure(conclusion, record) if conclusion.verdict is Verdict.UNSURE else ""
-    assert finding.best_seconds is not None
-    share = finding.best_seconds / standard.best if standard.best else conclusion.ratio.point
-    whys = why, _wider_floor(conclusion, floor), _other_times(conclusion.ratio, share, record)
+    whys = why, _wider_floor(conclusion, floor)
     return replace(
         finding,
         verdict=conclusion.verdict,
         ratio=conclusion.ratio,
         typical=conclusion.typical,
-        rarest=rarest(record.timing.num_calls, conclusion) if conclusion.verdict is Verdict.SAME else None,
         floor=floor,
         why="; ".join(filter(None, whys)),
-        median_ratio=float(np.median(verdicts.totals(record.timing)) / np.median(verdicts.totals(standard.timing))),
     ), aa
 
 
@@ -266,24 +247,6 @@ def _floor(aa: Interval | None, standard: _Standard) -> float | None:
 
 def _unsure(finding: Finding, why: str) -> Finding:
     return replace(finding, verdict=Verdict.UNSURE, why=why)
-
-
-def rarest(calls: int, same: verdicts.Conclusion) -> int | None:
-    """Returns the N for which slow calls, twice as long and one in N, would not have passed as the same, with 99%
-    certainty.
-
-    The mean has to leave what counts as the same; such calls raise it, and widen its interval. None where one in two,
-    or more, would be needed.
-    """
-    needed = calls * ((1 + verdicts.TYPICAL_SAME) / same.typical.point - 1)
-    met = max(1, math.ceil(_root(needed, _BOUND) ** 2))
-    one_in = calls / _root(met, -_SURE) ** 2
-    return math.floor(one_in) if one_in >= 2 else None
-
-
-def _root(total: float, factor: float) -> float:
-    """Returns the root of the count n for which n plus `factor` times its root is the total."""
-    return (math.sqrt(factor**2 + 4 * total) - factor) / 2
 
 
 def _why_unsure(conclusion: verdicts.Conclusion, record: Record) -> str:
@@ -321,18 +284,6 @@ def _wider_floor(conclusion: verdicts.Conclusion, floor: float | None) -> str:
     else:
         why = f"it surely differs by {units.percent(verdicts.band_of(aa))} at most, and the whole interval lies beyond"
     return f"the noise floor, +-{units.percent(floor)}, is the most that identical code may differ by; {why}"
-
-
-def _other_times(ratio: Interval, share: float, record: Record) -> str:
-    """Explains that the best times shown have another ratio, where a reader would notice."""
-    of_what = (
-        "as many calls and rounds of all entries" if not record.sessions else "all sessions, the times of the last"
-    )
-    outside = not ratio.low <= share <= ratio.high or (share - 1) * (ratio.point - 1) < 0
-    if not outside or abs(share / ratio.point - 1) <= _SEEN:
-        return ""
-    shown = units.speed_up(1 / share)
-    return f"the best times shown would give {shown}: the speed-up is by {of_what}"
 
 
 def _withheld(finding: Finding, own: Sequence[Labelled], of_reference: Sequence[Labelled]) -> Finding:

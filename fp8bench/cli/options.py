@@ -36,9 +36,6 @@ _SHARED: dict[str, dict[str, Any]] = {
         "type": types.path, "metavar": "PATH", "help": "also write the report there, one file that loads nothing",
     },
     "--md": {"type": types.path, "metavar": "PATH", "help": "also write it there as Markdown"},
-    "--csv-wide": {
-        "action": "store_true", "help": "CSV with one row a case and a column a figure, instead of tidy rows",
-    },
     "--no-report": {
         "dest": "report", "action": "store_false",
         "help": "write no report; `fp8bench report RUN` does it later",

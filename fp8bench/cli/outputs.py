@@ -149,7 +149,7 @@ def wanted_of(arguments: argparse.Namespace) -> Wanted:
     from fp8bench.jobs.report_files import Pages
 
     given = vars(arguments)
-    pages = Pages(given.get("html"), given.get("md"), given.get("csv_wide", False), given.get("open", False))
+    pages = Pages(given.get("html"), given.get("md"), given.get("open", False))
     return Wanted(pages if given.get("report", True) else None, given.get("tensorboard"), given.get("wandb"))
 
 
@@ -185,7 +185,7 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
 
     verdicts = findings(run)
     page = partial(page_of, run, verdicts, stdout_look()[0], place_of_report(run), in_store(run))
-    rows = partial(run_rows, [(run, verdicts)], getattr(arguments, "csv_wide", False))
+    rows = partial(run_rows, [(run, verdicts)])
     again = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
     without_md = argparse.Namespace(**{**vars(arguments), "md": None})  # --md is the report's
     try:

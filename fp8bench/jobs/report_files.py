@@ -37,14 +37,13 @@ _MOST_RUNS = 64
 
 @dataclass(frozen=True)
 class Pages:
-    """Where else a report goes; `wide` makes the CSV one row a case, `browser` shows the page.
+    """Where else a report goes; `browser` shows the page.
 
     `plots` is a folder for its charts as pictures, in each of `plots_formats`.
     """
 
     html: Path | None = None
     markdown: Path | None = None
-    wide: bool = False
     browser: bool = False
     plots: Path | None = None
     plots_formats: tuple[str, ...] = ("png",)
@@ -104,7 +103,7 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
     past = past_of(runs, store)
     runs = [replace(run, path=_within(run.path, store)) for run in runs]
     page = page_of(material_of(runs, verdicts, past, store))
-    rows = run_rows(list(zip(runs, verdicts, strict=True)), pages.wide)
+    rows = run_rows(list(zip(runs, verdicts, strict=True)))
     return _written(page, rows, folder_of(runs, store), pages)
 
 

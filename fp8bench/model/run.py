@@ -101,10 +101,9 @@ class Finding:
     """What the samples of one case say; computed from the record whenever it is needed.
 
     `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from the
-    cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls. A case that is
-    called the same would not be with one in `rarest` calls that takes twice as long. `floor` is how far the A/A
-    interval reaches from 1. `why` says why there is no verdict, or what speaks against it. `label_reasons` explain some
-    labels of this case; `hard` are those, its own or its reference's, that leave it no verdict.
+    cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls. `floor` is how
+    far the A/A interval reaches from 1. `why` says why there is no verdict, or what speaks against it. `label_reasons`
+    explain some labels of this case; `hard` are those, its own or its reference's, that leave it no verdict.
     """
 
     case: Case
@@ -113,7 +112,6 @@ class Finding:
     median_seconds: float | None = None
     spread: float | None = None
     ratio: Interval | None = None
-    median_ratio: float | None = None
     floor: float | None = None
     phases: tuple[tuple[str, float], ...] = ()
     below_floor: tuple[str, ...] = ()
@@ -122,7 +120,6 @@ class Finding:
     label_reasons: tuple[tuple[Label, str], ...] = ()
     hard: tuple[Label, ...] = ()
     typical: Interval | None = None
-    rarest: int | None = None
 
     @property
     def doubtful(self) -> bool:

@@ -87,8 +87,7 @@ class Column:
 class Field:
     """A field of a table: its text, the value it sorts by if that differs, and a hint.
 
-    A page draws a `trend`, oldest first, behind the text and a ratio's `interval` below it, and makes the text a `link`
-    to a file beside the page.
+    A page draws a `trend`, oldest first, behind the text, and makes the text a `link` to a file beside the page.
     """
 
     text: str
@@ -97,7 +96,6 @@ class Field:
     hint: str = ""
     link: str = ""
     trend: tuple[float, ...] = ()
-    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,24 +154,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bars(Chart):
-    """Horizontal bars with intervals from `start` (1 for ratios), in groups with headings.
-
-    A logarithmic axis of errors has no place for a start: they are dots.
-    """
+    """Horizontal bars of ratios with intervals, from 1 on a logarithmic axis, in groups with headings."""
 
     axis: ChartAxis
     groups: tuple[tuple[str, tuple[Mark, ...]], ...]
-    start: float = 0.0
-
-
-@dataclass(frozen=True)
-class Waterfall(Chart):
-    """How one whole becomes another: what each change adds, or takes away if it is negative."""
-
-    axis: ChartAxis
-    before: tuple[str, float]
-    changes: tuple[Mark, ...]
-    after: tuple[str, float]
 
 
 @dataclass(frozen=True)
@@ -219,20 +203,6 @@ class Stacks(Chart):
 
 
 @dataclass(frozen=True)
-class Heat(Chart):
-    """A figure for each row and column, None if there is none.
-
-    Ratios above and below 1 differ in colour; for other figures more is stronger, and each shade is used equally often.
-    """
-
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    values: tuple[tuple[float | None, ...], ...]
-    axis: ChartAxis
-    hints: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
 class Lines(Chart):
     """Series over one row of places (runs, commits): for each place a mark or None.
 
@@ -264,18 +234,10 @@ class Sparks(Chart):
     rows: tuple[tuple[str, tuple[SparkLines, ...]], ...]
 
 
-@dataclass(frozen=True)
-class Strips(Chart):
-    """All samples of each row, side by side."""
-
-    axis: ChartAxis
-    rows: tuple[tuple[str, tuple[float, ...], Tone], ...]
-
-
 # The file formats of charts.
 PICTURE_FORMATS = ("png", "svg", "pdf")
 
-AnyChart = Bars | Scatter | Stacks | Heat | Lines | Sparks | Strips | Waterfall
+AnyChart = Bars | Scatter | Stacks | Lines | Sparks
 Element = Text | Items | Facts | Code | Table | Verdicts | AnyChart
 
 

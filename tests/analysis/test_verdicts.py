@@ -88,7 +88,6 @@ def test_steady_samples_have_plain_verdicts(nanoseconds: int, verdict: Verdict) 
     ratio = nanoseconds / 1e7
     assert [finding.ratio.low, finding.ratio.point, finding.ratio.high] == pytest.approx([ratio] * 3, rel=1e-12)
     assert finding.ratio.level == 0.99
-    assert finding.median_ratio == pytest.approx(ratio)
 
 
 def test_one_odd_round_takes_a_verdict_away() -> None:
@@ -205,7 +204,7 @@ def test_only_shared_rounds_count_and_without_any_nothing_is_said() -> None:
 def test_emulated_and_unpaired_cases_have_no_verdict_on_speed() -> None:
     finding = against_ten(steady(50 * MS, 8), TEN, Level.EMULATED)
     assert finding.verdict is Verdict.EMULATED
-    assert (finding.ratio, finding.median_ratio, finding.why, finding.labels) == (None, None, "", ())
+    assert (finding.ratio, finding.why, finding.labels) == (None, "", ())
     assert finding.best_seconds == pytest.approx(0.05)
     beside = found(record(steady(50 * MS, 8), "fp8", Level.EMULATED, is_reference=True), record(TEN, "bf16"))
     assert beside["fp8"].verdict is Verdict.EMULATED
@@ -301,7 +300,6 @@ def test_the_best_of_each_cell_makes_the_step_and_the_median_is_of_all_calls() -
     finding = against_ten(called((MS, 2 * MS), (3 * MS, 4 * MS), (5 * MS,)))
     assert finding.median_seconds == pytest.approx(3e-3)
     assert finding.spread == pytest.approx(2 / 3)
-    assert finding.median_ratio == pytest.approx(0.3)
 
 
 @for_each(

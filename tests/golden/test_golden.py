@@ -86,7 +86,6 @@ FORMATS = {".txt": "show {id}", ".md": "report {id} --md {name}", ".html": "repo
 IN_JSON = ("gemm", "failing", "collective", "gpu-clean", "judged-training", "cut-training", "quick-duel")
 AS_PAGES = ("gemm", "transformer", "numerics", "optimizer", "sweep", "failing", "sustained", "collectives", "parallel",
             "profile", "ceilings", "gpu", "gpu-sweep", "gpu-clean", "training", "judged-training")  # fmt: skip
-WIDE = ("gemm", "transformer", "parallel", "failing", "gpu")
 
 
 def _of_runs() -> Iterator[tuple[str, Document]]:
@@ -104,9 +103,6 @@ def _of_runs() -> Iterator[tuple[str, Document]]:
             yield f"{name}.json", Document(f"show {key} --json", store)
         if name in RUNS | ON_GPU:
             yield f"{name}-all.txt", Document(f"show {key} --all", store)
-        if name in WIDE:
-            words = f"report {key} --csv-wide --html page.html && cp .fp8bench/reports/*/results.csv {name}-wide.csv"
-            yield f"{name}-wide.csv", Document(words, store)
 
 
 def _of_helps() -> Iterator[tuple[str, Document]]:
@@ -141,8 +137,6 @@ _STORED = {
     **{f"asv-{commit}.json": f"history rebuild && cp .fp8bench/asv/*/box/{commit}-*.json stored-asv-{commit}.json"
        for commit in ("359f21c3", "7eccd2d9")},
     **{f"{name}.md": f"report {run} --md stored-{name}.md"
-       for name, run in (("old", OLD), ("failing", FAILING), ("sample", SAMPLE))},
-    **{f"{name}-wide.csv": f"report {run} --csv-wide && cp .fp8bench/reports/*/*.csv stored-{name}-wide.csv"
        for name, run in (("old", OLD), ("failing", FAILING), ("sample", SAMPLE))},
 }  # fmt: skip
 STORED = {f"stored-{name}": Document(words, "stored") for name, words in _STORED.items()}

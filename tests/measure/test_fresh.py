@@ -45,7 +45,7 @@ def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
     assert {entry[1] for entry in worker.slots()[-24 * 3 :]} == {"fp32", "fp32'", "bf16"}
     finding = {finding.case.mode: finding for finding in find(list(records.values()), {})}["bf16"]
     assert finding.ratio is not None and finding.ratio.point == pytest.approx(0.5) and finding.verdict is Verdict.FASTER
-    assert finding.why == "the fastest of 3, 2.50x when it was chosen: this is of rounds after that"
+    assert finding.why == "the fastest of 3: its speed-up is by rounds after the choice"
     assert finding.best_seconds == pytest.approx(4e-3)  # its time is that of its own rounds
 
 

@@ -21,19 +21,15 @@ from fp8bench.report.elements import (
     Bars,
     ChartAxis,
     ChartPoint,
-    Heat,
     Lines,
     Mark,
     Scatter,
     Sparks,
     Stacks,
-    Strips,
     Tone,
-    Waterfall,
 )
 from fp8bench.report.page.drawing import scale as limits
 from fp8bench.report.page.drawing.draw import draw
-from fp8bench.report.page.drawing.rows import chosen
 from fp8bench.report.page.drawing.scale import Scale, escaped, fitted, shortened, shown, width
 from fp8bench.report.page.drawing.sheet import looks_of
 from tests.counts import for_each
@@ -49,8 +45,8 @@ def mark(label: str, value: float, share: float = 0.02, tone: Tone = Tone.PLAIN)
     return Mark(label, value, value * (1 - share), value * (1 + share), tone)
 
 
-def bars(*marks: Mark, axis: ChartAxis = SPEED, start: float = 1.0) -> Bars:
-    return Bars("speed", "Speed", "How fast each case is.", axis, (("", marks),), start)
+def bars(*marks: Mark) -> Bars:
+    return Bars("speed", "Speed", "How fast each case is.", SPEED, (("", marks),))
 
 
 CHARTS: dict[str, AnyChart] = {
@@ -64,7 +60,6 @@ CHARTS: dict[str, AnyChart] = {
             ("small", (mark("fp8", 1.31, tone=Tone.GOOD), mark("fp32", 0.47, tone=Tone.BAD))),
             ("large", (mark("fp16", 1.01, 0.12, Tone.DOUBT), Mark("bf16", 1.0, tone=Tone.STRONG, hint="reference"))),
         ),
-        1.0,
     ),
     "lines": Lines(
         "history",
@@ -119,7 +114,7 @@ def test_drawings(kind: str) -> None:
         assert (description.text or "").startswith(chart.description)
         ids = {element.get("id") for element in sheet.iter()}
         for element in sheet.iter():
-            assert re.fullmatch(r"(min-width:\d+px)?", element.get("style", ""))
+            assert element.get("style") is None
             assert element.get("href", "#")[0] == "#" and element.get("href", "#" + (sheet.get("id") or ""))[1:] in ids
         assert len(marks_of(sheet)) == MARKS_OF[kind]
         for mark in marks_of(sheet):
@@ -127,7 +122,7 @@ def test_drawings(kind: str) -> None:
             assert mark.get("aria-label") and (mark.get("data-hint") or "").startswith(mark.get("aria-label") or "?")
 
 
-MARKS_OF = {"bars": 4, "scatter": 4, "stacks": 6, "heat": 6, "lines": 9, "strips": 2, "waterfall": 5, "sparks": 2}
+MARKS_OF = {"bars": 4, "scatter": 4, "stacks": 6, "lines": 9, "sparks": 2}
 PROGRAM = """
 from tests.report.test_drawing import CHARTS, draw
 print("".join(draw(chart) for chart in CHARTS.values()))
@@ -168,18 +163,12 @@ WORDS = (st.just("name"), WILD, WILD)
 SIZES = st.tuples(st.integers(0, 5), st.integers(0, 5))
 CELLS = st.none() | NUMBERS
 ANY = {
-    "bars": st.builds(Bars, *WORDS, AXES, few(st.tuples(WILD, few(MARKS))), NUMBERS),
+    "bars": st.builds(Bars, *WORDS, AXES, few(st.tuples(WILD, few(MARKS)))),
     "scatter": st.builds(Scatter, *WORDS, AXES, AXES, few(POINTS, 20), WILD, st.just(("a", "b"))),
     "stacks": st.integers(0, 5).flatmap(
         lambda parts: st.builds(
             Stacks, *WORDS, AXES, many(parts, st.just("unattributed") | WILD),
             few(st.tuples(WILD, many(parts, NUMBERS))),
-        )
-    ),
-    "heat": SIZES.flatmap(
-        lambda size: st.builds(
-            Heat, *WORDS, many(size[0], WILD), many(size[1], WILD), many(size[0], many(size[1], CELLS)), AXES,
-            many(size[0], many(size[1], WILD)),
         )
     ),
     "lines": st.integers(0, 5).flatmap(
@@ -194,8 +183,6 @@ ANY = {
             few(st.tuples(WILD, many(size[1], many(2, many(size[0], CELLS))))),
         )
     ),
-    "strips": st.builds(Strips, *WORDS, AXES, few(st.tuples(WILD, few(NUMBERS, 50), TONES))),
-    "waterfall": st.builds(Waterfall, *WORDS, AXES, st.tuples(WILD, NUMBERS), few(MARKS), st.tuples(WILD, NUMBERS)),
 }  # fmt: skip
 
 
@@ -217,7 +204,7 @@ def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
 
 @for_each("text", ["<b>&amp;</b>", "a \" b ' c", "🚀 שלום", "$x^2$ \\frac{1}{2}"])
 def test_texts_show_as_they_are(text: str) -> None:
-    sheet = parsed(draw(Bars("n", text, text, ChartAxis(text, "x"), ((text, (mark(text, 1.2),)),), 1.0)))[0]
+    sheet = parsed(draw(Bars("n", text, text, ChartAxis(text, "x"), ((text, (mark(text, 1.2),)),))))[0]
     assert sheet.findtext("title") == text and sheet.findtext("desc") == text
     assert texts_of(sheet).count(text) == 3
     assert (marks_of(sheet)[0].get("data-hint") or "").startswith(text)
@@ -274,15 +261,11 @@ def test_charts() -> Told:
         "no bars": bars(), "a bar that is no number": bars(Mark("nan", math.nan)),
         "no points": Scatter("s", "S", "", SPEED, TIME, ()),
         "parts of nothing": Stacks("s", "S", "", TIME, ("a",), (("row", (0.0,)),)),
-        "no map": Heat("s", "S", "", (), (), (), SPEED, ()),
-        "a map of nothing": Heat("s", "S", "", ("a",), ("b",), ((None,),), SPEED, (("",),)),
         "no marks": Lines("s", "S", "", ("a",), TIME, (("b", (None,)),)),
-        "no samples": Strips("s", "S", "", TIME, (("a", (), Tone.PLAIN),)),
-        "a whole that is no number": Waterfall("w", "W", "", TIME, ("a", math.nan), (), ("b", 1.0)),
     }.items():  # fmt: skip
         yield f"there is nothing to draw of {claim}", drawing(chart)
     groups = (("empty", ()), ("nan", (Mark("a", math.nan),)), ("full", (Mark("b", 1.1),)))
-    yield "a group without a bar has no heading", drawing(Bars("n", "", "", SPEED, groups, 1.0))
+    yield "a group without a bar has no heading", drawing(Bars("n", "", "", SPEED, groups))
     shares = Stacks("s", "", "", ChartAxis("share", "%"), ("a", "b"), (("row", (97.25, 2.75)),))
     yield "shares are written as such, and that they sum to 100% is not", drawing(shares)
     points = [ChartPoint("a", "", x, y) for x, y in ((2.0, 1.0), (1.0, 1.0), (3.0, 2.0))]
@@ -294,10 +277,6 @@ def test_charts() -> Told:
     sized = ChartAxis("size", "B", log=True), ChartAxis("rate", "B/s", log=True)
     spread = (ChartPoint("a", "one", 1024.0, 1e6, low=1e3, high=1e9), ChartPoint("a", "two", 4096.0, 2e6))
     yield "points have their intervals on the axis and in words", drawing(Scatter("s", "", "", *sized, spread))
-    cells = (*((2.0 * row - 2, 2.0 * row - 1) for row in range(4)), (6.0, 900.0))
-    rows, hints = tuple(map(str, range(5))), (("", ""),) * 5
-    shades = Heat("h", "", "", rows, ("a", "b"), cells, ChartAxis("SQNR", "dB"), hints)
-    yield "a map of other figures than ratios has each shade as often, one far from all others too", drawing(shades)
     marks = tuple(Mark("", number / 30) for number in range(0, 60, 5))
     places = tuple(str(number) for number in range(1, 61, 5))
     levels = ((1.0, "margin +1.0%"), (-1.0, "margin -1.0%"))
@@ -339,13 +318,6 @@ def test_a_value_stands_past_the_end_of_its_bar() -> None:
     assert marks_of(parsed(without_ends)[0])[0].get("data-hint") == "a: 1.200x"
 
 
-def test_errors_are_dots() -> None:
-    drawn = draw(bars(Mark("a", 2.3e-7), Mark("b", 1e-3), axis=ChartAxis("error", "", log=True), start=0.0))
-    sheet = parsed(drawn)[0]
-    dots = [float(element.get("x", "0")) for element in sheet.iter("use") if element.get("class") == "dot plain"]
-    assert len(dots) == 2 and dots[0] < dots[1] and not spans(drawn, "bar plain") and len(marks_of(sheet)) == 2
-
-
 @settings(max_examples=30, deadline=None)
 @given(values=st.lists(st.floats(0.01, 100), min_size=1, max_size=12), narrow=st.booleans())
 def test_nothing_runs_over_the_sheet(values: list[float], narrow: bool) -> None:
@@ -372,17 +344,6 @@ def test_at_most_twelve_points_are_named_and_no_names_overlap() -> None:
             assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
-def test_a_large_map_is_cut_and_scrolls() -> None:
-    """At most 40 by 40 cells, one sheet for all windows; cells are pointed at, not tabbed to."""
-    names = tuple(str(n) for n in range(45))
-    cells = tuple(tuple(0.5 + 0.01 * (row + column) for column in range(45)) for row in range(45))
-    chart = Heat("h", "", "", names, names, cells, SPEED, (("",) * 45,) * 45)
-    (sheet,) = parsed(draw(chart))
-    assert len(marks_of(sheet)) == 1600 and described(chart) == "425 more are in the table only."
-    assert sheet.get("class") == "of-heat only" and (sheet.get("style") or "").startswith("min-width:")
-    assert all(mark.get("tabindex") is None and mark.get("data-hint") for mark in marks_of(sheet))
-
-
 def test_series_look_alike_in_all_charts_of_a_page() -> None:
     """By the page's order, unless two of a chart's series would then look alike."""
     assert looks_of(["b", "c"], ()) == looks_of(["b", "c"], ("x",)) == {"b": ("o", "s1"), "c": ("s", "s2")}
@@ -405,27 +366,6 @@ def test_long_histories_keep_their_end() -> None:
     assert hints[0].startswith("one, commit 50:") and hints[-1].startswith("one, commit 249:")
     assert any(hint.startswith("one, commit 123:") for hint in hints)
     assert "commit 249" in texts_of(sheet) and "commit 0" not in texts_of(sheet)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400))
-def test_dots_are_chosen_evenly_over_the_sorted_samples(samples: list[float]) -> None:
-    kept = chosen(samples)
-    assert len(kept) == min(len(samples), limits.DOTS)
-    assert (kept[0], kept[-1]) == (min(samples), max(samples))
-    for edge in samples[:5]:
-        below = sum(sample <= edge for sample in samples) / len(samples)
-        assert sum(value <= edge for value in kept) / len(kept) == pytest.approx(below, abs=2 / len(kept))
-
-
-def test_two_humps_stay_two_humps() -> None:
-    """A quarter of the samples lie far off, and so does a quarter of the dots."""
-    samples = tuple(1.0 + n / 1e5 for n in range(300)) + tuple(2.0 + n / 1e5 for n in range(100))
-    drawn = draw(Strips("s", "", "", TIME, (("a", samples, Tone.PLAIN),)))
-    (dots,) = [element for element in parsed(drawn)[0].iter("path") if element.get("class") == "dots plain"]
-    xs = [float(x) for x in re.findall(r"M([\d.]+) ", dots.get("d", ""))]
-    assert len(xs) == limits.DOTS
-    assert sum(x > (min(xs) + max(xs)) / 2 for x in xs) == limits.DOTS / 4
-    assert "chosen evenly over their sorted order" in (parsed(drawn)[0].findtext("desc") or "")
 
 
 # --- scales ------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_titles_of_pages() -> Told:
     runs = ((replace(run, id=f"r{number}"), findings) for number in range(10))
     yield "more runs than one reads are counted", page_of(material(*runs)).subtitle
     lost = page_of(material((replace(run, started="", command="", devices=(), id=""), findings)))
-    yield "what is lost is said", [lost.title, lost.subtitle, *lost.footer]
+    yield "what is lost is said", [lost.title, lost.subtitle]
     for claim, made in {"no case": (nothing(),), "no case that ran": (skipped(),), "no run": ()}.items():
         page = page_of(material(*made))
         yield f"of {claim} there is a page", [page.title, page.subtitle, *(part.name for part in page.parts[:2])]

@@ -22,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="runs, or a training: ids, files' stems, paths or 'last'; or a store, for all of its runs",
     )
     shared(parser, "--store", help="as in suite")
-    shared(parser, "--html", "--md", "--csv-wide", "--open")
+    shared(parser, "--html", "--md", "--open")
     parser.add_argument(
         "--plots", type=types.path, metavar="DIR",
         help="also write each chart there as a picture for slides and papers, called as on the page",
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_outputs(arguments)
     formats = _formats_asked(arguments)
-    pages = Pages(arguments.html, arguments.md, arguments.csv_wide, arguments.open, arguments.plots, formats)
+    pages = Pages(arguments.html, arguments.md, arguments.open, arguments.plots, formats)
     page = report_of(arguments.runs, arguments.store, pages)
     for written in (page, arguments.html, arguments.md):
         if written is not None:

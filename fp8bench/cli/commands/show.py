@@ -25,7 +25,7 @@ FIRST_OPTIONS = "--all --memory --data --numbers --energy --notes --tape --share
 _DETAILS = {
     "memory": "memory at the highest point of a step, by role",
     "data": "its data before scaling, and how much lies outside each format's range",
-    "numbers": "every error and other figure, and the speed-up over all calls",
+    "numbers": "every error and other figure",
     "energy": "energy of a step and of its phases, or why there is none",
     "notes": "what was noted, skipped, doubted or not checked",
     "all": "everything a terminal can say of it",
@@ -126,7 +126,7 @@ def _detail(name: str, run: Run, value: str, store: Path) -> View:
 
     results = findings(run)
     page = partial(detail_of, name, run, results, stdout_look()[0], place_of_report(run))
-    return View(page, partial(run_value, run, results), partial(run_rows, [(run, results)], False))
+    return View(page, partial(run_value, run, results), partial(run_rows, [(run, results)]))
 
 
 _OF_RUNS = (

@@ -23,7 +23,7 @@ from fp8bench.model.codec import encode
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import ChartAxis, Element, Mark, Page, Part, Text, Tone, Waterfall
+from fp8bench.report.elements import Element, Page, Part, Text, Tone
 from fp8bench.report.panels import show_params
 from fp8bench.report.words.naming import listed
 
@@ -135,14 +135,13 @@ _LEGEND = (
 )
 
 
-def page_of(ablation: Ablation, charts: bool = False) -> Page:
+def page_of(ablation: Ablation) -> Page:
     title = f"ablation of {ablation.suite} on {ablation.device}"
     setting = f"{show_params(ablation.setting)} ({ablation.device_name})"
-    chart = list(_waterfall(ablation)) if charts else []
     parts = [
         Part("answer", "", tuple(Text(f"{sentence}.") for sentence in sentences(ablation))),
         Part("options", "what each option saves of a step", (_options(ablation),)),
-        Part("arms", "arms, all timed in the same rounds", (_arms(ablation), *_labels(ablation), *chart)),
+        Part("arms", "arms, all timed in the same rounds", (_arms(ablation), *_labels(ablation))),
     ]
     if ablation.path:
         parts.append(Part("kept", "", (Text(f"stored in {ablation.path}"),)))
@@ -228,26 +227,6 @@ def _labels(ablation: Ablation) -> Iterator[Text]:
     if counts:
         shown = (f"{label} ({count} of {len(ablation.arms)} arms)" for label, count in counts.items())
         yield Text(f"labels: {', '.join(shown)}", Tone.DOUBT)
-
-
-def _waterfall(ablation: Ablation) -> Iterator[Element]:
-    whole = ablation.arm(ablation.names)
-    steps = {name: Savings(ablation).cumulative(name) for name in ablation.names}
-    if not whole.timed or not all(steps.values()):
-        return
-    marks = tuple(
-        Mark(name, -saved.point, -saved.high, -saved.low, _tone(saved))
-        for name, saved in steps.items()
-        if saved is not None
-    )
-    before, after = (seconds_of(arm) or 0.0 for arm in (ablation.arms[0], whole))
-    words = "Seconds of a step; each bar is what an option adds to or takes from those before it."
-    title = "from the step without options to that with all"
-    yield Waterfall("ablation", title, words, ChartAxis("time of a step", "s"), ("none", before), marks, ("all", after))
-
-
-def _tone(saved: Interval) -> Tone:
-    return Tone.GOOD if saved.low > 0 else Tone.BAD if saved.high < 0 else Tone.PLAIN
 
 
 def _saved(saved: Interval | None) -> str:

@@ -72,9 +72,7 @@ def _charts(report: FleetReport) -> Iterator[Bars]:
     )  # fmt: skip
     if groups:
         words = "Each machine's time in its median case over the median of its kind, which is 1. Red: an outlier."
-        yield Bars(
-            "deviations", "Time over that of the kind's median", words, ChartAxis("time ratio", "x"), groups, 1.0
-        )
+        yield Bars("deviations", "Time over that of the kind's median", words, ChartAxis("time ratio", "x"), groups)
 
 
 def _kinds(report: FleetReport) -> Table:

@@ -1,13 +1,13 @@
-"""A run for other programs: tidy or wide rows as CSV, or all of it as one JSON document.
+"""A run for other programs: tidy rows as CSV, or all of it as one JSON document.
 
-Tidy rows are one for each case, phase and metric, and one for each size at which a precision begins to pay; wide rows
-are one for each case. docs/outputs.md describes the columns.
+Tidy rows are one for each case, phase and metric, and one for each size at which a precision begins to pay.
+docs/outputs.md describes the columns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -16,13 +16,11 @@ from typing import Any
 from fp8bench.analysis.metric import Metric
 from fp8bench.model import Finding, Provenance, Record, Run, Scalar, specs
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.model.specs import ENERGY, STEP, TIME, Rank, spec_of
-from fp8bench.report.case_status import emulated
+from fp8bench.model.specs import TIME, Rank
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import printable
 from fp8bench.report.panels import Figures, Result, metrics_within, panels_of, show_params
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
-from fp8bench.units import RATIO
 
 Cell = Scalar | None
 TidyRow = dict[str, Cell]
@@ -34,20 +32,12 @@ _CASE_COLUMNS = (
 # ... then one for each parameter, then the figure. New columns go to the end, so that the others stay.
 _FIGURE_COLUMNS = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "spread", "ratio_to_reference",
-    "ratio_low", "ratio_high", "ratio_confidence", "ratio_of_medians", "noise_floor", "n_rounds", "n_samples",
+    "ratio_low", "ratio_high", "ratio_confidence", "noise_floor", "n_rounds", "n_samples",
     "provenance", "verdict", "labels", "why", "energy_source", "label_reasons", "speedup",
-    "speedup_low", "speedup_high", "speedup_mean", "speedup_mean_low", "speedup_mean_high", "would_see_one_in",
+    "speedup_low", "speedup_high",
     "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank", "failed_rank", "failed_phase",
     "low_in_unit", "high_in_unit",
 )  # fmt: skip
-# Columns of a single figure. The others are in the row of the step's time, which says what became of the case.
-_OF_A_FIGURE = (
-    "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "n_rounds", "n_samples", "provenance",
-    "labels", "energy_source", "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank",
-    "low_in_unit", "high_in_unit",
-)  # fmt: skip
-
-
 def columns_of(*runs: Run) -> tuple[str, ...]:
     """The columns of the rows of some runs, with one for each parameter of their cases."""
     names = dict.fromkeys(name for run in runs for record in run.records for name, _ in record.case.params)
@@ -141,56 +131,13 @@ def _of_the_case(result: Result) -> TidyRow:
     finding = result.finding
     if finding is None or finding.best_seconds is None:
         return {}
-    mean: TidyRow = {}
-    if finding.typical is not None and not emulated(result):
-        speed = finding.typical.inverse
-        mean = {"speedup_mean": speed.point, "speedup_mean_low": speed.low, "speedup_mean_high": speed.high}
-        mean["would_see_one_in"] = finding.rarest
-    return mean | {
-        "spread": finding.spread, "noise_floor": finding.floor,
-        "ratio_of_medians": None if emulated(result) or finding.ratio is None else finding.median_ratio,
-        "label_reasons": "; ".join(f"{label}: {reason}" for label, reason in finding.label_reasons),
-    }  # fmt: skip
+    reasons = "; ".join(f"{label}: {reason}" for label, reason in finding.label_reasons)
+    return {"spread": finding.spread, "noise_floor": finding.floor, "label_reasons": reasons}
 
 
-def widened(tidy: Iterable[Mapping[str, Cell]]) -> tuple[tuple[str, ...], list[TidyRow]]:
-    """Columns and rows. A phase's figures are called '<phase>_<metric>', and their columns end in the unit."""
-    cases: dict[tuple[Cell, Cell], TidyRow] = {}
-    for row in tidy:
-        if row["metric"] == specs.BREAK_EVEN:  # belongs to no case
-            continue
-        wide = cases.setdefault((row["run"], row["case"]), {})
-        if row["metric"] == TIME and row["phase"] == STEP:
-            figures = {name: cell for name, cell in row.items() if name not in _OF_A_FIGURE or name == "labels"}
-            wide.update({name: cell for name, cell in figures.items() if name not in wide})
-        wide.update(_columns_of_figure(row))
-        if row["metric"] == ENERGY and row["phase"] == STEP:
-            wide.update({"energy_source": row["energy_source"], "energy_why": row["why"]})
-            wide.update({name: row[name] for name in ("energy_validity", "power_limit_W")})
-    # First what names the case, then figures in the order in which cases have them.
-    columns = tuple(dict.fromkeys(name for wide in cases.values() for name in wide))
-    return columns, [{name: wide.get(name) for name in columns} for wide in cases.values()]
-
-
-def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
-    """One figure's best and median, or its value and bounds."""
-    parts = [row["kind"], row["role"]] if row["phase"] is None else [None if row["phase"] == STEP else row["phase"]]
-    of_rank = None if row["rank"] is None else str(row["rank"])
-    name = "_".join(str(part) for part in (*parts, row["metric"], of_rank) if part)
-    spec = spec_of(str(row["metric"]))
-    named = row["unit"] in (None, "count", RATIO) or (spec.of_workload and row["unit"] == spec.unit)  # by its name
-    unit = "" if named else "_" + str(row["unit"]).replace("/", "_per_")
-    if row["low_in_unit"] is not None:
-        ends = {f"{name}_{end}{unit}": row[f"{end}_in_unit"] for end in ("low", "high")}
-        return {f"{name}{unit}": row["median_in_unit"], **ends}
-    if row["best_in_unit"] is None:
-        return {f"{name}{unit}": row["median_in_unit"]}
-    return {f"{name}_best{unit}": row["best_in_unit"], f"{name}_median{unit}": row["median_in_unit"]}
-
-
-def run_rows(pairs: Sequence[tuple[Run, Mapping[str, Finding]]], wide: bool = False) -> Rows:
+def run_rows(pairs: Sequence[tuple[Run, Mapping[str, Finding]]]) -> Rows:
     tidy = [row for run, findings in pairs for row in rows(run, findings)]
-    return widened(tidy) if wide else (columns_of(*(run for run, _ in pairs)) if pairs else (), tidy)
+    return columns_of(*(run for run, _ in pairs)) if pairs else (), tidy
 
 
 def run_value(run: Run, findings: Mapping[str, Finding]) -> dict[str, Any]:

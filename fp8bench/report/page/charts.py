@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -17,20 +15,15 @@ from fp8bench.report.elements import (
     Bars,
     ChartAxis,
     Field,
-    Heat,
     Lines,
-    Mark,
     Scatter,
     Sparks,
     Stacks,
-    Strips,
     Table,
-    Waterfall,
 )
-from fp8bench.report.panels import Result, phases_of, together
+from fp8bench.report.panels import Result, phases_of
 from fp8bench.report.words.naming import phase_order, phase_words
 
-_SUMMARY = ("lowest", "lower quartile", "median", "upper quartile", "highest")
 # Fewer points are read faster as numbers.
 _LEAST_POINTS = 3
 # If the largest whole is more times the smallest, bars of one unit would hide the parts of the small ones.
@@ -50,15 +43,8 @@ def _points(chart: AnyChart) -> int:
             return len(chart.points)
         case Stacks():
             return sum(value != 0 for _, values in chart.rows for value in values)
-        case Heat():
-            values = [value for row in chart.values for value in row if value is not None]
-            return len(values) if len(chart.columns) > 1 else 0
         case Lines() | Sparks():
             return len(chart.places)
-        case Strips():
-            return sum(len(samples) for _, samples, _ in chart.rows)
-        case Waterfall():
-            return 1 + len(chart.changes)
 
 
 def stacked(
@@ -82,18 +68,6 @@ def stacked(
     return Stacks(name, title, description, chosen, tuple(parts.values()), bars, folded=folded)
 
 
-def grouped(marks: Iterable[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
-    return tuple((heading, tuple(members)) for heading, members in together(marks).items())
-
-
-def against(reference: str, marks: Sequence[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
-    """Groups of marks that are named by precision; with one precision in several groups, one heading for all."""
-    groups, modes = grouped(marks), {mark.label for _, mark in marks}
-    if len(modes) > 1 or len(groups) == 1:
-        return groups
-    return ((f"{modes.pop()} over {reference}", tuple(replace(mark, label=heading) for heading, mark in marks)),)
-
-
 def has_time(result: Result) -> bool:
     return result.best is not None and 0 < result.best < math.inf
 
@@ -107,7 +81,7 @@ def phase_parts(results: Iterable[Result]) -> dict[str, str]:
 
 
 def numbers_table(chart: AnyChart) -> Table:
-    """Every number of the chart, with its marks' hints; samples are summed up."""
+    """Every number of the chart, with its marks' hints."""
     return table(f"{chart.name}-numbers", f"{chart.title}: numbers", *_content(chart))
 
 
@@ -128,10 +102,6 @@ def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
             ]
             series = Col("series", itemgetter(1), tone=lambda row: row[-1].tone)
             return [Col("at", itemgetter(0)), series, *_ends(chart.axis), _notes(lines)], lines
-        case Waterfall():
-            first, last = (Mark(label, value) for label, value in (chart.before, chart.after))
-            steps = [(mark,) for mark in (first, *chart.changes, last)]
-            return [Col("step", _name), _ends(chart.axis)[0], _notes(steps)], steps
         case Scatter():
             points = [(point.series, point) for point in chart.points]
             axes = [_number(axis.title, attrgetter(name), axis.unit) for name, axis in (("x", chart.x), ("y", chart.y))]
@@ -139,14 +109,6 @@ def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
         case Stacks():
             parts = [_at(chart.parts[part], part, chart.axis.unit) for part in chart.present]
             return [Col("case", itemgetter(0)), *parts], chart.rows
-        case Heat():
-            unit, rows = chart.axis.unit, zip(chart.rows, chart.values, chart.hints, strict=True)
-            cells = [
-                (name, [Field(units.shown(value, unit), value, hint=hint) for value, hint in zip(*own, strict=True)])
-                for name, *own in rows
-            ]
-            columns = [_at(name, place, unit) for place, name in enumerate(chart.columns)]
-            return [Col("", itemgetter(0)), *columns], cells
         case Sparks():
             sparks = [
                 (name, column, line, values)
@@ -155,11 +117,6 @@ def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
             ]  # fmt: skip
             heads = [Col(title, itemgetter(place)) for place, title in enumerate(("of", "what", "line"))]
             return [*heads, *(_at(name, place) for place, name in enumerate(chart.places))], sparks
-        case Strips():
-            strips = [(label, tone, len(samples), _summary(samples)) for label, samples, tone in chart.rows]
-            heads = [Col("case", itemgetter(0), tone=itemgetter(1)),
-                     Col("samples", itemgetter(2), number=True, show=str)]  # fmt: skip
-            return [*heads, *(_at(name, place, chart.axis.unit) for place, name in enumerate(_SUMMARY))], strips
 
 
 def _name(row: Sequence[Any]) -> Field:
@@ -182,10 +139,3 @@ def _ends(axis: ChartAxis) -> Sequence[Col[Any]]:
 
 def _notes(rows: Sequence[Sequence[Any]]) -> Col[Any]:
     return Col("notes", lambda row: row[-1].hint, when=any(row[-1].hint for row in rows))
-
-
-def _summary(samples: Iterable[float]) -> Sequence[float | None]:
-    finite = [sample for sample in samples if math.isfinite(sample)]
-    if len(finite) < 2:
-        return [finite[0] if finite else None] * 5
-    return [min(finite), *statistics.quantiles(finite, n=4, method="inclusive"), max(finite)]

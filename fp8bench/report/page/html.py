@@ -13,7 +13,7 @@ import html
 import json
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -44,7 +44,7 @@ from fp8bench.report.elements import (
 )
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.page.drawing.draw import draw
-from fp8bench.report.page.drawing.scale import FORBIDDEN, interval_bar, sparkline
+from fp8bench.report.page.drawing.scale import FORBIDDEN, sparkline
 from fp8bench.report.words.naming import many
 
 if TYPE_CHECKING:
@@ -99,10 +99,13 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
-        "sort_value": _sort_value, "kind": lambda element: type(element).__name__, "sparkline": sparkline,
-        "marked": _marked, "interval_bar": lambda field: interval_bar(field.value, field.interval),
-    }  # fmt: skip
+    filters: dict[str, Callable[..., str]] = {
+        "sort_value": _sort_value,
+        "kind": lambda element: type(element).__name__,
+        "sparkline": sparkline,
+        "marked": _marked,
+    }
+    environment.filters |= filters
     return environment.from_string(_asset("page.html.j2"))
 
 
@@ -266,21 +269,11 @@ def began(folder: str) -> str:
 
 
 def index_page(reports: Iterable[ListedReport], left_out: int = 0) -> Page:
-    """A page of reports, newest first, each with the earlier speed-ups of the same command."""
+    """A page of reports, newest first."""
     listed = list(reports)
-    earlier: dict[tuple[str, ...], list[float]] = defaultdict(list)
-    trends: dict[str, tuple[float, ...]] = {}
-    for report in reversed(listed):
-        card = report.card
-        for answer in card.answers[:1]:
-            if answer.value is not None:
-                series = earlier[card.kind, card.title, card.command, answer.about]
-                series.append(answer.value)
-                trends[report.folder] = tuple(series[-MOST_DRAWN:])
 
-    def speed(report: ListedReport) -> Field | None:
-        value = report.card.answers[0].value if report.card.answers else None
-        return None if value is None else Field(units.speed_up(value), value, trend=trends.get(report.folder, ()))
+    def speed(report: ListedReport) -> float | None:
+        return report.card.answers[0].value if report.card.answers else None
 
     cols: list[Col[ListedReport]] = [
         Col("began (UTC)", lambda report: report.when or units.NONE),
@@ -290,8 +283,7 @@ def index_page(reports: Iterable[ListedReport], left_out: int = 0) -> Page:
         Col("of", lambda report: report.card.kind),
         Col("answer", lambda report: ", ".join(
             f"{answer.about} {answer.word}".strip() for answer in report.card.answers) or units.NONE),
-        Col("speed-up", speed, number=True, unit="x",
-            hint="of the first precision that is named; behind it those that the same command came to before"),
+        Col("speed-up", speed, number=True, show=units.speed_up, unit="x", hint="of the first precision that is named"),
         Col("where", lambda report: report.card.subtitle.partition(" UTC, ")[2] or report.card.subtitle),
     ]  # fmt: skip
     shown = table("reports", many(len(listed), "report"), cols, listed, main=True, kept={"began (UTC)", "report"})

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from fp8bench import units
 from fp8bench.feature_list import feature_parts
 from fp8bench.model import Figure, Finding, Run, Trend
-from fp8bench.model.codec import SCHEMA
 from fp8bench.report import topics
 from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, table
@@ -30,7 +29,6 @@ from fp8bench.report.panels import NamedCase, Panel, Result, panels_of, show_par
 from fp8bench.report.words.naming import (
     COMMIT_LETTERS,
     commit_of,
-    counts,
     devices_of,
     fact,
     listed,
@@ -173,16 +171,9 @@ _LONGEST_NAME = 60
 
 def page_of(material: Material) -> Page:
     """The whole report; nothing in it depends on where or when it is rendered."""
-    runs, footer = [entry.run for entry in material.entries], []
-    for run in runs:
-        version = fact(run, "fp8bench")
-        by = f"fp8bench {version}" if version else "an fp8bench that its file no longer names"
-        kept = f", kept in {run.path}" if run.path else ", not stored"
-        footer.append(f"Run {run.id or 'without an id'}, measured with {by}, schema {SCHEMA}{kept}.")
+    runs = [entry.run for entry in material.entries]
     command = "; ".join(run.command for run in runs)
-    return Page(
-        _title(runs), _subtitle(material), parts_of(material), tuple(footer), tuple(_facts(runs)), command=command
-    )
+    return Page(_title(runs), _subtitle(material), parts_of(material), command=command)
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -203,18 +194,6 @@ def _subtitle(material: Material) -> str:
     commit = commit_of(run)
     parts = (when(run), f"commit {commit}" if commit else "", fact(run, "machine"))
     return ", ".join(filter(None, parts)) or "the header of the run's file is lost"
-
-
-def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
-    if len(runs) != 1:
-        return
-    run = runs[0]
-    memory = [units.size(device.memory_bytes) for device in run.devices if device.accelerated]
-    pairs = (
-        ("cases", counts(run)), ("torch", fact(run, "torch")), ("threads", fact(run, "threads")),
-        ("memory", listed(memory, _MOST_DEVICES)),
-    )  # fmt: skip
-    yield from ((name, text) for name, text in pairs if text)
 
 
 LONGEST_LABEL = 40

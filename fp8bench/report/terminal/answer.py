@@ -39,11 +39,12 @@ from fp8bench.report.panels import (
     phases_beside,
     together,
 )
-from fp8bench.report.topics import rank_boards, roofline
+from fp8bench.report.topics import roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
 from fp8bench.report.topics.energy import absences, energy_of_phases, ratio_against
 from fp8bench.report.topics.memory import capacity, device_share_of, peak_of, share_of
 from fp8bench.report.topics.phases import phases_table
+from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest, wire
 from fp8bench.report.topics.results import CASE, noise_floor
 from fp8bench.report.topics.shares import coverage_sentence, coverages
 from fp8bench.report.topics.speedup import sustained
@@ -52,8 +53,6 @@ from fp8bench.report.topics.verdict import (
     cases_of,
     emulations,
     losses,
-    over_loads,
-    over_values,
     skips,
     span,
     verdicts_in,
@@ -98,6 +97,7 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
     cases = cases_of(entry.panels)
     ranks = entry.run.request.ranks
     told = [f"{ranks} ranks: the slowest one's time counts, call by call"] if ranks else []
+    told += [FUNCTIONAL] if ranks and any(panel.case.device == "cpu" for panel in timed) else []
     told += [*emulations(cases), *skips(cases), *(f"note: {words}" for words in entry.run.notes)]
     told += absences(entry.run) if entry.run.request.energy_of == PHASE_ENERGY else []
     told += [f"trouble: {words}" for words in entry.run.troubles]
@@ -123,25 +123,21 @@ def _next(entry: Entry, options: str) -> Iterator[Text]:
 
 def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
     title = heading(panel.case.workload, panel.shared, panel.case.device, entry.run.devices)
-    boards: list[Element] = list(rank_boards.boards(panel))
     several = len(panel.groups) > 1
-    elements: list[Element] = [
-        *_device(panel, entry.run),
-        *(Text(f"{told}.", Tone.STRONG) for told in over_loads(panel)),
-    ]
+    elements: list[Element] = [*_device(panel, entry.run)]
     if several and _timed(panel):
         by_mode = together((member[1].mode, member) for member in panel.members if member[1].mode != panel.reference)
         ordered = sorted(by_mode.items(), key=lambda pair: not any(speed_up(result) for _, result in pair[1]))
         elements.append(Facts(tuple((mode, _line(members, panel)) for mode, members in ordered)))
     elements += (Text(f"{coverage_sentence(modes, coverage)}.") for modes, coverage in coverages(panel))
-    elements += boards or [_grid(panel) if several else _cases(panel, width)]
+    elements.append(_grid(panel) if several else _cases(panel, width))
     left_out = len(panel.groups) - _MOST_GROUPS
-    if several and not boards and left_out > 0:
+    if several and left_out > 0:
         elements.append(Text(f"{left_out} more groups: --all, and the page."))
     elements.append(Facts(tuple(_grounds(panel) if _timed(panel) else ())))
-    elements += map(Text, rank_boards.remarks(panel) if boards else over_values(panel))
+    elements += map(Text, cheapest(panel))
     yield Part("answer", title, tuple(elements))
-    yield from _asked(panel, several, bool(boards))
+    yield from _asked(panel, several)
 
 
 def _device(panel: Panel, run: Run) -> Iterator[Text]:
@@ -163,10 +159,11 @@ def _device(panel: Panel, run: Run) -> Iterator[Text]:
         yield Text("; ".join(told), Tone.BAD if lowered else Tone.PLAIN)
 
 
-def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
+def _asked(panel: Panel, several: bool) -> Iterator[Part]:
     tables = (
-        *(() if several or ranked else phases_table(panel)), *sustained(panel), *energy_of_phases(panel),
+        *(() if several else phases_table(panel)), *sustained(panel), *energy_of_phases(panel),
         *other_tables(panel), *capacity(panel), *break_even_table(panel, swept(panel)),
+        *([sent] if (sent := wire(panel)).rows else []),
     )  # fmt: skip
     if tables:
         yield Part("asked", "", tables)

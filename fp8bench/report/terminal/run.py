@@ -14,7 +14,6 @@ from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
     Panel,
     error_name,
-    floor_of,
     heading,
     merge_notes,
     panels_of,
@@ -26,7 +25,7 @@ from fp8bench.report.panels import (
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.answer import answer, where_stored
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.topics import rank_boards, roofline
+from fp8bench.report.topics import roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
 from fp8bench.report.topics.energy import absences, doubts_within, energy, energy_of_phases, figures_of, ratio_against
 from fp8bench.report.topics.memory import capacity, counters_of, memory, tells_memory
@@ -37,16 +36,9 @@ from fp8bench.report.topics.results import main_table, noise_floor
 from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
-from fp8bench.report.topics.verdict import of_all_calls, over_loads, over_values
 from fp8bench.report.words import legend
 from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import attention_of, cache_of, listed, missing_of, notes_of, replays_of
-
-# Instead of hundreds of lines for several groups of several ranks.
-_REST = (
-    "The report has the rest of every case: interval and noise floor, phases, memory, each rank's times, overlap "
-    "(fp8bench report {id}); `--set` for one of these settings prints it here."
-)
 
 
 def render(
@@ -97,13 +89,7 @@ def _whole(panel: Panel, run: Run, width: int) -> Iterator[Part]:
 
 
 def _timed(panel: Panel, run: Run) -> Iterator[Part]:
-    elements: list[Element] = list(rank_boards.boards(panel))
-    if elements and len(panel.groups) > 1:
-        told = map(Text, [*rank_boards.remarks(panel), _REST.format(id=run.id)])
-        yield from _titled(panel, run, (*elements, *told), _reference_line(panel))
-        return
-    elements += [Text(f"{told}.", Tone.STRONG) for told in over_loads(panel)]
-    elements += [main_table(panel), *phases_table(panel), *map(Text, over_values(panel))]
+    elements: list[Element] = [main_table(panel), *phases_table(panel)]
     elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
     elements += [*other_tables(panel), *break_even_table(panel, swept(panel))]
     elements += [*ranks(panel), *capacity(panel), *data(panel)]
@@ -136,9 +122,7 @@ def _reference_line(panel: Panel) -> str:
     intervals = f"; [low, high]: {words}" if (words := what_intervals_hold(panel.results)) else ""
     if len(panel.groups) == 1:
         return f"reference: {reference}; noise floor (A/A): {noise_floor(panel.groups[0])}{intervals}"
-    floors = floor_of(panel.results) if any(rank_boards.boards(panel)) else ""  # other tables have each group's
-    floor = f"; noise floors (A/A): {floors}" if floors else ""
-    return f"reference: {reference}{floor}{intervals}"
+    return f"reference: {reference}{intervals}"
 
 
 def _numbers(panel: Panel) -> list[tuple[str, str]]:
@@ -152,11 +136,6 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
             if measurement.metric not in _told_elsewhere(panel)
             and not is_of_step(measurement.metric)
             and (measurement.phase or measurement.metric != panel.error)
-        ]
-        told += [
-            ("speed-up over all calls", f"{result.mode} {of_all_calls(result.finding)}")
-            for result in group.results
-            if result.finding and result.finding.typical and not emulated(result)
         ]
         place = f" at {group.place}" if len(panel.groups) > 1 else ""
         lines += [(f"{label}{place}", ", ".join(texts)) for label, texts in together(told).items()]
@@ -231,7 +210,6 @@ def _of_times(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
         legend.REPLAYED: any(result.record.replays and result.record.replays.timing for result in results),
         legend.EMULATED: any(emulated(result) and result.best for result in results),
         **dict.fromkeys(_of_errors(panels), True),
-        rank_boards.LEGEND: any(any(rank_boards.boards(panel)) for panel in panels),
         f"pays: {legend.BREAK_EVEN}": any(map(swept, panels)),
         legend.ERRORS: True,
     }

@@ -1,4 +1,4 @@
-"""From which size on each precision pays, for the terminal, the page and other programs; and for which shapes."""
+"""From which size on each precision pays, for the terminal, the page and other programs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.break_even import BreakEven, Sweep, SweptMode, sweeps_of, swept_modes
 from fp8bench.model import Finding, Params, Run
-from fp8bench.report.case_status import FACTS, doubts, emulated, show_speed_up, speed_up, standing, status_words
+from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Heat, Scatter, Table, Tone
+from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Scatter, Table, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import NamedCase, Panel, panels_of, show_params, together
+from fp8bench.report.panels import Panel, panels_of, show_params, together
 from fp8bench.report.words.legend import BREAK_EVEN
 from fp8bench.report.words.naming import listed
 
@@ -180,57 +180,3 @@ def _chart(number: int, title: str, panel: Panel, sweep_modes: Swept) -> Iterato
         ChartAxis(sweep.axis, "", log=True), ChartAxis(unit, "", log=True),
         (*(point for points in curves.values() for point in points), *marks), joined=tuple(curves), folded=number > 1,
     )  # fmt: skip
-
-
-_SIDES = {"m", "n", "k"}
-_LEAST_SHAPES = 3
-_Cells = Sequence[Sequence[NamedCase | None]]
-
-
-@section("shapes", "Which shapes gain", 80)
-def shapes_section(material: Material) -> Iterator[Element]:
-    """Speed-up over the reference at the same shape: above 1x it pays, below it costs. The words of each field say how
-    sure that is.
-    """
-    for title, panel in titled_panels(material):
-        by_mode = together(
-            (case.result.mode, (case.place, case)) for case in panel.members if speed_up(case.result) is not None
-        )
-        shapes = all({*dict(group.case.params)} >= _SIDES for group in panel.groups)
-        if shapes and by_mode and len(panel.groups) >= _LEAST_SHAPES:
-            places = tuple(group.place for group in panel.groups)
-            own = {mode: dict(cases) for mode, cases in by_mode.items()}
-            cells = [[cases.get(place) for cases in own.values()] for place in places]
-            yield _heat(f"{title}: speed-up over {panel.reference} by shape", places, tuple(own), cells)
-
-
-def _heat(title: str, rows: tuple[str, ...], columns: tuple[str, ...], grid: _Cells) -> Heat:
-    values = tuple(tuple(_value(case) for case in row) for row in grid)
-    hints = tuple(tuple(_hint(case) for case in row) for row in grid)
-    workload = next(case for row in grid for case in row if case is not None).result.record.case.workload
-    return Heat(
-        f"shapes-{workload}", title, _description(grid), rows, columns, values, ChartAxis("speed-up", "x"), hints
-    )
-
-
-def _value(case: NamedCase | None) -> float | None:
-    speed = speed_up(case.result) if case is not None else None
-    return speed.point if speed is not None else None
-
-
-def _hint(case: NamedCase | None) -> str:
-    if case is None:
-        return "not measured"
-    words, why = f"{case.name}: {show_speed_up(case.result)}, {status_words(case.result)}", doubts(case.result)
-    head = "Labelled" if standing(case.result) in FACTS.values() else "In doubt"
-    return f"{words}. {head}: {'; '.join(why)}" if why else words
-
-
-def _description(grid: _Cells) -> str:
-    speeds = [(speed, case) for row in grid for case in row if case and (speed := _value(case)) is not None]
-    least, most = (choose(speeds, key=lambda pair: pair[0]) for choose in (min, max))
-    gain = sum(speed > 1 for speed, _ in speeds)
-    words = f"{gain} of {len(speeds)} are above 1x: from {units.ratio(least[0])} at {least[1].name}"
-    words += f" to {units.ratio(most[0])} at {most[1].name}."
-    doubtful = sum(case.result.finding is not None and case.result.finding.doubtful for _, case in speeds)
-    return f"{words} {doubtful} of them carry a label that casts doubt on it." if doubtful else words

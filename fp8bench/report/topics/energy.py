@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,10 +25,10 @@ from fp8bench.analysis.energy import (
 from fp8bench.analysis.metrics import EnergyValidity, energy_validity
 from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow, Label, Run, Status, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
-from fp8bench.report.case_status import emulated, speed_up
+from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table, with_figures
-from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Stacks, Text, Tone
-from fp8bench.report.page.charts import against, phase_parts, stacked
+from fp8bench.report.elements import ChartAxis, Element, Field, Items, Table, Text, Tone
+from fp8bench.report.page.charts import phase_parts, stacked
 from fp8bench.report.page.section import MOST_ROWS, PRECISION, Material, section
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, merge_notes, together
 from fp8bench.report.topics.tensors import timed_panels
@@ -36,7 +37,6 @@ from fp8bench.report.words.naming import listed, many
 
 # Steps with fewer phases have no chart of them.
 _LEAST_PHASES = 2
-_NET, _IDLE, _WHOLE = "beyond idling", "idling", "not split"
 _ESTIMATE = (
     "An estimate: the joules of a step, parted by the time of its phases as if all took the same power. Phases are too "
     "short for any counter."
@@ -98,25 +98,21 @@ def show_ratio(ratio: EnergyRatio) -> str:
     return f"{units.ratio(ratio.point)} [{low}, {high}]"
 
 
-def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
-    """What is missing of a group's energies, and why: modes, and the words that hold for all of them.
+def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
+    """What is missing of a group's energies or unclear, and why: modes, and the words that hold for all of them.
 
     Also if steps took another time in the energy windows than in slots, whose energy is then unknown.
     """
-    doubts = (_missing, _at_another_pace, _of_phases)
-    return _by_doubt((words, result.mode) for result in group.results for doubt in doubts for words in doubt(result))
-
-
-def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
-    unclear = (
-        (f"energy unclear: {ratio.why}", result.mode)
+    doubts = [
+        (words, result.mode)
         for result in group.results
-        if (ratio := ratio_against(result, group.lead)) is not None and ratio.demand is Demand.UNCLEAR
-    )
-    return [*missing_within(group), *_by_doubt(unclear)]
-
-
-def _by_doubt(doubts: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        for doubt in (_missing, _at_another_pace, _of_phases)
+        for words in doubt(result)
+    ]
+    for result in group.results:
+        ratio = ratio_against(result, group.lead)
+        if ratio is not None and ratio.demand is Demand.UNCLEAR:
+            doubts.append((f"energy unclear: {ratio.why}", result.mode))
     return [(", ".join(modes), words) for words, modes in together(doubts).items()]
 
 
@@ -173,7 +169,7 @@ def absences(run: Run) -> list[str]:
     ]
 
 
-def energy(panel: Panel) -> Iterator[Element]:
+def energy(panel: Panel) -> Iterator[Table]:
     sources = sources_of(panel.results)
     if not sources:
         return
@@ -321,13 +317,10 @@ def energy_section(material: Material) -> Iterator[Element]:
 
 def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Element]:
     measured = [(case, figures) for case in panel.members if (figures := figures_of(case.result)) is not None]
-    for kind, cost, words in (("energy", False, "energy of a step"), ("energy-cost", True, "what emulating costs")):
-        members = [case for case in measured if emulated(case[0].result) is cost]
-        if members:
-            yield _joules(kind, f"{title}: {words}", members)
-    yield from _ratios(title, panel, measured)
+    for made in energy(panel):
+        yield replace(made, name=f"energy-{panel.case.workload}", caption=f"{title}: {made.caption}")
     yield from _phases(title, [case for case in measured if not emulated(case[0].result)], parts)
-    notes = ((modes, doubt, group.place) for group in panel.groups for modes, doubt in missing_within(group))
+    notes = ((modes, doubt, group.place) for group in panel.groups for modes, doubt in doubts_within(group))
     doubts = merge_notes(notes, len(panel.groups))
     if doubts:
         yield Items(tuple(Text(f"{doubt.removeprefix('- ')}.", Tone.DOUBT) for doubt in doubts))
@@ -337,42 +330,6 @@ def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Eleme
         more = f" (the first {MOST_ROWS} of {len(windows)}; the run has all)" if len(windows) > MOST_ROWS else ""
         name, caption = f"energy-windows-{panel.case.workload}", f"{title}: the windows{more}"
         yield table(name, caption, _WINDOW, windows[:MOST_ROWS], folded=True, kept=())
-
-
-def _joules(kind: str, title: str, measured: Sequence[_Measured]) -> Stacks:
-    rows = []
-    for case, figures in measured:
-        gross, net = figures.gross.middle, figures.net.middle if figures.net else None
-        rows.append((case.name, gross, {_WHOLE: gross} if net is None else {_NET: net, _IDLE: gross - net}))
-    name, axis = f"{kind}-{measured[0][0].result.record.case.workload}", ChartAxis("energy of a step", "J")
-    parts, folded = {part: part for part in (_NET, _IDLE, _WHOLE)}, emulated(measured[0][0].result)
-    watts = units.span((figures.watts for _, figures in measured), _watts)
-    words = f"The device took {watts} while steps ran."
-    return stacked(name, title, words, axis, "share of the energy", parts, rows, folded)
-
-
-def _ratios(title: str, panel: Panel, measured: Sequence[_Measured]) -> Iterator[Bars]:
-    marks = [(case.place, mark) for case, _ in measured if (mark := _mark(case)) is not None]
-    if not marks:
-        return
-    words = (
-        "Below 1x is less. Whiskers are the ends of all pairs of windows, with the uncertainty of both; grey ones "
-        "lie too close to the reference's, or are in doubt."
-    )
-    name = f"energy-ratio-{panel.case.workload}"
-    heading = f"{title}: energy over that of {panel.reference}"
-    yield Bars(name, heading, words, ChartAxis("energy vs reference", "x"), against(panel.reference, marks), 1.0)
-
-
-def _mark(case: NamedCase) -> Mark | None:
-    ratio = ratio_against(case.result, case.group.lead)
-    if ratio is None:
-        return None
-    speed = speed_up(case.result)
-    of_time = f", {units.ratio(1 / speed.point)} of its time" if speed else ""
-    why = f"; not clear: {ratio.why}" if ratio.why else ""
-    hint = f"{case.result.mode} {show_ratio(ratio)} of {case.group.reference}'s energy{of_time}{why}"
-    return Mark(case.result.mode, ratio.point, ratio.low, ratio.high, DEMANDS[ratio.demand], hint)
 
 
 def _phases(title: str, measured: Sequence[_Measured], parts: Mapping[str, str]) -> Iterator[Element]:

@@ -1,20 +1,17 @@
-"""The same cases in other runs: side by side, and commit by commit."""
+"""The same cases in other runs, commit by commit."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from fp8bench import units
-from fp8bench.model import Case, Figure
-from fp8bench.report.case_status import cost_tone, doubts, emulated
+from fp8bench.model import Figure
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
-from fp8bench.report.page.charts import grouped, has_time
+from fp8bench.report.elements import ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
 from fp8bench.report.page.html import MOST_DRAWN
 from fp8bench.report.page.section import Material, PastSeries, section
-from fp8bench.report.panels import Result, shared_params, show_params, together
+from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import value as shown
 from fp8bench.report.words.naming import listed, many
 
@@ -166,105 +163,3 @@ def _notes(known: Sequence[PastSeries]) -> Iterator[Element]:
         yield Text("+ after a commit: the files differed from it, so that these are not its numbers.", Tone.DOUBT)
     if any(series.emulated for series in known):
         yield Text("Emulated cases are in the table only: their time is a cost, which compares with itself.")
-
-
-NO_VERDICT = "measured at different times: no verdict (cross-run)"
-_COST = "emulated: cost, not speed"
-
-
-# A case as the first run has it, and its results by column.
-_Across = tuple[Case, dict[int, Result]]
-
-
-@section("across", "Across runs", 35)
-def across_section(material: Material) -> Iterator[Element]:
-    """The best time of each case, and its speed-up over the first column: above 1x is faster. The runs were measured at
-    different times, so a speed-up says nothing of how sure it is: no verdict (cross-run).
-    """
-    if len(material.entries) < 2:
-        return
-    titles, every = _collect(material)
-    shared = [row for row in every if len(row[1]) > 1]
-    lonely = len(every) - len(shared)
-    if not shared:
-        yield Text("No case was timed in more than one of these runs.")
-        return
-    settings = _settings([case for case, _ in shared])
-    cols: list[Col[_Across]] = [
-        Col("precision", lambda row: row[0].mode), Col("suite", lambda row: row[0].workload),
-        Col("setting", lambda row: Field(settings[row[0]] or units.NONE, hint=show_params(row[0].params))),
-    ]  # fmt: skip
-    for number, title in enumerate(titles):
-        cols.append(Col(title, partial(_time, number=number), number=True, unit="s", hint="best time"))
-        faster = Col("speed-up", partial(_faster, number=number), number=True, unit="x", hint=f"over {titles[0]}")
-        cols += [faster] if number else []
-    yield table("across-table", "Best time of each case", cols, shared)
-    if lonely:
-        yield Text(f"{many(lonely, 'timed case')} {'is' if lonely == 1 else 'are'} in one of them only.")
-    yield from _speed_charts(titles, shared, settings)
-
-
-def _collect(material: Material) -> tuple[list[str], list[_Across]]:
-    titles: list[str] = []
-    by_key: dict[tuple[object, ...], dict[int, Result]] = {}
-    for entry in material.entries:
-        devices = list(dict.fromkeys(panel.case.device for panel in entry.panels))
-        first = len(titles)
-        titles += [f"{entry.label} {device}" if len(devices) > 1 else entry.label for device in devices]
-        for panel in entry.panels:
-            for result in panel.results:
-                if has_time(result):  # cases on different devices are the same with parameters in any order
-                    case = result.record.case
-                    params = frozenset((name, repr(value)) for name, value in case.params)
-                    own = by_key.setdefault((case.workload, case.version, case.mode, params), {})
-                    own[first + devices.index(case.device)] = result
-    return titles, [(next(iter(results.values())).record.case, results) for results in by_key.values()]
-
-
-def _settings(cases: Sequence[Case]) -> dict[Case, str]:
-    settings = {}
-    for members in together((case.workload, case) for case in cases).values():
-        shared = shared_params([case.params for case in members])
-        versions = len({case.version for case in members}) > 1
-        for case in members:
-            words = show_params(pair for pair in case.params if pair not in shared)
-            settings[case] = f"{words} version {case.version}".strip() if versions else words
-    return settings
-
-
-def _time(row: _Across, number: int) -> Field:
-    result = row[1].get(number)
-    if result is None:
-        return Field(units.NONE, hint="not timed in this run")
-    hints = [*([_COST] if emulated(result) else []), *doubts(result)]
-    return Field(units.seconds(result.best), result.best, cost_tone(result), "; ".join(hints))
-
-
-def _faster(row: _Across, number: int) -> Field | None:
-    speed, why = _speed(row[1], number)
-    return None if speed is None else Field(units.speed_up(speed), speed, hint=why)
-
-
-def _speed(results: dict[int, Result], number: int) -> tuple[float | None, str]:
-    """How many times as fast as in the first column, and why that is no verdict; None without a speed, as an emulation
-    is.
-    """
-    first, own = results.get(0), results.get(number)
-    if first is None or own is None or emulated(first) or emulated(own) or not first.best or not own.best:
-        return None, ""
-    return first.best / own.best, "; ".join(dict.fromkeys([NO_VERDICT, *doubts(first), *doubts(own)]))
-
-
-def _speed_charts(titles: Sequence[str], shared: Sequence[_Across], settings: dict[Case, str]) -> Iterator[Bars]:
-    marks = grouped(
-        (" ".join(filter(None, (case.workload, settings[case], case.mode))),
-         Mark(title, speed, tone=Tone.DOUBT if why != NO_VERDICT else Tone.PLAIN, hint=why))
-        for case, results in shared for number, title in enumerate(titles) if number
-        for speed, why in [_speed(results, number)] if speed is not None
-    )  # fmt: skip
-    if marks:
-        span = units.span((mark.value for _, own in marks for mark in own), units.speed_up)
-        cases = many(len(marks), "case")
-        description = f"{listed(titles[1:])} against {titles[0]}, in {cases}: {span}; {NO_VERDICT}."
-        title, axis = f"Speed against {titles[0]}, without a verdict", ChartAxis(f"times as fast as {titles[0]}", "x")
-        yield Bars("across-chart", title, description, axis, marks, 1.0)

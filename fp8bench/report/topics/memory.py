@@ -21,8 +21,8 @@ from fp8bench.model.specs import (
 )
 from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, figure_col, table, with_figures
-from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Stacks, Table, Text
-from fp8bench.report.page.charts import grouped, stacked
+from fp8bench.report.elements import ChartAxis, Element, Field, Items, Stacks, Table, Text
+from fp8bench.report.page.charts import stacked
 from fp8bench.report.page.section import PRECISION, Material, marked_emulated, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, show_params, together, value_of
 from fp8bench.report.topics.tensors import timed_panels
@@ -35,7 +35,6 @@ _LEAST_OF_CHANGES = 0.1
 _MOST_CHANGES = 4
 # The outer ones of nested phases with the same highest point.
 _OUTER = (UNATTRIBUTED, Phase.ELEMENTWISE)
-_NOTHING_BESIDE = "There is nothing beside it to compare with."
 _OF_EMULATIONS = (
     "What fits of an emulated case says nothing of a device with its formats; 'on a device' is derived by a line "
     "through what two batches would take there."
@@ -260,7 +259,7 @@ def memory_section(material: Material) -> Iterator[Element]:
         (title, panel, [case for case in panel.members if peak_of(case.result) is not None])
         for title, panel in timed_panels(material)
     ]
-    known = {role for _, _, cases in panels if _known(cases) for case in cases for role in _parts(case)}
+    known = {role for _, _, cases in panels for case in cases for role in _parts(case)}
     # The same parts everywhere, so that a role has one colour on the whole page.
     parts = {role.value: MEMORY_WORDS[role].replace(" copies of", "") for role in MemoryRole if role in known}
     for title, panel, cases in panels:
@@ -272,18 +271,12 @@ def memory_section(material: Material) -> Iterator[Element]:
 
 
 def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
-    said = list(sentences(panel, cases))
-    known = _known(cases)
-    text = "What each case takes, by what it is for." if known and said else " ".join(said) or _NOTHING_BESIDE
-    yield _chart(title, cases, parts, text)
-    if known and said:
-        yield Items(tuple(Text(sentence) for sentence in said))
+    said = [Text(sentence) for sentence in sentences(panel, cases)]
+    if any(roles_of(case.result) for case in cases):
+        yield _chart(title, cases, parts)
+    yield from [Items(tuple(said))] if said else []
     if any(use_of(case.result.record) for case in cases):
         yield _table(title, cases, panel.reference)
-
-
-def _known(cases: Sequence[NamedCase]) -> bool:
-    return any(roles_of(case.result) for case in cases)
 
 
 def _parts(case: NamedCase) -> dict[str, float]:
@@ -292,20 +285,11 @@ def _parts(case: NamedCase) -> dict[str, float]:
     return known or {MemoryRole.OTHER.value: peak_of(case.result) or 0.0}
 
 
-def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], description: str) -> Stacks | Bars:
-    name = f"memory-{cases[0].result.record.case.workload}"
-    if not _known(cases):
-        marks = []
-        for case in cases:
-            label, tone = marked_emulated(case.result, case.result.mode)
-            peak, share = peak_of(case.result), share_of(case.group, case.result)
-            beside = "" if share is None else f", {units.ratio(share)} of {case.group.reference}'s"
-            marks.append((case.place, Mark(label, peak or 0.0, tone=tone, hint=f"{units.size(peak)}{beside}")))
-        groups = grouped(marks)
-        return Bars(name, f"{title}: peak memory", description, ChartAxis("peak memory", "B"), groups)
+def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Stacks:
     rows = [(marked_emulated(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
+    name, words = f"memory-{cases[0].result.record.case.workload}", "What each case takes, by what it is for."
     axis = ChartAxis("memory at the highest point of a step", "B")
-    return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", parts, rows)
+    return stacked(name, f"{title}: peak memory by what it is for", words, axis, "share of the peak", parts, rows)
 
 
 def _table(title: str, cases: Sequence[NamedCase], reference: str) -> Table:

@@ -18,18 +18,15 @@ from fp8bench.registry import precisions
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import (
-    Bars,
     ChartAxis,
     ChartPoint,
     Element,
     Field,
-    Mark,
     Scatter,
     Table,
     Text,
     Tone,
 )
-from fp8bench.report.page.charts import grouped
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
 from fp8bench.report.panels import (
     NamedCase,
@@ -126,8 +123,6 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
         for case, measurement in measured
         if measurement and (value := value_of(measurement)) is not None
     ]
-    if sum(0 < value < math.inf for *_, value in marks) > 1:
-        yield _bars(title, panel, shown, marks)
     yield _table(title, panel, by_mode)
     strange = [f"{case.name} ({value})" for case, _, value in marks if not math.isfinite(value)]
     if strange:
@@ -144,25 +139,6 @@ def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
         and not is_of_step(measurement.metric)
     )
     return {mode: together(members) for mode, members in grouped_by_mode.items()}
-
-
-def _bars(title: str, panel: Panel, metric: str, errors: Sequence[tuple[NamedCase, Measurement, float]]) -> Bars:
-    def level(case: NamedCase) -> str:
-        return case.result.record.support.level.value
-
-    groups = grouped(
-        (case.place, Mark(case.result.mode, value, hint=f"{case.name}: {show_value(measured)}, {level(case)}"))
-        for case, measured, value in errors
-    )
-    finite = {case.result.mode: value for case, _, value in errors if 0 < value < math.inf}
-    ends = [choose(finite, key=lambda mode: finite[mode]) for choose in (min, max)]
-    best, worst = (f"{mode} ({units.relative_error(finite[mode])})" for mode in ends)
-    description = f"Smallest in {best}, largest in {worst}."
-    exact = sum(value == 0 for *_, value in errors)
-    if exact:
-        description += f" {exact} {'is' if exact == 1 else 'are'} exactly 0, which has no place on a logarithmic axis."
-    axis = ChartAxis(metric, units.RATIO, log=True)
-    return Bars(f"errors-{panel.case.workload}", f"{title}: {metric}", description, axis, groups)
 
 
 def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measurement]]]) -> Table:

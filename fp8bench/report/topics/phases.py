@@ -12,7 +12,7 @@ from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Level
 from fp8bench.report.case_status import Standing, emulated, standing
 from fp8bench.report.columns import Col, case_cols, table
-from fp8bench.report.elements import ChartAxis, Element, Field, Mark, Stacks, Table, Text, Tone, Waterfall
+from fp8bench.report.elements import ChartAxis, Element, Field, Stacks, Table, Text, Tone
 from fp8bench.report.page.charts import has_time, phase_parts, stacked
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import (
@@ -150,9 +150,6 @@ def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
 _LEAST_PHASES = 3
 _STEP = "step"
 _MOST_TABLES = 12
-_MOST_CHARTS = 4
-# As a share of the step before: smaller changes are neither good nor bad, and a smaller rest has no row.
-_LEAST_DRAWN = 0.005
 _AMDAHL = "how many times as fast the whole step would be (Amdahl's law): no faster product can give more"
 
 
@@ -174,12 +171,11 @@ class _Pair(NamedTuple):
 
 @section("gains", "Where it gains", 70)
 def gains_section(material: Material) -> Iterator[Element]:
-    """From the reference's step to that of each native precision: what each phase takes away, and what it adds. Best
-    cases, without a verdict, as a phase has no interval.
+    """Each phase of a native precision's step compared with the reference's: best cases, without a verdict, as a phase
+    has no interval.
     """
     pairs = [pair for title, panel in titled_panels(material) for pair in _pairs(title, panel)]
-    for place, pair in enumerate(pairs[:_MOST_TABLES]):
-        yield from _pair(pair, place < _MOST_CHARTS)
+    yield from map(_table, pairs[:_MOST_TABLES])
     if len(pairs) > _MOST_TABLES:
         yield Text(f"{len(pairs) - _MOST_TABLES} more cases are not told here; the run's CSV has all their phases.")
 
@@ -207,17 +203,8 @@ def _timed(result: Result) -> Finding | None:
     return finding if finding and all(math.isfinite(seconds) for _, seconds in finding.phases) else None
 
 
-def _pair(pair: _Pair, drawn: bool) -> Iterator[Element]:
+def _table(pair: _Pair) -> Table:
     mode, reference = pair.result.mode, pair.reference.case.mode
-    name, (before, after) = f"{pair.result.record.case.workload}-{mode}", pair.times[_STEP]
-    labels = f" Labelled {', '.join(pair.finding.labels)}." if pair.finding.doubtful else ""
-    clauses = phase_clauses(pair.finding, pair.reference)
-    lead = f"The step takes {units.seconds(after)} instead of {units.seconds(before)}{clauses}.{labels}"
-    if drawn:
-        axis, changes = ChartAxis("best case of a step", "s"), tuple(_changes(pair))
-        yield Waterfall(f"gains-{name}", pair.title, lead, axis, (reference, before), changes, (mode, after))
-    else:
-        yield Text(f"{pair.title}: {lead}", Tone.DOUBT if pair.finding.doubtful else Tone.PLAIN)
     short = f"shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it: no ratio says anything"
 
     def tone(phase: str) -> Tone:
@@ -236,21 +223,5 @@ def _pair(pair: _Pair, drawn: bool) -> Iterator[Element]:
         Col("if it cost nothing", lambda phase: ratio(1.0, 1 - pair.share(phase)) if pair.clear(phase) else None,
             number=True, show=units.speed_up, unit="x", hint=_AMDAHL),
     ]  # fmt: skip
-    yield table(f"phases-of-{name}", f"{pair.title}: phase beside phase", cols, pair.times, folded=True)
-
-
-def _changes(pair: _Pair) -> Iterator[Mark]:
-    before, after = pair.times[_STEP]
-    phases = [phase for phase in pair.times if phase != _STEP]
-    rest, short = after - before, [phase_words(phase) for phase in phases if not pair.clear(phase)]
-    for phase in filter(pair.clear, phases):
-        own, other = pair.times[phase]
-        change = other - own
-        if change:
-            rest -= change
-            hint = f"{units.seconds(own)} in {pair.reference.case.mode}, {units.seconds(other)} in {pair.result.mode}"
-            tone = Tone.DOUBT if pair.finding.doubtful else Tone.GOOD if change < 0 else Tone.BAD
-            small = abs(change) < _LEAST_DRAWN * before
-            yield Mark(phase_words(phase), change, tone=Tone.PLAIN if small else tone, hint=hint)
-    if short or abs(rest) > _LEAST_DRAWN * before:
-        yield Mark("the rest", rest, tone=Tone.DOUBT, hint=f"{listed(short)}: too short to tell" if short else "")
+    labels = f"; labelled {', '.join(pair.finding.labels)}" if pair.finding.doubtful else ""
+    return table(f"gains-{pair.result.record.case.workload}-{mode}", f"{pair.title}{labels}", cols, pair.times)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -30,11 +30,11 @@ from fp8bench.analysis.ranks import (
 )
 from fp8bench.model import MemoryUse, Timing, specs
 from fp8bench.model.ranks import Overlap, RankScaling, Sent, Transfer
-from fp8bench.report.case_status import cost_tone, emulated
+from fp8bench.report.case_status import cost_tone
 from fp8bench.report.columns import Col, case_cols, figure_col, table
-from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Field, Lines, Mark, Scatter, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Field, Scatter, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, show_params, together
+from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, together
 
 _RATES = (specs.ALGBW, specs.BUSBW, specs.EFFECTIVE_BUSBW)
 # More ranks do not have columns of their own.
@@ -43,13 +43,10 @@ FUNCTIONAL = (
     "On a CPU this is a functional test: ranks share its cores and send through its memory, so that rates, skew and "
     "overlap say nothing about a cluster."
 )
-# The least ways for a chart; exact ones would leave no room for differences.
-_LEAST_WAYS = 4
-_ALL_BUT_EXACT_DB = 100.0
 _LEAST_SIZES = 2
-COLLECTIVE, SQNR = "collective", "sqnr_db"
+_COLLECTIVE, _SQNR = "collective", "sqnr_db"
 # Parameters that only matter for FP8.
-COMPOSED = ("fp8", "scaling")
+_COMPOSED = ("fp8", "scaling")
 _LOST = ("saturated_ppm", "flushed_percent")
 # Smaller shares of values are lost in any format.
 _LOST_PERCENT = 0.01
@@ -64,7 +61,7 @@ def _interval(
     return Field(f"{show(figure.value)} ({units.span(figure[1:], show)})", figure.value * times, tone)
 
 
-def reasons(what: str, figures: Iterable[tuple[str, Middle | Untold]]) -> Iterator[str]:
+def _reasons(what: str, figures: Iterable[tuple[str, Middle | Untold]]) -> Iterator[str]:
     untold = [(why, mode) for mode, why in figures if isinstance(why, Untold)]
     for why, modes in together(untold).items():
         if why.word == units.NONE:
@@ -78,13 +75,13 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
     """Nothing for cases of one process."""
     if panel.case.ranks < 2:
         return
-    yield from (shown for shown in (_times(panel), _memory(panel), _wire(panel)) if shown.rows)
+    yield from (shown for shown in (_times(panel), _memory(panel), wire(panel)) if shown.rows)
     yield from map(Text, cheapest(panel))
     if (gains := _efficiencies(panel)).rows:
         yield gains
         known = ((result.mode, gain) for _, result in panel.members if (gain := efficiency(result.record)) is not None)
         figures = ((mode, figure) for mode, gain in known for figure in gain)
-        yield from map(Text, reasons("efficiency", figures))
+        yield from map(Text, _reasons("efficiency", figures))
     yield from (shown for shown in (_sent(panel), _overlaps(panel)) if shown.rows)
     told = panel.known(lambda result: overlap_of(result.record))
     overlaps = (
@@ -93,7 +90,7 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
         for each in (overlap.exposed, overlap.hidden)
         if each != WAITING
     )
-    yield from map(Text, (*reasons("overlap", overlaps), *_bubbles(panel)))
+    yield from map(Text, (*_reasons("overlap", overlaps), *_bubbles(panel)))
     if panel.case.device == "cpu":
         yield Text(FUNCTIONAL)
 
@@ -174,8 +171,8 @@ def _memory(panel: Panel) -> Table:
 _Wire = tuple[ResultGroup, Result, Transfer, Figures]
 
 
-def _wire(panel: Panel) -> Table:
-    errors = (("SQNR", SQNR, "dB"), ("saturated", "saturated_ppm", "ppm"), ("flushed", "flushed_percent", "%"))
+def wire(panel: Panel) -> Table:
+    errors = (("SQNR", _SQNR, "dB"), ("saturated", "saturated_ppm", "ppm"), ("flushed", "flushed_percent", "%"))
     cols: list[Col[_Wire]] = [
         *case_cols(""),
         figure_col(specs.WIRE_BYTES, lambda row: Field(
@@ -192,29 +189,21 @@ def _wire(panel: Panel) -> Table:
 
 @dataclass(frozen=True)
 class WireLine:
-    """One case of a collective, or the same case beside several ways of FP8; `swept` tells such lines apart.
-
-    `way` is the precision, or for FP8 how it is composed.
-    """
+    """One case of a collective, or the same case beside several ways of FP8: `words` say which."""
 
     collective: str
-    swept: str
-    way: str
     words: str
     members: Sequence[NamedCase]
 
     @property
-    def results(self) -> list[Result]:
-        return [result for _, result in self.members]
-
-    @property
     def logical(self) -> float:
-        return max((own.record.transfer.logical for own in self.results if own.record.transfer), default=0.0)
+        sent = (case.result.record.transfer for case in self.members)
+        return max((transfer.logical for transfer in sent if transfer), default=0.0)
 
     @property
     def cost(self) -> tuple[float, float] | None:
         """Bytes that a rank sends, and the SQNR of what it gets."""
-        wire, sqnr = (self.middle(name).value for name in (specs.WIRE_BYTES, SQNR))
+        wire, sqnr = self._median(specs.WIRE_BYTES), self._median(_SQNR)
         return None if wire is None or sqnr is None else (wire, sqnr)
 
     @property
@@ -229,42 +218,31 @@ class WireLine:
         wire, sqnr = self.cost or (0.0, 0.0)
         return ", ".join(filter(None, (units.size(wire), units.decibels(sqnr), self.lost)))
 
-    @property
-    def tone(self) -> Tone:
-        return Tone.DOUBT if any(map(emulated, self.results)) else Tone.PLAIN
-
-    def middle(self, name: str, tone: Tone = Tone.PLAIN) -> Field:
-        told = [case.figures[name] for case in self.members if case.figures[name].value is not None]
-        if not told:
-            return Field(units.NONE)
-        value = statistics.median(metric.value for metric in told if metric.value is not None)
-        return Field(told[0].spec.shown(value), value, tone)
+    def _median(self, name: str) -> float | None:
+        values = [value for case in self.members if (value := case.figures[name].value) is not None]
+        return statistics.median(values) if values else None
 
 
-def collective_of(panel: Panel, result: Result) -> str:
-    return str(dict(result.record.case.params).get(COLLECTIVE, panel.case.workload))
+def _collective_of(panel: Panel, result: Result) -> str:
+    return str(dict(result.record.case.params).get(_COLLECTIVE, panel.case.workload))
 
 
-def lines_of(panel: Panel) -> list[WireLine]:
+def _lines_of(panel: Panel) -> list[WireLine]:
     sent = [own for own in panel.results if own.record.transfer is not None]
     composed = {own.mode for own in sent if own.record.transfer and own.record.transfer.counted}
+    told = {_COLLECTIVE, *_COMPOSED}
     named = []
     for case in panel.members:
         group, result = case
         params = dict(group.case.params)
-        ways = [str(params[name]) for name in COMPOSED if result.mode in composed and name in params]
+        ways = [str(params[name]) for name in _COMPOSED if result.mode in composed and name in params]
         words = " ".join([*([] if ways and result.mode == "fp8" else [result.mode]), *ways])
-        swept = beside(panel, group, {COLLECTIVE, *COMPOSED})
-        named.append(((collective_of(panel, result), swept, ways[0] if ways else result.mode, words), case))
-    return [WireLine(*names, cases) for names, cases in together(named).items()]
+        swept = tuple(pair for pair in group.case.params if pair not in panel.shared and pair[0] not in told)
+        named.append(((_collective_of(panel, result), swept, words), case))
+    return [WireLine(collective, words, cases) for (collective, _, words), cases in together(named).items()]
 
 
-def beside(panel: Panel, group: ResultGroup, told: Collection[str]) -> str:
-    """What else tells the group from others: 'elements=65536'."""
-    return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] not in told)
-
-
-def unbeaten(lines: Sequence[WireLine]) -> list[WireLine]:
+def _unbeaten(lines: Sequence[WireLine]) -> list[WireLine]:
     """Those that no other beats in both bytes and error; none if that is all of them."""
     known = [(line, cost) for line in lines if (cost := line.cost) is not None]
     best = [known[place][0] for place in frontier([cost for _, cost in known])]
@@ -273,7 +251,7 @@ def unbeaten(lines: Sequence[WireLine]) -> list[WireLine]:
 
 def wire_costs(panel: Panel) -> dict[str, list[WireLine]]:
     """By collective, at its largest size."""
-    known = [line for line in lines_of(panel) if line.cost is not None]
+    known = [line for line in _lines_of(panel) if line.cost is not None]
     sizes = together((line.collective, line.logical) for line in known)
     largest = [line for line in known if line.logical == max(sizes[line.collective])]
     return together(
@@ -284,7 +262,7 @@ def wire_costs(panel: Panel) -> dict[str, list[WireLine]]:
 
 def cheapest(panel: Panel) -> Iterator[str]:
     for collective, lines in wire_costs(panel).items():
-        if best := sorted(unbeaten(lines), key=lambda line: line.cost or ()):
+        if best := sorted(_unbeaten(lines), key=lambda line: line.cost or ()):
             told = "; ".join(f"{line.words} ({line.told})" for line in best)
             yield f"{collective}: nothing else sends as little with as small an error as {told}."
 
@@ -325,28 +303,12 @@ def ranks_section(material: Material) -> Iterator[Element]:
     waited for whoever came last.
     """
     for number, (title, panel) in enumerate(titled_panels(material), 1):
-        yield from _costs(number, panel)
         yield from _bandwidths(number, panel)
-        yield from _over_time(number, panel)
         for element in ranks(panel):
             if not isinstance(element, Table):
                 yield element
                 continue
             yield replace(element, name=f"{element.name}-{number}", caption=f"{title}: {element.caption}")
-
-
-def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
-    for collective, costs in wire_costs(panel).items():
-        shown = [(line, *line.cost) for line in costs if line.cost is not None and line.cost[1] < _ALL_BUT_EXACT_DB]
-        if len(shown) < _LEAST_WAYS:
-            continue
-        points = tuple(ChartPoint(line.way, line.words, wire, sqnr, hint=line.lost) for line, wire, sqnr in shown)
-        description = (
-            f"What a rank sends in a step of {collective}, and the signal-to-noise ratio of what it gets: further left "
-            "is less to send, further up a smaller error. What keeps more than 100 dB is left out."
-        )
-        yield Scatter(f"wire-{collective}-{number}", f"{collective}: bytes on the wire beside the error", description,
-                      ChartAxis("sent by a rank", "B", log=True), ChartAxis("SQNR in dB"), points)  # fmt: skip
 
 
 def _bandwidths(number: int, panel: Panel) -> Iterator[Scatter]:
@@ -375,28 +337,10 @@ def _rates(panel: Panel) -> Iterator[tuple[str, tuple[tuple[str, float], ChartPo
         if rate is None:
             continue
         params = dict(result.record.case.params)
-        ways = [str(params[name]) for name in COMPOSED if name in params and sent.counted]
+        ways = [str(params[name]) for name in _COMPOSED if name in params and sent.counted]
         way = " ".join([result.mode, *ways])
         span = () if isinstance(seconds, Untold) else sorted(rate * seconds.value / end for end in seconds[1:])
         low, high = span or (None, None)
         where = f"{way}, {units.size(sent.logical)}"
         point = ChartPoint(way, where, sent.logical, rate, cost_tone(result), strand=way, low=low, high=high)
-        yield collective_of(panel, result), ((way, sent.logical), point)
-
-
-def _over_time(number: int, panel: Panel) -> Iterator[Lines]:
-    timed = panel.known(lambda result: result.record.timing)
-    apart = [(far, *case) for case in timed if (far := skew(case[2])) is not None]
-    if not apart:
-        return
-    _, group, result, timing = max(apart, key=lambda case: case[0])
-    rounds = round_times(timing)
-    where = " at ".join(filter(None, (result.mode, group.place)))
-    series = tuple(
-        (f"rank {rank}", tuple(Mark(f"rank {rank}, round {place}", value) for place, value in enumerate(times, 1)))
-        for rank, times in enumerate(rounds)
-    )
-    places = tuple(str(place) for place in range(1, len(rounds[0]) + 1))
-    description = f"The step of each rank in each round of {where}, whose ranks are furthest apart."
-    yield Lines(f"ranks-over-time-{number}", f"ranks over time: {where}", description, places=places,
-                axis=ChartAxis("step", "s"), series=series)  # fmt: skip
+        yield _collective_of(panel, result), ((way, sent.logical), point)

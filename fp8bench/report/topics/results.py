@@ -1,22 +1,17 @@
-"""All cases in one table, short for a terminal and whole on the page; and every sample behind medians and intervals."""
+"""All cases in one table, short for a terminal and whole on the page."""
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.samples import step_samples
-from fp8bench.model import Finding, Label, Status, Verdict
+from fp8bench.model import Finding, Status
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
-from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
-from fp8bench.report.elements import ChartAxis, Element, Field, Lines, Mark, Strips, Table, Text, Tone
+from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.page.section import Entry, Material, number, section
 from fp8bench.report.panels import (
     Figures,
@@ -29,10 +24,9 @@ from fp8bench.report.panels import (
     show_params,
     together,
 )
-from fp8bench.report.topics.tensors import about_tensors, timed_panels
-from fp8bench.report.topics.verdict import over_values
+from fp8bench.report.topics.tensors import about_tensors
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import attention_of, cache_of, many, replays_of
+from fp8bench.report.words.naming import attention_of, cache_of, replays_of
 
 _COST = "the cost of emulation, not of the precision"
 # Columns that every table has.
@@ -117,7 +111,6 @@ def results_section(material: Material) -> Iterator[Element]:
         panels = {id(panel): panel for _, panel, _ in cases}  # not by value: that reads all samples
         for panel in panels.values():
             yield from other_tables(panel)
-            yield from (Text(f"{panel.case.workload}: {value}.") for value in over_values(panel))
     elif not any(_cases(material)):
         yield Text("There are no cases.", Tone.DOUBT)
 
@@ -153,10 +146,6 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
               units.speed_up, case_status.tone_of(row.result)), number=True, unit="x", hint=words)  # fmt: skip
     words = "of the speed-up; sorts by width: the surest first"
     yield Col("interval", _interval, number=True, unit="x", hint=words)
-    yield Col("over all calls", _typical, number=True, unit="x", hint="the speed-up by the mean over all calls")
-    words = "of cases called the same: with 1 in so many calls that takes twice as long they would not have been"
-    yield Col("slow calls seen", lambda row: row.finding.rarest if row.finding and row.finding.verdict is Verdict.SAME
-              else None, number=True, show="1 in {}".format, hint=words)  # fmt: skip
     words = ", ".join(f"{metric} ({', '.join(dict.fromkeys(suites))})" for metric, suites in errors.items())
     yield Col("error", lambda row: number(row.figures[row.panel.error].value, units.relative_error,
               hint=row.panel.error), number=True, hint=words)  # fmt: skip
@@ -197,102 +186,7 @@ def _interval(row: _ShownCase) -> Field:
     return Field(units.NONE) if speed is None else number(speed.half_width, lambda _: case_status.bounds(speed))
 
 
-def _typical(row: _ShownCase) -> Field:
-    typical = case_status.inverse(row.finding.typical if row.finding else None)
-    if typical is None or case_status.speed_up(row.result) is None:
-        return Field(units.NONE)
-    return number(typical.point, lambda _: case_status.show_speed(typical))
-
-
 def _why(result: Result) -> str:
     if result.record.status is not Status.OK:
         return result.record.reason
     return "; ".join(part for part in (*case_status.doubts(result), result.record.detail) if part)
-
-
-# Labels that a look at the samples can confirm or clear.
-_UNSTEADY = (Label.BIMODAL, Label.DRIFT, Label.NOISY)
-_MOST_ROWS = 250
-# Labels that the order of rounds explains, if there are enough rounds.
-_IN_ORDER = (Label.DRIFT, Label.BIMODAL, Label.CONTENDED)
-_LEAST_IN_ORDER, _MOST_IN_ORDER = 12, 4
-# Percent above the median; points further out would squeeze all others together.
-_FAR = 100.0
-
-
-class _Strip(NamedTuple):
-    """`percent` are the rounds, above or below their median."""
-
-    name: str
-    result: Result
-    percent: Sequence[float]
-
-    @property
-    def unsteady(self) -> list[str]:
-        return [label.value for label in _UNSTEADY if label in self.result.labels]
-
-    @property
-    def spread(self) -> float:
-        if len(self.percent) < 2:
-            return 0.0
-        low, _, high = statistics.quantiles(self.percent, n=4, method="inclusive")
-        return high - low
-
-
-@section("samples", "Samples", 120)
-def samples_section(material: Material) -> Iterator[Element]:
-    """Each point is one round: the fastest call of the case in it, less what calls waited for a core, as a distance
-    from the median of these. Two clusters are two states of the machine or of the code. A long tail to the right is
-    other work on the machine: it hardly touches the best case, which verdicts rest on.
-    """
-    rows = sorted(_rows(material), key=lambda row: not row.unsteady)  # a stable sort: else as in the table
-    for cost, name, whose in ((False, "samples-by-case", "case"), (True, "samples-of-emulations", "emulated case")):
-        if shown := [row for row in rows[:_MOST_ROWS] if emulated(row.result) is cost]:
-            title, axis = f"Rounds of each {whose}, relative to its median", ChartAxis("distance from the median", "%")
-            yield Strips(name, title, _description(shown), axis, tuple(map(_points, shown)), folded=cost)
-    yield from _in_order([row for row in rows if not emulated(row.result)])
-    if len(rows) > _MOST_ROWS:
-        yield Text(f"{len(rows) - _MOST_ROWS} more cases are not shown here; their samples are in the run.")
-
-
-def _points(row: _Strip) -> tuple[str, tuple[float, ...], Tone]:
-    cost, finding = emulated(row.result), row.result.finding
-    words = ", ".join(row.unsteady + ["emulated"] * cost)
-    tone = Tone.DOUBT if cost or (finding is not None and finding.doubtful) else Tone.PLAIN
-    return row.name + f" ({words})" * bool(words), tuple(value for value in row.percent if value <= _FAR), tone
-
-
-def _in_order(rows: Sequence[_Strip]) -> Iterator[Lines]:
-    """Only the order of the rounds shows whether a case drifted, changed once, or was held up now and then."""
-    moved = [row for row in rows if len(row.percent) >= _LEAST_IN_ORDER and {*_IN_ORDER} & {*row.result.labels}]
-    shown = moved[:_MOST_IN_ORDER]
-    if shown:
-        longest = max(len(row.percent) for row in shown)
-        series = tuple(
-            (row.name, tuple(Mark(f"round {place}", 1 + value / 100) for place, value in enumerate(row.percent, 1))
-             + (None,) * (longest - len(row.percent)))
-            for row in shown
-        )  # fmt: skip
-        more = f", {len(moved) - len(shown)} more are not drawn" if len(moved) > len(shown) else ""
-        places = tuple(f"round {place}" for place in range(1, longest + 1))
-        described = f"{many(len(shown), 'case')} whose times moved{more}."
-        title, axis = "Rounds in the order in which they ran", ChartAxis("over the case's median", "x")
-        yield Lines("rounds-in-order", title, described, places, axis, series)
-
-
-def _rows(material: Material) -> Iterator[_Strip]:
-    for title, panel in timed_panels(material):
-        for case in panel.members:
-            timing = case.result.record.timing
-            finite = [sample for sample in step_samples(timing) if math.isfinite(sample)] if timing is not None else []
-            middle = statistics.median(finite) if finite else 0.0
-            if middle > 0:
-                yield _Strip(f"{title} {case.name}", case.result, [100 * (value / middle - 1) for value in finite])
-
-
-def _description(rows: Sequence[_Strip]) -> str:
-    widest = max(rows, key=lambda row: row.spread)
-    span = f"{units.significant(widest.spread)}% of the median"
-    far = sum(value > _FAR for row in rows for value in row.percent)
-    beyond = f" {many(far, 'round')} took more than twice the median, which is not drawn." if far else ""
-    return f"{many(len(rows), 'case')}. The middle half of the rounds spans most in {widest.name}: {span}.{beyond}"

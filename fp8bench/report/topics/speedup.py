@@ -14,7 +14,6 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of
 from fp8bench.report.columns import Col, case_cols, table, with_figures
 from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Element, Mark, Scatter, Table, Tone
-from fp8bench.report.page.charts import against
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
@@ -99,14 +98,21 @@ def _chart(name: str, by_title: Mapping[str, Sequence[_Case]]) -> Bars:
     groups = [
         (" ".join(filter(None, (suite if len(by_title) > 1 else "", heading))), marks)
         for suite, bars in by_title.items()
-        for heading, marks in against(bars[0].reference, [(bar.setting, _mark(bar)) for bar in bars])
+        for heading, marks in _by_setting(bars[0].reference, [(bar.setting, _mark(bar)) for bar in bars])
     ]
     bars = [bar for members in by_title.values() for bar in members]
     own = " of its run" if len({bar.run for bar in bars}) > 1 else ""
     title = f"Speed-up over {bars[0].reference}{own}: {listed(list(by_title), len(by_title))}"
-    return Bars(
-        name, title, _description(bars), ChartAxis(f"speed-up over {bars[0].reference}", "x"), tuple(groups), 1.0
-    )
+    axis = ChartAxis(f"speed-up over {bars[0].reference}", "x")
+    return Bars(name, title, _description(bars), axis, tuple(groups))
+
+
+def _by_setting(reference: str, marks: Sequence[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
+    """Groups of marks that are named by precision; with one precision in several groups, one heading for all."""
+    groups, modes = together(marks), {mark.label for _, mark in marks}
+    if len(modes) > 1 or len(groups) == 1:
+        return tuple((heading, tuple(members)) for heading, members in groups.items())
+    return ((f"{modes.pop()} over {reference}", tuple(replace(mark, label=heading) for heading, mark in marks)),)
 
 
 def _mark(bar: _Case) -> Mark:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model.specs import spec_of
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import ChartAxis, Element, Field, Heat, Table, Text, Tone
+from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
 from fp8bench.report.terminal.layout import GAP, INDENT
@@ -56,13 +57,14 @@ LEGEND = (
     "saturated: values beyond the format's largest; slope: 1 if values do not shrink"
 )
 _OVERVIEW = "SQNR in dB, higher is better; all other figures: the report, --csv, or one tensor alone"
+# In letters: a page has room for a column of every tensor.
+_PAGE_WIDTH = 10_000
 # For more tensors the table only has SQNRs.
 _MOST_IN_FULL = 2
 _SHOWN = (
     ("SQNR", SQNR), ("worst rows", WORST_ROWS), ("worst blocks", WORST_BLOCKS), ("underflow", UNDERFLOW),
     ("saturated", SATURATION), ("slope", "slope"),
 )  # fmt: skip
-_IN_HINTS = (WORST_ROWS, WORST_BLOCKS, UNDERFLOW, SATURATION, "slope")
 
 
 class TensorCell(NamedTuple):
@@ -177,9 +179,9 @@ def tensors(panel: Panel, width: int) -> Iterator[Element]:
     yield table("tensors", "", cols, panel.members)
 
 
-def _overview(panel: Panel, width: int) -> Iterator[Element]:
+def _overview(panel: Panel, width: int) -> Iterator[Table]:
     modes = {result.mode: result for group in panel.groups for result in group.results}
-    by_group = [{result.mode: figure(result, SQNR)[0] for result in group.results} for group in panel.groups]
+    by_group = [{result.mode: Field(*figure(result, SQNR)) for result in group.results} for group in panel.groups]
     names = [tensor_name(panel, group) for group in panel.groups]
     label = max(len(cell_of(mode).words) for mode in modes.values())
     for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
@@ -210,42 +212,15 @@ def tensors_section(material: Material) -> Iterator[Element]:
     """
     panels = [(title, panel) for title, panel in titled_panels(material) if about_tensors(panel)]
     for title, panel in panels:
-        yield _map(title, panel)
+        for shown_table in _overview(panel, _PAGE_WIDTH):
+            caption = f"{title}: SQNR in dB, higher is better"
+            yield replace(shown_table, name=f"sqnr-{panel.case.workload}", caption=caption)
         for group in panel.groups:
             lost = [cell_of(own).words for own in group.results if (figure(own, "not_finite_percent")[1] or 0) > 0]
             if lost:
                 words = f"{tensor_name(panel, group)}: numbers became infinite or NaN in {listed(lost)}"
                 yield Text(f"{words}; its SQNR leaves them out.", Tone.BAD)
     yield from (_all_figures(title, panel) for title, panel in panels)
-
-
-def _map(title: str, panel: Panel) -> Heat:
-    modes = {result.mode: cell_of(result) for group in panel.groups for result in group.results}
-    formats = list(dict.fromkeys(cell.fmt for cell in modes.values()))
-    ordered = sorted(modes, key=lambda mode: formats.index(modes[mode].fmt))
-    by_group = [{result.mode: result for result in group.results} for group in panel.groups]
-    cells = [[by_mode.get(mode) for by_mode in by_group] for mode in ordered]
-    values = tuple(tuple(figure(result, SQNR)[1] if result else None for result in row) for row in cells)
-    hints = tuple(tuple(_worst(result) if result else "not measured" for result in row) for row in cells)
-    known = [(value, modes[mode].words, tensor_name(panel, group)) for mode, row in zip(ordered, values, strict=True)
-             for group, value in zip(panel.groups, row, strict=True) if value is not None]  # fmt: skip
-    least, most = min(known, default=None), max(known, default=None)
-    words = "Higher and bluer is a smaller error."
-    if least and most:
-        ends = (f"{units.decibels(value)}: {words} of {tensor}" for value, words, tensor in (most, least))
-        words += " The most is {}; the least {}.".format(*ends)
-    return Heat(f"sqnr-map-{panel.case.workload}", f"{title}: SQNR by format and tensor", words,
-                tuple(modes[mode].words for mode in ordered),
-                tuple(tensor_name(panel, group) for group in panel.groups),
-                values, ChartAxis("SQNR in dB", "dB"), hints)  # fmt: skip
-
-
-def _worst(result: Result) -> str:
-    others = ((metric, figure(result, metric)[0]) for metric in _IN_HINTS)
-    return ", ".join(
-        f"{FIGURES[metric][0]} {text}{' dB' * (metric.endswith('_db') and text != 'exact')}"
-        for metric, text in others if text != units.NONE
-    )  # fmt: skip
 
 
 def _all_figures(title: str, panel: Panel) -> Table:
@@ -257,7 +232,7 @@ def _all_figures(title: str, panel: Panel) -> Table:
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         Col("tensor", lambda row: tensor_name(panel, row[0])),
         Col("precision", lambda row: Field(cell_of(row[1]).words, hint=row[1].mode)),
-        *(of(metric) for metric in FIGURES if metric in panel.metrics),
+        *(of(metric) for metric in FIGURES if metric in panel.metrics and metric != SQNR),
     ]
     known = [(group, result) for group, result in panel.members if figure(result, SQNR)[1] is not None]
-    return table(f"figures-{panel.case.workload}", f"{title}: all figures", cols, known, folded=True)
+    return table(f"figures-{panel.case.workload}", f"{title}: all other figures", cols, known, folded=True)

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.model import Finding, Label, Status, Verdict
-from fp8bench.protocols.axes import LAYOUT, VALUES
+from fp8bench.model import Label, Status
 from fp8bench.report.case_status import (
     FACTS,
     Standing,
@@ -28,7 +27,7 @@ from fp8bench.report.case_status import (
 )
 from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
 from fp8bench.report.page.section import Entry, Material, section
-from fp8bench.report.panels import NamedCase, Panel, Result, show_params, together, value_of
+from fp8bench.report.panels import NamedCase, Panel, Result, together
 from fp8bench.report.topics.energy import ratio_against
 from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.phases import is_mixed, phase_clauses
@@ -137,7 +136,6 @@ def _speed(cases: Sequence[NamedCase]) -> Field:
     return Field(
         shown if others else word, statistics.median(points) if points else None,
         common_tone(tone_of(result) for _, result in cases), show_speed(alone) if alone else hint,
-        interval=(alone.low, alone.high) if alone else None,
     )  # fmt: skip
 
 
@@ -165,8 +163,7 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
     yield from losses(entry)
     several = len({panel.case.device for panel in entry.panels}) > 1
     timed = [panel for panel in entry.panels if not about_tensors(panel)]
-    sentences = [Text(f"{text}.", Tone.STRONG) for panel in timed for text in over_loads(panel)]
-    sentences += [text for panel in timed for text in comparisons(panel, panel.case.device if several else "")]
+    sentences = [text for panel in timed for text in comparisons(panel, panel.case.device if several else "")]
     sentences += [Text(text) for panel in entry.panels if about_tensors(panel) for text in best_by_width(panel)]
     cases = cases_of(entry.panels)
     sentences += [Text(text, Tone.DOUBT) for text in (*emulations(cases), *skips(cases))]
@@ -194,8 +191,6 @@ def at_most(sentences: list[str]) -> list[str]:
 
 
 _COMPARED = (*FACTS.values(), Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED)
-# An axis that a verdict depends on, and the metric of how uneven its load is.
-_LOAD, _UNEVEN = "load", "load_ratio"
 _MOST_REASONS = 3
 
 
@@ -278,73 +273,9 @@ def _reasons(result: Result) -> Iterator[str]:
         yield result.record.detail
 
 
-def of_all_calls(finding: Finding) -> str:
-    """'1.02x [0.99, 1.04]' by the mean over all calls; for SAME, also which rare slow calls it would have seen."""
-    if finding.typical is None:
-        return units.NONE
-    seen = "too few calls to have seen some that take twice as long"
-    if finding.rarest is not None:
-        seen = f"would have seen 1 call in {finding.rarest} that takes twice as long"
-    return show_speed(finding.typical.inverse) + (f", {seen}" if finding.verdict is Verdict.SAME else "")
-
-
 def _alone(panel: Panel, where: str) -> Iterator[str]:
     timed = [result for result in panel.results if result.record.status is Status.OK and result.best is not None
              and standing(result) is Standing.REFERENCE]  # fmt: skip
     if timed:
         cases = f"{many(len(timed), 'case')} of {panel.case.workload}{where}"
         yield f"{panel.reference} alone was timed, in {cases}: there is nothing to compare it with"
-
-
-def over_values(panel: Panel) -> Iterator[str]:
-    """'bf16 by values (normal, zeros): best 1.20 ms to 1.31 ms, 1.09x apart; speed-up 1.84x to 1.91x'.
-
-    The same for memory layouts, fastest first. It is no verdict, because the groups were measured one after the other.
-    """
-    timed = [result for result in panel.results if result.best and not emulated(result)]
-    for axis in (VALUES, LAYOUT):
-        for subject, results in _alike_but_for(axis.name, timed, panel):
-            if axis is LAYOUT:
-                results.sort(key=lambda result: result.best or 0.0)
-            # Cases do not have the default as a parameter.
-            params = (dict(result.record.case.params) for result in results)
-            kinds = dict.fromkeys(str(own.get(axis.name, axis.default[0])) for own in params)
-            if len(kinds) < 2:
-                continue
-            times = [result.best for result in results if result.best]
-            told = [f"best {units.span(times, units.seconds)}, {units.ratio(max(times) / min(times))} apart"]
-            if speeds := [speed.point for result in results if (speed := speed_up(result)) is not None]:
-                told.append(f"speed-up {units.span(speeds, units.speed_up)}")
-            yield f"{subject} by {axis.name} ({', '.join(kinds)}): {'; '.join(told)}"
-
-
-def _alike_but_for(axis: str, results: Iterable[Result], panel: Panel) -> Iterator[tuple[str, list[Result]]]:
-    """Results that differ in that axis only, with their precision and other parameters: 'bf16 m=512'."""
-    alike = together(
-        ((result.mode, tuple(pair for pair in result.record.case.params if pair[0] != axis)), result)
-        for result in results
-    )
-    for (mode, rest), members in alike.items():
-        yield f"{mode} {show_params(pair for pair in rest if pair not in panel.shared)}".strip(), members
-
-
-def over_loads(panel: Panel) -> Iterator[str]:
-    """'bf16 against fp32: the load decides: faster with load=uniform (1.42x [...]); slower with ...'."""
-    loaded = [
-        result for result in panel.results if speed_up(result) is not None and _LOAD in dict(result.record.case.params)
-    ]
-    for subject, results in _alike_but_for(_LOAD, loaded, panel):
-        kinds = together((status_words(result), result) for result in results)
-        turning = [words for words in kinds if words.endswith(("faster", "slower"))]
-        if len({words.split()[-1] for words in turning}) < 2:
-            continue
-        decides = "decides" if {*turning} == {"faster", "slower"} else "may decide"
-        clauses = (f"{words} with {listed(list(map(_load_of, some)))}" for words, some in kinds.items())
-        yield f"{subject} against {panel.reference}: the load {decides}: {'; '.join(clauses)}"
-
-
-def _load_of(result: Result) -> str:
-    """'load=zipf:1 (0.81x [0.80, 0.82], max/mean 3.2)'."""
-    ratio = value_of(result.record.measurement(_UNEVEN))
-    uneven = "" if ratio is None else f", max/mean {units.significant(ratio, 2)}"
-    return f"{_LOAD}={result.record.case.param(_LOAD)} ({show_speed_up(result)}{uneven})"

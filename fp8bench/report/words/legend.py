@@ -207,7 +207,7 @@ LABELS: dict[Label, LabelWords] = {
     ),
     Label.UNEVEN: LabelWords(
         "some calls take much longer than others: the mean over all calls differs from the fastest ones",
-        "some calls wait: garbage collection, a disk, a neighbour", "read the mean beside the best; free the machine",
+        "some calls wait: garbage collection, a disk, a neighbour", "free the machine and measure again",
     ),
     Label.WHOLE_STEPS: LabelWords(
         "the fastest stretches come to less than any step that ran: whole steps are compared",

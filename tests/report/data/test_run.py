@@ -1,4 +1,4 @@
-"""A run as CSV, tidy and wide, and as one JSON document."""
+"""A run as CSV and as one JSON document."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8bench.model import Finding, Interval, Level, Measurement, Run, Verdict
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.specs import STEP
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.data.run import TidyRow, columns_of, rows, run_rows, run_value, widened
+from fp8bench.report.data.run import TidyRow, columns_of, rows, run_rows, run_value
 from tests.counts import for_each
 from tests.runs import gemm, measured, transformer, wild_runs
 
@@ -79,22 +79,8 @@ def test_columns_do_not_depend_on_what_became_of_a_run() -> None:
     assert {row["run"] for row in rows(replace(RUN, path=""), FINDINGS)} == {RUN.id}
 
 
-def test_wide_rows_name_units_once_and_have_what_there_is_of_a_case() -> None:
-    """'sqnr_db' but 'peak_memory_B'; data stand with the reference; skipped cases have their reason."""
-    units = (("sqnr_db", "dB"), ("underflow_percent", "%"), ("slope", "ratio"), ("peak_memory", "B"), ("heat", "%"))
-    record = replace(RUN.records[0], measurements=tuple(Measurement(name, unit, (1.0,)) for name, unit in units))
-    columns, _ = widened(rows(replace(RUN, records=(record, *RUN.records[1:])), FINDINGS))
-    assert {"sqnr_db", "underflow_percent", "slope", "peak_memory_B", "heat_%"} <= set(columns)
-    _, wide = widened(TABLE)
-    assert wide[0]["linear_input_amax"] == 4.5 and wide[1]["linear_input_amax"] is None
-    skipped = next(row for row in wide if row["status"] == "skipped")
-    assert skipped["reason"] and skipped["time_best_s"] is None
-
-
 def test_runs_stand_below_each_other() -> None:
     pairs = [gemm(), transformer()]
-    read = list(csv.DictReader(io.StringIO(csv_text(*run_rows(pairs, wide=True)))))
-    assert len(read) == sum(len(run.records) for run, _ in pairs)
     tidy = list(csv.DictReader(io.StringIO(csv_text(*run_rows(pairs)))))
     assert [row["case"] for row in tidy] == [row["case"] for run, findings in pairs for row in rows(run, findings)]
     assert {"param_m", "param_layers"} <= set(tidy[0])
@@ -127,7 +113,7 @@ def test_what_json_has_no_word_for_is_text() -> None:
 
 
 def test_only_the_step_s_time_has_a_verdict() -> None:
-    said = ("verdict", "why", "ratio_to_reference", "ratio_low", "ratio_of_medians", "noise_floor")
+    said = ("verdict", "why", "ratio_to_reference", "ratio_low", "noise_floor")
     assert all(row[name] is None for row in TABLE for name in said if (row["phase"], row["metric"]) != (STEP, "time"))
 
 
@@ -169,12 +155,12 @@ def test_a_phase_too_short_to_tell_is_labelled_and_errors_are_rows() -> None:
 def test_an_emulated_case_has_no_speed() -> None:
     (emulated,) = [record for record in RUN.records if record.support.level is Level.EMULATED]
     finding = replace(
-        FINDINGS[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), median_ratio=0.3, verdict=Verdict.FASTER
+        FINDINGS[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), verdict=Verdict.FASTER
     )
     table = rows(RUN, {**FINDINGS, emulated.case.id: finding})
     step = only("cpu/fp8", table, phase=STEP, metric="time")
     assert (step["verdict"], step["level"]) == ("emulated", "emulated") and step["best_in_unit"]
-    assert step["ratio_to_reference"] is None and step["ratio_of_medians"] is None
+    assert step["ratio_to_reference"] is None
     assert not [row for row in chosen("cpu/fp8", table) if "per_second" in str(row["metric"])]
 
 

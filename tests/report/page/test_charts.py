@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-from fp8bench.report.elements import AnyChart, ChartAxis, Heat, Mark, Stacks, Strips, Tone, Waterfall
+from fp8bench.report.elements import AnyChart, ChartAxis, Stacks
 from fp8bench.report.page.charts import numbers_table, stacked, worth_drawing
 from tests.counts import for_each
 from tests.pages import bars, charts
@@ -24,14 +23,6 @@ def test_every_kind_has_numbers(chart: AnyChart) -> None:
 
 @as_before
 def test_numbers_of_charts() -> Told:
-    rows = (
-        ("five", (5.0, 1.0, 2.0, 4.0, 3.0), Tone.PLAIN), ("one", (7.0,), Tone.PLAIN), ("none", (), Tone.PLAIN),
-        ("broken", (math.nan, math.inf), Tone.BAD),
-    )  # fmt: skip
-    yield (
-        "samples are summed up by their quartiles; what is not finite counts, and sums up to nothing",
-        Strips("a", "A", "", ChartAxis("time"), rows),
-    )
     stacks = (("one", (1.0, 0.0, 0.0)), ("two", (2.0, 0.0, 3.0)))
     yield "a part that no row has is no column", Stacks("c", "C", "", ChartAxis("time", "s"), ("a", "b", "c"), stacks)
     parts, halves = {"p": "p", "q": "q"}, {"p": 1.0, "q": 1.0}
@@ -42,8 +33,6 @@ def test_numbers_of_charts() -> Told:
 
 def test_what_is_worth_drawing() -> None:
     """Three points, in more than one column."""
-    assert [worth_drawing(chart) for chart in charts()] == [True, True, True, True, False, True, True, True]
-    two, ratio = bars().groups[0][1][:2], ChartAxis("speed-up", "x")
+    assert [worth_drawing(chart) for chart in charts()] == [True, True, True, False, True]
+    two = bars().groups[0][1][:2]
     assert not worth_drawing(replace(bars(), groups=(("", two),)))
-    assert not worth_drawing(Heat("a", "A", "", ("r", "s", "t"), ("c",), ((1.0,), (2.0,), (3.0,)), ratio, ()))
-    assert not worth_drawing(Waterfall("a", "A", "", ratio, ("b", 1.0), (Mark("c", 1.0),), ("d", 2.0)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import fp8bench.report
 from fp8bench.jobs.report_files import INDEX, PAGE, Pages, _written
 from fp8bench.report.elements import Code, Column, Facts, Field, Page, Part, Table, Text, Tone, Verdicts
-from fp8bench.report.page.html import CardAnswer, ListedReport, card_of, index_page, read_card, render
+from fp8bench.report.page.html import CardAnswer, card_of, read_card, render
 from tests.counts import for_each
 from tests.pages import LONG, NUISANCES, SCRIPT, charts, hostile_page, whole_page
 
@@ -185,10 +185,6 @@ def reported(reports: Path, name: str, page: Page) -> str:
     return (reports / INDEX).read_text()
 
 
-def trends(index: str) -> list[int]:
-    return [len(points.split()) for points in re.findall(r'<polyline [^>]*points="([^"]*)"', index)]
-
-
 def test_a_page_gives_back_the_card_it_was_made_with() -> None:
     card = read_card(render(PAGE_OF_RUN))
     assert card == card_of(PAGE_OF_RUN)
@@ -211,13 +207,6 @@ def test_reports_are_listed_newest_first_and_link_to_their_pages(tmp_path: Path)
     assert "bf16 slower, fp8 emulated" in index
 
 
-def test_speed_ups_of_another_command_are_not_drawn_behind_one(tmp_path: Path) -> None:
-    other = replace(PAGE_OF_RUN, command="fp8bench suite gemm --set m=64")
-    for number, page in enumerate((PAGE_OF_RUN, other, PAGE_OF_RUN, PAGE_OF_RUN)):
-        index = reported(tmp_path, f"2026112{number}T060000.000Z-08bd5754-aaaaaaa{number}", page)
-    assert trends(index) == [3, 2]  # nothing is drawn of one
-
-
 def test_what_is_no_report_is_counted_and_nobodys_words_are_obeyed(tmp_path: Path) -> None:
     for name, text in (
         ("old", "<title>an older version's</title>"),
@@ -234,22 +223,3 @@ def test_what_is_no_report_is_counted_and_nobodys_words_are_obeyed(tmp_path: Pat
     assert "<script>alert" not in index
     assert 'href="a%20b%22%23%25/report.html"' in index
     assert "6 older reports in the same folder: not listed" in index
-
-
-def test_numbers_that_are_none_draw_nothing() -> None:
-    card = replace(card_of(PAGE_OF_RUN), answers=(CardAnswer("bf16", "slower", float("nan")),))
-    assert "<svg" not in render(index_page([ListedReport(card, "a", "")]))
-
-
-def strip(interval: tuple[float, float] | None) -> str:
-    field = Field("slower", 0.5, hint="0.500x [0.480, 0.520]", interval=interval)
-    return render(Page("a", "", (Part("verdict", "Verdict", (Verdicts(("speed",), (("bf16", (field,)),)),)),)))
-
-
-def test_a_ratio_alone_is_drawn_with_its_interval_beside_1() -> None:
-    match = re.search(r"M([\d.]+) 0V.*?M([\d.]+) 7H([\d.]+)M", strip((0.48, 0.52)))
-    assert match is not None
-    line_at_1, low, high = map(float, match.groups())
-    assert low < high < line_at_1
-    for odd in (None, (0.0, 0.5), (0.6, 0.5), (0.5, float("inf"))):
-        assert "<path" not in strip(odd)

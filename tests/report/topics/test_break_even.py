@@ -1,4 +1,4 @@
-"""How break-even is told, in words, a table, a chart and rows; and speed-up over shapes."""
+"""How break-even is told, in words, a table, a chart and rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fp8bench.report.data.run import run_value
 from fp8bench.report.notebook import RunFrames
 from fp8bench.report.topics.break_even import break_even_rows, break_even_table, pays, swept
 from tests.materials import Made, built, material, part, shapes
-from tests.runs import gemm
 from tests.told_before import Told, as_before
 
 
@@ -57,16 +56,3 @@ def test_a_run_without_a_sweep_has_no_rows() -> None:
     made = shapes(params(16), params(32))
     assert not [*break_even_rows(*made)] and run_value(*made)["break_even"] == []
     assert RunFrames(made[0]).break_even.empty
-
-
-def mnk(*sides: tuple[int, int, int]) -> list[dict[str, Scalar]]:
-    return [{"m": m, "n": n, "k": k, "product": "forward"} for m, n, k in sides]
-
-
-@as_before
-def test_shapes() -> Told:
-    yield "a row for each shape, a column for each precision; emulations are in none", part("shapes", gemm())
-    three = mnk((1, 1, 1), (2, 1, 1), (3, 1, 1))
-    doubtful = shapes(*three, labels=(Label.NOISY,))
-    yield "a field says how sure it is: the interval, the verdict, and every doubt", part("shapes", doubtful)
-    yield "the best and the worst are named", part("shapes", shapes(*three, speed=0.5))

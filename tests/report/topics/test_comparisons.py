@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from fp8bench.model import Finding, Interval, Label, Run, Scalar, Verdict
 from fp8bench.model.words import REMARKS
-from fp8bench.report.elements import Items, Text, Tone
+from fp8bench.report.elements import Text, Tone
 from fp8bench.report.panels import panels_of
-from fp8bench.report.topics.verdict import comparisons, over_loads, over_values, span
+from fp8bench.report.topics.verdict import comparisons, span
 from tests.counts import for_each
-from tests.materials import of_kind, part, shapes
-from tests.runs import EMULATED, gemm, judged, phases, render, render_whole, transformer
+from tests.runs import gemm, judged, phases, transformer
 from tests.told_before import Told, as_before
 
 FASTER, SLOWER, SAME, UNSURE, NONE = (
@@ -75,65 +74,3 @@ def test_no_label_that_casts_doubt_goes_unsaid(verdict: tuple[Verdict, float], l
 def test_a_span_is_one_number_where_all_look_alike() -> None:
     assert span([2.0, 2.001]) == "2.00x"
     assert span([1.0, 3.0, 2.0]) == "1.00x to 3.00x (median 2.00x)"
-
-
-def values(*wanted: dict[str, Scalar]) -> list[str]:
-    (panel,) = panels_of(*shapes(*wanted))
-    return list(over_values(panel))
-
-
-def loaded(
-    verdicts: dict[str, tuple[Verdict, float, tuple[Label, ...]]], **more: Scalar
-) -> tuple[Run, dict[str, Finding]]:
-    """bf16 takes this many times as long as fp32 under each load."""
-    run, findings = shapes(*({**SIDES, **more, "load": load} for load in verdicts))
-    for record in run.records:
-        if record.case.precision == "bf16":
-            verdict, ratio, labels = verdicts[str(record.case.param("load"))]
-            interval = Interval(ratio, ratio * 0.99, ratio * 1.01, 0.99)
-            findings[record.case.id] = replace(
-                findings[record.case.id], verdict=verdict, ratio=interval, labels=labels, best_seconds=ratio * 1e-3
-            )
-    return run, findings
-
-
-def over(made: tuple[Run, dict[str, Finding]]) -> list[str]:
-    return [text for panel in panels_of(*made) for text in over_loads(panel)]
-
-
-TURNS: dict[str, tuple[Verdict, float, tuple[Label, ...]]] = {
-    "uniform": (*FASTER, ()), "zipf:1": (*SAME, ()), "zipf:2": (*SLOWER, ())
-}  # fmt: skip
-
-
-@as_before
-def test_over_values_and_loads() -> Told:
-    first, second = ({**SIDES, "layout": layout} for layout in ("contiguous", "channels_last"))
-    yield "layouts are told by who is fastest, each precision by itself", values(first, second)
-    yield "one is no range", values(first)
-    yield "the default has its name, too", values(SIDES, {**SIDES, "values": "zeros"})
-    yield "cases that differ in more are not held together", values(SIDES, {**SIDES, "m": 512})
-    both = values(SIDES, {**SIDES, "values": "ones"}, {**SIDES, "m": 512}, {**SIDES, "m": 512, "values": "ones"})
-    yield "each with what tells it from the others", both
-    yield "where the sign turns between loads that is the answer", over(loaded(TURNS))
-    doubted = loaded({"uniform": (*FASTER, (NOISY,)), "zipf:1": (*SLOWER, ())})
-    yield "what is in doubt is no fact here either", over(doubted)
-
-
-def test_the_load_is_the_first_sentence_of_terminal_and_page() -> None:
-    made = loaded(TURNS)
-    (expected,) = over(made)
-    for shown in (render(*made, 200), render_whole(*made, 200)):
-        words = " ".join(shown.split())
-        end = words.index(expected) + len(expected)
-        assert "0.990x" in words[end:] and "0.990x" not in words[: words.index(expected)]
-    assert of_kind(part("verdict", made), Items)[0].items[0] == Text(f"{expected}.", Tone.STRONG)
-
-
-def test_a_sign_that_does_not_turn_and_an_emulation_decide_nothing() -> None:
-    assert over(loaded({"uniform": (*FASTER, ()), "zipf:1": (*SAME, ())})) == []
-    assert over(loaded({"uniform": (*FASTER, ())})) == []
-    assert over(shapes(SIDES, {**SIDES, "m": 512})) == []
-    run, findings = loaded({"uniform": (*FASTER, ()), "zipf:1": (*SLOWER, ())})
-    emulated = tuple(replace(record, support=EMULATED) for record in run.records)
-    assert over((replace(run, records=emulated), findings)) == []

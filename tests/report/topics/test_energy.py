@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.model import EnergyUse, Label, PhaseEnergy
 from fp8bench.model.specs import STEP
-from fp8bench.report.data.run import TidyRow, rows, widened
+from fp8bench.report.data.run import TidyRow, rows
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.energy import energy, energy_of_phases
 from tests.energies import TOO_FEW, VIRTUAL, energetic, phase_of, squares, unmeasured, use, with_energy, without_energy
@@ -91,8 +91,6 @@ def test_who_did_not_ask_sees_nothing() -> None:
     assert not [element for panel in panels_of(*energetic()) for element in energy_of_phases(panel)]
     tidy = rows(*without_energy())
     assert not [row for row in tidy if "energy" in str(row["metric"]) or "power" in str(row["metric"])]
-    columns, _ = widened(tidy)
-    assert not [name for name in columns if "energy" in name]
 
 
 def rows_of(mode: str, **wanted: object) -> list[TidyRow]:

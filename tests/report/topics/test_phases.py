@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import CELL_PHASES, Finding, Label, Level, Record, Status, Verdict
-from fp8bench.report.elements import Stacks, Table, Text, Waterfall
+from fp8bench.report.elements import Stacks, Table, Text
 from fp8bench.report.panels import phases_beside
 from fp8bench.report.topics.phases import is_mixed, phase_clauses
 from fp8bench.report.words.legend import PHASE_TITLES
@@ -97,17 +97,9 @@ def two_steps(reference: Level = Level.NATIVE, low: Level = Level.NATIVE, **chan
 @as_before
 def test_gains() -> Told:
     yield "where it gains and where not", part("gains", two_steps())
-    longer = tuple((name, 2 * seconds) for name, seconds in BEFORE)
-    yield (
-        "a step that only got longer",
-        of_kind(part("gains", two_steps(best_seconds=2e-2, phases=longer)), Waterfall),
-    )
     yield "a doubted case is grey with its labels; its plain ratio names the paired one", part("gains", transformer())
     yield "an emulation has no speed", built("gains", two_steps(Level.EMULATED))
     yield "neither has what is held against one", built("gains", two_steps(low=Level.EMULATED))
     elements = part("gains", many(20))
-    yield "of many cases some are drawn", [chart.title for chart in of_kind(elements, Waterfall)]
-    yield (
-        "some have tables, and the others are counted",
-        [*of_kind(elements, Table)[-1:], *of_kind(elements, Text)[-1:]],
-    )
+    assert len(of_kind(elements, Table)) == 12
+    yield "of many cases some have tables, and the others are counted", of_kind(elements, Text)

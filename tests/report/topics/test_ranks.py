@@ -10,14 +10,13 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.ranks import frontier
 from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, RankScaling, Transfer
-from fp8bench.report.data.run import rows, widened
+from fp8bench.report.data.run import rows
 from fp8bench.report.elements import Scatter, Table, Text, Tone
 from fp8bench.report.page.section import material_of
 from fp8bench.report.panels import Panel, panels_of
-from fp8bench.report.topics.rank_boards import boards, remarks
-from fp8bench.report.topics.ranks import ranks, ranks_section, wire_costs
+from fp8bench.report.topics.ranks import ranks, ranks_section
 from tests.materials import of_kind, part
-from tests.runs import EMULATED, NATIVE, error, render_whole, run_of
+from tests.runs import EMULATED, NATIVE, error, run_of
 from tests.told_before import Told, as_before
 
 MS = 1_000_000
@@ -66,11 +65,6 @@ def test_ranks() -> Told:
     wide = Overlap((4.0,) * 6, (2.0,) * 6, (3.9, 4.5, 5.0, 5.0, 5.5, 6.0), (6.0,) * 6)
     both = [record("fp32", "fp8_ring", 6.0, 1.0, overlap=off), record("bf16", "fp8_ring", 6.0, 1.0, overlap=wide)]
     yield "a word stands where nothing is told, and what it means is said once", ranks(*of_run(*both))
-    board = rank_boards_of(*lost_swept_and_failed())
-    yield "a board names what was lost, swept and failed", board
-    uneven, even = (load_of(*rows) for rows in ((1621.0, 4523.0), (3000.0, 3144.0)))
-    yield "an unbalanced load names the rank that waits", remarks(*of_run(uneven))
-    yield "an even one is no cause", remarks(*of_run(even))
     own = record("fp32", "", 1.0, 1.0)
     stages = replace(own, case=replace(own.case, workload="parallel", params=(("microbatches", 4),)), transfer=None)
     yield "of 18 ms of a pipeline's two ranks 8 are waiting and sending", ranks(*of_run(stages))
@@ -79,29 +73,6 @@ def test_ranks() -> Told:
 def of_run(*records: Record) -> tuple[Panel, ...]:
     run = run_of(list(records))
     return panels_of(run, findings(run))
-
-
-def rank_boards_of(*records: Record) -> list[Table]:
-    return [board for panel in of_run(*records) for board in boards(panel)]
-
-
-def lost_swept_and_failed() -> list[Record]:
-    failed = replace(record("bf16", "fp8_gather", 1.0, 1.0), status=Status.FAILED, timing=None, transfer=None)
-    clipped = record("fp8", "fp8_ring", 1500.0, 26.0)
-    lost = (error("sqnr_db", 26.0), error("saturated_ppm", 12.0), error("flushed_percent", 5.4))
-    larger = replace(clipped.case, params=(*clipped.case.params, ("elements", 9)))
-    leads = [record("fp32", way, 6000.0, 151.0) for way in WAYS]
-    leads.append(replace(leads[-1], case=replace(larger, precision="fp32")))
-    both = [replace(clipped, measurements=lost), replace(clipped, case=larger)]
-    return [*leads, failed, record("bf16", "fp8_twoshot", 3000.0, 50.0), *both]
-
-
-def load_of(first: float, second: float) -> Record:
-    """Rank 0 is longer in its collective; each rank's experts multiply this many rows."""
-    own = record("fp32", "", 1.0, 1.0)
-    case = replace(own.case, workload="parallel", params=(("way", "ep"), ("load", "zipf:1")))
-    rows = (error("rank0_rows", first), error("rank1_rows", second))
-    return replace(own, case=case, transfer=None, measurements=rows)
 
 
 def sized(precision: str, elements: int, slowest_ms: tuple[int, ...], fp8: str = "fp8_ring") -> Record:
@@ -135,7 +106,6 @@ def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> Non
             [3.0 * elements / (ms / 1000) for ms in (8, 4, 2)]
         )
     assert {point.series for point in chart.points if point.tone is Tone.DOUBT} == {"fp8 fp8_ring", "fp8 fp8_gather"}
-    assert set(wire_costs(*panels_of(run, findings(run)))) == {"all_reduce of 15.6 KiB"}
     alone = run_of(records[:6])
     charts = of_kind(part("ranks", (alone, findings(alone))), Scatter)
     assert not any(chart.name.startswith("busbw") for chart in charts)
@@ -166,17 +136,6 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
     assert bounds == [(pytest.approx(250 / 3), pytest.approx(500 / 7), 100.0, False), (None, None, None, True)]
 
 
-def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
-    run = made()
-    text = render_whole(run, findings(run), width=80)
-    assert len(text.splitlines()) < 60 and text.index("all_reduce of 3.91 KiB, 2 ranks") < 300
-    assert "phases, as shares" not in text and "The report has the rest of every case" in text
-    assert max(map(len, text.splitlines())) <= 80
-    single = run_of([record for record in run.records if dict(record.case.params)["fp8"] == "fp8_ring"])
-    alone = render_whole(single, findings(single), width=80)
-    assert "all_reduce of 3.91 KiB, 2 ranks" in alone and "phases, as shares" in alone
-
-
 def test_rows_of_ranks_and_of_a_failed_one() -> None:
     lost = Record(
         Case("collective", (("collective", "broadcast"),), "bf16", "cpu", ranks=2), NATIVE, Status.FAILED,
@@ -190,6 +149,3 @@ def test_rows_of_ranks_and_of_a_failed_one() -> None:
     assert waits == [0.002, 0.0]
     failed = [row for row in tidy if row["status"] == "failed"]
     assert failed and {(row["failed_rank"], row["failed_phase"]) for row in failed} == {(1, "gemm")}
-    columns, wide = widened(tidy)
-    assert {"rank_time_0_s", "rank_time_1_s", "rank_memory_1_B", "failed_rank"} <= set(columns)
-    assert "rank" not in columns and [wide_row["failed_phase"] for wide_row in wide] == [None, "gemm"]

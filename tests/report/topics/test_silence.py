@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.model import Verdict
 from tests.counts import for_each
 from tests.energies import without_energy
-from tests.materials import Made, built, nothing, shapes, skipped
+from tests.materials import Made, built, nothing, skipped
 from tests.report.tensors import products
 from tests.runs import gemm, judged, transformer
 
@@ -20,8 +20,6 @@ def reference_alone() -> Made:
 @for_each(
     ("section", "made"),
     [
-        ("across", [gemm()]),  # nobody is beside it
-        ("across", []),
         ("energy", [without_energy()]),  # nobody asked
         ("environment", []),
         ("gains", [gemm()]),  # an operation and its casts are told by their step
@@ -32,11 +30,7 @@ def reference_alone() -> Made:
         ("operators", [transformer()]),
         ("operators", [skipped()]),
         ("phases", [skipped()]),
-        ("samples", [transformer()]),  # findings without samples, from a broken file, say
-        ("samples", [skipped()]),
         ("scales", [transformer()]),
-        ("shapes", [transformer()]),  # no products
-        ("shapes", [shapes({"m": 1, "n": 1, "k": 1}, {"m": 2, "n": 1, "k": 1})]),  # two are no map
         ("speedup", [nothing()]),
         ("speedup", [skipped()]),
         ("speedup", [judged((Verdict.NONE, None))]),

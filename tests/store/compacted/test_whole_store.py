@@ -50,7 +50,7 @@ COMMANDS = [
     "show last",
     "show CELL --fleet", "show CELL --fleet --json", "show 0a1b2c3d", "show 0a1b2c3d --json", "show TRAINING",
     "show TRAINING --csv -", "show .fp8bench/runs/PATH", f"report {OLD} --html OUT/old.html --md OUT/old.md",
-    "report CELL --html OUT/cell.html", f"report {SAMPLE} --csv-wide --html OUT/sample.html", f"compare {OLD} {NEW}",
+    "report CELL --html OUT/cell.html", f"report {SAMPLE} --html OUT/sample.html", f"compare {OLD} {NEW}",
     "compare 359f21c3 7eccd2d9 --csv -", f"gate {OLD} {NEW} --no-rerun --junit OUT/gate.xml",
     "gate --duel 0a1b2c3d --no-rerun", "gate --history --no-rerun", f"advise {SAMPLE}", f"advise {FAILING} --json",
     "fleet status PLAN", "fleet status PLAN --json", "fleet report PLAN --html OUT/fleet.html",

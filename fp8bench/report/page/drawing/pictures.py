@@ -80,11 +80,11 @@ class _PictureSheet(Sheet):
         ]
         self._shapes.append((2, moved, looks("path", style)))
 
-    def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start", turn: int = 0) -> None:
+    def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
         look = looks("text", style)
         bold = int(look.get("font-weight", 400)) >= _BOLD_FROM
-        self._texts.append((x, y + 0.36 * self.size * (turn == 0), text, {
-            "color": look["fill"], "fontweight": "bold" if bold else "normal", "rotation": turn,
+        self._texts.append((x, y + 0.36 * self.size, text, {
+            "color": look["fill"], "fontweight": "bold" if bold else "normal",
             "fontsize": self.size, "ha": {"start": "left", "middle": "center", "end": "right"}[anchor],
         }))  # fmt: skip
 

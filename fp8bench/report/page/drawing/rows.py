@@ -1,4 +1,4 @@
-"""Charts of rows that share an axis: bars, waterfalls, stacks of parts, and strips of samples.
+"""Charts of rows that share an axis: bars and stacks of parts.
 
 In a window labels stand left of the rows; on a telephone each stands above its row.
 """
@@ -6,16 +6,14 @@ In a window labels stand left of the rows; on a telephone each stands above its 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count, pairwise
+from itertools import count
 
 from fp8bench import units
-from fp8bench.report.elements import Bars, ChartAxis, Mark, Stacks, Strips, Tone, Waterfall
+from fp8bench.report.elements import Bars, ChartAxis, Mark, Stacks
 from fp8bench.report.page.drawing.scale import (
     BARS,
-    DOTS,
     ROWS,
     SERIES,
     Scale,
@@ -24,7 +22,6 @@ from fp8bench.report.page.drawing.scale import (
     fitted,
     hint,
     numbers_of,
-    on_ratios,
     part_drawable,
     placeless,
     shortened,
@@ -134,43 +131,37 @@ def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> f
 
 _THICK = 14.0
 _CAP = 3.5
-_DOT = 8.0
 # The width of a bar that ends where it starts.
 _THINNEST = 2.0
 
 
 def draw_bars(sheet: Sheet, chart: Bars) -> float:
-    log = on_ratios(chart)
     every = [((place, heading), mark) for place, (heading, own) in enumerate(chart.groups) for mark in own]
-    placed = [(group, mark) for group, mark in every if drawable(mark.value, log)]
+    placed = [(group, mark) for group, mark in every if drawable(mark.value, log=True)]
     marks = [mark for _, mark in placed[:BARS]]
-    sheet.omit(placeless(numbers_of(mark for _, mark in every), log), len(placed) - BARS)
+    sheet.omit(placeless(numbers_of(mark for _, mark in every), log=True), len(placed) - BARS)
     if not marks:
         return 0.0
     by_group = together((group, mark.label) for group, mark in placed[:BARS])
     labels = [(heading, own) for (_, heading), own in by_group.items()]
     rows = arranged(sheet, labels, 22.0 if sheet.narrow else 28.0)
-    start = chart.start if drawable(chart.start, log) else None
-    scale = _scale(chart, marks, start, sheet, rows.left)
+    scale = _scale(chart, marks, sheet, rows.left)
     end = foot(sheet, scale, chart.axis, rows)
     for mark, row in zip(marks, rows.rows, strict=True):
-        _bar(sheet, chart, mark, row, scale, start)
-    if start is not None:
-        x = scale.at(start)
-        sheet.lines("axis", [[(x, above), (x, below)] for above, below in _start_lines(rows, sheet.narrow)])
+        _bar(sheet, chart, mark, row, scale)
+    x = scale.at(1.0)
+    sheet.lines("axis", [[(x, above), (x, below)] for above, below in _start_lines(rows, sheet.narrow)])
     return end
 
 
-def _scale(chart: Bars, marks: list[Mark], start: float | None, sheet: Sheet, left: float) -> Scale:
-    log = on_ratios(chart)
-    values = [value for mark in marks for value in (mark.value, *ends(mark, log))]
-    values += [] if start is None else [start]
+def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
+    """Ratios stand on a logarithmic axis, so that 2x and 0.5x are equally far from 1x."""
+    values = [1.0, *(value for mark in marks for value in (mark.value, *ends(mark, log=True)))]
     room = {True: 0.0, False: 0.0}
     for mark in marks:
-        side = start is not None and mark.value < start
-        room[side] = max(room[side], sheet.measure(shown(mark.value, chart.axis.unit)) + _GAP + 2)
-    dot = _DOT if start is None else 2.0
-    return fitted(values, left + room[True] + dot, sheet.width - room[False] - dot, log, chart.axis.unit)
+        below = mark.value < 1
+        room[below] = max(room[below], sheet.measure(shown(mark.value, chart.axis.unit)) + _GAP + 2)
+    return fitted(values, left + room[True] + 2, sheet.width - room[False] - 2, log=True, unit=chart.axis.unit)
 
 
 def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
@@ -183,53 +174,20 @@ def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
     return spans
 
 
-def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale, start: float | None) -> None:
+def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale) -> None:
     unit, style = chart.axis.unit, mark.tone.value
     sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=hint(mark, unit))
-    end = scale.at(mark.value)
-    origin = end if start is None else scale.at(start)
-    back = start is not None and (end < origin or (end == origin and mark.value < start))
-    if start is None:
-        sheet.dot(f"dot {style}", "o", end, row.y, _DOT)
-    else:
-        _box(sheet, style, row, origin, end, back)
-    reach = [end] + [scale.at(value) for value in ends(mark, scale.log)]
-    if len(reach) == 3:
-        low, high = reach[1:]
+    origin, end = scale.at(1.0), scale.at(mark.value)
+    is_below = mark.value < 1
+    thick = max(_THINNEST, abs(end - origin))
+    sheet.box(f"bar {style}", origin - thick if is_below else origin, row.y - _THICK / 2, thick, _THICK)
+    reach = [origin, end, *(scale.at(value) for value in ends(mark, log=True))]
+    if len(reach) == 4:
+        low, high = reach[2:]
         caps = [[(x, row.y - _CAP), (x, row.y + _CAP)] for x in (low, high)]
         sheet.lines("whisker", [[(low, row.y), (high, row.y)], *caps])
-    x = min(reach) - _GAP if back else max(*reach, origin) + _GAP
-    sheet.text(x, row.y, shown(mark.value, unit), f"value {style}", anchor="end" if back else "start")
-
-
-def _box(sheet: Sheet, style: str, row: Row, start: float, end: float, back: bool = False) -> None:
-    thick = max(_THINNEST, abs(end - start))
-    left = start - thick if back else min(start, end)
-    sheet.box(f"bar {style}", left, row.y - _THICK / 2, thick, _THICK)
-
-
-def draw_waterfall(sheet: Sheet, chart: Waterfall) -> float:
-    changes, unit = [mark for mark in chart.changes if drawable(mark.value)], chart.axis.unit
-    sheet.omit(len(chart.changes) - len(changes), len(changes) - ROWS)
-    if not all(drawable(whole) and whole >= 0 for _, whole in (chart.before, chart.after)):
-        return 0.0
-    before, after = (Mark(label, whole, tone=Tone.STRONG) for label, whole in (chart.before, chart.after))
-    marks = [before, *changes[:ROWS], after]
-    rows = arranged(sheet, [("", [mark.label for mark in marks])], 22.0 if sheet.narrow else 28.0)
-    heights = list(accumulate((mark.value for mark in marks[1:-1]), initial=before.value))
-    signs = ["", *("+" if mark.value > 0 else "" for mark in marks[1:-1]), ""]
-    texts = [sign + shown(mark.value, unit) for sign, mark in zip(signs, marks, strict=True)]
-    room = max(map(sheet.measure, texts)) + _GAP + 2
-    scale = fitted([0.0, *heights, after.value], rows.left + 2, sheet.width - room, unit=unit)
-    end = foot(sheet, scale, chart.axis, rows)
-    spans = [(0.0, before.value), *pairwise(heights), (0.0, after.value)]
-    for mark, row, span, text in zip(marks, rows.rows, spans, texts, strict=True):
-        sheet.box("mark band", 0, row.top, sheet.width, row.height, hint=worded(mark.label, text, mark.hint))
-        _box(sheet, mark.tone.value, row, scale.at(span[0]), scale.at(span[1]))
-        sheet.text(scale.at(max(span)) + _GAP, row.y, text, f"value {mark.tone.value}")
-    joints = zip(map(scale.at, heights), pairwise(rows.rows), strict=True)
-    sheet.lines("whisker", [[(x, above.y + _THICK / 2), (x, below.y - _THICK / 2)] for x, (above, below) in joints])
-    return end
+    x = min(reach) - _GAP if is_below else max(reach) + _GAP
+    sheet.text(x, row.y, shown(mark.value, unit), f"value {style}", anchor="end" if is_below else "start")
 
 
 _STACKED = 18.0
@@ -301,51 +259,3 @@ def _stack(
             sheet.hatch("hatch", x, top, end - x, _STACKED, layer=2)
         elif value / whole >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x:
             sheet.text((x + end) / 2, place.y, text, "inside", anchor="middle")
-
-
-# Dots closer than this stand above each other, in these places around the row's middle.
-_APART = 4.5
-_PLACES = (0.0, -4.5, 4.5, -9.0, 9.0)
-
-
-def draw_strips(sheet: Sheet, chart: Strips) -> float:
-    known = ((label, tuple(filter(drawable, samples)), tone.value) for label, samples, tone in chart.rows)
-    rows = [row for row in known if row[1]]
-    missing, left = placeless(value for _, samples, _ in chart.rows for value in samples), len(rows) - ROWS
-    rows = rows[:ROWS]
-    many = f"Of more than {DOTS} samples {DOTS} are drawn, chosen evenly over their sorted order."
-    sheet.omit(missing, left, many if any(len(samples) > DOTS for _, samples, _ in rows) else "")
-    if not rows:
-        return 0.0
-    places = arranged(sheet, [("", [label for label, _, _ in rows])], 32.0)
-    unit = chart.axis.unit
-    values = [value for _, samples, _ in rows for value in samples]
-    scale = fitted(values, places.left + 4, sheet.width - 4, unit=unit, pad=0.01)
-    end = foot(sheet, scale, chart.axis, places)
-    for (label, samples, tone), place in zip(rows, places.rows, strict=True):
-        middle, low, high = statistics.median(samples), shown(min(samples), unit), shown(max(samples), unit)
-        count = "1 sample" if len(samples) == 1 else f"{len(samples)} samples from {low} to {high}"
-        words = worded(label, f"median {shown(middle, unit)}", count)
-        sheet.box("mark band", 0, place.top, sheet.width, place.height, hint=words)
-        _dots(sheet, tone, [scale.at(value) for value in chosen(samples)], place)
-        sheet.lines("median", [[(scale.at(middle), place.y - 12), (scale.at(middle), place.y + 12)]])
-    return end
-
-
-def chosen(samples: Sequence[float]) -> list[float]:
-    ordered = sorted(samples)
-    if len(ordered) <= DOTS:
-        return ordered
-    return [ordered[round(number * (len(ordered) - 1) / (DOTS - 1))] for number in range(DOTS)]
-
-
-def _dots(sheet: Sheet, tone: str, places: list[float], row: Row) -> None:
-    """Draws a row's dots as one path of points with round ends."""
-    last: dict[float, float] = {}
-    points = []
-    for x in places:
-        free = [offset for offset in _PLACES if x - last.get(offset, -1e9) >= _APART]
-        offset = free[0] if free else min(_PLACES, key=lambda place: last[place])
-        last[offset] = x
-        points.append([(x, row.y + offset), (x, row.y + offset)])
-    sheet.lines(f"dots {tone}", points)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from fp8bench import units
-from fp8bench.report.elements import Bars, ChartPoint, Mark
+from fp8bench.report.elements import ChartPoint, Mark
 
 # Values closer than this, relative to their size, count as equal: ticks between them would read alike.
 _ALIKE = 1e-9
@@ -169,16 +169,12 @@ def _plain(number: str) -> str:
 
 BARS = 25
 ROWS = 25
-CELLS = 40
 PLACES = 200
 SERIES = 8
-DOTS = 40
 LABELS = 12
 POINTS = 400
 # The most marks of lines that can be pointed at and tabbed to, in a window and on a telephone.
 POINTED = {False: 120, True: 60}
-# The cells of a larger map can be pointed at, but not tabbed to.
-TABBED = 400
 
 # Beyond these, differences and steps between ticks are no numbers any more.
 _SMALLEST, _LARGEST = 1e-300, 1e300
@@ -189,11 +185,6 @@ def drawable(value: float | None, log: bool = False) -> bool:
     if value is None or not math.isfinite(value) or abs(value) > _LARGEST:
         return False
     return value >= _SMALLEST if log else True
-
-
-def on_ratios(chart: Bars) -> bool:
-    """Ratios stand on a logarithmic axis, so that 2x and 0.5x are equally far from 1x."""
-    return chart.axis.log or (chart.axis.unit == "x" and chart.start > 0)
 
 
 def part_drawable(value: float) -> bool:
@@ -236,11 +227,10 @@ _SPACES = re.compile(r"\s+")
 
 @dataclass(frozen=True)
 class Hint:
-    """What a mark says: in short to a screen reader, in full on hovering. Without `stop` it cannot be tabbed to."""
+    """What a mark says: in short to a screen reader, in full on hovering."""
 
     short: str
     full: str
-    stop: bool = True
 
 
 def width(text: str, size: float, bold: bool = False) -> float:
@@ -287,9 +277,9 @@ def hint(mark: Mark, unit: str, *names: str) -> Hint:
     return worded(", ".join(dict.fromkeys(name for name in (*names, mark.label) if name)), text, mark.hint)
 
 
-def worded(name: str, said: str, words: str = "", stop: bool = True) -> Hint:
+def worded(name: str, said: str, words: str = "") -> Hint:
     short = f"{name}: {said}" if name else said
-    return Hint(short, short if words in ("", short) else f"{short}\n{words}", stop)
+    return Hint(short, short if words in ("", short) else f"{short}\n{words}")
 
 
 _SPARK_WIDE, _SPARK_HIGH, _SPARK_EDGE = 72, 16, 2
@@ -319,22 +309,4 @@ def sparkline(values: Sequence[float]) -> str:
         'aria-hidden="true" style="margin-left:.6rem;vertical-align:middle">'
         f'<polyline fill="none" stroke="currentColor" stroke-opacity=".6" points="{points}"/>'
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="currentColor"/></svg>'
-    )
-
-
-_BAR_WIDE, _BAR_HIGH = 150, 14
-
-
-def interval_bar(value: float | None, interval: tuple[float, float] | None) -> str:
-    """A small drawing of a ratio and its interval beside a line at 1."""
-    if value is None or interval is None or not 0 < interval[0] <= interval[1] < math.inf:
-        return ""
-    scale = fitted((1.0, value, *interval), 4, _BAR_WIDE - 4, log=True, unit="x")
-    text, at, low, high = (f"{scale.at(place):.1f}" for place in (1.0, value, *interval))
-    middle = _BAR_HIGH // 2
-    return (
-        f'<dd><svg viewBox="0 0 {_BAR_WIDE} {_BAR_HIGH}" width="{_BAR_WIDE}" height="{_BAR_HIGH}" role="img" '
-        f'aria-label="beside 1x"><path d="M{text} 0V{_BAR_HIGH}" stroke="currentColor" stroke-opacity=".4"/>'
-        f'<path d="M{low} {middle}H{high}M{low} 3V{_BAR_HIGH - 3}M{high} 3V{_BAR_HIGH - 3}" stroke="currentColor"/>'
-        f'<circle cx="{at}" cy="{middle}" r="3" fill="currentColor"/></svg></dd>'
     )

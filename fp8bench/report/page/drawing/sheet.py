@@ -56,10 +56,6 @@ class Sheet:
         self._role = "img"
         self._omitted: list[str] = []  # what is said of what is not drawn
 
-    @property
-    def grown(self) -> bool:
-        return self.width > (NARROW if self.narrow else WIDE)
-
     def lines(
         self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None, closed: bool = False
     ) -> None:
@@ -85,15 +81,14 @@ class Sheet:
         place = f'href="#{marker}" x="{_rounded(x)}" y="{_rounded(y)}"'
         self._drawn.append((2, f'<use class="{style}" {place}{self._words(hint)}/>'))
 
-    def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start", turn: int = 0) -> None:
-        """A line of text whose small letters are centred on `y`, turned left by `turn` degrees."""
+    def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
+        """A line of text whose small letters are centred on `y`."""
         if not text:
             return
-        at, down = _rounded(x), _rounded(y + 0.36 * self.size * (turn == 0))
+        at, down = _rounded(x), _rounded(y + 0.36 * self.size)
         attributes = f' class="{style}"' if style else ""
         attributes += f' x="{at}" y="{down}"'
         attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
-        attributes += f' transform="rotate({-turn} {at} {down})"' if turn else ""
         self._drawn.append((3, f"<text{attributes}>{escaped(text)}</text>"))
 
     def measure(self, text: str, bold: bool = False) -> float:
@@ -116,14 +111,12 @@ class Sheet:
         paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
         content = [f"<defs>{paths}</defs>"] if paths else []
         content += [element for _, element in sorted(self._drawn, key=lambda drawn: drawn[0])]
-        # A sheet that has grown keeps its size, and scrolls in its own box.
-        style = f' style="min-width:{self.width:.0f}px"' if self.grown else ""
-        form = "narrow" if self.narrow else "only" if self.grown else "wide"
+        form = "narrow" if self.narrow else "wide"
         lines = "\n".join(content)
         return (
             f'<svg class="of-{type(self._chart).__name__.lower()} {form}" id="{self._name}" role="{self._role}"'
             f' aria-labelledby="{self._name}-title" aria-describedby="{self._name}-desc"'
-            f' viewBox="0 0 {self.width:.0f} {height:.0f}"{style}>\n'
+            f' viewBox="0 0 {self.width:.0f} {height:.0f}">\n'
             f'<title id="{self._name}-title">{escaped(self._chart.title)}</title>\n'
             f'<desc id="{self._name}-desc">{escaped(self.description)}</desc>\n'
             f"{lines}\n</svg>"
@@ -135,8 +128,7 @@ class Sheet:
             return ""
         # Screen readers do not see an image's children, so a chart with marks is a group.
         self._role = "group"
-        stop = f' tabindex="0" role="img" aria-label="{escaped(hint.short)}"' if hint.stop else ""
-        return f'{stop} data-hint="{escaped(hint.full)}"'
+        return f' tabindex="0" role="img" aria-label="{escaped(hint.short)}" data-hint="{escaped(hint.full)}"'
 
 
 def looks_of(names: Sequence[str], order: Sequence[str]) -> dict[str, tuple[str, str]]:
