@@ -11,12 +11,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fp8bench.errors import UsageError
 from fp8bench.files import is_address
 from fp8bench.model.request import REQUEST_RULES, Rule
 from fp8bench.units import bytes_of, number_of
+
+if TYPE_CHECKING:
+    from fp8bench.report.data.loggers import LogTarget
 
 T = TypeVar("T")
 _UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -31,6 +34,16 @@ def path(text: str) -> Path:
     if is_address(text):
         raise argparse.ArgumentTypeError(f"{text!r:.200} is an address, and no path; mount it, and give the folder")
     return Path(text)
+
+
+def log_target(text: str) -> LogTarget:
+    """Parses 'tensorboard[:DIR]' or 'wandb[:PROJECT]'."""
+    from fp8bench.report.data.loggers import DEFAULT_PLACES, LogTarget
+
+    kind, _, place = text.partition(":")
+    if kind not in DEFAULT_PLACES:
+        raise argparse.ArgumentTypeError(f"expected tensorboard[:DIR] or wandb[:PROJECT], got {text!r:.80}")
+    return LogTarget(kind, place or DEFAULT_PLACES[kind])
 
 
 def plan_or_all(text: str) -> Path | None:

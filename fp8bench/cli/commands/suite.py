@@ -34,7 +34,7 @@ from fp8bench.units import clock
 
 PASSES = ("--trace", "--no-energy", "--energy", "--sustained", "--tape", "--shares", "--counters")
 OUTPUTS = (
-    "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard", "--wandb",
+    "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--log",
 )  # fmt: skip
 _BESIDE_RESUME = {"--resume", "--store", *OUTPUTS}
 EXAMPLES = (

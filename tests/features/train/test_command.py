@@ -121,8 +121,8 @@ def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, 
     assert say("--resume", "last", "--fail-on", "worse,diverged,alarm")[0] == 0
     code, _, err = say("--resume", "last", "--fail-on", "worse,inconclusive")
     assert code == 1 and "--fail-on: fp8: inconclusive: 1 seed counts" in err
-    code, again, err = fp8bench("show", key, "--tensorboard", "board")
-    assert (code, again) == (0, out) and "tensorboard: 10 curves in board" in unfolded(err)
+    code, again, err = fp8bench("show", key, "--log", "tensorboard:board")
+    assert (code, again) == (0, out) and "logged to tensorboard:board" in unfolded(err)
     code, said, _ = fp8bench("report", key, "--md", "told.md")
     assert code == 0 and said.split() == [f".fp8bench/reports/{name}/report.html", "told.md"]
     assert "Does it still learn?" in Path(said.split()[0]).read_text() and "fp8" in Path("told.md").read_text()
