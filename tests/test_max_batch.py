@@ -71,7 +71,7 @@ def test_a_file_of_options_has_it_too(store: Path, capsys: pytest.CaptureFixture
     assert "the largest batch within 1.50 GiB of tensors is looked for" in " ".join(capsys.readouterr().out.split())
     Path("wrong.yaml").write_text("suite: mlp\nmax-batch: true\nmemory-limit: plenty\n")
     assert main(["suite", "--config", "wrong.yaml", "--dry-run"]) == 2
-    assert "wrong.yaml:3: --memory-limit: expected a size like 2GiB" in capsys.readouterr().err
+    assert "wrong.yaml: memory-limit: expected a size like 2GiB" in capsys.readouterr().err
 
 
 def test_from_python(store: Path) -> None:
