@@ -1,16 +1,14 @@
 """Measures what watching operators costs: `python -m suites.looking`, about a minute.
 
 Steps with and without a watcher take turns, and the fastest of each count: with the recorder of tapes, and with the
-timer of operators for shares. Shares are then compared with torch's profiler on the same step, its self times put into
-kinds by the same rules.
+timer of operators for shares.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,17 +16,14 @@ from torch import nn
 
 from fp8bench.model import Case, DeviceFacts, Request
 from fp8bench.model.raw import Settings
-from fp8bench.model.step import Share, ShareKind
 from fp8bench.numerics.operands import ProductWatch
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
-from fp8bench.profiler import recorded
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.tape.counting import counted
-from fp8bench.tape.profiled import profiled
 from fp8bench.tape.recorder import OperatorTape
-from fp8bench.tape.timed_calls import OperatorTimes, shares_of
+from fp8bench.tape.timed_calls import OperatorTimes
 from fp8bench.worker.bench import Bench
 from suites.trials import least_seconds, options, say, seconds
 
@@ -79,13 +74,12 @@ def _convolutions() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Conv2d(3, 16, 1), *parts), torch.randn(8, 3, 32, 32)
 
 
-def compared(made: Callable[[], tuple[nn.Module, torch.Tensor]]) -> tuple[float, dict[str, tuple[float, float]], int]:
-    """Returns the seconds that watching adds to an operator, shares by kind (ours, the profiler's), and the count."""
+def looking(made: Callable[[], tuple[nn.Module, torch.Tensor]]) -> tuple[float, int]:
+    """Returns the seconds that timing operators for shares adds to each, and their count."""
     torch.manual_seed(0)
     model, batch = made()
     optimizer = torch.optim.AdamW(model.parameters())
     mode = OperatorTimes([model], time.thread_time_ns)
-    plain, looked, steps, theirs = [], [], [], []
 
     def step() -> None:
         model(batch).square().mean().backward()
@@ -93,42 +87,24 @@ def compared(made: Callable[[], tuple[nn.Module, torch.Tensor]]) -> tuple[float,
         optimizer.zero_grad()
 
     def look() -> None:
-        with mode.watching() as calls:
+        with mode.watching():
             step()
-        steps.append(calls)
 
-    for _ in range(1 + _STEPS):
-        plain.append(seconds(step))
-        looked.append(seconds(look))
-        theirs.append(profiled(recorded(step, "cpu")).parts)
-    ours = shares_of(steps[1:], plain[1:]).parts
-    shares = {kind.value: (_share(ours, kind), statistics.median(_share(parts, kind) for parts in theirs[1:]))
-              for kind in ShareKind}  # fmt: skip
-    cost = (min(looked[1:]) - min(plain[1:])) / len(steps[1])
-    return cost, {name: both for name, both in shares.items() if any(both)}, len(steps[1])
-
-
-def _share(parts: Sequence[Share], kind: ShareKind) -> float:
-    return sum(part.seconds for part in parts if part.kind is kind) / sum(part.seconds for part in parts)
+    plain, watched = least_seconds(1 + _STEPS, step, look)
+    return (watched - plain) / len(mode.calls), len(mode.calls)
 
 
 def main() -> int:
-    """Ends with 1 if watching takes too long, or a share is too far off."""
-    asked = options(
-        __doc__, repeats=(30, "steps of each kind with the recorder of tapes"),
-        most=(0.05, "how far a share may be from that of torch's profiler"),
-    )  # fmt: skip
+    """Ends with 1 if watching takes too long."""
+    asked = options(__doc__, repeats=(30, "steps of each kind with the recorder of tapes"))
     torch.set_num_threads(1)
-    costs, furthest = list(tapes(asked.repeats)), 0.0
+    costs = list(tapes(asked.repeats))
     for name, made in (("blocks", _blocks), ("convolutions", _convolutions)):
-        cost, shares, operators = compared(made)
+        cost, operators = looking(made)
         costs.append(cost)
         say(f"shares of {name}: {operators} operators, {cost * 1e6:.1f} us each for looking")
-        for kind, (mine, other) in shares.items():
-            say(f"  {kind:12} {mine:6.1%}   torch's profiler {other:6.1%}   apart {mine - other:+.1%}")
-            furthest = max(furthest, abs(mine - other))
     say(f"at most {max(costs) * 1e6:.1f} us an operator, {MOST_SECONDS * 1e6:.0f} us are allowed")
-    return int(max(costs) > MOST_SECONDS or furthest > asked.most)
+    return int(max(costs) > MOST_SECONDS)
 
 
 if __name__ == "__main__":
