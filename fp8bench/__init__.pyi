@@ -88,7 +88,7 @@ def profile(
     ranks: int | None = None
 ) -> Run: ...
 def run(
-    suite: str, *, sessions: int = 1, apart: float = 0.0, report: bool = True, log: str | Iterable[str] = ...,
+    suite: str, *, sessions: int | str = 1, report: bool = True, log: str | Iterable[str] = ...,
     store: str | Path = ".fp8bench", progress: bool = True, observer: Observer | None = None,
     dtypes: str | Iterable[str] = ..., devices: str | Iterable[str] = ..., reference: str | None = None,
     set: Mapping[str, object] = ..., precision_map: Mapping[str, str] = ..., data: str | None = None,
@@ -109,7 +109,7 @@ def sensitivity(
     progress: bool = True
 ) -> CommandResult: ...
 def suite(
-    suite: str, *, sessions: int = 1, apart: float = 0.0, report: bool = True, log: str | Iterable[str] = ...,
+    suite: str, *, sessions: int | str = 1, report: bool = True, log: str | Iterable[str] = ...,
     store: str | Path = ".fp8bench", progress: bool = True, observer: Observer | None = None,
     dtypes: str | Iterable[str] = ..., devices: str | Iterable[str] = ..., reference: str | None = None,
     set: Mapping[str, object] = ..., precision_map: Mapping[str, str] = ..., data: str | None = None,

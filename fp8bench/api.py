@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
@@ -14,6 +15,7 @@ from fp8bench.analysis.findings import findings as findings_of
 from fp8bench.cli.calls import request_fields, takes_options_of
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
+from fp8bench.cli.option_types import sessions as parse_sessions
 from fp8bench.cli.outputs import CommandResult, in_store, log_targets
 from fp8bench.cli.progress import SILENT, TERMINAL
 from fp8bench.errors import UsageError
@@ -22,7 +24,7 @@ from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.profile import function_named, profile_axes, profile_dtypes, profile_live
 from fp8bench.jobs.profile import profile as profile_maker
 from fp8bench.jobs.report_files import Pages, place_of_report
-from fp8bench.jobs.several_runs import check_sessions, execute_sessions
+from fp8bench.jobs.several_runs import execute_sessions
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
 from fp8bench.pipeline import execute
@@ -67,8 +69,7 @@ class Run(model.Run):
 def run(
     suite: str,
     *,
-    sessions: int = 1,
-    apart: float = 0.0,
+    sessions: int | str = 1,
     report: bool = True,
     log: str | Iterable[str] = (),
     store: str | Path = DEFAULT_STORE,
@@ -80,15 +81,18 @@ def run(
 
     Arguments are the command line's options with its defaults (`fp8bench suite --help` explains them). `set` maps an
     axis to a value or a list of values. With `isolation=False` everything runs in this process, so that workloads
-    defined in a notebook can be measured; a crash then ends this process. `apart` is the pause between `sessions` in
-    seconds, `log` what --log takes. Progress goes to stderr unless `progress` is False, or to your `observer`. Raises
-    Fp8benchError with a sentence for what cannot be done; failed cases are records.
+    defined in a notebook can be measured; a crash then ends this process. `sessions` may be '3@10m': ten
+    minutes apart. `log` is what --log takes. Progress goes to stderr unless `progress` is False, or to your `observer`.
+    Raises Fp8benchError with a sentence for what cannot be done; failed cases are records.
     """
     request = Request(suite, **request_fields(Request, options))
     request = replace(request, imports=(*request.imports, *files_of(suite)))
-    check_sessions(sessions, apart)
-    several = partial(execute_sessions, request, sessions=sessions, apart=apart)
-    several = several if sessions > 1 else partial(execute, request)
+    try:
+        count, pause = parse_sessions(str(sessions))
+    except ArgumentTypeError as error:
+        raise UsageError(f"sessions: {error}.") from None
+    several = partial(execute_sessions, request, sessions=count, apart=pause)
+    several = several if count > 1 else partial(execute, request)
     return _measured(several, store, observer, progress, report, log)
 
 

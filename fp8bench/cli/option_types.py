@@ -11,15 +11,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from fp8bench.errors import UsageError
 from fp8bench.files import is_address
-from fp8bench.model.request import REQUEST_RULES, Rule
+from fp8bench.model.request import REQUEST_RULES, Rule, whole_number
+from fp8bench.report.data.loggers import DEFAULT_PLACES, LogTarget
 from fp8bench.units import bytes_of, number_of
-
-if TYPE_CHECKING:
-    from fp8bench.report.data.loggers import LogTarget
 
 T = TypeVar("T")
 _UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -38,8 +36,6 @@ def path(text: str) -> Path:
 
 def log_target(text: str) -> LogTarget:
     """Parses 'tensorboard[:DIR]' or 'wandb[:PROJECT]'."""
-    from fp8bench.report.data.loggers import DEFAULT_PLACES, LogTarget
-
     kind, _, place = text.partition(":")
     if kind not in DEFAULT_PLACES:
         raise argparse.ArgumentTypeError(f"expected tensorboard[:DIR] or wandb[:PROJECT], got {text!r:.80}")
@@ -152,6 +148,19 @@ def duration(text: str) -> float:
     if not 0 <= seconds < _LONGEST:
         raise argparse.ArgumentTypeError(f"expected a time below a week, like 90s, 10m or 1h, got {text!r}")
     return seconds
+
+
+class Sessions(NamedTuple):
+    """How many runs in fresh processes, and the pause between two of them in seconds."""
+
+    runs: int = 1
+    pause: float = 0.0
+
+
+def sessions(text: str) -> Sessions:
+    """Parses '3', or '3@10m' for ten minutes between two sessions."""
+    runs, at, pause = text.partition("@")
+    return Sessions(whole(whole_number(1, 100))(runs), duration(pause) if at else 0.0)
 
 
 def price(text: str) -> float:

@@ -19,6 +19,7 @@ from fp8bench.cli.option_types import log_target
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK, NotPrinted, UsageError
 from fp8bench.model import Run
+from fp8bench.report.data.loggers import LogTarget, check_target
 from fp8bench.report.data.plain import Rows, csv_text, json_line, results_frame
 from fp8bench.report.elements import Page
 from fp8bench.report.page import markdown
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from fp8bench.jobs.after_run import Wanted
-    from fp8bench.report.data.loggers import LogTarget
 
 # Longer lines are hard to read.
 _WIDEST = 160
@@ -101,13 +101,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         if str(given.get(name)) == "-":
             raise UsageError(f"--{name} '-' would be a file of that name. Give a file with a name of its own.")
     check_files({f"--{name}": given.get(name) for name in ("html", "md", "output", "live")})
-    check_targets(given.get("log", ()))
-
-
-def check_targets(targets: Iterable[LogTarget]) -> None:
-    from fp8bench.report.data.loggers import check_target
-
-    for target in targets:
+    for target in given.get("log", ()):
         check_target(target)
 
 
@@ -117,7 +111,8 @@ def log_targets(given: str | Iterable[str]) -> tuple[LogTarget, ...]:
         targets = tuple(log_target(text) for text in ([given] if isinstance(given, str) else given))
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"log: {error}.") from None
-    check_targets(targets)
+    for target in targets:
+        check_target(target)
     return targets
 
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.analysis.roofline import Datasheet, Since, alike, datasheets, kind_of_path, since
 from fp8bench.errors import UsageError, WorkerError
-from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.ceilings import RUNS, WHOLE_SECONDS, pieces_of, whole_ceilings
+from fp8bench.measure.ceilings import RUNS, measure_ceilings
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
 from fp8bench.measure.sensors.device_state import device_state_of
@@ -54,7 +54,7 @@ from fp8bench.store.runs.run_file import check_store, load_run, start_run
 _ARRAYS = "fp32"
 
 
-def ceilings_here(store: Path, observer: JobObserver, threads: int = 1) -> Iterator[tuple[DeviceFacts, Ceilings | str]]:
+def ceilings_here(store: Path, threads: int = 1) -> Iterator[tuple[DeviceFacts, Ceilings | str]]:
     """The ceilings of every device that works; a sentence in place of those that could not be measured.
 
     `threads` are those of a processor.
@@ -63,21 +63,21 @@ def ceilings_here(store: Path, observer: JobObserver, threads: int = 1) -> Itera
     with claimed(True), ProcessWorker(Settings(threads)) as worker:
         for device in (device_facts for device_facts in worker.probe() if not device_facts.unusable):
             try:
-                yield device, _measured(worker, device, store, threads, observer)[1]
+                yield device, _measured(worker, device, store, threads)[1]
             except WorkerError as error:
                 yield device, f"not measured: {error}"
                 worker.restart()
 
 
-def ceiling_lines(store: Path, observer: JobObserver, threads: int = 1) -> Iterator[str]:
-    for device, ceilings in ceilings_here(store, observer, threads):
+def ceiling_lines(store: Path, threads: int = 1) -> Iterator[str]:
+    for device, ceilings in ceilings_here(store, threads):
         threaded = "" if device.accelerated else f", threads {threads}"
         yield f"{device.key}: what {device.name} does at most{threaded}, in {RUNS} runs"
         lines = [ceilings] if isinstance(ceilings, str) else lines_of(ceilings, history_of_ceilings(store))
         yield from (f"  {line}" for line in lines)
 
 
-def ceilings_run(request: Request, store: Path, observer: JobObserver, command: str) -> Run:
+def ceilings_run(request: Request, store: Path, command: str) -> Run:
     """Measures the suite `ceilings` on the request's devices and keeps it as a run. Other options are refused."""
     allowed = Request(CEILINGS, devices=request.devices, threads=request.threads)
     if request != allowed:
@@ -92,7 +92,7 @@ def ceilings_run(request: Request, store: Path, observer: JobObserver, command: 
         environment = gather(worker.software(), __version__, request.threads)
         groups: list[tuple[Record, ...]] = []
         for device in devices_asked(request, facts):
-            state, ceilings = _measured(worker, device, store, request.threads, observer)
+            state, ceilings = _measured(worker, device, store, request.threads)
             environment = environment.also(state)
             earlier = alike(ceilings, history_of_ceilings(store))
             groups += [
@@ -113,26 +113,13 @@ def ceilings_run(request: Request, store: Path, observer: JobObserver, command: 
 
 
 def _measured(
-    worker: Worker, device: DeviceFacts, store: Path, threads: int, observer: JobObserver
+    worker: Worker, device: DeviceFacts, store: Path, threads: int
 ) -> tuple[dict[str, Scalar | None], Ceilings]:
-    """What the driver says of the device, and its ceilings, which are kept piece by piece."""
+    """What the driver says of the device, and its ceilings, which are kept."""
     with meter_for(device) as meter:
         state = device_state_of(device, meter)
     environment = gather(worker.software(), __version__, threads).also(state)
-
-    def measure(begun: Ceilings | None, keep: Callable[[Ceilings], None]) -> Ceilings:
-        if begun is not None:
-            done, count = pieces_of(begun)
-            observer.note(
-                f"ceilings of {device.key}: goes on with {done} of {count} pieces of an interrupted measurement"
-            )
-        return whole_ceilings(worker, device, WHOLE_SECONDS, begun, keep)
-
-    try:
-        return state, new_ceilings(store, environment, device, measure)
-    except KeyboardInterrupt:
-        observer.note(f"ceilings of {device.key}: what was measured is kept, and the same command goes on with it")
-        raise
+    return state, new_ceilings(store, environment, device, partial(measure_ceilings, worker, device))
 
 
 def _record(rate: Rate, device: DeviceFacts, before: Since | None) -> Record:

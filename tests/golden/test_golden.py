@@ -263,7 +263,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
         "&& ".join(f"list {name} " for name in ("gemm", "transformer", "attention", "conv", "optimizer", "data")),
         value="devices",
     ),
-    "config.yaml": Document("config gemm --dtypes fp32,bf16 --set shape=64"),
     # What measures nothing.
     "lint-model.txt": Document("lint-shapes --model gpt2"),
     "lint.txt": Document("lint-shapes --shapes shapes.csv --devices h100,b200,mi300x"),

@@ -118,7 +118,7 @@ def test_trying_a_compiler_says_what_came_of_it(bench: Bench, monkeypatch: pytes
 def suite(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> tuple[int, dict[str, Record]]:
     monkeypatch.chdir(folder)
     code = main(["suite", *words, "--dtypes", f"bf16,{MODE}", "--rounds", "1", "--no-report"])
-    return code, {record.case.mode: record for record in load("last").run.records}
+    return code, {record.case.mode: record for record in load("last").records}
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_a_run_that_shall_not_compile_does_not(
     code, records = suite(monkeypatch, tmp_path, *words, "--no-isolation")
     timing = records[MODE].timing
     assert code == 0 and timing is not None and timing.eager == why
-    assert load("last").run.environment.get("env_FP8BENCH_QUANTISERS") == variable
+    assert load("last").environment.get("env_FP8BENCH_QUANTISERS") == variable
 
 
 EMULATED = Level.EMULATED

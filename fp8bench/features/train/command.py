@@ -87,7 +87,7 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
     shared(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
-    words = "options in YAML, by their names without dashes or by those of other trainers; the command line wins"
+    words = "options in YAML, by their names without dashes; the command line wins"
     group.add_argument("--config", type=types.path, metavar="FILE", help=words)
     group.add_argument("--resume", metavar="TRAINING", help="resume what was cut off: an id, its folder, or last")
     words = "exit with 1 if an arm is worse, diverged, did-not-learn or inconclusive, or has an alarm"

@@ -14,8 +14,7 @@ import pytest
 
 from fp8bench.features.train.curve_charts import ends_of
 from fp8bench.features.train.data import rows_of, value_of
-from fp8bench.features.train.kind import KIND
-from fp8bench.features.train.kind import start_training
+from fp8bench.features.train.kind import KIND, start_training
 from fp8bench.features.train.page import page_of
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
