@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.analysis.roofline import Datasheet, Since, alike, datasheets, kind_of_path, since
+from fp8bench.analysis.roofline import Datasheet, datasheets, kind_of_path
 from fp8bench.errors import UsageError, WorkerError
 from fp8bench.measure.ceilings import RUNS, measure_ceilings
 from fp8bench.measure.environment import gather
@@ -46,8 +46,8 @@ from fp8bench.model.run import CEILINGS
 from fp8bench.pipeline import now
 from fp8bench.plan.make import devices_asked
 from fp8bench.registry import precisions
-from fp8bench.report.topics.roofline import UNITS, lines_of, shape_words, since_words, spread_words
-from fp8bench.store.ceilings import history_of_ceilings, new_ceilings
+from fp8bench.report.topics.roofline import UNITS, lines_of, shape_words, spread_words
+from fp8bench.store.ceilings import new_ceilings
 from fp8bench.store.runs.run_file import check_store, load_run, start_run
 
 # The dtype of the arrays of limits that are no products.
@@ -73,7 +73,7 @@ def ceiling_lines(store: Path, threads: int = 1) -> Iterator[str]:
     for device, ceilings in ceilings_here(store, threads):
         threaded = "" if device.accelerated else f", threads {threads}"
         yield f"{device.key}: what {device.name} does at most{threaded}, in {RUNS} runs"
-        lines = [ceilings] if isinstance(ceilings, str) else lines_of(ceilings, history_of_ceilings(store))
+        lines = [ceilings] if isinstance(ceilings, str) else lines_of(ceilings)
         yield from (f"  {line}" for line in lines)
 
 
@@ -94,9 +94,8 @@ def ceilings_run(request: Request, store: Path, command: str) -> Run:
         for device in devices_asked(request, facts):
             state, ceilings = _measured(worker, device, store, request.threads)
             environment = environment.also(state)
-            earlier = alike(ceilings, history_of_ceilings(store))
             groups += [
-                tuple(_record(rate, device, since(rate, earlier)) for rate in some)
+                tuple(_record(rate, device) for rate in some)
                 for _, some in groupby(ceilings.rates, lambda rate: rate.limit)
             ]
     planned = (tuple(PlannedCase(record.case, record.support, record.work) for record in group) for group in groups)
@@ -122,7 +121,7 @@ def _measured(
     return state, new_ceilings(store, environment, device, partial(measure_ceilings, worker, device))
 
 
-def _record(rate: Rate, device: DeviceFacts, before: Since | None) -> Record:
+def _record(rate: Rate, device: DeviceFacts) -> Record:
     """The record of a rate; skipped, with the device's reason, if there are no runs."""
     name = rate.precision or _ARRAYS
     case = Case(CEILINGS, (("limit", rate.limit.value),), name, device.key)
@@ -130,12 +129,11 @@ def _record(rate: Rate, device: DeviceFacts, before: Since | None) -> Record:
     first = name == _ARRAYS
     if rate.value is None:
         return Record(case, support, Status.SKIPPED, is_reference=first, reason=rate.why)
-    said = [shape_words(rate), spread_words(rate), *([since_words(before)] if before is not None else [])]
     samples = Measurement(
         specs.CEILING_RATE, UNITS[rate.limit], rate.runs, description="the most that was done in a second"
     )
     return Record(
-        case, support, Status.OK, Work(), first, detail="; ".join(said),
+        case, support, Status.OK, Work(), first, detail=f"{shape_words(rate)}; {spread_words(rate)}",
         measurements=(samples,), ceiling=Ceiling(rates=(rate,), device=device.name),
     )  # fmt: skip
 

@@ -34,8 +34,7 @@ class Rate:
     """FLOPs, bytes read and written, or launches a second that a device reached, once in each of `runs`.
 
     `precision` is that of products. `shape` (M, N and K of a product, the bytes of one array) won a search among
-    `searched`, and was then measured again; only with one run is that run the one it won by. Without runs, `why` says
-    what went wrong.
+    `searched`, and was then measured again. Without runs, `why` says what went wrong.
     """
 
     limit: Limit

@@ -105,23 +105,6 @@ def test_maps_that_name_nothing(nothing_runs: Path, capsys: pytest.CaptureFixtur
 
 
 @for_each(
-    ("lines", "said"),
-    [
-        ("use_fp8: true\nfp8_format: hybird", "hybird"),
-        ("use_fp8: maybe", "a.yaml: use_fp8: expected true or false, got 'maybe'"),
-        ("use_fp8: true\nfp8_amax_history_len: 0", "a.yaml: "),
-        ("use_fp8: true\nfp8_margin: -1", "a.yaml: "),
-        ("use_fp8: true\nfp8_margn: 1", "a.yaml: unknown key 'fp8_margn'. Did you mean 'fp8_margin'"),
-        ("dtypes: fp8-delayed:history=0", "history cannot be '0'"),
-    ],
-)
-def test_files_of_options(nothing_runs: Path, capsys: pytest.CaptureFixture[str], lines: str, said: str) -> None:
-    file = nothing_runs / "a.yaml"
-    file.write_text(f"suite: gemm\nset: {{shape: 64}}\n{lines}\n")
-    assert said in refused(capsys, "suite", "--config", "a.yaml")
-
-
-@for_each(
     "tensor",
     [
         torch.ones(4, 64, dtype=torch.int64), torch.ones(4, 64, dtype=torch.uint8), torch.ones(4, 64, dtype=torch.bool),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,12 +132,14 @@ def test_what_ends_the_worker_ends_one_rate(tmp_path: Path, monkeypatch: pytest.
     assert "  copy           not measured: WorkerLost: it crashed" in lines and "425 GFLOP/s" in lines[2]
 
 
-def test_the_second_measurement_compares_with_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_compares_the_second_measurement_with_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8bench: Say
+) -> None:
     for times in (1.0, 0.8):
         measured_by_hand(monkeypatch, times=times)
-        lines = list(job.ceiling_lines(tmp_path))
-    assert lines[2].endswith("; slower than before: -20.0% against 425 GFLOP/s")
-    assert lines[4].endswith("; unclear: -20.0% against 9.00 GB/s")
+        list(job.ceiling_lines(tmp_path))
+    out = fp8bench("history", "ceilings", "--store", str(tmp_path))[1]
+    assert re.search(r"product bf16 .* -20\.0% +slower", out) and re.search(r"copy .* -20\.0% +unclear", out)
 
 
 @pytest.mark.slow
