@@ -53,11 +53,11 @@ class Run(model.Run):
     """A run as calls return it: the stored value, and how notebooks show it."""
 
     def __str__(self) -> str:
-        page = page_of(self, findings(self), _WIDTH, place_of_report(self), in_store(self))
+        page = page_of(self, findings_of(self), _WIDTH, place_of_report(self), in_store(self))
         return layout.render(replace(page, footer=()), _WIDTH).rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return as_html(strip_page(self, findings(self)), place_of_report(self))
+        return as_html(strip_page(self, findings_of(self)), place_of_report(self))
 
     @cached_property
     def results(self) -> pd.DataFrame:

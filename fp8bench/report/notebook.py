@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
@@ -14,7 +14,7 @@ from fp8bench.report.page.section import material_of, page_of
 from fp8bench.report.panels import shared_params, show_params
 from fp8bench.report.words.naming import many
 
-_MOST_ROWS = 60
+_MOST_NAMED = 60
 
 
 def short_names(cases: Sequence[Case]) -> dict[str, str]:
@@ -32,31 +32,18 @@ def short_names(cases: Sequence[Case]) -> dict[str, str]:
     return names
 
 
-class Findings(Mapping[str, Finding]):
-    """Findings by short names ('bf16 shape=64'), a case's id, or words that fit one case only."""
+class Findings(dict[str, Finding]):
+    """Findings by short names ('bf16 shape=64'); a case's id works, too."""
 
     def __init__(self, findings: Mapping[str, Finding]) -> None:
-        self._findings = findings
-        self._ids = short_names([finding.case for finding in findings.values()])
+        names = short_names([finding.case for finding in findings.values()])
+        super().__init__({name: findings[case] for name, case in names.items()})
+        self._by_id = findings
 
-    def __getitem__(self, name: str) -> Finding:
-        known = self._findings.get(self._ids.get(name, name))
-        if known is not None:
-            return known
-        cases = {key: self._findings[text].case for key, text in self._ids.items()}
-        words = {key: {case.mode, case.workload, case.device, *show_params(case.params).split()}
-                 for key, case in cases.items()}  # fmt: skip
-        fitting = [key for key in cases if {*name.split()} <= words[key]]
-        if len(fitting) == 1 and name.strip():
-            return self[fitting[0]]
-        shown = ", ".join((fitting or list(self._ids))[:_MOST_ROWS])
-        raise KeyError(f"{name!r:.80} fits {len(fitting)} cases. Give one of: {shown}")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._ids)
-
-    def __len__(self) -> int:
-        return len(self._ids)
+    def __missing__(self, name: str) -> Finding:
+        if name in self._by_id:
+            return self._by_id[name]
+        raise KeyError(f"{name!r:.80} is no case. Give one of: {', '.join(list(self)[:_MOST_NAMED])}")
 
 
 def strip_page(run: Run, findings: Mapping[str, Finding]) -> Page:
