@@ -1,7 +1,7 @@
 """fp8bench: does low precision pay here, what does it cost in numbers, has it changed, and can I believe it?
 
 From Python: `fp8bench.run("transformer", dtypes=["fp8", "bf16"])` returns the Run; `fp8bench.table(run)` is what the
-command line prints; `fp8bench.load("last")` reads a stored one, with its tables as pandas frames. Importing fp8bench
+command line prints; `fp8bench.load("last")` reads a stored one. Importing fp8bench
 is cheap: torch is only ever imported by the worker (or, with isolation=False, by the call that measures).
 """
 
@@ -29,7 +29,6 @@ _HOME = {
     "hugging_face_callback": "features.train.api",
     "lightning_callback": "features.train.api",
     "load": "api",
-    "load_fleet": "features.fleet.command",
     "load_training": "features.train.api",
     "profile": "api",
     "resume": "api",

@@ -14,7 +14,6 @@ from fp8bench.api import table as table
 from fp8bench.cli.outputs import CommandResult as CommandResult
 from fp8bench.errors import Fp8benchError as Fp8benchError
 from fp8bench.features.audit.model import audit_model as audit_model
-from fp8bench.features.fleet.command import load_fleet as load_fleet
 from fp8bench.features.train.api import compare_streams as compare_streams
 from fp8bench.features.train.api import hugging_face_callback as hugging_face_callback
 from fp8bench.features.train.api import lightning_callback as lightning_callback
@@ -75,7 +74,7 @@ def profile(
     dtypes: str | Iterable[str] = ..., skip: str | Iterable[str] = ...,
     precision_map: Mapping[str, str] | None = None, forward: bool = False, optimizer: str = "adamw",
     compile: bool = False, reference: str | None = None, isolation: bool = True, report: bool = True,
-    tensorboard: str | Path | None = None, store: str | Path = ".fp8bench", progress: bool = True,
+    log: str | Iterable[str] = ..., store: str | Path = ".fp8bench", progress: bool = True,
     observer: Observer | None = None, devices: str | Iterable[str] = ..., quick: bool = False,
     budget: float | None = None, rounds: int | None = None, seed: int = 0, threads: int = 1,
     imports: str | Iterable[str] = ..., case_timeout: float | None = None, trace: str | Path | None = None,
@@ -84,18 +83,17 @@ def profile(
     ranks: int | None = None
 ) -> Run: ...
 def run(
-    suite: str, *, sessions: int = 1, apart: float = 0.0, report: bool = True,
-    tensorboard: str | Path | None = None, store: str | Path = ".fp8bench", progress: bool = True,
-    observer: Observer | None = None, dtypes: str | Iterable[str] = ..., devices: str | Iterable[str] = ...,
-    reference: str | None = None, set: Mapping[str, object] = ..., precision_map: Mapping[str, str] = ...,
-    data: str | None = None, quick: bool = False, budget: float | None = None, rounds: int | None = None,
-    seed: int = 0, threads: int = 1, imports: str | Iterable[str] = ..., isolation: bool = True,
-    case_timeout: float | None = None, grid: bool = False, trace: str | Path | None = None,
-    static_scales: int | None = None, refresh_scales: int | None = None, saturation_bound: float | None = None,
-    energy: bool = True, energy_of: Literal["step", "phases"] = "step", max_batch: bool = False,
-    memory_limit: int | str | None = None, backend: str = "auto", sustained: float | None = None,
-    tape: bool = False, shares: bool = False, counters: bool = False, ranks: int | None = None,
-    scales_from: str | None = None
+    suite: str, *, sessions: int | str = 1, report: bool = True, log: str | Iterable[str] = ...,
+    store: str | Path = ".fp8bench", progress: bool = True, observer: Observer | None = None,
+    dtypes: str | Iterable[str] = ..., devices: str | Iterable[str] = ..., reference: str | None = None,
+    set: Mapping[str, object] = ..., precision_map: Mapping[str, str] = ..., data: str | None = None,
+    quick: bool = False, budget: float | None = None, rounds: int | None = None, seed: int = 0, threads: int = 1,
+    imports: str | Iterable[str] = ..., isolation: bool = True, case_timeout: float | None = None,
+    grid: bool = False, trace: str | Path | None = None, static_scales: int | None = None,
+    refresh_scales: int | None = None, saturation_bound: float | None = None, energy: bool = True,
+    energy_of: Literal["step", "phases"] = "step", max_batch: bool = False, memory_limit: int | str | None = None,
+    backend: str = "auto", sustained: float | None = None, tape: bool = False, shares: bool = False,
+    counters: bool = False, ranks: int | None = None, scales_from: str | None = None
 ) -> Run: ...
 def sensitivity(
     target: str | None = None, *, size: str | None = None, dtype: str = "fp8", reference: str | None = None,
@@ -106,23 +104,22 @@ def sensitivity(
     progress: bool = True
 ) -> CommandResult: ...
 def suite(
-    suite: str, *, sessions: int = 1, apart: float = 0.0, report: bool = True,
-    tensorboard: str | Path | None = None, store: str | Path = ".fp8bench", progress: bool = True,
-    observer: Observer | None = None, dtypes: str | Iterable[str] = ..., devices: str | Iterable[str] = ...,
-    reference: str | None = None, set: Mapping[str, object] = ..., precision_map: Mapping[str, str] = ...,
-    data: str | None = None, quick: bool = False, budget: float | None = None, rounds: int | None = None,
-    seed: int = 0, threads: int = 1, imports: str | Iterable[str] = ..., isolation: bool = True,
-    case_timeout: float | None = None, grid: bool = False, trace: str | Path | None = None,
-    static_scales: int | None = None, refresh_scales: int | None = None, saturation_bound: float | None = None,
-    energy: bool = True, energy_of: Literal["step", "phases"] = "step", max_batch: bool = False,
-    memory_limit: int | str | None = None, backend: str = "auto", sustained: float | None = None,
-    tape: bool = False, shares: bool = False, counters: bool = False, ranks: int | None = None,
-    scales_from: str | None = None
+    suite: str, *, sessions: int | str = 1, report: bool = True, log: str | Iterable[str] = ...,
+    store: str | Path = ".fp8bench", progress: bool = True, observer: Observer | None = None,
+    dtypes: str | Iterable[str] = ..., devices: str | Iterable[str] = ..., reference: str | None = None,
+    set: Mapping[str, object] = ..., precision_map: Mapping[str, str] = ..., data: str | None = None,
+    quick: bool = False, budget: float | None = None, rounds: int | None = None, seed: int = 0, threads: int = 1,
+    imports: str | Iterable[str] = ..., isolation: bool = True, case_timeout: float | None = None,
+    grid: bool = False, trace: str | Path | None = None, static_scales: int | None = None,
+    refresh_scales: int | None = None, saturation_bound: float | None = None, energy: bool = True,
+    energy_of: Literal["step", "phases"] = "step", max_batch: bool = False, memory_limit: int | str | None = None,
+    backend: str = "auto", sustained: float | None = None, tape: bool = False, shares: bool = False,
+    counters: bool = False, ranks: int | None = None, scales_from: str | None = None
 ) -> Run: ...
 def train(
     *, dtypes: str | Iterable[str] = ..., steps: int | None = None, seeds: int | None = None, quick: bool = False,
     margin: float = 1.0, precision_map: Mapping[str, str] | None = None, rates: Mapping[str, float] | None = None,
-    tensorboard: str | Path | None = None, live: str | Path | None = None, on_alarm: str | None = None,
+    log: str | Iterable[str] = ..., live: str | Path | None = None, on_alarm: str | None = None,
     store: str | Path = ".fp8bench", progress: bool = True, observer: TrainingObserver | None = None,
     make: str | Callable[[], object] = "", skip: str | Iterable[str] = ..., reference: str | None = None,
     seed: int = 0, bands: str | Iterable[str] = ..., sweep: Mapping[str, object] = ..., device: str | None = None,

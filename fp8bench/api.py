@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +15,8 @@ from fp8bench.analysis.findings import findings as findings_of
 from fp8bench.cli.calls import request_fields, takes_options_of
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
-from fp8bench.cli.outputs import CommandResult, in_store
+from fp8bench.cli.option_types import sessions as parse_sessions
+from fp8bench.cli.outputs import CommandResult, in_store, log_targets
 from fp8bench.cli.progress import SILENT, TERMINAL
 from fp8bench.errors import UsageError
 from fp8bench.jobs.after_run import Wanted, after_run
@@ -22,24 +24,26 @@ from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.profile import function_named, profile_axes, profile_dtypes, profile_live
 from fp8bench.jobs.profile import profile as profile_maker
 from fp8bench.jobs.report_files import Pages, place_of_report
-from fp8bench.jobs.several_runs import check_sessions, execute_sessions
+from fp8bench.jobs.several_runs import execute_sessions
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
 from fp8bench.pipeline import execute
 from fp8bench.pipeline import resume as go_on
 from fp8bench.plan.asked_suites import files_of
 from fp8bench.protocols import Observer
-from fp8bench.report.data.boards import check_tensorboard
-from fp8bench.report.notebook import Findings, RunFrames, as_html, speed_chart, strip_page
+from fp8bench.report.data.plain import results_frame
+from fp8bench.report.data.run import run_rows
+from fp8bench.report.notebook import Findings, as_html, strip_page
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import page_of, render
 from fp8bench.store.runs.listing import find_run, load_named
 
 if TYPE_CHECKING:
+    import pandas as pd
     import torch
-    from matplotlib.figure import Figure
 
     from fp8bench.features.train.values import KeptTraining
+    from fp8bench.report.data.loggers import LogTarget
 
 
 _WIDTH = 100
@@ -49,25 +53,25 @@ class Run(model.Run):
     """A run as calls return it: the stored value, and how notebooks show it."""
 
     def __str__(self) -> str:
-        page = page_of(self, findings(self), _WIDTH, place_of_report(self), in_store(self))
+        page = page_of(self, findings_of(self), _WIDTH, place_of_report(self), in_store(self))
         return layout.render(replace(page, footer=()), _WIDTH).rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return as_html(strip_page(self, findings(self)), place_of_report(self))
+        return as_html(strip_page(self, findings_of(self)), place_of_report(self))
 
-    def plot(self) -> Figure:
-        """The speed-ups of its cases with their intervals, as a figure of matplotlib."""
-        return speed_chart(self, findings(self))
+    @cached_property
+    def results(self) -> pd.DataFrame:
+        """The rows of --csv as a pandas frame."""
+        return results_frame(run_rows([(self, findings_of(self))]))
 
 
 @takes_options_of(Request, without=("known_scales",))
 def run(
     suite: str,
     *,
-    sessions: int = 1,
-    apart: float = 0.0,
+    sessions: int | str = 1,
     report: bool = True,
-    tensorboard: str | Path | None = None,
+    log: str | Iterable[str] = (),
     store: str | Path = DEFAULT_STORE,
     progress: bool = True,
     observer: Observer | None = None,
@@ -77,16 +81,19 @@ def run(
 
     Arguments are the command line's options with its defaults (`fp8bench suite --help` explains them). `set` maps an
     axis to a value or a list of values. With `isolation=False` everything runs in this process, so that workloads
-    defined in a notebook can be measured; a crash then ends this process. `apart` is the pause between `sessions` in
-    seconds. Progress goes to stderr unless `progress` is False, or to your `observer`. Raises Fp8benchError with a
-    sentence for what cannot be done; failed cases are records.
+    defined in a notebook can be measured; a crash then ends this process. `sessions` may be '3@10m': ten
+    minutes apart. `log` is what --log takes. Progress goes to stderr unless `progress` is False, or to your `observer`.
+    Raises Fp8benchError with a sentence for what cannot be done; failed cases are records.
     """
     request = Request(suite, **request_fields(Request, options))
     request = replace(request, imports=(*request.imports, *files_of(suite)))
-    check_sessions(sessions, apart)
-    several = partial(execute_sessions, request, sessions=sessions, apart=apart)
-    several = several if sessions > 1 else partial(execute, request)
-    return _measured(several, store, observer, progress, report, tensorboard)
+    try:
+        count, pause = parse_sessions(str(sessions))
+    except ArgumentTypeError as error:
+        raise UsageError(f"sessions: {error}.") from None
+    several = partial(execute_sessions, request, sessions=count, apart=pause)
+    several = several if count > 1 else partial(execute, request)
+    return _measured(several, store, observer, progress, report, log)
 
 
 suite = run
@@ -94,15 +101,13 @@ suite = run
 
 def _measured(
     measure: Callable[[Path, Observer, str], model.Run], store: str | Path, observer: Observer | None, progress: bool,
-    report: bool, tensorboard: str | Path | None,
+    report: bool, log: str | Iterable[str],
 ) -> Run:  # fmt: skip
-    board = None if tensorboard is None else folder("tensorboard", tensorboard)
-    if board is not None:
-        check_tensorboard(board)
+    targets = log_targets(log)
     kept = folder("store", store)
     with _told(observer, progress) as told:
         done = measure(kept, told, command_line())
-    _followed(done, kept, progress and observer is None, report, board)
+    _followed(done, kept, progress and observer is None, report, targets)
     return _shown(done)
 
 
@@ -112,9 +117,9 @@ def _told(observer: Observer | None, progress: bool) -> AbstractContextManager[O
     return (TERMINAL if progress else SILENT).measuring()
 
 
-def _followed(done: model.Run, store: Path, told: bool, report: bool, board: Path | None = None) -> None:
+def _followed(done: model.Run, store: Path, told: bool, report: bool, log: Sequence[LogTarget] = ()) -> None:
     """Does what follows a run on the command line, too. A run that was not kept has no report."""
-    wanted = Wanted(Pages() if report and done.path else None, board)
+    wanted = Wanted(Pages() if report and done.path else None, log)
     after_run(done, store, wanted, TERMINAL.note if told else SILENT.note)
 
 
@@ -140,7 +145,7 @@ def profile(
     reference: str | None = None,
     isolation: bool = True,
     report: bool = True,
-    tensorboard: str | Path | None = None,
+    log: str | Iterable[str] = (),
     store: str | Path = DEFAULT_STORE,
     progress: bool = True,
     observer: Observer | None = None,
@@ -164,7 +169,7 @@ def profile(
     )  # fmt: skip
     given = (model, batch) if loss is None else (model, batch, loss)
     measure = partial(profile_live, given, request) if live else partial(profile_maker, request)
-    return _measured(measure, store, observer, progress, report, tensorboard)
+    return _measured(measure, store, observer, progress, report, log)
 
 
 def resume(
@@ -191,12 +196,9 @@ def _shown(run: model.Run) -> Run:
     return run if isinstance(run, Run) else Run(**{field.name: getattr(run, field.name) for field in fields(run)})
 
 
-def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> RunFrames:
-    """A run and its tables as pandas frames, from a Run or a stored run's id, file stem or path, or 'last'.
-
-    `.run` is the Run; `.results`, `.samples` and `.statistics` are made when they are first asked for.
-    """
-    return RunFrames(_shown(run if isinstance(run, model.Run) else load_named(str(run), folder("store", store))))
+def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> Run:
+    """A stored run by its id, file stem or path, or 'last'. Its `.results` are the rows of --csv."""
+    return _shown(run if isinstance(run, model.Run) else load_named(str(run), folder("store", store)))
 
 
 def findings(run: model.Run) -> Findings:

@@ -24,7 +24,7 @@ from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, Worker
 from fp8bench.files import check_folder, clock_ahead
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.capacity import CapacityRule
-from fp8bench.measure.ceilings import SECONDS as CEILING_SECONDS
+from fp8bench.measure.ceilings import measure_ceilings
 from fp8bench.measure.environment import gather, load_in_words
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.handle import (
@@ -54,7 +54,7 @@ from fp8bench.plan.resolve import Switches, resolve
 from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign, refuse_lost
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
-from fp8bench.store.ceilings import ceilings_of
+from fp8bench.store.ceilings import current_ceilings
 from fp8bench.store.reruns import add_reruns, with_reruns
 from fp8bench.store.runs.listing import dated_later, running_beside, store_of, with_stored_scales
 from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
@@ -194,19 +194,19 @@ def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, obse
     first = {case.case.device: case.case for group in reversed(groups) for case in reversed(group.cases) if case.runs}
 
     def measured(device: DeviceFacts) -> Ceilings:
-        observer.working(first[device.key], "measuring what this machine can do, once", 0.0)
-        return ready.timing.within(START_SECONDS).ceilings(device, CEILING_SECONDS)
+        observer.working(first[device.key], "measuring what this machine can do, once a week", 0.0)
+        return measure_ceilings(ready.timing, device)
 
     by_device = {}
     for device in (device_facts for device_facts in run.devices if device_facts.key in first):
         wanted = partial(measured, device) if ready.switches.ceilings else None
         try:
-            known = ceilings_of(store, run.environment, device, wanted)
+            known = current_ceilings(store, run.environment, device, wanted)
         except WorkerError:  # the run goes on without a ceiling, in a fresh worker
             ready.timing.restart()
             continue
         if known is not None:
-            by_device[device.key] = known if device.accelerated or known.whole else known.times(run.request.threads)
+            by_device[device.key] = known
     return by_device
 
 

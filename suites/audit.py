@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from fp8bench.features.audit.auditor import AuditCheck, audited
 from fp8bench.features.audit.times import CHECKS
 from fp8bench.features.audit.values import Audit, AuditOutcome
-from fp8bench.measure.ceilings import SECONDS
+from fp8bench.measure.ceilings import measure_ceilings
+from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Ceilings
 from fp8bench.model.raw import Settings
 from fp8bench.registry import devices
-from fp8bench.worker.bench import Bench
 from suites.audit_kernels import Kernel
 from suites.audit_lies import HONEST, LIES, UNCAUGHT
 from suites.trials import options, say
@@ -42,7 +42,7 @@ def main() -> int:
 
     device = options(__doc__, device=("cpu", "or cuda")).device
     torch.set_num_threads(1)
-    ceilings = Bench(Settings()).ceilings(devices.get(device).available()[0], SECONDS)
+    ceilings = measure_ceilings(LocalWorker(Settings()), devices.get(device).available()[0])
     audits: dict[str, list[Audit]] = {}
     for title, kernels in (("lies", LIES), ("honest kernels", HONEST), ("lies that no audit catches", UNCAUGHT)):
         say(f"\n{len(kernels)} {title}\n")

@@ -287,7 +287,7 @@ STEPS = (
         Line("the same, replayed as one launch", ratio("replay_time", "bf16", "fp8"), speed=True),
         Line("marks of a step, % of it", marker_share, high=0.5), rows=("replays by a CUDA graph",)),
     FirstStep("ceilings", "fp8bench doctor --ceilings", 90, (Line("ceilings", said("FLOP/s")),), (
-        "whole ceilings (`suite ceilings`, `doctor --ceilings`), the roofline by them",)),
+        "ceilings (`suite ceilings`, `doctor --ceilings`), the roofline by them",)),
     FirstStep("audit", "fp8bench audit suites/gpu_probe.py:scaled_product", 60, (
         Line("audit of torch's scaled product, 1: it fails", passes, high=0),
     ), ("`fp8bench audit`: kernels, converted models",)),

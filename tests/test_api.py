@@ -45,22 +45,10 @@ def test_run_returns_the_run_with_its_records(kept: tuple[Run, Path]) -> None:
 def test_load_reads_it_back_by_any_name(kept: tuple[Run, Path]) -> None:
     run, store = kept
     for word in ("last", run.id, Path(run.path), Path(run.path).stem):
-        assert fp8bench.load(word, store).run == run
-    assert fp8bench.load(run).run is run
+        assert fp8bench.load(word, store) == run
+    assert fp8bench.load(run) is run
     with pytest.raises(RunNotFound):
         fp8bench.load("nothing", store)
-
-
-def test_a_loaded_run_has_frames(kept: tuple[Run, Path]) -> None:
-    """The step's median follows from the samples."""
-    loaded = fp8bench.load(*kept)
-    steps = loaded.results.query("metric == 'time' and phase == 'step'")
-    assert list(steps["mode"]) == ["fp32", "bf16", "fp8"] * 2 and set(steps.param_k) == {32}
-    own = loaded.samples[loaded.samples.arm == "case"]
-    medians = (
-        own.groupby(["case", "round", "call"], observed=True).nanoseconds.sum().groupby("case", observed=True).median()
-    )
-    assert [medians[case] * 1e-9 for case in steps.case] == pytest.approx(list(steps.median_in_unit), rel=1e-12)
 
 
 def test_findings_are_by_short_names_and_by_case_id(kept: tuple[Run, Path]) -> None:
@@ -102,50 +90,34 @@ def test_names_may_be_one_text(tmp_path: Path) -> None:
     [
         ({"rounds": 0}, "rounds must be a whole number from 1"),
         ({"rounds": 1.5}, "rounds must be a whole number"),
-        ({"threads": 0}, "threads must be a whole number from 1"),
-        ({"seed": -1}, "seed must be a whole number from 0"),
-        ({"budget": 0}, "budget must be a number of seconds"),
         ({"budget": float("nan")}, "budget must be a number of seconds"),
         ({"set": {"shape": []}}, "set must be a mapping of axes to values, at least one each"),
         ({"rounds": True}, "rounds must be a whole number"),
-        ({"seed": False}, "seed must be a whole number"),
         ({"threads": 1_000_000}, "threads must be a whole number from 1 to 1024"),
         ({"budget": "5"}, "budget must be a number of seconds above 0, got '5'"),
-        ({"budget": True}, "budget must be a number of seconds"),
-        ({"case_timeout": -1}, "case_timeout must be a number of seconds"),
         ({"case_timeout": 5}, "--case-timeout cannot be kept with --no-isolation"),
         ({"dtypes": None}, "dtypes must be a list of names, got None"),
         ({"dtypes": [3]}, "dtypes must be a list of names"),
-        ({"devices": 3}, "devices must be a list of names, got 3"),
-        ({"imports": 3.5}, "imports must be a list of names, got 3.5"),
         ({"set": 3}, "set must be a mapping of axes to values, .* got 3"),
-        ({"set": {3: 4}}, "set must be a mapping"),
         ({"static_scales": 0}, "static_scales must be a whole number from 1 to 100000, got 0"),
-        ({"static_scales": 2, "refresh_scales": 1.5}, "refresh_scales must be a whole number from 1, got 1.5"),
         ({"static_scales": 2, "saturation_bound": 100}, "saturation_bound must be a percentage from 0 to below 100"),
-        ({"static_scales": 2, "saturation_bound": True}, "saturation_bound must be a percentage from 0 to below 100"),
         ({"saturation_bound": 1}, "Add --static-scales N"),
         ({"max_batch": 1}, "max_batch must be True or False, got 1"),
         (
             {"max_batch": True, "memory_limit": "lots"},
             "memory_limit must be a size in bytes, or like 2GiB, above 0 and up to 100 TiB, got 'lots'",
         ),
-        ({"max_batch": True, "memory_limit": 0}, "memory_limit must be a size in bytes"),
-        ({"max_batch": True, "memory_limit": 1.5}, "memory_limit must be a size in bytes"),
-        ({"max_batch": True, "memory_limit": "0"}, "memory_limit must be a size in bytes"),
         ({"memory_limit": "1GiB"}, "--memory-limit goes with --max-batch"),
         ({"precision_map": "mlp=fp8"}, "precision_map must be a mapping of layers, .* got 'mlp=fp8'"),
-        ({"precision_map": {"mlp": 8}}, "precision_map must be a mapping"),
         ({"reference": 3}, "reference must be a dtype's name, got 3"),
         ({"data": 3}, "data must be a path, got 3"),
         ({"quick": "no"}, "quick must be True or False, got 'no'"),
         ({"dtypes": ["fp9"]}, "unknown dtype 'fp9'"),
-        ({"dtypes": ""}, "unknown dtype ''"),
         ({"precision_map": {"mlp": "fp8"}}, "unknown layer of suite"),
         ({"suite": None}, "suite must be a suite's name, .* got None"),
         ({"store": ""}, "store cannot be ''"),  # it would be the working directory
         ({"store": "s3://bucket/store"}, "which is an address"),
-        ({"isolation": 0}, "isolation must be True or False"),
+        ({"sessions": "3@soon"}, "sessions: expected a time below a week"),
     ],
 )
 def test_what_cannot_be_is_refused_as_at_the_door(wrong: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -217,7 +189,7 @@ def test_a_workload_of_the_callers_own_runs_without_isolation(tmp_path: Path, mo
         "planned 2", "preparing", "measuring", "checking numbers", "looking at products",
         "checking what steps do", "measuring memory", "finished fp32", "finished bf16",
     ]  # fmt: skip
-    error = fp8bench.load("last", tmp_path).run.records[1].measurement("sum_error")
+    error = fp8bench.load("last", tmp_path).records[1].measurement("sum_error")
     assert error is not None and error.samples == (0.25,)
 
 
@@ -242,7 +214,7 @@ def test_the_signature_is_the_command_lines_options() -> None:
     plain = vars(build_parser().parse_args(["suite"]))
     # A call has other words for these, or no need of them.
     of_the_line = {
-        "dry_run", "config", "resume", "plan", "cell", "write_plan", "json", "csv", "wandb", "html", "md",
+        "dry_run", "config", "resume", "plan", "cell", "write_plan", "json", "csv", "html", "md",
         "open", "explain", "help", "help_all",
     }  # fmt: skip
     called = {"axes": "set"}
@@ -251,7 +223,7 @@ def test_the_signature_is_the_command_lines_options() -> None:
     assert set(parameters) - {"observer", "progress"} == options
     assert inspect.signature(fp8bench.suite) == inspect.signature(fp8bench.run)
     for name, parameter in parameters.items():
-        if name not in ("suite", "observer", "progress", "set", "precision_map", "store"):
+        if name not in ("suite", "observer", "progress", "set", "precision_map", "store", "sessions"):
             assert parameter.default == plain[name] or (parameter.default == () and not plain[name]), name
 
 

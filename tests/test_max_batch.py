@@ -65,15 +65,6 @@ def test_who_does_not_ask_is_not_searched(store: Path) -> None:
     assert [one.capacity for one in kept(store).records] == [None, None]
 
 
-def test_a_file_of_options_has_it_too(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("nightly.yaml").write_text("suite: mlp\nmax-batch: true\nmemory-limit: 1.5GiB\ndevices: cpu\n")
-    assert main(["suite", "--config", "nightly.yaml", "--dry-run"]) == 0
-    assert "the largest batch within 1.50 GiB of tensors is looked for" in " ".join(capsys.readouterr().out.split())
-    Path("wrong.yaml").write_text("suite: mlp\nmax-batch: true\nmemory-limit: plenty\n")
-    assert main(["suite", "--config", "wrong.yaml", "--dry-run"]) == 2
-    assert "wrong.yaml:3: --memory-limit: expected a size like 2GiB" in capsys.readouterr().err
-
-
 def test_from_python(store: Path) -> None:
     run = fp8bench.run(
         "mlp", dtypes=["fp32"], devices=["cpu"], set={"width": 64, "hidden": 128, "gated": "no", "tokens": 32},

@@ -49,7 +49,7 @@ def measured(simulation: Simulation, folder: Path, hows: str, *words: str) -> tu
     command += ["--rounds", "8", "--no-report", "--store", "store", *words]
     done = subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    kept = load("last", folder / "store").run
+    kept = load("last", folder / "store")
     found = {}
     for record in kept.records:
         phases = phase_energies(record, findings(kept)[record.case.id])

@@ -164,7 +164,7 @@ def test_a_result_says_what_the_command_prints(
         assert "<table>" in result._repr_html_() or "<p>" in result._repr_html_()
         assert fp8bench.table(result).startswith(shown[:200]) and result.value
     compared = fp8bench.compare(*sides, store=tmp_path)
-    assert list(compared.frame.columns) == list(compared.as_rows()[0]) and len(compared.frame)
+    assert list(compared.results.columns) == list(compared.as_rows()[0]) and len(compared.results)
 
 
 def test_files_that_a_call_names_are_written(tmp_path: Path) -> None:
@@ -183,5 +183,5 @@ def test_files_that_a_call_names_are_written(tmp_path: Path) -> None:
 
 
 def test_what_a_file_names_is_no_markup() -> None:
-    run = api.Run(**{**vars(fp8bench.load(measured()[0]).run), "id": "<b>"})
+    run = api.Run(**{**vars(fp8bench.load(measured()[0])), "id": "<b>"})
     assert "<b>" not in run._repr_html_() and "&lt;b&gt;" in run._repr_html_()

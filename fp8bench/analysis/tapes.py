@@ -23,7 +23,6 @@ from fp8bench.model import (
     Run,
     Share,
     Shares,
-    SharesFrom,
     Tape,
     specs,
 )
@@ -252,10 +251,7 @@ def side_by_side(tapes: Sequence[Tape]) -> list[TapeRow]:
     return sorted(rows, key=lambda row: (phases.index(row.phase), -most[row][0], -most[row][1]))
 
 
-# Casts that are fused into another kernel have no kernel, and no time, of their own.
-_FUSED = "casts are fused into {count} of its kernels, whose time is told as the other work in them"
 _EMULATED = "emulated: these are parts of what the emulation costs, and say nothing of the precision's speed"
-_NO_MODULES = "compiled: parts by kernel, whose module nobody knows"
 
 
 @dataclass(frozen=True)
@@ -315,10 +311,6 @@ class StepShares:
             return
         if self.emulated:
             yield _EMULATED
-        if self.shares.of is SharesFrom.COMPILED:
-            yield _NO_MODULES
-        if self.shares.fused:
-            yield _FUSED.format(count=self.shares.fused)
         unknown = {part.what: part.calls for part in self.shares.parts if part.kind == "unknown"}
         yield from (f"unknown: {name}, {calls} calls a step, of which no rule says what it does" for name, calls in
                     unknown.items())  # fmt: skip

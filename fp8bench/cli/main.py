@@ -40,7 +40,6 @@ _CORE = {
     "tape": "understand: count a step's operators, FLOPs and bytes, by precision",
     "doctor": "machine: say what this one can do, what not, and why",
     "list": "machine: name suites, precisions, backends and devices",
-    "config": "machine: write a file of options for suite --config",
     "store": "machine: pack a store into a few files, or unpack it",
     "completion": "machine: print the script that completes commands in bash, zsh or fish",
     "help": "machine: explain a command, as COMMAND --help does",
@@ -251,8 +250,6 @@ def _run(words: list[str]) -> int:
         from fp8bench.cli.config_file import with_config
 
         arguments = with_config(parser, commands_of(parser)[arguments.command], words, arguments.config)
-        for sentence in arguments.unused:
-            complain(sentence)
     arguments.words = words
     if arguments.command is None or getattr(arguments, "subcommand", "") is None:
         meant_by(parser, arguments).print_help()

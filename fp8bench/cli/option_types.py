@@ -11,11 +11,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from fp8bench.errors import UsageError
 from fp8bench.files import is_address
-from fp8bench.model.request import REQUEST_RULES, Rule
+from fp8bench.model.request import REQUEST_RULES, Rule, whole_number
+from fp8bench.report.data.loggers import DEFAULT_PLACES, LogTarget
 from fp8bench.units import bytes_of, number_of
 
 T = TypeVar("T")
@@ -31,6 +32,14 @@ def path(text: str) -> Path:
     if is_address(text):
         raise argparse.ArgumentTypeError(f"{text!r:.200} is an address, and no path; mount it, and give the folder")
     return Path(text)
+
+
+def log_target(text: str) -> LogTarget:
+    """Parses 'tensorboard[:DIR]' or 'wandb[:PROJECT]'."""
+    kind, _, place = text.partition(":")
+    if kind not in DEFAULT_PLACES:
+        raise argparse.ArgumentTypeError(f"expected tensorboard[:DIR] or wandb[:PROJECT], got {text!r:.80}")
+    return LogTarget(kind, place or DEFAULT_PLACES[kind])
 
 
 def plan_or_all(text: str) -> Path | None:
@@ -139,6 +148,19 @@ def duration(text: str) -> float:
     if not 0 <= seconds < _LONGEST:
         raise argparse.ArgumentTypeError(f"expected a time below a week, like 90s, 10m or 1h, got {text!r}")
     return seconds
+
+
+class Sessions(NamedTuple):
+    """How many runs in fresh processes, and the pause between two of them in seconds."""
+
+    runs: int = 1
+    pause: float = 0.0
+
+
+def sessions(text: str) -> Sessions:
+    """Parses '3', or '3@10m' for ten minutes between two sessions."""
+    runs, at, pause = text.partition("@")
+    return Sessions(whole(whole_number(1, 100))(runs), duration(pause) if at else 0.0)
 
 
 def commit(text: str) -> str:

@@ -16,7 +16,6 @@ from fp8bench.model.request import RequestOption, Rule, options_of
 from fp8bench.plan.asked_suites import files_of
 from fp8bench.registry import AUTO, backends
 
-DEFAULT_PROJECT = "fp8bench"
 _OTHER_NAMES = {"--dtypes": ("--precisions",)}
 _SHARED: dict[str, dict[str, Any]] = {
     "--store": {
@@ -41,13 +40,9 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "write no report; `fp8bench report RUN` does it later",
     },
     "--open": {"action": "store_true", "help": "show the report in the browser"},
-    "--tensorboard": {
-        "type": types.path, "metavar": "DIR",
-        "help": "also write the figures there as TensorBoard's scalars, a point a run",
-    },
-    "--wandb": {
-        "nargs": "?", "const": DEFAULT_PROJECT, "metavar": "PROJECT",
-        "help": f"also send figures and report to Weights & Biases; default project {DEFAULT_PROJECT}",
+    "--log": {
+        "type": types.log_target, "action": "append", "default": [], "metavar": "TARGET",
+        "help": "also log the figures to tensorboard[:DIR] or wandb[:PROJECT]; repeatable",
     },
 }  # fmt: skip
 

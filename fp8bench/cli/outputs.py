@@ -10,22 +10,25 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.cli.main import DEFAULT_STORE
+from fp8bench.cli.option_types import log_target
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK, NotPrinted, UsageError
 from fp8bench.model import Run
-from fp8bench.report.data.boards import check_tensorboard, check_wandb
-from fp8bench.report.data.plain import Rows, csv_text, frame, json_line
+from fp8bench.report.data.loggers import LogTarget, check_target
+from fp8bench.report.data.plain import Rows, csv_text, json_line, results_frame
 from fp8bench.report.elements import Page
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render, wrap
 from fp8bench.store.runs.listing import store_of
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from fp8bench.jobs.after_run import Wanted
 
 # Longer lines are hard to read.
@@ -63,9 +66,10 @@ class CommandResult:
     def value(self) -> Any:
         return self.as_value()
 
-    @frame
-    def frame(self) -> Rows:
-        return self.as_rows()
+    @cached_property
+    def results(self) -> pd.DataFrame:
+        """The rows of --csv as a pandas frame."""
+        return results_frame(self.as_rows())
 
     def told(self, arguments: argparse.Namespace) -> int:
         with write_outputs(self.files):
@@ -88,7 +92,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
     if given.get("dry_run"):
         check_files({"--write-plan": given.get("write_plan")})
         on_stdout = ["json or --csv"] if given["json"] or given["csv"] is not None else []
-        exports = [name for name in ("trace", "tensorboard", "wandb", "live") if given.get(name) is not None]
+        exports = [name for name in ("trace", "log", "live") if given.get(name)]
         for name in (*on_stdout, *pages, *exports):
             raise UsageError(f"--dry-run measures nothing, so that there is nothing for --{name}. Leave one out.")
     if given.get("csv") not in (None, "-"):
@@ -97,10 +101,19 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         if str(given.get(name)) == "-":
             raise UsageError(f"--{name} '-' would be a file of that name. Give a file with a name of its own.")
     check_files({f"--{name}": given.get(name) for name in ("html", "md", "output", "live")})
-    if given.get("tensorboard") is not None:
-        check_tensorboard(given["tensorboard"])
-    if given.get("wandb") is not None:
-        check_wandb()
+    for target in given.get("log", ()):
+        check_target(target)
+
+
+def log_targets(given: str | Iterable[str]) -> tuple[LogTarget, ...]:
+    """Parses and checks what a call from Python logs to."""
+    try:
+        targets = tuple(log_target(text) for text in ([given] if isinstance(given, str) else given))
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"log: {error}.") from None
+    for target in targets:
+        check_target(target)
+    return targets
 
 
 def model_named(arguments: argparse.Namespace) -> str | None:
@@ -150,7 +163,7 @@ def wanted_of(arguments: argparse.Namespace) -> Wanted:
 
     given = vars(arguments)
     pages = Pages(given.get("html"), given.get("md"), given.get("open", False))
-    return Wanted(pages if given.get("report", True) else None, given.get("tensorboard"), given.get("wandb"))
+    return Wanted(pages if given.get("report", True) else None, tuple(given.get("log", ())))
 
 
 def tell(

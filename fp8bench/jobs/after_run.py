@@ -1,32 +1,27 @@
-"""What follows a measured run: history, report, and exports; exports of other kept things, too.
+"""What follows a measured run: history, report, and scalars for boards; scalars of other kept things, too.
 
 The run is kept by then, so a step that fails is noted and fails nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError
-from fp8bench.jobs.kinds import Exports, K, Kind, kinds
+from fp8bench.jobs.kinds import K, Kind, kinds
 from fp8bench.jobs.report_files import (
-    PAGE,
-    ROWS,
     Pages,
-    folder_of,
-    folder_of_kept,
     report_of_kept,
     short_path,
     why_not_shown,
     write_report,
 )
 from fp8bench.model import Run
-from fp8bench.report.data.boards import send_to_wandb, write_tensorboard
-from fp8bench.report.words.naming import many
+from fp8bench.report.data.loggers import LoggedScalar, LogSource, LogTarget, ScalarLogger, run_scalars, run_source
 from fp8bench.store.asv.view import update_view
 from fp8bench.store.index.history import keep_figures
 from fp8bench.store.runs.listing import store_of
@@ -34,11 +29,10 @@ from fp8bench.store.runs.listing import store_of
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is made of a run beside its history. Without `pages` there is no report; `wandb` is a project."""
+    """What is made of a run beside its history. Without `pages` there is no report."""
 
     pages: Pages | None = None
-    tensorboard: Path | None = None
-    wandb: str | None = None
+    log: Sequence[LogTarget] = ()
 
 
 def after_run(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
@@ -60,7 +54,7 @@ def after_run(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]
 
 
 def published(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """Writes the report and the exports, with notes; False if interrupted."""
+    """Writes the report and logs scalars, with notes; False if interrupted."""
     if wanted.pages is not None:
         try:
             for sentence in _report(run, store, wanted.pages):
@@ -68,7 +62,7 @@ def published(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]
         except KeyboardInterrupt:
             note(f"report: interrupted while it was written; `fp8bench report {run.id}` writes it")
             return False
-    return exported(run, store, wanted, note)
+    return log_run(run, wanted.log, note)
 
 
 def into_history(run: Run, store: Path, view: bool = True) -> str:
@@ -78,24 +72,18 @@ def into_history(run: Run, store: Path, view: bool = True) -> str:
     return told
 
 
-def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """Exports a run to TensorBoard and wandb, with notes; False if interrupted."""
-    if wanted.tensorboard is None and wanted.wandb is None:
+def log_run(run: Run, targets: Sequence[LogTarget], note: Callable[[str], None]) -> bool:
+    """Logs the figures of a run, with notes; False if interrupted."""
+    if not targets:
         return True
-    verdicts, folder = findings(run), folder_of([run], store_of(Path(run.path)) or store)
-    exports = Exports(
-        lambda board: write_tensorboard(run, verdicts, board),
-        lambda project, files: send_to_wandb(run, verdicts, project, files),
-    )
-    return _sent("run", run.id, exports, (Path(run.path), folder / PAGE, folder / ROWS), wanted, note)
+    return _logged("run", run_source(run), run_scalars(run, findings(run)), targets, note)
 
 
-def kept_exported(kind: Kind[K], kept: K, path: Path, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    if wanted.tensorboard is None and wanted.wandb is None:
+def log_kept(kind: Kind[K], kept: K, targets: Sequence[LogTarget], note: Callable[[str], None]) -> bool:
+    source = kind.log_source(kept) if targets else None
+    if source is None:
         return True
-    name, stem = kind.names(path)
-    exports, folder = kind.exports(kept), folder_of_kept(stem, store)
-    return exports is None or _sent(kind.name, name, exports, (path, folder / PAGE, folder / ROWS), wanted, note)
+    return _logged(kind.name, source, kind.scalars(kept), targets, note)
 
 
 def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
@@ -112,22 +100,18 @@ def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
                 note(f"report: {short_path(page)}")
 
 
-def _sent(
-    kind: str, name: str, exports: Exports, files: Sequence[Path], wanted: Wanted, note: Callable[[str], None]
-) -> bool:
-    kept = f"The {kind} is kept; `fp8bench show {name}"
+def _logged(
+    kind: str, source: LogSource, scalars: Iterable[LoggedScalar], targets: Sequence[LogTarget],
+    note: Callable[[str], None],
+) -> bool:  # fmt: skip
+    again = f"`fp8bench show {source.id}` takes --log, too"
     try:
-        if wanted.tensorboard is not None:
-            note(f"tensorboard: {_to_tensorboard(exports, wanted.tensorboard, kept)}")
-        if wanted.wandb is not None:
-            try:
-                exports.send(wanted.wandb, [file for file in files if file.is_file()])
-                note(f"wandb: sent to project {wanted.wandb}")
-            except Exception as error:
-                why = f"not sent ({type(error).__name__}: {error})"
-                note(f"wandb: {why}. {kept} --wandb {wanted.wandb}` sends it again")
+        logger = ScalarLogger(targets, source, note, f"the {kind} is kept, and {again}")
+        for scalar in scalars:
+            logger.log(*scalar)
+        logger.close()
     except KeyboardInterrupt:
-        note(f"interrupted; the {kind} is kept, and `fp8bench show {name}` takes --tensorboard and --wandb too")
+        note(f"interrupted; the {kind} is kept, and {again}")
         return False
     return True
 
@@ -142,13 +126,3 @@ def _report(run: Run, store: Path, pages: Pages) -> Iterator[str]:
     problem = why_not_shown(page) if pages.browser else ""
     if problem:
         yield problem
-
-
-def _to_tensorboard(exports: Exports, folder: Path, kept: str) -> str:
-    try:
-        files = exports.write(folder)
-    except StoreError as error:
-        return f"{error} {kept} --tensorboard DIR` writes it again"
-    if not files:
-        return "nothing was measured, so that there is nothing to write"
-    return f"{many(len(files), 'curve')} in {folder}; `tensorboard --logdir {folder}`"

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.analysis.roofline import Datasheet, Since, alike, datasheets, kind_of_path, since
+from fp8bench.analysis.roofline import Datasheet, datasheets, kind_of_path
 from fp8bench.errors import UsageError, WorkerError
-from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.ceilings import RUNS, WHOLE_SECONDS, pieces_of, whole_ceilings
+from fp8bench.measure.ceilings import RUNS, measure_ceilings
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
 from fp8bench.measure.sensors.device_state import device_state_of
@@ -46,15 +46,15 @@ from fp8bench.model.run import CEILINGS
 from fp8bench.pipeline import now
 from fp8bench.plan.make import devices_asked
 from fp8bench.registry import precisions
-from fp8bench.report.topics.roofline import UNITS, lines_of, shape_words, since_words, spread_words
-from fp8bench.store.ceilings import history_of_ceilings, new_ceilings
+from fp8bench.report.topics.roofline import UNITS, lines_of, shape_words, spread_words
+from fp8bench.store.ceilings import new_ceilings
 from fp8bench.store.runs.run_file import check_store, load_run, start_run
 
 # The dtype of the arrays of limits that are no products.
 _ARRAYS = "fp32"
 
 
-def ceilings_here(store: Path, observer: JobObserver, threads: int = 1) -> Iterator[tuple[DeviceFacts, Ceilings | str]]:
+def ceilings_here(store: Path, threads: int = 1) -> Iterator[tuple[DeviceFacts, Ceilings | str]]:
     """The ceilings of every device that works; a sentence in place of those that could not be measured.
 
     `threads` are those of a processor.
@@ -63,21 +63,21 @@ def ceilings_here(store: Path, observer: JobObserver, threads: int = 1) -> Itera
     with claimed(True), ProcessWorker(Settings(threads)) as worker:
         for device in (device_facts for device_facts in worker.probe() if not device_facts.unusable):
             try:
-                yield device, _measured(worker, device, store, threads, observer)[1]
+                yield device, _measured(worker, device, store, threads)[1]
             except WorkerError as error:
                 yield device, f"not measured: {error}"
                 worker.restart()
 
 
-def ceiling_lines(store: Path, observer: JobObserver, threads: int = 1) -> Iterator[str]:
-    for device, ceilings in ceilings_here(store, observer, threads):
+def ceiling_lines(store: Path, threads: int = 1) -> Iterator[str]:
+    for device, ceilings in ceilings_here(store, threads):
         threaded = "" if device.accelerated else f", threads {threads}"
         yield f"{device.key}: what {device.name} does at most{threaded}, in {RUNS} runs"
-        lines = [ceilings] if isinstance(ceilings, str) else lines_of(ceilings, history_of_ceilings(store))
+        lines = [ceilings] if isinstance(ceilings, str) else lines_of(ceilings)
         yield from (f"  {line}" for line in lines)
 
 
-def ceilings_run(request: Request, store: Path, observer: JobObserver, command: str) -> Run:
+def ceilings_run(request: Request, store: Path, command: str) -> Run:
     """Measures the suite `ceilings` on the request's devices and keeps it as a run. Other options are refused."""
     allowed = Request(CEILINGS, devices=request.devices, threads=request.threads)
     if request != allowed:
@@ -92,11 +92,10 @@ def ceilings_run(request: Request, store: Path, observer: JobObserver, command: 
         environment = gather(worker.software(), __version__, request.threads)
         groups: list[tuple[Record, ...]] = []
         for device in devices_asked(request, facts):
-            state, ceilings = _measured(worker, device, store, request.threads, observer)
+            state, ceilings = _measured(worker, device, store, request.threads)
             environment = environment.also(state)
-            earlier = alike(ceilings, history_of_ceilings(store))
             groups += [
-                tuple(_record(rate, device, since(rate, earlier)) for rate in some)
+                tuple(_record(rate, device) for rate in some)
                 for _, some in groupby(ceilings.rates, lambda rate: rate.limit)
             ]
     planned = (tuple(PlannedCase(record.case, record.support, record.work) for record in group) for group in groups)
@@ -113,29 +112,16 @@ def ceilings_run(request: Request, store: Path, observer: JobObserver, command: 
 
 
 def _measured(
-    worker: Worker, device: DeviceFacts, store: Path, threads: int, observer: JobObserver
+    worker: Worker, device: DeviceFacts, store: Path, threads: int
 ) -> tuple[dict[str, Scalar | None], Ceilings]:
-    """What the driver says of the device, and its ceilings, which are kept piece by piece."""
+    """What the driver says of the device, and its ceilings, which are kept."""
     with meter_for(device) as meter:
         state = device_state_of(device, meter)
     environment = gather(worker.software(), __version__, threads).also(state)
-
-    def measure(begun: Ceilings | None, keep: Callable[[Ceilings], None]) -> Ceilings:
-        if begun is not None:
-            done, count = pieces_of(begun)
-            observer.note(
-                f"ceilings of {device.key}: goes on with {done} of {count} pieces of an interrupted measurement"
-            )
-        return whole_ceilings(worker, device, WHOLE_SECONDS, begun, keep)
-
-    try:
-        return state, new_ceilings(store, environment, device, measure)
-    except KeyboardInterrupt:
-        observer.note(f"ceilings of {device.key}: what was measured is kept, and the same command goes on with it")
-        raise
+    return state, new_ceilings(store, environment, device, partial(measure_ceilings, worker, device))
 
 
-def _record(rate: Rate, device: DeviceFacts, before: Since | None) -> Record:
+def _record(rate: Rate, device: DeviceFacts) -> Record:
     """The record of a rate; skipped, with the device's reason, if there are no runs."""
     name = rate.precision or _ARRAYS
     case = Case(CEILINGS, (("limit", rate.limit.value),), name, device.key)
@@ -143,12 +129,11 @@ def _record(rate: Rate, device: DeviceFacts, before: Since | None) -> Record:
     first = name == _ARRAYS
     if rate.value is None:
         return Record(case, support, Status.SKIPPED, is_reference=first, reason=rate.why)
-    said = [shape_words(rate), spread_words(rate), *([since_words(before)] if before is not None else [])]
     samples = Measurement(
         specs.CEILING_RATE, UNITS[rate.limit], rate.runs, description="the most that was done in a second"
     )
     return Record(
-        case, support, Status.OK, Work(), first, detail="; ".join(said),
+        case, support, Status.OK, Work(), first, detail=f"{shape_words(rate)}; {spread_words(rate)}",
         measurements=(samples,), ceiling=Ceiling(rates=(rate,), device=device.name),
     )  # fmt: skip
 

@@ -131,7 +131,7 @@ def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
 
 
 def boards() -> str:
-    """Which of the programs that --trace, --tensorboard and --wandb write for are installed."""
+    """Which of the programs that --trace and --log write for are installed."""
     known = {name: _version(name) for name in ("tensorboard", "torch-tb-profiler", "wandb")}
     words = ", ".join(f"{name} {version or 'not installed'}" for name, version in known.items())
     if not known["torch-tb-profiler"]:

@@ -1,6 +1,6 @@
 """What features add to a store: kinds of kept things, and tables of them, from each feature's module `kind`.
 
-`show`, `report`, `history list --runs` and the exporters use what is found here.
+`show`, `report`, `history list --runs` and `--log` use what is found here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from fp8bench.feature_list import feature_parts
+from fp8bench.report.data.loggers import LoggedScalar, LogSource
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Page
 from fp8bench.store.kept_lines import fitting
@@ -52,14 +53,6 @@ class SparePart(NamedTuple):
     paths: Sequence[Path]
     what: str
     lock: Path | None = None
-
-
-@dataclass(frozen=True)
-class Exports:
-    """Writes to a TensorBoard folder, and sends to a wandb project with files."""
-
-    write: Callable[[Path], Sequence[Path]]
-    send: Callable[[str, Sequence[Path]], None]
 
 
 class Kind(ABC, Generic[K]):
@@ -114,8 +107,12 @@ class Kind(ABC, Generic[K]):
     def report(self, kept: K) -> View | None:
         return None
 
-    def exports(self, kept: K) -> Exports | None:
+    def log_source(self, kept: K) -> LogSource | None:
+        """What --log logs its scalars of; None if this kind has none."""
         return None
+
+    def scalars(self, kept: K) -> Iterator[LoggedScalar]:
+        yield from ()
 
 
 def kinds() -> list[Kind[Any]]:

@@ -59,9 +59,10 @@ def _functions_in(target: str) -> str:
 
 
 def profile(request: Request, store: Path, observer: Observer, command: str, note: str = "") -> Run:
-    """Runs like a suite, and looks at shares unless it is quick."""
+    """Runs like a suite, and looks at shares unless it is quick or the model is compiled, which has none."""
+    compiled = ("compile", ("yes",)) in request.axes
     try:
-        request = replace(request, shares=request.shares or not request.quick)
+        request = replace(request, shares=request.shares or not (request.quick or compiled))
         return execute(request, store, observer, command, PROFILE, note=note)
     finally:
         MADE.clear()

@@ -34,16 +34,6 @@ from fp8bench.units import clock, percent
 _WAIT_SHOWN_EVERY = 1.0
 
 
-def check_sessions(sessions: object, apart: object) -> None:
-    """Raises UsageError for what is no number of sessions, and for a pause where there is only one."""
-    if isinstance(sessions, bool) or not isinstance(sessions, int) or sessions < 1:
-        raise UsageError(f"sessions: expected a whole number from 1 on, got {sessions!r}.")
-    if not isinstance(apart, int | float) or not 0 <= apart < math.inf:
-        raise UsageError(f"apart: expected seconds from 0 on, got {apart!r}.")
-    if apart and sessions == 1:
-        raise UsageError("there is one session, and apart is the time between them. Ask for more sessions, 3 say.")
-
-
 def execute_sessions(
     request: Request, store: Path, observer: Observer, command: str, sessions: int, apart: float
 ) -> Run:

@@ -129,7 +129,7 @@ class GroupMeasurement:
         if self._other is not None and (method.tapes or method.shares):
             untimed = Passes(self._other, self._facts, method.limits, self._observer)
             untimed.ask("tape", self._alive() if method.tapes and method.tapes_apart else ())
-            untimed.ask("shares", self._alive() if method.shares else ())
+            untimed.shares(self._alive() if method.shares else ())
             untimed.leave_gpus(self._alive())
         if method.tapes and not method.tapes_apart:
             passes.ask("tape", [outcome for outcome in self._alive() if not outcome.planned.work.setup_seconds])

@@ -136,7 +136,6 @@ QUESTIONS: Mapping[str, tuple[str, str]] = {
     "effect": ("checking what steps do", "look at what a step does"),
     "coverage": ("counting what is converted", "coverage"),
     "tape": ("counting operators", "tape"),
-    "shares": ("finding its parts", "shares"),
 }
 
 
@@ -170,6 +169,15 @@ class Passes:
                 measurements = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
                 outcome.note(measurements=(*outcome.draft.measurements, *measurements))
 
+    def shares(self, outcomes: Sequence[CaseOutcome]) -> None:
+        for outcome in outcomes:
+            with self._asking(outcome, "finding its parts", "shares") as (bench, case, facts):
+                shares = bench.shares(case, facts)
+                if isinstance(shares, str):
+                    outcome.add_detail(f"no shares: {shares}")
+                else:
+                    outcome.note(shares=shares)
+
     def transfers(self, outcomes: Sequence[CaseOutcome]) -> None:
         """What steps of several ranks send, and how far computing hides it; cases of one rank are skipped."""
         for outcome in (case_outcome for case_outcome in outcomes if case_outcome.planned.case.ranks > 1):
@@ -182,7 +190,7 @@ class Passes:
                     outcome.note(sent=sent, overlap=overlap, scaling=scaling)
 
     def counters(self, outcomes: Sequence[CaseOutcome], unprobed: str) -> None:
-        """What steps ask of allocators and of the processor; `unprobed` says why the worker has no allocator probe."""
+        """What steps ask of allocators; `unprobed` says why the worker has no allocator probe."""
         for outcome in outcomes:
             with self._asking(outcome, "counting allocations", "counters") as (bench, case, facts):
                 measurements, whys = bench.counters(case, facts, unprobed)

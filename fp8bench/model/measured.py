@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
@@ -34,8 +34,7 @@ class Rate:
     """FLOPs, bytes read and written, or launches a second that a device reached, once in each of `runs`.
 
     `precision` is that of products. `shape` (M, N and K of a product, the bytes of one array) won a search among
-    `searched`, and was then measured again; only with one run is that run the one it won by. Without runs, `why` says
-    what went wrong.
+    `searched`, and was then measured again. Without runs, `why` says what went wrong.
     """
 
     limit: Limit
@@ -60,7 +59,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The most that a device was seen to do: a quick look of one run, or several runs of all rates.
+    """The most that a device was seen to do, in several runs of all rates.
 
     `when` they were measured, `under` which settings, by name; `device` is the device's name.
     """
@@ -70,24 +69,19 @@ class Ceilings:
     under: tuple[tuple[str, Scalar], ...] = ()
     device: str = ""
 
-    @property
-    def whole(self) -> bool:
-        """Whether there are several runs; a quick look has one, with one thread on a processor."""
-        return any(len(rate.runs) > 1 for rate in self.rates)
-
     def rate(self, limit: Limit, precision: str = "") -> Rate | None:
         wanted = limit, precision
         return next((rate for rate in self.rates if rate.runs and (rate.limit, rate.precision) == wanted), None)
+
+    def best(self, limit: Limit, precision: str = "") -> float | None:
+        """Returns the most of all runs, steady or not."""
+        rate = self.rate(limit, precision)
+        return None if rate is None else max(rate.runs)
 
     def bound(self, limit: Limit, precision: str = "") -> float | None:
         """An upper bound; None where it is unknown or runs differ too much."""
         rate = self.rate(limit, precision)
         return rate.value if rate is not None and rate.steady else None
-
-    def times(self, threads: int) -> Ceilings:
-        """A quick look scaled to `threads` that never wait for each other."""
-        many = (replace(rate, runs=tuple(run * threads for run in rate.runs)) for rate in self.rates)
-        return replace(self, rates=tuple(many))
 
 
 @dataclass(frozen=True)

@@ -287,8 +287,7 @@ class Request:
     counters: bool = option(
         False,
         _FLAG,
-        "also count what a step asks of its allocators, with the time that takes, page faults and, where the kernel "
-        "lets them be counted, the processor's instructions, cycles and cache misses; in an untimed pass",
+        "also count what a step asks of its allocators, with the time that takes, and page faults; in an untimed pass",
     )
     ranks: int | None = option(
         None,

@@ -163,7 +163,7 @@ CEILING_RATE = _row(
 )
 SHARE_OF_CEILING = _row(
     "share_of_ceiling", units.RATIO, "of a phase: the least time that its counted FLOPs, bytes or launches take by "
-    "whole ceilings, over its best time", better=_UP, page="method.md#ceilings",
+    "ceilings, over its best time", better=_UP, page="method.md#ceilings",
 )
 SHARE_OF_DATASHEET = _row(
     "share_of_datasheet", units.RATIO, "of a phase: the same least time by the vendor's peaks", better=_UP,
@@ -176,9 +176,7 @@ PEAK_MEMORY = _row(
 DEVICE_PEAK_MEMORY = _row(
     "device_peak_memory", "B", "peak memory where hardware keeps the formats: codes and scales in the place of an "
     "emulation's wide values, for as long; derived from the same allocations; `peak_memory` itself where nothing is "
-    "emulated", rank=_MAIN, heading="on a device", page="method.md#memory-on-a-device",
-    history="tensor memory at the highest point of a step, as hardware with the formats would have it",
-    threshold=(0.02, float(1 << 20)),
+    "emulated", heading="on a device", page="method.md#memory-on-a-device",
 )
 PEAKS = (PEAK_MEMORY, DEVICE_PEAK_MEMORY)
 for _role in MemoryRole:
@@ -218,22 +216,6 @@ ALLOCATION_RETRIES = _row(
 DEVICE_ALLOCATOR_TIME = _row(
     "device_allocator_time", "s", "in device allocations, by torch's profiler", heading="in them", **_COUNTER
 )
-_OF_PROCESSOR: dict[str, Any] = {"show": _exact(), **_COUNTER}
-INSTRUCTIONS = _row(
-    "instructions", "count", "of the thread that runs the steps, in user mode, as all that follow: by perf events, "
-    "where the kernel lets them be counted", heading="instructions", **_OF_PROCESSOR,
-)
-CYCLES = _row("cycles", "count", "of the processor's clock", heading="cycles", **_OF_PROCESSOR)
-CACHE_LOADS = _row("cache_loads", "count", "that reached the last cache", heading="loads (last cache)", **_OF_PROCESSOR)
-CACHE_LOAD_MISSES = _row(
-    "cache_load_misses", "count", "of cache loads that the last cache did not hold", heading="missed (last cache)",
-    **_OF_PROCESSOR,
-)
-CACHE_REFERENCES = _row(
-    "cache_references", "count", "by the kernel's own choice: of the last cache on Intel's, of L2 on AMD's processors",
-    heading="references", **_OF_PROCESSOR,
-)
-CACHE_MISSES = _row("cache_misses", "count", "of cache references", heading="missed", **_OF_PROCESSOR)
 WIRE_BYTES = _row(
     "wire_bytes", "B", "what a rank sends to others in a step", heading="wire",
     history="that a rank sends to others in a step", kept_where="ranks", page="distributed.md",

@@ -113,8 +113,8 @@ class ShareKind(StrEnum):
 
 
 class SharesFrom(StrEnum):
-    """What was timed: operators on a processor, kernels of a device by the operator that launched them, or the kernels
-    of a compiled step, whose module is unknown."""
+    """What was timed: operators on a processor, or kernels of a device by the operator that launched them. Older runs
+    also have kernels of compiled steps, of no module."""
 
     OPERATORS = "operators"
     KERNELS = "kernels"
@@ -126,7 +126,7 @@ class Share:
     """Work of one kind in one module, forward or backward, in an untimed pass.
 
     `module` is its path in the model, the model's class for work between its modules, '' outside of any. `what` says
-    more of the kind: 'conv' for a product, the name of what is unknown, what else is fused into a kernel.
+    more of the kind: 'conv' for a product, the name of what is unknown.
     """
 
     kind: ShareKind
@@ -142,13 +142,12 @@ class Shares:
     """The parts of a step. `step` are its unobserved seconds in the same pass.
 
     What the parts leave of it is the host's time between operators: 'unattributed'. Where they sum to more than the
-    step, because clocks vary, they are shares of their sum. `fused` counts kernels that hold casts among other work.
+    step, because clocks vary, they are shares of their sum.
     """
 
     parts: tuple[Share, ...] = ()
     step: float = 0.0
     of: SharesFrom = SharesFrom.OPERATORS
-    fused: int = 0
 
     @property
     def whole(self) -> float:

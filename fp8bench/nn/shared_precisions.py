@@ -55,7 +55,7 @@ MX_SCALE = Option(
 
 def formats_option(default: str) -> Option:
     words = "hybrid: E4M3 for inputs and weights, E5M2 for gradients; e4m3 or e5m2: for all"
-    return Option("formats", words, default, one_of(*FORMATS_BY_ROLE), ("fp8_format",))
+    return Option("formats", words, default, one_of(*FORMATS_BY_ROLE))
 
 
 def float_scale_option(default: ScaleRounding) -> Option:

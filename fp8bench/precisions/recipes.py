@@ -77,12 +77,10 @@ class Fp8Delayed(RecipePrecision):
     rank = 41
     words = "FP8"
     options = (
-        Option("history", "amaxes that a scale comes from", "1024", whole_number(1, LONGEST_HISTORY),
-               ("amax_history_len", "fp8_amax_history_len")),
-        Option("algorithm", "what of them: the max, or the most_recent", Amax.MAX.value, one_of(*Amax),
-               ("amax_compute_algo", "fp8_amax_compute_algo")),
-        Option("margin", "scales are divided by 2^margin", "0", whole_number(0, MOST_MARGIN), ("fp8_margin",)),
-        Option("interval", "casts between two scales", "1", whole_number(1, LONGEST_HISTORY), ("fp8_interval",)),
+        Option("history", "amaxes that a scale comes from", "1024", whole_number(1, LONGEST_HISTORY)),
+        Option("algorithm", "what of them: the max, or the most_recent", Amax.MAX.value, one_of(*Amax)),
+        Option("margin", "scales are divided by 2^margin", "0", whole_number(0, MOST_MARGIN)),
+        Option("interval", "casts between two scales", "1", whole_number(1, LONGEST_HISTORY)),
         formats_option("hybrid"), HIGH_WEIGHT_GRADIENT, ACCUMULATOR,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from statistics import median
@@ -185,6 +186,8 @@ def _tensors(result: Any) -> Iterator[Tensor]:
 
 # Prefix of the range around an operator in a trace; its number follows.
 RANGE = "fp8bench.operator."
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class TimedCall(NamedTuple):
@@ -285,6 +288,47 @@ def shares_of_kernels(
     known = put_together(calls, [inside.get(number, 0.0) for number in range(len(calls))])
     others = [Share(ShareKind.UNKNOWN, "", False, seconds, 1, name) for name, seconds in outside.items()]
     return Shares((*known, *others), plain, SharesFrom.KERNELS)
+
+
+def seconds_by_operator(events: Sequence[Mapping[str, Any]]) -> tuple[dict[int, float], dict[str, float]]:
+    """Returns seconds of a device's kernels in a Chrome trace, by the number of the operator in whose range each was
+    launched, and those of other kernels by name."""
+    operators = _operators_of_launches(events)
+    inside: dict[int, float] = defaultdict(float)
+    outside: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in _ON_DEVICE:
+            operator = operators.get(_correlation(event))
+            seconds = float(event["dur"]) * 1e-6
+            if operator is None:
+                outside[str(event.get("name"))] += seconds
+            else:
+                inside[operator] += seconds
+    return dict(inside), dict(outside)
+
+
+def _operators_of_launches(events: Iterable[Mapping[str, Any]]) -> dict[object, int]:
+    """Returns the number of the innermost operator around each launch, by the launch's correlation id."""
+    threads: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and (event.get("cat") in _LAUNCHES or str(event.get("name")).startswith(RANGE)):
+            threads[event.get("tid")].append(event)
+    operators: dict[object, int] = {}
+    for thread in threads.values():
+        around: list[tuple[float, int]] = []  # the end and the number of each range that is open
+        for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
+            while around and around[-1][0] <= event["ts"]:
+                around.pop()
+            name = str(event.get("name"))
+            if name.startswith(RANGE):
+                around.append((event["ts"] + event["dur"], int(name.removeprefix(RANGE))))
+            elif around:
+                operators[_correlation(event)] = around[-1][1]
+    return operators
+
+
+def _correlation(event: Mapping[str, Any]) -> object:
+    return (event.get("args") or {}).get("correlation")
 
 
 def put_together(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Share, ...]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from fp8bench.model import (
     Case,
-    Ceilings,
     DeviceFacts,
     LayerScale,
     Overheads,
@@ -214,9 +213,6 @@ class Bench(UntimedPasses):
     def answers(self, facts: DeviceFacts) -> None:
         """Opens a device and waits for it; raises what the device raises if it does not answer."""
         self._selected(facts).synchronise(facts.index)
-
-    def ceilings(self, facts: DeviceFacts, seconds: float) -> Ceilings:
-        return ceilings.quick(self._selected(facts), facts, seconds)
 
     def ceiling_rates(self, facts: DeviceFacts) -> tuple[Rate, ...]:
         return tuple(ceilings.wanted_rates(facts))

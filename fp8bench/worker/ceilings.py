@@ -9,18 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fp8bench.model import Ceilings, DeviceFacts, Level, Limit, Rate
-from fp8bench.protocols import Arithmetic, Device, Role, one_thread
+from fp8bench.model import DeviceFacts, Level, Limit, Rate
+from fp8bench.protocols import Arithmetic, Device, Role
 from fp8bench.protocols.axes import CACHE_TIMES
 from fp8bench.registry import precisions
 
 Shape = tuple[int, ...]
-Clock = Callable[[], float]
-
-
-def _now() -> float:
-    return time.perf_counter()
-
 
 # M, N and K, the least work first: a slow device does not come to the last ones.
 _PRODUCTS: dict[str, tuple[Shape, ...]] = {
@@ -86,80 +80,51 @@ def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmet
 
 # One precision for each kind of product that a device may have.
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
-# The limits of `quick`, which suffice to tell an impossible figure.
-_QUICK = (Limit.PRODUCT, Limit.CACHED)
 # Calls are timed in stretches of this length, so that reading the clock and waiting for a device count little.
 _STRETCH_SECONDS = 0.5e-3
 # A shape counts by its third fastest stretch: a clock that jumped must not pass for what a machine can do.
 _PLACE = 2
 
 
-def quick(device: Device, facts: DeviceFacts, seconds: float) -> Ceilings:
-    """Finds the best rates of products and of copies in the fastest cache; the search itself is the one run. On a
-    processor it uses one thread and that thread's clock: on a busy machine several threads would wait for each
-    other."""
-    wanted = wanted_rates(facts, _QUICK)
-    clock = time.thread_time if device.kind == "cpu" else _now
-    share = seconds / len(wanted)
-    try:
-        with one_thread():
-            rates = tuple(_tried(rate, partial(_searched, device, facts, rate, share, clock)) for rate in wanted)
-    finally:
-        device.empty_cache()
-    return Ceilings(rates, device=facts.name)
-
-
-def wanted_rates(facts: DeviceFacts, limits: Sequence[Limit] = tuple(Limit)) -> list[Rate]:
+def wanted_rates(facts: DeviceFacts) -> list[Rate]:
     native = [name for name in DTYPES if precisions.get(name).support(facts).level is Level.NATIVE]
-    products = [Rate(Limit.PRODUCT, name) for name in native if Limit.PRODUCT in limits]
-    return products + [Rate(limit) for limit in limits if limit is not Limit.PRODUCT and shapes_of(limit, facts)]
+    products = [Rate(Limit.PRODUCT, name) for name in native]
+    return products + [Rate(limit) for limit in Limit if limit is not Limit.PRODUCT and shapes_of(limit, facts)]
 
 
 def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
     """Adds to a rate what it lacks next: the search for the best shape, then one run more on tensors of its own."""
 
-    def measured() -> Rate:
-        if not rate.shape:
-            return replace(_searched(device, facts, rate, seconds), runs=())
-        run = len(rate.runs) + 1
-        (value,) = _timed(rate, (rate.shape,), facts, partial(device.synchronise, facts.index), seconds, run).runs
-        return replace(rate, runs=(*rate.runs, value))
-
-    again = _tried(rate, measured)
-    device.empty_cache()
-    return again
-
-
-def _searched(device: Device, facts: DeviceFacts, rate: Rate, seconds: float, clock: Clock = _now) -> Rate:
     wait = partial(device.synchronise, facts.index)
-    return _timed(rate, shapes_of(rate.limit, facts), facts, wait, seconds, 0, clock)
-
-
-def _tried(rate: Rate, measured: Callable[[], Rate]) -> Rate:
-    """Turns a failure on this device into the reason of this rate, so that other rates are still measured."""
     try:
-        return measured()
-    except Exception as error:  # noqa: BLE001 - whatever a kernel that is missing raises
+        if not rate.shape:
+            found = _timed(rate, shapes_of(rate.limit, facts), facts, wait, seconds, 0)
+            return replace(found, runs=())
+        run = len(rate.runs) + 1
+        (value,) = _timed(rate, (rate.shape,), facts, wait, seconds, run).runs
+        return replace(rate, runs=(*rate.runs, value))
+    except Exception as error:  # noqa: BLE001 - whatever a missing kernel raises ends this rate alone
         return replace(rate, runs=(), why=f"{type(error).__name__}: {error}"[:200])
+    finally:
+        device.empty_cache()
 
 
 def _timed(
-    rate: Rate, shapes: Sequence[Shape], facts: DeviceFacts, wait: Callable[[], None], seconds: float, seed: int,
-    clock: Clock = _now,
-) -> Rate:  # fmt: skip
+    rate: Rate, shapes: Sequence[Shape], facts: DeviceFacts, wait: Callable[[], None], seconds: float, seed: int
+) -> Rate:
     precision = precisions.get(rate.precision or DTYPES[0])
     arithmetic = precision.arithmetic(facts)
     with precision.scope():
         counts = {shape: count_of(rate.limit, shape) for shape in shapes}
         shape, best, tried = _best(
-            counts, lambda shape: call_of(rate.limit, shape, facts, arithmetic, seed), wait, seconds, clock
+            counts, lambda shape: call_of(rate.limit, shape, facts, arithmetic, seed), wait, seconds
         )
     return replace(rate, runs=(best,), searched=tried, shape=shape)
 
 
 def _best(
     counts: dict[Shape, float], prepared: Callable[[Shape], Callable[[], Any]], wait: Callable[[], None],
-    seconds: float, clock: Clock = _now,
+    seconds: float,
 ) -> tuple[Shape, float, int]:  # fmt: skip
     """Returns the shape with the highest rate, that rate, and how many shapes were tried. Every shape has an equal
     share of the time, and its rate is that of its fastest stretches. A shape whose first call would exceed its share at
@@ -169,23 +134,23 @@ def _best(
         if best and count / best > share:
             break
         tried += 1
-        end = clock() + share
+        end = time.perf_counter() + share
         call = prepared(shape)
         call()
-        once = _stretch(call, 1, wait, clock)
+        once = _stretch(call, 1, wait)
         calls = max(1, int(_STRETCH_SECONDS / once))
         stretches = [once]
-        while clock() < end:
-            stretches.append(_stretch(call, calls, wait, clock))
+        while time.perf_counter() < end:
+            stretches.append(_stretch(call, calls, wait))
         rate = count / sorted(stretches)[: _PLACE + 1][-1]
         best, winner = max((best, winner), (rate, shape))
     return winner, best, tried
 
 
-def _stretch(call: Callable[[], Any], calls: int, wait: Callable[[], None], clock: Clock = _now) -> float:
+def _stretch(call: Callable[[], Any], calls: int, wait: Callable[[], None]) -> float:
     wait()
-    start = clock()
+    start = time.perf_counter()
     for _ in range(calls):
         call()
     wait()
-    return max((clock() - start) / calls, 1e-9)
+    return max((time.perf_counter() - start) / calls, 1e-9)

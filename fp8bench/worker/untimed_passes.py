@@ -108,7 +108,7 @@ class UntimedPasses:
         gc.collect(1)
         return tape
 
-    def shares(self, case: Case, facts: DeviceFacts) -> Shares:
+    def shares(self, case: Case, facts: DeviceFacts) -> Shares | str:
         from fp8bench.worker.tape_pass import shares_of_step
 
         with self._apart(case, facts) as (workload, device, setup):

@@ -1,4 +1,4 @@
-"""--trace, --tensorboard and --wandb through the door: what is refused, written, said, and kept."""
+"""--trace and --log through the door: what is refused, written, said, and kept."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import fp8bench
-from fp8bench.cli import outputs
 from fp8bench.cli.main import main
-from fp8bench.errors import StoreError
 from fp8bench.jobs import after_run
 from fp8bench.jobs.report_files import Pages
 from fp8bench.model import Run, Status
@@ -38,12 +37,12 @@ def test_refused_exports(store: Path, monkeypatch: pytest.MonkeyPatch, fp8bench:
     Path("file").touch()
     for claim, options in {
         "a folder for traces below a file": "--trace file/below",
-        "a folder for figures that is a file": "--tensorboard file",
+        "a folder for figures that is a file": "--log tensorboard:file",
+        "figures for another program": "--log mlflow",
         "an empty folder for traces": "--trace ''",
         "traces of nothing": "--trace t --dry-run",
-        "figures of nothing": "--tensorboard t --dry-run",
-        "nothing to send": "--wandb --dry-run",
-        "no package to send with": "--wandb mine",
+        "figures of nothing": "--log wandb --dry-run",
+        "no package to send with": "--log wandb:mine",
         "traces of a run that is resumed": "--resume last --trace t",
     }.items():
         yield f"{claim} is refused before anything is measured", session(fp8bench, f"{shlex.join(GEMM)} {options}")
@@ -104,9 +103,9 @@ def test_a_run_that_was_cut_off_says_that_there_is_no_page(store: Path) -> None:
 
 def test_figures_for_tensorboard(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorboard")
-    assert main([*GEMM, "--tensorboard", "board"]) == 0
-    assert "tensorboard: 2 curves in board; `tensorboard --logdir board`" in capsys.readouterr().err
-    assert main(["show", "last", "--tensorboard", "again"]) == 0
+    assert main([*GEMM, "--log", "tensorboard:board"]) == 0
+    assert "logged to tensorboard:board" in capsys.readouterr().err
+    assert main(["show", "last", "--log", "tensorboard:again"]) == 0
     written = {file.relative_to("board"): file.read_bytes() for file in Path("board").rglob("*") if file.is_file()}
     assert {file.parent.name for file in written} == {"fp32", "fp8"}
     assert {
@@ -117,63 +116,40 @@ def test_figures_for_tensorboard(store: Path, capsys: pytest.CaptureFixture[str]
 def test_figures_from_python(store: Path) -> None:
     pytest.importorskip("tensorboard")
     Path("file").touch()
-    with pytest.raises(fp8bench.Fp8benchError, match="--tensorboard 'file' cannot be written"):
-        fp8bench.run("gemm", tensorboard="file")
-    fp8bench.run("gemm", dtypes=["fp32"], set={"shape": 8}, rounds=1, isolation=False, tensorboard=Path("board"))
+    for given, said in (("tensorboard:file", "'file' cannot be written"), ("x", "log: expected tensorboard")):
+        with pytest.raises(fp8bench.Fp8benchError, match=said):
+            fp8bench.run("gemm", log=given)
+    fp8bench.run("gemm", dtypes=["fp32"], set={"shape": 8}, rounds=1, isolation=False, log="tensorboard:board")
     assert list(Path("board/fp32").iterdir())
 
 
 def test_what_fails_after_the_measuring_fails_no_run(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_space(*arguments: object) -> None:
-        raise StoreError("board/x cannot be written (No space left on device).")
-
-    def no_network(*arguments: object) -> None:
+    def no_network(**options: object) -> None:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(outputs, "check_tensorboard", lambda folder: None)
-    monkeypatch.setattr(after_run, "write_tensorboard", no_space)
-    monkeypatch.setattr(outputs, "check_wandb", lambda: None)
-    monkeypatch.setattr(after_run, "send_to_wandb", no_network)
-    assert main([*GEMM, "--tensorboard", "board", "--wandb"]) == 0
-    told = unfolded(capsys.readouterr().err)
-    run = the_run(store)
-    assert f"`fp8bench show {run.id} --tensorboard DIR` writes it again" in told
-    assert "wandb: not sent (ConnectionError: no network). The run is kept" in told
-    assert f"`fp8bench show {run.id} --wandb fp8bench` sends it again" in told
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=no_network))
+    assert main([*GEMM, "--log", "wandb"]) == 0
+    told, run = unfolded(capsys.readouterr().err), the_run(store)
+    assert "not logged to wandb:fp8bench (ConnectionError: no network); the run is kept" in told
+    assert f"`fp8bench show {run.id}` takes --log, too" in told
 
 
-def test_what_is_sent_has_the_run_and_its_report(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sent: list[Any] = []
-    monkeypatch.setattr(outputs, "check_wandb", lambda: None)
-    monkeypatch.setattr(after_run, "send_to_wandb", lambda run, findings, project, files: sent.append((project, files)))
-    assert main([*GEMM, "--wandb", "mine"]) == 0
-    assert main(["report", "last"]) == 0
-    assert main(["show", "last", "--wandb"]) == 0
-    assert [(project, [file.suffix for file in files]) for project, files in sent] == [
-        ("mine", [".jsonl"]), ("fp8bench", [".jsonl", ".html", ".csv"]),
-    ]  # fmt: skip
-    assert "wandb: sent to project mine" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("interrupted", ["jobs.after_run.send_to_wandb", "pipeline._group"])
+@pytest.mark.parametrize("interrupted", ["jobs.after_run.ScalarLogger.log", "pipeline._group"])
 def test_an_interrupt_leaves_what_there_is(
     interrupted: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After an interrupt while sending it says what is left to do; after one while measuring nothing is sent."""
+    """After an interrupt while logging it says what is left to do; after one while measuring nothing is logged."""
 
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(outputs, "check_wandb", lambda: None)
-    monkeypatch.setattr(after_run, "send_to_wandb", lambda *arguments: pytest.fail("sent"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: SimpleNamespace(define_metric=print)))
     monkeypatch.setattr(f"fp8bench.{interrupted}", interrupt)
-    assert main([*GEMM, "--wandb"]) == 130
+    assert main([*GEMM, "--log", "wandb"]) == 130
     err, measured = unfolded(capsys.readouterr().err), interrupted != "pipeline._group"
-    assert ("takes --tensorboard and --wandb too" in err) == ("wandb" in err) == the_run(store).finished == measured
+    assert ("takes --log, too" in err) == the_run(store).finished == measured
 
 
 def test_a_run_in_json_has_its_operators(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

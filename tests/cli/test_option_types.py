@@ -17,7 +17,7 @@ import pytest
 from fp8bench.cli.calls import request_fields, takes_options_of
 from fp8bench.cli.config_file import read_config
 from fp8bench.cli.main import Parser
-from fp8bench.cli.option_types import path, precision_map
+from fp8bench.cli.option_types import path, precision_map, sessions
 from fp8bench.cli.options import add_options_of
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
@@ -40,6 +40,17 @@ def test_a_file_that_is_no_map_is_refused(content: bytes, words: str, tmp_path: 
     file.write_bytes(content)
     with pytest.raises(argparse.ArgumentTypeError, match=words):
         precision_map(str(file))
+
+
+@for_each(("text", "expected"), [("3", (3, 0.0)), ("3@10m", (3, 600.0)), ("2@90s", (2, 90.0))])
+def test_sessions_and_the_pause_between_them(text: str, expected: tuple[int, float]) -> None:
+    assert sessions(text) == expected
+
+
+@for_each("text", ["0", "3@", "@10m", "3@soon", "x"])
+def test_what_is_no_number_of_sessions(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        sessions(text)
 
 
 @for_each("text", ["s3://bucket/store", "gs://bucket", "file:///tmp/x"])
@@ -80,7 +91,7 @@ def test_it_is_an_option_with_its_help_and_limits(parser: Parser) -> None:
 def test_it_is_a_key_of_a_file_of_options(parser: Parser, tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("cool-down: 7\n")
-    assert read_config(file, parser)[0] == {"cool_down": 7}
+    assert read_config(file, parser) == {"cool_down": 7}
 
 
 def test_it_is_a_keyword_of_a_call() -> None:

@@ -32,7 +32,7 @@ MODES = [
     ("fp8-delayed:margin=-1", "margin cannot be '-1': expected a whole number from 0"),
     ("fp8-delayed:interval=0", "interval cannot be '0'"),
     ("fp8-delayed:algorithm=mean", "algorithm cannot be 'mean': expected one of max, most_recent"),
-    ("fp8-delayed:history=3:amax_history_len=4", "gives history twice"),
+    ("fp8-delayed:history=3:history=4", "gives history twice"),
     ("fp8:formats=hybird", "the nearest is 'hybrid'"),
     ("fp8:", "has no OPTION=VALUE behind a colon"),
     ("fp8:scale", "has no OPTION=VALUE behind a colon but 'scale'"),
@@ -102,35 +102,6 @@ def test_modes_from_python(nothing_runs: Path, mode: str, said: str) -> None:
 )
 def test_maps_that_name_nothing(nothing_runs: Path, capsys: pytest.CaptureFixture[str], map_: str, said: str) -> None:
     assert said in refused(capsys, "suite", "transformer", "--dtypes", "bf16,fp8", "--precision-map", map_)
-
-
-@for_each(
-    ("lines", "said"),
-    [
-        ("use_fp8: true\nfp8_format: hybird", "a.yaml:4: fp8_format cannot be 'hybird'"),
-        ("use_fp8: maybe", "a.yaml:3: use_fp8 cannot be 'maybe'"),
-        ("use_fp8: true\nfp8_amax_history_len: 0", "a.yaml:4: fp8_amax_history_len cannot be '0'"),
-        ("use_fp8: true\nfp8_margin: -1", "a.yaml:4: fp8_margin cannot be '-1'"),
-        ("use_fp8: true\nfp8_margn: 1", "a.yaml:4: unknown key 'fp8_margn'. Did you mean 'fp8_margin'"),
-        ("dtypes: fp8-delayed:history=0", "history cannot be '0'"),
-    ],
-)
-def test_files_of_options(nothing_runs: Path, capsys: pytest.CaptureFixture[str], lines: str, said: str) -> None:
-    file = nothing_runs / "a.yaml"
-    file.write_text(f"suite: gemm\nset: {{shape: 64}}\n{lines}\n")
-    assert said in refused(capsys, "suite", "--config", "a.yaml")
-
-
-@for_each("keys", ["fp8_margin: 1", "use_fp8: false\nfp8_margin: 1"])
-def test_a_key_without_effect_is_named_and_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keys: str
-) -> None:
-    """A warning with its line; the plan is made all the same."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.yaml").write_text(f"suite: gemm\nset: {{shape: 64}}\nno-isolation: true\n{keys}\n")
-    assert main(["suite", "--config", "a.yaml", "--dry-run"]) == 0
-    shown = capsys.readouterr()
-    assert "fp8_margin has no effect" in shown.err and "fp8" in shown.out
 
 
 @for_each(

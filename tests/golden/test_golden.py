@@ -164,8 +164,8 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "gpu-shares.json": Document("show 9a000001 --shares --json", "gpu"),
     "arm-histories.txt": Document("show 9f004d9f --histories fp8-delayed --explain"),
     "arm-histories.json": Document("show 9f004d9f --histories fp8-delayed --json"),
-    "gpu-boards.txt": Document("show 9a000001 --tensorboard boards && files boards", "gpu"),
-    "training-boards.txt": Document("show 8964265c --tensorboard boards && files boards"),
+    "gpu-boards.txt": Document("show 9a000001 --log tensorboard:boards && files boards", "gpu"),
+    "training-boards.txt": Document("show 8964265c --log tensorboard:boards && files boards"),
     # What is said of two, of many, and of what shall be done.
     "compared.txt": Document("compare 8b215bef b818081e --explain"),
     "compared.csv": Document("compare 8b215bef b818081e --csv -"),
@@ -260,7 +260,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
         "&& ".join(f"list {name} " for name in ("gemm", "transformer", "attention", "conv", "optimizer", "data")),
         value="devices",
     ),
-    "config.yaml": Document("config gemm --dtypes fp32,bf16 --set shape=64"),
     # What measures nothing.
     "lint-model.txt": Document("lint-shapes --model gpt2"),
     "lint.txt": Document("lint-shapes --shapes shapes.csv --devices h100,b200,mi300x"),
@@ -276,14 +275,7 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
         "show 8b215bef --shares && fleet status nosuch.json && advise && show last --josn"
     ),
     # The Python interface.
-    **{f"frame-{name}.txt": Document(f"frame load 4ab2f1d9 {name}")
-       for name in ("results", "samples", "statistics", "break_even", "shares")},
-    "frame-break-even-gpu.txt": Document("frame load 9a000002 break_even", "gpu"),
-    "frame-energy.txt": Document("frame load 9a000001 energy", "gpu"),
-    **{f"frame-training-{name}.txt": Document(f"frame load_training 1199c4a7 {name}")
-       for name in ("arms", "steps", "readings", "figures", "validations", "costs", "events")},
-    **{f"frame-fleet-{name}.txt": Document(f"frame load_fleet .fp8bench {name}", "fleet")
-       for name in ("cases", "machines", "kinds", "alarms")},
+    "frame-results.txt": Document("frame load 4ab2f1d9 results"),
     "notebook.txt": Document("notebook 8b215bef"),
     "notebook-gpu.txt": Document("notebook 9a000001", "gpu"),
 }  # fmt: skip
@@ -420,10 +412,9 @@ def made(words: Sequence[str]) -> str:
             frame = getattr(getattr(fp8bench, function)(source), name)
             return of_frame(frame)
         case ["notebook", run]:
-            found: Any = fp8bench.load(run).run
-            bars = [text.get_text() for text in found.plot().axes[0].get_yticklabels()]
+            found: Any = fp8bench.load(run)
             names = [f"{name}: {finding.verdict}" for name, finding in fp8bench.findings(found).items()]
-            return "\n".join([found._repr_html_().replace("><", ">\n<"), *names, *bars, fp8bench.table(found)])
+            return "\n".join([found._repr_html_().replace("><", ">\n<"), *names, fp8bench.table(found)])
         case ["files", folder]:
             return of_files(Path(folder))
         case ["cp", source, name]:

@@ -48,7 +48,7 @@ def run_with(fault: str, library: Path, folder: Path) -> Run:
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert (folder / "struck").exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return load("last", folder / "store").run
+    return load("last", folder / "store")
 
 
 def failed(run: Run) -> list[Record]:

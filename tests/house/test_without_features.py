@@ -17,7 +17,7 @@ from tests.house.sources import ROOT
 
 # Names of the package that are a feature's.
 _PUBLIC = {
-    "advise", "audit", "audit_model", "duel", "gate", "hugging_face_callback", "lightning_callback", "load_fleet",
+    "advise", "audit", "audit_model", "duel", "gate", "hugging_face_callback", "lightning_callback",
     "ablate", "load_training", "resume_training", "sensitivity", "train", "watch",
 }  # fmt: skip
 # Tests of the core that start commands of features by their words, or read what features are part of.

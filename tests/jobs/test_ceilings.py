@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,12 @@ from fp8bench.errors import StoreError, UsageError, WorkerLost
 from fp8bench.jobs import ceilings as job
 from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
 from fp8bench.jobs.several_runs import standard_runs
-from fp8bench.measure.ceilings import whole_ceilings
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Ceilings, DeviceFacts, Limit, Rate, Request, specs
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.worker.bench import Bench
-from tests.commands import Say, unfolded
+from tests.commands import Say
 from tests.counts import for_each
-from tests.facts import CPU
 from tests.runs import render_whole
 
 FOUND = Ceilings(
@@ -52,7 +51,7 @@ RUNS = {
 
 
 def measured_by_hand(
-    monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None, interrupted: int = 0, times: float = 1.0
+    monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None, times: float = 1.0
 ) -> list[Rate]:
     """Has the rates come to FOUND's in five runs, `times` as fast; returns the pieces that were asked for."""
     pieces: list[Rate] = []
@@ -61,8 +60,6 @@ def measured_by_hand(
         pieces.append(rate)
         if rate.limit is fails and rate.runs:
             raise WorkerLost("it crashed")
-        if len(pieces) == interrupted:
-            raise KeyboardInterrupt
         whole = next(known for known in FOUND.rates if (known.limit, known.precision) == (rate.limit, rate.precision))
         value = () if not rate.shape else (times * RUNS[rate.limit][len(rate.runs)],)
         return replace(whole, runs=(*rate.runs, *value))
@@ -76,7 +73,7 @@ def measured_by_hand(
 def test_they_are_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept ceilings bound the next run's cases."""
     pieces = measured_by_hand(monkeypatch)
-    lines = list(job.ceiling_lines(tmp_path / "store", TERMINAL, 2))
+    lines = list(job.ceiling_lines(tmp_path / "store", 2))
     assert (
         [len(piece.runs) for piece in pieces if piece.limit is Limit.COPY] == [0, *range(5)]
         and lines[0].startswith("cpu: what ")
@@ -88,33 +85,10 @@ def test_they_are_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_store_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for lines in (job.ceiling_lines, standard_runs):
+    store = tmp_path / "file" / "store"
+    for lines in (job.ceiling_lines(store), standard_runs(store, TERMINAL)):
         with pytest.raises(StoreError, match=r"cannot be written .* Choose another --store"):
-            next(lines(tmp_path / "file" / "store", TERMINAL))
-
-
-def test_what_takes_longer_than_it_should_shortens_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if every piece takes three times its share, all of it ends in time."""
-    now, shares = [0.0], []
-
-    class Busy:
-        def within(self, seconds: float) -> Busy:
-            return self
-
-        def ceiling_rates(self, device: DeviceFacts) -> list[Rate]:
-            return [Rate(Limit.PRODUCT, name) for name in ("fp32", "bf16", "fp16")] + [Rate(Limit.COPY)]
-
-        def ceiling(self, device: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-            shares.append(seconds)
-            now[0] += slow * seconds
-            return replace(rate, shape=(1,), runs=(*rate.runs, *([1.0] if rate.shape else [])))
-
-    monkeypatch.setattr("fp8bench.measure.ceilings.time.monotonic", lambda: now[0])
-    for slow in (1.0, 3.0):
-        now[0], shares[:] = 0.0, []
-        ceilings = whole_ceilings(Busy(), CPU, 30.0, None, lambda ceilings: None)  # type: ignore[arg-type]
-        assert all(len(rate.runs) == 5 for rate in ceilings.rates) and len(shares) == 6 * 4
-        assert now[0] <= 33 and (slow > 1 or shares == pytest.approx([3.0] * 4 + [0.9] * 20))
+            next(lines)
 
 
 def test_the_doctor_says_them_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8bench: Say) -> None:
@@ -132,7 +106,7 @@ def test_the_doctor_says_them_and_nothing_else(tmp_path: Path, monkeypatch: pyte
 
 def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured_by_hand(monkeypatch)
-    run = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path, TERMINAL, "a test")
+    run = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path, "a test")
     assert run.finished and run.ok and run == load_run(Path(run.path))
     cases = [(record.case.param("limit"), record.case.precision, record.status.value) for record in run.records]
     assert cases == [
@@ -149,45 +123,32 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
 @for_each("change", [{"quick": True}, {"dtypes": ("bf16",)}, {"axes": (("m", ("1",)),)}, {"rounds": 3}])
 def test_the_suite_refuses_what_it_would_ignore(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="takes --devices, --threads"):
-        job.ceilings_run(Request("ceilings", **change), tmp_path, TERMINAL, "a test")
+        job.ceilings_run(Request("ceilings", **change), tmp_path, "a test")
 
 
 def test_what_ends_the_worker_ends_one_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured_by_hand(monkeypatch, fails=Limit.COPY)
-    lines = list(job.ceiling_lines(tmp_path / "store", TERMINAL))
+    lines = list(job.ceiling_lines(tmp_path / "store"))
     assert "  copy           not measured: WorkerLost: it crashed" in lines and "425 GFLOP/s" in lines[2]
 
 
-def test_an_interrupted_search_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_history_compares_the_second_measurement_with_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8bench: Say
 ) -> None:
-    """Measured pieces are not measured again; the second measurement compares with the first."""
-    pieces = measured_by_hand(monkeypatch, interrupted=14)
-    with pytest.raises(KeyboardInterrupt):
-        list(job.ceiling_lines(tmp_path, TERMINAL))
-    assert len(pieces) == 14 and "what was measured is kept, and the same command goes on" in unfolded(
-        capsys.readouterr().err
-    )
-    pieces = measured_by_hand(monkeypatch)
-    list(job.ceiling_lines(tmp_path, TERMINAL))
-    # nvfp4 is refused at its search.
-    assert len(pieces) == 3 * 6 + 1 - 13 and "goes on with 12 of 18 pieces" in unfolded(capsys.readouterr().err)
-    measured_by_hand(monkeypatch, times=0.8)
-    lines = list(job.ceiling_lines(tmp_path, TERMINAL))
-    assert lines[2].endswith("; slower than before: -20.0% against 425 GFLOP/s")
-    assert lines[4].endswith("; unclear: -20.0% against 9.00 GB/s")
-    assert not list((tmp_path / "ceilings").glob("begun*"))
+    for times in (1.0, 0.8):
+        measured_by_hand(monkeypatch, times=times)
+        list(job.ceiling_lines(tmp_path))
+    out = fp8bench("history", "ceilings", "--store", str(tmp_path))[1]
+    assert re.search(r"product bf16 .* -20\.0% +slower", out) and re.search(r"copy .* -20\.0% +unclear", out)
 
 
 @pytest.mark.slow
-def test_on_this_machine_within_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortened here; 35 s by default."""
-    monkeypatch.setattr(job, "WHOLE_SECONDS", 2.0)
-    lines = list(job.ceiling_lines(tmp_path / "store", TERMINAL))
+def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8bench.measure.ceilings.SECONDS", 2.0)
+    lines = list(job.ceiling_lines(tmp_path / "store"))
     for limit in set(Limit) - {Limit.LOAD}:
         (line, *_) = [line for line in lines if line.startswith(f"  {limit.value} ")]
         assert "over 5 runs" in line
-    assert job.WHOLE_SECONDS <= 35 and Rate(Limit.LOAD).value is None
 
 
 @for_each(

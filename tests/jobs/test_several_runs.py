@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from fp8bench.analysis.findings import findings
-from fp8bench.errors import UsageError
 from fp8bench.jobs import several_runs
 from fp8bench.model import Interval, Reruns, Run
 from fp8bench.protocols.measuring import SilentObserver
-from tests.counts import for_each
 from tests.fakes import CPU, MS, record, steady
 from tests.runs import run_of
 
@@ -85,9 +83,3 @@ def test_who_interrupts_has_the_sessions_that_there_are(asked: Asked, monkeypatc
         several_runs, "execute", lambda *_, **options: asked.append(options) or run_like(5, finished=False)
     )
     assert not measured(3).finished and len(asked) == 2
-
-
-@for_each(("number", "apart"), [(0, 0), (True, 0), ("3", 0), (3, -1), (3, float("nan")), (1, 60)])
-def test_what_are_no_sessions_is_refused(number: Any, apart: float) -> None:
-    with pytest.raises(UsageError, match=r"expected|one session"):
-        several_runs.check_sessions(number, apart)

@@ -18,11 +18,10 @@ from fp8bench.features.gate.thresholds import Threshold, threshold_of
 from fp8bench.model import Comparison, Direction, Evidence, Run, specs
 from fp8bench.model.codec import decode, encode
 from fp8bench.model.specs import METRICS, MetricSpec, Rank, taken
-from fp8bench.report.data.boards import figures
+from fp8bench.report.data.loggers import run_scalars
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.data.run import run_rows, run_value
 from fp8bench.report.elements import Table
-from fp8bench.report.notebook import RunFrames
 from fp8bench.report.topics.results import results_section
 from fp8bench.store import points
 from fp8bench.store.points import followed
@@ -69,9 +68,7 @@ def test_tables_and_rows_have_it(spec: MetricSpec) -> None:
     rows = [row for row in csv.DictReader(io.StringIO(csv_text(*run_rows([(kept, said)])))) if row["metric"] == spec]
     assert [(row["unit"], row["median_in_unit"]) for row in rows] == [("B", "2048.0"), ("B", "1024.0")]
     assert run_value(kept, said)["records"][1]["metrics"][spec] == 1024.0
-    frame = RunFrames(kept).results
-    assert list(frame[frame.metric == spec].median_in_unit) == [2048.0, 1024.0]
-    assert [figure.value for figure in figures(kept, said) if "/reserve_bytes " in figure.tag] == [2048.0, 1024.0]
+    assert [value for name, _, value in run_scalars(kept, said) if "/reserve_bytes " in name] == [2048.0, 1024.0]
 
 
 def test_the_history_comparisons_and_the_gate_have_it(spec: MetricSpec) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, DeviceFacts, Params, Scalar, Work
-from fp8bench.model.specs import COUNTS, PEAKS
+from fp8bench.model.specs import COUNTS
 from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -151,10 +151,9 @@ def test_metrics_are_those_that_a_grid_declares() -> None:
     names = [metric.name for metric in tracked_by(Grid({}, {}, phases=("cast",), errors=("loss_error",), per="tokens"))]
     assert names == [
         "time", "mean_time", "time_cast", "seconds_per_mtok", "relative_time", "relative_mean_time", "peak_memory",
-        "device_peak_memory",
         "flops", "moved_bytes", "launches", "energy", "loss_error",
     ]  # fmt: skip
-    of_all = ["time", "mean_time", "relative_time", "relative_mean_time", *PEAKS, *COUNTS, "energy"]
+    of_all = ["time", "mean_time", "relative_time", "relative_mean_time", "peak_memory", *COUNTS, "energy"]
     assert [metric.name for metric in tracked_by(GRID)] == of_all
     assert all(metric.description for metric in tracked_by(GRID))
 

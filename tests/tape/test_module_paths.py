@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fp8bench.model.step import ShareKind
-from fp8bench.tape.timed_calls import OperatorTimes, TimedCall, shares_of
+from fp8bench.tape.timed_calls import RANGE, OperatorTimes, TimedCall, seconds_by_operator, shares_of
 from tests.counts import for_each
 from tests.pretended_device import run_pretended
 
@@ -222,3 +222,21 @@ def test_on_a_device_s_own_thread_nodes_are_known_as_well() -> None:
     for said, mine in ((here, "True"), (there, "False")):
         thread, *seen = said.split()
         assert thread == mine and [name for name in seen if name.startswith(("mul", "neg"))] == operators.split()
+
+
+def event(name: str, start: float, length: float, kind: str = "cpu_op", tid: int = 1, **more: Any) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "ts": start, "dur": length, "cat": kind, "tid": tid, "args": more}
+
+
+def test_kernels_by_the_operator_in_whose_range_they_were_launched() -> None:
+    inside, outside = seconds_by_operator([
+        event(f"{RANGE}0", 0, 20, "user_annotation"), event("aten::mm", 5, 10),
+        event("cudaLaunchKernel", 6, 2, "cuda_runtime", correlation=1),
+        event("hipLaunchKernel", 9, 2, "cuda_runtime", correlation=2),
+        event(f"{RANGE}1", 30, 20, "user_annotation"), event("cudaLaunchKernel", 35, 2, "cuda_runtime", correlation=3),
+        event("cudaLaunchKernel", 60, 2, "cuda_runtime", correlation=4),
+        event("one", 100, 5, "kernel", 9, correlation=1), event("two", 110, 6, "kernel", 9, correlation=2),
+        event("three", 120, 7, "kernel", 9, correlation=3), event("four", 130, 8, "kernel", 9, correlation=4),
+    ])  # fmt: skip
+    assert {number: round(seconds * 1e6) for number, seconds in inside.items()} == {0: 11, 1: 7}
+    assert {name: round(seconds * 1e6) for name, seconds in outside.items()} == {"four": 8}

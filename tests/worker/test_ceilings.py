@@ -45,16 +45,6 @@ def test_the_best_size_counts_and_a_clock_that_jumps_is_no_rate(clock: Callable[
 SMALL = replace(CPU, cache_bytes=1 << 16)
 
 
-def test_a_quick_look_has_products_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ceilings._PRODUCTS, "cpu", ((32, 32, 32),))
-    found = ceilings.quick(devices.get("cpu"), SMALL, 0.1)
-    native = [name for name in ceilings.DTYPES if precisions.get(name).support(CPU).level is Level.NATIVE]
-    assert [rate.precision for rate in found.rates if rate.limit is Limit.PRODUCT] == native == ["fp32", "bf16", "fp16"]
-    assert [rate.limit for rate in found.rates] == [Limit.PRODUCT] * 3 + [Limit.CACHED] and not found.whole
-    assert all((rate.value or 0.0) > 1e6 and rate.searched >= 1 and rate.spread == 0 for rate in found.rates)
-    assert found.rate(Limit.PRODUCT, "fp8") is None and found.bound(Limit.COPY) is None
-
-
 def test_winners_are_measured_again_in_every_run(
     clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,14 +56,17 @@ def test_winners_are_measured_again_in_every_run(
         return partial(clock, 1e-4)
 
     monkeypatch.setattr(ceilings, "call_of", call)
-    for rate in ceilings.wanted_rates(SMALL):
+    native = [name for name in ceilings.DTYPES if precisions.get(name).support(CPU).level is Level.NATIVE]
+    wanted = ceilings.wanted_rates(SMALL)
+    assert [rate.precision for rate in wanted if rate.limit is Limit.PRODUCT] == native == ["fp32", "bf16", "fp16"]
+    for rate in wanted:
         made.clear()
         again = rate
         for _ in range(6):
             again = ceilings.one_more(devices.get("cpu"), SMALL, again, 0.01)
         assert len(again.runs) == 5 and again.searched == len(shapes_of(again.limit, SMALL))
         assert [(shape, seed) for _, shape, seed in made if seed] == [(again.shape, run) for run in range(1, 6)]
-    assert {rate.limit for rate in ceilings.wanted_rates(SMALL)} == {*Limit} - {Limit.LOAD}
+    assert {rate.limit for rate in wanted} == {*Limit} - {Limit.LOAD}
 
 
 def test_what_a_device_refuses_ends_no_other_search(

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench import pipeline
 from fp8bench.analysis.findings import findings
+from fp8bench.measure import ceilings
 from fp8bench.model import Case, Label, Products, Run, Verdict
 from fp8bench.plan.resolve import CEILINGS_VARIABLE as VARIABLE
 from fp8bench.plan.resolve import TAPE_VARIABLE as TAPE
@@ -90,7 +90,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, told: Listener) -> Iterator[Ru
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "measured")
         patch.setenv(TAPE, "recorded")
-        patch.setattr(pipeline, "CEILING_SECONDS", 0.8)
+        patch.setattr(ceilings, "SECONDS", 1.5)
         asked = {"axes": (("how", HOWS),), "rounds": 8, "energy": False}
         with suite_run(tmp_path_factory, SUITE, "claims", ("fp32", *LOW), told, **asked) as run:
             yield run

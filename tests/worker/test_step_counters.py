@@ -1,12 +1,8 @@
-"""What steps ask of allocators and of the processor, and what the system counts, against independent counts."""
+"""What steps ask of allocators, and what the system counts, against independent counts."""
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
-import resource
-import struct
 import subprocess
 import sys
 import time
@@ -26,11 +22,9 @@ from fp8bench.registry import workloads
 from fp8bench.worker import host_counters as host
 from fp8bench.worker import step_counters
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.step_counters import EVENTS, SOFTWARE, PerfEvent, counted, why_not
-from tests.counts import for_each
 from tests.workloads.steps import CPU, SMALL, small
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the probe and perf events are Linux's")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the probe is Linux's")
 # In a process of its own: what it does is known call by call, through ctypes, which allocates nothing meanwhile.
 BY_HAND = """
 import ctypes
@@ -108,8 +102,7 @@ def test_a_real_worker_counts_a_casts_bytes() -> None:
     for name in map(str, (specs.ALLOCATED_BYTES, specs.ALLOCATOR_CALLS, specs.PAGE_FAULTS)):
         parts = zip(cast[name], figures(found, UNATTRIBUTED)[name], strict=True)
         assert whole[name] == tuple(map(sum, parts))
-    missing = {event.name for event in EVENTS} - set(whole)
-    assert all(sum(name in why for why in whys) == 1 for name in missing) and bool(missing) == bool(whys)
+    assert not whys
 
 
 def test_readings_go_to_the_phase_that_a_step_was_in() -> None:
@@ -157,76 +150,7 @@ def test_a_devices_allocations_are_those_of_steps() -> None:
     assert sum(whole[specs.ALLOCATION_RETRIES]) in (1, 2) and whole[specs.DEVICE_ALLOCATOR_TIME] == (0.0,)
 
 
-@LINUX
-def test_a_software_event_counts_what_the_system_counts() -> None:
-    faults, pages = PerfEvent("page_faults", SOFTWARE, 2), 300
-    seen: list[int] = []
-
-    def faults_of_thread() -> int:
-        used = resource.getrusage(resource.RUSAGE_THREAD)
-        return used.ru_minflt + used.ru_majflt
-
-    def touch() -> None:
-        before = faults_of_thread()
-        with mmap.mmap(-1, pages * mmap.PAGESIZE) as memory:
-            memory.madvise(getattr(mmap, "MADV_NOHUGEPAGE", 15))
-            for page in range(pages):
-                memory[page * mmap.PAGESIZE] = 1
-        seen.append(faults_of_thread() - before)
-
-    touch()
-    found = counted(touch, faults)
-    if isinstance(found, str):
-        pytest.skip(f"this system counts no software event: {found}")
-    assert pages <= seen[-1] <= found <= seen[-1] + 8
-
-
-def planted(*counts: tuple[int, int, int]) -> int:
-    """Returns a file that gives one reading after another, as a perf event does."""
-    reader, writer = os.pipe()
-    os.write(writer, b"".join(struct.pack("=QQQ", *count) for count in counts))
-    os.close(writer)
-    return reader
-
-
-def test_a_planted_event_is_read_as_the_kernel_writes_it() -> None:
-    """The requested attribute has the kernel's first version, user mode only."""
-    asked: list[bytes] = []
-
-    def opened(attribute: bytes) -> int:
-        asked.append(attribute)
-        return planted((1000, 5, 5), (1700, 9, 9))
-
-    assert counted(lambda: None, EVENTS[2], opened) == 700
-    (attribute,) = asked
-    kind, size, config = struct.unpack_from("=IIQ", attribute)
-    (flags,) = struct.unpack_from("=Q", attribute, 40)
-    assert (kind, size, len(attribute), config, flags) == (3, 64, 64, 2, 0b1100000)
-    assert [event.config for event in EVENTS if event.kind == 3] == [2, 2 | 1 << 16]
-
-
-@for_each(("counts", "words"), [([(1, 5, 5), (9, 9, 7)], "another program holds"), ([(1, 5, 5)], "0 bytes")])
-def test_a_count_that_is_an_estimate_is_none(counts: list[tuple[int, int, int]], words: str) -> None:
-    assert words in str(counted(lambda: None, EVENTS[0], lambda attribute: planted(*counts)))
-
-
-@for_each(
-    ("code", "pmu", "paranoid", "words"),
-    [
-        (errno.ENOENT, False, "2", "virtual machine"), (errno.ENOENT, True, "2", "no such counter"),
-        (errno.EACCES, True, "3", "perf_event_paranoid is 3"), (errno.EPERM, True, "1", "seccomp"),
-        (errno.EPERM, True, "", "seccomp"), (errno.ENOSYS, False, "", "no perf events"),
-        (errno.EMFILE, True, "2", os.strerror(errno.EMFILE)),
-    ],
-)  # fmt: skip
-def test_every_refusal_says_what_can_be_done(code: int, pmu: bool, paranoid: str, words: str, tmp_path: Path) -> None:
-    level = tmp_path / "paranoid"
-    level.write_text(paranoid)
-    if pmu:
-        (tmp_path / "cpu").mkdir()
-    assert words in why_not(OSError(code, os.strerror(code)), tmp_path, level)
-
-
+MEBIBYTE = 2**20
 STATUS = "Name:\tpython\nVmHWM:\t    2000 kB\nVmRSS:\t    1000 kB\n"
 
 

@@ -160,9 +160,6 @@ def test_no_suite_does_what_no_rule_knows(bench: Bench, corpus: Corpus, suite: s
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 @pytest.mark.usefixtures("compiles")
-def test_a_compiled_step_is_its_kernels(bench: Bench, corpus: Corpus) -> None:
-    from torch._inductor import config
-
+def test_a_compiled_step_has_no_shares(bench: Bench, corpus: Corpus) -> None:
     ((_, found),) = shares(bench, corpus, "compiles", "fp32")
-    assert found.of is SharesFrom.COMPILED and {ShareKind.GEMM, ShareKind.ELEMENTWISE} <= set(found.by_kind)
-    assert not config.cpp.enable_kernel_profile
+    assert isinstance(found, str) and found.startswith("a compiled step calls no operator")

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ceilings:
         from fp8bench.jobs.ceilings import ceiling_lines
 
-        say_folded(ceiling_lines(arguments.store, TERMINAL, arguments.threads))
+        say_folded(ceiling_lines(arguments.store, arguments.threads))
     return EXIT_OK
 
 
@@ -75,7 +75,7 @@ def _ceilings_as_json(arguments: argparse.Namespace) -> int:
         raise UsageError("--json prints what devices do at most. Give it with --ceilings, and without --calibrate.")
     from fp8bench.jobs.ceilings import ceilings_here
 
-    pairs = ceilings_here(arguments.store, TERMINAL, arguments.threads)
+    pairs = ceilings_here(arguments.store, arguments.threads)
     devices = [{"facts": encode(facts), "ceilings": encode(ceilings)} for facts, ceilings in pairs]
     say(json_line({"schema": SCHEMA, "devices": devices}))
     return EXIT_OK

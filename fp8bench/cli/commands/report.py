@@ -10,7 +10,7 @@ from fp8bench.cli.outputs import check_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK, UsageError
 from fp8bench.files import check_folder
-from fp8bench.report.data.boards import check_package
+from fp8bench.report.data.loggers import check_package
 from fp8bench.report.elements import PICTURE_FORMATS, printable
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8bench.analysis.tapes import parts_of, refuse_none
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_outputs, print_run, stdout_look, tell, wanted_of
+from fp8bench.cli.outputs import check_outputs, print_run, stdout_look, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.jobs.kinds import RUN, KeptTable, Kind, View, feature_tables, meant_by
@@ -39,11 +39,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     for table in _tables():
         value: dict[str, Any] = {"metavar": table.metavar} if table.metavar else {"action": "store_true"}
         parser.add_argument(f"--{table.name}", help=table.help, **value)
-    shared(parser, "--explain", "--json", "--csv", "--tensorboard", "--wandb")
+    shared(parser, "--explain", "--json", "--csv", "--log")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.after_run import exported, kept_exported
+    from fp8bench.jobs.after_run import log_kept, log_run
 
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         measured = load_named(word, store)
         _refuse_other_tables(arguments, word, RUN)
         _show(arguments, RUN, measured, lambda: print_run(measured, arguments))
-        told = exported(measured, store, wanted_of(arguments), complain)
+        told = log_run(measured, arguments.log, complain)
     else:
         kind, path = meant[0]
         _check_meant(word, meant, store)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse(arguments, repr(word), kind.name, kind.refused)
         kept = kind.load(path)
         _show(arguments, kind.name, kept, lambda: tell(arguments, *kind.view(kept)))
-        told = kept_exported(kind, kept, path, store, wanted_of(arguments), complain)
+        told = log_kept(kind, kept, arguments.log, complain)
     return EXIT_OK if told else EXIT_INTERRUPTED
 
 
@@ -82,7 +82,7 @@ def _refuse_other_tables(arguments: argparse.Namespace, name: str, what: str) ->
 
 def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Iterable[str]) -> None:
     for option in options:
-        if getattr(arguments, option) not in (None, False):
+        if getattr(arguments, option) not in (None, False, []):
             raise UsageError(
                 f"{name:.80} is a {what}, and --{option} does not go with it. Leave it out, or use --json."
             )

@@ -34,7 +34,7 @@ from fp8bench.units import clock
 
 PASSES = ("--trace", "--no-energy", "--energy", "--sustained", "--tape", "--shares", "--counters")
 OUTPUTS = (
-    "--explain", "--json", "--csv", "--html", "--md", "--open", "--no-report", "--tensorboard", "--wandb",
+    "--explain", "--json", "--csv", "--html", "--md", "--open", "--no-report", "--log",
 )  # fmt: skip
 _BESIDE_RESUME = {"--resume", "--store", *OUTPUTS}
 EXAMPLES = (
@@ -56,10 +56,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_options_of(parser.add_argument_group(WHAT))
     how = parser.add_argument_group(HOW)
     add_options_of(how)
-    words = "measure it so many times by fresh processes: an interval is the hull of all sessions; default 1"
-    how.add_argument("--sessions", type=types.whole(whole_number(1, 100)), default=1, metavar="N", help=words)
-    words = "how long to wait between sessions: 90s, 10m, 1h; default none. What a machine does changes over minutes"
-    how.add_argument("--apart", type=types.duration, default=0.0, metavar="TIME", help=words)
+    words = (
+        "measure it N times by fresh processes, TIME (90s, 10m, 1h) apart, because what a machine does changes over "
+        "minutes: an interval spans all sessions; default 1"
+    )
+    how.add_argument("--sessions", type=types.sessions, default=types.Sessions(), metavar="N[@TIME]", help=words)
     how.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
     words = "with --dry-run: also write the plan there, cut into cells that --plan and --cell measure one by one"
     how.add_argument("--write-plan", type=types.path, metavar="FILE", help=words)
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(known_suites())}, all, or a .py file.")
     request = request_of(arguments)
-    if arguments.sessions > 1 and (arguments.dry_run or request.suite == CEILINGS):
+    if arguments.sessions.runs > 1 and (arguments.dry_run or request.suite == CEILINGS):
         raise UsageError("--sessions measures a suite several times. Leave it out with --dry-run and with ceilings.")
     if request.suite == CEILINGS:
         return _ceilings(request, arguments)
@@ -117,12 +118,11 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     from fp8bench.pipeline import execute
 
-    if arguments.sessions == 1 and not arguments.apart:
+    if arguments.sessions.runs == 1:
         return measure_and_tell(request, arguments, execute)
-    from fp8bench.jobs.several_runs import check_sessions, execute_sessions
+    from fp8bench.jobs.several_runs import execute_sessions
 
-    check_sessions(arguments.sessions, arguments.apart)
-    several = partial(execute_sessions, sessions=arguments.sessions, apart=arguments.apart)
+    several = partial(execute_sessions, sessions=arguments.sessions.runs, apart=arguments.sessions.pause)
     return measure_and_tell(request, arguments, several)
 
 
@@ -144,7 +144,7 @@ def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
             f"the suite {CEILINGS} plans nothing: it searches for less than a minute. Leave --dry-run out."
         )
     with only_once():
-        run = ceilings_run(request, arguments.store, TERMINAL, command_line())
+        run = ceilings_run(request, arguments.store, command_line())
     return _ended(run, arguments)
 
 

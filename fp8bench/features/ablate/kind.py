@@ -21,7 +21,7 @@ class AblationKind(Kind[Ablation]):
     name = "ablation"
     holds = Ablation
     pattern = f"ablations/*/{KEPT}"
-    refused = ("tensorboard", "wandb")
+    refused = ("log",)
 
     def load(self, path: Path) -> Ablation:
         try:

@@ -41,7 +41,7 @@ from fp8bench.features.audit.values import (
 )
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.ceilings import SECONDS
+from fp8bench.measure.ceilings import measure_ceilings
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.model import Ceilings, DeviceFacts, Level
@@ -55,7 +55,7 @@ from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Page, Part, Text, Tone, printable
 from fp8bench.report.panels import together
-from fp8bench.store.ceilings import ceilings_of
+from fp8bench.store.ceilings import current_ceilings
 from fp8bench.user_code.named import signed
 
 _EXITS = {
@@ -142,7 +142,7 @@ def audit(
 ) -> tuple[DeviceFacts, Audit]:
     """Returns the device it ran on, and the audit. Without a signature, that of the decorator counts.
 
-    Nothing may be faster than the device's ceilings: those of the store, or a quick look's.
+    Nothing may be faster than the device's ceilings: those of the store, if they are current.
     """
     target = _absolute(target)
     with ProcessWorker(settings, module=_MODULE) as worker:
@@ -180,19 +180,17 @@ def _absolute(target: str) -> str:
 
 
 def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
-    """Returns kept ceilings, else those of a quick look, which are then kept; None if nothing may be measured, or
-    the look fails."""
-    measured = partial(worker.within(START_SECONDS).ceilings, facts, SECONDS)
+    """Returns current ceilings, measured now if there are none; None if nothing may be measured, or that fails."""
+    measured = partial(measure_ceilings, worker, facts)
     wanted = switches_of(os.environ).ceilings
     try:
         if not wanted and not store.is_dir():
             return None
         environment = gather(worker.software(), __version__, threads)
-        known = ceilings_of(store, environment, facts, measured if wanted else None)
+        return current_ceilings(store, environment, facts, measured if wanted else None)
     except WorkerError:
         worker.restart()
         return None
-    return known if known is None or facts.accelerated or known.whole else known.times(threads)
 
 
 def sound(signature: Signature, facts: DeviceFacts) -> Signature:

@@ -77,7 +77,7 @@ _TIMES, _SECONDS = 7, 1.0
 # A call may be so many times faster than a measured ceiling (the label `above-ceiling` has the same factor); where
 # none is known, than torch here and now: a narrower dtype and a rising clock may make that much of it.
 _ABOVE, _MARGIN = 2.5, 8.0
-# The factor for ceilings of several runs on a GPU: the search may have missed its best shape by so much.
+# The factor on a GPU: the search may have missed its best shape by so much.
 _CLOSE = 1.25
 
 
@@ -117,8 +117,8 @@ def bounds(
         (flops, "product", partial(_product, shape, device), wide),
     )
     for count, what, measured, names in looks:
-        known = [value for name in names if (value := ceilings.bound(*name)) is not None]
-        margin = _MARGIN if not known else _CLOSE if ceilings.whole and not device.startswith("cpu") else _ABOVE
+        known = [value for name in names if (value := ceilings.best(*name)) is not None]
+        margin = _MARGIN if not known else _ABOVE if device.startswith("cpu") else _CLOSE
         fastest_known = f"the fastest {what} that was measured here" if known else f"torch's own {what} is here"
         yield count / (margin * max([measured(), *known])), f"{margin:g} times as fast as {fastest_known}"
 

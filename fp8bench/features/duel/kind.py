@@ -67,7 +67,7 @@ class DuelKind(Kind[Duel]):
     name = "duel"
     holds = Duel
     pattern = "duels/*.jsonl"
-    refused = ("csv", "tensorboard", "wandb")
+    refused = ("csv", "log")
 
     def load(self, path: Path) -> Duel:
         sheet = lines_of(path, "the duel's file")

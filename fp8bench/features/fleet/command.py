@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import PurePosixPath
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
@@ -23,9 +22,6 @@ from fp8bench.model.request import whole_number
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.page.html import render
 from fp8bench.store.fleet_plans import check_cell, read_plan, should_run, states_of
-
-if TYPE_CHECKING:
-    from fp8bench.features.fleet.view import FleetFrames
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -237,14 +233,3 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         complain(f"the page is {arguments.html}")
     return EXIT_FAILED if report.alarms else EXIT_OK
-
-
-def load_fleet(source: str | Path, store: str | Path = DEFAULT_STORE, *, machines: Iterable[str] = ()) -> FleetFrames:
-    """Compares the machines of a fleet: of a plan's runs in `store`, or of all runs in a store. `machines` are names
-    of machines that should be in it. `.report` is the whole comparison; `.cases`, `.machines`, `.kinds` and
-    `.alarms` are pandas frames, made when first used."""
-    from fp8bench.features.fleet.report import fleet_report
-    from fp8bench.features.fleet.view import FleetFrames
-
-    report = fleet_report(types.folder("source", source), types.folder("store", store), types.names(machines))
-    return FleetFrames(report)

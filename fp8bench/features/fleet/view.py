@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
 
 from fp8bench import units
 from fp8bench.features.fleet.machines import (
@@ -18,7 +17,7 @@ from fp8bench.features.fleet.machines import (
 )
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import Rows, frame
+from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 
@@ -120,40 +119,6 @@ def _coverage(report: FleetReport) -> Iterator[Element]:
     yield Text(f"{whole} of {report.settings} cells were measured completely by at least one machine.")
     yield Items(tuple(Text(f"by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
     yield Items(tuple(Text(words, Tone.DOUBT) for words in report.excluded))
-
-
-@dataclass(frozen=True)
-class FleetFrames:
-    """A fleet's report and its tables as frames, each made when first used; docs/outputs.md describes the columns."""
-
-    report: FleetReport
-
-    @frame
-    def cases(self) -> Rows:
-        return report_rows(self.report)
-
-    @frame
-    def machines(self) -> Rows:
-        names, named = [field.name for field in fields(Machine)], named_for(self.report)
-        return [*names, "named_for"], [
-            {**{name: getattr(machine, name) for name in names}, "kinds": ", ".join(machine.kinds),
-             "named_for": named.get(machine.name, "")}
-            for machine in self.report.machines
-        ]  # fmt: skip
-
-    @frame
-    def kinds(self) -> Rows:
-        return ("kind", "machines", "of", "field", "value"), [
-            (kind.name, ", ".join(kind.machines), of, name, value)
-            for kind in self.report.kinds
-            for of, pairs in (("hardware", kind.hardware), ("software", kind.software))
-            for name, value in pairs
-        ]
-
-    @frame
-    def alarms(self) -> Rows:
-        alarms = [(alarm.machine, alarm.what.value, alarm.words) for alarm in self.report.alarms]
-        return [field.name for field in fields(MachineAlarm)], alarms
 
 
 _TONES = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD, CellStatus.DAMAGED: Tone.BAD}

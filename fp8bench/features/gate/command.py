@@ -17,13 +17,12 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.commands import suite
-from fp8bench.cli.config_file import FileKind, items, place, read_config, read_mapping, scalar, shown
+from fp8bench.cli.config_file import read_config, read_mapping
 from fp8bench.cli.options import request_of, shared
 from fp8bench.cli.outputs import CommandResult, check_files, stdout_look, write_outputs
 from fp8bench.cli.progress import TERMINAL
@@ -164,14 +163,14 @@ def _check(arguments: argparse.Namespace) -> None:
 
 # Options of a suite that have no effect on a duel.
 _NOT_OF_A_DUEL = {
-    "energy", "energy_of", "sustained", "shares", "tape", "trace", "max_batch", "memory_limit", "isolation", "apart",
+    "energy", "energy_of", "sustained", "shares", "tape", "trace", "max_batch", "memory_limit", "isolation",
 }  # fmt: skip
 
 
 def _asked(file: Path) -> tuple[Request, int | None]:
     command = argparse.ArgumentParser()
     suite.add(command)
-    values, _ = read_config(file, command)
+    values = read_config(file, command)
     idle = [name for name in values if name in _NOT_OF_A_DUEL and values[name] != command.get_default(name)]
     command.set_defaults(**values)
     arguments = command.parse_args([])
@@ -181,7 +180,7 @@ def _asked(file: Path) -> tuple[Request, int | None]:
     import_user_modules(request.imports)
     for name in idle:
         complain(f"{file}: {name} has no effect on a duel")
-    return request, values.get("sessions")
+    return request, arguments.sessions.runs if "sessions" in values else None
 
 
 def _summarise(markdown: str) -> None:
@@ -196,75 +195,69 @@ def _summarise(markdown: str) -> None:
         complain(f"the job's summary {path} could not be written ({error.strerror})")
 
 
-_FORM = "Expected lines of the form PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}, or FIGURE: ignore."
-_KIND = FileKind("--thresholds", "thresholds", _FORM)
+_FORM = "thresholds, in lines like `PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}`, or `FIGURE: ignore`"
 _NUMBER = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]\S*)?")
 _UNITS = units.written()
 _LARGEST = 100.0
 
 
 def read_rules(file: Path) -> Rules:
-    """Returns the rules in the file's order. Raises UsageError with file and line."""
+    """Returns the rules in the file's order."""
     rules: list[ThresholdRule] = []
-    for case, key, node in items(file, read_mapping(file, _KIND), _KIND):
+    for case, figures in read_mapping("--thresholds", file, _FORM).items():
         if not case:
-            raise UsageError(f"{place(file, key)}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")
-        figures = _mapping(place(file, node), case, "a mapping of figures", node)
-        rules += [_rule(file, case, metric, name, bounds) for metric, name, bounds in items(file, figures, _KIND)]
+            raise UsageError(f"{file}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")
+        for metric, bounds in _mapping(file, case, figures).items():
+            rules.append(_rule(file, case, metric, bounds))
     return tuple(rules)
 
 
-def _mapping(where: str, name: str, expected: str, node: yaml.Node) -> yaml.MappingNode:
-    if isinstance(node, yaml.MappingNode) and node.value:
-        return node
-    got = "none" if isinstance(node, yaml.MappingNode) else shown(node)
-    raise UsageError(f"{where}: {name}: expected {expected}, got {got}. {_FORM}")
+def _mapping(file: Path, name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return value
+    raise UsageError(f"{file}: {name}: expected {_FORM}, got {value!r:.80}.")
 
 
-def _rule(file: Path, case: str, metric: str, key: yaml.Node, node: yaml.Node) -> ThresholdRule:
-    where = place(file, key)
+def _rule(file: Path, case: str, metric: str, given: Any) -> ThresholdRule:
+    where = f"{file}: {case}: {metric}"
     if not metric:
         raise UsageError(f"{where}: an empty pattern fits nothing. Name a figure, or '*' for all.")
-    if isinstance(node, yaml.ScalarNode) and scalar(file, node) == "ignore":
-        return ThresholdRule(case, metric, ignored=True, place=where)
+    if given == "ignore":
+        return ThresholdRule(case, metric, ignored=True, place=str(file))
     relative: float | None = None
     smallest: float | None = None
     unit = ""
-    bounds = _mapping(where, metric, "relative and smallest, or ignore", node)
-    for name, named, value in items(file, bounds, _KIND):
+    for name, value in _mapping(file, f"{case}: {metric}", given).items():
         if name == "relative":
-            relative = _share(file, value)
+            relative = _share(where, value)
         elif name == "smallest":
-            smallest, unit = _amount(file, value)
+            smallest, unit = _amount(where, value)
         else:
-            raise UsageError(f"{place(file, named)}: unknown key {name!r}. Known: relative, smallest.")
-    return ThresholdRule(case, metric, relative, smallest, unit, place=where)
+            raise UsageError(f"{where}: unknown key {name!r}. Known: relative, smallest.")
+    return ThresholdRule(case, metric, relative, smallest, unit, place=str(file))
 
 
-def _share(file: Path, node: yaml.Node) -> float:
+def _share(where: str, value: Any) -> float:
     """Parses '5%' or '0.05'; a bare 5 is most likely meant as percent, and is refused."""
-    number, unit = _parsed(file, node, "a share, like 5% or 0.05")
-    value = number / 100 if unit == "%" else number
-    if unit not in ("", "%") or not 0 <= value <= _LARGEST or (not unit and value >= 1):
+    number, unit = _parsed(where, value, "a share, like 5% or 0.05")
+    share = number / 100 if unit == "%" else number
+    if unit not in ("", "%") or not 0 <= share <= _LARGEST or (not unit and share >= 1):
         percent = f" {number:g} without a sign would be {100 * number:g}%; write {number:g}%." if not unit else ""
-        raise UsageError(
-            f"{place(file, node)}: relative: expected a share from 0, like 5% or 0.05, got {shown(node)}.{percent}"
-        )
-    return value
+        raise UsageError(f"{where}: relative: expected a share from 0, like 5% or 0.05, got {value!r}.{percent}")
+    return share
 
 
-def _amount(file: Path, node: yaml.Node) -> tuple[float, str]:
-    number, unit = _parsed(file, node, "a number, with a unit or in the figure's own")
+def _amount(where: str, value: Any) -> tuple[float, str]:
+    number, unit = _parsed(where, value, "a number, with a unit or in the figure's own")
     if unit not in _UNITS:
         known = ", ".join(name for name in _UNITS if name)
-        raise UsageError(f"{place(file, node)}: smallest: unknown unit {unit!r:.40}. Known: {known}, or none.")
+        raise UsageError(f"{where}: smallest: unknown unit {unit!r:.40}. Known: {known}, or none.")
     factor, base = _UNITS[unit]
     return number * factor, base
 
 
-def _parsed(file: Path, node: yaml.Node, expected: str) -> tuple[float, str]:
-    text = scalar(file, node) if isinstance(node, yaml.ScalarNode) else ""
-    number = _NUMBER.fullmatch(text.strip())
+def _parsed(where: str, value: Any, expected: str) -> tuple[float, str]:
+    number = _NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
     if number is None or not math.isfinite(float(number[1])):
-        raise UsageError(f"{place(file, node)}: expected {expected}, got {shown(node)}.")
+        raise UsageError(f"{where}: expected {expected}, got {value!r:.80}.")
     return float(number[1]), number[2] or ""

@@ -189,7 +189,7 @@ def _flops_per_byte(ceiling: Ceiling | None) -> float | None:
 
 
 def copy_rate(ceiling: Ceiling | None) -> float | None:
-    """Returns bytes a second beyond caches, which whole ceilings alone have: `ceiling.bytes` bounds what is possible at
+    """Returns bytes a second beyond caches, which measured rates have: `ceiling.bytes` bounds what is possible at
     all, by copies inside them."""
     rates = ceiling.rates if ceiling is not None else ()
     return next((rate.value for rate in rates if rate.limit is Limit.COPY and rate.steady), None)

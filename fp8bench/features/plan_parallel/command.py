@@ -19,12 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
-from fp8bench.cli.config_file import FileKind, items, place, read_mapping, scalar, shown
+from fp8bench.cli.config_file import read_mapping
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, model_named, tell
 from fp8bench.cli.streams import complain
@@ -225,8 +224,7 @@ def _shipped() -> list[str]:
     return sorted(file.stem for file in (Path(__file__).parent / "topologies").glob("*.yaml"))
 
 
-_FORM = "Expected six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`."
-_KIND = FileKind("--topology", "description of GPUs", _FORM)
+_FORM = "six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`"
 # The factor and the unit of each line; node and memory are read apart.
 _FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
 _UNIT = {"inside": "GB/s", "between": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
@@ -236,25 +234,25 @@ _NAMES = ("node", "memory", *_FACTORS)
 
 
 def read_topology(file: Path) -> Topology:
-    """Reads a file, or the shipped one of that name. Raises UsageError with file and line."""
+    """Reads a file, or the shipped one of that name. Raises UsageError."""
     if not file.suffix and not file.exists():
         if file.name not in _shipped():
             raise UnknownName("topology", str(file)[:80], _shipped(), f"{', '.join(_shipped())}, or a YAML file")
         name, file = file.name, Path(__file__).parent / "topologies" / f"{file.name}.yaml"
         complain(f"--topology {name}: {file.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')} ({file})")
     values: dict[str, float] = {}
-    for name, key, node in items(file, read_mapping(file, _KIND), _KIND):
+    for name, value in read_mapping("--topology", file, _FORM).items():
         if name not in _NAMES:
-            raise UsageError(f"{place(file, key)}: unknown key {name!r:.80}. Known: {', '.join(_NAMES)}.")
-        values[name] = _value(file, name, node)
+            raise UsageError(f"{file}: unknown key {name!r:.80}. Known: {', '.join(_NAMES)}.")
+        values[name] = _value(file, name, value)
     missing = [name for name in _NAMES if name not in values]
     if missing:
-        raise UsageError(f"{file}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. {_FORM}")
+        raise UsageError(f"{file}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Give {_FORM}.")
     return Topology(node=int(values.pop("node")), **values)
 
 
-def _value(file: Path, name: str, node: yaml.Node) -> float:
-    text = scalar(file, node).strip() if isinstance(node, yaml.ScalarNode) else ""
+def _value(file: Path, name: str, given: Any) -> float:
+    text = given.strip() if isinstance(given, str) else ""
     try:
         if name == "memory":
             if (size := float(units.bytes_of(text))) >= _LEAST_MEMORY:
@@ -268,7 +266,7 @@ def _value(file: Path, name: str, node: yaml.Node) -> float:
     expected = {"node": "a whole number of GPUs from 1 on", "memory": "a size like 80 GiB, 1 GiB or more"}.get(
         name, f"a number above 0, in {_UNIT.get(name)}"
     )
-    raise UsageError(f"{place(file, node)}: {name}: expected {expected}, got {shown(node)}.")
+    raise UsageError(f"{file}: {name}: expected {expected}, got {given!r:.80}.")
 
 
 _LEGEND = (

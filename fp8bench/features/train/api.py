@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -16,11 +16,11 @@ from fp8bench.cli.calls import keywords_of, takes_options_of
 from fp8bench.cli.calls import request_fields as fields_given
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
-from fp8bench.cli.outputs import CommandResult, check_files
+from fp8bench.cli.outputs import CommandResult, check_files, log_targets
 from fp8bench.cli.streams import complain
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.features.train import words
-from fp8bench.features.train.data import TrainingFrames, write_training
+from fp8bench.features.train.data import rows_of
 from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.kind import KIND, line_of, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
@@ -47,7 +47,7 @@ from fp8bench.jobs.report_files import PAGE, folder_of_kept, short_path
 from fp8bench.measure.environment import command_line
 from fp8bench.model.codec import encode
 from fp8bench.registry import precisions
-from fp8bench.report.data.boards import check_tensorboard
+from fp8bench.report.data.plain import results_frame
 from fp8bench.report.elements import Items, Page, Part
 from fp8bench.report.notebook import as_html
 from fp8bench.report.terminal import layout
@@ -56,6 +56,7 @@ from fp8bench.user_code.named import named
 from fp8bench.workloads.model import LIVE, MADE
 
 if TYPE_CHECKING:
+    import pandas as pd
     import torch
 
     from fp8bench.features.train.lab.own_loop import OwnLoop
@@ -74,6 +75,11 @@ class TrainingResult(KeptTraining):
 
     def __str__(self) -> str:
         return layout.render(replace(KIND.view(self).page(), footer=())).rstrip("\n")
+
+    @cached_property
+    def results(self) -> pd.DataFrame:
+        """The rows of --csv as a pandas frame."""
+        return results_frame(rows_of(JudgedTraining(self)))
 
     def _repr_html_(self) -> str:
         page = folder_of_kept(Path(self.path).parent.name, Path(self.path).parents[2]) / PAGE
@@ -94,7 +100,7 @@ def train(
     margin: float = 1.0,
     precision_map: Mapping[str, str] | None = None,
     rates: Mapping[str, float] | None = None,
-    tensorboard: str | Path | None = None,
+    log: str | Iterable[str] = (),
     live: str | Path | None = None,
     on_alarm: str | None = None,
     store: str | Path = DEFAULT_STORE,
@@ -110,8 +116,8 @@ def train(
     how it learns (`model`, `rate`, `loss_scale`). `sweep` maps a setting, or an option of the dtypes, to values.
     `margin` is in percent. `make` returns a model of your own with its batches: 'module:function', or the function; one
     that a worker cannot import is trained in this process. `live` is a file for its page while it trains, `on_alarm` a
-    shell command. Progress is shown on stderr unless `progress` is False. Raises Fp8benchError for what cannot be done;
-    what happens in a step is an event.
+    shell command, `log` what --log takes. Progress is shown on stderr unless `progress` is False. Raises Fp8benchError
+    for what cannot be done; what happens in a step is an event.
     """
     name = make if isinstance(make, str) else name_of_maker(make)
     here = not isinstance(make, str) and ":" not in name
@@ -125,20 +131,16 @@ def train(
             **options, make=name, skip=names(skip), precision_map=pairs(precision_map), rates=pairs(rates)
         ),
     )  # fmt: skip
-    board = None if tensorboard is None else folder("tensorboard", tensorboard)
-    if board is not None:
-        check_tensorboard(board)
+    targets = log_targets(log)
     try:
         kept, page = folder("store", store), None if live is None else Path(live)
         check_files({"live": page})
-        with _observing(observer, progress) as inner, outward(inner, kept, page, on_alarm) as outer:
+        with _observing(observer, progress) as inner, outward(inner, kept, page, on_alarm, targets) as outer:
             done = train_all(request, kept, outer, command_line())
     finally:
         if here:
             LIVE.pop(name, None)
             MADE.clear()
-    if board is not None:
-        write_training(JudgedTraining(done), board)
     return _shown(done)
 
 
@@ -170,13 +172,11 @@ def resume_training(
         return _shown(go_on_training(path, kept, outer)[1])
 
 
-def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingFrames:
-    """A training as pandas frames: a KeptTraining, or a stored one by id, folder, or 'last'. `.training` is the
-    training; `.arms`, `.steps`, `.readings`, `.figures`, `.validations`, `.costs` and `.events` are made on first
-    access."""
+def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingResult:
+    """A training: a KeptTraining, or a stored one by id, folder, or 'last'. Its `.results` are the rows of --csv."""
     if not isinstance(training, KeptTraining):
         training = read_training(training_named(str(training), folder("store", store)))
-    return TrainingFrames(training)
+    return _shown(training)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import cast
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import add_options_of, check_alone, shared
-from fp8bench.cli.outputs import check_outputs, in_store, tell, wanted_of
+from fp8bench.cli.outputs import check_outputs, in_store, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName, UsageError
 from fp8bench.features.train.arms import check_training
@@ -33,8 +33,7 @@ from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT
 
 _BESIDE_RESUME = {
-    "--resume", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on", "--live",
-    "--on-alarm",
+    "--resume", "--store", "--json", "--csv", "--explain", "--log", "--fail-on", "--live", "--on-alarm",
 }  # fmt: skip
 _REQUEST = TrainingRequest()
 
@@ -88,7 +87,7 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
     shared(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
-    words = "options in YAML, by their names without dashes or by those of other trainers; the command line wins"
+    words = "options in YAML, by their names without dashes; the command line wins"
     group.add_argument("--config", type=types.path, metavar="FILE", help=words)
     group.add_argument("--resume", metavar="TRAINING", help="resume what was cut off: an id, its folder, or last")
     words = "exit with 1 if an arm is worse, diverged, did-not-learn or inconclusive, or has an alarm"
@@ -99,8 +98,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     shared(group, "--explain")
     shared(group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table")
     shared(group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table")
-    shared(group, "--tensorboard", help="also write its curves there as TensorBoard's scalars, by step, arm and seed")
-    shared(group, "--wandb", help="also send curves to Weights & Biases as they come, and a run for each arm and seed")
+    shared(group, "--log", help="log its curves as they come, to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
 
 
 def request_from(arguments: argparse.Namespace) -> TrainingRequest:
@@ -123,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.features.train.experiments import as_experiment, listing
     from fp8bench.features.train.run import planned, resume, train
     from fp8bench.features.train.words import FAILURES
+    from fp8bench.jobs.after_run import log_kept
 
     check_outputs(arguments)
     if arguments.on_alarm is not None and not arguments.on_alarm.strip():
@@ -138,6 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
             resumed, kept = resume(path, arguments.store, observer)
         if not resumed:
             complain(f"training {kept.training.id} is finished; nothing was missing")
+            log_kept(KIND, kept, arguments.log, complain)
         return _ended(kept, arguments)
     if arguments.experiment is None:
         tell(arguments, listing)
@@ -159,7 +159,7 @@ def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
     from fp8bench.features.train.progress import on_terminal, outward
 
     try:
-        wanted = arguments.store, arguments.live, arguments.on_alarm, arguments.wandb
+        wanted = arguments.store, arguments.live, arguments.on_alarm, arguments.log
         with only_once(), on_terminal() as observer, outward(observer, *wanted) as outer:
             yield outer
     except NotKept as error:
@@ -170,17 +170,14 @@ def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
 
 
 def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.after_run import kept_exported, kept_reported
+    from fp8bench.jobs.after_run import kept_reported
 
     if not kept.finished:
         _tell_how_to_go_on(kept, arguments)
     tell(arguments, *KIND.view(kept))
     if not kept.finished:
         return EXIT_INTERRUPTED
-    path, wanted = Path(kept.path), wanted_of(arguments)
     kept_reported(kept, arguments.store, complain)
-    if not kept_exported(KIND, kept, path, arguments.store, wanted, complain):
-        return EXIT_INTERRUPTED
     if any(event.kind == "out" for event in kept.of(TrainingEvent)):
         return EXIT_FAILED
     return _judged(kept, arguments.fail_on)

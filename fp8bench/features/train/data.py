@@ -1,20 +1,14 @@
-"""A training for programs: as JSON, as CSV, as curves for TensorBoard and Weights & Biases, and as pandas frames.
+"""A training for programs: as JSON, as CSV, and as scalars for boards.
 
-TensorBoard gets `<training>/<arm>/seed-<number>`, and `<training>/<arm>` for figures over all seeds. Weights & Biases
-gets a run for each arm and seed and one for the training, in one group. Readings of single tensors are left out, as
-there may be millions: the report draws them by layer, and the CSV has all.
+A board has a series for each arm and seed, and one for each arm with its figures over all seeds.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import fields
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fp8bench.analysis.energy import energy_samples
 from fp8bench.analysis.metric import why_no_larger
@@ -28,10 +22,10 @@ from fp8bench.features.train.values import (
     StepFigure,
     StepRow,
     StreamLine,
+    Training,
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import Key
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, figures_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.features.train.view import bands_of, notes_of
@@ -39,11 +33,8 @@ from fp8bench.features.train.words import of_arm, verdict
 from fp8bench.files import safe
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
-from fp8bench.report.data.boards import attach, begun_at, sending, told_of, write_scalars
-from fp8bench.report.data.plain import Rows, cell, frame
-
-if TYPE_CHECKING:
-    import pandas as pd
+from fp8bench.report.data.loggers import LoggedScalar, LogSource, begun_at, config_of
+from fp8bench.report.data.plain import Rows, cell
 
 COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "tensor", "figure", "value")
 # Fields that identify a line and are not figures.
@@ -145,23 +136,26 @@ def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
 
 # Fields that identify a row; the time of a step is shown as a speed instead.
 _NO_FIGURES = ("arm", "seed", "step", "tokens", "seconds")
-# Values by tag, at each step.
-Curve = dict[int, dict[str, float]]
 
 
-def series_of(kept: KeptTraining) -> dict[Key, Curve]:
-    """Curves of every arm in every seed, by step. Values that are not finite are left out."""
-    native = {arm.name for arm in kept.training.arms if arm.native}
-    unordered: dict[Key, Curve] = defaultdict(lambda: defaultdict(dict))
-    for line in kept.lines:
+def source_of(training: Training) -> LogSource:
+    config = {
+        **config_of(training.environment), "command": training.command, "request": encode(training.request),
+        "parameters": training.parameters, "device": f"{training.device.key}: {training.device.name}",
+        "text": training.text.identity,
+    }  # fmt: skip
+    name = safe(training.id)
+    return LogSource(training.id, f"training {training.id}", begun_at(training.started), config, folder=name)
+
+
+def scalars_of(training: Training, lines: Iterable[StreamLine]) -> Iterator[LoggedScalar]:
+    """Yields curves of every arm in every seed. Readings of a layer's tensors are among them."""
+    native = {arm.name for arm in training.arms if arm.native}
+    for line in lines:
         if line.arm:  # else it happened to no arm
-            own = unordered[line.arm, line.seed]
+            series = f"{safe(line.arm)} seed {line.seed}"
             for tag, value in _scalars(line, line.arm in native):
-                before = own[line.step].get(tag, 0.0) if isinstance(line, TrainingEvent) else 0.0
-                if math.isfinite(value):
-                    own[line.step][tag] = before + value
-    curves = {key: {step: own[step] for step in sorted(own) if own[step]} for key, own in unordered.items()}
-    return {key: curve for key, curve in curves.items() if curve}
+                yield LoggedScalar(f"{series}/{tag}", line.step, value)
 
 
 def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
@@ -184,95 +178,8 @@ def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
             yield f"events/{line.kind}", 1.0
 
 
-def summed_up(judged: JudgedTraining) -> dict[str, dict[str, float]]:
-    figures = {summary.arm.name: figures_of(summary, judged.verdicts) for summary in judged.summaries}
-    return {
-        arm: {name: value for name, value in own.items() if value is not None and math.isfinite(value)}
-        for arm, own in figures.items()
-    }
-
-
-def write_training(judged: JudgedTraining, folder: Path) -> tuple[Path, ...]:
-    training = judged.training
-    at, own = begun_at(training.started), folder / safe(training.id)
-    files = [
-        write_scalars(own / safe(arm) / f"seed-{seed}", training.id, at, curve.items())
-        for (arm, seed), curve in series_of(judged.kept).items()
-    ]
-    for arm, figures in summed_up(judged).items():
-        if figures:
-            values = {f"summary/{name}": value for name, value in figures.items()}
-            files.append(write_scalars(own / safe(arm), training.id, at, [(training.request.steps, values)]))
-    return tuple(files)
-
-
-def send_training(judged: JudgedTraining, project: str, files: Iterable[Path]) -> None:
-    """Send runs to wandb, in one group. It may raise anything, since another program's network is involved."""
-    training = judged.training
-    arms = {arm.name: arm for arm in training.arms}
-    shared: dict[str, Any] = {"project": project, "group": f"fp8bench {training.id}"}
-    config_of_all = {**told_of(training.environment), "command": training.command, "training": training.id}
-    config_of_all |= {"device": f"{training.device.key}: {training.device.name}", "text": training.text.identity}
-    request_config = {"request": encode(training.request), "parameters": training.parameters}
-    for (name, seed), curve in series_of(judged.kept).items():
-        config = {**config_of_all, **request_config, "arm": encode(arms[name]), "seed": seed}
-        with sending(**shared, name=f"{name} seed {seed}", job_type="arm", config=config) as sent:
-            for step, values in curve.items():
-                sent.log(values, step=step)
-    words = {summary.arm.name: of_arm(summary, judged.verdicts) for summary in judged.summaries}
-    config = {**config_of_all, **request_config, "verdicts": words}
-    with sending(**shared, name=f"training {training.id}", job_type="verdict", config=config) as sent:
-        figures = summed_up(judged)
-        sent.log({f"{arm}/{name}": value for arm, own in figures.items() for name, value in own.items()})
-        attach(sent, training.id, "fp8bench-training", files)
-
-
-# Columns with repeated words: as categories they take a byte or two a row, as text fifty.
-_REPEATED = ("arm", "layer", "role", "of", "name", "kind", "tensor")
-
-
-def _frame(kind: type[StreamLine], words: str, *more: str) -> cached_property[pd.DataFrame]:
-    """A frame of the lines of a kind: their fields, and `more` that is computed from them."""
-
-    def made(frames: TrainingFrames) -> pd.DataFrame:
-        import pandas as pd
-
-        lines, names = frames.training.of(kind), [*(field.name for field in fields(kind)), *more]
-        columns = {name: [getattr(line, name) for line in lines] for name in names}
-        return pd.DataFrame(columns).astype({name: "category" for name in _REPEATED if name in columns})
-
-    made.__doc__ = words
-    return cached_property(made)
-
-
-@dataclass(frozen=True)
-class TrainingFrames:
-    """A training and its lines as pandas frames, one for each kind of line, made on first access; docs/outputs.md has
-    their columns."""
-
-    training: KeptTraining
-
-    @frame
-    def arms(self) -> Rows:
-        """A row for each arm."""
-        judged, request = JudgedTraining(self.training), self.training.training.request
-        shared = {"ranks": request.ranks or 1, "parallel": request.settings.parallel}
-        rows = []
-        for own in judged.summaries:
-            ways = {way: getattr(own.arm.taken(request.settings), way) for way in ("amax_group", "wire")}
-            rows.append({**_arm(own.arm), **shared, **ways, **row_of(own, judged.verdicts)})
-        return list(dict.fromkeys(chain(*rows))), rows
-
-    steps = _frame(StepRow, "A row for each step of an arm in a seed.")
-    readings = _frame(LayerReading, "A row for each tensor of a layer in a watched step.")
-    figures = _frame(StepFigure, "A row for each further figure of a watched step.")
-    events = _frame(TrainingEvent, "A row for each event.")
-    validations = _frame(
-        Validation, "A row for each validation, with perplexities.", "perplexity", "perplexity_by_byte"
-    )
-
-    @frame
-    def costs(self) -> Rows:
-        """What each arm takes alone, a row for each figure: bytes, joules of a step, batches and reasons."""
-        figures = ((cost.arm, *figure) for cost in self.training.of(ArmCost) for figure in costs_of(cost))
-        return ("arm", "figure", "value"), figures
+def summary_scalars(judged: JudgedTraining) -> Iterator[LoggedScalar]:
+    for summary in judged.summaries:
+        for figure, value in figures_of(summary, judged.verdicts).items():
+            if value is not None:
+                yield LoggedScalar(f"{safe(summary.arm.name)}/summary/{figure}", judged.training.request.steps, value)

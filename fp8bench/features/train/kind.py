@@ -1,4 +1,4 @@
-"""Trainings in a store: their folders and files, and how they are found, listed, shown, reported and exported.
+"""Trainings in a store: their folders and files, and how they are found, listed, shown, reported and logged.
 
 A folder is `<store>/trainings/<utc>-<commit8>-<id>/`. `steps.jsonl` has the training in its first line, then a line for
 everything that was seen, synced to the disk slice by slice. `places.json` says where a killed training can be resumed:
@@ -45,8 +45,9 @@ from fp8bench.files import (
     unsealed_line,
     write_whole,
 )
-from fp8bench.jobs.kinds import Exports, KeptTable, Kind, SparePart, View
+from fp8bench.jobs.kinds import KeptTable, Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
+from fp8bench.report.data.loggers import LoggedScalar, LogSource
 from fp8bench.store.kept_lines import Content, UnknownKind, lines_of, read_header, sheet_of, take_lines
 
 STREAM = "steps.jsonl"
@@ -306,12 +307,17 @@ class TrainingKind(Kind[KeptTraining]):
         few = replace(kept, lines=tuple(line for line in kept.lines if not isinstance(line, LayerReading)))
         return View(partial(page_of, JudgedTraining(kept)), rows=partial(rows_of, JudgedTraining(few)))
 
-    def exports(self, kept: KeptTraining) -> Exports:
-        from fp8bench.features.train.data import send_training, write_training
+    def log_source(self, kept: KeptTraining) -> LogSource:
+        from fp8bench.features.train.data import source_of
+
+        return source_of(kept.training)
+
+    def scalars(self, kept: KeptTraining) -> Iterator[LoggedScalar]:
+        from fp8bench.features.train.data import scalars_of, summary_scalars
         from fp8bench.features.train.verdicts.summary import JudgedTraining
 
-        judged = JudgedTraining(kept)
-        return Exports(partial(write_training, judged), partial(send_training, judged))
+        yield from scalars_of(kept.training, kept.lines)
+        yield from summary_scalars(JudgedTraining(kept))
 
 
 def _line(path: Path) -> str:

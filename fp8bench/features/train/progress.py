@@ -1,5 +1,5 @@
 """The progress of a training: a board on a terminal, lines in a log, its page rewritten as it goes, a command for
-alarms, and a wandb run.
+alarms, and scalars for boards.
 
 All of it happens between slices, where no step is timed. A failure is reported and does not stop the training.
 """
@@ -15,21 +15,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, TextIO
 
 from fp8bench import units
 from fp8bench.cli.progress import REDRAW_SECONDS, LiveBlock, is_watched, time_left
 from fp8bench.cli.streams import complain
-from fp8bench.features.train.data import series_of
+from fp8bench.errors import StoreError
+from fp8bench.features.train.data import scalars_of, source_of, summary_scalars
 from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.page import page_of
 from fp8bench.features.train.values import (
     Arm,
-    KeptTraining,
     StepRow,
     StreamLine,
     Training,
@@ -41,7 +41,7 @@ from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.view import event_words
 from fp8bench.files import write_whole
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.boards import sending, told_of
+from fp8bench.report.data.loggers import LoggedScalar, LogTarget, ScalarLogger
 from fp8bench.report.elements import Field, Page, Part, Text, Tone
 from fp8bench.report.page import html
 from fp8bench.report.terminal.layout import render
@@ -242,15 +242,15 @@ Say = Callable[[str], None]
 
 @contextmanager
 def outward(
-    inner: TrainingObserver, store: Path, live: Path | None, on_alarm: str | None, wandb: str | None = None
+    inner: TrainingObserver, store: Path, live: Path | None, on_alarm: str | None, log: Sequence[LogTarget] = ()
 ) -> Iterator[TrainingObserver]:
     observers: list[_Outward] = []
     if live is not None:
         observers.append(LivePage(live, store, inner.note))
     if on_alarm is not None:
         observers.append(AlarmCommand(on_alarm, inner.note))
-    if wandb is not None:
-        observers.append(LiveBoard(wandb, inner.note))
+    if log:
+        observers.append(LiveLog(log, store, inner.note))
     with ExitStack() as stack:
         for observer in observers:
             stack.callback(observer.close)
@@ -382,41 +382,33 @@ class AlarmCommand(_Outward):
             self._say(f"--on-alarm {shlex.quote(self._command)} {why}{message}; the training goes on")
 
 
-class LiveBoard(_Outward):
-    """A wandb run with the curves of all arms as they come; runs of single arms are sent at the end."""
+class LiveLog(_Outward):
+    """Logs the scalars of all arms as they come, and the summaries of a training that is finished."""
 
-    def __init__(self, project: str, say: Say) -> None:
-        self._project, self._say = project, say
-        self._stack = ExitStack()
-        self._sent: Any = None
+    def __init__(self, targets: Sequence[LogTarget], store: Path, say: Say) -> None:
+        self._targets, self._store, self._say = targets, store, say
+        self._logger: ScalarLogger | None = None
 
     def begun(self, training: Training) -> None:
-        super().begun(training)
         self.close()  # of the training that an experiment begins with: wandb has one run at a time
-        config = {**told_of(training.environment), "command": training.command, "training": training.id}
-        self._try(self._open, training, config)
+        super().begun(training)
+        self._logger = ScalarLogger(self._targets, source_of(training), self._say, "the training goes on")
 
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
-        if self._sent is not None and self._training is not None:
-            curves = series_of(KeptTraining(self._training, tuple(lines), False, ""))
-            for (arm, seed), curve in curves.items():
-                for at, values in curve.items():
-                    named = {f"{arm}/seed-{seed}/{tag}": value for tag, value in values.items()}
-                    self._try(lambda row: self._sent and self._sent.log(row), {"step": at, **named})
+        if self._training is not None:
+            self._log(scalars_of(self._training, lines))
 
     def close(self) -> None:
-        self._try(self._stack.close)
+        if self._logger is None or self._training is None:
+            return
+        path = KIND.find(self._training.id, self._store)
+        with contextlib.suppress(StoreError):
+            if path is not None and (kept := load_training(path)).finished:
+                self._log(summary_scalars(JudgedTraining(kept)))
+        self._logger.close()
+        self._logger = None
 
-    def _open(self, training: Training, config: dict[str, Any]) -> None:
-        self._sent = self._stack.enter_context(
-            sending(project=self._project, group=f"fp8bench {training.id}", name=f"training {training.id} live",
-                    job_type="live", id=f"fp8bench-{training.id}-live", resume="allow", config=config)
-        )  # fmt: skip
-        self._sent.define_metric("*", step_metric="step")
-
-    def _try(self, do: Callable[..., Any], *arguments: Any) -> None:
-        try:
-            do(*arguments)
-        except Exception as error:  # noqa: BLE001 - another program's network may raise anything
-            self._sent = None
-            self._say(f"--wandb shows no progress ({type(error).__name__}: {error}); the training goes on")
+    def _log(self, scalars: Iterable[LoggedScalar]) -> None:
+        if self._logger is not None:
+            for scalar in scalars:
+                self._logger.log(*scalar)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.report.elements import printable
@@ -33,17 +32,11 @@ def csv_text(columns: Sequence[str], rows: Iterable[Row]) -> str:
     return text.getvalue()
 
 
-def frame(rows: Callable[[Any], Rows]) -> cached_property[pd.DataFrame]:
-    """A property that is a pandas frame of these rows, made when it is first asked for."""
+def results_frame(rows: Rows) -> pd.DataFrame:
+    """Returns the frame that reading the rows' CSV gives."""
+    import pandas as pd
 
-    def made(owner: Any) -> pd.DataFrame:
-        import pandas as pd
-
-        columns, content = rows(owner)
-        return pd.DataFrame(list(content), columns=list(columns))
-
-    made.__doc__ = rows.__doc__
-    return cached_property(made)
+    return pd.read_csv(io.StringIO(csv_text(*rows)), low_memory=False)
 
 
 def cell(value: Any) -> Any:

@@ -212,18 +212,18 @@ _LEGEND = (
 )
 
 
-def lines_of(ceilings: Ceilings, history: Sequence[Ceilings] = ()) -> Iterator[str]:
+def lines_of(ceilings: Ceilings) -> Iterator[str]:
     settings = settings_words(ceilings)
     yield f"measured {ceilings.when}{f' ({settings})' if settings else ''}; other software or settings need their own"
-    earlier, names = alike(ceilings, history), list(map(rate_words, ceilings.rates))
+    names = list(map(rate_words, ceilings.rates))
     longest = max(map(len, names), default=0)
     for name, rate in zip(names, ceilings.rates, strict=True):
-        before, said = since(rate, earlier), f"not measured: {rate.why}"
+        said = f"not measured: {rate.why}"
         if rate.value is not None:
             each = f", {units.seconds(1 / rate.value)} each" if rate.limit is Limit.LAUNCH else ""
             rated = units.count(rate.value, UNITS[rate.limit])
             said = f"{rated}{each}; {spread_words(rate)}; {shape_words(rate)}"
-        yield f"{name:<{longest}}  {said}{f'; {since_words(before)}' if before is not None else ''}"
+        yield f"{name:<{longest}}  {said}"
 
 
 def spread_words(rate: Rate) -> str:
@@ -247,15 +247,6 @@ def settings_words(ceilings: Ceilings) -> str:
 def rate_words(rate: Rate) -> str:
     """'product bf16'."""
     return f"{rate.limit.value} {rate.precision}".strip()
-
-
-def since_words(before: Since) -> str:
-    """'slower than before: -12.0% against 425 GFLOP/s, the middle of 3'."""
-    words = {Pace.SLOWER: "slower than before", Pace.FASTER: "faster than before"}.get(before.pace, before.pace.value)
-    assert before.rate.value is not None
-    count = f", the middle of {len(before.before)}" if len(before.before) > 1 else ""
-    middle = units.count(before.middle, UNITS[before.rate.limit])
-    return f"{words}: {units.change(before.rate.value / before.middle)} against {middle}{count}"
 
 
 def ceilings_page(history: Sequence[Ceilings], store: str) -> Page:

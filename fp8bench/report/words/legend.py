@@ -215,7 +215,7 @@ LABELS: dict[Label, LabelWords] = {
     ),
     Label.DRIFT: LabelWords(
         "the ratio to the reference moved while measuring",
-        "the device warms up, or a load begins or ends", "measure again; `--sessions 3 --apart 10m`",
+        "the device warms up, or a load begins or ends", "measure again; `--sessions 3@10m`",
     ),
     Label.POSITION: LabelWords(
         "a slot takes another time for its place in the round, whatever case it is of",

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.api import load
-from fp8bench.report.notebook import RunFrames
 from tests.commands import Say, unfolded
 
 RUN = ("suite", "mlp", "--no-isolation", "--no-report", "--no-energy", "--quick", "--rounds", "2", "--dtypes",
@@ -38,9 +36,6 @@ def test_a_run_knows_its_steps_parts(store: Path, fp8bench: Say) -> None:
     assert [len(part["parts"]) for part in told] == [
         len([row for row in rows if row["case"] == part["case"]]) for part in told
     ]
-    frame = load("last").shares
-    assert list(frame.kind) == [row["kind"] for row in rows]
-    assert frame.seconds.notna().all() == all(row["seconds"] for row in rows)
 
 
 def test_who_asked_for_none_is_told_how(store: Path, fp8bench: Say) -> None:
@@ -51,4 +46,3 @@ def test_who_asked_for_none_is_told_how(store: Path, fp8bench: Say) -> None:
     assert code == 2 and "Measure it again, with --shares." in unfolded(error)
     code, _, error = fp8bench("show", run.id, "--shares", "--tape")
     assert code == 2 and "Give one of them" in unfolded(error)
-    assert RunFrames(run).shares.empty

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,39 +153,20 @@ def test_the_decorator_leaves_the_function_alone() -> None:
     assert declared_of(len) is None
 
 
-QUICK = Ceilings((Rate(Limit.PRODUCT, "fp32", shape=(1,), runs=(1e12,)),))
+CEILINGS = Ceilings((Rate(Limit.PRODUCT, "fp32", shape=(1,), runs=(1e12,) * 5),))
 
 
-class CountingWorker:
-    """Counts quick looks."""
+def test_ceilings_are_measured_once_where_there_is_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[object] = []
+    worker = SimpleNamespace(software=lambda: {"torch": "2"})
+    monkeypatch.setattr("fp8bench.features.audit.command.measure_ceilings", lambda *_: measured.append(1) or CEILINGS)
 
-    def __init__(self) -> None:
-        self.looks = 0
+    def asked(store: Path) -> float | None:
+        found = _ceilings(worker, CPU, 1, store)  # type: ignore[arg-type]
+        return None if found is None else found.bound(Limit.PRODUCT, "fp32")
 
-    def software(self) -> dict[str, str]:
-        return {"torch": "2"}
-
-    def within(self, _: float) -> CountingWorker:
-        return self
-
-    def ceilings(self, *_: Any) -> Ceilings:
-        self.looks += 1
-        return QUICK
-
-
-def asked(worker: Any, store: Path, threads: int = 1) -> float | None:
-    found = _ceilings(worker, CPU, threads, store)
-    return None if found is None else found.bound(Limit.PRODUCT, "fp32")
-
-
-def test_a_quick_look_is_taken_once_where_there_is_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "measured")
-    worker = CountingWorker()
-    assert asked(worker, tmp_path) == asked(worker, tmp_path) == 1e12 and worker.looks == 1
-    assert asked(worker, tmp_path, threads=4) == 4e12, "a quick look is of one thread"
-    assert asked(worker, tmp_path / "none") == asked(worker, tmp_path / "none") == 1e12
-    assert worker.looks == 2, "and where there was none"
+    assert asked(tmp_path) == asked(tmp_path) == 1e12 and len(measured) == 1
+    assert asked(tmp_path / "none") == asked(tmp_path / "none") == 1e12 and len(measured) == 2
     monkeypatch.setenv(VARIABLE, "off")
-    assert asked(worker, tmp_path) == 1e12
-    monkeypatch.chdir(tmp_path)
-    assert asked(worker, tmp_path / "nowhere") is None and worker.looks == 2
+    assert asked(tmp_path) == 1e12 and asked(tmp_path / "nowhere") is None and len(measured) == 2

@@ -47,23 +47,22 @@ def test_the_first_rule_that_fits(tmp_path: Path) -> None:
 @for_each(
     ("text", "expected"),
     [
-        ("", "the file holds no thresholds"),
-        ("- time: 5%", "my.yaml:1: expected a mapping of thresholds, got a list"),
-        ("gemm: 5%", "my.yaml:1: gemm: expected a mapping of figures, got '5%'"),
-        ("gemm: {}", "gemm: expected a mapping of figures, got none"),
-        ("gemm:\n  time: 5%", "my.yaml:2: time: expected relative and smallest, or ignore, got '5%'"),
-        ("gemm:\n  time: {ratio: 5%}", "my.yaml:2: unknown key 'ratio'"),
+        ("", "is not a mapping. Give a YAML file of thresholds"),
+        ("- time: 5%", "is not a mapping"),
+        ("gemm: 5%", "my.yaml: gemm: expected thresholds, in lines like"),
+        ("gemm: {}", "gemm: expected thresholds, in lines like"),
+        ("gemm:\n  time: 5%", "my.yaml: gemm: time: expected thresholds"),
+        ("gemm:\n  time: {ratio: 5%}", "my.yaml: gemm: time: unknown key 'ratio'"),
         ("gemm:\n  time: {relative: 5}", "5 without a sign would be 500%"),
         ("gemm:\n  time: {relative: -5%}", "expected a share, like 5% or 0.05, got '-5%'"),
         ("gemm:\n  time: {relative: much}", "expected a share, like 5% or 0.05, got 'much'"),
         ("gemm:\n  time: {relative: 1e9%}", "expected a share from 0"),
         *((f"gemm:\n  time: {{smallest: {number}}}", "expected a number") for number in ("1e999", "1.2.3")),
         ("gemm:\n  time: {smallest: 5 parsec}", "unknown unit 'parsec'"),
-        ("gemm:\n  time: {smallest: [1, 2]}", "got a list"),
-        ("gemm:\n  time: ignore\ngemm:\n  time: ignore", "'gemm' stands in line 1 already"),
+        ("gemm:\n  time: {smallest: [1, 2]}", "expected a number"),
+        ("gemm:\n  time: ignore\ngemm:\n  time: ignore", "the key 'gemm' stands there twice"),
         *((text, "an empty pattern fits nothing") for text in ('"":\n  time: ignore', 'gemm:\n  "": ignore')),
-        ("gemm: &a\n  time: ignore\nmlp: *a", "aliases"),
-        *((text, "broken YAML") for text in ("gemm: [", "\x00")),
+        *((text, "cannot be read (") for text in ("gemm: [", "\x00")),
     ],
 )
 def test_nonsense(tmp_path: Path, text: str, expected: str) -> None:
@@ -81,5 +80,5 @@ def test_a_file_that_fits_nothing_is_refused(tmp_path: Path) -> None:
     assert check_rules(both, (figure(),), "my.yaml") == [f"{both[0].place}: 'gem' 'time' fits no figure"]
     bytes_ = rules_of(tmp_path, 'gemm:\n  "*": {smallest: 4 MiB}\n')
     assert threshold_of(figure(metric="peak_memory", unit="B"), bytes_).smallest == 4 << 20
-    with pytest.raises(UsageError, match=r"my.yaml:2: smallest is in B, and time of gemm.* is in s"):
+    with pytest.raises(UsageError, match=r"my.yaml: smallest is in B, and time of gemm.* is in s"):
         threshold_of(figure(), bytes_)

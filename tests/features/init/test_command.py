@@ -1,11 +1,10 @@
-"""`fp8bench init`: what it writes runs, says every default, and takes the place of nothing."""
+"""`fp8bench init`: what it writes runs, and takes the place of nothing."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fp8bench import pipeline
 from fp8bench.cli.config_file import read_config
@@ -46,19 +45,10 @@ def test_what_it_writes_runs(written: Path, fp8bench: Say, monkeypatch: pytest.M
     assert all(error is not None and 0 <= error.samples[0] < 0.2 for error in errors.values())
 
 
-def test_the_configuration_says_every_option(written: Path) -> None:
-    """Those that differ from their defaults, and all others as comments, in the order and words of the options."""
+def test_the_configuration_is_read_back(written: Path) -> None:
     command = commands_of(build_parser(("suite",)))["suite"]
-    values, _ = read_config(Path("fp8bench.yaml"), command)
+    values = read_config(Path("fp8bench.yaml"), command)
     assert values == {"suite": "./fp8bench_suite.py", "dtypes": ("fp32", "bf16", "fp8")}
-    text = Path("fp8bench.yaml").read_text()
-    left_out = {"help", "help-all", "config", "resume", "precisions"}
-    for action in command._actions:
-        for word in action.option_strings:
-            if word.startswith("--") and word[2:] not in left_out:
-                assert f"\n# {word[2:]}:" in text or f"\n{word[2:]}:" in text, word
-    every = "\n".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith(("# seed", "# quick")))
-    assert yaml.safe_load(every) == {"seed": 0, "quick": False}
 
 
 @for_each(("before", "after"), [

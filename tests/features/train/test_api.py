@@ -45,11 +45,11 @@ def test_arguments_equal_the_command_line(text: Path, store: Path) -> None:
     assert kept.training.request == request_from(build_parser().parse_args(words.split()))
     assert kept.finished and noted.places[-1] == (0, 6)
     for word in ("last", kept.training.id, Path(kept.path).parent):
-        assert vars(fp8bench.load_training(word, store).training) == vars(kept)
-    frames = fp8bench.load_training(kept)
-    assert len(frames.steps) == 6 * len(kept.training.arms)
+        assert vars(fp8bench.load_training(word, store)) == vars(kept)
+    rows = fp8bench.load_training(kept).results
+    assert len(rows[(rows.line == "StepRow") & (rows.figure == "loss")]) == 6 * len(kept.training.arms)
     printed = " ".join(fp8bench.table(kept).split())
-    assert all(arm in printed and said in printed for arm, said in zip(frames.arms.arm, frames.arms.words, strict=True))
+    assert all(words in printed for words in rows[(rows.line == "Summary") & (rows.figure == "words")].value)
     assert repr(kept).startswith(f"<Training {kept.training.id}: ") and repr(kept).endswith(f", finished, {kept.path}>")
     assert "how to read this" not in str(kept) and str(kept).startswith("training of ")
     assert "<table>" in kept._repr_html_() and "<a href" not in kept._repr_html_()
@@ -64,15 +64,16 @@ def test_impossible_arguments_are_refused_before_training(text: Path, store: Pat
     with pytest.raises(RunNotFound, match="no trainings yet"):
         fp8bench.load_training("last", store)
     pytest.importorskip("tensorboard")
-    with pytest.raises(UsageError, match=r"--tensorboard 'text\.txt' cannot be written"):
-        fp8bench.train(tensorboard=text)
-    kept = fp8bench.train(quick=True, steps=4, data=text, store=store, tensorboard="board")
-    assert list(Path("board", kept.training.id, "fp8", "seed-0").iterdir())
+    with pytest.raises(UsageError, match=r"--log tensorboard 'text\.txt' cannot be written"):
+        fp8bench.train(log=f"tensorboard:{text}")
+    kept = fp8bench.train(quick=True, steps=4, data=text, store=store, log="tensorboard:board")
+    for series in ("fp8 seed 0", "fp8"):
+        assert list(Path("board", kept.training.id, series).iterdir())
 
 
 def test_the_signature_is_the_command_lines_options() -> None:
     plain = vars(build_parser().parse_args(["train"]))
-    other_words = {"dry_run", "resume", "json", "csv", "wandb", "explain", "fail_on", "help", "help_all", "config"}
+    other_words = {"dry_run", "resume", "json", "csv", "explain", "fail_on", "help", "help_all", "config"}
     options = {action.dest for action in commands_of(build_parser())["train"]._actions} - other_words
     parameters = dict(inspect.signature(fp8bench.train).parameters)
     del parameters["observer"], parameters["progress"]

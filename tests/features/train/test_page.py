@@ -5,18 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 
 from fp8bench.features.train.curve_charts import ends_of
-from fp8bench.features.train.data import TrainingFrames, rows_of, send_training, series_of, value_of, write_training
-from fp8bench.features.train.kind import start_training
+from fp8bench.features.train.data import rows_of, value_of
+from fp8bench.features.train.kind import KIND, start_training
 from fp8bench.features.train.page import page_of
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
@@ -313,16 +311,15 @@ def test_an_own_optimizer_keeps_as_much_in_bands_as_in_the_reference_and_an_own_
     assert [{"looks", "perplexities"} & names for names in tables] == [{"looks", "perplexities"}, {"looks"}]
 
 
-def test_rows_document_and_frames_agree_with_the_table() -> None:
+def test_rows_and_document_agree_with_the_table() -> None:
     rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(JUDGED)))))
     told = {(row["arm"], row["figure"]): row["value"] for row in rows if row["line"] == "Summary"}
-    document, frames = value_of(JUDGED)["arms"], TrainingFrames(KEPT)
-    arms = frames.arms.set_index("arm")
+    document = value_of(JUDGED)["arms"]
     summaries = JUDGED.summaries
     for summary in summaries:
         (row,), name = arms_table(VERDICTS, [summary]).rows, summary.arm.name
         cells = [field.text for field in row]
-        assert told[name, "words"] == document[name]["words"] == arms.loc[name, "words"] in cells
+        assert told[name, "words"] == document[name]["words"] in cells
         if (name, "loss") in told:
             assert f"{float(told[name, 'loss']):.4f}" == cells[2]
     assert told["fp8", "verdict"] == "worse" and ("bf16", "gap") not in told, "what is not known has no row"
@@ -331,75 +328,28 @@ def test_rows_document_and_frames_agree_with_the_table() -> None:
     assert isinstance(shown, Items) and bands == [item.text for item in shown.items][:2]
     losses = [row["value"] for row in rows if (row["line"], row["figure"], row["arm"]) == ("StepRow", "loss", "fp8")]
     assert losses == [repr(row.loss) for row in KEPT.of(StepRow) if row.arm == "fp8"]
-    ends = frames.steps.query(f"step >= {STEPS - STEPS // 10}").groupby("arm", observed=True).loss.mean()
-    assert ends["fp8"] == pytest.approx(arms.loc["fp8", "loss"]) and str(frames.steps["arm"].dtype) == "category"
-    last = frames.validations.iloc[-1]
-    assert (last.perplexity, last.perplexity_by_byte) == (pytest.approx(math.exp(2.15)), pytest.approx(math.exp(4.3)))
 
 
-def test_curves_by_step() -> None:
-    """Values that are not finite and times of emulation are left out; events are counted."""
-    series = series_of(KEPT)
-    assert set(series) == {(line.arm, line.seed) for line in KEPT.lines if line.arm}
-    own = series["fp8", 0]
+def test_scalars_of_every_arm_and_seed() -> None:
+    """Times of emulation are left out; an arm's own figures follow at the last step."""
+    values: dict[str, dict[int, float]] = {}
+    for name, step, value in KIND.scalars(KEPT):
+        values.setdefault(name, {})[step] = value
     rows = {row.step: row.loss for row in KEPT.of(StepRow) if (row.arm, row.seed) == ("fp8", 0)}
-    assert {step: values["training/loss"] for step, values in own.items() if step < STEPS} == rows
-    assert list(own) == sorted(own) and own[STEPS] == {"validation/held-out": 2.15}
-    assert own[10]["update_ratio/head"] == 1e-3 and "training/noise_scale" not in own[10]
-    assert (own[10]["amax/head/input"], own[10]["scale/head/input"]) == (2.0, 1.0)
-    assert not any("seconds" in tag for values in own.values() for tag in values)
-    assert series["bf16", 0][10]["training/watched_seconds"] == 0.2
-    assert series["bf16", 0][3]["training/tokens_per_second"] == pytest.approx(19200)
-    assert series["fp8", 2][30]["events/alarm"] == 2.0
-
-
-def test_tensorboard_reads_them_back(tmp_path: Path) -> None:
-    """A folder for each arm and seed, and for each arm; written twice the bytes are the same."""
-    board: ModuleType = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    files = write_training(JUDGED, tmp_path)
-    content = [file.read_bytes() for file in files]
-    assert [file.read_bytes() for file in write_training(JUDGED, tmp_path)] == content
-
-    def scalars(folder: str, tag: str) -> list[tuple[int, float]]:
-        reader = board.EventAccumulator(str(tmp_path / "t1" / folder), size_guidance={board.SCALARS: 0})
-        reader.Reload()
-        return [(event.step, event.value) for event in reader.Scalars(tag)]
-
-    rows = [row for row in KEPT.of(StepRow) if (row.arm, row.seed) == ("fp8", 1)]
-    assert scalars("fp8/seed-1", "training/loss") == [(row.step, pytest.approx(row.loss, rel=1e-6)) for row in rows]
-    assert GAP is not None and scalars("fp8", "summary/gap") == [(STEPS, pytest.approx(GAP.point, rel=1e-6))]
-
-
-def test_wandb_gets_a_run_for_each_arm_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[dict[str, Any], list[tuple[dict[str, float], int | None]], list[str]]] = []
-
-    def init(**options: Any) -> SimpleNamespace:
-        logged: list[tuple[dict[str, float], int | None]] = []
-        ends: list[str] = []
-        told.append((options, logged, ends))
-        return SimpleNamespace(
-            log=lambda values, step=None: logged.append((values, step)),
-            log_artifact=lambda artifact: ends.append(artifact.name),
-            finish=lambda exit_code=0: ends.append(f"finished {exit_code}"),
-        )
-
-    def artifact(name: str, type: str) -> SimpleNamespace:  # noqa: A002 - as the package calls it
-        return SimpleNamespace(name=f"{type} {name}", add_file=lambda path, name: None)
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Artifact=artifact))
-    send_training(JUDGED, "mine", [Path("x/steps.jsonl")])
-    assert {options["group"] for options, _, _ in told} == {"fp8bench t1"}
-    assert all(ends[-1] == "finished 0" for _, _, ends in told)
-    *arms, (verdict, figures, ends) = told
-    for (options, logged, _), ((arm, seed), curve) in zip(arms, series_of(KEPT).items(), strict=True):
-        assert options["name"] == f"{arm} seed {seed}" and logged == [(own, step) for step, own in curve.items()]
-    assert verdict["config"]["verdicts"]["fp8"].startswith("worse by +2.5%") and verdict["job_type"] == "verdict"
-    assert GAP is not None and figures[0][0]["fp8/gap"] == GAP.point
-    assert ends == ["fp8bench-training fp8bench-t1", "finished 0"]
+    assert values["fp8 seed 0/training/loss"] == rows
+    assert values["fp8 seed 0/validation/held-out"][STEPS] == 2.15
+    assert values["fp8 seed 0/update_ratio/head"][10] == 1e-3
+    assert values["fp8 seed 0/amax/head/input"][10] == 2.0 and values["fp8 seed 0/scale/head/input"][10] == 1.0
+    assert not any("seconds" in name for name in values if name.startswith("fp8"))
+    assert values["bf16 seed 0/training/watched_seconds"][10] == 0.2
+    assert values["bf16 seed 0/training/tokens_per_second"][3] == pytest.approx(19200)
+    assert values["fp8 seed 2/events/alarm"][30] == 1.0
+    assert GAP is not None and values["fp8/summary/gap"] == {STEPS: GAP.point}
+    assert KIND.log_source(KEPT).folder == "t1"
 
 
 def test_an_arm_that_was_not_trained_has_its_reason() -> None:
     arms = tuple(replace(arm, skip="no units") if arm.role is ArmRole.CANDIDATE else arm for arm in KEPT.training.arms)
     skipped = judged((), replace(KEPT.training, arms=arms))
-    assert "no units" in csv_text(*rows_of(skipped)) and series_of(skipped.kept) == {}
+    assert "no units" in csv_text(*rows_of(skipped))
     assert value_of(skipped)["arms"]["fp8"]["verdict"] is None

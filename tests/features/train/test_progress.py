@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -26,7 +24,7 @@ from fp8bench.features.train.progress import (
     PARTS,
     AlarmCommand,
     ArmNow,
-    LiveBoard,
+    LiveLog,
     LivePage,
     TrainingBoard,
     TrainingLines,
@@ -34,11 +32,13 @@ from fp8bench.features.train.progress import (
     outward,
 )
 from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
+from fp8bench.report.data.loggers import LogTarget
 from fp8bench.report.elements import Table, Tone
 from tests.cli.test_progress import Clock, Screen
 from tests.commands import environment
 from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REFERENCE
+from tests.report.data.test_loggers import Wandb
 from tests.trainings import NotedTraining, row_of, training, write_text
 
 SHOWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -350,29 +350,19 @@ def test_a_command_that_fails_or_hangs_is_reported(script: str, seconds: float, 
         time.sleep(0.05)
 
 
-def test_curves_go_to_wandb_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[dict[str, float]] = []
-    told, options, ends = NotedTraining(), {}, []
-
-    def init(**given: Any) -> SimpleNamespace:
-        assert not ends or ends[-1] == 0, "a run begins before the last one has ended"
-        options.update(given)
-        return SimpleNamespace(
-            log=logged.append, finish=lambda exit_code=0: ends.append(exit_code),
-            define_metric=lambda name, step_metric: ends.append(f"{name} by {step_metric}"),
-        )  # fmt: skip
-
-    for make in (init, lambda **_: 1 / 0):
-        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=make))
-        board = LiveBoard("mine", told.note)
-        board.begun(training())
-        board.trained(0, 2, [row_of("bf16", 0, 0), row_of("bf16", 0, 1), row_of("fp8", 0, 0)])
-        if make is init:
-            board.begun(training(2))  # after the training whose weights an experiment begins with
-        board.close()
-    assert (options["project"], options["id"], options["resume"]) == ("mine", "fp8bench-00000002-live", "allow")
-    assert [values["step"] for values in logged] == [0, 1, 0] and "fp8/seed-0/training/loss" in logged[2]
-    assert ends == ["* by step", 0] * 2 and len(told.notes) == 1 and "division by zero" in told.notes[0]
+def test_scalars_are_logged_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, told = Wandb(), NotedTraining()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    log = LiveLog([LogTarget("wandb", "mine")], tmp_path, told.note)
+    log.begun(training())
+    log.trained(0, 2, [row_of("bf16", 0, 0), row_of("bf16", 0, 1), row_of("fp8", 0, 0)])
+    log.begun(training(2))  # after the training whose weights an experiment begins with
+    log.close()
+    names = [name for name, _ in wandb.calls]
+    assert names == ["init", "define", "log", "log", "log", "finish", "init", "define", "finish"]
+    rows = [values for name, values in wandb.calls if name == "log"]
+    assert [values["step"] for values in rows] == [0, 1, 0] and "fp8 seed 0/training/loss" in rows[2]
+    assert wandb.calls[6][1]["id"] == "fp8bench-00000002" and told.notes == ["logged to wandb:mine"] * 2
 
 
 def test_the_inner_observer_still_gets_everything(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from fp8bench.analysis.break_even import SizedRatio, break_even
 from fp8bench.model import Interval, Label, Scalar
 from fp8bench.report.data.run import run_value
-from fp8bench.report.notebook import RunFrames
 from fp8bench.report.topics.break_even import break_even_rows, break_even_table, pays, swept
 from tests.materials import Made, built, material, part, shapes
 from tests.told_before import Told, as_before
@@ -55,4 +54,3 @@ def test_break_even() -> Told:
 def test_a_run_without_a_sweep_has_no_rows() -> None:
     made = shapes(params(16), params(32))
     assert not [*break_even_rows(*made)] and run_value(*made)["break_even"] == []
-    assert RunFrames(made[0]).break_even.empty

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.tapes import parts_of
-from fp8bench.model import Run, Share, ShareKind, Shares, SharesFrom
+from fp8bench.model import Run, Share, ShareKind, Shares
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.topics.shares import page_of
@@ -25,15 +25,10 @@ PARTS = (
 
 
 @as_before
-def test_shares_of_a_compiled_step() -> Told:
-    fused = (Share(ShareKind.ELEMENTWISE, "", False, 1e-3, 4, "fused with cast"),)
+def test_shares_of_a_step() -> Told:
     run, findings = transformer()
-    for claim, shares in (
-        ("each kind of work and each module", Shares(PARTS, 10e-3)),
-        ("no module is told; what is fused is said", Shares(fused, 10e-3, of=SharesFrom.COMPILED, fused=4)),
-    ):
-        shared = replace(run, records=tuple(replace(record, shares=shares) for record in run.records))
-        yield claim, render(page_of(shared, parts_of(shared, findings)), 160, False, False)
+    shared = replace(run, records=tuple(replace(record, shares=Shares(PARTS, 10e-3)) for record in run.records))
+    yield "each kind of work and each module", render(page_of(shared, parts_of(shared, findings)), 160, False, False)
 
 
 PRODUCT = HeldProduct(8, 16, 32)

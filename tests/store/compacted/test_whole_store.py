@@ -75,7 +75,7 @@ def of_all_kinds(folder: Path) -> dict[str, str]:
     writer.keep(0, 0, None, ())
     writer.append(LINES)
     writer.finish("finished")
-    new_ceilings(STORE, Environment({"machine": "box", "torch": "2.13.0"}), CPU, lambda begun, keep: Ceilings(()))
+    new_ceilings(STORE, Environment({"machine": "box", "torch": "2.13.0"}), CPU, lambda: Ceilings(()))
     (STORE / "acks.jsonl").write_text("no acknowledgement\n")
     (STORE / "data").mkdir()
     (STORE / "data" / "text").write_text("prepared")
