@@ -180,9 +180,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "gate-commits.txt": Document("gate 0000000b 0000000c --no-rerun --require-power 80%", "history"),
     "gate-commits.md": Document("gate 0000000b 0000000c --no-rerun --md gate-commits.md", "history"),
     "gate-commits.xml": Document("gate 0000000b 0000000c --no-rerun --junit gate-commits.xml", "history"),
-    "gate-commits.json": Document(
-        "gate 0000000b 0000000c --no-rerun --benchmark-json gate-commits.json", "history"
-    ),
     "gate-thresholds.txt": Document("gate 0000000b 0000000c --no-rerun --thresholds thresholds.yaml", "history"),
     "gate-duel.txt": Document("gate --duel d8d9759e --no-rerun --explain"),
     "gate-duel.xml": Document("gate --duel d8d9759e --no-rerun --junit gate-duel.xml"),

@@ -76,7 +76,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--thresholds", type=types.path, metavar="FILE", help=words)
     words = "measure nothing: what is suspected of 10%% or more fails unconfirmed"
     how.add_argument("--no-rerun", dest="rerun", action="store_false", help=words)
-    words = "end with 4 where a slow-down as large as its threshold is seen in fewer builds than these, as 80%% or 0.8"
+    words = "end with 4 where the smallest slow-down found in this share of builds, 80%% say, exceeds the threshold"
     how.add_argument("--require-power", type=types.share, metavar="P", help=words)
     where = parser.add_argument_group("where")
     where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
@@ -85,8 +85,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "of a duel: also write a comment for a pull request there, 25 lines with one of six words"
     where.add_argument("--comment", type=types.path, metavar="PATH", help=words)
     shared(where, "--explain")
-    words = "also write what was measured there, as github-action-benchmark's customSmallerIsBetter"
-    where.add_argument("--benchmark-json", type=types.path, metavar="PATH", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -112,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.gate.history import of_history
     from fp8bench.features.gate.stored_runs import judged, of_duel, of_revision, of_sides
-    from fp8bench.features.gate.view import WORDS, as_junit, as_trend, comment, page_of, review
+    from fp8bench.features.gate.view import WORDS, as_junit, comment, page_of, review
 
     _check(arguments)
     rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
@@ -138,7 +136,6 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     files = {
         "--junit": (arguments.junit, as_junit(verdict)),
         "--md": (arguments.md, markdown.render(page_of(verdict, every=True))),
-        "--benchmark-json": (arguments.benchmark_json, as_trend(verdict.judged, verdict.sights)),
         "--comment": (arguments.comment, text),
     }
     return CommandResult(verdict, partial(page_of, verdict), partial(encode, verdict), code=code, files=files)
@@ -158,8 +155,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError("--against and --config go together: a commit, and a file that says what is measured.")
     if arguments.comment is not None and arguments.against is None and arguments.duel is None:
         raise UsageError("--comment is of a duel. Give --against REV with --config FILE, or --duel DUEL.")
-    check_files({f"--{name}": getattr(arguments, name.replace("-", "_"))
-                 for name in ("comment", "junit", "md", "benchmark-json")})  # fmt: skip
+    check_files({f"--{name}": getattr(arguments, name) for name in ("comment", "junit", "md")})
 
 
 # Options of a suite that have no effect on a duel.

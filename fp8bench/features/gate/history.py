@@ -137,7 +137,7 @@ def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
     judged = [pair for pair in positive if pair[0].series.metric == RELATIVE or not _settled(pair[0], relative)]
     for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
         value = float(values[-level.length :].mean() if level is not None else values.mean())
-        yield Newest(replace(_unchanged(trend), before=value, after=value), level, len(values))
+        yield Newest(replace(_unchanged(trend), before=value, after=value), level)
 
 
 def _unchanged(trend: Trend) -> Comparison:

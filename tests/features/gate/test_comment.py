@@ -104,14 +104,14 @@ def test_a_case_that_was_cut_off() -> None:
 
 
 def test_what_the_table_says() -> None:
-    """Changes with intervals, and what could have been seen; counts are exact."""
+    """Changes with intervals, and the smallest slow-down that would have been found; counts are exact."""
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
     rows = [line for line in comment(review(verdict, duel), verdict, duel, "x").splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
-    assert ";".join(cells[0]) == "figure;base;head;change, 99% interval;detectable;worse is;verdict"
-    figure, _, _, change, detectable, _, word = cells[2]
+    assert ";".join(cells[0]) == "figure;base;head;change, 99% interval;smallest slow-down;worse is;verdict"
+    figure, _, _, change, smallest, _, word = cells[2]
     assert "bf16 time" in figure and change.startswith("+30") and "\\[+" in change
-    assert detectable.startswith("+") and word == "regression"
+    assert smallest.startswith("+") and word == "regression"
     assert sum("exact" in row for row in rows) == 2
 
 
