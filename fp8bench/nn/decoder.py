@@ -269,10 +269,10 @@ Keep = Callable[[str, Tensor], KeptWeight]
 
 
 class Decoder:
-    """A GPT with `weight(name)` for each name of its parameters; `kv` are the formats of its layers' caches."""
+    """A GPT with `weight(name)` for each name of its parameters; `kv` is the format of its cache."""
 
     def __init__(
-        self, config: GPTConfig, weight: Callable[[str], Tensor], keep: Keep, kv: list[str], carrier: torch.dtype,
+        self, config: GPTConfig, weight: Callable[[str], Tensor], keep: Keep, kv: str, carrier: torch.dtype,
         sizes: tuple[int, int], around: Mapping[str, Arithmetic] | None = None,
     ) -> None:  # fmt: skip
         """`sizes` are the number of sequences, and of positions in each sequence's cache."""
@@ -300,7 +300,8 @@ class Decoder:
         self.norms["norm"] = kept("norm.weight", "norm")
         self.layers["head"] = keep("head", weight("head.weight"))
         shape = (sizes[0], config.key_heads, sizes[1], config.head_width)
-        self.cache = [(KeptHeads(name, shape, carrier, device), KeptHeads(name, shape, carrier, device)) for name in kv]
+        heads = [KeptHeads(kv, shape, carrier, device) for _ in range(2 * config.layers)]
+        self.cache = list(zip(heads[::2], heads[1::2], strict=True))
         # Called with each block's number and the stream behind it.
         self.watch: Callable[[int, Tensor], None] | None = None
         # Whether `forward` finds the scales that stay, in a first prompt.

@@ -179,10 +179,9 @@ class OwnDecoder:
         return vocabulary
 
     def _keep_weights(self, arm: ServedArm) -> None:
-        formats = arm.weights_of(len(self.cache.layers))
         for held in self.held:
-            layer, module = self.layer_of(held), held.module
-            format_of = formats[layer] if layer is not None else arm.carrier
+            module = held.module
+            format_of = arm.carrier if self.layer_of(held) is None else arm.weight_format
             if format_of in DTYPES:
                 vars(module)["forward"] = self._product(module.forward)
                 continue
@@ -216,9 +215,9 @@ class OwnDecoder:
 
     def _keep_keys(self, arm: ServedArm) -> None:
         self.heads: list[tuple[KeptHeads, KeptHeads]] = []
-        for kept, layer in zip(arm.kv_of(len(self.cache.layers)), self.cache.layers, strict=True):
+        for layer in self.cache.layers:
             shapes = (*layer.keys.shape,), (*layer.values.shape,)
-            keys, values = (KeptHeads(kept, shape, self.carrier, self.device) for shape in shapes)
+            keys, values = (KeptHeads(arm.kv_format, shape, self.carrier, self.device) for shape in shapes)
             self.heads.append((keys, values))
             if keys.restores:
                 layer.update = self._rounded(layer.update, (keys, values))
@@ -385,11 +384,10 @@ def _decoder(
     if not config.modern:
         config = replace(config, sequence=sizes[1])
     named = {layer.name: layer for layer in layers}
-    formats = arm.weights_of(config.layers)
 
     def keep(name: str, weight: Tensor) -> KeptWeight:
         layer = named[name]
-        kept = OWN if layer.high else formats[int(name.split(".")[1])]
+        kept = OWN if layer.high else arm.weight_format
         if kept in (OWN, *DTYPES) or key_of(layer, setup.layers) is not None:
             plain = kept in DTYPES and kept != arm.carrier
             return OwnWeight(weight, PlainArithmetic(DTYPES[kept]) if plain else setup.layer(layer))
@@ -397,7 +395,7 @@ def _decoder(
 
     weights = drawn_weights(served_shapes(config), setup.seed, setup.facts.key)
     around = setup.around(gpt_around(config.layers))
-    return Decoder(config, weights, keep, arm.kv_of(config.layers), DTYPES[arm.carrier], sizes, around)
+    return Decoder(config, weights, keep, arm.kv_format, DTYPES[arm.carrier], sizes, around)
 
 
 def logits_error(

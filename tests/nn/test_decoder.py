@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8bench.errors import UsageError
 from fp8bench.formats.scaled import values
 from fp8bench.model import Level, Scalar
 from fp8bench.nn.arithmetics import PlainArithmetic
@@ -24,8 +23,6 @@ from fp8bench.nn.gpt import GPT
 from fp8bench.nn.served import (
     KV_FORMATS,
     WEIGHT_FORMATS,
-    format_parser,
-    layer_formats,
     served_shapes,
     shape_of,
     step_bytes,
@@ -56,7 +53,7 @@ def model_of(
         return OwnWeight(weight, plain) if own else kept_weight(weight, weights, False)
 
     drawn = drawn_weights(served_shapes(config), 3, "cpu")
-    return Decoder(config, drawn, keep, [kv] * config.layers, carrier, (batch, config.sequence))
+    return Decoder(config, drawn, keep, kv, carrier, (batch, config.sequence))
 
 
 def norm(x: Array, modern: bool) -> Array:
@@ -304,7 +301,7 @@ def test_bytes_are_those_of_a_hand_count() -> None:
     assert step_bytes(llama, Arm("bf16", "fp8"), 3, eight).kv == 65_536 * eight * 3
     assert step_bytes(llama, Arm("bf16", "fp8-token"), 3, eight).kv == (65_536 + 2 * 32 * 8 * 4) * eight * 3
     assert step_bytes(llama, Arm("bf16", "nvfp4"), 1, eight).kv == 2 * 32 * (8 * eight * (64 + 8) + 4)
-    assert step_bytes(llama, Arm("bf16", "mxfp4@0-3=bf16"), 1, eight).kv == 2 * 8 * eight * (28 * (64 + 4) + 4 * 256)
+    assert step_bytes(llama, Arm("bf16", "mxfp4"), 1, eight).kv == 2 * 8 * eight * 32 * (64 + 4)
     rows = 6144 + 4096 + 28672 + 4096
     assert step_bytes(llama, Arm("bf16", "", "int8"), 3, 1).weights == 2 * others + 32 * (block + 2 * rows)
     assert step_bytes(llama, Arm("bf16", "", "int4"), 3, 1).weights == 2 * others + 32 * (block // 2 + block // 32)
@@ -346,15 +343,6 @@ def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str) -> None:
     if weights == "bf16":
         parameters = sum(math.prod(shape) for shape, _ in served_shapes(config).values())
         assert 8 * model.weight_bytes() == 16 * parameters
-
-
-def test_formats_by_layer() -> None:
-    assert layer_formats("fp8@0-1=bf16@3=nvfp4", 4) == ["bf16", "bf16", "fp8", "nvfp4"]
-    with pytest.raises(UsageError, match="names layer 4"):
-        layer_formats("fp8@4=bf16", 4)
-    for wrong in ("fp9", "fp8@1", "fp8@3-1=bf16", "fp8@0=e5m2", "fp8@=bf16"):
-        with pytest.raises(ValueError, match="expected"):
-            format_parser(KV_FORMATS)(wrong)
 
 
 @for_each("size", ["nano", "nano-llama"])

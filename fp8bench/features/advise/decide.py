@@ -19,7 +19,6 @@ from fp8bench.features.advise.rules import COST_RULES, SPEED_RULES, arm_of, boun
 from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Ground, Met, RuleAnswer
 from fp8bench.features.infer.values import ArmTimes, BatchGain, BatchSweep, ServingAnswer, word_of
-from fp8bench.features.infer.view import spared_word
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.verdicts.curves import Curve, Gap, gap_of
 from fp8bench.features.train.verdicts.summary import JudgedTraining
@@ -272,19 +271,15 @@ def _mean(curve: Curve, part: int) -> float:
     return math.fsum(losses) / len(losses) if losses and curve.whole else math.nan
 
 
-# Advice on serving follows: by answers of `infer`, from which context and below which batch to keep what low, and which
-# layers high. A gain that costs more than this share of perplexity on the answer's model is none.
+# Advice on serving follows: by answers of `infer`, from which context and below which batch to keep what low.
+# A gain that costs more than this share of perplexity on the answer's model is none.
 SPOILED = 0.01
-# Few layers are worth an exception if, with them high, at most this share of the mean KL is left.
-_SAVED = 0.5
 
 
 def serving_advice(answer: ServingAnswer) -> Iterator[Advice]:
     if answer.sweep is not None:
         yield from (_of_batches(answer, answer.sweep, gain) for gain in answer.sweep.gains)
     yield from (_of_contexts(answer, times) for times in answer.times if times.arm != answer.question.arms[0])
-    if answer.spared:
-        yield _of_layers(answer)
 
 
 def _serving(answer: ServingAnswer, rule: str, kind: AdviceKind, mode: str, words: str, recipe: str = "") -> Advice:
@@ -321,10 +316,9 @@ def _judged(answer: ServingAnswer, rule: str, arm: ServedArm, where: str, becaus
 def _of_batches(answer: ServingAnswer, sweep: BatchSweep, gain: BatchGain) -> Advice:
     product, faster = "its product of {} x {}".format(*sweep.layer), f"faster than in {_lead(answer)}"
     span = f"{sweep.rows[0]} to {sweep.rows[-1]} rows"
-    loses = f"; it loses most at {gain.worst} by {gain.cause}" if gain.cause else ""
     if gain.crossings:
         (rows, low, high, begins), last = gain.crossings[0], gain.crossings[-1]
-        place = f"{rows:.0f} [{low:.0f}, {high:.0f}]{loses}"
+        place = f"{rows:.0f} [{low:.0f}, {high:.0f}]"
         if not begins:
             where, because = f"below a batch of {low:.0f} rows", f"{product} is {faster} up to {place}"
         else:
@@ -334,7 +328,7 @@ def _of_batches(answer: ServingAnswer, sweep: BatchSweep, gain: BatchGain) -> Ad
     if gain.pays:
         return _judged(answer, "batch", gain.arm, f"at every batch of {span}", f"{product} is {faster}")
     sure = "surely " if gain.pays is None else ""
-    return _judged(answer, "batch", gain.arm, "", f"at no batch of {span} is {product} {sure}{faster}{loses}")
+    return _judged(answer, "batch", gain.arm, "", f"at no batch of {span} is {product} {sure}{faster}")
 
 
 def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
@@ -357,20 +351,6 @@ def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
     because = f"its decode step is {first} at a context of {low} and {last} at {high}"
     return _judged(answer, "context", times.arm, "", f"{because}, against {lead}")
-
-
-def _of_layers(answer: ServingAnswer) -> Advice:
-    what, (low, spared) = answer.question.check_layers, answer.spared
-    usual, *exceptions = str(getattr(spared[0], what)).split("@")
-    name = f"{what}={usual}"
-    layers = ", ".join(exception.partition("=")[0] for exception in exceptions)
-    figure = f"the mean KL is then {spared[1].kl:.1e} instead of {low[1].kl:.1e}"
-    called = {"kv": "KV", "weights": "weights"}[what]
-    if spared[1].kl <= _SAVED * low[1].kl:
-        words = f"keep {called} of layers {layers} high with {name}: {figure}"
-        return _serving(answer, "layers", AdviceKind.ROUTE, name, words, f"--arms {spared_word(answer)}")
-    words = f"leave no layer out of {name}, because no few carry it: with the worst ({layers}) high {figure}"
-    return _serving(answer, "layers", AdviceKind.NOTHING, name, words)
 
 
 # The checklist, in order.

@@ -168,15 +168,13 @@ def _served(task: QualityTask) -> tuple[Serve, Tensor, str]:
 
 
 def _decoder(config: GPTConfig, weight: Callable[[str], Tensor], arm: ServedArm, sizes: tuple[int, int]) -> Decoder:
-    formats = arm.weights_of(config.layers)
-
     def keep(name: str, matrix: Tensor) -> KeptWeight:
-        kept = formats[int(name.split(".")[1])] if name != "head" else arm.carrier
+        kept = arm.weight_format if name != "head" else arm.carrier
         if kept in DTYPES:
             return OwnWeight(matrix, PlainArithmetic(DTYPES[kept]))
         return kept_weight(matrix, kept, arm.low_inputs)
 
-    return Decoder(config, weight, keep, arm.kv_of(config.layers), DTYPES[arm.carrier], sizes)
+    return Decoder(config, weight, keep, arm.kv_format, DTYPES[arm.carrier], sizes)
 
 
 def _predicted(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:

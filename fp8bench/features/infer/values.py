@@ -13,11 +13,7 @@ from fp8bench.nn.served import (
     SERVED,
     WEIGHT_FORMATS,
     ServedArm,
-    ServedShape,
     StepBytes,
-    check_groups,
-    format_parser,
-    layer_formats,
     served_shape,
     step_bytes,
 )
@@ -31,21 +27,18 @@ LEAST_CONTEXTS = 4
 # What an arm with a format travels in, if it names no carrier.
 LOW_CARRIER = "bf16"
 _PARSERS = {
-    "kv": format_parser(KV_FORMATS), "weights": format_parser(WEIGHT_FORMATS), "carrier": one_of(*CARRIERS),
+    "kv": one_of(*KV_FORMATS), "weights": one_of(*WEIGHT_FORMATS), "carrier": one_of(*CARRIERS),
     "activations": one_of("high", "low"),
 }  # fmt: skip
 
 
 def arm_in_words(word: str) -> ServedArm:
-    """Parses 'bf16', 'kv=fp8' or 'kv=fp8@0-1=bf16+weights=int8'. Raises UsageError for anything else."""
+    """Parses 'bf16', 'kv=fp8' or 'kv=fp8+weights=int8'. Raises UsageError for anything else."""
     if word in CARRIERS:
         return ServedArm(word)
     arm = ServedArm(LOW_CARRIER)
     for part in word.split("+"):
         key, equals, value = part.partition("=")
-        if "@" in key:  # exceptions are also written kv@0-3=bf16
-            key, _, layers = key.partition("@")
-            value = f"{getattr(arm, key, '') or arm.carrier}@{layers}={value}"
         try:
             if not equals or not value or key not in _PARSERS:
                 raise ValueError(f"expected one of {', '.join(CARRIERS)}, or {', '.join(_PARSERS)} = a value")
@@ -66,11 +59,6 @@ def word_of(arm: ServedArm) -> str:
     return "+".join([*([] if arm.carrier == LOW_CARRIER else [f"carrier={arm.carrier}"]), *parts])
 
 
-def low_layer(arm: ServedArm, what: str) -> tuple[int, str]:
-    layer, _, low = str(getattr(arm, what)).partition("@")[2].partition("=")
-    return int(layer), low
-
-
 def dtype_of(arm: ServedArm) -> str:
     if not (arm.kv or arm.weights):
         return arm.carrier
@@ -81,13 +69,6 @@ def dtype_of(arm: ServedArm) -> str:
 
 def is_of(record: Record, arm: ServedArm) -> bool:
     return record.case.precision == precisions.canonical(dtype_of(arm))
-
-
-def check_arm(arm: ServedArm, shape: ServedShape) -> None:
-    """Raises UsageError for layers that the model lacks, or rows that a format cannot divide into groups."""
-    for word in (arm.kv, arm.weights):
-        layer_formats(word, shape.layers)
-    check_groups(shape, arm)
 
 
 @dataclass(frozen=True)
@@ -106,7 +87,6 @@ class ServingQuestion:
     seed: int = 0
     threads: int = 1
     device: str = ""
-    check_layers: str = ""
     batches: tuple[int, ...] = ()
     rollout: bool = False
 
@@ -128,10 +108,6 @@ class ServedModel:
     weights: str = ""
     arm: str = ""
     text: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def layers(self) -> int:
-        return served_shape(self.name).layers if self.config is None else self.config.layers
 
 
 @dataclass(frozen=True)
@@ -257,45 +233,36 @@ class ArmTimes:
 class BatchGain:
     """Up to how many rows an arm pays. `crossings` are (rows, low, high, whether it begins to pay there).
 
-    Without a crossing, `pays` says whether it pays at all, None where that is not sure. It loses most at `worst` rows,
-    by `cause` ('' if it surely loses nowhere). Below `computed` rows, reading the weight bounds the product.
+    Without a crossing, `pays` says whether it pays at all, None where that is not sure.
     """
 
     arm: ServedArm
     crossings: tuple[tuple[float, float, float, bool], ...]
     pays: bool | None
-    worst: int
-    cause: str
-    computed: float | None
 
 
 @dataclass(frozen=True)
 class BatchSweep:
-    """The gains of a layer's product over its rows. Past `bound` rows arithmetic bounds the reference's own product, so
-    that fewer bytes gain nothing; None without measured ceilings."""
+    """The gains of a layer's product over its rows."""
 
     layer: tuple[int, int]
     rows: tuple[int, ...]
     gains: tuple[BatchGain, ...]
-    bound: float | None
 
 
 @dataclass(frozen=True)
 class ServingAnswer:
-    """Everything that was measured. `layers` are arms with a single low layer, the worst first; `spared` are the arm
-    with all layers low and that with all but the worst. `experts` counts those that a step reads in a layer."""
+    """Everything that was measured. `experts` counts those that a step reads in a layer."""
 
     question: ServingQuestion
     device: str
     times: tuple[ArmTimes, ...]
     prompt: int
     quality: Quality | None
-    layers: tuple[tuple[ServedArm, ArmQuality], ...] = ()
     bandwidth: float | None = None
     runs: tuple[str, ...] = ()
     sweep: BatchSweep | None = None
     finished: bool = True
-    spared: tuple[tuple[ServedArm, ArmQuality], ...] = ()
     experts: float | None = None
 
     def moved(self, arm: ServedArm) -> StepBytes:
