@@ -302,8 +302,6 @@ class Decoder:
         shape = (sizes[0], config.key_heads, sizes[1], config.head_width)
         heads = [KeptHeads(kv, shape, carrier, device) for _ in range(2 * config.layers)]
         self.cache = list(zip(heads[::2], heads[1::2], strict=True))
-        # Called with each block's number and the stream behind it.
-        self.watch: Callable[[int, Tensor], None] | None = None
         # Whether `forward` finds the scales that stay, in a first prompt.
         self.calibrates = False
 
@@ -316,8 +314,6 @@ class Decoder:
         x = start_stream(x, self.carrier, self.around.get("residual"))
         for block in range(self.config.layers):
             x = self._block(x, block, at, phase)
-            if self.watch is not None:
-                self.watch(block, x)
         last = x if every else x[:, -1:]
         return cast_to(self._times(self._norm(last, "norm"), "head", phase), self.around.get("logits"))
 

@@ -112,7 +112,6 @@ class OwnDecoder:
         self.name, self.carrier, self.device = name, DTYPES[arm.carrier], device
         self.model = model.to(device, self.carrier).eval().requires_grad_(False)
         self.phase: Phases = SilentPhases()
-        self.watch: Callable[[int, Tensor], None] | None = None
         self.calibrates = False
         self._asks = inspect.signature(model.forward).parameters
         if _CACHE not in self._asks:
@@ -128,11 +127,6 @@ class OwnDecoder:
         self.kept: dict[str, KeptWeight] = {}
         self._keep_weights(arm)
         self._keep_keys(arm)
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        for number, block in enumerate(
-            next((module_list for module_list in lists if len(module_list) == len(self.cache.layers)), ())
-        ):
-            block.register_forward_hook(lambda module, given, out, number=number: self._watched(number, out))
 
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
         self.phase = phase
@@ -233,10 +227,6 @@ class OwnDecoder:
             return update(*both, *others, **named)
 
         return rounded
-
-    def _watched(self, number: int, out: Any) -> None:
-        if self.watch is not None:
-            self.watch(number, out if isinstance(out, Tensor) else out[0])
 
     def fill(self, end: int, generator: torch.Generator) -> None:
         for layer, pair in zip(self.cache.layers, self.heads, strict=True):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from functools import partial
 from pathlib import Path
@@ -80,8 +79,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--require-power", type=types.share, metavar="P", help=words)
     where = parser.add_argument_group("where")
     where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
-    words = "also write it there as Markdown; in a GitHub job it is under the job's summary anyway"
-    shared(where, "--md", help=words)
+    shared(where, "--md", help="also write it there as Markdown")
     words = "of a duel: also write a comment for a pull request there, 25 lines with one of six words"
     where.add_argument("--comment", type=types.path, metavar="PATH", help=words)
     shared(where, "--explain")
@@ -102,7 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.comment.write_text(text, encoding="utf-8", errors="backslashreplace")
         raise
     with write_outputs(result.files):
-        _summarise(result.files["--md"][1])
         say(render(result.page(), *stdout_look(arguments.explain)))
     return result.code
 
@@ -178,18 +175,6 @@ def _asked(file: Path) -> tuple[Request, int | None]:
     for name in idle:
         complain(f"{file}: {name} has no effect on a duel")
     return request, values.get("sessions")
-
-
-def _summarise(markdown: str) -> None:
-    """Writes below a GitHub job, if there is one. That it cannot be written is no reason to fail a build."""
-    path = os.environ.get("GITHUB_STEP_SUMMARY")
-    if not path:
-        return
-    try:
-        with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(markdown)
-    except OSError as error:
-        complain(f"the job's summary {path} could not be written ({error.strerror})")
 
 
 _FORM = "Expected lines of the form PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}, or FIGURE: ignore."

@@ -127,25 +127,15 @@ class QualityTask:
 class ArmQuality:
     """One arm's predictions against the reference's, on the same tokens.
 
-    `kl` is the mean over tokens, `kl_tail` its 99.9% quantile, `early` and `late` the means over the first and last
-    quarter of positions. `same_top` is the share of tokens with the reference's likeliest successor, `parts_at` the
-    first (text, position) with another. `streams` are relative errors of each layer's output, `log_perplexity` is ln of
-    the ratio of perplexities, `bits` are stored bits a parameter.
+    `kl` is the mean over tokens, `kl_tail` its 99.9% quantile. `same_top` is the share of tokens with the reference's
+    likeliest successor, `log_perplexity` is ln of the ratio of perplexities, `bits` are stored bits a parameter.
     """
 
     kl: float
     kl_tail: float
-    early: float
-    late: float
     same_top: float
-    parts_at: tuple[int, int] | None
-    streams: tuple[float, ...]
     log_perplexity: Interval
     bits: float
-
-    @property
-    def first_layer(self) -> int | None:
-        return next((layer for layer, error in enumerate(self.streams) if error > 0), None)
 
 
 @dataclass(frozen=True)

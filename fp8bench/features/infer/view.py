@@ -29,8 +29,8 @@ _LEGEND = (
     "W, kv: bytes that a step reads at the longest context, by count; of the embedding only its tokens' rows",
     "of copy: these bytes over TPOT, of the copy that was measured here; cached: above that, so a cache had them",
     "bits: of a parameter, counted from storage, embedding and head included, of the model that quality is read on",
-    "KL: of the reference's predictions from the arm's, mean and 99.9%; late: last over first quarter of positions",
-    "top: tokens with the same likeliest successor; parts: first layer, and text.token, at which something differs",
+    "KL: of the reference's predictions from the arm's, mean and 99.9% of tokens",
+    "top: tokens with the same likeliest successor",
     "1e3 ln ppl: of the ratio of perplexities, paired by token, 95% over texts; floor: another kernel",
     "J a token: of a step, over all tokens of its batch; of a prompt and of decoding apart",
     "rollout: tokens that an arm samples step by step; gap: their log-probability in the reference, less the arm's",
@@ -85,12 +85,12 @@ def _costs(answer: ServingAnswer) -> Table:
         part = moved[arm].total / seconds / answer.bandwidth
         return "cached" if part > 1 else units.percent(part, 0)
 
-    def by_quality(heading: str, show: Callable[[ArmQuality], str], number: bool = True) -> Col[ServedArm]:
+    def by_quality(heading: str, show: Callable[[ArmQuality], str]) -> Col[ServedArm]:
         def cell(arm: ServedArm) -> str | None:
             quality = answer.quality_of(arm)
             return None if quality is None else show(quality)
 
-        return Col(heading, cell, number=number)
+        return Col(heading, cell, number=True)
 
     def mebibytes(count: int) -> str:
         return f"{count / 2**20:.3g}"
@@ -103,9 +103,7 @@ def _costs(answer: ServingAnswer) -> Table:
         by_quality("bits", lambda quality: f"{quality.bits:.1f}"),
         by_quality("KL", lambda quality: _short(quality.kl, 1)),
         by_quality("99.9%", lambda quality: _short(quality.kl_tail, 0)),
-        by_quality("late", lambda quality: f"{quality.late / quality.early:.1f}x" if quality.early else "-"),
         by_quality("top", lambda quality: units.percent(quality.same_top)),
-        by_quality("parts", _parts, number=False),
         by_quality("1e3 ln ppl", _ratio),
     ]  # fmt: skip
     return table("costs", "", cols, answer.question.arms)
@@ -128,12 +126,6 @@ def _rollouts(answer: ServingAnswer, gaps: Sequence[RolloutGap]) -> Table:
     ]  # fmt: skip
     caption = f"{gaps[0].tokens} tokens of each, scored by {word_of(answer.question.arms[0])}"
     return table("rollouts", caption, cols, [*zip(answer.question.arms, gaps, strict=True)])
-
-
-def _parts(arm: ArmQuality) -> str:
-    """Names the first layer whose output differs, and the first token whose likeliest successor does."""
-    layer = units.NONE if arm.first_layer is None else f"L{arm.first_layer}"
-    return layer if arm.parts_at is None else f"{layer} {arm.parts_at[0]}.{arm.parts_at[1]}"
 
 
 def _short(value: float, digits: int) -> str:
@@ -287,8 +279,6 @@ def rows_of(answer: ServingAnswer) -> Rows:
             "break_even": crossing and crossing.at, "weight_bytes": moved.weights, "kv_bytes": moved.kv,
             "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail,
             "why": time.why, "kernel": time.kernel, "doubts": " ".join(time.doubts), **(swept or {}),
-            **{f"{end}_layer_error": quality.streams[place] if quality and quality.streams else None
-               for end, place in (("first", 0), ("last", -1))},
             "log_perplexity_ratio": quality and quality.log_perplexity.point,
         })  # fmt: skip
     names = dict.fromkeys(name for row in rows for name in row)

@@ -34,7 +34,7 @@ LEAD, INT8, FP8_KV = Arm("fp32"), Arm("bf16", "", "int8"), Arm("bf16", "fp8")
 
 def quality(kl: float, harm: float = 0.0) -> ArmQuality:
     ratio = Interval(harm, harm - 1e-3, harm + 1e-3, 0.95)
-    return ArmQuality(kl, 10 * kl, kl, kl, 0.99, (0, 3), (1e-3, 2e-3), ratio, 16.0)
+    return ArmQuality(kl, 10 * kl, 0.99, ratio, 16.0)
 
 
 def answer(**more: object) -> ServingAnswer:

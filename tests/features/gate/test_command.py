@@ -86,17 +86,6 @@ def test_what_it_would_find_may_be_required(tmp_path: Path, say: Say, times: flo
     assert JUnitXml.fromfile("out.xml").failures > 0
 
 
-def test_the_jobs_summary(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Appended to what is there; if it cannot be written, no build fails."""
-    history(store, 1.0, 1.5)
-    Path("summary.md").write_text("before\n")
-    for path in ("summary.md", "no/such/folder"):
-        monkeypatch.setenv("GITHUB_STEP_SUMMARY", path)
-        code, _, err = say(commit(0), commit(1), "--no-rerun")
-        assert code == 1 and ("summary" in err) == (path != "summary.md")
-    assert Path("summary.md").read_text().startswith("before\n# fp8bench gate: 1 regression")
-
-
 def test_thresholds_from_a_file(store: Path, say: Say) -> None:
     """Higher ones let it pass; a file whose rules fit nothing is refused, and no green file is left behind."""
     history(store, 1.0, 1.5)

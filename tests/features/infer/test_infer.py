@@ -176,14 +176,11 @@ def test_the_shipped_model_is_trained_and_its_text_held_out(found: Quality) -> N
 
 def test_quality_has_a_zero_a_floor_and_an_order(found: Quality) -> None:
     assert found.itself.kl == found.itself.kl_tail == 0 and found.itself.same_top == 1
-    assert found.itself.first_layer is None and found.itself.parts_at is None
     assert 0 < found.floor.kl < 1e-9
     bf16, fp8, fp8_token, nvfp4, int8, int4 = found.arms
     assert found.floor.kl < bf16.kl < int8.kl < int4.kl and bf16.kl < fp8_token.kl < fp8.kl * 1.05 < nvfp4.kl
-    assert all(arm.first_layer == 0 and arm.log_perplexity.low <= arm.log_perplexity.high for arm in found.arms)
+    assert all(arm.log_perplexity.low <= arm.log_perplexity.high for arm in found.arms)
     assert bf16.bits == 16.0 and int8.bits < 9.5 and int4.bits < 6
-    # The stream's error grows through the stack of layers, where keys and values are low.
-    assert list(fp8.streams) == sorted(fp8.streams)
 
 
 def test_kl_is_that_of_the_definition(found: Quality) -> None:
@@ -213,16 +210,13 @@ def test_arms_of_another_length_are_not_compared(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_no_number_is_said(found: Quality) -> None:
-    """And a model whose blocks are in no list has no errors by layer."""
-    bad = replace(found.arms[1], kl=math.nan, kl_tail=math.inf, streams=())
+    bad = replace(found.arms[1], kl=math.nan, kl_tail=math.inf)
     arms = Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8"), Arm("fp32", "fp8")
     some = replace(found, arms=(found.arms[0], bad, found.arms[0]))
     question = ServingQuestion("nano", arms, CONTEXTS, 1, True, 1024)
     answer = ServingAnswer(question, "cpu", tuple(map(ArmTimes, arms)), 128, some)
     text = render(page_of(answer), 200, False, False)
     assert "no finite number (kv=fp8)" in text and "carrier=fp32+kv=fp8" in text
-    _, rows = rows_of(answer)
-    assert rows[2]["first_layer_error"] is None and rows[1]["first_layer_error"] > 0
 
 
 def test_the_answer_fits_on_twenty_lines_and_names_what_matters(found: Quality) -> None:
