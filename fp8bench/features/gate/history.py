@@ -23,7 +23,7 @@ from fp8bench.features.gate.stored_runs import GateSource, duel_with, failed, me
 from fp8bench.jobs.history import all_changes, existing_store, read_history
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Run, Status, Trend
-from fp8bench.model.specs import COUNTS, PER, RATIOS, RELATIVE
+from fp8bench.model.specs import COUNTS, PER, RELATIVE
 from fp8bench.pipeline import AGAIN
 from fp8bench.report.panels import together
 from fp8bench.store.asv.identity import from_facts
@@ -119,8 +119,8 @@ def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]
         if change.state is ChangeState.OPEN and change.trend.series.metric not in _DERIVED
         and (place is None or history.is_of(change.trend, place))
     ]  # fmt: skip
-    relative = _with_relative(here, history)
-    judged = (change for change in here if change.trend.series.metric in RATIOS or not _settled(change.trend, relative))
+    relative = _with_relative(history)
+    judged = (change for change in here if not _settled(change.trend, relative))
     return {key_of(change.comparison): change for change in sorted(judged, key=_weight)}
 
 
@@ -133,8 +133,8 @@ def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
     latest = [(trend, max(every, key=lambda part: part.places[-1]).values) for trend, every in compared if every]
     finite = [(trend, values[abs(values) < math.inf]) for trend, values in latest]
     positive = [(trend, values) for trend, values in finite if len(values) and values.min() > 0]
-    relative = {_place(trend) for trend, _ in positive if trend.series.metric == RELATIVE}
-    judged = [pair for pair in positive if pair[0].series.metric == RELATIVE or not _settled(pair[0], relative)]
+    relative = _with_relative(history)
+    judged = [pair for pair in positive if not _settled(pair[0], relative)]
     for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
         value = float(values[-level.length :].mean() if level is not None else values.mean())
         yield Newest(replace(_unchanged(trend), before=value, after=value), level)
@@ -169,15 +169,10 @@ def _place(trend: Trend) -> tuple[object, ...]:
     return trend.series.workload, trend.cell, trend.machine.get("machine"), trend.python
 
 
-def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[object, ...]]:
-    suites = {change.trend.series.workload for change in changes if change.trend.series.unit == "seconds"}
-    if not suites:
-        return set()
-
-    def wanted(name: str) -> bool:
-        return f".track_{RELATIVE}(" in name and name.partition(".")[0] in suites
-
-    return {_place(trend) for trend in history.trends(wanted) if trend.measured}
+def _with_relative(history: History) -> set[tuple[object, ...]]:
+    """Returns the places that have a series of times relative to the reference's."""
+    lines = [line for line in history.lines.lines if line.trend.series.metric == RELATIVE]
+    return {_place(line.trend) for line in lines if history.lines.comparable(line)}
 
 
 def _second_looks(suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver) -> SecondLook:

@@ -128,7 +128,7 @@ _MOST_WARNED = 5
 
 def page_of(verdict: GateVerdict, every: bool = False) -> Page:
     """Shows what failed, what is worse, in doubt and better; the rest is counted. Of the smallest slow-downs that would
-    have been found it shows the largest, and with `every` all in a table."""
+    have been found it shows the worst, and with `every` all in a table."""
     parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
     if verdict.problem:
         tone = Tone.BAD if verdict.code != EXIT_OK else Tone.DOUBT

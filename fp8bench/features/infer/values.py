@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Interval, Record
 from fp8bench.nn.served import (
     CARRIERS,
-    KV_FORMATS,
+    OWN,
     SERVED,
-    WEIGHT_FORMATS,
     ServedArm,
     StepBytes,
+    arm_of,
     served_shape,
     step_bytes,
 )
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols.axes import one_of
 from fp8bench.registry import precisions
 from fp8bench.store.kept_lines import Log
 
@@ -26,28 +25,18 @@ from fp8bench.store.kept_lines import Log
 LEAST_CONTEXTS = 4
 # What an arm with a format travels in, if it names no carrier.
 LOW_CARRIER = "bf16"
-_PARSERS = {
-    "kv": one_of(*KV_FORMATS), "weights": one_of(*WEIGHT_FORMATS), "carrier": one_of(*CARRIERS),
-    "activations": one_of("high", "low"),
-}  # fmt: skip
 
 
 def arm_in_words(word: str) -> ServedArm:
     """Parses 'bf16', 'kv=fp8' or 'kv=fp8+weights=int8'. Raises UsageError for anything else."""
     if word in CARRIERS:
         return ServedArm(word)
-    arm = ServedArm(LOW_CARRIER)
-    for part in word.split("+"):
-        key, equals, value = part.partition("=")
-        try:
-            if not equals or not value or key not in _PARSERS:
-                raise ValueError(f"expected one of {', '.join(CARRIERS)}, or {', '.join(_PARSERS)} = a value")
-            _PARSERS[key](value)
-        except ValueError as error:
-            raise UsageError(f"--arms: {word!r} is no arm: {error}. Give kv=fp8+weights=int8, say.") from None
-        given = {"low_inputs": value == "low"} if key == "activations" else {key: value}
-        arm = replace(arm, **given)
-    return arm
+    try:
+        if any(not part.partition("=")[2] for part in word.split("+")):
+            raise UsageError(f"expected one of {', '.join(CARRIERS)}, or kv, weights, activations, carrier = a value.")
+        return arm_of({"kv": OWN, "weights": OWN}, precisions.get(f"{SERVED}:{word.replace('+', ':')}"))
+    except UsageError as error:
+        raise UsageError(f"--arms: {word!r} is no arm: {error} Give kv=fp8+weights=int8, say.") from None
 
 
 def word_of(arm: ServedArm) -> str:
@@ -60,11 +49,7 @@ def word_of(arm: ServedArm) -> str:
 
 
 def dtype_of(arm: ServedArm) -> str:
-    if not (arm.kv or arm.weights):
-        return arm.carrier
-    options = (("carrier", arm.carrier if arm.carrier != "bf16" else ""), ("kv", arm.kv), ("weights", arm.weights),
-               ("activations", "low" if arm.low_inputs else ""))  # fmt: skip
-    return ":".join([SERVED, *(f"{key}={value}" for key, value in options if value)])
+    return f"{SERVED}:{word_of(arm).replace('+', ':')}" if arm.kv or arm.weights else arm.carrier
 
 
 def is_of(record: Record, arm: ServedArm) -> bool:
