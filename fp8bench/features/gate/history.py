@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -177,55 +177,45 @@ def _with_relative(history: History) -> set[tuple[object, ...]]:
 
 def _second_looks(suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver) -> SecondLook:
     """Has each suspect measured as the newest run was asked that has its case."""
-    there = [_cases(run) for run in tonight]
-    by_run = together(
-        (next((number for number, cases in enumerate(there) if _cell(suspect) in cases), 0), suspect)
-        for suspect in suspects
-    )
-    return joined([
-        _second_look(some, tonight[number], there[number], store, observer) for number, some in by_run.items()
-    ])  # fmt: skip
+    looks: list[SecondLook] = []
+    remaining = list(suspects)
+    for run in tonight:
+        cases = {(record.case.workload, cell_of(record.case, run)): record.case.id for record in reversed(run.records)}
+        here = [(suspect, cases[_cell(suspect)]) for suspect in remaining if _cell(suspect) in cases]
+        remaining = [suspect for suspect in remaining if _cell(suspect) not in cases]
+        looks += _looks_of(here, run, store, observer)
+    if remaining:
+        looks.append(SecondLook({}, refused=f"run {tonight[0].id} does not have the case"))
+    return joined(looks)
 
 
-_CellKey = tuple[str, Cell | None]
-
-
-def _cases(run: Run) -> dict[_CellKey, str]:
-    return {(record.case.workload, cell_of(record.case, run)): record.case.id for record in reversed(run.records)}
-
-
-def _cell(suspect: Change) -> _CellKey:
+def _cell(suspect: Change) -> tuple[str, Cell | None]:
     return suspect.trend.series.workload, suspect.trend.cell
 
 
-def _second_look(
-    suspects: Sequence[Change], newest: Run, here: Mapping[_CellKey, str], store: Path, observer: JobObserver
-) -> SecondLook:
-    wanted = {key_of(suspect.comparison): _cell(suspect) for suspect in suspects}
-    cases = {key: here[cell] for key, cell in wanted.items() if cell in here}
-    comparisons: dict[Key, Comparison] = {}
-    how: list[str] = []
-    alone: list[Change] = []
-    by_commit = together(
-        (suspect.comparison.since, suspect) for suspect in suspects if key_of(suspect.comparison) in cases
-    )
-    for since, changes in by_commit.items():
-        named = [replace(change.comparison, case=cases[key_of(change.comparison)]) for change in changes]
-        look = duel_with(since, newest.request, store, named, observer)
+def _looks_of(
+    suspects: Sequence[tuple[Change, str]], run: Run, store: Path, observer: JobObserver
+) -> Iterator[SecondLook]:
+    """Duels each suspect, by its case in the run, with the commit before its step; measures it again if that fails."""
+    alone: list[tuple[Change, str]] = []
+    by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
+    for since, some in by_commit.items():
+        named = [replace(change.comparison, case=case) for change, case in some]
+        look = duel_with(since, run.request, store, named, observer)
         if look is None or look.refused:
-            alone += changes
+            alone += some
             continue
-        how.append(look.how)
-        for key in (key_of(change.comparison) for change in changes):
-            again = look.comparisons.get((cases[key], key[1]))
-            comparisons |= {key: replace(again, case=key[0])} if again is not None else {}
-    again_cases = {cases[key_of(change.comparison)] for change in alone}
-    again_run, refused = measured_again(newest, again_cases, store, observer) if alone else (None, "")
-    if again_run is not None:
-        how.append(f"measured again in run {again_run.id}")
-        values = {key_of(change.comparison): _new_value(change, again_run) for change in alone}
-        comparisons |= {key: value for key, value in values.items() if value is not None}
-    return SecondLook(comparisons, " and ".join(how), refused or f"run {newest.id} does not have the case")
+        figures = {key_of(change.comparison): look.comparisons.get((case, change.comparison.metric))
+                   for change, case in some}  # fmt: skip
+        yield SecondLook({key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}, look.how)
+    if not alone:
+        return
+    again, refused = measured_again(run, {case for _, case in alone}, store, observer)
+    if again is None:
+        yield SecondLook({}, refused=refused)
+        return
+    values = {key_of(change.comparison): _new_value(change, again) for change, _ in alone}
+    yield SecondLook({key: value for key, value in values.items() if value}, f"measured again in run {again.id}")
 
 
 def _new_value(change: Change, run: Run) -> Comparison | None:
