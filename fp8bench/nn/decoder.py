@@ -269,10 +269,10 @@ Keep = Callable[[str, Tensor], KeptWeight]
 
 
 class Decoder:
-    """A GPT with `weight(name)` for each name of its parameters; `kv` are the formats of its layers' caches."""
+    """A GPT with `weight(name)` for each name of its parameters; `kv` is the format of its cache."""
 
     def __init__(
-        self, config: GPTConfig, weight: Callable[[str], Tensor], keep: Keep, kv: list[str], carrier: torch.dtype,
+        self, config: GPTConfig, weight: Callable[[str], Tensor], keep: Keep, kv: str, carrier: torch.dtype,
         sizes: tuple[int, int], around: Mapping[str, Arithmetic] | None = None,
     ) -> None:  # fmt: skip
         """`sizes` are the number of sequences, and of positions in each sequence's cache."""
@@ -300,9 +300,8 @@ class Decoder:
         self.norms["norm"] = kept("norm.weight", "norm")
         self.layers["head"] = keep("head", weight("head.weight"))
         shape = (sizes[0], config.key_heads, sizes[1], config.head_width)
-        self.cache = [(KeptHeads(name, shape, carrier, device), KeptHeads(name, shape, carrier, device)) for name in kv]
-        # Called with each block's number and the stream behind it.
-        self.watch: Callable[[int, Tensor], None] | None = None
+        heads = [KeptHeads(kv, shape, carrier, device) for _ in range(2 * config.layers)]
+        self.cache = list(zip(heads[::2], heads[1::2], strict=True))
         # Whether `forward` finds the scales that stay, in a first prompt.
         self.calibrates = False
 
@@ -315,8 +314,6 @@ class Decoder:
         x = start_stream(x, self.carrier, self.around.get("residual"))
         for block in range(self.config.layers):
             x = self._block(x, block, at, phase)
-            if self.watch is not None:
-                self.watch(block, x)
         last = x if every else x[:, -1:]
         return cast_to(self._times(self._norm(last, "norm"), "head", phase), self.around.get("logits"))
 

@@ -103,7 +103,7 @@ def frozen_models(actor: GPT, config: GPTConfig, batch: int, kept: str, seed: in
         return kept_weight(weight, kept, False)
 
     def model(weight: Callable[[str], Tensor]) -> Decoder:
-        kv = ["fp32" if carrier is torch.float32 else "bf16"] * config.layers
+        kv = "fp32" if carrier is torch.float32 else "bf16"
         return Decoder(config, weight, keep, kv, carrier, (batch, config.sequence))
 
     with torch.no_grad():

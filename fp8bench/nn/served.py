@@ -1,13 +1,12 @@
 """Formats of a served model's weights, keys and values: by name, by bytes, and as arms of a comparison.
 
 No torch here: plans read it. An arm has a format for keys and values, one for the weights of its blocks, and the dtype
-of all else. The first two may differ by layer: `fp8@0-3=bf16` is fp8, and bf16 in the first four layers.
+of all else.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -18,7 +17,6 @@ from fp8bench.formats.recipes import MX, NVFP4, ROW, TENSOR, Scaling
 from fp8bench.model import DeviceFacts, Scalar, Support
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, feed_parts
 from fp8bench.protocols import Precision
-from fp8bench.protocols.axes import one_of
 
 SERVED, OWN = "served", "own"
 CARRIERS = {"fp32": 4, "bf16": 2}
@@ -67,7 +65,6 @@ WEIGHT_FORMATS: Mapping[str, KeptFormat] = {
 # torch's products for these on a CPU; both take bf16 activations.
 CPU_KERNELS = {"int8": "_weight_int8pack_mm", "int4": "_weight_int4pack_mm_for_cpu"}
 INT4_GROUPS = (128, 64, 32)
-_LAYERED = re.compile(r"(\d+)(?:-(\d+))?=([a-z0-9-]+)")
 
 
 def int4_format(columns: int) -> KeptFormat:
@@ -84,41 +81,13 @@ class ServedArm:
     weights: str = ""
     low_inputs: bool = False
 
-    def kv_of(self, layers: int) -> list[str]:
-        return layer_formats(self.kv or self.carrier, layers)
+    @property
+    def kv_format(self) -> str:
+        return self.kv or self.carrier
 
-    def weights_of(self, layers: int) -> list[str]:
-        return layer_formats(self.weights or self.carrier, layers)
-
-
-def format_parser(known: Mapping[str, KeptFormat], *others: str) -> Callable[[str], str]:
-    """A parser of a format, or of one of `others`, with exceptions by layer; '' is the carrier."""
-
-    def parse(text: str) -> str:
-        usual, *exceptions = text.split("@")
-        if text:
-            one_of(*others, *known)(usual)
-        for exception in exceptions:
-            match = _LAYERED.fullmatch(exception)
-            if match is None or int(match[2] or match[1]) < int(match[1]):
-                raise ValueError(f"expected LAYER=FORMAT or FIRST-LAST=FORMAT behind '@', not {exception!r}")
-            one_of(*known)(match[3])
-        return text
-
-    return parse
-
-
-def layer_formats(word: str, layers: int) -> list[str]:
-    usual, *exceptions = word.split("@")
-    formats = [usual] * layers
-    for exception in exceptions:
-        match = _LAYERED.fullmatch(exception)
-        assert match is not None
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last >= layers:
-            raise UsageError(f"{word!r} names layer {last}, and the model has layers 0 to {layers - 1}.")
-        formats[first : last + 1] = [match[3]] * (last + 1 - first)
-    return formats
+    @property
+    def weight_format(self) -> str:
+        return self.weights or self.carrier
 
 
 def arm_of(params: Mapping[str, Scalar], precision: Precision) -> ServedArm:
@@ -139,7 +108,6 @@ def served_support(params: Mapping[str, Scalar], precision: Precision, facts: De
     """Native only where nothing has to be restored before a product."""
     try:
         arm, shape = arm_of(params, precision), served_shape(str(params["size"]))
-        arm.kv_of(shape.layers)  # raises for layers that the model lacks
         check_groups(shape, arm)
     except UsageError as error:
         return hardware.refused(str(error))
@@ -159,24 +127,21 @@ def kept_support(precision: Precision, outputs: int, inputs: int, facts: DeviceF
 
 
 def _arm_support(arm: ServedArm, shape: ServedShape, precision: Precision, facts: DeviceFacts) -> Support:
-    kv, weights = set(arm.kv_of(shape.layers)), set(arm.weights_of(shape.layers))
+    weights = arm.weight_format
     if arm.carrier not in CARRIERS:
         return hardware.refused(f"a served model's values travel in {' or '.join(CARRIERS)}, not in {arm.carrier}")
     if precision.whole_layers or (precision.name != SERVED and precision.float32_products != "highest"):
         return hardware.refused(f"{precision.mode} has no weights that could be kept: choose another dtype")
-    if weights not in ({OWN}, {arm.carrier}) and precision.carried_by:
+    if weights not in (OWN, arm.carrier) and precision.carried_by:
         return hardware.refused(f"{precision.mode} keeps weights its own way: weights={arm.weights} is another")
-    support = hardware.native("torch's own products") if precision.name == SERVED else precision.support(facts)
-    wide = sorted(kv - {arm.carrier})
-    if wide:
-        return hardware.emulated(f"keys and values in {', '.join(wide)} are restored before torch's attention")
-    kept = sorted(weights - {arm.carrier, OWN})
-    if not kept:
-        return support
-    native = not facts.accelerated and arm.carrier == "bf16" and not arm.low_inputs and set(kept) <= set(CPU_KERNELS)
-    if native and not ("int4" in kept and any(outputs % 16 for _, outputs, _ in shape.kept)):
-        return hardware.native(f"torch's {', '.join(CPU_KERNELS[name] for name in kept)}")
-    return hardware.emulated(f"weights in {', '.join(kept)} are restored before they are multiplied")
+    if arm.kv_format != arm.carrier:
+        return hardware.emulated(f"keys and values in {arm.kv} are restored before torch's attention")
+    if weights in (OWN, arm.carrier):
+        return hardware.native("torch's own products") if precision.name == SERVED else precision.support(facts)
+    native = not facts.accelerated and arm.carrier == "bf16" and not arm.low_inputs and weights in CPU_KERNELS
+    if native and not (weights == "int4" and any(outputs % 16 for _, outputs, _ in shape.kept)):
+        return hardware.native(f"torch's {CPU_KERNELS[weights]}")
+    return hardware.emulated(f"weights in {weights} are restored before they are multiplied")
 
 
 ROUTER, EXPERTS = "mlp.router", ".experts."
@@ -245,16 +210,15 @@ class ServedShape:
 
 def check_groups(shape: ServedShape, arm: ServedArm) -> None:
     """Raises UsageError where rows of a weight cannot be divided into groups of int4, or no weight has a format."""
-    formats = arm.weights_of(shape.layers)
-    if not {*formats} <= {OWN, *CARRIERS} and not any(shape.kept):
+    if arm.weight_format not in (OWN, *CARRIERS) and not any(shape.kept):
         raise UsageError(
             f"weights={arm.weights} changes nothing: no linear layer of the model is in a numbered block. Leave it out."
         )
     for layer, _, inputs in shape.kept:
-        if formats[layer] == "int4" and inputs % INT4_GROUPS[-1]:
+        if arm.weights == "int4" and inputs % INT4_GROUPS[-1]:
             raise UsageError(
                 f"weights=int4 shares scales in groups of {INT4_GROUPS[-1]} or more, and rows of a weight of layer "
-                f"{layer} have {inputs} numbers. Choose int8, or leave the layer out: int4@{layer}=bf16."
+                f"{layer} have {inputs} numbers. Choose int8."
             )
 
 
@@ -293,20 +257,19 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
     layer, by default the expected one."""
     wide, weights = CARRIERS[arm.carrier], 0.0
     read = (model.chosen(batch) if experts is None else experts) / model.experts if model.experts else 1.0
-    formats = arm.weights_of(model.layers)
+    kept = arm.weight_format
     for name, shape in model.shapes:
-        part, *path = name.split(".")
+        part = name.partition(".")[0]
         if part in ("embedding", "positions"):
             weights += (batch if part == "embedding" else 1) * shape[-1] * wide
         elif part == "blocks" and len(shape) == 2 and not name.endswith(ROUTER):
-            kept = formats[int(path[0])]
             stored = (int4_format(shape[1]) if kept == "int4" else WEIGHT_FORMATS[kept]).bytes(*shape)
             weights += stored * (read if EXPERTS in name else 1)
         else:
             weights += prod(shape) * wide
     rows = batch * model.key_heads * context
-    kv = sum(2 * KV_FORMATS[name].bytes(rows, model.head_width, model.key_heads) for name in arm.kv_of(model.layers))
-    return StepBytes(round(weights), kv)
+    heads = KV_FORMATS[arm.kv_format].bytes(rows, model.head_width, model.key_heads)
+    return StepBytes(round(weights), 2 * model.layers * heads)
 
 
 def served_memory(model: ServedShape, batch: int, context: int) -> float:

@@ -112,7 +112,6 @@ class OwnDecoder:
         self.name, self.carrier, self.device = name, DTYPES[arm.carrier], device
         self.model = model.to(device, self.carrier).eval().requires_grad_(False)
         self.phase: Phases = SilentPhases()
-        self.watch: Callable[[int, Tensor], None] | None = None
         self.calibrates = False
         self._asks = inspect.signature(model.forward).parameters
         if _CACHE not in self._asks:
@@ -128,11 +127,6 @@ class OwnDecoder:
         self.kept: dict[str, KeptWeight] = {}
         self._keep_weights(arm)
         self._keep_keys(arm)
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        for number, block in enumerate(
-            next((module_list for module_list in lists if len(module_list) == len(self.cache.layers)), ())
-        ):
-            block.register_forward_hook(lambda module, given, out, number=number: self._watched(number, out))
 
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
         self.phase = phase
@@ -179,10 +173,9 @@ class OwnDecoder:
         return vocabulary
 
     def _keep_weights(self, arm: ServedArm) -> None:
-        formats = arm.weights_of(len(self.cache.layers))
         for held in self.held:
-            layer, module = self.layer_of(held), held.module
-            format_of = formats[layer] if layer is not None else arm.carrier
+            module = held.module
+            format_of = arm.carrier if self.layer_of(held) is None else arm.weight_format
             if format_of in DTYPES:
                 vars(module)["forward"] = self._product(module.forward)
                 continue
@@ -216,9 +209,9 @@ class OwnDecoder:
 
     def _keep_keys(self, arm: ServedArm) -> None:
         self.heads: list[tuple[KeptHeads, KeptHeads]] = []
-        for kept, layer in zip(arm.kv_of(len(self.cache.layers)), self.cache.layers, strict=True):
+        for layer in self.cache.layers:
             shapes = (*layer.keys.shape,), (*layer.values.shape,)
-            keys, values = (KeptHeads(kept, shape, self.carrier, self.device) for shape in shapes)
+            keys, values = (KeptHeads(arm.kv_format, shape, self.carrier, self.device) for shape in shapes)
             self.heads.append((keys, values))
             if keys.restores:
                 layer.update = self._rounded(layer.update, (keys, values))
@@ -234,10 +227,6 @@ class OwnDecoder:
             return update(*both, *others, **named)
 
         return rounded
-
-    def _watched(self, number: int, out: Any) -> None:
-        if self.watch is not None:
-            self.watch(number, out if isinstance(out, Tensor) else out[0])
 
     def fill(self, end: int, generator: torch.Generator) -> None:
         for layer, pair in zip(self.cache.layers, self.heads, strict=True):
@@ -385,11 +374,10 @@ def _decoder(
     if not config.modern:
         config = replace(config, sequence=sizes[1])
     named = {layer.name: layer for layer in layers}
-    formats = arm.weights_of(config.layers)
 
     def keep(name: str, weight: Tensor) -> KeptWeight:
         layer = named[name]
-        kept = OWN if layer.high else formats[int(name.split(".")[1])]
+        kept = OWN if layer.high else arm.weight_format
         if kept in (OWN, *DTYPES) or key_of(layer, setup.layers) is not None:
             plain = kept in DTYPES and kept != arm.carrier
             return OwnWeight(weight, PlainArithmetic(DTYPES[kept]) if plain else setup.layer(layer))
@@ -397,7 +385,7 @@ def _decoder(
 
     weights = drawn_weights(served_shapes(config), setup.seed, setup.facts.key)
     around = setup.around(gpt_around(config.layers))
-    return Decoder(config, weights, keep, arm.kv_of(config.layers), DTYPES[arm.carrier], sizes, around)
+    return Decoder(config, weights, keep, arm.kv_format, DTYPES[arm.carrier], sizes, around)
 
 
 def logits_error(

@@ -17,9 +17,7 @@ from fp8bench.nn.served import (
     WEIGHT_FORMATS,
     ServedArm,
     arm_of,
-    format_parser,
     forward_flops,
-    layer_formats,
     served_memory,
     served_shape,
     served_support,
@@ -234,8 +232,8 @@ class ServedWorkload(Workload):
             Axis("batch", "sequences that are served together", ("1",), whole_number(high=1 << 14)),
             Axis("context", self.context_words, (context,), whole_number(high=1 << 20)),
             *(
-                Axis(name, f"what {what} are kept in: {', '.join(known)}, as in {list(known)[2]}@0-3=bf16 by layer; "
-                     f"{OWN}: as the dtype says", (OWN,), format_parser(known, OWN))
+                Axis(name, f"what {what} are kept in: {', '.join(known)}; {OWN}: as the dtype says", (OWN,),
+                     one_of(OWN, *known))
                 for name, what, known in formats
             ),
         )  # fmt: skip
@@ -245,8 +243,6 @@ class ServedWorkload(Workload):
         model = served_shape(size)
         if context > model.sequence:
             raise UsageError(f"context={context} is too long: {size} has positions for {model.sequence}. Choose less.")
-        for axis in ("kv", "weights"):
-            layer_formats(str(params[axis]), model.layers)
         return super().expand(params)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from fp8bench.formats import hardware
 from fp8bench.formats.hardware import is_nvidia, refused
 from fp8bench.model import DeviceFacts, Support
-from fp8bench.nn.served import CARRIERS, KV_FORMATS, SERVED, WEIGHT_FORMATS, format_parser
+from fp8bench.nn.served import CARRIERS, KV_FORMATS, SERVED, WEIGHT_FORMATS
 from fp8bench.nn.shared_precisions import PlainPrecision
 from fp8bench.protocols import Arithmetic, Precision
 from fp8bench.protocols.axes import Option, one_of
@@ -74,6 +76,12 @@ class AccelerateFp8(PlainPrecision):
         return hardware.emulated("torchao's layers by Accelerate, on torch's CPU kernels: a CPU has no FP8 units")
 
 
+def _format_of(known: Collection[str]) -> Callable[[str], str]:
+    """Returns a parser of a format's name; '' is the carrier."""
+    parse = one_of(*known)
+    return lambda text: parse(text) if text else ""
+
+
 @precisions.register(SERVED)
 class Served(Precision):
     """An arm of inference: formats of the cache and the weights; everything else is in the carrier."""
@@ -84,8 +92,8 @@ class Served(Precision):
     listed = False
     options = (
         Option("carrier", f"what all else is in: {', '.join(CARRIERS)}", "bf16", one_of(*CARRIERS)),
-        Option("kv", "the format of keys and values", "", format_parser(KV_FORMATS)),
-        Option("weights", "the format of the blocks' weights", "", format_parser(WEIGHT_FORMATS)),
+        Option("kv", "the format of keys and values", "", _format_of(KV_FORMATS)),
+        Option("weights", "the format of the blocks' weights", "", _format_of(WEIGHT_FORMATS)),
         Option("activations", "low: inputs of those layers are rounded to their weights' format too", "high",
                one_of("high", "low")),
     )  # fmt: skip

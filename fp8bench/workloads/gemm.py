@@ -292,7 +292,7 @@ def _kept(setup: Setup, b: Tensor) -> KeptWeight | None:
     if mode.name != SERVED:
         return None
     arm = arm_of({"kv": OWN, "weights": OWN}, mode)
-    (word,) = arm.weights_of(1)
+    word = arm.weight_format
     return None if word in CARRIERS else kept_weight(b, word, arm.low_inputs)
 
 

@@ -179,9 +179,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "gate-commits.txt": Document("gate 0000000b 0000000c --no-rerun --require-power 80%", "history"),
     "gate-commits.md": Document("gate 0000000b 0000000c --no-rerun --md gate-commits.md", "history"),
     "gate-commits.xml": Document("gate 0000000b 0000000c --no-rerun --junit gate-commits.xml", "history"),
-    "gate-commits.json": Document(
-        "gate 0000000b 0000000c --no-rerun --benchmark-json gate-commits.json", "history"
-    ),
     "gate-thresholds.txt": Document("gate 0000000b 0000000c --no-rerun --thresholds thresholds.yaml", "history"),
     "gate-duel.txt": Document("gate --duel d8d9759e --no-rerun --explain"),
     "gate-duel.xml": Document("gate --duel d8d9759e --no-rerun --junit gate-duel.xml"),
@@ -390,10 +387,9 @@ def a_place(folder: Path, document: Document) -> Iterator[None]:
         "HOME": str(folder), "LANGUAGE": "C", "FP8BENCH_QUANTISERS": "eager", "FP8BENCH_CEILINGS": "off",
         "FP8BENCH_TAPE": "off", "FP8BENCH_WARM_UP": "off",
     }  # fmt: skip
-    with contextlib.chdir(folder), mock.patch.dict(os.environ, facts), mock.patch.object(sys, "path", list(sys.path)):
-        os.environ.pop("GITHUB_STEP_SUMMARY", None)  # the gate would write there
-        with answered(document.value):
-            yield
+    path = mock.patch.object(sys, "path", list(sys.path))
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, facts), path, answered(document.value):
+        yield
 
 
 def told(words: Sequence[str]) -> str:

@@ -52,7 +52,7 @@ def model_of(
         return OwnWeight(weight, plain) if own else kept_weight(weight, weights, False)
 
     drawn = drawn_weights(served_shapes(config), 3, "cpu")
-    return Decoder(config, drawn, keep, [kv] * config.layers, carrier, (batch, config.sequence))
+    return Decoder(config, drawn, keep, kv, carrier, (batch, config.sequence))
 
 
 def norm(x: Array, modern: bool) -> Array:
@@ -290,7 +290,7 @@ def test_bytes_are_those_of_a_hand_count() -> None:
     assert step_bytes(llama, Arm("bf16", "fp8"), 3, eight).kv == 65_536 * eight * 3
     assert step_bytes(llama, Arm("bf16", "fp8-token"), 3, eight).kv == (65_536 + 2 * 32 * 8 * 4) * eight * 3
     assert step_bytes(llama, Arm("bf16", "nvfp4"), 1, eight).kv == 2 * 32 * (8 * eight * (64 + 8) + 4)
-    assert step_bytes(llama, Arm("bf16", "mxfp4@0-3=bf16"), 1, eight).kv == 2 * 8 * eight * (28 * (64 + 4) + 4 * 256)
+    assert step_bytes(llama, Arm("bf16", "mxfp4"), 1, eight).kv == 2 * 8 * eight * 32 * (64 + 4)
     rows = 6144 + 4096 + 28672 + 4096
     assert step_bytes(llama, Arm("bf16", "", "int8"), 3, 1).weights == 2 * others + 32 * (block + 2 * rows)
     assert step_bytes(llama, Arm("bf16", "", "int4"), 3, 1).weights == 2 * others + 32 * (block // 2 + block // 32)

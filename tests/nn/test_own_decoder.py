@@ -33,7 +33,7 @@ def plainly_served(arm: Arm) -> Decoder:
         return kept_weight(weight, arm.weights, False)
 
     drawn = drawn_weights(served_shapes(CONFIG), 3, "cpu")
-    return Decoder(CONFIG, drawn, keep, arm.kv_of(LAYERS), torch.float32, (2, 16))
+    return Decoder(CONFIG, drawn, keep, arm.kv_format, torch.float32, (2, 16))
 
 
 def of_the_same_weights() -> nn.Module:

@@ -230,10 +230,6 @@ class PieceLevel(NamedTuple):
     freedom: int
     length: int
 
-    def longer(self, values: int) -> PieceLevel:
-        """Adds so many values to the level."""
-        return self._replace(freedom=self.freedom + values, length=self.length + values)
-
 
 def newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
     """Returns None for a series that is too short for a step."""

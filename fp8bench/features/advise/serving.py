@@ -1,5 +1,4 @@
-"""Advice on serving, by answers of `infer`: from which context and below which batch to keep what low, and which layers
-high."""
+"""Advice on serving, by answers of `infer`: from which context and below which batch to keep what low."""
 
 from __future__ import annotations
 
@@ -9,21 +8,16 @@ from collections.abc import Iterator
 from fp8bench import units
 from fp8bench.features.advise.values import Advice, AdviceKind, Ground
 from fp8bench.features.infer.values import ArmTimes, BatchGain, BatchSweep, ServingAnswer, word_of
-from fp8bench.features.infer.view import spared_word
 from fp8bench.nn.served import ServedArm
 
 # A gain that costs more than this share of perplexity on the answer's model is none.
 SPOILED = 0.01
-# Few layers are worth an exception if, with them high, at most this share of the mean KL is left.
-_SAVED = 0.5
 
 
 def serving_advice(answer: ServingAnswer) -> Iterator[Advice]:
     if answer.sweep is not None:
         yield from (_of_batches(answer, answer.sweep, gain) for gain in answer.sweep.gains)
     yield from (_of_contexts(answer, times) for times in answer.times if times.arm != answer.question.arms[0])
-    if answer.spared:
-        yield _of_layers(answer)
 
 
 def _serving(answer: ServingAnswer, rule: str, kind: AdviceKind, mode: str, words: str, recipe: str = "") -> Advice:
@@ -60,10 +54,9 @@ def _judged(answer: ServingAnswer, rule: str, arm: ServedArm, where: str, becaus
 def _of_batches(answer: ServingAnswer, sweep: BatchSweep, gain: BatchGain) -> Advice:
     product, faster = "its product of {} x {}".format(*sweep.layer), f"faster than in {_lead(answer)}"
     span = f"{sweep.rows[0]} to {sweep.rows[-1]} rows"
-    loses = f"; it loses most at {gain.worst} by {gain.cause}" if gain.cause else ""
     if gain.crossings:
         (rows, low, high, begins), last = gain.crossings[0], gain.crossings[-1]
-        place = f"{rows:.0f} [{low:.0f}, {high:.0f}]{loses}"
+        place = f"{rows:.0f} [{low:.0f}, {high:.0f}]"
         if not begins:
             where, because = f"below a batch of {low:.0f} rows", f"{product} is {faster} up to {place}"
         else:
@@ -73,7 +66,7 @@ def _of_batches(answer: ServingAnswer, sweep: BatchSweep, gain: BatchGain) -> Ad
     if gain.pays:
         return _judged(answer, "batch", gain.arm, f"at every batch of {span}", f"{product} is {faster}")
     sure = "surely " if gain.pays is None else ""
-    return _judged(answer, "batch", gain.arm, "", f"at no batch of {span} is {product} {sure}{faster}{loses}")
+    return _judged(answer, "batch", gain.arm, "", f"at no batch of {span} is {product} {sure}{faster}")
 
 
 def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
@@ -96,17 +89,3 @@ def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
     because = f"its decode step is {first} at a context of {low} and {last} at {high}"
     return _judged(answer, "context", times.arm, "", f"{because}, against {lead}")
-
-
-def _of_layers(answer: ServingAnswer) -> Advice:
-    what, (low, spared) = answer.question.check_layers, answer.spared
-    usual, *exceptions = str(getattr(spared[0], what)).split("@")
-    name = f"{what}={usual}"
-    layers = ", ".join(exception.partition("=")[0] for exception in exceptions)
-    figure = f"the mean KL is then {spared[1].kl:.1e} instead of {low[1].kl:.1e}"
-    called = {"kv": "KV", "weights": "weights"}[what]
-    if spared[1].kl <= _SAVED * low[1].kl:
-        words = f"keep {called} of layers {layers} high with {name}: {figure}"
-        return _serving(answer, "layers", AdviceKind.ROUTE, name, words, f"--arms {spared_word(answer)}")
-    words = f"leave no layer out of {name}, because no few carry it: with the worst ({layers}) high {figure}"
-    return _serving(answer, "layers", AdviceKind.NOTHING, name, words)

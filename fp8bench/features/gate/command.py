@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from functools import partial
 from pathlib import Path
@@ -75,17 +74,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--thresholds", type=types.path, metavar="FILE", help=words)
     words = "measure nothing: what is suspected of 10%% or more fails unconfirmed"
     how.add_argument("--no-rerun", dest="rerun", action="store_false", help=words)
-    words = "end with 4 where a slow-down as large as its threshold is seen in fewer builds than these, as 80%% or 0.8"
+    words = "end with 4 where the smallest slow-down found in this share of builds, 80%% say, exceeds the threshold"
     how.add_argument("--require-power", type=types.share, metavar="P", help=words)
     where = parser.add_argument_group("where")
     where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
-    words = "also write it there as Markdown; in a GitHub job it is under the job's summary anyway"
-    shared(where, "--md", help=words)
+    shared(where, "--md", help="also write it there as Markdown")
     words = "of a duel: also write a comment for a pull request there, 25 lines with one of six words"
     where.add_argument("--comment", type=types.path, metavar="PATH", help=words)
     shared(where, "--explain")
-    words = "also write what was measured there, as github-action-benchmark's customSmallerIsBetter"
-    where.add_argument("--benchmark-json", type=types.path, metavar="PATH", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,7 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.comment.write_text(text, encoding="utf-8", errors="backslashreplace")
         raise
     with write_outputs(result.files):
-        _summarise(result.files["--md"][1])
         say(render(result.page(), *stdout_look(arguments.explain)))
     return result.code
 
@@ -111,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.gate.history import of_history
     from fp8bench.features.gate.stored_runs import judged, of_duel, of_revision, of_sides
-    from fp8bench.features.gate.view import WORDS, as_junit, as_trend, comment, page_of, review
+    from fp8bench.features.gate.view import WORDS, as_junit, comment, page_of, review
 
     _check(arguments)
     rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
@@ -137,7 +132,6 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     files = {
         "--junit": (arguments.junit, as_junit(verdict)),
         "--md": (arguments.md, markdown.render(page_of(verdict, every=True))),
-        "--benchmark-json": (arguments.benchmark_json, as_trend(verdict.judged, verdict.sights)),
         "--comment": (arguments.comment, text),
     }
     return CommandResult(verdict, partial(page_of, verdict), partial(encode, verdict), code=code, files=files)
@@ -157,8 +151,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError("--against and --config go together: a commit, and a file that says what is measured.")
     if arguments.comment is not None and arguments.against is None and arguments.duel is None:
         raise UsageError("--comment is of a duel. Give --against REV with --config FILE, or --duel DUEL.")
-    check_files({f"--{name}": getattr(arguments, name.replace("-", "_"))
-                 for name in ("comment", "junit", "md", "benchmark-json")})  # fmt: skip
+    check_files({f"--{name}": getattr(arguments, name) for name in ("comment", "junit", "md")})
 
 
 # Options of a suite that have no effect on a duel.
@@ -181,18 +174,6 @@ def _asked(file: Path) -> tuple[Request, int | None]:
     for name in idle:
         complain(f"{file}: {name} has no effect on a duel")
     return request, arguments.sessions.runs if "sessions" in values else None
-
-
-def _summarise(markdown: str) -> None:
-    """Writes below a GitHub job, if there is one. That it cannot be written is no reason to fail a build."""
-    path = os.environ.get("GITHUB_STEP_SUMMARY")
-    if not path:
-        return
-    try:
-        with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(markdown)
-    except OSError as error:
-        complain(f"the job's summary {path} could not be written ({error.strerror})")
 
 
 _FORM = "thresholds, in lines like `PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}`, or `FIGURE: ignore`"

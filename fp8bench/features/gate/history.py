@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from fp8bench.features.gate.stored_runs import GateSource, duel_with, failed, me
 from fp8bench.jobs.history import all_changes, existing_store, read_history
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Run, Status, Trend
-from fp8bench.model.specs import COUNTS, PER, RATIOS, RELATIVE
+from fp8bench.model.specs import COUNTS, PER, RELATIVE
 from fp8bench.pipeline import AGAIN
 from fp8bench.report.panels import together
 from fp8bench.store.asv.identity import from_facts
@@ -119,8 +119,8 @@ def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]
         if change.state is ChangeState.OPEN and change.trend.series.metric not in _DERIVED
         and (place is None or history.is_of(change.trend, place))
     ]  # fmt: skip
-    relative = _with_relative(here, history)
-    judged = (change for change in here if change.trend.series.metric in RATIOS or not _settled(change.trend, relative))
+    relative = _with_relative(history)
+    judged = (change for change in here if not _settled(change.trend, relative))
     return {key_of(change.comparison): change for change in sorted(judged, key=_weight)}
 
 
@@ -133,11 +133,11 @@ def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
     latest = [(trend, max(every, key=lambda part: part.places[-1]).values) for trend, every in compared if every]
     finite = [(trend, values[abs(values) < math.inf]) for trend, values in latest]
     positive = [(trend, values) for trend, values in finite if len(values) and values.min() > 0]
-    relative = {_place(trend) for trend, _ in positive if trend.series.metric == RELATIVE}
-    judged = [pair for pair in positive if pair[0].series.metric == RELATIVE or not _settled(pair[0], relative)]
+    relative = _with_relative(history)
+    judged = [pair for pair in positive if not _settled(pair[0], relative)]
     for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
         value = float(values[-level.length :].mean() if level is not None else values.mean())
-        yield Newest(replace(_unchanged(trend), before=value, after=value), level, len(values))
+        yield Newest(replace(_unchanged(trend), before=value, after=value), level)
 
 
 def _unchanged(trend: Trend) -> Comparison:
@@ -169,68 +169,53 @@ def _place(trend: Trend) -> tuple[object, ...]:
     return trend.series.workload, trend.cell, trend.machine.get("machine"), trend.python
 
 
-def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[object, ...]]:
-    suites = {change.trend.series.workload for change in changes if change.trend.series.unit == "seconds"}
-    if not suites:
-        return set()
-
-    def wanted(name: str) -> bool:
-        return f".track_{RELATIVE}(" in name and name.partition(".")[0] in suites
-
-    return {_place(trend) for trend in history.trends(wanted) if trend.measured}
+def _with_relative(history: History) -> set[tuple[object, ...]]:
+    """Returns the places that have a series of times relative to the reference's."""
+    lines = [line for line in history.lines.lines if line.trend.series.metric == RELATIVE]
+    return {_place(line.trend) for line in lines if history.lines.comparable(line)}
 
 
 def _second_looks(suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver) -> SecondLook:
     """Has each suspect measured as the newest run was asked that has its case."""
-    there = [_cases(run) for run in tonight]
-    by_run = together(
-        (next((number for number, cases in enumerate(there) if _cell(suspect) in cases), 0), suspect)
-        for suspect in suspects
-    )
-    return joined([
-        _second_look(some, tonight[number], there[number], store, observer) for number, some in by_run.items()
-    ])  # fmt: skip
+    looks: list[SecondLook] = []
+    remaining = list(suspects)
+    for run in tonight:
+        cases = {(record.case.workload, cell_of(record.case, run)): record.case.id for record in reversed(run.records)}
+        here = [(suspect, cases[_cell(suspect)]) for suspect in remaining if _cell(suspect) in cases]
+        remaining = [suspect for suspect in remaining if _cell(suspect) not in cases]
+        looks += _looks_of(here, run, store, observer)
+    if remaining:
+        looks.append(SecondLook({}, refused=f"run {tonight[0].id} does not have the case"))
+    return joined(looks)
 
 
-_CellKey = tuple[str, Cell | None]
-
-
-def _cases(run: Run) -> dict[_CellKey, str]:
-    return {(record.case.workload, cell_of(record.case, run)): record.case.id for record in reversed(run.records)}
-
-
-def _cell(suspect: Change) -> _CellKey:
+def _cell(suspect: Change) -> tuple[str, Cell | None]:
     return suspect.trend.series.workload, suspect.trend.cell
 
 
-def _second_look(
-    suspects: Sequence[Change], newest: Run, here: Mapping[_CellKey, str], store: Path, observer: JobObserver
-) -> SecondLook:
-    wanted = {key_of(suspect.comparison): _cell(suspect) for suspect in suspects}
-    cases = {key: here[cell] for key, cell in wanted.items() if cell in here}
-    comparisons: dict[Key, Comparison] = {}
-    how: list[str] = []
-    alone: list[Change] = []
-    by_commit = together(
-        (suspect.comparison.since, suspect) for suspect in suspects if key_of(suspect.comparison) in cases
-    )
-    for since, changes in by_commit.items():
-        named = [replace(change.comparison, case=cases[key_of(change.comparison)]) for change in changes]
-        look = duel_with(since, newest.request, store, named, observer)
+def _looks_of(
+    suspects: Sequence[tuple[Change, str]], run: Run, store: Path, observer: JobObserver
+) -> Iterator[SecondLook]:
+    """Duels each suspect, by its case in the run, with the commit before its step; measures it again if that fails."""
+    alone: list[tuple[Change, str]] = []
+    by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
+    for since, some in by_commit.items():
+        named = [replace(change.comparison, case=case) for change, case in some]
+        look = duel_with(since, run.request, store, named, observer)
         if look is None or look.refused:
-            alone += changes
+            alone += some
             continue
-        how.append(look.how)
-        for key in (key_of(change.comparison) for change in changes):
-            again = look.comparisons.get((cases[key], key[1]))
-            comparisons |= {key: replace(again, case=key[0])} if again is not None else {}
-    again_cases = {cases[key_of(change.comparison)] for change in alone}
-    again_run, refused = measured_again(newest, again_cases, store, observer) if alone else (None, "")
-    if again_run is not None:
-        how.append(f"measured again in run {again_run.id}")
-        values = {key_of(change.comparison): _new_value(change, again_run) for change in alone}
-        comparisons |= {key: value for key, value in values.items() if value is not None}
-    return SecondLook(comparisons, " and ".join(how), refused or f"run {newest.id} does not have the case")
+        figures = {key_of(change.comparison): look.comparisons.get((case, change.comparison.metric))
+                   for change, case in some}  # fmt: skip
+        yield SecondLook({key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}, look.how)
+    if not alone:
+        return
+    again, refused = measured_again(run, {case for _, case in alone}, store, observer)
+    if again is None:
+        yield SecondLook({}, refused=refused)
+        return
+    values = {key_of(change.comparison): _new_value(change, again) for change, _ in alone}
+    yield SecondLook({key: value for key, value in values.items() if value}, f"measured again in run {again.id}")
 
 
 def _new_value(change: Change, run: Run) -> Comparison | None:

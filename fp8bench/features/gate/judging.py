@@ -266,43 +266,38 @@ def _settled(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigu
 
 # The default share of builds in which a slow-down has to be found.
 USUAL_POWER = 0.8
-# From so many nights on, a history that cannot see its threshold no longer counts as young.
+# With fewer nights at its present level a series may miss its threshold: it is young.
 NIGHTS = 14
 
 
 @dataclass(frozen=True)
 class Sight:
-    """How small a slow-down of one figure would have been found, as a share: 0.05 is 5% slower.
+    """The smallest slow-down of one figure that both looks would have found, as a share: 0.05 is 5% slower.
 
-    `seen` would have been told from chance in both looks, `fails` would also have exceeded its threshold; each in
-    `Sights.power` of builds, math.inf if none would. `threshold` is the least that may fail. `unknown` says why the
-    noise is not known: then both are lower bounds. A history has `nights` so far, and after `missing` more would see
-    its threshold; None if it never will.
+    It is math.inf if none would have been found. `threshold` is the least that may fail. `unknown` says why the noise
+    is not known: then `smallest` is a lower bound. `nights` counts those of a history since its last step.
     """
 
     case: str
     metric: str
     threshold: float
-    seen: float
-    fails: float
+    smallest: float
     unknown: str = ""
     nights: int | None = None
-    missing: int | None = None
 
     @property
     def enough(self) -> bool:
-        return self.seen <= self.threshold and not self.unknown
+        return self.smallest <= self.threshold and not self.unknown
 
     @property
     def is_young(self) -> bool:
-        """Whether a history may yet see its threshold: it is short, or a few more nights would do."""
-        return self.nights is not None and not self.enough and (self.nights < NIGHTS or self.missing is not None)
+        return self.nights is not None and self.nights < NIGHTS and not self.enough
 
 
 @dataclass(frozen=True)
 class Sights:
-    """The sights of all figures that vary, the most blind first. If `required`, the gate ends with 4 where one is
-    blind."""
+    """The sights of all figures that vary, the most blind first, each found in `power` of builds. If `required`, the
+    gate ends with 4 where one is blind."""
 
     figures: tuple[Sight, ...] = ()
     power: float = USUAL_POWER
@@ -320,10 +315,6 @@ class Sights:
     def fails(self) -> bool:
         return self.required and bool(self.blind)
 
-    @property
-    def median(self) -> float:
-        return statistics.median_low([figure.seen for figure in self.figures]) if self.figures else math.nan
-
 
 NO_SIGHTS = Sights()
 
@@ -331,7 +322,7 @@ NO_SIGHTS = Sights()
 @dataclass(frozen=True)
 class GateVerdict:
     """All figures judged. `title` says what was compared with what. `problem` says why there is nothing to judge,
-    with the exit `code` for that. `sights` is what could have been seen."""
+    with the exit `code` for that. `sights` are the smallest slow-downs that would have been found."""
 
     title: str
     judged: tuple[JudgedFigure, ...] = ()
@@ -367,7 +358,7 @@ class GateVerdict:
             unsure = len(self.of(GateOutcome.UNSURE))
             return " and ".join(parts) or "no regression" + (f" found, {unsure} unsure" if unsure else "")
         count = len(self.sights.blind)
-        return f"no regression, but of {count} figure{'s' * (count != 1)} none would have been seen"
+        return f"no regression, but a slow-down at its threshold would be missed in {count} figure{'s' * (count != 1)}"
 
     @property
     def counts(self) -> str:

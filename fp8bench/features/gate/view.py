@@ -1,23 +1,20 @@
-"""Shows a gate's verdict: to people, to build servers as JUnit XML and as a trend, and on a duel as a comment for a
-pull request."""
+"""Shows a gate's verdict: to people, to build servers as JUnit XML, and on a duel as a comment for a pull request."""
 
 from __future__ import annotations
 
-import json
 import math
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.duel.run import IDLE
 from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel
-from fp8bench.features.gate.judging import NIGHTS, NO_SIGHTS, GateOutcome, GateVerdict, JudgedFigure, Key, Sight, Sights
+from fp8bench.features.gate.judging import NIGHTS, GateOutcome, GateVerdict, JudgedFigure, Key, Sight, Sights
 from fp8bench.model import Comparison, Status
 from fp8bench.model.specs import spec_of
 from fp8bench.report.columns import Col, table
@@ -40,14 +37,13 @@ def as_junit(verdict: GateVerdict) -> str:
     """Writes a test for each figure, in a suite of tests for each suite. If nothing could be judged, one test is in
     error: the document is never empty."""
     root = ET.Element("testsuites", name="fp8bench gate")
-    sights = _by_figure(verdict.sights)
+    sights = {(sight.case, sight.metric): sight for sight in verdict.sights.figures}
     for name, judged in together((figure.comparison.suite, figure) for figure in verdict.judged).items():
         _suite(root, name, judged, sights)
-    blind = verdict.sights.blind if verdict.sights.fails else ()
-    for sight in blind:
+    for sight in verdict.sights.blind if verdict.sights.fails else ():
         suite = ET.SubElement(root, "testsuite", name="sight")
         test = ET.SubElement(suite, "testcase", classname="sight", name=_text(f"{sight.case} {sight.metric}"), time="0")
-        ET.SubElement(test, "failure", message=_text(sentence(sight, verdict.sights.power)), type="blind")
+        ET.SubElement(test, "failure", message=_text(_blind(sight)), type="blind")
     if verdict.problem:
         suite = ET.SubElement(root, "testsuite", name="gate")
         test = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
@@ -62,17 +58,13 @@ def as_junit(verdict: GateVerdict) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
-def _by_figure(sights: Sights) -> dict[Key, str]:
-    return {(figure.case, figure.metric): sentence(figure, sights.power) for figure in sights.figures}
-
-
-def _suite(root: ET.Element, name: str, judged: Iterable[JudgedFigure], sights: Mapping[Key, str]) -> None:
+def _suite(root: ET.Element, name: str, judged: Iterable[JudgedFigure], sights: Mapping[Key, Sight]) -> None:
     suite = ET.SubElement(root, "testsuite", name=_text(name))
     for figure in judged:
         test = ET.SubElement(suite, "testcase", classname=_text(name), name=_text(_title(figure)), time="0")
         if figure.key in sights:
             properties = ET.SubElement(test, "properties")
-            ET.SubElement(properties, "property", name="sight", value=_text(sights[figure.key]))
+            ET.SubElement(properties, "property", name=_SMALLEST, value=_text(_smallest(sights[figure.key])))
         tag = _TAGS.get(figure.outcome)
         if tag == "skipped":
             ET.SubElement(test, tag, message=_text(figure.why or figure.outcome.value))
@@ -117,20 +109,6 @@ def _text(words: str) -> str:
     return "\n".join(map(printable, words.split("\n")))
 
 
-def as_trend(judged: Sequence[JudgedFigure], sights: Sights = NO_SIGHTS) -> str:
-    """Writes the second side's numbers as github-action-benchmark's `customSmallerIsBetter`."""
-    sentences, rows = _by_figure(sights), []
-    for figure in judged:
-        after, ratio = figure.comparison.after, figure.comparison.ratio
-        if after is None or not math.isfinite(after):
-            continue
-        row: dict[str, Any] = {"name": _title(figure), "unit": figure.comparison.unit or "ratio", "value": after}
-        if ratio is not None and ratio.low < ratio.high and math.isfinite(ratio.half_width):
-            row["range"] = f"\u00b1{100 * ratio.half_width:.2g}%"
-        rows.append({**row, "extra": "; ".join(filter(None, (_sentence(figure), sentences.get(figure.key))))})
-    return json.dumps(rows, indent=1, allow_nan=False) + "\n"
-
-
 # GitHub shows at most a mebibyte of a step's summary.
 MOST_ROWS = 200
 _TITLES = {
@@ -144,22 +122,20 @@ _TONES = {
 }  # fmt: skip
 _AGAIN = "again: the same change when measured once more, in a fresh process"
 _WORSE = "worse is: beyond both, the share and the difference"
-_SEEN = (
-    "could have seen: the smallest slow-down that is told from chance in both looks; fails: and is beyond its threshold"
-)
+_SMALLEST = "smallest slow-down"
 _MOST_WARNED = 5
 
 
 def page_of(verdict: GateVerdict, every: bool = False) -> Page:
-    """Shows what failed, what is worse, in doubt and better; the rest is counted. What could have been seen is one
-    line, and with `every` a table."""
+    """Shows what failed, what is worse, in doubt and better; the rest is counted. Of the smallest slow-downs that would
+    have been found it shows the worst, and with `every` all in a table."""
     parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
     if verdict.problem:
         tone = Tone.BAD if verdict.code != EXIT_OK else Tone.DOUBT
         parts.append(Part("problem", "Why", (Text(verdict.problem, tone),)))
     unsure = Counter(figure.why for figure in verdict.of(GateOutcome.UNSURE) if figure.why)
     parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
-    warned = warnings(verdict.sights, _MOST_WARNED) if verdict.sights.required else ()
+    warned = warnings(verdict.sights) if verdict.sights.required else ()
     parts += list_of("notes", "Notes", (f"- {note}" for note in (*warned, *verdict.notes[:MOST_ROWS])))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
@@ -168,9 +144,10 @@ def page_of(verdict: GateVerdict, every: bool = False) -> Page:
     footer = [*([_AGAIN] if any(figure.again for figure in shown) else []), _WORSE, *labels] if shown else []
     facts = [("judged", verdict.counts)] if verdict.judged else []
     if verdict.sights.figures:
-        facts.append(("could have seen", summary(verdict.sights)))
+        facts.append((_SMALLEST, summary(verdict.sights)))
         parts += [_sights(verdict.sights)] if every else []
-        footer.append(_SEEN)
+        builds = f"{100 * verdict.sights.power:.3g} of 100 builds"
+        footer.append(f"{_SMALLEST}: the smallest that this gate would have found in {builds}, by both looks")
     return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer, tuple(facts))
 
 
@@ -178,11 +155,10 @@ def _sights(sights: Sights) -> Part:
     cols: list[Col[Sight]] = [
         Col("setting", lambda sight: setting_of(sight.case)[0], shared=True),
         Col("figure", lambda sight: f"{setting_of(sight.case)[1]} {sight.metric}"),
-        Col("seen", seen, tone=lambda sight: Tone.PLAIN if sight.enough else Tone.DOUBT),
-        Col("fails", lambda sight: share(sight.fails)),
-        Col("threshold", lambda sight: share(sight.threshold)),
+        Col(_SMALLEST, _smallest, tone=lambda sight: Tone.PLAIN if sight.enough else Tone.DOUBT),
+        Col("threshold", lambda sight: _share(sight.threshold)),
     ]
-    title = f"What could have been seen in {100 * sights.power:.3g} of 100 builds"
+    title = "The smallest slow-downs that would have been found"
     return Part("sights", title, (table("sights", "", cols, sights.figures[:MOST_ROWS]),))
 
 
@@ -203,57 +179,34 @@ def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> P
     return Part(name, title, (rows, Text(f"and {more} more")) if more > 0 else (rows,))
 
 
-def seen(sight: Sight) -> str:
-    return _at_least(sight.seen, bool(sight.unknown))
+def _smallest(sight: Sight) -> str:
+    return f"{'at least ' * bool(sight.unknown and math.isfinite(sight.smallest))}{_share(sight.smallest)}"
 
 
 def summary(sights: Sights) -> str:
-    """Returns for example '+3.1% in 80 of 100 builds (median of 40 figures; worst CASE time: +9.0%); the threshold
-    is +5.0%'."""
+    """Returns for example '+9.0% (worst of 40 figures: CASE time, threshold +5.0%)'."""
     worst, count = sights.figures[0], len(sights.figures)
-    several = len({figure.threshold for figure in sights.figures}) > 1
-    of = f"median of {count} figures; worst" if count > 1 else "the only figure that varies is"
-    middle = _at_least(sights.median, any(figure.unknown for figure in sights.figures))
-    limit = f"; {'its' if several else 'the'} threshold is {share(worst.threshold)}"
-    own, last = (limit, "") if several else ("", limit)
-    builds = f"{100 * sights.power:.3g} of 100 builds"
-    return f"{middle} in {builds} ({of} {worst.case} {worst.metric}: {seen(worst)}{own}){last}"
+    whose = f"{worst.case} {worst.metric}, threshold {_share(worst.threshold)}"
+    return f"{_smallest(worst)} ({f'worst of {count} figures: ' if count > 1 else ''}{whose})"
 
 
-def sentence(sight: Sight, power: float) -> str:
-    words = f"could have seen {seen(sight)} in {100 * power:.3g} of 100 builds, and failed from {share(sight.fails)} on"
-    return f"{words} ({why})" if (why := _why(sight)) else words
+def _blind(sight: Sight) -> str:
+    why = f" ({sight.unknown})" * bool(sight.unknown)
+    return f"{_SMALLEST} {_smallest(sight)}, threshold {_share(sight.threshold)}{why}"
 
 
-def warnings(sights: Sights, most: int) -> Iterator[str]:
-    for sight in sights.blind[:most]:
-        blind = f"{sight.case} {sight.metric} cannot see its threshold of {share(sight.threshold)}"
-        yield f"{blind}: {sentence(sight, sights.power)}"
-    if len(sights.blind) > most:
-        yield f"and {len(sights.blind) - most} more that cannot see their thresholds"
+def warnings(sights: Sights) -> Iterator[str]:
+    for sight in sights.blind[:_MOST_WARNED]:
+        yield f"{sight.case} {sight.metric}: {_blind(sight)}"
+    if len(sights.blind) > _MOST_WARNED:
+        yield f"and {len(sights.blind) - _MOST_WARNED} more that cannot find their thresholds"
     if sights.young:
-        count, known = len(sights.young), [sight.missing for sight in sights.young if sight.missing is not None]
-        words = f"history too young: {count} of {len(sights.figures)} figures cannot see their thresholds yet"
-        words += f"; {max(known)} more night{'s' * (max(known) != 1)} at this noise would do" if known else ""
-        lost = count - len(known)
-        yield words + (f"; {lost} will not, and fail from {NIGHTS} nights on" if lost else "")
+        count = f"{len(sights.young)} of {many(len(sights.figures), 'figure')}"
+        yield f"history too young: {count} cannot find their thresholds yet, before night {NIGHTS} at a level"
 
 
-def _why(sight: Sight) -> str:
-    if sight.missing is not None:
-        reason = sight.unknown or f"{sight.nights} nights"
-        return f"{reason}; {sight.missing} more night{'s' * (sight.missing != 1)} would do"
-    if sight.nights is not None and not sight.enough:
-        return f"{sight.nights} nights, and no number of them would do at this noise"
-    return sight.unknown
-
-
-def _at_least(value: float, is_bound: bool) -> str:
-    return f"{'at least ' if is_bound and math.isfinite(value) else ''}{share(value)}"
-
-
-def share(value: float) -> str:
-    return "nothing" if math.isinf(value) or math.isnan(value) else units.change(1 + value)
+def _share(value: float) -> str:
+    return "none found" if math.isinf(value) else units.change(1 + value)
 
 
 def limit(figure: JudgedFigure) -> str:
@@ -282,8 +235,8 @@ WORDS = {
     ReviewStatus.REGRESSION: (EXIT_REGRESSION, "Head is worse than base beyond a threshold"),
     ReviewStatus.INFRASTRUCTURE: (EXIT_FAILED, "This says nothing about the change: it could not be measured"),
     ReviewStatus.MISMATCH: (EXIT_BASELINE, "Base and head do not do the same work: their figures do not compare"),
-    ReviewStatus.CALIBRATION: (EXIT_BASELINE, "Nothing is surely worse, but a threshold could not have been seen here"),
-    ReviewStatus.PASS: (EXIT_OK, "Nothing is worse by its threshold, and it would have been seen"),
+    ReviewStatus.CALIBRATION: (EXIT_BASELINE, "Nothing is surely worse, but a threshold would have been missed here"),
+    ReviewStatus.PASS: (EXIT_OK, "Nothing is worse by its threshold, and it would have been found"),
 }  # fmt: skip
 
 
@@ -312,9 +265,8 @@ def review(verdict: GateVerdict, duel: Duel) -> Review:
     whys[ReviewStatus.MISMATCH] += [note for note in duel.notes if note == IDLE]
     suspected = verdict.of(GateOutcome.TO_CONFIRM)
     whys[ReviewStatus.CALIBRATION] += [f"{_change(figure)}: {figure.why}" for figure in suspected]
-    for sight in verdict.sights.blind:
-        could = sentence(sight, verdict.sights.power)
-        whys[ReviewStatus.CALIBRATION].append(f"{sight.case} {sight.metric} {could}; worse is {share(sight.threshold)}")
+    blind = verdict.sights.blind
+    whys[ReviewStatus.CALIBRATION] += [f"{sight.case} {sight.metric} {_blind(sight)}" for sight in blind]
     reviews = (Review(status, tuple(reasons)) for status, reasons in whys.items() if reasons)
     return next(reviews, Review(ReviewStatus.PASS))
 
@@ -362,17 +314,17 @@ def _figures(verdict: GateVerdict) -> Table:
     figures = [figure for figure in verdict.judged if figure.comparison.ratio or figure.outcome in _FIRST]
     figures.sort(key=lambda figure: (figure.outcome not in _FIRST, places.get(figure.key, len(places))))
 
-    def detectable(figure: JudgedFigure) -> str:
-        if figure.key not in sights:
-            return units.NONE if figure.comparison.ratio is None else "exact"
-        return seen(sights[figure.key]) if math.isfinite(sights[figure.key].seen) else units.NONE
+    def smallest(figure: JudgedFigure) -> str:
+        if figure.key in sights:
+            return _smallest(sights[figure.key])
+        return units.NONE if figure.comparison.ratio is None else "exact"
 
     cols: list[Col[JudgedFigure]] = [
         Col("figure", _title),
         Col("base", lambda figure: value(figure.comparison, figure.comparison.before), number=True),
         Col("head", lambda figure: value(figure.comparison, figure.comparison.after), number=True),
         Col(f"change, {units.percent(FINAL_LEVEL, 0)} interval", lambda figure: signed(figure.comparison.ratio)),
-        Col("detectable", detectable),
+        Col(_SMALLEST, smallest),
         Col("worse is", limit),
         Col("verdict", lambda figure: figure.outcome.value),
     ]

@@ -25,7 +25,7 @@ _TOKENS = {False: 8192, True: 2048}
 _BATCHES = {False: (1, 8, 16, 32, 64, 128, 256, 512, 4096), True: (1, 16, 128, 1024)}
 EXAMPLES = ("fp8bench infer --quick", "fp8bench infer my_package:make", "fp8bench infer --from last --arms kv=fp8")
 FIRST_OPTIONS = (
-    "--size --from --arms --reference --batch --contexts --sweep --check-layers --rollout --quick --json --csv "
+    "--size --from --arms --reference --batch --contexts --sweep --rollout --quick --json --csv "
     "--explain"
 )
 
@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--size", metavar="NAME", help=f"the model that is timed: {', '.join(SERVED_SIZES)}; default nano")
     words = "read quality on the newest checkpoint of a training in the store: of its reference, or of that arm"
     add("--from", dest="trained", metavar="TRAINING[:ARM]", help=words)
-    words = f"what is kept in which format, as in kv=fp8@0-1=bf16+weights=int8; default {_ARMS}"
+    words = f"what is kept in which format, as in kv=fp8+weights=int8; default {_ARMS}"
     add("--arms", default=_ARMS, metavar="A,B", help=words)
     add("--reference", choices=tuple(CARRIERS), help="what they are held against; default fp32 on a CPU, else bf16")
     add("--batch", type=types.whole(whole_number(1, 1 << 14)), default=1, metavar="N", help="sequences; default 1")
@@ -54,8 +54,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "also sample texts in each arm, and say how far the reference's log-probabilities of these tokens are from it"
     )
     add("--rollout", action="store_true", help=words)
-    words = "kv or weights: one layer low at a time, ranked by what it does to predictions"
-    add("--check-layers", choices=("kv", "weights"), help=words)
     words = "tokens that predictions are compared on; default 8192, 2048 with --quick"
     add("--tokens", type=types.whole(whole_number(256, 1 << 20)), metavar="N", help=words)
     shared(parser, "--quick")
@@ -92,8 +90,8 @@ def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedMod
     lead = ServedArm(reference)
     question = ServingQuestion(
         size, tuple(dict.fromkeys((lead, *arms))), _contexts(arguments), arguments.batch, arguments.quick, tokens,
-        arguments.seed, arguments.threads, arguments.device or "", check_layers=arguments.check_layers or "",
-        batches=_BATCHES[arguments.quick] if arguments.sweep else (), rollout=arguments.rollout,
+        arguments.seed, arguments.threads, arguments.device or "", rollout=arguments.rollout,
+        batches=_BATCHES[arguments.quick] if arguments.sweep else (),
     )  # fmt: skip
     return question if question.is_own else checked(question), trained
 

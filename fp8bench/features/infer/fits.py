@@ -4,24 +4,24 @@ A context's figure is the best case of its rounds, as everywhere in fp8bench. Al
 so these are resampled together; each context is resampled by itself. Few rounds say less than their resamples suggest,
 so the spread of resamples is widened as Student's t widens that of a mean.
 
-For `--sweep batch`: up to how many rows low-precision weights pay, what takes the gain away, and what ceilings predict.
+For `--sweep batch`: up to how many rows low-precision weights pay.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from fp8bench.analysis.break_even import SizedRatio, break_even
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.stats import Floats, best_case
-from fp8bench.features.infer.values import LEAST_CONTEXTS, BatchGain, BatchSweep, ContextCrossing, TimeLine, is_of
-from fp8bench.model import Interval, Record, Run
+from fp8bench.features.infer.values import LEAST_CONTEXTS, BatchGain, ContextCrossing, TimeLine, is_of
+from fp8bench.model import Interval, Run
 from fp8bench.model.measured import Ceiling, Limit
-from fp8bench.nn.served import CARRIERS, ServedArm, ServedShape, step_bytes
+from fp8bench.nn.served import ServedArm
 
 # An interval that is called LEVEL spans the share _DRAWN of resamples: in simulated sweeps of 10 rounds and more, such
 # intervals hold the truth in 95 of 100.
@@ -120,72 +120,17 @@ def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -
     return ContextCrossing(at, min(float(places[start]), at), max(float(places[end]), at), faster)
 
 
-Phases = Mapping[str, float]
-
-
-def swept(run: Run, arms: Sequence[ServedArm], layer: tuple[int, int], rows: tuple[int, ...]) -> BatchSweep:
-    return BatchSweep(layer, rows, tuple(gains_of(run, arms)), computed_batch(run, arms[0]))
-
-
 def gains_of(run: Run, arms: Sequence[ServedArm]) -> Iterator[BatchGain]:
     """Yields each arm's gain over the reference, from the ratios that the suite's own verdicts use."""
     verdicts = findings(run)
-    leads = {int(record.case.param("m")): record for record in run.records if record.is_reference}
     for arm in arms[1:]:
-        own = {int(record.case.param("m")): record for record in run.records if is_of(record, arm)}
-        known = ((rows, verdicts[record.case.id].ratio) for rows, record in own.items())
-        ratios = [SizedRatio(rows, ratio) for rows, ratio in known if ratio is not None]
-        even = break_even(ratios)
+        own = [record for record in run.records if is_of(record, arm)]
+        known = [(int(record.case.param("m")), verdicts[record.case.id].ratio) for record in own]
+        even = break_even([SizedRatio(rows, ratio) for rows, ratio in known if ratio is not None])
         if even is None:
             continue
         crossings = tuple((crossing.size, crossing.low, crossing.high, crossing.begins) for crossing in even.crossings)
-        pays = even.stretches[0].pays if len(even.stretches) == 1 else None
-        worst = max(ratios, key=lambda ratio: ratio.ratio.point)
-        cases = own[min(own)], own[worst.size], leads[worst.size]
-        first, last, lead = (dict(verdicts[record.case.id].phases) for record in cases)
-        cause = cause_of(first, last, lead, arm) if worst.ratio.low > 1 else ""
-        yield BatchGain(arm, crossings, pays, worst.size, cause, computed_rows(own[min(own)], arm))
-
-
-# Below this ratio of the time of many rows to that of the fewest, a product's time counts as fixed.
-_FIXED = 1.5
-
-
-def cause_of(first: Phases, last: Phases, reference: Phases, arm: ServedArm) -> str:
-    """Names what an arm loses by, from its seconds by phase at the fewest rows and at the rows where it loses most.
-
-    A time that hardly depends on the rows goes into launching and reading the weight. One that grows is computation, of
-    which only dequantising is not in the reference's too.
-    """
-    lost = {phase: seconds - reference.get(phase, 0.0) for phase, seconds in last.items()}
-    if max(lost, key=lambda phase: lost[phase]) == "cast":
-        return "casts of inputs" if arm.low_inputs else "dequantising ahead of its product"
-    if sum(last.values()) < _FIXED * sum(first.values()):
-        return "launches: its time is fixed"
-    return "dequantising inside its product" if arm.weights else f"its product: that of {arm.carrier} is slower here"
-
-
-def computed_rows(record: Record, arm: ServedArm) -> float | None:
-    """Returns below how many rows reading the weight bounds the arm's product; None without measured ceilings."""
-    flops_per_byte = _flops_per_byte(record.ceiling)
-    if flops_per_byte is None:
-        return None
-    outputs, inputs = int(record.case.param("n")), int(record.case.param("k"))
-    shape = ServedShape(0, 0, 1, 1, 1, 1, (("blocks.0.weight", (outputs, inputs)),))
-    bytes_per_weight = step_bytes(shape, replace(arm, kv=""), 1, 0).weights / (outputs * inputs)
-    return bytes_per_weight * flops_per_byte / 2
-
-
-def computed_batch(run: Run, reference: ServedArm) -> float | None:
-    """Returns the batch from which arithmetic bounds the reference's products, so that fewer bytes gain nothing."""
-    ceilings = [record.ceiling for record in run.records if record.is_reference and record.ceiling is not None]
-    flops_per_byte = _flops_per_byte(ceilings[0]) if ceilings else None
-    return None if flops_per_byte is None else CARRIERS[reference.carrier] * flops_per_byte / 2
-
-
-def _flops_per_byte(ceiling: Ceiling | None) -> float | None:
-    copied = copy_rate(ceiling)
-    return ceiling.flops / copied if ceiling is not None and ceiling.flops and copied else None
+        yield BatchGain(arm, crossings, even.stretches[0].pays if len(even.stretches) == 1 else None)
 
 
 def copy_rate(ceiling: Ceiling | None) -> float | None:

@@ -18,20 +18,18 @@ from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.samples import step_samples
 from fp8bench.errors import StoreError, UsageError, WorkerFault, as_usage
-from fp8bench.features.infer.fits import LineDraws, copy_rate, crossing_of, fastest, line_of, swept
+from fp8bench.features.infer.fits import LineDraws, copy_rate, crossing_of, fastest, gains_of, line_of
 from fp8bench.features.infer.values import (
-    ArmQuality,
     ArmTimes,
+    BatchSweep,
     Quality,
     QualityTask,
     ServedModel,
     ServingAnswer,
     ServingQuestion,
-    check_arm,
     dtype_of,
     is_of,
     kept_answers,
-    low_layer,
     word_of,
 )
 from fp8bench.features.train.kind import load_head, newest_checkpoint, training_named
@@ -46,6 +44,7 @@ from fp8bench.nn.served import (
     OWN_SHAPES,
     ServedArm,
     ServedShape,
+    check_groups,
     served_memory,
     served_shape,
     served_support,
@@ -57,9 +56,9 @@ from fp8bench.plan.make import device_named
 from fp8bench.registry import precisions
 from fp8bench.units import size
 
-RankedArms = tuple[tuple[ServedArm, ArmQuality], ...]
 _MODULE = "fp8bench.features.infer.quality"
 SHIPPED, WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.bin")
+# suites/inference_fixture.py of commit ecade0ae trained the shipped model.
 # Modules left out of the shipped model's training, and the positions that it has.
 HELD_OUT, WINDOW = ("argparse.py", "statistics.py", "textwrap.py"), 128
 _LIMIT = 1800.0
@@ -82,8 +81,13 @@ def answer_question(
             OWN_SHAPES[question.size] = ServedShape(*_ask(worker, "shape", question.size, facts, question.seed))
             question, model = checked(question), ServedModel(question.size)
         _check_memory(question, facts)
-        quality, layers, spared = _qualities(question, model, facts, worker, observer)
-    answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality, layers, spared=spared)
+        task = QualityTask(
+            model, question.tokens, question.arms, facts, question.seed, len(question.arms) * question.rollout
+        )
+        with observer.counting() as tell:
+            tell(0, 1, "models", "quality on the same tokens")
+            quality: Quality = _ask(worker, "quality", task)
+    answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality)
     try:
         answer = _timed(answer, facts, store, command, observer)
     except KeyboardInterrupt:
@@ -105,7 +109,8 @@ def _ask(worker: Worker, name: str, *arguments: Any) -> Any:
 
 
 def checked(question: ServingQuestion) -> ServingQuestion:
-    """Fills in the usual contexts where none are named. Raises UsageError for positions or layers the model lacks."""
+    """Fills in the usual contexts where none are named. Raises UsageError for positions the model lacks, or
+    rows that a format cannot divide into groups."""
     shape, usual = served_shape(question.size), _CONTEXTS[question.quick]
     few = tuple(sorted({shape.sequence * part // 8 for part in (1, 2, 4, 8)}))
     contexts = question.contexts or (few if usual[-1] > shape.sequence else usual)
@@ -115,7 +120,7 @@ def checked(question: ServingQuestion) -> ServingQuestion:
             f"{shape.sequence}."
         )
     for arm in question.arms:
-        check_arm(arm, shape)
+        check_groups(shape, arm)
     return replace(question, contexts=contexts)
 
 
@@ -149,70 +154,6 @@ def _windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[int, .
     return tuple(tuple(ids[start : start + length + 1]) for start in starts)
 
 
-def _qualities(
-    question: ServingQuestion, model: ServedModel, facts: DeviceFacts, worker: Worker, observer: JobObserver
-) -> tuple[Quality, RankedArms, RankedArms]:
-    """Returns the quality of all arms; for --check-layers also of single low layers, the worst first, and of all layers
-    low with and without the worst."""
-    lead, *others = question.arms
-    arms = [_within(arm, model.layers) for arm in question.arms]
-    alone = layer_arms(question.check_layers, lead, others, model.layers)
-    rolls_out = len(arms) if question.rollout else 0
-    task = QualityTask(model, question.tokens, (*arms, *alone), facts, question.seed, rolls_out)
-    with observer.counting() as tell:
-        tell(0, 1, "models", "quality on the same tokens")
-        quality: Quality = _ask(worker, "quality", task)
-        ranked = sorted(zip(alone, quality.arms[len(others) :], strict=True), key=lambda pair: -pair[1].kl)
-        spared: RankedArms = ()
-        if ranked:
-            both = spared_arms(question.check_layers, [arm for arm, _ in ranked])
-            qualities = _ask(worker, "quality", replace(task, arms=(lead, *both), rolls_out=0)).arms
-            spared = tuple(zip(both, qualities, strict=True))
-    cut = f"{model.layers} layers: what arms say of later ones is left out" if arms != list(question.arms) else ""
-    caution = "; ".join(filter(None, (quality.caution, cut)))
-    return replace(quality, arms=quality.arms[: len(others)], caution=caution), tuple(ranked), spared
-
-
-def _within(arm: ServedArm, layers: int) -> ServedArm:
-    """Cuts exceptions for layers beyond those of the model that quality is read on."""
-
-    def without_later(word: str) -> str:
-        usual, *exceptions = word.split("@")
-        for exception in exceptions:
-            places, _, kept = exception.partition("=")
-            first, _, last = places.partition("-")
-            if int(last or first) < layers:
-                usual += f"@{exception}"
-            elif int(first) < layers:
-                usual += f"@{first}-{layers - 1}={kept}"
-        return usual
-
-    return replace(arm, kv=without_later(arm.kv), weights=without_later(arm.weights))
-
-
-def layer_arms(what: str, lead: ServedArm, others: Sequence[ServedArm], layers: int) -> list[ServedArm]:
-    """Returns an arm for each layer, in which that layer alone is low, in the format of the first arm that has one."""
-    if not what:
-        return []
-    low = next((word for arm in others if (word := getattr(arm, what))), "")
-    if not low:
-        raise UsageError(f"--check-layers {what}: no arm keeps {what} in low precision. Give --arms {what}=fp8, say.")
-    usual = low.split("@")[0]
-    return [_with_format(lead, what, f"{lead.carrier}@{layer}={usual}") for layer in range(layers)]
-
-
-def _with_format(arm: ServedArm, what: str, word: str) -> ServedArm:
-    return replace(arm, kv=word) if what == "kv" else replace(arm, weights=word)
-
-
-def spared_arms(what: str, ranked: Sequence[ServedArm]) -> list[ServedArm]:
-    """Returns an arm with all layers low, and one with the worst quarter of the ranked layers high."""
-    pairs = [low_layer(arm, what) for arm in ranked]
-    high = [layer for layer, _ in pairs[: max(1, len(pairs) // 4)]]
-    words = (pairs[0][1], pairs[0][1] + "".join(f"@{layer}={ranked[0].carrier}" for layer in sorted(high)))
-    return [_with_format(ranked[0], what, word) for word in words]
-
-
 def _timed(
     answer: ServingAnswer, facts: DeviceFacts, store: Path, command: str, observer: JobObserver
 ) -> ServingAnswer:
@@ -244,7 +185,8 @@ def _timed(
         run = measured("gemm", arms, shape=[f"{batch}x{outputs}x{inputs}" for batch in question.batches])
         if not run.finished:
             raise KeyboardInterrupt
-        return replace(answer, sweep=swept(run, arms, (outputs, inputs), question.batches), runs=(run.id,))
+        sweep = BatchSweep((outputs, inputs), question.batches, tuple(gains_of(run, arms)))
+        return replace(answer, sweep=sweep, runs=(run.id,))
     own: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
     decode = measured("decode", native, **own, context=question.contexts)
     runs = [decode]

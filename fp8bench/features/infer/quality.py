@@ -46,11 +46,10 @@ RANDOM_WEIGHTS, RANDOM_TOKENS = (f"random {what}: arithmetic only" for what in (
 
 @dataclass(frozen=True)
 class Predictions:
-    """Log-probabilities (texts, positions, ids), those of the true next tokens, and each layer's output."""
+    """Log-probabilities (texts, positions, ids), and those of the true next tokens."""
 
     logs: Tensor
     true: Tensor
-    streams: list[Tensor]
     bits: float
 
 
@@ -168,25 +167,21 @@ def _served(task: QualityTask) -> tuple[Serve, Tensor, str]:
 
 
 def _decoder(config: GPTConfig, weight: Callable[[str], Tensor], arm: ServedArm, sizes: tuple[int, int]) -> Decoder:
-    formats = arm.weights_of(config.layers)
-
     def keep(name: str, matrix: Tensor) -> KeptWeight:
-        kept = formats[int(name.split(".")[1])] if name != "head" else arm.carrier
+        kept = arm.weight_format if name != "head" else arm.carrier
         if kept in DTYPES:
             return OwnWeight(matrix, PlainArithmetic(DTYPES[kept]))
         return kept_weight(matrix, kept, arm.low_inputs)
 
-    return Decoder(config, weight, keep, arm.kv_of(config.layers), DTYPES[arm.carrier], sizes)
+    return Decoder(config, weight, keep, arm.kv_format, DTYPES[arm.carrier], sizes)
 
 
 def _predicted(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:
     model.calibrates = True
-    streams: list[Tensor] = []
-    model.watch = lambda layer, stream: streams.append(stream.double())
     logits = model.forward(text[:, :-1], 0, SilentPhases(), every=True)
     logs = F.log_softmax(logits.double(), -1)
     true = logs.gather(-1, text[:, 1:, None]).squeeze(-1)
-    return Predictions(logs, true, streams, 8 * model.weight_bytes() / model.parameters())
+    return Predictions(logs, true, 8 * model.weight_bytes() / model.parameters())
 
 
 def _compared(own: Predictions, reference: Predictions) -> ArmQuality:
@@ -194,16 +189,8 @@ def _compared(own: Predictions, reference: Predictions) -> ArmQuality:
     # Ids that a model masks have no share, though -inf - -inf is NaN.
     kl = torch.where(likely == 0, 0, likely * (reference.logs - own.logs)).sum(-1).clamp(min=0)
     alike = own.logs.argmax(-1) == reference.logs.argmax(-1)
-    differing = (~alike).nonzero()
-    quarter = max(1, kl.shape[1] // 4)
-    streams = tuple(
-        float((mine - theirs).norm() / theirs.norm())
-        for mine, theirs in zip(own.streams, reference.streams, strict=True)
-    )
     return ArmQuality(
-        float(kl.mean()), float(kl.flatten().quantile(_TAIL)), float(kl[:, :quarter].mean()),
-        float(kl[:, -quarter:].mean()), float(alike.double().mean()),
-        (int(differing[0, 0]), int(differing[0, 1])) if len(differing) else None, streams,
+        float(kl.mean()), float(kl.flatten().quantile(_TAIL)), float(alike.double().mean()),
         _over_texts(torch.where(reference.true == own.true, 0, reference.true - own.true)), own.bits,
     )  # fmt: skip
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Interval, Record
 from fp8bench.nn.served import (
     CARRIERS,
-    KV_FORMATS,
+    OWN,
     SERVED,
-    WEIGHT_FORMATS,
     ServedArm,
-    ServedShape,
     StepBytes,
-    check_groups,
-    format_parser,
-    layer_formats,
+    arm_of,
     served_shape,
     step_bytes,
 )
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols.axes import one_of
 from fp8bench.registry import precisions
 from fp8bench.store.kept_lines import Log
 
@@ -30,31 +25,18 @@ from fp8bench.store.kept_lines import Log
 LEAST_CONTEXTS = 4
 # What an arm with a format travels in, if it names no carrier.
 LOW_CARRIER = "bf16"
-_PARSERS = {
-    "kv": format_parser(KV_FORMATS), "weights": format_parser(WEIGHT_FORMATS), "carrier": one_of(*CARRIERS),
-    "activations": one_of("high", "low"),
-}  # fmt: skip
 
 
 def arm_in_words(word: str) -> ServedArm:
-    """Parses 'bf16', 'kv=fp8' or 'kv=fp8@0-1=bf16+weights=int8'. Raises UsageError for anything else."""
+    """Parses 'bf16', 'kv=fp8' or 'kv=fp8+weights=int8'. Raises UsageError for anything else."""
     if word in CARRIERS:
         return ServedArm(word)
-    arm = ServedArm(LOW_CARRIER)
-    for part in word.split("+"):
-        key, equals, value = part.partition("=")
-        if "@" in key:  # exceptions are also written kv@0-3=bf16
-            key, _, layers = key.partition("@")
-            value = f"{getattr(arm, key, '') or arm.carrier}@{layers}={value}"
-        try:
-            if not equals or not value or key not in _PARSERS:
-                raise ValueError(f"expected one of {', '.join(CARRIERS)}, or {', '.join(_PARSERS)} = a value")
-            _PARSERS[key](value)
-        except ValueError as error:
-            raise UsageError(f"--arms: {word!r} is no arm: {error}. Give kv=fp8+weights=int8, say.") from None
-        given = {"low_inputs": value == "low"} if key == "activations" else {key: value}
-        arm = replace(arm, **given)
-    return arm
+    try:
+        if any(not part.partition("=")[2] for part in word.split("+")):
+            raise UsageError(f"expected one of {', '.join(CARRIERS)}, or kv, weights, activations, carrier = a value.")
+        return arm_of({"kv": OWN, "weights": OWN}, precisions.get(f"{SERVED}:{word.replace('+', ':')}"))
+    except UsageError as error:
+        raise UsageError(f"--arms: {word!r} is no arm: {error} Give kv=fp8+weights=int8, say.") from None
 
 
 def word_of(arm: ServedArm) -> str:
@@ -66,28 +48,12 @@ def word_of(arm: ServedArm) -> str:
     return "+".join([*([] if arm.carrier == LOW_CARRIER else [f"carrier={arm.carrier}"]), *parts])
 
 
-def low_layer(arm: ServedArm, what: str) -> tuple[int, str]:
-    layer, _, low = str(getattr(arm, what)).partition("@")[2].partition("=")
-    return int(layer), low
-
-
 def dtype_of(arm: ServedArm) -> str:
-    if not (arm.kv or arm.weights):
-        return arm.carrier
-    options = (("carrier", arm.carrier if arm.carrier != "bf16" else ""), ("kv", arm.kv), ("weights", arm.weights),
-               ("activations", "low" if arm.low_inputs else ""))  # fmt: skip
-    return ":".join([SERVED, *(f"{key}={value}" for key, value in options if value)])
+    return f"{SERVED}:{word_of(arm).replace('+', ':')}" if arm.kv or arm.weights else arm.carrier
 
 
 def is_of(record: Record, arm: ServedArm) -> bool:
     return record.case.precision == precisions.canonical(dtype_of(arm))
-
-
-def check_arm(arm: ServedArm, shape: ServedShape) -> None:
-    """Raises UsageError for layers that the model lacks, or rows that a format cannot divide into groups."""
-    for word in (arm.kv, arm.weights):
-        layer_formats(word, shape.layers)
-    check_groups(shape, arm)
 
 
 @dataclass(frozen=True)
@@ -106,7 +72,6 @@ class ServingQuestion:
     seed: int = 0
     threads: int = 1
     device: str = ""
-    check_layers: str = ""
     batches: tuple[int, ...] = ()
     rollout: bool = False
 
@@ -129,10 +94,6 @@ class ServedModel:
     arm: str = ""
     text: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def layers(self) -> int:
-        return served_shape(self.name).layers if self.config is None else self.config.layers
-
 
 @dataclass(frozen=True)
 class QualityTask:
@@ -151,25 +112,15 @@ class QualityTask:
 class ArmQuality:
     """One arm's predictions against the reference's, on the same tokens.
 
-    `kl` is the mean over tokens, `kl_tail` its 99.9% quantile, `early` and `late` the means over the first and last
-    quarter of positions. `same_top` is the share of tokens with the reference's likeliest successor, `parts_at` the
-    first (text, position) with another. `streams` are relative errors of each layer's output, `log_perplexity` is ln of
-    the ratio of perplexities, `bits` are stored bits a parameter.
+    `kl` is the mean over tokens, `kl_tail` its 99.9% quantile. `same_top` is the share of tokens with the reference's
+    likeliest successor, `log_perplexity` is ln of the ratio of perplexities, `bits` are stored bits a parameter.
     """
 
     kl: float
     kl_tail: float
-    early: float
-    late: float
     same_top: float
-    parts_at: tuple[int, int] | None
-    streams: tuple[float, ...]
     log_perplexity: Interval
     bits: float
-
-    @property
-    def first_layer(self) -> int | None:
-        return next((layer for layer, error in enumerate(self.streams) if error > 0), None)
 
 
 @dataclass(frozen=True)
@@ -257,45 +208,36 @@ class ArmTimes:
 class BatchGain:
     """Up to how many rows an arm pays. `crossings` are (rows, low, high, whether it begins to pay there).
 
-    Without a crossing, `pays` says whether it pays at all, None where that is not sure. It loses most at `worst` rows,
-    by `cause` ('' if it surely loses nowhere). Below `computed` rows, reading the weight bounds the product.
+    Without a crossing, `pays` says whether it pays at all, None where that is not sure.
     """
 
     arm: ServedArm
     crossings: tuple[tuple[float, float, float, bool], ...]
     pays: bool | None
-    worst: int
-    cause: str
-    computed: float | None
 
 
 @dataclass(frozen=True)
 class BatchSweep:
-    """The gains of a layer's product over its rows. Past `bound` rows arithmetic bounds the reference's own product, so
-    that fewer bytes gain nothing; None without measured ceilings."""
+    """The gains of a layer's product over its rows."""
 
     layer: tuple[int, int]
     rows: tuple[int, ...]
     gains: tuple[BatchGain, ...]
-    bound: float | None
 
 
 @dataclass(frozen=True)
 class ServingAnswer:
-    """Everything that was measured. `layers` are arms with a single low layer, the worst first; `spared` are the arm
-    with all layers low and that with all but the worst. `experts` counts those that a step reads in a layer."""
+    """Everything that was measured. `experts` counts those that a step reads in a layer."""
 
     question: ServingQuestion
     device: str
     times: tuple[ArmTimes, ...]
     prompt: int
     quality: Quality | None
-    layers: tuple[tuple[ServedArm, ArmQuality], ...] = ()
     bandwidth: float | None = None
     runs: tuple[str, ...] = ()
     sweep: BatchSweep | None = None
     finished: bool = True
-    spared: tuple[tuple[ServedArm, ArmQuality], ...] = ()
     experts: float | None = None
 
     def moved(self, arm: ServedArm) -> StepBytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from fp8bench import units
@@ -14,7 +13,6 @@ from fp8bench.features.infer.values import (
     BatchSweep,
     RolloutGap,
     ServingAnswer,
-    low_layer,
     word_of,
 )
 from fp8bench.model import Interval
@@ -22,7 +20,7 @@ from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.nn.served import ServedArm, attention_flops, forward_flops, served_shape
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Code, Element, Page, Part, Table, Text
+from fp8bench.report.elements import Element, Page, Part, Table, Text
 
 _LEGEND = (
     "TTFT: a prompt at once, no queue, tokeniser and sampler; in tok/s: its tokens over that (SGLang's one-batch)",
@@ -31,8 +29,8 @@ _LEGEND = (
     "W, kv: bytes that a step reads at the longest context, by count; of the embedding only its tokens' rows",
     "of copy: these bytes over TPOT, of the copy that was measured here; cached: above that, so a cache had them",
     "bits: of a parameter, counted from storage, embedding and head included, of the model that quality is read on",
-    "KL: of the reference's predictions from the arm's, mean and 99.9%; late: last over first quarter of positions",
-    "top: tokens with the same likeliest successor; parts: first layer, and text.token, at which something differs",
+    "KL: of the reference's predictions from the arm's, mean and 99.9% of tokens",
+    "top: tokens with the same likeliest successor",
     "1e3 ln ppl: of the ratio of perplexities, paired by token, 95% over texts; floor: another kernel",
     "J a token: of a step, over all tokens of its batch; of a prompt and of decoding apart",
     "rollout: tokens that an arm samples step by step; gap: their log-probability in the reference, less the arm's",
@@ -51,10 +49,6 @@ def page_of(answer: ServingAnswer) -> Page:
     parts.append([_costs(answer)])
     if answer.quality is not None and answer.quality.rollouts:
         parts.append([_rollouts(answer, answer.quality.rollouts)])
-    if answer.layers:
-        parts.append([
-            _layers(answer), Text("with the worst high:"), Code(f"fp8bench infer --arms {spared_word(answer)}"),
-        ])  # fmt: skip
     parts[-1] += [Text(words) for words in _stored(answer)]
     made = tuple(Part(f"part-{number}", "", tuple(elements)) for number, elements in enumerate(parts) if elements)
     return Page(title, "", made, _LEGEND)
@@ -91,12 +85,12 @@ def _costs(answer: ServingAnswer) -> Table:
         part = moved[arm].total / seconds / answer.bandwidth
         return "cached" if part > 1 else units.percent(part, 0)
 
-    def by_quality(heading: str, show: Callable[[ArmQuality], str], number: bool = True) -> Col[ServedArm]:
+    def by_quality(heading: str, show: Callable[[ArmQuality], str]) -> Col[ServedArm]:
         def cell(arm: ServedArm) -> str | None:
             quality = answer.quality_of(arm)
             return None if quality is None else show(quality)
 
-        return Col(heading, cell, number=number)
+        return Col(heading, cell, number=True)
 
     def mebibytes(count: int) -> str:
         return f"{count / 2**20:.3g}"
@@ -109,9 +103,7 @@ def _costs(answer: ServingAnswer) -> Table:
         by_quality("bits", lambda quality: f"{quality.bits:.1f}"),
         by_quality("KL", lambda quality: _short(quality.kl, 1)),
         by_quality("99.9%", lambda quality: _short(quality.kl_tail, 0)),
-        by_quality("late", lambda quality: f"{quality.late / quality.early:.1f}x" if quality.early else "-"),
         by_quality("top", lambda quality: units.percent(quality.same_top)),
-        by_quality("parts", _parts, number=False),
         by_quality("1e3 ln ppl", _ratio),
     ]  # fmt: skip
     return table("costs", "", cols, answer.question.arms)
@@ -134,12 +126,6 @@ def _rollouts(answer: ServingAnswer, gaps: Sequence[RolloutGap]) -> Table:
     ]  # fmt: skip
     caption = f"{gaps[0].tokens} tokens of each, scored by {word_of(answer.question.arms[0])}"
     return table("rollouts", caption, cols, [*zip(answer.question.arms, gaps, strict=True)])
-
-
-def _parts(arm: ArmQuality) -> str:
-    """Names the first layer whose output differs, and the first token whose likeliest successor does."""
-    layer = units.NONE if arm.first_layer is None else f"L{arm.first_layer}"
-    return layer if arm.parts_at is None else f"{layer} {arm.parts_at[0]}.{arm.parts_at[1]}"
 
 
 def _short(value: float, digits: int) -> str:
@@ -215,13 +201,7 @@ def sweep_words(sweep: BatchSweep) -> Iterator[str]:
             for rows, low, high, begins in gain.crossings
         )
         alike = {True: "pays at all", False: "pays at none", None: "has no crossing that is sure"}[gain.pays]
-        why = f", loses most at {gain.worst} by {gain.cause}" if gain.cause else ""
-        bound = "" if gain.computed is None else f"; computed: bound by traffic below {gain.computed:.0f}"
-        yield f"{word_of(gain.arm)} {crossings or alike}{why}{bound}"
-    if sweep.bound is None:
-        yield "computed: nothing, without ceilings that bound (`fp8bench doctor --ceilings` measures them)"
-    else:
-        yield f"computed from ceilings: fewer bytes a weight gain nothing past {sweep.bound:.0f}"
+        yield f"{word_of(gain.arm)} {crossings or alike}"
 
 
 def _ends(faster: tuple[bool | None, bool | None]) -> str:
@@ -270,29 +250,6 @@ def _stored(answer: ServingAnswer) -> Iterator[str]:
         yield f"stored as runs {', '.join(answer.runs)}; token ids straight in: no tokeniser, sampler or server"
 
 
-def _layers(answer: ServingAnswer) -> Table:
-    what = answer.question.check_layers
-    labels = [f"layer {low_layer(arm, what)[0]}" for arm, _ in answer.layers] + ["all", "all but the worst"]
-    rows = [(label, quality) for label, (_, quality) in zip(labels, (*answer.layers, *answer.spared), strict=True)]
-    cols: list[Col[tuple[str, ArmQuality]]] = [
-        Col("low", lambda pair: f"{what} of {pair[0]}"),
-        Col("KL", lambda pair: _short(pair[1].kl, 1), number=True),
-        Col("top", lambda pair: units.percent(pair[1].same_top), number=True),
-        Col("1e3 ln ppl", lambda pair: _ratio(pair[1]), number=True),
-    ]
-    return table("layers", "one layer low at a time, the worst first", cols, rows)
-
-
-def spared_word(answer: ServingAnswer) -> str:
-    """Writes the arm with the worst layers high as --arms takes it."""
-    what = answer.question.check_layers
-    lead, *others = answer.question.arms
-    carrier = next(arm.carrier for arm in others if getattr(arm, what))
-    word = str(getattr(answer.spared[-1][0], what)).replace(f"={lead.carrier}", f"={carrier}")
-    arm = ServedArm(carrier)
-    return word_of(replace(arm, kv=word) if what == "kv" else replace(arm, weights=word))
-
-
 def value_of(answer: ServingAnswer) -> dict[str, Any]:
     """Returns the whole answer for JSON, with the FLOPs of a prompt and the bytes of a step."""
     question = answer.question
@@ -313,7 +270,6 @@ def rows_of(answer: ServingAnswer) -> Rows:
         line, crossing = time.line, None if time.doubts else time.crossing
         swept = gain and {
             "crossing_rows": " ".join(f"{at:.0f}" for at, *_ in gain.crossings), "pays": gain.pays,
-            "worst_rows": gain.worst, "cause": gain.cause, "computed_rows": gain.computed,
         }  # fmt: skip
         rows.append({
             "arm": word_of(arm), "ttft": time.ttft,
@@ -323,8 +279,6 @@ def rows_of(answer: ServingAnswer) -> Rows:
             "break_even": crossing and crossing.at, "weight_bytes": moved.weights, "kv_bytes": moved.kv,
             "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail,
             "why": time.why, "kernel": time.kernel, "doubts": " ".join(time.doubts), **(swept or {}),
-            **{f"{end}_layer_error": quality.streams[place] if quality and quality.streams else None
-               for end, place in (("first", 0), ("last", -1))},
             "log_perplexity_ratio": quality and quality.log_perplexity.point,
         })  # fmt: skip
     names = dict.fromkeys(name for row in rows for name in row)

@@ -55,10 +55,6 @@ class DecoderModel:
     def weights(self) -> int:
         return self.layers * self.block + 2 * self.ends + self.width
 
-    def token_flops(self, sequence: int) -> float:
-        """Forward and backward: 6 a weight but for the embedding, and the unmasked half of attention."""
-        return 6.0 * (self.weights - self.ends) + self.attention_flops(sequence)
-
     def attention_flops(self, sequence: int) -> float:
         """FLOPs a token of scores and their product with the values, in all layers."""
         return 6.0 * self.layers * self.width * sequence

@@ -59,7 +59,7 @@ class PacedFolder:
         return subprocess.run(
             [*PROGRAM, *words], cwd=self.path, text=True, capture_output=True, timeout=280, check=False,
             stdin=subprocess.DEVNULL,
-            env=environment(GIT_CEILING_DIRECTORIES=str(self.path.parent), GITHUB_STEP_SUMMARY=""),
+            env=environment(GIT_CEILING_DIRECTORIES=str(self.path.parent)),
         )  # fmt: skip
 
     def measure(self, *words: str) -> str:

@@ -22,8 +22,8 @@ from fp8bench.features.gate.judging import GateVerdict
 from fp8bench.features.gate.stored_runs import GateSource, failed, judged
 from fp8bench.features.gate.view import WORDS, Review, ReviewStatus, comment, review
 from fp8bench.model import Evidence, Level, Measurement, Record, Status
-from tests.commands import ROOT, environment, git
-from tests.counts import SLOW, for_each, sampled
+from tests.commands import ROOT, environment
+from tests.counts import SLOW, for_each
 from tests.duels import header
 from tests.fakes import record, steady
 from tests.features.gate.paced import PacedFolder
@@ -104,14 +104,14 @@ def test_a_case_that_was_cut_off() -> None:
 
 
 def test_what_the_table_says() -> None:
-    """Changes with intervals, and what could have been seen; counts are exact."""
+    """Changes with intervals, and the smallest slow-down that would have been found; counts are exact."""
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
     rows = [line for line in comment(review(verdict, duel), verdict, duel, "x").splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
-    assert ";".join(cells[0]) == "figure;base;head;change, 99% interval;detectable;worse is;verdict"
-    figure, _, _, change, detectable, _, word = cells[2]
+    assert ";".join(cells[0]) == "figure;base;head;change, 99% interval;smallest slow-down;worse is;verdict"
+    figure, _, _, change, smallest, _, word = cells[2]
     assert "bf16 time" in figure and change.startswith("+30") and "\\[+" in change
-    assert detectable.startswith("+") and word == "regression"
+    assert smallest.startswith("+") and word == "regression"
     assert sum("exact" in row for row in rows) == 2
 
 
@@ -180,17 +180,6 @@ def job(tmp_path: Path) -> Job:
     return Job(folder)
 
 
-@pytest.mark.parametrize("slow", sampled([], [None]))
-def test_the_action_on_commits_that_do_other_work(job: Job, slow: object) -> None:
-    first = job.repository.commit(20_000)
-    suite = job.repository.path / "mine.py"
-    suite.write_text(suite.read_text().replace('name = "paced"', 'name = "paced"\n    version = "2"'))
-    (job.repository.path / "fp8bench.yaml").write_text(CONFIG.replace("sessions: 1", "quick: true"))
-    job.repository.commit(20_001)
-    outputs, text = job.compared(first)
-    assert outputs == {"code": "4", "status": "recipe mismatch"} and "version 1 on side A and 2" in text
-
-
 @pytest.mark.parametrize("slow", SLOW)
 def test_the_action_on_two_commits(job: Job, slow: object) -> None:
     """Head takes three times as long as base: two duels of one session say so."""
@@ -234,13 +223,6 @@ def test_the_comment_of_the_action_replaces_its_own(job: Job) -> None:
     assert done.returncode == 0 and "::warning::" in done.stdout
 
 
-def test_the_action_says_what_it_takes() -> None:
-    """No expression within a script, a default for every input, and all words for statuses."""
-    assert ACTION["runs"]["using"] == "composite"
-    for step in STEPS.values():
-        assert "${{" not in step["run"] and step["shell"] == "bash"
-        assert subprocess.run(["bash", "-n"], input=step["run"], text=True, check=False).returncode == 0
-    assert all({"description", "default"} == set(entry) for entry in ACTION["inputs"].values())
-    head = (ROOT / "action.yml").read_text().partition("\nname:")[0].replace("\n#", "")
-    assert all(str(status) in head for status in ReviewStatus)
-    assert git(ROOT, "ls-files", "action.yml") in ("action.yml", "")
+def test_no_script_of_the_action_holds_an_expression() -> None:
+    """It would be code of whoever sets it."""
+    assert not any("${{" in step["run"] for step in STEPS.values())

@@ -1,8 +1,7 @@
-"""What a gate writes: JUnit read by another parser, Markdown, trends, text."""
+"""What a gate writes: JUnit read by another parser, Markdown, text."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from junitparser import Error, Failure, JUnitXml, Skipped
 from markdown_it import MarkdownIt
 
 from fp8bench.features.gate.judging import GateOutcome, GateVerdict, JudgedFigure, first_look
-from fp8bench.features.gate.view import MOST_ROWS, as_junit, as_trend, page_of
+from fp8bench.features.gate.view import MOST_ROWS, as_junit, page_of
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
@@ -91,12 +90,3 @@ def test_text() -> None:
     assert all(f"because {words}" in text for words in ("regression", "to confirm", "unsure (2)"))
     assert "because fine" not in text and "noisy:" in text
     assert "no baseline" in render(page_of(GateVerdict("", problem="no run", code=4)))
-
-
-def test_trend() -> None:
-    judged_ones = (*ALL.judged[:2], judged(GateOutcome.NONE, after=None), judged(GateOutcome.FINE, after=float("inf")))
-    rows = json.loads(as_trend(judged_ones))
-    assert [(row["name"], row["unit"], row["value"], row["range"]) for row in rows] == [
-        ("gemm[m=64]@cpu/bf16 time", "s", 1.2e-3, "±1.7%")
-    ] * 2
-    assert json.loads(as_trend(())) == []

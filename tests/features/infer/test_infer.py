@@ -13,7 +13,7 @@ import torch
 
 from fp8bench.errors import UsageError
 from fp8bench.features.infer.fits import LineDraws, crossing_of, line_of
-from fp8bench.features.infer.job import SHIPPED, WEIGHTS, WINDOW, _within, held_out_text, layer_arms
+from fp8bench.features.infer.job import SHIPPED, WEIGHTS, WINDOW, held_out_text
 from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _decoder, _predicted, quality_of, weights_in
 from fp8bench.features.infer.values import (
     ArmTimes,
@@ -26,7 +26,7 @@ from fp8bench.features.infer.values import (
     dtype_of,
     word_of,
 )
-from fp8bench.features.infer.view import page_of, rows_of, spared_word, value_of
+from fp8bench.features.infer.view import page_of, rows_of, value_of
 from fp8bench.model import Level
 from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.served import OWN, served_shapes, served_support
@@ -45,7 +45,6 @@ def test_words_of_arms_and_back() -> None:
     for word in [
         "bf16",
         "kv=fp8",
-        "kv=fp8@0-1=bf16",
         "weights=int8",
         "kv=nvfp4+weights=int4",
         "weights=fp8+activations=low",
@@ -54,9 +53,8 @@ def test_words_of_arms_and_back() -> None:
         arm = arm_in_words(word)
         assert word_of(arm) == word
         assert precisions.canonical(dtype_of(arm)) == dtype_of(arm)
-    assert arm_in_words("kv=fp8+kv@0-3=bf16").kv == "fp8@0-3=bf16"
     assert dtype_of(Arm("fp32", "fp8")) == "served:carrier=fp32:kv=fp8"
-    for wrong in ("kv", "kv=fp9", "cache=fp8", "kv=fp8+", "kv=own", "kv=", "weights=int8@x=bf16", "fp8"):
+    for wrong in ("kv", "kv=fp9", "cache=fp8", "kv=fp8+", "kv=own", "kv=", "weights=int8@0=bf16", "fp8"):
         with pytest.raises(UsageError, match="is no arm"):
             arm_in_words(wrong)
 
@@ -69,9 +67,8 @@ def test_words_of_arms_and_back() -> None:
         ("served:weights=int4", Level.NATIVE, "_weight_int4pack_mm_for_cpu"),
         ("served:weights=int8:activations=low", Level.EMULATED, "restored"),
         ("served:carrier=fp32:weights=int8", Level.EMULATED, "restored"),
-        ("served:kv=fp8", Level.EMULATED, "restored"), ("served:kv=fp8@0-1=bf16", Level.NATIVE, ""),
+        ("served:kv=fp8", Level.EMULATED, "restored"), ("served:kv=bf16", Level.NATIVE, ""),
         ("fp8", Level.EMULATED, ""), ("fp16", Level.REFUSED, "travel in"), ("tf32", Level.REFUSED, ""),
-        ("served:kv=fp8@7=bf16", Level.REFUSED, "layer 7"),
     ],
 )  # fmt: skip
 def test_who_has_a_kernel(dtype: str, level: Level, words: str) -> None:
@@ -179,14 +176,11 @@ def test_the_shipped_model_is_trained_and_its_text_held_out(found: Quality) -> N
 
 def test_quality_has_a_zero_a_floor_and_an_order(found: Quality) -> None:
     assert found.itself.kl == found.itself.kl_tail == 0 and found.itself.same_top == 1
-    assert found.itself.first_layer is None and found.itself.parts_at is None
     assert 0 < found.floor.kl < 1e-9
     bf16, fp8, fp8_token, nvfp4, int8, int4 = found.arms
     assert found.floor.kl < bf16.kl < int8.kl < int4.kl and bf16.kl < fp8_token.kl < fp8.kl * 1.05 < nvfp4.kl
-    assert all(arm.first_layer == 0 and arm.log_perplexity.low <= arm.log_perplexity.high for arm in found.arms)
+    assert all(arm.log_perplexity.low <= arm.log_perplexity.high for arm in found.arms)
     assert bf16.bits == 16.0 and int8.bits < 9.5 and int4.bits < 6
-    # The stream's error grows through the stack of layers, where keys and values are low.
-    assert list(fp8.streams) == sorted(fp8.streams)
 
 
 def test_kl_is_that_of_the_definition(found: Quality) -> None:
@@ -215,38 +209,14 @@ def test_arms_of_another_length_are_not_compared(monkeypatch: pytest.MonkeyPatch
         quality(held_out_text(256), arms=ARMS[:2])
 
 
-def test_layers_alone() -> None:
-    arms = layer_arms("kv", Arm("fp32"), [Arm("bf16"), Arm("bf16", "fp8@0=bf16")], 3)
-    assert [arm.kv for arm in arms] == ["fp32@0=fp8", "fp32@1=fp8", "fp32@2=fp8"]
-    with pytest.raises(UsageError, match="no arm keeps weights"):
-        layer_arms("weights", Arm("fp32"), [Arm("bf16", "fp8")], 3)
-
-
-def test_exceptions_are_cut_to_the_layers_of_the_other_model() -> None:
-    arm = Arm("bf16", "fp8@0-7=bf16@9=fp32", "int8@1=bf16@2-30=fp8")
-    assert _within(arm, 4) == Arm("bf16", "fp8@0-3=bf16", "int8@1=bf16@2-3=fp8")
-
-
 def test_what_is_no_number_is_said(found: Quality) -> None:
-    """And a model whose blocks are in no list has no errors by layer."""
-    bad = replace(found.arms[1], kl=math.nan, kl_tail=math.inf, streams=())
+    bad = replace(found.arms[1], kl=math.nan, kl_tail=math.inf)
     arms = Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8"), Arm("fp32", "fp8")
     some = replace(found, arms=(found.arms[0], bad, found.arms[0]))
     question = ServingQuestion("nano", arms, CONTEXTS, 1, True, 1024)
     answer = ServingAnswer(question, "cpu", tuple(map(ArmTimes, arms)), 128, some)
     text = render(page_of(answer), 200, False, False)
     assert "no finite number (kv=fp8)" in text and "carrier=fp32+kv=fp8" in text
-    _, rows = rows_of(answer)
-    assert rows[2]["first_layer_error"] is None and rows[1]["first_layer_error"] > 0
-
-
-def test_the_worst_layers_are_pasted_with_their_carrier(found: Quality) -> None:
-    low = Arm("fp32", "fp8@1=fp32")
-    for arm, word in ((Arm("fp32", "fp8"), "carrier=fp32+kv=fp8@1=fp32"), (Arm("bf16", "fp8"), "kv=fp8@1=bf16")):
-        question = ServingQuestion("nano", (Arm("fp32"), arm), CONTEXTS, 1, True, 1024, check_layers="kv")
-        pair = (low, found.arms[0])
-        answer = ServingAnswer(question, "cpu", (), 128, None, (pair,), spared=(pair, pair))
-        assert spared_word(answer) == word and arm_in_words(word).kv.startswith("fp8@1")
 
 
 def test_the_answer_fits_on_twenty_lines_and_names_what_matters(found: Quality) -> None:
@@ -284,7 +254,6 @@ def test_the_answer_fits_on_twenty_lines_and_names_what_matters(found: Quality) 
         ("--contexts 128,256", "a line needs 4"),
         ("--contexts a,b,c,d", "no list of whole numbers"),
         ("--size nan", "no model that is served"),
-        ("--arms kv=fp8@5=bf16", "names layer 5"),
         ("--arms kv=fp9", "is no arm"),
         ("--size llama3-8b --batch 128 --contexts 1,2,3,131072", "Choose a smaller batch"),
         ("--size mixtral-8x7b --reference fp32 --quick", "takes 174 GiB"),

@@ -104,16 +104,10 @@ def test_what_an_arm_samples_by_is_what_it_says_of_the_same_tokens_at_once(
     assert gap.kl == pytest.approx(exact, rel=0.25)
 
 
-def test_planted_rollouts(serve: tuple[Serve, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scored one position off; weights of another step; scales that are found again in each step: all stand out."""
+def test_scales_that_stay_are_those_of_the_prompt(serve: tuple[Serve, Tensor]) -> None:
+    """Gaps would be larger by half if each step found them again."""
     build, text = serve
-    plain, scaled = Arm("bf16"), Arm("fp32", "fp8-tensor")
-
-    def stale(arm: Arm, sizes: tuple[int, int]) -> Decoder:
-        model = build(arm, sizes)
-        assert isinstance(model, Decoder)
-        model.embedding = model.embedding * (1.0 if arm == LEAD else 1.2)
-        return model
+    scaled = Arm("fp32", "fp8-tensor")
 
     class Finding(Decoder):
         calibrates = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
@@ -126,9 +120,5 @@ def test_planted_rollouts(serve: tuple[Serve, Tensor], monkeypatch: pytest.Monke
             model.__class__ = Finding
         return model
 
-    for arm, planted in ((plain, stale), (scaled, again)):
-        right, wrong = (rollout_gap(each, arm, LEAD, text, 7).mean for each in (build, planted))
-        assert wrong > 1.5 * right, planted
-    gather = module._predicted
-    monkeypatch.setattr(module, "_predicted", lambda model, tokens: gather(model, tokens.roll(1, 1)))
-    assert rollout_gap(build, LEAD, LEAD, text, 7).mean > 0.1
+    right, wrong = (rollout_gap(each, scaled, LEAD, text, 7).mean for each in (build, again))
+    assert wrong > 1.5 * right

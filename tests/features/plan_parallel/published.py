@@ -30,8 +30,6 @@ from fp8bench.features.plan_parallel.ranking import MODELS, LayoutKind, Measured
 
 GIB = 1 << 30
 TABLE = tomllib.loads((Path(__file__).parents[3] / "reports/plan_parallel/published.toml").read_text(encoding="utf-8"))
-# Figures with bands: bytes of a GPU, model FLOPs a second.
-FIGURES = ("memory", "flops")
 _LOAD = ("sequence", "local", "micro_batches", "precision", "compiled", "hidden_tensor", "narrow_gather", "fused_loss")
 # The fit chooses attention's share of the products' rate among these.
 _SHARES = (0.35, 0.45, 0.55, 0.65, 0.75)
@@ -42,7 +40,7 @@ LEAST_MACHINES = 3
 
 @dataclass(frozen=True)
 class Published:
-    """A published training with its figures, and how far off formulas may be on each."""
+    """A published training with its figures, and how far off the formula of memory may be."""
 
     name: str
     machine: str
@@ -52,20 +50,18 @@ class Published:
     load: Load
     topology: Topology
     figures: Mapping[str, float]
-    bands: Mapping[str, float]
+    band: float
 
 
 class Held(NamedTuple):
-    """By how much the formula is off on a figure, and may be."""
+    """By how much the formula of memory is off on a row."""
 
     row: Published
-    figure: str
     error: float
-    band: float
 
     @property
     def inside(self) -> bool:
-        return abs(self.error) <= self.band
+        return abs(self.error) <= self.row.band
 
 
 def _row(entry: Mapping[str, Any]) -> Published:
@@ -78,7 +74,7 @@ def _row(entry: Mapping[str, Any]) -> Published:
         Load(checkpointing=Checkpointing(entry["checkpointing"]), **load),
         Topology(gpus["node"], GIB * gpus["memory"], 1e9 * gpus["inside"], 1e9 * gpus["between"],
                  *(1e12 * rate for rate in gpus.get("ceilings", (0, 0)))),
-        {name: entry[name] for name in (*FIGURES, "pace") if name in entry}, entry.get("bands", {}),
+        {name: entry[name] for name in ("memory", "pace") if name in entry}, entry.get("bands", {}).get("memory", 0.0),
     )  # fmt: skip
 
 
@@ -86,15 +82,12 @@ def published() -> tuple[Published, ...]:
     return tuple(map(_row, TABLE["row"]))
 
 
-def held() -> Iterator[Held]:
-    """Compares memory and FLOPs of every row; FLOPs are computed from the published pace."""
-    for row in published():
-        told = {
-            "memory": memory_of(row.model, row.layout, row.load).total / GIB,
-            "flops": row.figures.get("pace", 0.0) * row.model.token_flops(row.load.sequence) / 1e12,
-        }
-        for figure in told.keys() & row.figures.keys():
-            yield Held(row, figure, told[figure] / row.figures[figure] - 1, row.bands[figure])
+def held() -> list[Held]:
+    """Compares memory of every row that has it."""
+    rows = [row for row in published() if "memory" in row.figures]
+    return [
+        Held(row, memory_of(row.model, row.layout, row.load).total / GIB / row.figures["memory"] - 1) for row in rows
+    ]
 
 
 def trainings() -> tuple[Published, ...]:

@@ -1,0 +1,144 @@
+"""Builds in which one case may be slower, drawn by seed and judged by the gate's own code; suspects are drawn again.
+
+`share_failing` plants what a build in which nothing changed says that it would find in another build of the same kind.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fp8bench.analysis.compare.compare import of_times
+from fp8bench.analysis.compare.interval import Estimate
+from fp8bench.analysis.compare.sides import MatchedFigures
+from fp8bench.analysis.steps.change_points import LEAST, newest_levels, steps_of_many
+from fp8bench.features.gate.judging import (
+    USUAL_POWER,
+    GateOutcome,
+    JudgedFigure,
+    SecondLook,
+    Sight,
+    first_look,
+    key_of,
+    second_look,
+)
+from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
+from fp8bench.features.gate.thresholds import ThresholdRule
+from fp8bench.model import Comparison, Direction, Evidence, Interval
+from fp8bench.model.specs import TIME
+
+CASES = 100
+WITHIN = 0.003
+# Whatever differs by more than chance fails.
+NO_THRESHOLD = (ThresholdRule("*", "*", 0.0, 0.0),)
+Run = list[float]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runs on each side, how far the same case lies apart in two of them, and how far a whole run moves together."""
+
+    before: int
+    after: int
+    between: float
+    together: float = 0.0
+    one_sided: bool = False
+
+    def noise(self, draw: random.Random) -> float:
+        return draw.expovariate(1) if self.one_sided else draw.gauss(0, 1)
+
+    def run(self, draw: random.Random, planted: float) -> Run:
+        """Returns the logarithms of the times of all cases, the first of which is `planted` times as slow."""
+        shared = self.together * self.noise(draw)
+        logs = [shared + math.hypot(self.between, WITHIN) * self.noise(draw) for _ in range(CASES)]
+        return [logs[0] + math.log(planted), *logs[1:]]
+
+
+def build(
+    setting: Setting, draw: random.Random, planted: float = 1.0, rules: tuple[ThresholdRule, ...] = ()
+) -> tuple[JudgedFigure, ...]:
+    before = [setting.run(draw, 1.0) for _ in range(setting.before)]
+    after = [setting.run(draw, planted) for _ in range(setting.after)]
+    judged = first_look(list(_comparisons(before, after)), rules)
+    if not any(figure.outcome is GateOutcome.TO_CONFIRM for figure in judged):
+        return judged
+    again = _comparisons(before, [setting.run(draw, planted)], after)
+    return second_look(judged, SecondLook({key_of(case): case for case in again}, "again"), rules)
+
+
+def _comparisons(before: list[Run], after: list[Run], beside: Sequence[Run] = ()) -> Iterator[Comparison]:
+    for case in range(CASES):
+        old, new, others = (
+            tuple(Estimate(run[case] + math.log(1e-3), WITHIN) for run in side) for side in (before, after, beside)
+        )
+        yield of_times(MatchedFigures(TIME, "s", old, new, beside=others), f"made[case={case}]@cpu/bf16", "made", ())
+
+
+def false_alarms(setting: Setting, builds: int) -> float:
+    """Returns the share of builds that fail although nothing has changed."""
+    draw = random.Random(0)
+    return sum(any(map(_fails, build(setting, draw))) for _ in range(builds)) / builds
+
+
+def found(setting: Setting, planted: float, builds: int) -> float:
+    """Returns the share of builds in which the one case that became slower fails."""
+    draw = random.Random(0)
+    return sum(_fails(build(setting, draw, planted)[0]) for _ in range(builds)) / builds
+
+
+def _fails(judged: JudgedFigure) -> bool:
+    return judged.outcome is GateOutcome.REGRESSION
+
+
+# Draws a build with a case that is slower by a share: whether that fails, and what the build says that it would find.
+Build = Callable[[random.Random, float], tuple[bool, Sight]]
+
+
+def share_failing(of: Build, builds: int) -> float:
+    draw = random.Random(0)
+    known = [sight for _ in range(builds) if math.isfinite((sight := of(draw, 0.0)[1]).smallest)]
+    return sum(of(draw, sight.smallest)[0] for sight in known) / len(known)
+
+
+def stored(setting: Setting) -> Build:
+    """Builds that compare stored runs; suspects are measured again."""
+
+    def of(draw: random.Random, planted: float) -> tuple[bool, Sight]:
+        judged = build(setting, draw, 1 + planted, NO_THRESHOLD)
+        sights = sights_of(judged, Second.AGAIN, USUAL_POWER, required=False).figures
+        return _fails(judged[0]), next(sight for sight in sights if sight.case == judged[0].comparison.case)
+
+    return of
+
+
+def nights(count: int, between: float) -> Build:
+    """A history of so many nights; what is planted comes with the last nights in which a step can be found."""
+
+    def of(draw: random.Random, planted: float) -> tuple[bool, Sight]:
+        logs = np.array([draw.gauss(0, between) for _ in range(count)])
+        flat = Comparison(
+            "made[case=0]@box/bf16", "made", "relative_time", "x", Direction.SAME, Evidence.HISTORY, 1.0, 1.0
+        )
+        newest = Newest(flat, newest_levels([np.exp(logs)])[0])
+        (sight,) = sights_of_history([newest], (), 0, Second.AGAIN, USUAL_POWER, required=False).figures
+        logs[-LEAST:] += math.log1p(planted)
+        slower = [step for step in steps_of_many([np.exp(logs)])[0] if step.after > 1.01 * step.before]
+        if not slower:
+            return False, sight
+        last = slower[-1]
+        step = replace(
+            flat, direction=Direction.WORSE, before=last.before, after=last.after, ratio=last.ratio,
+            p_value=last.p_value,
+        )  # fmt: skip
+        value = math.exp(draw.gauss(0, between)) * (1 + planted)
+        where = Direction.WORSE if value > math.sqrt(last.before * last.after) else Direction.SAME
+        ratio = Interval(value / last.before, value / last.before, value / last.before, 0.0)
+        again = replace(flat, direction=where, before=last.before, after=value, ratio=ratio)
+        judged = first_look([step], NO_THRESHOLD)
+        return _fails(second_look(judged, SecondLook({key_of(again): again}), NO_THRESHOLD)[0]), sight
+
+    return of
