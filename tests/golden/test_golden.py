@@ -230,13 +230,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "fleet.html": Document("fleet report plan.json --html fleet.html", "fleet"),
     "fleet-cell.txt": Document("show b33a0f63 --fleet", "fleet"),
     "fleet-cell.md": Document("report b33a0f63 --md fleet-cell.md", "fleet"),
-    "fleet-k8s.yaml": Document(
-        "fleet export plan.json --to k8s --image box:1 --volume data:/data --plan-path /data/plan.json "
-        "--store /data/store", "fleet"
-    ),
-    "fleet-sbatch.txt": Document(
-        "fleet export plan.json --to sbatch --plan-path /data/plan.json --store /data/store --python python3", "fleet"
-    ),
     # What is measured now, of values that were measured once.
     "conform.txt": Document("conform --explain", value="conform"),
     "conform-all.txt": Document("conform --all", value="conform"),
