@@ -258,10 +258,8 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     ),
     "config.yaml": Document("config gemm --dtypes fp32,bf16 --set shape=64"),
     # What measures nothing.
-    "lint-model.txt": Document("lint-shapes --model gpt2"),
-    "lint.txt": Document("lint-shapes --shapes shapes.csv --devices h100,b200,mi300x"),
-    "lint.csv": Document("lint-shapes --shapes shapes.csv --csv -"),
-    "lint.json": Document("lint-shapes --shapes shapes.csv --dtypes fp8,mxfp8 --devices h100,b200 --json"),
+    "lint.txt": Document("lint-shapes gpt2"),
+    "lint.json": Document("lint-shapes gpt2 --dtypes fp8,mxfp8 --devices h100,b200 --json"),
     "parallel-plan.txt": Document(
         "plan-parallel --model llama3-8b --gpus 8 --topology h100.yaml --dtype fp8 --explain"
     ),
