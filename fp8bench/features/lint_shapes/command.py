@@ -134,11 +134,12 @@ def judge_all(
 def judge(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceClass) -> ShapeFinding:
     recipe = in_formats_of(device, mode.recipe)
     treatments = {Role.INPUT: recipe.input, Role.WEIGHT: recipe.weight, Role.GRADIENT: recipe.gradient}
+    first, second = PRODUCTS[kind]
     sides = sides_of(kind, shape.tokens, shape.outputs, shape.inputs)
-    product = Product(*sides, *(treatments[role] for role in PRODUCTS[kind]))
+    product = Product(*sides, treatments[first], treatments[second])
     finding = partial(ShapeFinding, shape.name, kind, sides, mode.mode, device.name)
-    if lacking := missing(product, device):
-        return finding(exists=False, why=lacking)
+    if why := missing(product, device):
+        return finding(exists=False, why=why)
     against = objections(product, device)
     multiples = [objection.multiples for objection in against if objection.multiples is not None]
     if len(multiples) < len(against):  # no padding answers all of them
@@ -172,8 +173,7 @@ def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
     ):  # fmt: skip
         rows = table("refused", "", _REFUSED, refused.items())
         parts.append(Part("refused", "refused as they are, and what to pad them to", (rows,)))
-    lacking = together((one.why, (one.mode, one.device)) for one in findings if not one.exists)
-    if lacking:
+    if lacking := together((one.why, (one.mode, one.device)) for one in findings if not one.exists):
         items = Items(tuple(Text(f"{why}: {_places(places)}") for why, places in lacking.items()))
         parts.append(Part("missing", "why there is no such product", (items,)))
     lost = fitting_nowhere(findings)

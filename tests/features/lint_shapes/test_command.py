@@ -14,7 +14,7 @@ from fp8bench import pipeline
 from fp8bench.features.lint_shapes.command import LinearShape, ShapeFinding, judge, judge_all, shapes_of
 from fp8bench.formats.hardware import A100, B200, CLASSES, CPU, H100, L40S, MI300X, MI350X, RTX5090, DeviceClass
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import DeviceFacts, Level, Scalar
+from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS
 from fp8bench.registry import precisions, workloads
@@ -151,18 +151,6 @@ def test_what_fp8bench_has_natively_has_all_three_products() -> None:
     assert ("fp8", H100) in pairs
     for (mode, device), kind in itertools.product(pairs, PRODUCTS):
         assert lint(LinearShape("", 64, 64, 64), mode, device, kind).fits, (mode, device, kind)
-
-
-@for_each("tokens", [24, 32])
-def test_the_mlp_suite_agrees_on_a_whole_block(tokens: int) -> None:
-    """It is refused as soon as one of its six products is."""
-    precision, mlp = recipe("fp8"), workloads.get("mlp")
-    for width, hidden in itertools.product((16, 24, 64), repeat=2):
-        params: dict[str, Scalar] = {"tokens": tokens, "width": width, "hidden": hidden}
-        params |= {"gated": "no", "pass": "training"}
-        shapes = [LinearShape("up", tokens, hidden, width), LinearShape("down", tokens, width, hidden)]
-        fits = all(finding.fits for finding in judge_all(shapes, [precision], [H100]))
-        assert fits == (mlp.support(params, precision, FACTS[H100]).level is Level.NATIVE)
 
 
 def test_each_product_contracts_over_another_side() -> None:
