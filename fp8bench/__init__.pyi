@@ -35,10 +35,10 @@ from fp8bench.user_code.named import audited as audited
 __version__: str
 
 def ablate(
-    target: str, *, options: str | Iterable[str], shapley: bool = False, reference: str | None = None,
-    set: Mapping[str, object] = ..., quick: bool = False, budget: float | None = None, rounds: int | None = None,
-    device: str | None = None, data: str | None = None, imports: str | Iterable[str] = ..., seed: int = 0,
-    threads: int = 1, case_timeout: float | None = None, isolation: bool = True, store: str | Path = ".fp8bench",
+    target: str, *, options: str | Iterable[str], reference: str | None = None, set: Mapping[str, object] = ...,
+    quick: bool = False, budget: float | None = None, rounds: int | None = None, device: str | None = None,
+    data: str | None = None, imports: str | Iterable[str] = ..., seed: int = 0, threads: int = 1,
+    case_timeout: float | None = None, isolation: bool = True, store: str | Path = ".fp8bench",
     progress: bool = True
 ) -> CommandResult: ...
 def advise(
@@ -56,11 +56,11 @@ def compare(
 ) -> CommandResult: ...
 def duel(
     suite: str, *, python_a: str | None = None, python_b: str | None = None, against: str | None = None,
-    against_self: str | None = None, env_a: str | Iterable[str] = ..., env_b: str | Iterable[str] = ...,
-    dtypes: str | Iterable[str] = ..., devices: str | Iterable[str] = ..., set: Mapping[str, object] = ...,
-    data: str | None = None, imports: str | Iterable[str] = ..., sessions: int | None = None, quick: bool = False,
-    budget: float | None = None, rounds: int | None = None, seed: int = 0, threads: int = 1,
-    case_timeout: float | None = None, store: str | Path = ".fp8bench", progress: bool = True
+    against_self: str | None = None, dtypes: str | Iterable[str] = ..., devices: str | Iterable[str] = ...,
+    set: Mapping[str, object] = ..., data: str | None = None, imports: str | Iterable[str] = ...,
+    sessions: int | None = None, quick: bool = False, budget: float | None = None, rounds: int | None = None,
+    seed: int = 0, threads: int = 1, case_timeout: float | None = None, store: str | Path = ".fp8bench",
+    progress: bool = True
 ) -> CommandResult: ...
 def gate(
     *sides: str, duel: str | None = None, against: str | None = None, config: str | Path | None = None,

@@ -350,28 +350,6 @@ def try_writing(folder: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def clock_ahead(folder: Path) -> float | None:
-    """Seconds by which this process's clock is ahead of the file system's; None if that cannot be measured.
-
-    They differ only on a shared file system. The time that the measurement took is subtracted.
-    """
-    probe = folder / f".probe-{secrets.token_hex(4)}"
-    try:
-        before = time.time()
-        with probe.open("xb") as file:
-            append(file, b"probe")
-        stamped = probe.stat().st_mtime
-        after = time.time()
-    except OSError:
-        return None
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
-    if stamped <= 0:  # where files have no time
-        return None
-    return round(max(0.0, before - stamped) + min(0.0, after - stamped), 3)
-
-
 def stamp(moment: str) -> str:
     """A start time as it stands in file names: '20260105T120000.000Z'."""
     return re.sub(r"[-:]", "", moment).partition("+")[0] + "Z"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided, fastest
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
-from fp8bench.files import check_folder, clock_ahead
+from fp8bench.files import check_folder
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.ceilings import measure_ceilings
@@ -45,7 +45,7 @@ from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
-from fp8bench.model.run import Cell, OperationBits
+from fp8bench.model.run import Cell
 from fp8bench.model.stopping import rule_for
 from fp8bench.plan.cells import cell_of, of_cell
 from fp8bench.plan.corpus import Corpus
@@ -82,7 +82,6 @@ def execute(
         run = replace(_opened(request, ready, meters, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
-            run = replace(run, bits=_bits(run, ready.timing), clock_ahead=clock_ahead(store))
         observer.planned(run.plan)
         writer = start_run(run, store)
         if note:
@@ -287,20 +286,6 @@ def _opened(
         devices=facts,
         overheads=tuple((fact.key, worker.within(START_SECONDS).overheads(fact)) for fact in facts if fact.key in used),
     )
-
-
-def _bits(run: Run, worker: Worker) -> tuple[OperationBits, ...]:
-    """What the devices of a cell compute, so that machines of a kind can be held against each other.
-
-    Nothing of a worker that it ends: the cell is measured all the same, and a report says so.
-    """
-    used = {planned.case.device for group in run.plan for planned in group.cases if planned.runs}
-    asked = worker.within(START_SECONDS)
-    try:
-        return tuple(bits for device in run.devices if device.key in used for bits in asked.bits(device))
-    except WorkerError:
-        worker.restart()
-        return ()
 
 
 def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> None:

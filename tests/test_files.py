@@ -317,20 +317,3 @@ def test_a_folder_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"^--trace '.* cannot be written \(.+\)\. Give a folder"):
         check_folder("--trace", tmp_path / name)
-
-
-@for_each("seconds", [-86400.0, -600.0, 600.0])
-def test_a_clock_that_is_not_that_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """The kernel stamps files by the right clock, and this process has another."""
-    assert abs(files.clock_ahead(tmp_path) or 0.0) < 1.0
-    right = files.time.time
-    monkeypatch.setattr(files.time, "time", lambda: right() + seconds)
-    assert files.clock_ahead(tmp_path) == pytest.approx(seconds, abs=60)
-    assert not list(tmp_path.iterdir()) and files.clock_ahead(tmp_path / "nowhere") is None
-
-
-def test_a_slow_file_system_is_no_wrong_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = files.time.time()
-    told = iter((right - 1800, right + 1800))
-    monkeypatch.setattr(files.time, "time", lambda: next(told))
-    assert files.clock_ahead(tmp_path) == 0.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8bench.errors import BackendMissing
 from fp8bench.formats.hardware import is_nvidia, native, nvidia_class, refused
-from fp8bench.formats.product_rules import Product, te_objections
+from fp8bench.formats.product_rules import Product, te_refusal
 from fp8bench.formats.recipes import Accumulator, ScaleRounding
 from fp8bench.model import DeviceFacts, Scalar, Support
 from fp8bench.nn.shared_precisions import RecipePrecision, wrong_pairing
@@ -66,8 +66,8 @@ class TransformerEngine(Backend):
             return refused("Transformer Engine runs on NVIDIA's GPUs: choose backend=auto, or another device")
         device = nvidia_class(facts.capability)
         for a, b in precision.recipe.products:
-            for objection in te_objections(Product(_SIDE, _SIDE, _SIDE, a, b), device) or ():
-                return refused(f"Transformer Engine: {objection.why}; this device has {device.words}")
+            if why := te_refusal(Product(_SIDE, _SIDE, _SIDE, a, b), device):
+                return refused(f"Transformer Engine: {why}; this device has {device.words}")
         return native(f"Transformer Engine's {CLASSES[precision.name]}")
 
     def imported(self) -> None:

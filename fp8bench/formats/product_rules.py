@@ -19,17 +19,7 @@ from fp8bench.formats.hardware import ADA, B200, H100, MI300X, MI350X, DeviceCla
 from fp8bench.formats.recipes import Treatment
 from fp8bench.model import DeviceFacts
 
-OUTPUTS = ("bf16", "fp16", "fp32")
 Sides = tuple[int, int, int]
-
-
-class RuleSource(StrEnum):
-    """Whose rule it is."""
-
-    HARDWARE = "hardware"
-    TORCH = "torch"
-    CUBLAS = "cuBLAS"
-    TE = "Transformer Engine"
 
 
 class Scheme(StrEnum):
@@ -75,29 +65,13 @@ class Product:
         schemes = {_scheme_of(treatment) for treatment in (self.a, self.b)}
         return schemes.pop() if len(schemes) == 1 else None
 
-    def bytes_of(self, sides: Sides) -> float:
-        m, n, k = sides
-        output = m * n * (4 if self.output == "fp32" else 2)
-        return _operand_bytes(m, k, self.a) + _operand_bytes(n, k, self.b) + output
-
 
 @dataclass(frozen=True)
 class Objection:
-    """Why a product is refused, and by whom. `multiples` of M, N and K would be accepted; None where no padding
-    helps."""
+    """Why a product is refused. `multiples` of M, N and K would be accepted; None where no padding helps."""
 
-    source: RuleSource
     why: str
     multiples: Sides | None = None
-
-
-def uneven(product: Product, source: RuleSource, multiples: Sides) -> Iterator[Objection]:
-    for place, (length, multiple) in enumerate(zip(product.sides, multiples, strict=True)):
-        if length % multiple:
-            needed = [1, 1, 1]
-            needed[place] = multiple
-            why = f"{'MNK'[place]}={length} is no multiple of {multiple}"
-            yield Objection(source, why, (needed[0], needed[1], needed[2]))
 
 
 def _scheme_of(treatment: Treatment) -> Scheme | None:
@@ -111,55 +85,23 @@ def _scheme_of(treatment: Treatment) -> Scheme | None:
     return _FP8_BY_EXTENT.get((scaling.rows, scaling.columns)) if fmt in (E4M3, E5M2, *FNUZ) else None
 
 
-def _operand_bytes(rows: int, k: int, treatment: Treatment) -> float:
-    codes, scaling = rows * k * treatment.fmt.bits / 8, treatment.scaling
-    if scaling is None:
-        return codes
-    down, along = scaling.rows or rows, scaling.columns or k
-    blocks = -(-rows // down) * -(-k // along)
-    if scaling.scale is None:
-        return codes + 4.0 * blocks
-    above = 4 if scaling.scale is E4M3 else 0  # NVFP4's scale of the whole tensor
-    return codes + blocks * scaling.scale.bits / 8 + above
-
-
 BLACKWELL = (10, 0)
 
 
-def missing(product: Product, device: DeviceClass) -> Objection | None:
-    """Why a class of devices has no such product, whatever its shape; None if it has one."""
+def missing(product: Product, device: DeviceClass) -> str:
+    """Why a class of devices has no such product, whatever its shape; '' if it has one."""
     scheme = product.scheme
     if scheme is None:
         pair = " and ".join(dict.fromkeys(_words(treatment) for treatment in (product.a, product.b)))
-        return Objection(RuleSource.HARDWARE, f"no units multiply {pair}")
-    without = _without_units(scheme, device) or _other_formats(product, device)
-    if without:
-        return Objection(RuleSource.HARDWARE, without)
-    lacking = _lacking_in_torch(scheme, device)
-    return Objection(RuleSource.TORCH, lacking) if lacking else None
+        return f"no units multiply {pair}"
+    return (
+        _without_units(scheme, device) or _other_formats(product, device) or _lacking_in_torch(scheme, device)
+    )
 
 
 def objections(product: Product, device: DeviceClass) -> tuple[Objection, ...]:
     """What torch's scaled_mm, and the libraries it calls, refuse in a product that the class has."""
     return (*_of_kind(product, device), *_of_shape(product, device))
-
-
-def conditions(scheme: Scheme, device: DeviceClass) -> tuple[str, ...]:
-    """What such a product needs besides its shape: versions, layouts of its scales, output types."""
-    needs = []
-    if scheme is Scheme.BLOCK:
-        needs.append("CUDA 12.9")
-    if scheme is Scheme.ROW and device is H100:
-        needs.append("before CUDA 12.9 an output in bf16 or fp16")
-    if scheme is Scheme.ROW and device is not H100:
-        needs.append(f"an output in {_row_outputs(device)}")
-    if scheme in MX and device.is_amd:
-        needs += ["ROCm 7.0", "an output in bf16 or fp16"]
-    if scheme in (*MX, Scheme.NVFP4) and device.is_nvidia:
-        needs += ["CUDA 12.8", "scales swizzled in tiles of 128 x 4"]
-    if scheme is Scheme.MXFP4 and device.is_nvidia:
-        needs.append("a torch built with FBGEMM's kernels")
-    return tuple(needs)
 
 
 def _words(treatment: Treatment) -> str:
@@ -203,22 +145,22 @@ def _lacking_in_torch(scheme: Scheme, device: DeviceClass) -> str:
 
 def _of_kind(product: Product, device: DeviceClass) -> Iterator[Objection]:
     if product.row_major:
-        yield Objection(RuleSource.TORCH, "the second operand lies row by row, and its contraction must be innermost")
+        yield Objection("the second operand lies row by row, and its contraction must be innermost")
     if device.is_nvidia and product.a.fmt is E5M2 and product.b.fmt is E5M2:
         # A restriction of cuBLASLt, not of AMD's libraries.
-        yield Objection(RuleSource.TORCH, "two E5M2 operands are not multiplied on NVIDIA's GPUs")
+        yield Objection("two E5M2 operands are not multiplied on NVIDIA's GPUs")
     if product.scheme is Scheme.ROW and device is not H100:
         # On Hopper cuBLAS scales rows since 12.9; elsewhere CUTLASS's kernel and hipBLASLt accept less.
         if product.b.fmt not in (E4M3, FNUZ[0]):
             why = f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}"
-            yield Objection(RuleSource.TORCH, why)
+            yield Objection(why)
         if product.output not in _row_outputs(device).split(" or "):
             why = f"with a scale a row the output is {_row_outputs(device)}, not {product.output}"
-            yield Objection(RuleSource.TORCH, why)
+            yield Objection(why)
     if product.scheme in (Scheme.BLOCK, Scheme.MXFP8) and not product.a.fmt is product.b.fmt is E4M3:
-        yield Objection(RuleSource.TORCH, f"with scales of {_SPANS[product.scheme]} elements both operands are E4M3")
+        yield Objection(f"with scales of {_SPANS[product.scheme]} elements both operands are E4M3")
     if product.scheme in MX and device.is_amd and product.output == "fp32":
-        yield Objection(RuleSource.TORCH, "MX products give bf16 or fp16 on AMD's GPUs, not fp32")
+        yield Objection("MX products give bf16 or fp16 on AMD's GPUs, not fp32")
 
 
 _SPANS = {Scheme.BLOCK: 128, Scheme.MXFP8: 32}
@@ -253,56 +195,40 @@ def _row_outputs(device: DeviceClass) -> str:
 
 
 def _of_shape(product: Product, device: DeviceClass) -> Iterator[Objection]:
-    """Objections to sides that are no multiples, one a side: the widest rules come first."""
-    sides: set[str] = set()
-    for source, multiples in _multiples(product.scheme, device):
-        for objection in uneven(product, source, multiples):
-            side = objection.why.partition("=")[0]
-            if side not in sides:
-                sides.add(side)
-                yield objection
+    for place, side in enumerate("MNK"):
+        # The widest rules come first, and one objection a side is enough.
+        broken = (rule for rule in _multiples(product.scheme, device) if product.sides[place] % rule[place])
+        for rule in broken:
+            multiples = [1, 1, 1]
+            multiples[place] = rule[place]
+            why = f"{side}={product.sides[place]} is no multiple of {rule[place]}"
+            yield Objection(why, (multiples[0], multiples[1], multiples[2]))
+            break
 
 
-def _multiples(scheme: Scheme | None, device: DeviceClass) -> Iterator[tuple[RuleSource, Sides]]:
+def _multiples(scheme: Scheme | None, device: DeviceClass) -> Iterator[Sides]:
     if scheme in MX and device.is_amd:
         # scaled_mm requires 32s; hipBLASLt's kernels 128 along K, by torch's tests and its older entry.
-        yield RuleSource.TORCH, (32, 32, 128)
+        yield 32, 32, 128
     elif scheme in MX:
-        yield RuleSource.HARDWARE, (1, 1, 32)  # a block is multiplied as a whole: torch tests no other
+        yield 1, 1, 32  # a block is multiplied as a whole by the hardware: torch tests no other
     elif scheme is Scheme.NVFP4:
-        yield RuleSource.CUBLAS, (1, 1, 32)  # two codes a byte, and rows begin at 16 bytes
+        yield 1, 1, 32  # cuBLAS: two codes a byte, and rows begin at 16 bytes
     # For every scaled product: in cuBLASLt the rows of both operands and of the output begin at 16 bytes.
-    yield RuleSource.TORCH, (1, 16, 16)
+    yield 1, 16, 16
 
 
 HOPPER = (9, 0)
 BLACKWELL_FOR_THE_DESK = (12, 0)
-# Transformer Engine's recipes: FP8 tensors have rows in 8s and columns in 16s; MXFP8 and NVFP4 tensors are cast along
-# both sides, in whole blocks.
-TE_MULTIPLES = {
-    Scheme.TENSOR: (8, 8, 16),
-    Scheme.BLOCK: (8, 8, 16),
-    Scheme.MXFP8: (32, 32, 32),
-    Scheme.NVFP4: (16, 16, 16),
-}
+_TE_SCHEMES = (Scheme.TENSOR, Scheme.BLOCK, Scheme.MXFP8, Scheme.NVFP4)
 
 
-def te_objections(product: Product, device: DeviceClass) -> tuple[Objection, ...] | None:
-    """What Transformer Engine refuses in a product; None where it has no recipe for it, or does not support the
-    device."""
+def te_refusal(product: Product, device: DeviceClass) -> str:
+    """Why Transformer Engine's recipes refuse such a product on one of NVIDIA's devices, in any shape
+    (check_mxfp8_support and its neighbours); '' where they do not, or there is no recipe for it."""
     scheme = product.scheme
-    if scheme not in TE_MULTIPLES or not device.is_nvidia:
-        return None
-    refusal = _te_refusal(scheme, device)
-    if not refusal and product.a.fmt is E5M2 and product.b.fmt is E5M2:
-        refusal = "it has no recipe with E5M2 in every role"
-    if refusal:
-        return (Objection(RuleSource.TE, refusal),)
-    return tuple(uneven(product, RuleSource.TE, TE_MULTIPLES[scheme]))
-
-
-def _te_refusal(scheme: Scheme, device: DeviceClass) -> str:
-    """Its refusal of a device (check_mxfp8_support and its neighbours); '' where there is none."""
+    if scheme not in _TE_SCHEMES:
+        return ""
     if not device.at_least(ADA):
         return "its FP8 begins at compute capability 8.9"
     if scheme is Scheme.BLOCK and not device.at_least(HOPPER):
@@ -311,4 +237,4 @@ def _te_refusal(scheme: Scheme, device: DeviceClass) -> str:
         return "it refuses MXFP8 from compute capability 12.0 on, where not every layout of a product is there"
     if scheme in (Scheme.MXFP8, Scheme.NVFP4) and not device.at_least(BLACKWELL):
         return f"its {scheme} begins at compute capability 10.0"
-    return ""
+    return "it has no recipe with E5M2 in every role" if product.a.fmt is product.b.fmt is E5M2 else ""

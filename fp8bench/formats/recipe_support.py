@@ -104,9 +104,10 @@ def _intel_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts
 
 def _against(products: list[Product], device: DeviceClass) -> str:
     """The first objection of a class of devices, or of torch there, to the products; '' if there is none."""
-    lacking = next((why for product in products if (why := missing(product, device))), None)
-    against = lacking or next(chain.from_iterable(objections(product, device) for product in products), None)
-    return against.why if against else ""
+    if lacking := next(filter(None, (missing(product, device) for product in products)), ""):
+        return lacking
+    against = chain.from_iterable(objections(product, device) for product in products)
+    return next((objection.why for objection in against), "")
 
 
 def _objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:

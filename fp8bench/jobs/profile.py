@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import NotSent, UsageError
+from fp8bench.measure.handle import claimed
+from fp8bench.measure.limits import Limits
 from fp8bench.model import Request, Run
 from fp8bench.model.run import PROFILE
+from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
-from fp8bench.pipeline import execute
+from fp8bench.pipeline import examine, execute, worker_for
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Observer
 from fp8bench.user_code import own_words
 from fp8bench.workloads.model import LIVE, MADE, OPTIMIZERS, Model
@@ -66,6 +70,18 @@ def profile(request: Request, store: Path, observer: Observer, command: str, not
         return execute(request, store, observer, command, PROFILE, note=note)
     finally:
         MADE.clear()
+
+
+def coverage_of(maker: str) -> Coverage:
+    """Runs a step of the model on a CPU, untimed, and returns its products as they would be converted in fp8."""
+    request = Request(Model.name, ("fp8",), ("cpu",), UNTOUCHED, axes=(("make", (function_named(maker),)),))
+    with claimed(True), worker_for(request, None) as worker:
+        facts = worker.probe()
+        plan, limits = make_plan(request, facts, None), Limits()
+        examine(plan, facts, worker, limits)
+        (planned,) = (planned for planned in plan.groups[0].cases if planned.case.precision == "fp8")
+        (device,) = (fact for fact in facts if fact.key == "cpu")
+        return worker.within(limits.numbers(planned.work)).coverage(planned.case, device) or Coverage()
 
 
 def profile_live(given: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:

@@ -57,9 +57,8 @@ class Resumption:
 class Run:
     """One run: header and records. `path` is where it is stored, '' if it is not; `origin` the command that made it.
 
-    `cell` names the part of a fleet's plan ('8f3a2c1d/4'), '' for none; then `bits` are what its devices computed
-    before anything was measured, and `clock_ahead` how many seconds this machine's clock was ahead of the store's file
-    system, None if unknown. `notes` were taken while it ran; `troubles` were met when its file was read.
+    `cell` names the part of a fleet's plan ('8f3a2c1d/4'), '' for none. `notes` were taken while it ran; `troubles`
+    were met when its file was read.
     """
 
     id: str
@@ -78,8 +77,6 @@ class Run:
     resumptions: tuple[Resumption, ...] = ()
     origin: str = "suite"
     cell: str = ""
-    bits: tuple[OperationBits, ...] = ()
-    clock_ahead: float | None = None
 
     def __repr__(self) -> str:
         state = "finished" if self.finished else "unfinished"
@@ -184,16 +181,6 @@ class Attempt:
     started: str
     seconds: float = 0.0
     code: int | None = None
-
-
-@dataclass(frozen=True)
-class OperationBits:
-    """Digests of an operation's bits for fixed inputs on a device; several where runs of it differed."""
-
-    device: str
-    dtype: str
-    operation: str
-    digests: tuple[str, ...]
 
 
 class CellStatus(StrEnum):

@@ -277,4 +277,5 @@ def unfit(held: ProductWeight, products: Sequence[HeldProduct], multiple: int) -
         return ""
     names = dict(zip(held.sides, "NK", strict=True))
     sizes = ", ".join(f"{names.get(size, 'M')}={size}" for size in sorted(wrong))
-    return f"native products take contractions and columns in multiples of {multiple}: {sizes}"
+    pads = ", ".join(str(-(-size // multiple) * multiple) for size in sorted(wrong))
+    return f"native products take contractions and columns in multiples of {multiple}: pad {sizes} to {pads}"

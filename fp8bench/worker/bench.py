@@ -23,7 +23,6 @@ from fp8bench.model import (
 )  # fmt: skip
 from fp8bench.model.promises import Conformity
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, Settings, StateCheck
-from fp8bench.model.run import OperationBits
 from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
@@ -228,13 +227,6 @@ class Bench(UntimedPasses):
             results = conformities(precision, facts, self._settings.seed)
         device.empty_cache()
         return results
-
-    def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
-        from fp8bench.worker.bits import bits_of
-
-        device = self._selected(facts)
-        with unchanged(), apart():
-            return bits_of(device, facts)
 
     def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
         key = f"bare-loop:{case.id}"

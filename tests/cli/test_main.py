@@ -80,7 +80,7 @@ suite gemm --devices cpu,cpu | --devices names cpu twice. Leave one out.
 suite gemm --set shape=64 --set shape=32,64 | --set shape names 64 twice. Leave one out.
 suite gemm,collective | suite collective takes 2 processes together: `suite --ranks 2`
 suite colective | Did you mean 'collective'
-lint-shapes gpt2 --model gpt2 | both name a model. Give one.
+plan-parallel llama3-8b --model gpt2 --gpus 8 --topology h100 | both name a model. Give one.
 audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable; file.py:function, too). See
 ablate | as profile takes it; --options: precisions, compile
 duel | and then its name; NAME: a suite, several with commas

@@ -78,7 +78,7 @@ def test_modes_on_the_command_line(
     assert said in refused(capsys, "suite", "gemm", "--set", "shape=64", "--dtypes", f"bf16,{mode}")
     assert said in refused(capsys, "suite", "gemm", "--set", "shape=64", "--reference", mode)
     assert said in refused(capsys, "suite", "mlp", "--dtypes", "bf16,fp8", "--precision-map", f"up={mode}")
-    assert said in refused(capsys, "lint-shapes", "--model", "nano", "--dtypes", mode)
+    assert said in refused(capsys, "lint-shapes", "nano", "--dtypes", mode)
     assert not list(nothing_runs.iterdir())
 
 

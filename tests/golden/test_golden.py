@@ -224,13 +224,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "fleet.html": Document("fleet report plan.json --html fleet.html", "fleet"),
     "fleet-cell.txt": Document("show b33a0f63 --fleet", "fleet"),
     "fleet-cell.md": Document("report b33a0f63 --md fleet-cell.md", "fleet"),
-    "fleet-k8s.yaml": Document(
-        "fleet export plan.json --to k8s --image box:1 --volume data:/data --plan-path /data/plan.json "
-        "--store /data/store", "fleet"
-    ),
-    "fleet-sbatch.txt": Document(
-        "fleet export plan.json --to sbatch --plan-path /data/plan.json --store /data/store --python python3", "fleet"
-    ),
     # What is measured now, of values that were measured once.
     "conform.txt": Document("conform --explain", value="conform"),
     "conform-all.txt": Document("conform --all", value="conform"),
@@ -258,10 +251,8 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
         value="devices",
     ),
     # What measures nothing.
-    "lint-model.txt": Document("lint-shapes --model gpt2"),
-    "lint.txt": Document("lint-shapes --shapes shapes.csv --devices h100,b200,mi300x"),
-    "lint.csv": Document("lint-shapes --shapes shapes.csv --csv -"),
-    "lint.json": Document("lint-shapes --shapes shapes.csv --dtypes fp8,mxfp8 --devices h100,b200 --json"),
+    "lint.txt": Document("lint-shapes gpt2"),
+    "lint.json": Document("lint-shapes gpt2 --dtypes fp8,mxfp8 --devices h100,b200 --json"),
     "parallel-plan.txt": Document(
         "plan-parallel --model llama3-8b --gpus 8 --topology h100.yaml --dtype fp8 --explain"
     ),

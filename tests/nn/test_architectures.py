@@ -160,7 +160,7 @@ def test_what_is_not_covered_says_why() -> None:
     assert mamba["backbone.layers.0.mixer.dt_proj"] == "not-called"
     assert mamba["backbone.layers.0.mixer.conv1d.weight"] == "class"
     narrow = next(holder for holder in case("mamba").coverage.holders if holder.name.endswith("x_proj"))
-    assert narrow.native == "native products take contractions and columns in multiples of 16: N=20"
+    assert narrow.native == "native products take contractions and columns in multiples of 16: pad N=20 to 32"
     routers = [item for item in case("mixtral").coverage.others if item.module.endswith("gate")]
     assert [item.weight for item in routers] == [f"model.layers.{block}.mlp.gate.weight" for block in range(2)]
 

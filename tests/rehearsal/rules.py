@@ -67,7 +67,7 @@ def broken_rule(
         return f"sums of {product.scheme} are never fast"
     device = class_of(facts)
     lacking = missing(product, device)
-    return "; ".join(one.why for one in ([lacking] if lacking else objections(product, device)))
+    return lacking or "; ".join(one.why for one in objections(product, device))
 
 
 def _copy_waits(args: Any, kwargs: Mapping[str, Any], pinned: Mapping[int, Tensor]) -> str:

@@ -161,8 +161,8 @@ def test_what_native_products_would_want() -> None:
 
     coverage = covered(model, step, multiple=16)
     assert [holder.native for holder in coverage.holders] == [
-        "native products take contractions and columns in multiples of 16: M=7, N=20",
-        "native products take contractions and columns in multiples of 16: M=7, K=20",
+        "native products take contractions and columns in multiples of 16: pad M=7, N=20 to 16, 32",
+        "native products take contractions and columns in multiples of 16: pad M=7, K=20 to 16, 32",
         "torch has no convolution in formats this narrow: values are rounded, and convolved in fp32",
     ]
     assert all(holder.converted for holder in coverage.holders)

@@ -20,7 +20,7 @@ EXAMPLES = (
     "fp8bench ablate transformer --options bf16,compile,cached-weights",
     "fp8bench ablate net.py:make --options bf16,compile --set pass=forward",
 )
-FIRST_OPTIONS = "--options --shapley --reference --set --quick --budget --device --store --json --csv --md"
+FIRST_OPTIONS = "--options --reference --set --quick --budget --device --store --json --csv --md"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     named = "compile, checkpointing, cached-weights, fused-optimizer, static-kv, channels_last, or AXIS=VALUE"
     words = f"precisions, {named}, in the order in which they are added"
     add("--options", required=True, type=types.words, metavar="A,B", help=words)
-    add("--shapley", action="store_true", help="all subsets of up to four options, and each one's share of the whole")
     add("--reference", metavar="DTYPE", help="the precision without options; default fp32, of your own model untouched")
     shared(parser, "--set", help="an axis of the suite for all arms")
     shared(parser, "--quick")
@@ -73,7 +72,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         threads=arguments.threads, imports=tuple(arguments.imports), isolation=arguments.isolation,
         case_timeout=arguments.case_timeout,
     )  # fmt: skip
-    question = AblationQuestion(request, arguments.options, arguments.shapley)
+    question = AblationQuestion(request, arguments.options)
     ablation = keep(ablate(question, arguments.store, observer), arguments.store)
     page, value, rows = partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation)
     return CommandResult(ablation, page, value, rows, code=EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED)

@@ -15,7 +15,7 @@ from fp8bench.analysis.samples import step_samples
 from fp8bench.analysis.tapes import product_work
 from fp8bench.analysis.verdicts import common_rounds
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.ablate.values import KEPT, MOST_BY_SHAPLEY, AblatedArm, AblatedOption, Ablation, arms_of
+from fp8bench.features.ablate.values import KEPT, AblatedArm, AblatedOption, Ablation, arms_of
 from fp8bench.files import compact, keeping, sealed, stamp, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import Quantisers
@@ -58,7 +58,6 @@ class AblationQuestion:
 
     request: Request
     options: tuple[str, ...]
-    shapley: bool = False
 
 
 def _takes(axis: Axis, value: str) -> bool:
@@ -100,11 +99,6 @@ def options_of(question: AblationQuestion, facts: DeviceFacts) -> tuple[AblatedO
             )
     if len(options) < 2:
         raise UsageError("--options needs two or more: for a single one run a suite. Give bf16,compile, say.")
-    if question.shapley and len(options) > MOST_BY_SHAPLEY:
-        raise UsageError(
-            f"--shapley measures all subsets, and {len(options)} options have {2 ** len(options)}. Give "
-            f"{MOST_BY_SHAPLEY} options at most."
-        )
     return options
 
 
@@ -139,7 +133,7 @@ def planned_arms(
     arms: dict[tuple[str, ...], PlannedCase] = {}
     by_name = {option.name: option for option in options}
     off = {option.axis: (option.off,) for option in options if option.off}
-    for names in arms_of(list(by_name), question.shapley):
+    for names in arms_of(list(by_name)):
         chosen = [by_name[name] for name in names]
         on = {option.axis: (option.on,) for option in chosen if option.axis}
         precision = next((option.precision for option in chosen if option.precision), "")
@@ -187,7 +181,7 @@ def _ablation_of(
         )  # fmt: skip
     return Ablation(
         first.case.workload, first.case.params, device.key, device.name, first.case.precision, options, tuple(arms),
-        error, _rounds(replace(first, timing=first.control), rounds, 1.0), question.shapley, started=now(),
+        error, _rounds(replace(first, timing=first.control), rounds, 1.0), started=now(),
         environment=environment.facts,
     )  # fmt: skip
 

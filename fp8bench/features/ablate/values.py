@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fp8bench.model import Level, Scalar
 
 KEPT = "ablation.json"
-# Subsets of more options are more arms than memory and patience allow.
-MOST_BY_SHAPLEY = 4
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,6 @@ class Ablation:
     arms: tuple[AblatedArm, ...]
     error: str = ""
     control: tuple[float, ...] = ()
-    shapley: bool = False
     started: str = ""
     environment: Mapping[str, Scalar | None] = field(default_factory=dict)
     path: str = ""
@@ -72,11 +68,9 @@ class Ablation:
         return next(arm for arm in self.arms if arm.options == wanted)
 
 
-def arms_of(names: Sequence[str], shapley: bool) -> Iterator[tuple[str, ...]]:
+def arms_of(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yields no option, each alone, each added to those before it, each left out; 3k - 1 arms from three options on."""
     wanted = [(), *((name,) for name in names)]
     wanted += [tuple(names[:count]) for count in range(2, len(names) + 1)]
     wanted += [tuple(other for other in names if other != name) for name in names]
-    if shapley:
-        wanted += [some for count in range(len(names) + 1) for some in itertools.combinations(names, count)]
     yield from dict.fromkeys(wanted)

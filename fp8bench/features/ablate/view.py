@@ -1,11 +1,10 @@
-"""Computes what options save (alone, added, left out, by Shapley) and shows it.
+"""Computes what options save (alone, added, left out) and shows it.
 
 Arms took turns in the same rounds, so differences between any two are resampled with the same draws of rounds.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -57,16 +56,6 @@ class Savings:
         """What all options save together beyond the sum of what each saves alone."""
         alone = [((name,), 1.0) for name in self.ablation.names]
         return self._sum((*alone, (self.ablation.names, -1), ((), 1.0 - len(alone))))
-
-    def average(self, name: str) -> Interval | None:
-        """Shapley's share of the whole: the mean saving over all orders of adding options."""
-        others = self._but(name)
-        terms: list[tuple[Sequence[str], float]] = []
-        for count in range(len(others) + 1):
-            weight = 1 / (len(self.ablation.names) * math.comb(len(others), count))
-            for subset in itertools.combinations(others, count):
-                terms += [(subset, weight), ((*subset, name), -weight)]
-        return self._sum(terms)
 
     def speed_up(self, arm: AblatedArm) -> Interval | None:
         first = self.ablation.arms[0]
@@ -129,7 +118,6 @@ _LEGEND = (
     "saves: in seconds of a step; below 0 it costs; [low, high]: 99% of these rounds, or their range",
     "alone: the option and no other; then: added to those before it; left out: what is lost where it alone is missing",
     "reading: alone below left out: it needs another; alone above left out: another does the same work",
-    "Shapley: what it saves, averaged over all orders in which the options can be added; they add up to the whole",
     "times: of whole steps, the fastest quarter of the rounds; of another batch as if it had as many tokens",
     "emulated: right in numbers, and no speed: neither it nor what is measured with it has a saving",
 )
@@ -202,7 +190,6 @@ def _options(ablation: Ablation) -> Element:
         Col("alone saves", lambda name: _saved(savings.alone(name)), number=True),
         Col("then saves", lambda name: _saved(savings.cumulative(name)), number=True),
         Col("left out loses", lambda name: _saved(savings.left_out(name)), number=True),
-        Col("Shapley", lambda name: _saved(savings.average(name)), number=True, when=ablation.shapley),
     ]
     return table("options", "", cols, ablation.names)
 
@@ -253,7 +240,6 @@ def value_of(ablation: Ablation) -> dict[str, Any]:
         name: {
             "alone": encode(savings.alone(name)), "cumulative": encode(savings.cumulative(name)),
             "left_out": encode(savings.left_out(name)), "beside_the_others": encode(savings.gain_from_others(name)),
-            "shapley": encode(savings.average(name)) if ablation.shapley else None,
         }
         for name in ablation.names
     }  # fmt: skip

@@ -20,16 +20,15 @@ from fp8bench.model.specs import TIME
 
 EXAMPLES = ("fp8bench duel suite gemm --against HEAD~1 --dtypes fp32,bf16  # this tree against a commit",)
 FIRST_OPTIONS = (
-    "--against --against-self --python-a --python-b --env-a --env-b --dtypes --devices --set --import --sessions "
-    "--quick --budget --md"
+    "--against --against-self --python-a --python-b --dtypes --devices --set --import --sessions --quick --budget --md"
 )
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measures every case on two sides in the same rounds, B (what is) against A (what was): two interpreters with "
-        "a torch each, two revisions of your code or of fp8bench, or two settings of allocators. A side that is not "
-        "given is what runs here. Finds changes of 2-3% that runs at different times cannot tell from noise."
+        "a torch each, or two revisions of your code or of fp8bench. A side that is not given is what runs here. Finds "
+        "changes of 2-3% that runs at different times cannot tell from noise."
     )
     parser.epilog = (
         "Exit codes: 0 nothing is slower, 1 something is, 2 wrong usage, 3 a case failed or nothing was measured, 130 "
@@ -46,9 +45,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--against", metavar="REV", help=words)
     words = "side A runs the workers of that commit of fp8bench, where fp8bench runs from a checkout of its repository"
     add("--against-self", metavar="REV", help=words)
-    words = "a setting of side A's allocator, NAME=VALUE, as MALLOC_ARENA_MAX=1, LD_PRELOAD=jemalloc; again for more"
-    add("--env-a", metavar="SETTING", action="append", default=[], help=words)
-    add("--env-b", metavar="SETTING", action="append", default=[], help="side B's")
     what = parser.add_argument_group("what to measure, as in suite")
     shared(what, "--dtypes", "--devices", "--set", "--data", "--import")
     how = parser.add_argument_group("how, as in suite")
@@ -81,9 +77,8 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     from fp8bench.features.duel.run import run_duel
 
     question = DuelQuestion(
-        arguments.python_a, arguments.python_b, arguments.against, arguments.against_self, arguments.sessions,
-        tuple(arguments.env_a), tuple(arguments.env_b),
-    )  # fmt: skip
+        arguments.python_a, arguments.python_b, arguments.against, arguments.against_self, arguments.sessions
+    )
     duel = run_duel(question, request_of(arguments), arguments.store, observer)
     return CommandResult(duel, *DuelKind().view(duel), code=exit_code(duel))
 

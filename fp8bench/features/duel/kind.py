@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.files import LineWriter, stamp
@@ -19,8 +18,6 @@ from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.store.kept_lines import Content, UnknownKind, lines_of, read_header, take_lines
 from fp8bench.store.runs.run_file import unsound
 
-# Keys of older files, and their names now.
-_OLD_WORDS = {"bout": "result", "sitting": "session", "sittings": "sessions"}
 _NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
 
 
@@ -45,10 +42,6 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
     return DuelWriter.started(path, {"schema": SCHEMA, "duel": header})
 
 
-def _renamed(plain: Any) -> Any:
-    return {_OLD_WORDS.get(key, key): value for key, value in plain.items()} if isinstance(plain, dict) else plain
-
-
 def _sound(result: CaseResult) -> CaseResult:
     same = result.before.case.id == result.after.case.id
     whys = ["" if same else "its sides are of different cases", unsound(result.before), unsound(result.after)]
@@ -71,14 +64,13 @@ class DuelKind(Kind[Duel]):
 
     def load(self, path: Path) -> Duel:
         sheet = lines_of(path, "the duel's file")
-        duel: Duel = read_header(sheet, path, "duel", lambda plain: decode(Duel, _renamed(plain)))
+        duel: Duel = read_header(sheet, path, "duel", lambda plain: decode(Duel, plain))
         results: dict[str, CaseResult] = {}
         notes, ends = [], []
 
         def take(content: Content) -> None:
-            content = _renamed(content)
             if "result" in content:
-                result = _sound(decode(CaseResult, _renamed(content["result"])))
+                result = _sound(decode(CaseResult, content["result"]))
                 results[result.after.case.id] = result
             elif "session" in content:
                 result = results[content["case"]]

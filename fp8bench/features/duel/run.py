@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, StoreError, UsageError, WorkerError
 from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
-from fp8bench.features.duel.partners import PROCESSES, PartnerWorker, SideWorkers, not_preloaded, of_gpu, refresh
+from fp8bench.features.duel.partners import PROCESSES, PartnerWorker, SideWorkers, refresh
 from fp8bench.features.duel.sides import SAME, DuelQuestion, opened
 from fp8bench.features.duel.values import (
     AFTER,
@@ -276,7 +276,6 @@ def run_duel(
             for number, side in enumerate(sides):
                 tell(number, len(sides), "sides", "starting workers")
                 side.meet(request, names, identity)
-                _check_settings(side)
         before, after = sides
         cases = tuple(name for name in before.cases if name in after.cases)
         if not cases:
@@ -388,19 +387,7 @@ def _side(side: SideWorkers, request: Request) -> DuelSide:
     imports = request.imports if start.imports == request.imports else ()
     here = gather(worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=start.tree)
     environment = Environment({**here.facts, **worker.handshake})
-    return DuelSide(start.name, start.title, start.python, start.commit, environment, side.devices, start.settings)
-
-
-def _check_settings(side: SideWorkers) -> None:
-    settings, pid = side.start.settings, side.workers[0].pid
-    if pid is not None and (lacking := not_preloaded(settings, pid)):
-        raise UsageError(
-            f"side {side.name}: the system's loader did not preload {lacking}: `LD_PRELOAD={lacking} true` may say "
-            "why. Give a library of this machine's kind."
-        )
-    used = {planned.case.device for planned in side.cases.values()}
-    if (name := of_gpu(settings)) and not any(device.accelerated for device in side.devices if device.key in used):
-        raise UsageError(f"side {side.name}: {name} is read by torch's allocator on a GPU, and no case runs on one.")
+    return DuelSide(start.name, start.title, start.python, start.commit, environment, side.devices)
 
 
 def _idle(pair: Pair) -> list[str]:

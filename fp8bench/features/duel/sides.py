@@ -15,11 +15,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.features.duel.partners import Start, of_host, settings_of, words_of
+from fp8bench.features.duel.partners import Start
 from fp8bench.features.duel.values import AFTER, BEFORE
 from fp8bench.files import PARTIAL, is_locked, lock
 from fp8bench.measure.interrupts import ignored
@@ -191,24 +191,18 @@ PACKAGE = Path(__file__).resolve().parents[2]
 # The title of a side that is a revision of fp8bench itself begins so.
 OWN = "fp8bench at "
 SAME = "both sides are the same: what they differ by is noise"
-AS_IT_COMES = (
-    "both sides have their allocator as it comes, but for what was set; else a duel has glibc's keep its memory"
-)
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 @dataclass(frozen=True)
 class DuelQuestion:
-    """What makes the sides differ, as given on the command line; None is what runs here. `env_a` and `env_b` are
-    settings of allocators, as words NAME=VALUE."""
+    """What makes the sides differ, as given on the command line; None is what runs here."""
 
     python_a: str | None = None
     python_b: str | None = None
     against: str | None = None
     against_self: str | None = None
     sessions: int | None = None
-    env_a: tuple[str, ...] = ()
-    env_b: tuple[str, ...] = ()
 
 
 Opened = tuple[Start, Start, tuple[str, ...]]
@@ -216,25 +210,6 @@ Opened = tuple[Start, Start, tuple[str, ...]]
 
 @contextmanager
 def opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]:
-    settings = settings_of(question.env_a, "--env-a"), settings_of(question.env_b, "--env-b")
-    differ = settings[0] != settings[1]
-    if differ and any((question.python_a, question.python_b, question.against, question.against_self)):
-        raise UsageError(
-            "--env-a and --env-b make the sides differ already: another interpreter or revision would be a "
-            "second change. Leave one out, or set the same on both sides."
-        )
-    with _opened(question, imports) as (before, after, notes):
-        calm = not any(map(of_host, settings))
-        sides = (
-            replace(side, settings=own, calm=calm, title=f"{side.title} under {words_of(own)}" if own else side.title)
-            for side, own in zip((before, after), settings, strict=True)
-        )
-        kept = tuple(note for note in notes if note != SAME or not differ)
-        yield *sides, (*kept, *([] if calm else [AS_IT_COMES]))  # type: ignore[misc]
-
-
-@contextmanager
-def _opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]:
     if question.against is not None and question.against_self is not None:
         raise UsageError(
             "--against and --against-self would change two things at once, and nobody could say which one did it. "

@@ -14,7 +14,7 @@ BEFORE, AFTER = "A", "B"
 @dataclass(frozen=True)
 class DuelSide:
     """One side: its name and title, its interpreter, and what that reported about itself. `commit` is that of the
-    code which makes the sides differ, '' without a revision; `settings` are of allocators."""
+    code which makes the sides differ, '' without a revision."""
 
     name: str
     title: str
@@ -22,7 +22,6 @@ class DuelSide:
     commit: str
     environment: Environment
     devices: tuple[DeviceFacts, ...]
-    settings: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import PurePosixPath
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
@@ -15,8 +13,8 @@ from fp8bench.cli.options import shared, subcommands
 from fp8bench.cli.outputs import check_outputs, tell, write_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
+from fp8bench.features.fleet import view
 from fp8bench.features.fleet.engines import ENGINES, Order, crew, start, work
-from fp8bench.features.fleet.exports import FORMS, Tasks, Volume, text_for
 from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
@@ -44,18 +42,22 @@ def add(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
     shared(work, "--explain")
     given = codes.replace("0 every", "0 handed over, or with --wait every")
-    handed = command("submit", "start workers on this machine, in Slurm or in a Ray cluster", given)
-    words = "; ".join(f"{name}: {engine.summary}" for name, engine in ENGINES.items())
-    handed.add_argument("--on", choices=[*ENGINES], required=True, help=f"who starts them. {words}")
+    handed = command("submit", "start workers in Slurm or in a Ray cluster", given)
+    words = (
+        "who starts them. ray: a Ray cluster that runs, a cell to each node that offers the plan's kind of device "
+        "(fp8bench[ray]); slurm: Slurm, by submitit (fp8bench[fleet])"
+    )
+    handed.add_argument("--on", choices=[*ENGINES], required=True, help=words)
     words = "how many workers, which share the cells; default 1, on ray one for each device"
     handed.add_argument("--workers", type=types.whole(whole_number(1, 4096)), metavar="N", help=words)
     handed.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
-    words = "; ".join(f"{name}: {engine.takes}" for name, engine in ENGINES.items() if engine.takes)
+    words = (
+        "ray: address=HOST:PORT of the cluster; default RAY_ADDRESS, or the one on this machine; slurm: options of "
+        "sbatch, like partition=gpu or gres=gpu:1; exclusive, which is the default, may be 'no'"
+    )
     handed.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help=words)
     handed.add_argument("--wait", action="store_true", help="return when all workers have ended; Ctrl-C then ends them")
     shared(handed, "--explain")
-    written = "Exit codes: 0 written, 2 wrong usage, 130 interrupted."
-    _add_export(command("export", "write a script or manifest for Slurm or Kubernetes", written))
     status = command("status", "which cells are done, running, failed (and why) or waiting")
     shared(status, "--explain")
     shared(status, "--json", help="print the states as JSON instead")
@@ -70,28 +72,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(taken, "--store", help=f"where the copies go; what is there already stays; default {DEFAULT_STORE}")
 
 
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    words = "; ".join(f"{name}: {form.summary}" for name, form in FORMS.items())
-    parser.add_argument("--to", choices=[*FORMS], required=True, help=f"what for. {words}")
-    words = "how many tasks, which share the cells; default a task for each cell"
-    parser.add_argument("--workers", type=types.whole(whole_number(1, 4096)), metavar="N", help=words)
-    words = "where PLAN lies on the machines that measure; default as here"
-    parser.add_argument("--plan-path", type=types.path, metavar="PATH", help=words)
-    words = "the Python there that has fp8bench; default python3 in an image, else the one that runs this"
-    parser.add_argument("--python", metavar="PATH", help=words)
-    words = "minutes after which a task is ended; default 1440 (24 hours)"
-    parser.add_argument("--minutes", type=types.whole(whole_number(1, 10**6)), default=1440, metavar="N", help=words)
-    parser.add_argument("--image", default="", metavar="NAME", help="k8s: the image, which has fp8bench in it")
-    words = "k8s: the claim that holds plan and store, and where it is mounted"
-    parser.add_argument("--volume", type=_volume, metavar="NAME:/MOUNT", help=words)
-    words = "; ".join(f"{name}: {form.takes}" for name, form in FORMS.items())
-    parser.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help=words)
-    parser.add_argument("-o", "--output", type=types.path, metavar="FILE", help="the file to write; default stdout")
-
-
 def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
     ends = "Exit codes: 0 no machine is named, 2 wrong usage, 3 one is, 130 interrupted."
-    words = "compare the machines of a fleet, and name those that are slow, compute other bits, or sent nothing"
+    words = "compare the machines of a fleet, and name those that are slow or sent nothing"
     report = bare("report", words, ends)
     words = "a plan, whose runs are in --store; or a store, such as the one that fleet collect made"
     report.add_argument("source", type=types.path, metavar="PLAN|STORE", help=words)
@@ -113,26 +96,17 @@ def option(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _volume(text: str) -> Volume:
-    name, colon, mount = text.partition(":")
-    if not name or not colon or not re.fullmatch("/[^:]+", mount) or ".." in mount.split("/"):
-        raise argparse.ArgumentTypeError(f"expected NAME:/MOUNT, got {text!r:.80}")
-    return Volume(name, PurePosixPath(mount))
-
-
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     if arguments.subcommand in ("collect", "report"):
         return _collect(arguments) if arguments.subcommand == "collect" else _report(arguments)
-    of_plan = {"work": _work, "submit": _submit, "export": _export, "status": _status}
+    of_plan = {"work": _work, "submit": _submit, "status": _status}
     return of_plan[arguments.subcommand](read_plan(arguments.plan), arguments)
 
 
 def _status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     if arguments.store.exists() and not arguments.store.is_dir():
         raise UsageError(f"the store {arguments.store} is a file, expected a folder. Give another --store DIR.")
-    from fp8bench.features.fleet import view  # heavy
-
     states = states_of(plan, arguments.store)
     page, rows = partial(view.status_page, plan, states), partial(view.status_rows, plan, states)
     tell(arguments, page, lambda: {"plan": encode(plan), "cells": encode(states)}, rows)
@@ -140,8 +114,6 @@ def _status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
 
 
 def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
-    from fp8bench.features.fleet import view  # heavy
-
     file, store, only = arguments.plan.resolve(), arguments.store, arguments.cell
     if arguments.workers > 1:
         if only is not None:
@@ -170,37 +142,18 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
 def _submit(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     options, store = dict(arguments.option), arguments.store
     order = Order(plan, arguments.plan, store, arguments.workers, arguments.retry, arguments.wait, options)
-    workers = start(arguments.on, order)
-    complain(f"jobs {', '.join(workers.names)} on {arguments.on}; what they print is in {order.logs}\n  "
-             f"Where they stand: fp8bench fleet status {arguments.plan} --store {store}")  # fmt: skip
-    if not arguments.wait:
-        return EXIT_OK
-    for trouble in workers.wait():
+
+    def started(jobs: Sequence[str]) -> None:
+        complain(f"jobs {', '.join(jobs)} on {arguments.on}; what they print is in {order.logs}\n  "
+                 f"Where they stand: fp8bench fleet status {arguments.plan} --store {store}")  # fmt: skip
+
+    for trouble in start(arguments.on, order, started):
         complain(trouble)
-    return _status(plan, arguments)
+    return _status(plan, arguments) if arguments.wait else EXIT_OK
 
 
 def _code(states: tuple[CellState, ...]) -> int:
     return EXIT_OK if all(state.status is CellStatus.DONE and not state.why for state in states) else EXIT_FAILED
-
-
-def _export(plan: FleetPlan, arguments: argparse.Namespace) -> int:
-    form = FORMS[arguments.to]
-    file, store = arguments.plan_path or arguments.plan, arguments.store
-    if not form.contained:  # those machines see what this one sees
-        file, store = file.resolve(), store.resolve()
-    python = arguments.python or ("python3" if form.contained else sys.executable)
-    text = text_for(arguments.to, Tasks(
-        plan, str(file), str(store), python, arguments.minutes, arguments.workers, arguments.image, arguments.volume,
-        dict(arguments.option),
-    ))  # fmt: skip
-    if arguments.output is None:
-        say(text)
-        return EXIT_OK
-    with write_outputs({"--output": (arguments.output, text)}):
-        pass  # writes at its end, and may raise
-    complain(f"{form.summary} for {len(plan.cells)} cells in {arguments.output}")
-    return EXIT_OK
 
 
 def _collect(arguments: argparse.Namespace) -> int:
@@ -221,7 +174,6 @@ def _collect(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from fp8bench.features.fleet import view
     from fp8bench.features.fleet.report import fleet_report
 
     report = fleet_report(arguments.source, arguments.store, arguments.machines)

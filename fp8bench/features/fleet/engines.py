@@ -1,19 +1,16 @@
-"""A worker of a fleet, which measures waiting cells, each in a process of its own; and engines that start workers.
-
-Engines are this machine and Slurm, by submitit, and a Ray cluster, cell by cell.
-"""
+"""A worker of a fleet, which measures waiting cells, each in its own process; and engines that start workers: Slurm, by
+submitit, and a Ray cluster, cell by cell."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -150,138 +147,63 @@ def crew(order: Order) -> None:
     exit_code(*(tied(order.words) for _ in range(order.workers or 1)))
 
 
-@dataclass(frozen=True)
-class StartedWorkers:
-    """Workers that were started; `names` are the engine's own. `wait` returns when all have ended, with the engine's
-    troubles; an interrupt of this process ends them."""
-
-    names: Sequence[str]
-    wait: Callable[[], tuple[str, ...]]
+# Reports the names of the jobs that an engine started.
+Started = Callable[[Sequence[str]], None]
 
 
-@dataclass(frozen=True)
-class Engine:
-    """`begin` starts an order; `takes` describes its --option, '' if it has none."""
-
-    summary: str
-    begin: Callable[[Order], StartedWorkers]
-    takes: str = ""
-
-
-def start(name: str, order: Order) -> StartedWorkers:
-    """Raises UsageError where the engine cannot start, and StoreError where nothing can be kept in the store."""
-    engine = ENGINES[name]
-    if order.options and not engine.takes:
-        raise UsageError(f"--option is not for --on {name}, which knows none. Leave it out.")
+def start(engine: str, order: Order, started: Started) -> Sequence[str]:
+    """Starts workers, and waits for them if the order says so; an interrupt of this process ends them. Returns what
+    went wrong with jobs. Raises UsageError where the engine cannot start, and StoreError where nothing can be kept in
+    the store."""
     check_store(order.store)
     order.logs.mkdir(parents=True, exist_ok=True)
-    return engine.begin(order)
+    return ENGINES[engine](order, started)
 
 
 _MINUTES = 24 * 60
+# A benchmark has its node to itself, and Slurm does not restart it: the next worker resumes what it left.
+_SBATCH: Mapping[str, str | bool] = {"exclusive": True, "no-requeue": True}
+_PAUSE_SECONDS = 1.0
 
 
-def _submitit() -> Any:
+def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
     try:
         import submitit
     except ImportError:
         raise UsageError(
             "submitit, which hands out workers, is not installed: pip install 'fp8bench[fleet]'."
         ) from None
-    return submitit
-
-
-def _jobs(
-    engine: str, executor: Any, order: Order, until: Callable[[Sequence[Any]], None],
-    variables: Mapping[str, str | None] | None = None,
-) -> StartedWorkers:  # fmt: skip
-    """Starts workers as jobs of submitit's executor; `until` waits for their end. `variables` are set in their
-    environment, or removed where they are None."""
-    given = (order.words, dict(variables or {}))
     try:
-        jobs = [executor.submit(worked, *given) for _ in range(order.workers or 1)]
-    except _submitit().core.utils.FailedJobError as error:
-        why = str(error).strip().rstrip(".")
-        raise UsageError(f"{engine} took no job: {why:.500}. --option NAME=VALUE sets its options.") from None
-
-    def wait() -> tuple[str, ...]:
-        try:
-            until(jobs)
-        except BaseException:
-            for job in jobs:
-                job.cancel()
-            until(jobs)
-            raise
-        return ()
-
-    return StartedWorkers([str(job.job_id) for job in jobs], wait)
-
-
-def worked(words: list[str], variables: dict[str, str | None]) -> int:
-    """Runs in a process of submitit's: returns the exit code of a worker, which ends with this process."""
-    environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
-    return exit_code(tied(words, environment=environment))
-
-
-# submitit's local executor hides all GPUs from its jobs unless their numbers are given to it.
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def _local(order: Order) -> StartedWorkers:
-    """Starts processes of this machine, which go on when the command has ended."""
-    executor = _submitit().LocalExecutor(folder=order.logs)
-    executor.update_parameters(timeout_min=_MINUTES)
-
-    def until(jobs: Sequence[Any]) -> None:
-        for job in jobs:
-            job.wait()
-
-    with _stderr_in(order.logs / "local.txt"):
-        return _jobs("local", executor, order, until, {_VISIBLE: os.environ.get(_VISIBLE)})
-
-
-@contextmanager
-def _stderr_in(file: Path) -> Iterator[None]:
-    """Sends the stderr of what is started meanwhile to a file: submitit's controllers print tracebacks when
-    cancelled."""
-    saved = os.dup(2)
-    try:
-        with file.open("ab") as opened:
-            os.dup2(opened.fileno(), 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-
-
-# A benchmark has its node to itself, and Slurm does not restart it: the next worker resumes what it left.
-_SBATCH: Mapping[str, str | bool] = {"exclusive": True, "no-requeue": True}
-_PAUSE_SECONDS = 1.0
-
-
-def _slurm(order: Order) -> StartedWorkers:
-    try:
-        executor = _submitit().SlurmExecutor(folder=order.logs)
+        executor = submitit.SlurmExecutor(folder=order.logs)
     except RuntimeError as error:
-        raise UsageError(f"there is no Slurm here ({error}). Start it where sbatch is, or give --on local.") from None
-    executor.update_parameters(time=_MINUTES, additional_parameters=sbatch_options(order.options))
-    return _jobs("slurm", executor, order, _out_of_queue)
+        raise UsageError(f"there is no Slurm here ({error}). Start it where sbatch is, or use fleet work.") from None
+    options = {**_SBATCH, **{name.replace("_", "-"): value or True for name, value in order.options.items()}}
+    given = {name: value for name, value in options.items() if value != "no"}
+    executor.update_parameters(time=_MINUTES, additional_parameters=given)
+    try:
+        jobs = [executor.submit(run_worker, order.words) for _ in range(order.workers or 1)]
+    except submitit.core.utils.FailedJobError as error:
+        reason = str(error).strip().rstrip(".")
+        raise UsageError(f"slurm took no job: {reason:.500}. --option NAME=VALUE sets its options.") from None
+    names = [str(job.job_id) for job in jobs]
+    started(names)
+    try:
+        while order.stays and _is_queued(names):
+            time.sleep(_PAUSE_SECONDS)
+    except BaseException:
+        for job in jobs:
+            job.cancel()
+        while _is_queued(names):
+            time.sleep(_PAUSE_SECONDS)
+        raise
+    return ()
 
 
-def sbatch_options(options: Mapping[str, str]) -> dict[str, str | bool]:
-    """Returns the defaults, overridden by those that were given; 'no' takes one away."""
-    given = {name.replace("_", "-"): value or True for name, value in options.items()}
-    return {name: value for name, value in {**_SBATCH, **given}.items() if value != "no"}
-
-
-def _out_of_queue(jobs: Sequence[Any]) -> None:
+def _is_queued(names: Sequence[str]) -> bool:
     """Asks squeue: submitit would ask the accounting, which not every Slurm has."""
-    words = ["squeue", "--noheader", "--format=%i", "--jobs", ",".join(str(job.job_id) for job in jobs)]
-    while True:
-        queue = subprocess.run(words, capture_output=True, text=True, check=False)
-        if queue.returncode or not queue.stdout.strip():
-            return
-        time.sleep(_PAUSE_SECONDS)
+    words = ["squeue", "--noheader", "--format=%i", "--jobs", ",".join(names)]
+    queue = subprocess.run(words, capture_output=True, text=True, check=False)
+    return not queue.returncode and bool(queue.stdout.strip())
 
 
 # Ray sets it for its tasks. Threads are part of what is measured, so cells get the submitting process's value.
@@ -291,39 +213,65 @@ _PATIENCE_SECONDS = 30.0
 _CONNECT_SECONDS = 10.0
 
 
-def _ray(order: Order) -> StartedWorkers:
-    """Starts cells as tasks, each on a node that offers its kind of device as a resource, one at a time."""
+def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
+    """Hands cells to nodes that offer their kind of device as a resource, one at a time; none is tried twice."""
+    plan = order.plan
     if not order.stays:
         raise UsageError("Ray ends its tasks with the process that gave them. Add --wait.")
-    if other := sorted(set(order.options) - {_ADDRESS}):
-        raise UsageError(f"--on ray takes the option {_ADDRESS} alone, not {', '.join(other)}.")
-    plan = order.plan
-    cells = [state.number for state in states_of(plan, order.store) if should_run(state, order.retry)]
-    kinds = sorted({plan.cells[number].kind for number in cells})
-    if "" in kinds:
+    if unknown := sorted(set(order.options) - {_ADDRESS}):
+        raise UsageError(f"--on ray takes the option {_ADDRESS} alone, not {', '.join(unknown)}.")
+    waiting = [state.number for state in states_of(plan, order.store) if should_run(state, order.retry)]
+    if any(not plan.cells[number].kind for number in waiting):
         raise UsageError(f"the plan {plan.id} does not say what devices it is for: write it again with this version.")
+    ray: Any = _connected_ray(order, sorted({plan.cells[number].kind for number in waiting})) if waiting else None
+    started([plan.name_of(number) for number in waiting])
+    running: dict[Any, int] = {}
+    troubles = []
+    most = order.workers or len(waiting)
     try:
-        import ray
+        while waiting or running:
+            while waiting and len(running) < most:
+                number = waiting.pop(0)
+                running[_start_task(ray, order, number)] = number
+            for task in ray.wait(list(running))[0]:
+                number = running.pop(task)
+                try:
+                    ray.get(task)
+                except ray.exceptions.RayError as error:
+                    troubles.append(f"cell {number}: {type(error).__name__}: {str(error).strip():.300}")
+    except BaseException:
+        for task in running:
+            ray.cancel(task)
+        ray.wait(list(running), num_returns=len(running), timeout=_PATIENCE_SECONDS)
+        raise
+    finally:
+        if ray is not None:
+            ray.shutdown()
+    return troubles
+
+
+def _connected_ray(order: Order, kinds: Sequence[str]) -> Any:
+    """Returns the module, connected to a cluster with a node for every kind of device."""
+    try:
+        ray: Any = importlib.import_module("ray")
     except ImportError:
         raise UsageError("Ray is not installed: pip install 'fp8bench[ray]'.") from None
     except (AttributeError, LookupError, OSError, RuntimeError) as error:  # it looks for devices at its import
         raise UsageError(f"Ray is installed, and its import fails ({type(error).__name__}: {error}).") from None
-    if cells:
-        _connect(ray, order.options.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "auto", kinds)
-    return StartedWorkers([plan.name_of(number) for number in cells], partial(_until_measured, ray, order, cells))
-
-
-def _connect(ray: Any, address: str, kinds: Sequence[str]) -> None:
+    address = order.options.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "auto"
     check_answers(address)
+    advice = "A node that has one is started by: ray start --resources='{\"%s\": 1}'"
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UsageError(f"no Ray cluster answers: {str(error).strip():.300}. {_start_one('cpu')}") from None
+        reason = str(error).strip()
+        raise UsageError(f"no Ray cluster answers: {reason:.300}. {advice % _resource_of('cpu')}") from None
     offered = ray.cluster_resources()
-    lacking = next((kind for kind in kinds if offered.get(_resource_of(kind), 0.0) < 1), "")
-    if lacking:
-        ray.shutdown()
-        raise UsageError(f"no node of this Ray cluster offers {_resource_of(lacking)}. {_start_one(lacking)}")
+    for resource in map(_resource_of, kinds):
+        if offered.get(resource, 0.0) < 1:
+            ray.shutdown()
+            raise UsageError(f"no node of this Ray cluster offers {resource}. {advice % resource}")
+    return ray
 
 
 def check_answers(address: str) -> None:
@@ -345,60 +293,29 @@ def _resource_of(kind: str) -> str:
     return f"fp8bench:{kind}"
 
 
-def _start_one(kind: str) -> str:
-    return f"A node that has one is started by: ray start --resources='{{\"{_resource_of(kind)}\": 1}}'"
-
-
-def _until_measured(ray: Any, order: Order, cells: Sequence[int]) -> tuple[str, ...]:
-    """Hands cells to nodes as these become free; none is tried twice."""
-    waiting, running, troubles = list(cells), dict[Any, int](), list[str]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < (order.workers or len(cells)):
-                number = waiting.pop(0)
-                running[_start_task(ray, order, number)] = number
-            for task in ray.wait(list(running))[0]:
-                number = running.pop(task)
-                try:
-                    ray.get(task)
-                except ray.exceptions.RayError as error:
-                    troubles.append(f"cell {number}: {type(error).__name__}: {str(error).strip():.300}")
-    except BaseException:
-        for task in running:
-            ray.cancel(task)
-        ray.wait(list(running), num_returns=len(running), timeout=_PATIENCE_SECONDS)
-        raise
-    finally:
-        ray.shutdown()
-    return tuple(troubles)
-
-
 def _start_task(ray: Any, order: Order, number: int) -> Any:
     cell = order.plan.cells[number]
-    task = ray.remote(measured_on_node).options(
+    task = ray.remote(run_on_node).options(
         name=f"fp8bench {order.plan.name_of(number)}", num_cpus=0, num_gpus=cell.gpus,
         resources={_resource_of(cell.kind): 1}, max_retries=0, retry_exceptions=False,
     )  # fmt: skip
     log = order.logs / f"ray-{order.plan.id}-{number}.txt"
-    threads = {name: value for name, value in os.environ.items() if name == _THREADS}
-    return task.remote([*order.words, "--cell", str(number)], str(log), str(Path.cwd()), threads)
+    words = [*order.words, "--cell", str(number)]
+    return task.remote(words, str(log), str(Path.cwd()), os.environ.get(_THREADS))
 
 
-def measured_on_node(words: list[str], log: str, folder: str, threads: dict[str, str]) -> int:
+def run_worker(words: list[str]) -> int:
+    """Runs in a process of submitit's: returns the exit code of a worker, which ends with this process."""
+    return exit_code(tied(words))
+
+
+def run_on_node(words: list[str], log: str, folder: str, threads: str | None) -> int:
     """Runs in a process of Ray's: returns the exit code of a worker that takes one cell."""
-    environment = {name: value for name, value in os.environ.items() if name != _THREADS} | threads
+    environment = {name: value for name, value in os.environ.items() if name != _THREADS}
+    if threads is not None:
+        environment[_THREADS] = threads
     with Path(log).open("ab") as output:
         return exit_code(tied(words, output, environment, Path(folder) if Path(folder).is_dir() else None))
 
 
-ENGINES = {
-    "local": Engine("this machine, by submitit", _local),
-    "ray": Engine(
-        "a Ray cluster that runs, a cell to each node that offers the plan's kind of device (fp8bench[ray])", _ray,
-        "address=HOST:PORT of the cluster; default RAY_ADDRESS, or the one on this machine",
-    ),
-    "slurm": Engine(
-        "Slurm, by submitit", _slurm,
-        "options of sbatch, like partition=gpu or gres=gpu:1; exclusive, which is the default, may be 'no'",
-    ),
-}  # fmt: skip
+ENGINES: Mapping[str, Callable[[Order, Started], Sequence[str]]] = {"ray": _run_on_ray, "slurm": _run_in_slurm}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from datetime import datetime
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.features.fleet.machines import (
+    LIMIT,
     Fields,
     FleetFigure,
     FleetReport,
@@ -22,7 +20,6 @@ from fp8bench.features.fleet.machines import (
     Oddity,
     deviations,
     differences,
-    seen_from,
     seen_of,
 )
 from fp8bench.files import is_locked
@@ -34,7 +31,7 @@ from fp8bench.store.fleet_plans import number_of, plans_of, read_plan, states_of
 from fp8bench.store.runs.listing import REFUSED, REMEDY, listing
 from fp8bench.store.runs.run_file import load_head, load_run
 from fp8bench.store.verify import samples_of
-from fp8bench.units import change
+from fp8bench.units import ratio
 
 _OTHERS = "are of no cell of the plan"
 _RUNNING = "are still being measured"
@@ -89,7 +86,7 @@ def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[MachineRun],
             if not wanted(load_head(path)):
                 left[_OTHERS] += 1
                 continue
-            running, written, run = is_locked(path), path.stat().st_mtime, load_run(path)
+            running, run = is_locked(path), load_run(path)
         except (StoreError, RunNotFound) as error:
             doubts.append(str(error))
             continue
@@ -100,7 +97,7 @@ def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[MachineRun],
         if running:
             left[_RUNNING] += 1
         else:
-            seen.append((seen_of(run, written), path, samples_of(run)))
+            seen.append((seen_of(run), path, samples_of(run)))
     counting, copies = _measured_once(seen)
     return counting, left, [*doubts, *copies]
 
@@ -143,30 +140,20 @@ def report_of(
     for place, ((hardware, software), runs) in enumerate(members.items()):
         name = chr(ord("A") + place % 26) + (str(place // 26) if place >= 26 else "")  # A, B, ..., Z, A1, ...
         times = _times(runs)
-        odd = deviations(times)
-        figures += [FleetFigure("", name, {}, odd[""])] if "" in odd else []
-        figures += [FleetFigure(case, name, seconds, odd.get(case, {})) for case, seconds in times.items()]
+        figures += [FleetFigure(case, name, seconds) for case, seconds in times.items()]
         first = kinds[0] if kinds else MachineKind(name, (), hardware, software)
         differs = *differences(hardware, first.hardware), *differences(software, first.software)
         machines = tuple(sorted({run.machine for run in runs}))
-        kinds.append(MachineKind(name, machines, hardware, software, differs, seen_from(times)))
+        kinds.append(MachineKind(name, machines, hardware, software, differs, deviations(times)))
     settings = dict.fromkeys(cell.setting for plan in plans for cell in plan.cells)
     settings |= dict.fromkeys(setting for run in seen for setting in (*run.whole, *run.cut))
     done = {setting for run in seen for setting in run.whole}
-    wrong, doubts = _of_clocks(seen, plans)
-    alarms = (
-        *_of_software(kinds), *_of_times(figures), *(alarm for runs in members.values() for alarm in _of_bits(runs)),
-        *of_coverage(seen, expected), *_of_failures(seen), *wrong,
-    )  # fmt: skip
-    bare = Counter(run.machine for run in seen if run.cell and not run.bits)
-    without = (
-        f"of {name} {count} runs have no bits: its devices could not compute them" for name, count in bare.items()
-    )
+    alarms = (*_of_software(kinds), *_of_times(kinds), *of_coverage(seen, expected), *_of_failures(seen))
     return FleetReport(
-        tuple(_machines(seen, kinds, figures)), tuple(kinds), tuple(figures),
+        tuple(_machines(seen, kinds)), tuple(kinds), tuple(figures),
         tuple(sorted(alarms, key=lambda alarm: (alarm.machine, list(Oddity).index(alarm.what)))),
         len(settings), tuple(setting for setting in settings if setting not in done),
-        (*excluded, *without, *doubts),
+        tuple(excluded),
         {kind.name: why for kind in kinds[1:] if (why := "; ".join(differences(kind.software, kinds[0].software)))},
     )  # fmt: skip
 
@@ -181,15 +168,15 @@ def _times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
     return {case: {name: median(values) for name, values in together(pairs).items()} for case, pairs in by_case.items()}
 
 
-def _machines(
-    seen: Sequence[MachineRun], kinds: Sequence[MachineKind], figures: Sequence[FleetFigure]
-) -> Iterator[Machine]:
-    overall = {name: odd.change for figure in figures if not figure.case for name, odd in figure.deviations.items()}
+def _machines(seen: Sequence[MachineRun], kinds: Sequence[MachineKind]) -> Iterator[Machine]:
+    last = {name: deviation for kind in kinds for name, deviation in kind.deviations.items()}
     for name, runs in sorted(_by_machine(seen).items()):
+        deviation = last.get(name)
         yield Machine(
             name, tuple(kind.name for kind in kinds if name in kind.machines), len(runs),
             len({setting for run in runs for setting in run.whole}),
-            len({case for run in runs for case in run.failed}), overall.get(name),
+            len({case for run in runs for case in run.failed}),
+            deviation.ratio if deviation else None, deviation.score if deviation else None,
         )  # fmt: skip
 
 
@@ -207,19 +194,14 @@ def _of_software(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
             yield from (MachineAlarm(machine, Oddity.SOFTWARE, words) for machine in kind.machines)
 
 
-def _of_times(figures: Sequence[FleetFigure]) -> Iterator[MachineAlarm]:
-    """Names machines that are odd over all cases; others for each case in which they are."""
-    overall = {(figure.kind, name) for figure in figures if not figure.case
-               for name, own in figure.deviations.items() if own.odd}  # fmt: skip
-    for figure in figures:
-        for machine, own in figure.deviations.items():
-            if not own.odd or (figure.case and (figure.kind, machine) in overall):
-                continue
-            what = Oddity.SLOW if own.change > 0 else Oddity.FAST
-            far = f"{abs(own.score):.0f} spreads" if math.isfinite(own.score) else "while all others are alike"
-            where = f"in {figure.case}" if figure.case else "in its median case"
-            beside = f"beside {len(figure.deviations) - 1} others of its kind"
-            yield MachineAlarm(machine, what, f"{change(1 + own.change)} time {where}, {beside} ({far})")
+def _of_times(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
+    for kind in kinds:
+        for machine, deviation in kind.deviations.items():
+            if deviation.odd:
+                what = Oddity.SLOW if deviation.score > 0 else Oddity.FAST
+                times = f"{ratio(deviation.ratio)} the time of the median of its kind, in its median case"
+                far = f"{abs(deviation.score):.0f} median absolute deviations away, the limit is {LIMIT:.0f}"
+                yield MachineAlarm(machine, what, f"{times} ({far})")
 
 
 def of_coverage(seen: Sequence[MachineRun], expected: Collection[str]) -> Iterator[MachineAlarm]:
@@ -253,137 +235,3 @@ def _of_failures(seen: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
             case, why = next(iter(failed.items()))
             words = f"{len(failed)} of the cases that others measured failed: {case} ({why})"
             yield MachineAlarm(machine, Oddity.FAILED, words)
-
-
-# A clock is wrong if it gives impossible times, or differs from a shared file system's. It is compared with the clock
-# of whoever made the plan, wrote the file, or keeps the store. If most machines differ from one of these, that one is
-# wrong, and no machine is named.
-
-# Machines that are set by a time server differ by less.
-CLOCK_SECONDS = 60.0
-# With fewer machines there is no majority.
-_LEAST_VOTERS = 3
-# By how many seconds a run's clock is off, and the alarm if that is too much.
-_Hit = tuple[float, MachineAlarm]
-
-
-def _of_clocks(
-    seen: Sequence[MachineRun], plans: Sequence[FleetPlan]
-) -> tuple[tuple[MachineAlarm, ...], tuple[str, ...]]:
-    """Returns each machine's worst alarm, and sentences on clocks that most machines differ from."""
-    machines = {run.machine for run in seen}
-    against = {
-        "that of whoever made the plan": list(_before_plan(seen, plans)),
-        "that of whoever wrote the files": [_began(run, run.ahead, "after its file was written") for run in seen],
-    }
-    doubts = [f"most machines' clocks differ from {who}: that one may be wrong"
-              for who, hits in against.items() if _are_most(hits, machines)]  # fmt: skip
-    hits = [hit for some in against.values() if not _are_most(some, machines) for hit in some]
-    hits += _set_back(seen)
-    common, of_stores = _against_stores(seen)
-    if abs(common) > CLOCK_SECONDS:
-        doubts.append(f"the clock of the stores' file system is {_long(common)} {_side(-common)} that of most machines")
-    worst: dict[str, MachineAlarm] = {}
-    for seconds, alarm in sorted((*hits, *of_stores), key=lambda hit: -hit[0]):
-        if seconds > CLOCK_SECONDS:
-            worst.setdefault(alarm.machine, alarm)
-    return tuple(worst.values()), tuple(doubts)
-
-
-def _before_plan(seen: Sequence[MachineRun], plans: Sequence[FleetPlan]) -> Iterator[_Hit]:
-    made = {plan.id: datetime.fromisoformat(plan.created) for plan in plans}
-    for run in seen:
-        begun = made.get(run.cell.rpartition("/")[0])
-        early = (begun - run.started[0]).total_seconds() if begun is not None and run.started else 0.0
-        yield _began(run, early, "before its plan was made")
-
-
-def _began(run: MachineRun, off: float, words: str) -> _Hit:
-    words = f"run {run.run} says that it began {_long(off)} {words}: its clock is wrong, or that of the other"
-    return off, MachineAlarm(run.machine, Oddity.CLOCK, words)
-
-
-def _set_back(seen: Sequence[MachineRun]) -> Iterator[_Hit]:
-    for run in seen:
-        for before, after in pairwise(run.started):
-            back = (before - after).total_seconds()
-            words = f"run {run.run} says that it was gone on with {_long(back)} before it began: its clock was set"
-            yield back, MachineAlarm(run.machine, Oddity.CLOCK, words)
-
-
-def _against_stores(seen: Sequence[MachineRun]) -> tuple[float, list[_Hit]]:
-    """Returns by how much most clocks are ahead of their stores' file systems, and how far each is from that. On a
-    disk of its own a machine stamps files itself, and is not ahead."""
-    known = [(run, run.clock_ahead) for run in seen if run.clock_ahead is not None]
-    common = _common(together((run.machine, ahead) for run, ahead in known))
-    alike = abs(common) > CLOCK_SECONDS
-    hits = []
-    for run, ahead in known:
-        off, where = ahead - common, "that most other machines have" if alike else "of its store's file system"
-        words = f"its clock was {_long(off)} {_side(off)} that {where} when run {run.run} began"
-        hits.append((abs(off), MachineAlarm(run.machine, Oddity.CLOCK, words if alike else f"{words}: one is wrong")))
-    return common, hits
-
-
-def _common(own: Mapping[str, Sequence[float]]) -> float:
-    """Returns 0 unless most machines are ahead by the same."""
-    middles = [median(values) for values in own.values()]
-    middle = median(middles) if len(middles) >= _LEAST_VOTERS else 0.0
-    return middle if 2 * sum(abs(value - middle) <= CLOCK_SECONDS for value in middles) > len(middles) else 0.0
-
-
-def _are_most(hits: Sequence[_Hit], machines: Collection[str]) -> bool:
-    named = {alarm.machine for seconds, alarm in hits if seconds > CLOCK_SECONDS}
-    return len(machines) >= _LEAST_VOTERS and 2 * len(named) > len(machines)
-
-
-def _side(seconds: float) -> str:
-    return "ahead of" if seconds > 0 else "behind"
-
-
-def _long(seconds: float) -> str:
-    size = abs(seconds)
-    if size < 2 * CLOCK_SECONDS:
-        return f"{size:.0f} seconds"
-    return f"{size / 3600:.1f} hours" if size >= 3600 else f"{size / 60:.0f} minutes"
-
-
-# The alarm for a machine whose bits differ: from its own, from those of most machines of its kind, or from those of
-# some, with no majority.
-_DISSENTS = {
-    "own": (Oddity.UNSTABLE, "does not repeat its own bits for the same numbers"),
-    "most": (Oddity.BITS, "gives other bits than most of its kind for the same numbers"),
-    "some": (
-        Oddity.BITS,
-        "its bits and those of others of its kind differ, none with most on its side, so that either may be wrong",
-    ),
-}
-
-
-def _of_bits(kind: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
-    """Names machines of one kind by the bits of operations and errors in all of their runs."""
-    differing: dict[tuple[str, str], list[str]] = {}
-    for what, by_machine in sorted(_answers(kind).items()):
-        steady = {machine: next(iter(values)) for machine, values in by_machine.items() if len(values) == 1}
-        for machine in by_machine.keys() - steady.keys():
-            differing.setdefault((machine, "own"), []).append(what)
-        votes = Counter(steady.values())
-        most, count = votes.most_common(1)[0] if votes else ("", 0)
-        for machine, value in steady.items():
-            if len(votes) > 1 and (2 * count <= len(steady) or value != most):
-                differing.setdefault((machine, "some" if 2 * count <= len(steady) else "most"), []).append(what)
-    for machine in sorted({machine for machine, _ in differing}):
-        for which, (oddity, words) in _DISSENTS.items():
-            if whats := differing.get((machine, which)):
-                yield MachineAlarm(machine, oddity, f"{words}: {listed(whats)}")
-
-
-def _answers(kind: Sequence[MachineRun]) -> dict[str, dict[str, set[str]]]:
-    by_machine: dict[str, dict[str, set[str]]] = {}
-    for run in kind:
-        answers = [
-            (f"{bits.dtype} {bits.operation} on {bits.device}", bits.digests) for bits in run.bits if bits.digests
-        ]
-        for what, values in (*answers, *((name, (value,)) for name, value in run.errors.items())):
-            by_machine.setdefault(what, {}).setdefault(run.machine, set()).update(values)
-    return by_machine

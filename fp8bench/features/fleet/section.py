@@ -15,7 +15,7 @@ from fp8bench.report.words.naming import fact
 @section("fleet", "Fleet", 99)
 def fleet_section(material: Material) -> Iterator[Element]:
     """All runs of the plan in this store. Only machines of a kind, with the same hardware, software and settings, are
-    held against each other; the same seed has to give the same bits on them.
+    held against each other.
     """
     runs, store = [entry.run for entry in material.entries], material.store
     report = fleet_of(runs, store) if store is not None else None

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.features.fleet.machines import (
-    FALSE_ALARMS,
+    LEAST_CHANGE,
     LEAST_MACHINES,
+    LIMIT,
     FleetFigure,
     FleetReport,
     Machine,
@@ -21,19 +22,18 @@ from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 
-_HONEST = units.percent(1 - FALSE_ALARMS, 0)
 LEGEND = (
     "kind: machines with the same hardware, software and settings; only these are held against each other one by one",
     "time of a case: the median call of each machine, and of these the median over a kind, the fastest and the slowest",
-    "time of a machine: how far it is from the median of its kind, in the median of its cases",
-    f"slow, fast: further from that median than in {_HONEST} of reports by chance; a spread is 1.48 median deviations",
-    "slow from: a machine that takes this much longer than the median of its kind would be listed as slow",
-    "bits: of a fixed set of operations by dtype, and every error of a case; the same seed has to give the same",
+    "time of a machine: its time over the median of its kind, in its median case",
+    f"slow, fast: more than {LIMIT:.0f} median absolute deviations (MADs) from the median of its kind, and more than "
+    + units.percent(LEAST_CHANGE, 0),
+    f"times: of a kind with fewer than {LEAST_MACHINES} machines no time is judged",
 )
 
 
 def _named(report: FleetReport) -> Table | Text:
-    if not report.alarms and all(kind.seen_from is None for kind in report.kinds):
+    if not report.alarms and not any(kind.deviations for kind in report.kinds):
         return Text(f"No machine stands out; times were not compared: no kind has {LEAST_MACHINES} machines with them.")
     if not report.alarms:
         return Text("No machine stands out.", Tone.GOOD)
@@ -53,8 +53,9 @@ def _machines(report: FleetReport) -> Table:
         Col("runs", lambda machine: str(machine.runs), number=True),
         Col("whole cells", lambda machine: Field(f"{machine.whole} of {report.settings}", machine.whole), number=True),
         Col("failed cases", lambda machine: str(machine.failed), number=True),
-        Col("time", lambda machine: machine.change, number=True, show=lambda change: units.change(1 + change),
-            hint="median case beside its kind's"),
+        Col("time", lambda machine: machine.ratio, number=True, show=units.ratio, hint="median case over its kind's"),
+        Col("MADs", lambda machine: machine.score, number=True, show=lambda score: f"{score:+.1f}",
+            hint="distance from the median of its kind, in median absolute deviations"),
         Col("problem", lambda machine: named.get(machine.name),
             tone=lambda machine: Tone.BAD if machine.name in named else Tone.PLAIN),
     ]  # fmt: skip
@@ -62,27 +63,24 @@ def _machines(report: FleetReport) -> Table:
 
 
 def _charts(report: FleetReport) -> Iterator[Bars]:
-    groups = tuple(
-        (f"kind {figure.kind}", tuple(
-            Mark(name, 1 + own.change, tone=Tone.BAD if own.odd else Tone.PLAIN)
-            for name, own in sorted(figure.deviations.items())
-        ))
-        for figure in report.figures if not figure.case and figure.deviations
-    )  # fmt: skip
+    groups = []
+    for kind in report.kinds:
+        marks = [Mark(name, deviation.ratio, tone=Tone.BAD if deviation.odd else Tone.PLAIN)
+                 for name, deviation in sorted(kind.deviations.items())]  # fmt: skip
+        groups += [(f"kind {kind.name}", tuple(marks))] if marks else []
     if groups:
         words = "Each machine's time in its median case over the median of its kind, which is 1. Red: an outlier."
-        yield Bars("deviations", "Time over that of the kind's median", words, ChartAxis("time ratio", "x"), groups)
+        axis = ChartAxis("time ratio", "x")
+        yield Bars("deviations", "Time over that of the kind's median", words, axis, tuple(groups))
 
 
 def _kinds(report: FleetReport) -> Table:
-    few = f"needs {LEAST_MACHINES} machines"
     cols: list[Col[MachineKind]] = [
         Col("kind", lambda kind: kind.name),
         Col("machines", lambda kind: str(len(kind.machines)), number=True),
         Col("hardware", _hardware_of),
         Col("torch", lambda kind: dict(kind.software).get("torch")),
-        Col("slow from", lambda kind: few if kind.seen_from is None else units.change(1 + kind.seen_from), number=True,
-            hint=f"would be listed from there on; {few}"),
+        Col("times", lambda kind: "compared" if kind.deviations else f"needs {LEAST_MACHINES} machines"),
         Col("differs from A in", lambda kind: "; ".join(kind.differs), below=True),
     ]  # fmt: skip
     return table("kinds", "", cols, report.kinds)
@@ -94,7 +92,7 @@ def _hardware_of(kind: MachineKind) -> str:
 
 
 def _cases(report: FleetReport) -> Table:
-    figures = sorted((figure for figure in report.figures if figure.case), key=lambda figure: figure.case)
+    figures = sorted(report.figures, key=lambda figure: figure.case)
     first = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
 
     def to_first(figure: FleetFigure) -> float | None:
@@ -160,18 +158,14 @@ def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
     return Page(title, "", (Part("cells", "", elements),), _LEGEND)
 
 
-CASE_COLUMNS = ("kind", "machine", "case", "seconds", "change", "score", "odd", "named_for")
+CASE_COLUMNS = ("kind", "machine", "case", "seconds", "ratio", "named_for")
 
 
 def report_rows(report: FleetReport) -> Rows:
     named = named_for(report)
     return CASE_COLUMNS, [
-        dict(zip(CASE_COLUMNS, (
-            figure.kind, machine, figure.case, figure.seconds.get(machine),
-            *((own.change, own.score, own.odd) if own else (None, None, None)), named.get(machine, ""),
-        ), strict=True))
-        for figure in report.figures for machine in sorted({*figure.seconds, *figure.deviations})
-        for own in [figure.deviations.get(machine)]
+        (figure.kind, machine, figure.case, seconds, seconds / figure.middle, named.get(machine, ""))
+        for figure in report.figures for machine, seconds in sorted(figure.seconds.items())
     ]  # fmt: skip
 
 

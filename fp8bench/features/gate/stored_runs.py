@@ -267,10 +267,7 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
         # Words like HEAD may have moved since, and commits have not.
         commit, own = duel.before.commit or None, duel.before.title.startswith(OWN)
         against, against_self = (None, commit) if own else (commit, None)
-        env_a, env_b = (tuple(map("=".join, side.settings)) for side in (duel.before, duel.after))
-        # Where settings differ, interpreters cannot be named.
-        python_a, python_b = (None, None) if env_a != env_b else (duel.before.python, duel.after.python)
-        question = DuelQuestion(python_a, python_b, against, against_self, duel.sessions, env_a, env_b)
+        question = DuelQuestion(duel.before.python, duel.after.python, against, against_self, duel.sessions)
         return duelled(question, duel.request, store, suspects, observer)
 
     figures = comparisons(duel)

@@ -1,211 +1,196 @@
-"""`fp8bench lint-shapes`: finds products that native low precision would refuse, without the device."""
+"""`fp8bench lint-shapes`: finds products that native low precision would refuse or pad, without the device."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_outputs, model_named, tell
-from fp8bench.errors import EXIT_FAILED, EXIT_OK
-from fp8bench.features.lint_shapes.job import Judgement, ShapeFinding, ShapeOutcome, lint_shapes
-from fp8bench.formats.product_rules import Sides, conditions
+from fp8bench.cli.outputs import check_outputs, tell
+from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
+from fp8bench.formats.hardware import CLASSES, DeviceClass, device_class
+from fp8bench.formats.product_rules import Product, Sides, missing, objections
+from fp8bench.formats.recipe_support import in_formats_of
+from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
+from fp8bench.nn.shared_precisions import RecipePrecision
+from fp8bench.nn.sizes import PRODUCTS, features_of, models, sides_of, usual_tokens
+from fp8bench.protocols import Role
+from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Field, Items, Page, Part, Text, Tone
 from fp8bench.report.panels import together
+from fp8bench.report.words.naming import listed
 
-# More products are only counted.
-_MOST_NAMES = 4
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear layer: rows of its activations, and its features out and in."""
+
+    name: str
+    tokens: int
+    outputs: int
+    inputs: int
+
+
+@dataclass(frozen=True)
+class ShapeFinding:
+    """One product of one layer in one mode on one class of devices. `exists` is False where the class has no such
+    product in any shape; it fits if there is no `why`. `padded` are sides that would fit, None where none would."""
+
+    layer: str
+    product: str
+    sides: Sides
+    mode: str
+    device: str
+    exists: bool = True
+    why: str = ""
+    padded: Sides | None = None
+
+    @property
+    def fits(self) -> bool:
+        return not self.why
+
+
+# One mode of each kind of product; the others multiply as one of these does.
+USUAL_MODES = ("fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4")
+# Kinds of weights whose products are scaled matrix products; convolutions are none.
+_LINEAR_KINDS = ("linear", "conv1d", "experts", "head")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Which products of linear layers native FP8, MX and NVFP4 would refuse on each class of devices, why, and what "
-        "padding would cost. Needs no device, and times nothing."
+        "Which products of linear layers native FP8, MX and NVFP4 would refuse on each class of devices, why, and to "
+        "which sides they could be padded. Needs no device, and times nothing."
     )
     parser.epilog = (
         "Exit codes: 0 every product fits as it is on some of the devices, in every mode; 2 wrong usage; 3 some "
         "product fits on none."
     )
-    add = parser.add_argument
-    add("name", nargs="?", metavar="MODEL", help="the same as --model NAME")
     words = "gpt2, llama3-8b, llama3-70b, deepseek-v3, a size of the suite transformer, or MODULE:FUNCTION of your own"
-    add("--model", metavar="NAME", help=words)
-    words = "layers instead: lines of MxNxK and a name, or CSV; M tokens, N features out, K in"
-    add("--shapes", type=types.path, metavar="FILE", help=words)
+    parser.add_argument("name", metavar="MODEL", help=words)
     words = "rows of a known model's activations; default 8192, or those of a transformer's step"
-    add("--tokens", type=types.whole(whole_number(1)), metavar="N", help=words)
-    words = "forward, input-gradient, weight-gradient; default all three"
-    add("--products", type=types.words, default=(), metavar="A,B", help=words)
-    words = "as in suite; default those of fp8, fp8-rowwise, fp8-block, mxfp8, mxfp4 and nvfp4 that a device has"
-    shared(parser, "--dtypes", help=words)
+    parser.add_argument("--tokens", type=types.whole(whole_number(1)), metavar="N", help=words)
+    shared(parser, "--dtypes", help=f"as in suite; default {', '.join(USUAL_MODES)}")
     words = "classes: a100, l40s, h100, b200, rtx5090, mi300x, mi350x, cpu (or hopper, sm90, gfx950, ...); default all"
     shared(parser, "--devices", help=words)
     shared(parser, "--json", help="print the findings as JSON instead")
-    words = "also write them there, a row for each product, mode and device; '-' prints them instead"
-    shared(parser, "--csv", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    lint = lint_shapes(
-        model_named(arguments), arguments.shapes, arguments.tokens, arguments.products, arguments.dtypes,
-        arguments.devices,
-    )  # fmt: skip
-    tell(
-        arguments, partial(page_of, lint.title, lint.findings), partial(value_of, lint.source, lint.findings),
-        partial(rows_of, lint.findings),
-    )  # fmt: skip
-    return EXIT_FAILED if fitting_nowhere(lint.findings) else EXIT_OK
+    classes = list(dict.fromkeys(map(device_class, arguments.devices))) or list(CLASSES)
+    modes = [_scaled(word) for word in arguments.dtypes or USUAL_MODES]
+    findings = judge_all(shapes_of(arguments.name, arguments.tokens), modes, classes)
+    tell(arguments, partial(page_of, arguments.name, findings), partial(encode, findings))
+    return EXIT_FAILED if fitting_nowhere(findings) else EXIT_OK
 
 
-def page_of(title: str, findings: Sequence[ShapeFinding]) -> Page:
-    """Shows what fits where, what does not and why, and a conclusion; leaves out parts that have nothing."""
-    by_outcome = {
-        outcome: [finding for finding in findings if finding.torch.outcome is outcome] for outcome in ShapeOutcome
-    }
-    padded = together(
-        ((_name(finding), finding.product.sides, finding.torch.padded), finding)
-        for finding in by_outcome[ShapeOutcome.PAD]
-    )
-    refused = _by_reason(by_outcome[ShapeOutcome.REFUSED], lambda finding: _why(finding.torch, padding=False), findings)
-    sections: dict[str, Sequence[Element]] = {
-        "products that fit as they are; -: there is no such product": [_overview(findings)],
-        "refused, and no padding helps": _items(refused),
-        "refused unless they are padded, and what that costs more": (
-            [table("padded", "", _PADDED, padded.values())] if padded else []
-        ),
-        "why there is no such product": _items(_reasons(by_outcome[ShapeOutcome.MISSING])),
-        "Transformer Engine, where it says more than torch": _items(_of_te(findings)),
-        "what these products need besides their shape": _items(_needs(findings)),
-    }
-    parts = [Part(f"part-{n}", words, tuple(part)) for n, (words, part) in enumerate(sections.items()) if part]
-    return Page(title, "", (*parts, Part("conclusion", "", (Text(conclusion(findings)),))))
+def _scaled(word: str) -> RecipePrecision:
+    precision = precisions.get(word)
+    if not isinstance(precision, RecipePrecision):
+        scaled = ", ".join(name for name in precisions.names() if isinstance(precisions.get(name), RecipePrecision))
+        raise UsageError(f"{word} scales nothing, and its products take every shape. Give one of {scaled}.")
+    return precision
 
 
-def _items(lines: Iterable[str]) -> list[Element]:
-    texts = tuple(map(Text, lines))
-    return [Items(texts)] if texts else []
+def shapes_of(model: str, tokens: int | None) -> list[LinearShape]:
+    """Returns the layers of a known model, or those that a step of your own one calls on a CPU."""
+    if ":" in model or model.endswith(".py"):
+        if tokens is not None:
+            raise UsageError("--tokens goes with known models: the batch of your own says its rows. Leave it out.")
+        from fp8bench.jobs.profile import coverage_of  # heavy
+
+        shapes = [
+            LinearShape(holder.name, product.m, product.n, product.k)
+            for holder in coverage_of(model).holders if holder.kind in _LINEAR_KINDS
+            for product in holder.products if not product.backward
+        ]  # fmt: skip
+        if not shapes:
+            raise UsageError(f"{model} calls no linear layer. `fp8bench profile {model}` lists its products.")
+        return list(dict.fromkeys(shapes))
+    if model not in models():
+        raise UnknownName("model", model, models())
+    rows = tokens or usual_tokens(model)
+    return [LinearShape(layer, rows, *features) for layer, features in features_of(model).items()]
 
 
-def conclusion(findings: Sequence[ShapeFinding]) -> str:
-    lost = fitting_nowhere(findings)
-    if not lost:
-        return "Every product fits as it is on some of these devices, in every mode."
-    by_mode = together((finding.mode, finding) for finding in lost)
-    by_products = together((_products(some, findings), mode) for mode, some in by_mode.items())
-    parts = [f"in {', '.join(modes)}: {products}" for products, modes in by_products.items()]
-    return f"Not taken as they are by any of these devices, {'; '.join(parts)}."
-
-
-def _overview(findings: Sequence[ShapeFinding]) -> Table:
-    counts = together((_place(finding), finding.torch.outcome is ShapeOutcome.FITS) for finding in _existing(findings))
-
-    def fitting(mode: str) -> Col[str]:
-        return Col(mode, lambda device: _count(counts.get((mode, device))), number=True)
-
-    modes, devices = (dict.fromkeys(names) for names in zip(*map(_place, findings), strict=True))
-    return table("fitting", "", (Col[str]("device", str), *map(fitting, modes)), devices)
-
-
-def _existing(findings: Iterable[ShapeFinding]) -> list[ShapeFinding]:
-    return [finding for finding in findings if finding.torch.outcome is not ShapeOutcome.MISSING]
-
-
-def _count(fits: Sequence[bool] | None) -> Field:
-    if fits is None:
-        return Field(units.NONE)
-    return Field("all", tone=Tone.GOOD) if all(fits) else Field(f"{sum(fits)} of {len(fits)}", tone=Tone.DOUBT)
-
-
-def _sides(sides: Sides | None) -> str:
-    return units.NONE if sides is None else " x ".join(map(str, sides))
-
-
-def _more(shares: Sequence[float]) -> str:
-    decimals = 2 if max(shares) < 0.1 else 1 if max(shares) < 1 else 0
-    return units.span(shares, lambda share: f"+{units.percent(share, decimals)}")
-
-
-_PADDED: tuple[Col[list[ShapeFinding]], ...] = (
-    Col("product", lambda same: _name(same[0])),
-    Col("M x N x K", lambda same: _sides(same[0].product.sides), number=True),
-    Col("padded to", lambda same: _sides(same[0].torch.padded), number=True),
-    Col("FLOPs", lambda same: _more([finding.torch.more_flops for finding in same]), number=True),
-    Col("bytes", lambda same: _more([finding.torch.more_bytes for finding in same]), number=True),
-    Col("why", lambda same: "\n".join(_reasons(same)), below=True),
-)
-
-
-def _of_te(findings: Sequence[ShapeFinding]) -> Iterator[str]:
-    """Yields what Transformer Engine objects to where torch takes the product, padded or not, and does not object."""
-    by_torch = (ShapeOutcome.FITS, ShapeOutcome.PAD)
-    stricter = [
-        finding
-        for finding in findings
-        if finding.te and finding.torch.outcome in by_torch and _stricter(finding.te, finding.torch)
-    ]
-
-    def why(finding: ShapeFinding) -> list[str]:
-        return [objection.why for objection in finding.te.objections] if finding.te else []
-
-    return _by_reason(stricter, why, findings)
-
-
-def _stricter(te: Judgement, torch: Judgement) -> bool:
-    if te.outcome is not ShapeOutcome.PAD:
-        return te.outcome is ShapeOutcome.REFUSED
-    assert te.padded is not None
-    return torch.padded is None or any(own > theirs for own, theirs in zip(te.padded, torch.padded, strict=True))
-
-
-def _needs(findings: Sequence[ShapeFinding]) -> Iterator[str]:
-    needs = {
-        _place(finding): conditions(finding.product.scheme, finding.device)
-        for finding in _existing(findings)
-        if finding.product.scheme is not None
-    }
-    for words, places in together((words, place) for place, words in needs.items() if words).items():
-        yield f"{_places(places)}: {', '.join(words)}"
-    if needs:
-        yield "everywhere: both operands with their contraction innermost, the second one column by column"
-
-
-def _by_reason(
-    some: Sequence[ShapeFinding], why: Callable[[ShapeFinding], list[str]], findings: Sequence[ShapeFinding]
-) -> Iterator[str]:
-    """Yields a line for each list of reasons that several findings share."""
-    for reasons, same in together(("; ".join(why(finding)), finding) for finding in some).items():
-        yield f"{reasons}: {_products(same, findings)}, {_places(dict.fromkeys(map(_place, same)))}"
-
-
-def _why(judgement: Judgement, padding: bool = True) -> list[str]:
-    """Lists the objections and whose they are; without `padding`, only those that padding cannot answer."""
+def judge_all(
+    shapes: Sequence[LinearShape], modes: Sequence[RecipePrecision], devices: Sequence[DeviceClass]
+) -> list[ShapeFinding]:
+    """Judges every product of every layer, but for weight gradients that a recipe leaves in bf16."""
     return [
-        f"{objection.why} ({objection.source})"
-        for objection in judgement.objections
-        if padding or objection.multiples is None
-    ]
+        judge(shape, kind, mode, device)
+        for shape in shapes for kind in PRODUCTS for mode in modes for device in devices
+        if kind != "weight-gradient" or not mode.recipe.high_weight_gradient
+    ]  # fmt: skip
 
 
-def _products(some: Sequence[ShapeFinding], findings: Sequence[ShapeFinding]) -> str:
-    names = dict.fromkeys(map(_name, some))
-    # A layer that is called with other rows has its name again.
-    count, every = (len({(each.shape, each.kind) for each in several}) for several in (some, findings))
-    if count == every:
-        return "every product"
-    return ", ".join(names) if len(names) <= _MOST_NAMES else f"{count} of {every} products"
+def judge(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceClass) -> ShapeFinding:
+    recipe = in_formats_of(device, mode.recipe)
+    treatments = {Role.INPUT: recipe.input, Role.WEIGHT: recipe.weight, Role.GRADIENT: recipe.gradient}
+    first, second = PRODUCTS[kind]
+    sides = sides_of(kind, shape.tokens, shape.outputs, shape.inputs)
+    product = Product(*sides, treatments[first], treatments[second])
+    finding = partial(ShapeFinding, shape.name, kind, sides, mode.mode, device.name)
+    if why := missing(product, device):
+        return finding(exists=False, why=why)
+    against = objections(product, device)
+    multiples = [objection.multiples for objection in against if objection.multiples is not None]
+    if len(multiples) < len(against):  # no padding answers all of them
+        return finding(why="; ".join(objection.why for objection in against if objection.multiples is None))
+    grains = [math.lcm(*(multiple[place] for multiple in multiples)) for place in range(3)]
+    m, n, k = (-(-length // grain) * grain for length, grain in zip(sides, grains, strict=True))
+    return finding(why="; ".join(objection.why for objection in against), padded=(m, n, k) if against else None)
 
 
-def _reasons(findings: Iterable[ShapeFinding]) -> Iterator[str]:
-    """Yields each of torch's objections once, with the modes and devices that it holds for."""
-    for why, where in together((why, _place(finding)) for finding in findings for why in _why(finding.torch)).items():
-        yield f"{why}: {_places(where)}"
+def fitting_nowhere(findings: Sequence[ShapeFinding]) -> dict[str, list[str]]:
+    """Returns the products that fit on none of the devices as they are, each with its modes."""
+    fits = together(((f"{one.layer} {one.product}", one.mode), one.fits) for one in findings)
+    return together(key for key, some in fits.items() if not any(some))
+
+
+def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
+    counts = together(((one.device, one.mode), one.fits) for one in findings if one.exists)
+
+    def count(mode: str, device: str) -> Field:
+        fits = counts.get((device, mode), [])
+        words = "all" if all(fits) else f"{sum(fits)} of {len(fits)}"
+        return Field(words if fits else units.NONE, tone=Tone.PLAIN if all(fits) else Tone.DOUBT)
+
+    modes = dict.fromkeys(one.mode for one in findings)
+    cols = [Col("device", str), *(Col(mode, partial(count, mode), number=True) for mode in modes)]
+    fitting = table("fitting", "", cols, dict.fromkeys(one.device for one in findings))
+    parts = [Part("fitting", "products that fit as they are; -: there is no such product", (fitting,))]
+    if refused := together(
+        ((one.layer, one.product, one.sides, one.padded, one.why), (one.mode, one.device))
+        for one in findings if one.exists and not one.fits
+    ):  # fmt: skip
+        rows = table("refused", "", _REFUSED, refused.items())
+        parts.append(Part("refused", "refused as they are, and what to pad them to", (rows,)))
+    if lacking := together((one.why, (one.mode, one.device)) for one in findings if not one.exists):
+        items = Items(tuple(Text(f"{why}: {_places(places)}") for why, places in lacking.items()))
+        parts.append(Part("missing", "why there is no such product", (items,)))
+    lost = fitting_nowhere(findings)
+    names = listed([f"{name} in {', '.join(modes)}" for name, modes in lost.items()])
+    words = f"Not taken as they are by any of these devices: {names}."
+    every = "Every product fits as it is on some of these devices, in every mode."
+    parts.append(Part("conclusion", "", (Text(words if lost else every),)))
+    return Page(f"{model}: products of linear layers, as torch's scaled_mm takes them", "", tuple(parts))
+
+
+Refused = tuple[tuple[str, str, Sides, Sides | None, str], list[tuple[str, str]]]
+_REFUSED: tuple[Col[Refused], ...] = (
+    Col("product", lambda row: f"{row[0][0]} {row[0][1]}"),
+    Col("M x N x K", lambda row: " x ".join(map(str, row[0][2])), number=True),
+    Col("pad to", lambda row: " x ".join(map(str, row[0][3])) if row[0][3] else "no padding helps", number=True),
+    Col("why", lambda row: f"{row[0][4]}: {_places(row[1])}", below=True),
+)
 
 
 def _places(places: Iterable[tuple[str, str]]) -> str:
@@ -213,64 +198,3 @@ def _places(places: Iterable[tuple[str, str]]) -> str:
     devices = together(dict.fromkeys(places))
     modes = together((tuple(names), mode) for mode, names in devices.items())
     return "; ".join(f"{', '.join(same)} on {', '.join(names)}" for names, same in modes.items())
-
-
-def _place(finding: ShapeFinding) -> tuple[str, str]:
-    return finding.mode, finding.device.name
-
-
-def _name(finding: ShapeFinding) -> str:
-    return f"{finding.shape.name} {finding.kind}"
-
-
-def value_of(source: str, findings: Sequence[ShapeFinding]) -> dict[str, object]:
-    documents = [
-        {
-            **_product(finding),
-            "torch": _judgement(finding.torch),
-            "transformer_engine": finding.te and _judgement(finding.te),
-        }
-        for finding in findings
-    ]
-    return {"source": source, "fits": not fitting_nowhere(findings), "findings": documents}
-
-
-def rows_of(findings: Sequence[ShapeFinding]) -> Rows:
-    rows = [
-        {**_product(finding), "by": by, **_columns(judgement)}
-        for finding in findings
-        for by, judgement in (("torch", finding.torch), ("Transformer Engine", finding.te))
-        if judgement is not None
-    ]
-    return tuple(rows[0]), rows
-
-
-def _product(finding: ShapeFinding) -> dict[str, object]:
-    m, n, k = finding.product.sides
-    return {
-        "layer": finding.shape.name, "product": finding.kind, "m": m, "n": n, "k": k, "output": finding.product.output,
-        "layout": "row" if finding.product.row_major else "column", "mode": finding.mode, "device": finding.device.name,
-    }  # fmt: skip
-
-
-def _columns(judgement: Judgement) -> dict[str, object]:
-    m, n, k = judgement.padded or (None, None, None)
-    flops, sizes = (judgement.more_flops, judgement.more_bytes) if judgement.padded else (None, None)
-    return {
-        "outcome": judgement.outcome.value, "why": "; ".join(_why(judgement)),
-        "padded_m": m, "padded_n": n, "padded_k": k, "more_flops": flops, "more_bytes": sizes,
-    }  # fmt: skip
-
-
-def _judgement(judgement: Judgement) -> dict[str, object]:
-    objections = [{"by": objection.source.value, "why": objection.why} for objection in judgement.objections]
-    costs = {"padded": judgement.padded, "more_flops": judgement.more_flops, "more_bytes": judgement.more_bytes}
-    return {"outcome": judgement.outcome.value, "objections": objections, **costs}
-
-
-def fitting_nowhere(findings: Sequence[ShapeFinding]) -> list[ShapeFinding]:
-    """Returns one finding for each product and mode that fits on none of the devices as it is."""
-    by_product = together(((finding.shape, finding.kind, finding.mode), finding) for finding in findings)
-    return [
-        same[0] for same in by_product.values() if all(each.torch.outcome is not ShapeOutcome.FITS for each in same)
-    ]

@@ -15,7 +15,6 @@ from fp8bench.errors import RanksDisagree
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
 from fp8bench.model.ranks import FailedRank, Heartbeat, Overlap, RankCalls, RankMemory, RankScaling, Sent
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
-from fp8bench.model.run import OperationBits
 
 # Versions in which ranks must agree.
 _BUILD = ("torch", "torch_git", "cudnn", "cublaslt")
@@ -109,14 +108,6 @@ def _first_text(answers: Sequence[str]) -> str:
     return next(filter(None, answers), "")
 
 
-def _bits(answers: Sequence[Sequence[OperationBits]]) -> tuple[OperationBits, ...]:
-    """Each operation's digests: several where the ranks' results differ."""
-    merged_bits: dict[OperationBits, dict[str, None]] = {}
-    for bits in (bits for own in answers for bits in own):
-        merged_bits.setdefault(replace(bits, digests=()), {}).update(dict.fromkeys(bits.digests))
-    return tuple(replace(bits, digests=tuple(digests)) for bits, digests in merged_bits.items())
-
-
 StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
 
 
@@ -139,7 +130,6 @@ _MERGED: Merges = {
     "replay": slowest,
     "loop": max,
     "loop_phase": max,
-    "bits": _bits,
     "probe": _devices,
     "error": _agreed,
     "memory": most_memory,

@@ -63,9 +63,7 @@ class RanksWorker(ProcessWorker):
             if name == "probe":  # each rank sees one device of a kind
                 return tuple(replace(facts, ranks=self._launch.ranks) for facts in answer if facts.index == 0)
             return answer
-        lost = self._unstarted
-        if name != "bits":  # bits belong to no case that could fail
-            self._unstarted = None
+        lost, self._unstarted = self._unstarted, None
         raise lost
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ from fp8bench.report.topics.memory import capacity, device_share_of, peak_of, sh
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest, wire
 from fp8bench.report.topics.results import CASE, noise_floor
-from fp8bench.report.topics.shares import coverage_sentence, coverages
+from fp8bench.report.topics.shares import coverage_sentence, coverages, shape_remarks
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
 from fp8bench.report.topics.verdict import (
@@ -129,7 +129,8 @@ def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
         by_mode = together((member[1].mode, member) for member in panel.members if member[1].mode != panel.reference)
         ordered = sorted(by_mode.items(), key=lambda pair: not any(speed_up(result) for _, result in pair[1]))
         elements.append(Facts(tuple((mode, _line(members, panel)) for mode, members in ordered)))
-    elements += (Text(f"{coverage_sentence(modes, coverage)}.") for modes, coverage in coverages(panel))
+    for modes, coverage in coverages(panel):
+        elements += map(Text, (f"{coverage_sentence(modes, coverage)}.", *shape_remarks(coverage)))
     elements.append(_grid(panel) if several else _cases(panel, width))
     left_out = len(panel.groups) - _MOST_GROUPS
     if several and left_out > 0:

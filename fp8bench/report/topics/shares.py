@@ -220,11 +220,16 @@ def _remarks(coverage: Coverage) -> Iterator[str]:
     yield from coverage.remarks
     if coverage.loss:
         yield f"backward begins from {coverage.loss}"
+    yield from shape_remarks(coverage)
+    if coverage.unknown:
+        yield f"{coverage.unknown} calls of operators without a formula are in no sum"
+
+
+def shape_remarks(coverage: Coverage) -> Iterator[str]:
+    """Yields what native products would refuse in the shapes of converted layers, a line for each reason."""
     wanted = together((holder.native, holder.name) for holder in coverage.holders if holder.converted and holder.native)
     for why, names in wanted.items():
         yield f"{listed(names, 3)}: {why}"
-    if coverage.unknown:
-        yield f"{coverage.unknown} calls of operators without a formula are in no sum"
 
 
 def _over(part: int, whole: int) -> float:

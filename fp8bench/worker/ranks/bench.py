@@ -25,7 +25,6 @@ from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Scalar,
 from fp8bench.model.codec import PlainUnpickler
 from fp8bench.model.ranks import BEAT, MEETING, OUTSIDE, Sent, Transfer
 from fp8bench.model.raw import Settings
-from fp8bench.model.run import OperationBits
 from fp8bench.protocols.measuring import Markers, TellingMarker
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
@@ -329,13 +328,6 @@ class RankBench(Bench):
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
         return StepEffect(None, "several ranks take its steps together, and their inputs would have to change alike")
-
-    def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
-        from fp8bench.worker.bits import bits_of_ranks
-
-        whose = f"{facts.key} of rank {self._rank} of {self._size}"
-        own = tuple(replace(bit, device=whose) for bit in super().bits(facts))
-        return (*own, *bits_of_ranks(facts))
 
     def transfer(self, case: Case, facts: DeviceFacts) -> Transfer | None:
         with self._apart(case, facts) as (workload, _, setup):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,22 +36,18 @@ def interacting(options: Sequence[str]) -> float:
     return additive([name for name in options if name != "b" or "a" in options])
 
 
-def ablation(
-    cost: Callable[[Sequence[str]], float], seed: int = 0, rounds: int = 60, shapley: bool = False
-) -> Ablation:
+def ablation(cost: Callable[[Sequence[str]], float], seed: int = 0, rounds: int = 60) -> Ablation:
     """Rounds that share what a machine does to all of a round, and what it does to each slot."""
     draw = np.random.default_rng(seed)
     common = 1 + 0.02 * draw.gamma(1.0, size=rounds)
     arms = []
-    for options in arms_of(NAMES, shapley):
+    for options in arms_of(NAMES):
         seconds = cost(options) * common * (1 + 0.01 * draw.gamma(1.0, size=rounds))
         arms.append(AblatedArm(options, "/".join(options) or "none", rounds=tuple(seconds.tolist())))
     control = additive(()) * common * (1 + 0.01 * draw.gamma(1.0, size=rounds))
     options = tuple(AblatedOption(name, axis=name, on="yes", off="no") for name in NAMES)
     seconds = tuple(control.tolist())
-    return Ablation(
-        "planted", (), "cpu", "a machine", "fp32", options, tuple(arms), control=seconds, shapley=shapley
-    )  # fmt: skip
+    return Ablation("planted", (), "cpu", "a machine", "fp32", options, tuple(arms), control=seconds)
 
 
 def holds(interval: Interval | None, truth: float) -> bool:
@@ -62,9 +56,8 @@ def holds(interval: Interval | None, truth: float) -> bool:
 
 
 def test_arms_are_three_times_the_options_less_one() -> None:
-    assert [len(list(arms_of(NAMES[:count], False))) for count in (2, 3)] == [4, 8]
-    assert len(list(arms_of("abcd", False))) == 11 and len(list(arms_of("abcd", True))) == 16
-    assert next(arms_of(NAMES, False)) == () and len(set(arms_of(NAMES, True))) == 8
+    assert [len(list(arms_of("abcd"[:count]))) for count in (2, 3, 4)] == [4, 8, 11]
+    assert next(arms_of(NAMES)) == () and len(set(arms_of(NAMES))) == 8
 
 
 @for_each(
@@ -107,6 +100,12 @@ def test_additive_costs_come_out_additive() -> None:
     assert calls >= 40 and inside == calls
 
 
+def test_an_ablation_is_read_back_and_has_a_row_for_each_arm() -> None:
+    known = ablation(interacting)
+    assert decode(Ablation, encode(known)) == known and rows_of(known)[0][0] == "arm" and len(rows_of(known)[1]) == 8
+    assert set(value_of(known)["saved"]["options"]) == set(NAMES)
+
+
 def test_options_that_need_one_another_come_out_so() -> None:
     for seed in range(10):
         known = ablation(interacting, seed)
@@ -116,23 +115,6 @@ def test_options_that_need_one_another_come_out_so() -> None:
         told = "; ".join(sentences(known))
         assert "they need one another" in told and "b needs another" in told
         assert holds(savings.alone("b"), 0.0) and not holds(savings.left_out("b"), 0.0)
-
-
-def test_shares_by_shapley_add_up_to_the_whole_and_are_an_oracles() -> None:
-    known = ablation(interacting, shapley=True)
-    assert decode(Ablation, encode(known)) == known and rows_of(known)[0][0] == "arm" and len(rows_of(known)[1]) == 8
-    assert set(value_of(known)["saved"]["options"]) == set(NAMES)
-    shares = [Savings(known).average(name) for name in NAMES]
-    whole = Savings(known)._sum((((), 1), (NAMES, -1)))
-    assert whole is not None
-    assert math.isclose(sum(share.point for share in shares if share), whole.point, rel_tol=1e-9)
-    seconds = {frozenset(arm.options): seconds_of(arm) or 0.0 for arm in known.arms}
-    for name, share in zip(NAMES, shares, strict=True):
-        gains = [
-            seconds[frozenset(order[: order.index(name)])] - seconds[frozenset(order[: order.index(name) + 1])]
-            for order in itertools.permutations(NAMES)
-        ]
-        assert share is not None and math.isclose(share.point, sum(gains) / len(gains), rel_tol=1e-9)
 
 
 def test_what_has_no_speed_has_no_saving_and_few_rounds_no_interval() -> None:

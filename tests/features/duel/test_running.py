@@ -357,39 +357,6 @@ def test_what_was_written_is_read(path: Path) -> None:
     assert not duel.ok and [case.measured for case in duel.results] == [True, False]
 
 
-def test_a_duel_in_older_words_is_read(path: Path) -> None:
-    whole = DuelKind().load(path)
-    text = as_older(path).read_text()
-    for new, old in (("result", "bout"), ("session", "sitting"), ("sessions", "sittings")):
-        text = text.replace(f'"{new}":', f'"{old}":')
-    assert '"result":' not in text and '"sittings":' in text and text.count('"sitting":') == 1
-    path.write_text(text)
-    assert DuelKind().load(path) == whole
-
-
-def test_it_is_found_by_its_names(path: Path) -> None:
-    """By id, stem, path and the beginning of an id or stem, as runs are; not by a run's id."""
-    store = path.parent.parent
-    for words, wanted in (
-        (("0a1b2c3d", "0a1b", "20260102", path.stem, str(path)), path),
-        (("last", "", "ffff", "\0", str(store)), None),
-    ):
-        assert {DuelKind().find(word, store) for word in words} == {wanted}
-    assert DuelKind().find("0a1b", store / "elsewhere") is None
-
-
-@for_each("cut", range(2, 2000, 97))
-def test_a_torn_file_loses_its_end_alone(tmp_path: Path, cut: int) -> None:
-    """What stands before is read, and the duel is not finished."""
-    path = written(tmp_path)
-    raw = path.read_bytes()
-    first = raw.index(b"\n") + 1
-    path.write_bytes(raw[: max(first, len(raw) - 1 - cut)])
-    duel = DuelKind().load(path)
-    assert not duel.finished and len(duel.troubles) <= 1
-    assert all(result.sessions for result in duel.results)
-
-
 @for_each(
     ("line", "trouble"),
     [
@@ -418,21 +385,3 @@ def test_samples_that_no_clock_gave_are_left_out(path: Path) -> None:
     duel = DuelKind().load(path)
     assert [trouble[:6] for trouble in duel.troubles] == ["line 8", "line 9"]
     assert len(duel.results) == 2 and len(duel.results[0].sessions) == 2
-
-
-@for_each(
-    ("text", "why"),
-    [
-        *((text, "is no duel") for text in ("", "{}\n", '{"schema": 1}\n', "[]\n", "\0\n")),
-        ('{"schema": 1, "duel": {"id": 3}}\n', "is no duel"),
-        ('{"schema": 2, "duel": {}}\n', "newer fp8bench"),
-    ],
-)
-def test_what_is_no_duel_is_refused(text: str, why: str, tmp_path: Path) -> None:
-    path = tmp_path / "file.jsonl"
-    path.write_text(text)
-    with pytest.raises(StoreError, match=f"file.jsonl .*{why}"):
-        DuelKind().load(path)
-    (tmp_path / "duels").write_text("a file")
-    with pytest.raises(StoreError, match="--store"):
-        start_duel(header(), tmp_path)

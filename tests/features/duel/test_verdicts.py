@@ -1,6 +1,6 @@
 """Two sides by their processes, against a permutation test written in another way, and on planted differences.
 
-Then what a result's samples and values come to, and how a duel reads.
+Then what a result's samples and values come to.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import DuelVerdict, compared, comparisons, judge, p_value, why_unsure
-from fp8bench.features.duel.view import page_of
+from fp8bench.features.duel.verdicts import DuelVerdict, compared, judge, p_value, why_unsure
 from fp8bench.model import (
     Comparison,
     Direction,
@@ -30,9 +29,7 @@ from fp8bench.model import (
     Timing,
     Verdict,
 )
-from fp8bench.report.terminal.layout import render
 from tests.counts import counts, for_each
-from tests.duels import header
 from tests.fakes import called, record, steady, timing
 
 Seconds = Sequence[tuple[float, ...]]
@@ -298,20 +295,3 @@ def test_what_failed_or_is_other_work_is_no_comparison() -> None:
     ):
         assert (found.direction, found.ratio, found.failed) == (Direction.NONE, None, failed) and why in found.why
     assert compared_times(*SLOWER, before=low, after=low).direction is Direction.WORSE
-
-
-@for_each("width", [40, 60, 100])
-def test_the_text_keeps_within_its_width_and_says_it_all(width: int) -> None:
-    results = (
-        CaseResult(measured(output_error=0.1, peak_memory=10.0), measured(output_error=0.1, peak_memory=20.0), SLOWER),
-        CaseResult(record(None, "fp32"), record(None, "fp32", status=Status.FAILED, reason="it broke"), ()),
-    )
-    duel = header(
-        results=results, cases=("a", "b", "c"), sessions=4, notes=("mind the gap",), troubles=("line 3 is broken",)
-    )
-    lines = render(page_of(duel), width=width).split("\n")
-    text = " ".join(" ".join(lines).split())
-    assert all(len(line) <= width for line in lines)
-    told = ("side A", "worse", "FAILED", "+100.0%", "it broke", "mind the gap", "line 3", "1 of 3 cases", "not stored")
-    assert all(words in text for words in told), text
-    assert len(comparisons(duel)) == 4 and "Nothing" in render(page_of(header()))

@@ -53,8 +53,7 @@ def of(plan: FleetPlan, store: Path) -> list[str]:
 def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
     """The run holds its group alone and names the cell; the other cell is not touched."""
     now, run = measure(plan, 1, tmp_path)
-    assert now and run.finished and run.cell == f"{plan.id}/1" and run.origin == "fleet" and run.bits
-    assert run.clock_ahead is not None and abs(run.clock_ahead) < 1.0
+    assert now and run.finished and run.cell == f"{plan.id}/1" and run.origin == "fleet"
     assert {record.case.setting for record in run.records} == {plan.cells[1].setting}
     before = Path(run.path).read_bytes()
     now, again = measure(plan, 1, tmp_path)
@@ -78,17 +77,6 @@ def test_a_worker_reads_a_run_that_is_whole_once(
     monkeypatch.setattr("fp8bench.features.fleet.engines._measure", fails)
     assert work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None) == ({0: 2}, {})
     assert read == [Path(whole.path)]
-
-
-def test_a_device_whose_bits_fail_is_measured_all_the_same(
-    plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*arguments: object) -> None:
-        raise ValueError("no bits")
-
-    monkeypatch.setattr("fp8bench.worker.bits.bits_of", fails)
-    _, run = measure(plan, 1, tmp_path)
-    assert run.finished and run.bits == ()
 
 
 def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from fp8bench.store.verify import verify
 from tests.commands import Say
 from tests.counts import for_each
 from tests.histories import FIRST, keep, run_at
-from tests.older import without_sums
 
 PLAN = FleetPlan("8f3a2c1d", "2026-01-05T11:00:00.000+00:00", "", Request("gemm"), (Cell("a"), Cell("b")), "0.1.0")
 OTHER = "b000000"
@@ -115,15 +114,6 @@ def test_a_torn_file_is_taken_as_it_is_and_named(tmp_path: Path) -> None:
     (doubt,) = made.doubts  # one of each file, whatever is wrong with it
     assert made.taken["node-b"] == 1 and "is torn: line" in doubt and ", and was cut off: " in doubt
     assert find_run(OTHER, tmp_path / "out").read_bytes() == path.read_bytes()
-
-
-def test_the_same_id_with_other_bytes_is_named_and_the_first_stays(tmp_path: Path) -> None:
-    path = find_run(OTHER, stores(tmp_path)[1])
-    collected(tmp_path)
-    copy = find_run(OTHER, tmp_path / "out")
-    before = copy.read_bytes()
-    path.write_bytes(without_sums(before).replace(b'"node b"', b'"node b "', 1))
-    assert "has other bytes" in collected(tmp_path).failed[0] and copy.read_bytes() == before
 
 
 def test_what_is_being_measured_waits(tmp_path: Path) -> None:

@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from suites import fleet
 from tests.commands import Say
 from tests.counts import for_each
 from tests.older import changed_document
@@ -34,12 +31,11 @@ def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
         ("suite", "--plan nowhere.json --cell 0", "nowhere.json cannot be read"),
         ("suite", "gemm --dry-run --write-plan .", "it is a directory"),
         ("suite", "gemm --dry-run --write-plan PLAN/x", "cannot be written"),
-        ("fleet", "export PLAN --to sbatch -o .", "it is a directory"),
         ("fleet", "status PLAN --store PLAN", "is a file, expected a folder"),
         # Before anybody begins; root may write everywhere but below a file.
         ("fleet", "work PLAN --store PLAN/store", "cannot be written"),
         ("fleet", "work PLAN --workers 2 --store PLAN/store", "cannot be written"),
-        ("fleet", "submit PLAN --on local --store PLAN/store", "cannot be written"),
+        ("fleet", "submit PLAN --on slurm --store PLAN/store", "cannot be written"),
     ],
 )
 def test_nonsense(plan: Path, fp8bench: Say, command: str, words: str, said: str) -> None:
@@ -58,11 +54,3 @@ def test_a_worker_says_what_came_of_it(plan: Path, fp8bench: Say, tmp_path: Path
     code, _, err = fp8bench("fleet", "work", str(tmp_path / "other.json"), "--cell", "0")
     told = " ".join(err.split())
     assert code == 3 and "cell 0 failed: unknown suite 'nosuch'" in told and "1 failed, 2 waiting" in told
-
-
-def test_the_makespan_beside_the_cells() -> None:
-    """Four cells of 10 s, 6 of them measuring, by two workers in 22 s: 1.1 times half of their sum."""
-    report = fleet.report(22.0, [fleet.Timed(10.0, 6.0)] * 4, 2)
-    assert report["ratio"] == 1.1 and report["shortest_cell_s"] == 10.0
-    assert report["overhead_a_cell_s"] == {"between_cells": 1.0, "in_its_process": 4.0}
-    assert report["ratio_to_measuring_alone"] == pytest.approx(44 / 24)

@@ -1,4 +1,4 @@
-"""Workers handed out for real: to submitit's local executor, and to a Slurm and a Ray that the tests start."""
+"""Workers handed out for real, to a Slurm and a Ray that the tests start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from fp8bench.model import Request
 from fp8bench.model.run import Cell, FleetPlan
 from fp8bench.store.fleet_plans import read_plan, states_of, write_plan
 from tests.commands import ROOT, Say
-from tests.counts import sampled
 
 # Whoever started pytest in the background has made its processes ignore SIGINT.
 _MAIN = (
@@ -64,32 +63,21 @@ def states(plan: Path, store: Path) -> set[str]:
     return {state.status.value for state in states_of(read_plan(plan), store)}
 
 
-@pytest.mark.nightly
-def test_by_submitit_on_this_machine(plan: Path, fp8bench: Say, store: Path) -> None:
-    code, out, err = fp8bench("fleet", "submit", str(plan), "--on", "local", "--workers", "2", "--wait")
-    assert code == 0 and "3 done." in out and " on local" in err
-    assert states(plan, store) == {"done"}
-    for path in (store / "runs").rglob("*.jsonl"):  # submitit would hide the GPUs of this machine
-        facts = json.loads(path.read_text().splitlines()[0])["header"]["environment"]["facts"]
-        assert facts.get("env_CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", sampled([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]))
-def test_an_interrupt_ends_the_workers_without_a_traceback(plan: Path, store: Path, sent: int) -> None:
+def test_an_interrupt_ends_the_workers_without_a_traceback(plan: Path, store: Path) -> None:
     """The next workers measure what is left."""
-    words = [sys.executable, "-c", _MAIN, "fleet", "submit", str(plan), "--store", str(store), "--on", "local"]
+    words = [sys.executable, "-c", _MAIN, "fleet", "work", str(plan), "--store", str(store), "--workers", "2"]
     with subprocess.Popen(
-        [*words, "--wait"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as process:  # fmt: skip
         until(lambda: "running" in states(plan, store))
-        process.send_signal(sent)
+        process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=240)
     assert process.returncode == 130 and "Traceback" not in err and "interrupted" in err, err
     until(lambda: "running" not in states(plan, store))
     assert states(plan, store) != {"done"}
-    assert subprocess.run([*words, "--wait"], capture_output=True, check=False).returncode == 0
+    assert subprocess.run(words, capture_output=True, check=False).returncode == 0
     assert states(plan, store) == {"done"}
 
 
@@ -112,25 +100,25 @@ def test_by_slurm(plan: Path, fp8bench: Say, store: Path) -> None:
     assert "#SBATCH --no-requeue" in script and "#SBATCH --comment=cells" in script and "--exclusive" not in script
     code, _, err = fp8bench("fleet", "submit", str(plan), "--on", "slurm", "--option", "partition=nowhere")
     assert code == 2 and "slurm took no job" in err and "partition" in err
-    exported(plan, fp8bench, store.with_name("exported store"))
 
 
-def exported(plan: Path, fp8bench: Say, store: Path) -> None:
-    """The exported script is taken by sbatch and does what it says; a hostile word comes through whole."""
-    words, script = """it's "$(x)" \\ #1""", plan.with_name("cells.sh")
-    given = ("--option", f"comment={words}", "--option", "exclusive=no", "--minutes", "7", "-o", str(script))
-    assert fp8bench("fleet", "export", str(plan), "--to", "sbatch", "--store", str(store), *given)[0] == 0
-    for options in (("--test-only",), ("--hold", "--parsable"), ("--wait",)):
-        command = ["sbatch", *options, str(script)]
-        sent = subprocess.run(command, cwd=plan.parent, capture_output=True, text=True, check=False)
-        assert sent.returncode == 0, sent.stderr
-        if "--hold" in options:
-            asked = ["squeue", "--noheader", "--format=%k|%l", "--jobs", sent.stdout.strip()]
-            held = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-            subprocess.run(["scancel", sent.stdout.strip()], check=True)
-            assert held == f"{words}|7:00"
-    assert states(plan, store) == {"done"}
-    assert [len(state.attempts) for state in states_of(read_plan(plan), store)] == [1, 1, 1]
+@pytest.mark.nightly
+@pytest.mark.usefixtures("slurm")
+def test_an_interrupt_cancels_the_jobs_of_slurm(
+    plan: Path, fp8bench: Say, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep, first = time.sleep, iter([True])
+
+    def pause(seconds: float) -> None:
+        if next(first, False):
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    monkeypatch.setattr("fp8bench.features.fleet.engines.time.sleep", pause)
+    words = ("fleet", "submit", str(plan), "--on", "slurm", "--option", "exclusive=no", "--wait")
+    assert fp8bench(*words)[0] == 130
+    assert not subprocess.run(["squeue", "--noheader"], capture_output=True, check=True).stdout
+    assert states(plan, store) != {"done"}
 
 
 @pytest.fixture
@@ -261,13 +249,12 @@ def test_what_an_engine_cannot_do_is_said_before_it_is_asked(tmp_path: Path, mon
     order = Order(FleetPlan("1a2b", "", "", Request("gemm"), cells, ""), tmp_path / "plan.json", tmp_path)
     for engine, given, words in (
         ("slurm", order, "there is no Slurm here"),
-        ("local", replace(order, options={"partition": "gpu"}), "--option is not for --on local"),
         ("ray", order, "Add --wait"),
         ("ray", replace(order, stays=True, options={"partition": "gpu"}), "the option address alone, not partition"),
         ("ray", replace(order, stays=True), "does not say what devices it is for"),
     ):
         with pytest.raises(UsageError, match=words):
-            start(engine, given)
+            start(engine, given, lambda jobs: None)
 
 
 def test_options_are_names_and_values_and_addresses_answer() -> None:

@@ -17,7 +17,6 @@ from fp8bench.store.fleet_plans import is_whole
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 
-_WAYS = {"crew": ("work", "--workers", "2"), "submitit": ("submit", "--on", "local", "--workers", "2", "--wait")}
 _GONE_SECONDS = 300
 
 
@@ -70,8 +69,6 @@ def ended(words: list[str], log: Path, tmp_path: Path, longest: float, moments: 
                 time.sleep(moments.uniform(0, 3))
                 killed([command.pid])
     code = command.wait()
-    if "submit" in words and name:  # its workers go on by themselves, as they should
-        killed([*processes(tmp_path)])
     end = time.monotonic() + _GONE_SECONDS
     while left := processes(tmp_path):
         assert time.monotonic() < end, left
@@ -94,12 +91,11 @@ def test_killed_at_any_moment(kills: int, longest: float, plan: Path, store: Pat
     while (rest := kills - struck.total()) > 0:
         folder, kept, code = store.resolve() / str(fleets), dict[str, tuple[str, bytes]](), -1
         while code != 0:
-            way = [*_WAYS][struck.total() % len(_WAYS)]
-            verb, *options = _WAYS[way]
-            words = [sys.executable, "-m", "fp8bench", "fleet", verb, str(plan), "--store", str(folder), *options]
+            command = ["fleet", "work", str(plan), "--store", str(folder), "--workers", "2", "--retry"]
             rest = kills - struck.total()
-            code, name = ended([*words, "--retry"], log, tmp_path, longest if rest else 0.0, moments)
-            struck.update([f"{way}: {name}"] if name else [])
+            words = [sys.executable, "-m", "fp8bench", *command]
+            code, name = ended(words, log, tmp_path, longest if rest else 0.0, moments)
+            struck.update([name] if name else [])
             assert name or code == 0, log.read_text()
             now = whole_runs(folder)
             assert kept.items() <= now.items(), "a whole run was touched"

@@ -1,7 +1,7 @@
 """What is planted in a fleet is named in its report, each for what it is; an honest fleet is left alone.
 
 Cells are measured once, for real, and become other machines' by their names, times and ids; what is planted is planted
-there. Machines that really are slow, or really compute other bits, are in the slow test.
+there.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from fp8bench.model import Request
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.fleet_plans import write_plan
 from tests.commands import Say, unfolded
-from tests.counts import for_each
-from tests.older import as_older, changed_document
-from tests.own_suites import forgotten
+from tests.older import as_older
 
 Lines = list[dict[str, Any]]
 # Changes the lines of a run, whose first one has the header.
@@ -60,13 +58,6 @@ class Fleet:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    def plan_moved(self, **by: float) -> None:
-        """Moves the plan's time before or after what its runs say."""
-        content: dict[str, Any] = changed_document(self.plan)
-        content["fleet"]["created"] = _later(content["fleet"]["created"], **by)
-        self.plan = self.folder.parent / "moved.json"
-        self.plan.write_text(json.dumps(content))
-
 
 def _later(moment: str, **by: float) -> str:
     return (datetime.fromisoformat(moment) + timedelta(**by)).isoformat(timespec="milliseconds")
@@ -76,18 +67,8 @@ def _fact(**facts: object) -> Plant:
     return lambda head, lines: head["environment"]["facts"].update(facts)
 
 
-def _clock(**by: float) -> Plant:
-    return lambda head, lines: head.update(started=_later(head["started"], **by))
-
-
-def _bits(head: dict[str, Any], lines: Lines) -> None:
-    """Changes a product's last bit, as its digest shows."""
-    head["bits"][0]["digests"] = ["0123456789abcdef"]
-
-
-def _error(head: dict[str, Any], lines: Lines) -> None:
-    for measurement in lines[1]["record"]["measurements"]:
-        measurement["samples"] = [value * (1 + 2**-50) for value in measurement["samples"]]
+def _failed(head: dict[str, Any], lines: Lines) -> None:
+    lines[1]["record"] |= {"status": "failed", "reason": "planted", "timing": None}
 
 
 def _dead(head: dict[str, Any], lines: Lines) -> None:
@@ -137,73 +118,33 @@ def named(out: str) -> dict[tuple[str, str], str]:
 def test_an_honest_fleet_is_left_alone(fleet: Fleet, fp8bench: Say) -> None:
     code, out = reported(fleet, fp8bench, "--json")
     report = json.loads(out)
-    assert code == 0 and report["alarms"] == [] and 0.05 <= report["kinds"][0]["seen_from"] < 0.5
+    assert code == 0 and report["alarms"] == [] and len(report["kinds"][0]["deviations"]) == 6
     assert len(report["machines"]) == 6 and report["lacking"] == []
 
 
 def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
     fleet.add("slow", factor=2.0)
-    fleet.add("corrupt", _bits)
-    fleet.add("wrong", _error)
-    fleet.add("unstable", lambda head, lines: head["bits"][5]["digests"].append("0123456789abcdef"))
+    fleet.add("fast", factor=0.5)
     fleet.add("dead", _dead)
     fleet.add("old", _fact(torch="2.12.0+cpu"))
-    fleet.add("early", _clock(days=-1))
-    fleet.add("late", _clock(days=1))
-
-    def set_back(head: dict[str, Any], lines: Lines) -> None:
-        again = {"started": _later(head["started"], minutes=-10), "command": "", "environment": head["environment"]}
-        lines.append({"resumed": again})
-
-    fleet.add("set", set_back)
+    fleet.add("broken", _failed)
     page, rows = tmp_path / "page.html", tmp_path / "rows.csv"
     words = ("--json", "--html", str(page), "--csv", str(rows), "--machines", "honest0,never")
     code, out = reported(fleet, fp8bench, *words)
     wanted = {
-        ("slow", "slow"): "", ("corrupt", "other bits"): "float32 product on cpu",
-        ("wrong", "other bits"): "error of gemm", ("unstable", "unstable bits"): "bfloat16 product on cpu",
+        ("slow", "slow"): "the limit is 10", ("fast", "fast"): "x the time of the median of its kind",
         ("dead", "cut off"): "", ("dead", "missing"): "", ("old", "other software"): "torch 2.12.0+cpu, not 2.",
-        ("early", "clock"): "24.0 hours before its plan", ("late", "clock"): "hours after its file",
-        ("set", "clock"): "10 minutes before it", ("never", "missing"): "nothing came of it",
+        ("broken", "failed"): "3 of the cases that others measured failed: gemm",
+        ("never", "missing"): "nothing came of it",
     }  # fmt: skip
     alarms = named(out)
     assert code == 3 and alarms.keys() == wanted.keys()
     assert all(words in alarms[key] for key, words in wanted.items()), alarms
     text = page.read_text()
-    assert all(name in text for name in ("slow", "corrupt", "dead", "old", "Time over that of the kind"))
+    assert all(name in text for name in ("slow", "fast", "dead", "old", "Time over that of the kind"))
     told = list(csv.DictReader(io.StringIO(rows.read_text())))
-    assert {row["machine"] for row in told if row["odd"].lower() == "true"} == {"slow"}
+    assert {row["machine"] for row in told if float(row["ratio"]) > 1.5} == {"slow"}
     assert {row["kind"] for row in told if row["machine"] == "old"} == {"B"}
-
-
-@for_each("server", [0.0, 7200.0])
-def test_a_clock_that_is_off_by_less_than_the_plans_age(
-    measured: tuple[Path, list[Lines]], fp8bench: Say, tmp_path: Path, server: float
-) -> None:
-    """Seen by the clock of a shared store; if that is wrong, by most machines' clocks."""
-    made = Fleet(tmp_path / "stores", *measured)
-    made.plan_moved(days=-3)
-    off = {"day": -86400.0, "behind": -600.0, "ahead": 600.0, "alike": 30.0}
-    for name, seconds in (dict.fromkeys(("h0", "h1", "h2", "h3", "h4"), 0.0) | off).items():
-
-        def plant(head: dict[str, Any], lines: Lines, seconds: float = seconds) -> None:
-            head |= {"clock_ahead": seconds - server, "started": _later(head["started"], seconds=seconds)}
-
-        made.add(name, plant)
-    code, out = reported(made, fp8bench, "--json")
-    alarms = named(out)
-    wanted = {"day": "24.0 hours behind", "behind": "10 minutes behind", "ahead": "10 minutes ahead"}
-    assert code == 3 and alarms.keys() == {(name, "clock") for name in wanted}
-    assert all(words in alarms[name, "clock"] for name, words in wanted.items()), alarms
-    excluded = json.loads(out)["excluded"]
-    assert any("2.0 hours ahead of that of most machines" in sentence for sentence in excluded) == bool(server)
-
-
-def test_a_wrong_clock_of_whoever_planned_names_no_machine(fleet: Fleet, fp8bench: Say) -> None:
-    """All six seem to have begun before their plan was made."""
-    fleet.plan_moved(hours=2)
-    code, out = reported(fleet, fp8bench)
-    assert code == 0 and "that of whoever made the plan: that one may be wrong" in out
 
 
 def test_the_report_of_a_cell_has_its_fleet(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
@@ -252,32 +193,24 @@ def test_machines_that_share_the_cells_lack_nothing(
         made.count = place
         made.add(name)
     code, out = reported(made, fp8bench)
-    assert code == 0 and "No machine stands out; times were not compared: no kind has 4 machines" in out
+    assert code == 0 and "No machine stands out; times were not compared: no kind has 6 machines" in out
     shutil.rmtree(tmp_path / "stores" / "two")
     code, out = reported(made, fp8bench)
     assert code == 0 and "2 of 3 cells were measured completely" in out and "by no machine: gemm" in out
 
 
-def test_two_that_differ_are_both_told_of(empty: Fleet, fp8bench: Say) -> None:
-    """Without a third nobody knows which is right; and with fewer than four no time is odd."""
-    empty.add("one")
-    empty.add("two", _bits, factor=9.0)
-    empty.add("silent", lambda head, lines: head.update(bits=[]))
+def test_few_machines_have_no_verdict(empty: Fleet, fp8bench: Say) -> None:
+    for number in range(5):
+        empty.add(f"one{number}", factor=1.0 + 8.0 * (number == 4))
     code, out = reported(empty, fp8bench)
-    assert "of silent 3 runs have no bits" in out and "needs 4 machines" in out
-    assert (
-        code == 3 and out.count("either may be wrong") == 2 and "slow " not in out.partition("Machines machine kind")[0]
-    )
+    assert code == 0 and "times were not compared: no kind has 6 machines" in out and "needs 6 machines" in out
 
 
 def test_nonsense(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for words, said in (
-        ((str(tmp_path / "nowhere.json"),), "cannot be read"),
         ((str(tmp_path / "empty"),), "has no run"),
         ((str(fleet.plan), "--store", str(tmp_path / "empty")), "has no run of the plan"),
-        ((str(fleet.plan), "--json", "--csv", "-"), "would both print"),
-        ((str(fleet.plan), "--html", str(tmp_path)), "is a directory"),
     ):
         code, _, err = fp8bench("fleet", "report", *words)
         assert code == 2 and said in " ".join(err.split()), err
@@ -293,55 +226,3 @@ def test_nonsense(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
     (fleet.folder / "honest0" / "runs" / "honest0" / "torn.jsonl").write_text('{"schema": 1, "hea')
     code, out, _ = fp8bench("fleet", "report", str(fleet.folder / "honest0"))
     assert code == 0 and "torn.jsonl" in "".join(out.split())
-
-
-REAL = """
-import os, platform, torch
-from fp8bench.suites import Axis, Work, Workload, whole_number, workloads
-
-@workloads.register("planted")
-class Planted(Workload):
-    name = "planted"
-    summary = "a product"
-
-    def axes(self, facts):
-        return (Axis("n", "rows", ("32",), whole_number(low=1)),)
-
-    def work(self, params):
-        return Work(2.0 * params["n"] ** 3)
-
-    def prepare(self, setup):
-        return torch.randn((32, 32), generator=torch.Generator().manual_seed(setup.seed))
-
-    def step(self, state, phase):
-        with phase.gemm:
-            for _ in range(300 if platform.node() == "slow" else 1):
-                state @ state
-
-    def error(self, setup):
-        state = self.prepare(setup)
-        found = state @ state
-        if platform.node() == "corrupt":
-            found.view(torch.int32)[3, 4] ^= 1
-        return {"product_error": float((found.double() - state.double() @ state.double()).abs().sum())}
-"""
-
-
-@pytest.mark.slow
-def test_machines_that_really_are_slow_or_wrong(tmp_path: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight names measure one cell in turn: one does more work, one flips a bit."""
-    (tmp_path / "planted_suite.py").write_text(REAL)
-    monkeypatch.chdir(tmp_path)
-    with forgotten(tmp_path):
-        words = "planted --import ./planted_suite.py --quick --no-energy --rounds 4 --dtypes fp32 --no-isolation"
-        assert fp8bench("suite", *words.split(), "--dry-run", "--write-plan", "plan.json")[0] == 0
-        stores = ("a", "b", "c", "d", "e", "f", "slow", "corrupt")
-        for name in stores:
-            monkeypatch.setattr("platform.node", lambda name=name: name)
-            cell = ("--plan", "plan.json", "--cell", "0", "--store", name, "--no-report")
-            assert fp8bench("suite", *cell)[0] == 0
-        assert fp8bench("fleet", "collect", "plan.json", *stores, "--store", "all")[0] == 0
-        code, out, _ = fp8bench("fleet", "report", "all", "--json")
-    alarms = named(out)
-    assert code == 3 and ("slow", "slow") in alarms, out
-    assert {machine for machine, what in alarms if "bits" in what} == {"corrupt"}, out

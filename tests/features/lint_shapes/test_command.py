@@ -1,7 +1,8 @@
-"""lint-shapes' text, rows and exit codes."""
+"""What lint-shapes finds, its exit codes, and that it agrees with what the suites refuse themselves."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -10,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
+from fp8bench.features.lint_shapes.command import LinearShape, ShapeFinding, judge, judge_all, shapes_of
+from fp8bench.formats.hardware import A100, B200, CLASSES, CPU, H100, L40S, MI300X, MI350X, RTX5090, DeviceClass
 from fp8bench.measure.handle import LocalWorker
+from fp8bench.model import DeviceFacts, Level
+from fp8bench.nn.shared_precisions import RecipePrecision
+from fp8bench.nn.sizes import PRODUCTS
+from fp8bench.registry import precisions, workloads
 from tests.commands import Say, unfolding
 from tests.counts import for_each
 
@@ -23,51 +30,26 @@ def say(store: Path, fp8bench: Say) -> Say:
 @for_each(
     ("words", "code", "said"),
     [
-        ("--model llama3-8b --devices h100,a100 --dtypes fp8", 0, "h100 all a100 - why there is no such product"),
-        ("--model nano --devices cpu", 3, "no CPU has units for it: emulated, in any shape"),
-        ("--model gpt2 --devices l40s --dtypes fp8", 3, "head forward 8192 x 50257 x 768 8192 x 50272 x 768"),
-        ("--shapes FILE --devices h100 --products forward --dtypes fp8,fp8-e5m2", 3,
-         "two E5M2 operands are not multiplied on NVIDIA's GPUs (torch): straight forward"),
-        ("--shapes FILE --devices h100 --products forward --dtypes fp8,fp8-e5m2", 3,
-         "its contraction must be innermost (torch): turned forward, fp8 on h100"),
+        ("llama3-8b --devices h100,a100 --dtypes fp8", 0, "h100 all a100 - why there is no such product"),
+        ("nano --devices cpu", 3, "no CPU has units for it: emulated, in any shape"),
+        ("gpt2 --devices l40s --dtypes fp8", 3, "head forward 8192 x 50257 x 768 8192 x 50272 x 768 N=50257 is no"),
+        ("nano --devices h100 --dtypes fp8-e5m2", 3, "no padding helps two E5M2 operands are not multiplied"),
     ],
 )  # fmt: skip
-def test_what_fits_and_what_does_not_is_told(say: Say, tmp_path: Path, words: str, code: int, said: str) -> None:
-    file = tmp_path / "shapes.csv"
-    file.write_text("m,n,k,name,layout\n64,64,64,straight,\n64,64,64,turned,row\n")
-    ended, out, _ = say(*words.replace("FILE", str(file)).split())
+def test_what_fits_and_what_does_not_is_told(say: Say, words: str, code: int, said: str) -> None:
+    ended, out, _ = say(*words.split())
     assert ended == code and said in " ".join(out.split()), out
-
-
-def test_a_layer_that_is_called_with_several_rows(say: Say, tmp_path: Path) -> None:
-    """It is one layer, and where some of its products fit the refusal is not of every product."""
-    file = tmp_path / "shapes.txt"
-    file.write_text("16x64x64 same\n8x64x64 same\n")
-    words = f"--shapes {file} --devices h100 --products weight-gradient --dtypes fp8"
-    _, out, _ = say(*words.split())
-    told = " ".join(out.split())
-    assert "2 products of 1 layer" in told and "1 of 2" in told and "in fp8: same weight-gradient." in told
 
 
 @for_each(
     ("words", "said"),
     [
-        ("", "neither --model nor --shapes"),
-        ("gpt2 --shapes a.txt", "both --model and --shapes"),
         ("gpt3", "Did you mean 'gpt2'"),
         ("net.py", "names no function"),
         ("net.py:make --tokens 4", "--tokens goes with known models"),
-        ("--shapes absent.txt", "cannot be read"),
-        ("--shapes absent.txt --tokens 4", "--tokens goes with --model"),
         ("gpt2 --tokens 0", "expected a whole number from 1"),
-        ("gpt2 --products backward", "unknown product 'backward'"),
-        ("gpt2 --dtypes fp9", "unknown dtype 'fp9'"),
-        ("gpt2 --dtypes fp8:history=3", "unknown option of dtype fp8"),
         ("gpt2 --dtypes fp32", "fp32 scales nothing"),
         ("gpt2 --devices h1000", "Did you mean 'h100'"),
-        ("gpt2 --json --csv -", "both print on stdout"),
-        ("gpt2 --csv nowhere/rows.csv", "there is no directory nowhere"),
-        ("gpt2 --dtypes fp8:weight-gradient=bf16 --products weight-gradient", "stay in bf16"),
     ],
 )
 def test_bad_usage_is_one_sentence(say: Say, words: str, said: str) -> None:
@@ -93,8 +75,7 @@ def test_layers_of_a_model_of_ones_own(say: Say, monkeypatch: pytest.MonkeyPatch
     Path("net.py").write_text(NET)
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     code, out, _ = say("net.py:make", "--devices", "h100", "--dtypes", "fp8", "--json")
-    shapes = {(row["layer"], row["m"], row["n"], row["k"]) for row in json.loads(out)["findings"]
-              if row["product"] == "forward"}  # fmt: skip
+    shapes = {(row["layer"], *row["sides"]) for row in json.loads(out) if row["product"] == "forward"}
     assert code == 3 and shapes == {("0.0", 16, 50, 32), ("0.2", 16, 32, 50), ("2", 8, 16, 32)}
     code, _, err = say("net.py:images")
     assert code == 2 and "calls no linear layer" in err
@@ -104,7 +85,98 @@ def test_no_torch_is_needed() -> None:
     """The rules are values: a machine with neither GPU nor torch can be asked."""
     script = (
         "import sys; sys.modules['torch'] = None; from fp8bench.cli.main import main; "
-        "sys.exit(main(['lint-shapes', '--model', 'llama3-8b', '--dtypes', 'fp8,nvfp4']))"
+        "sys.exit(main(['lint-shapes', 'llama3-8b', '--dtypes', 'fp8,nvfp4']))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_models_have_their_layers_and_their_tokens() -> None:
+    gpt2 = shapes_of("gpt2", None)
+    assert [shape.name for shape in gpt2] == ["qkv", "out", "up", "down", "head"] and gpt2[-1].outputs == 50257
+    for model, asked, tokens in (("gpt2", None, 8192), ("nano", None, 192), ("nano", 7, 7)):
+        assert {shape.tokens for shape in shapes_of(model, asked)} == {tokens}
+
+
+FACTS = {
+    A100: DeviceFacts("cuda", 0, "A100", 80 << 30, "2.13.0", (8, 0), "13.0"),
+    L40S: DeviceFacts("cuda", 0, "L40S", 48 << 30, "2.13.0", (8, 9), "13.0"),
+    H100: DeviceFacts("cuda", 0, "H100", 80 << 30, "2.13.0", (9, 0), "13.0"),
+    B200: DeviceFacts("cuda", 0, "B200", 180 << 30, "2.13.0", (10, 0), "13.0"),
+    RTX5090: DeviceFacts("cuda", 0, "RTX 5090", 32 << 30, "2.13.0", (12, 0), "13.0"),
+    MI300X: DeviceFacts("cuda", 0, "MI300X", 192 << 30, "2.13.0", (9, 4), None, "7.0", "gfx942"),
+    MI350X: DeviceFacts("cuda", 0, "MI350X", 288 << 30, "2.13.0", (9, 5), None, "7.0", "gfx950"),
+    CPU: DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0"),
+}
+SIDES = (16, 17, 24, 32, 48, 50257)
+
+
+def recipe(mode: str) -> RecipePrecision:
+    precision = precisions.get(mode)
+    assert isinstance(precision, RecipePrecision)
+    return precision
+
+
+def lint(shape: LinearShape, mode: str, device: DeviceClass, kind: str = "forward") -> ShapeFinding:
+    return judge(shape, kind, recipe(mode), device)
+
+
+def scaled_modes() -> list[str]:
+    """Every mode that is a recipe, as it is by default."""
+    return [name for name in precisions.names() if isinstance(precisions.get(name), RecipePrecision)]
+
+
+@for_each("device", CLASSES, ids=lambda one: one.name)
+@for_each("mode", scaled_modes())
+def test_what_a_suite_takes_natively_the_lint_takes_and_the_other_way_round(mode: str, device: DeviceClass) -> None:
+    """The suite gemm refuses by `Precision.multiples`, the lint by its own rules: where both speak they agree."""
+    precision, facts = precisions.get(mode), FACTS[device]
+    if precision.support(facts).level is not Level.NATIVE:
+        return
+    gemm = workloads.get("gemm")
+    for m, n, k in itertools.product(SIDES, repeat=3):
+        found = lint(LinearShape("", m, n, k), mode, device)
+        support = gemm.support({"m": m, "n": n, "k": k, "product": "forward", "operands": "cast"}, precision, facts)
+        assert found.exists and found.fits == (support.level is Level.NATIVE), (m, n, k)
+        assert found.fits or found.padded
+
+
+def test_what_fp8bench_has_natively_has_all_three_products() -> None:
+    """Some mode is native somewhere, so that the agreement is tested; a new class gets its line above."""
+    assert set(FACTS) == set(CLASSES)
+    pairs = [
+        (mode, device) for mode in scaled_modes() for device in CLASSES
+        if precisions.get(mode).support(FACTS[device]).level is Level.NATIVE
+    ]  # fmt: skip
+    assert ("fp8", H100) in pairs
+    for (mode, device), kind in itertools.product(pairs, PRODUCTS):
+        assert lint(LinearShape("", 64, 64, 64), mode, device, kind).fits, (mode, device, kind)
+
+
+def test_each_product_contracts_over_another_side() -> None:
+    """An odd vocabulary spoils the forward product by N and the input gradient by K; odd tokens the weight gradient."""
+    head = LinearShape("head", 8192, 50257, 768)
+    by_kind = {kind: lint(head, "fp8", H100, kind) for kind in PRODUCTS}
+    assert by_kind["forward"].padded == (8192, 50272, 768)
+    assert by_kind["input-gradient"].padded == (8192, 768, 50272)
+    assert by_kind["weight-gradient"].fits
+    odd = lint(LinearShape("out", 100, 768, 768), "fp8", H100, "weight-gradient")
+    assert odd.padded == (768, 768, 112)
+
+
+def test_a_padded_product_fits() -> None:
+    for mode, device in itertools.product(scaled_modes(), CLASSES):
+        for m, n, k in itertools.product((1, 17, 50257), repeat=3):
+            found = lint(LinearShape("", m, n, k), mode, device)
+            if found.padded:
+                assert lint(LinearShape("", *found.padded), mode, device).fits, (mode, device, found.padded)
+
+
+def test_options_of_modes_count() -> None:
+    """E5M2 everywhere has no product on NVIDIA; a weight gradient left in bf16 is none of these products."""
+    shape = LinearShape("", 64, 64, 64)
+    refused = lint(shape, "fp8:formats=e5m2", H100)
+    assert refused.exists and not refused.fits and refused.padded is None
+    assert lint(shape, "fp8-e5m2", MI350X).fits
+    findings = judge_all([shape], [recipe("fp8:weight-gradient=bf16")], [H100])
+    assert [finding.product for finding in findings] == ["forward", "input-gradient"]

@@ -20,7 +20,6 @@ from fp8bench.measure.ranks.answers import (
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase
 from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, RankCalls, RankMemory, heartbeat_of
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
-from fp8bench.model.run import OperationBits
 from tests.counts import for_each
 
 GEMM, COMM, REST = (CELL_PHASES.index(name) for name in ("gemm", "communication", "unattributed"))
@@ -66,19 +65,6 @@ def test_other_answers() -> None:
     assert merged("software", told) == {"torch": "2", "rank 0 OMP_NUM_THREADS": "1", "rank 1 OMP_NUM_THREADS": "2"}
     assert merged("try_batch", [5, 7]) == 7 and merged("try_batch", [5, None]) is None
     assert merged("trial", ["", "wrong"]) == "wrong" and merged("statistics", [(1,), (2,)]) == (1,)
-
-
-def test_bits_are_each_ranks_own_and_once_those_of_all() -> None:
-    """Ranks that come to different things by one exchange leave several digests, as a device that does not repeat."""
-
-    def told(rank: int, shared: str) -> tuple[OperationBits, ...]:
-        own = OperationBits(f"cpu of rank {rank} of 2", "float32", "product", (f"p{rank}",))
-        return own, OperationBits("cpu of 2 ranks", "float32", "sum of all ranks", (shared,))
-
-    first, other = told(0, "s"), told(1, "s")
-    assert merged("bits", [first, other]) == (*first, other[0])
-    (*_, differing, last) = merged("bits", [first, told(1, "t")])
-    assert differing == replace(first[1], digests=("s", "t")) and last == other[0]
 
 
 TIMED_OUT = ("RuntimeError: Timed out waiting 6000ms for recv", "trace")
