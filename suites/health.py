@@ -59,7 +59,6 @@ STEPS, CHANGE = 700, 400
 # Thresholds were set on the first ten.
 SETTING, JUDGING = range(10), range(10, 15)
 REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
-OTHER = Arm("bf16, other seed", "bf16", ArmRole.OTHER_SEED)
 KINDS = (StepRow, LayerReading, StepFigure)
 
 
@@ -87,9 +86,9 @@ class Study:
 
 
 def well(seeds: range, sort: str = "well") -> list[Study]:
-    """Precisions, and the reference under another seed; the text changes on the way."""
+    """Precisions; the text changes on the way."""
     precisions, batch = SORTS[sort]
-    arms = (REFERENCE, *(Arm(mode.partition(":")[0], mode) for mode in precisions), OTHER)
+    arms = (REFERENCE, *(Arm(mode.partition(":")[0], mode) for mode in precisions))
     return [
         Study(f"{sort}-{arch}-{seed}", arch, seed, STEPS, arms, batch=batch) for seed in seeds for arch in ARCHITECTURES
     ]
@@ -100,7 +99,7 @@ def ill(seeds: range) -> list[Study]:
     return [
         Study(
             f"ill-{number}-{seed}", illness.arch, seed, illness.steps,
-            (*((REFERENCE, OTHER) if illness.beside else ()), Arm("ill", illness.precision)), illness,
+            (*((REFERENCE,) if illness.beside else ()), Arm("ill", illness.precision)), illness,
         )
         for number, illness in enumerate(ILLNESSES)
         for seed in seeds

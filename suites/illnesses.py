@@ -78,7 +78,7 @@ def both(*plants: Plant) -> Plant:
 @dataclass(frozen=True)
 class Illness:
     """What is planted from step `onset` on in an arm of that precision, and the rule that has to find it. `beside`: the
-    reference trains in the same seed, also under another seed."""
+    reference trains in the same seed."""
 
     words: str
     rule: str

@@ -12,7 +12,7 @@ from fp8bench.model.codec import encode
 from fp8bench.store.runs.listing import store_of
 
 
-def machines(run: Run, value: str, store: Path) -> View:
+def machines(run: Run, store: Path) -> View:
     from fp8bench.features.fleet.report import fleet_of
     from fp8bench.features.fleet.view import report_page, report_rows
 

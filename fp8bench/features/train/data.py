@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from fp8bench.analysis.energy import energy_samples
 from fp8bench.analysis.metric import why_no_larger
-from fp8bench.features.train.experiments import result_of
 from fp8bench.features.train.values import (
     WATCHED_SECONDS,
     Arm,
@@ -57,13 +56,11 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 def value_of(judged: JudgedTraining) -> dict[str, Any]:
     kept, verdicts = judged.kept, judged.verdicts
     trained = [arm for arm in verdicts.arms if not arm.arm.skip]
-    bands = {name: encode(getattr(verdicts, name)) for name in ("seed_band", "repeat_band")}
     arms = {summary.arm.name: encode(row_of(summary, verdicts)) for summary in judged.summaries}
     return {
         "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
         "verdicts": {arm.arm.name: {**encode(arm), "words": verdict(arm, verdicts)} for arm in trained},
-        "experiment": encode(result_of(judged)),
-        "scores": encode(judged.scores), "reached": encode(verdicts.reached), **bands,
+        "scores": encode(judged.scores), "repeat_band": encode(verdicts.repeat_band),
         "bands": list(bands_of(verdicts)),
         "notes": list(notes_of(judged)),
         "lines": [{"line": type(line).__name__, **encode(line)} for line in kept.lines],
@@ -259,8 +256,8 @@ class TrainingFrames:
         shared = {"ranks": request.ranks or 1, "parallel": request.settings.parallel}
         rows = []
         for own in judged.summaries:
-            ways = {way: getattr(own.arm.taken(request.settings), way) for way in ("amax_group", "wire")}
-            rows.append({**_arm(own.arm), **shared, **ways, **row_of(own, judged.verdicts)})
+            wire = own.arm.taken(request.settings).wire
+            rows.append({**_arm(own.arm), **shared, "wire": wire, **row_of(own, judged.verdicts)})
         return list(dict.fromkeys(chain(*rows))), rows
 
     steps = _frame(StepRow, "A row for each step of an arm in a seed.")

@@ -368,7 +368,7 @@ def test_curves_go_to_wandb_as_they_come(monkeypatch: pytest.MonkeyPatch) -> Non
         board.begun(training())
         board.trained(0, 2, [row_of("bf16", 0, 0), row_of("bf16", 0, 1), row_of("fp8", 0, 0)])
         if make is init:
-            board.begun(training(2))  # after the training whose weights an experiment begins with
+            board.begun(training(2))
         board.close()
     assert (options["project"], options["id"], options["resume"]) == ("mine", "fp8bench-00000002-live", "allow")
     assert [values["step"] for values in logged] == [0, 1, 0] and "fp8/seed-0/training/loss" in logged[2]
