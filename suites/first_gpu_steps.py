@@ -294,7 +294,7 @@ STEPS = (
     *_tests(),
     _suite(
         "train-nano", "fp8bench train --steps 200 --dtypes bf16,fp8 --json", 260, Line("nano, 200 steps", learns),
-        rows=("`fp8bench train`: arms, checkpoints, watching, health rules, `--try-fix`",)),
+        rows=("`fp8bench train`: arms, checkpoints, watching, health rules",)),
     FirstStep("power", "fp8bench selftest --power --device cuda --operation small --trials 30 --json {json}", 400, (
         Line("alarms of 30 A/A trials", alarms, high=0),
     ), (), "--trials 2"),

@@ -4,9 +4,9 @@ Seeded Monte Carlo: studies of several seeds are drawn, and judged by the code t
 taken from real trainings of arms that differ from their reference by rounding alone, or made with worse tails. Made
 held-out losses always agree with training losses: the worst case for a false alarm. Figures are in percent of studies.
 
-`--trained` makes the real trainings, of arms that differ by rounding alone and of arms with a planted handicap: groups
-of five seeds, each of which judges an arm whose initial weights lie one unit in the last place higher, and one that
-sums in another order. Rates are high, so that rounding grows until gaps are as large as the margin.
+`--trained` makes the real trainings, of arms that differ by rounding alone and of arms at another rate: groups of five
+seeds, each of which judges an arm whose initial weights lie one unit in the last place apart. Rates are high, so that
+rounding grows until gaps are as large as the margin.
 """
 
 from __future__ import annotations
@@ -183,10 +183,10 @@ def _curve(losses: Floats) -> Curve:
 TRAINED_STEPS = 100
 SETTINGS = TrainerSettings(batch=2, sequence=32)
 REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
-NUDGES = tuple(Arm(word, "bf16", settings=(("nudge", word),)) for word in ("ulp", "order"))
-HANDICAPS = tuple(Arm(f"rate x {share}", "bf16", settings=(("handicap", share),)) for share in (0.8, 0.6, 0.4))
-# Arms, their rate, and how many groups of seeds: 20 studies of a nudge each.
-STUDIES = ((NUDGES, 0.003, 5), (NUDGES, 0.01, 5), (HANDICAPS, 0.001, 4))
+ULP = (Arm("ulp", "bf16"),)
+SLOWER = tuple(Arm(f"rate x {share}", "bf16", settings=(("rate", 0.001 * share),)) for share in (0.8, 0.6, 0.4))
+# Arms, their rate, and how many groups of seeds: 20 studies of one ulp.
+STUDIES = ((ULP, 0.003, 10), (ULP, 0.01, 10), (SLOWER, 0.001, 4))
 
 
 def study(
@@ -197,15 +197,16 @@ def study(
     request = TrainingRequest(("bf16",), settings=settings, steps=TRAINED_STEPS, seeds=SEEDS, seed=seed)
     every = (REFERENCE, *arms)
     for number in range(seed, seed + SEEDS):
-        lab.begin(SeedTask(number, every, settings, TRAINED_STEPS, TRAINED_STEPS, text, facts))
+        started = (REFERENCE, *(replace(arm, role=ArmRole.CHAOS) for arm in arms)) if arms is ULP else every
+        lab.begin(SeedTask(number, started, settings, TRAINED_STEPS, TRAINED_STEPS, text, facts))
         for arm in every:
             lines += [*lab.advance(arm.name, TRAINED_STEPS), *lab.validate(arm.name)]
     return Training(f"rate {rate}", "", "", request, every, facts, Environment({}), text, 0), lines
 
 
 def train(path: Path) -> int:
-    """Writes gaps of nudged arms by rate, how often each verdict was given, and its sentences. Returns 1 if a nudged
-    arm was called worse or better, or had the reference's bits."""
+    """Writes gaps of the arms one ulp apart by rate, how often each verdict was given, and its sentences. Returns 1 if
+    one of these was called worse or better, or had the reference's bits."""
     began, failed, lab = time.time(), False, Lab(Settings())
     gaps: dict[str, list[tuple[float, float]]] = defaultdict(list)
     verdicts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -220,7 +221,7 @@ def train(path: Path) -> int:
                 verdicts[name][verdict.judged.learned.value] += 1
                 deviation = statistics.stdev(pair.gap for pair in verdict.pairs) if len(verdict.pairs) > 1 else 0.0
                 say(f"{sentences[-1]}; deviation {100 * deviation:.2f}%")
-                if arms is NUDGES:
+                if arms is ULP:
                     gaps[str(rate)] += [(round(pair.gap, 6), round(pair.held_out or 0.0, 6)) for pair in verdict.pairs]
                     failed |= verdict.same_bits or verdict.judged.learned in CALLED
     setting = {

@@ -26,13 +26,12 @@ TEXT = TrainingText(
 REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
 CANDIDATE = Arm("fp8", "fp8", native=False)
 REPEAT = Arm("bf16 again", "bf16", ArmRole.REPEAT)
-OTHER_SEED = Arm("bf16 other seed", "bf16", ArmRole.OTHER_SEED)
 
 
 def training(*candidates: Arm, steps: int = 100, seeds: int = 5, margin: float = 0.01) -> Training:
     """A training of the reference, its bands, and these candidates."""
     request = TrainingRequest(steps=steps, seeds=seeds, margin=margin)
-    arms = (REFERENCE, REPEAT, OTHER_SEED, *(candidates or (CANDIDATE,)))
+    arms = (REFERENCE, REPEAT, *(candidates or (CANDIDATE,)))
     return Training("t1", "2026-01-05T12:00:00Z", "fp8bench train", request, arms, CPU, Environment({}), TEXT, 1000)
 
 

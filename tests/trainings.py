@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,11 +10,9 @@ from typing import Any
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.features.train.arms import make_arms
-from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
-    NOT_FINITE,
     WATCHED_SECONDS,
-    Arm,
     ArmCost,
     ArmState,
     KeptTraining,
@@ -50,10 +47,6 @@ class FakeLab(Worker):
     task: SeedTask | None = None
     # Changes a row.
     change: Callable[[StepRow], StepRow] = lambda row: row
-    # Whether a step is not finite, by arm, seed and step; and what arms have skipped since.
-    bad: Callable[[str, int, int], bool] = lambda arm, seed, step: False
-    passed: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
         arm = str(arguments[0]) if name in ("advance", "validate", "drop") else ""
@@ -80,7 +73,6 @@ class FakeLab(Worker):
 
     def _begin(self, task: SeedTask) -> tuple[ArmState, ...]:
         self.task, self.steps = task, {arm.name: 0 for arm in task.arms}
-        self.passed, self.lost = {}, set()
         return tuple(ArmState(arm.name, 1000, 32, (("weights", 4.0), ("moments", 8.0))) for arm in task.arms)
 
     def _alone(self, task: SeedTask) -> ArmCost:
@@ -93,35 +85,9 @@ class FakeLab(Worker):
 
     def _advance(self, arm: str, steps: int) -> tuple[StreamLine, ...]:
         assert self.task is not None and steps > 0
-        first, lines = self.steps[arm], list[StreamLine]()
-        for step in range(first, first + steps):
-            if arm in self.lost or any(start <= step <= last for start, last in self.passed.get(arm, ())):
-                self.steps[arm] += arm not in self.lost
-                continue
-            row = row_of(arm, self.task.seed, step)
-            self.steps[arm] += 1
-            if self.bad(arm, self.task.seed, step):
-                self.lost.add(arm)
-                row = replace(row, loss=math.nan, skipped=True)
-                lines.append(TrainingEvent(arm, self.task.seed, step, NOT_FINITE, "the loss is nan"))
-            lines.append(self.change(row))
-        return tuple(lines)
-
-    def _rewinds(self, arm: str) -> tuple[tuple[int, int], ...]:
-        return self.passed.get(arm, ())
-
-    def _rewind(self, folder: str, arm: str, rewinds: tuple[tuple[int, int], ...]) -> int:
-        kept = json.loads((Path(folder) / "state.json").read_text()) if folder else {"steps": {arm: 0}}
-        self.steps[arm], self.passed[arm] = kept["steps"][arm], rewinds
-        self.lost.discard(arm)
-        return self.steps[arm]
-
-    def _branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
-        kept = json.loads((Path(folder) / "state.json").read_text())["steps"] if folder else {arm: 0}
-        if arm not in kept:
-            raise WorkerFault("StoreError", f"{folder} has no arm {arm}.")
-        self.steps[trial.name] = kept[arm]
-        return int(kept[arm])
+        first = self.steps[arm]
+        self.steps[arm] += steps
+        return tuple(self.change(row_of(arm, self.task.seed, step)) for step in range(first, first + steps))
 
     def _validate(self, arm: str, last: bool = False) -> tuple[Validation, ...]:
         assert self.task is not None
@@ -135,8 +101,7 @@ class FakeLab(Worker):
 
     def _save(self, folder: str) -> tuple[str, ...]:
         Path(folder).mkdir(parents=True)
-        kept = {"steps": self.steps, "passed": self.passed, "stopped": sorted(self.lost)}
-        (Path(folder) / "state.json").write_text(json.dumps(kept))
+        (Path(folder) / "state.json").write_text(json.dumps(self.steps))
         return ()
 
     def _restore(self, folder: str) -> tuple[tuple[str, int], ...]:
@@ -144,9 +109,7 @@ class FakeLab(Worker):
             kept = json.loads((Path(folder) / "state.json").read_text())
         except (OSError, ValueError):
             raise WorkerFault("StoreError", f"{folder} holds no complete checkpoint.") from None
-        self.steps = {name: kept["steps"].get(name, step) for name, step in self.steps.items()}
-        self.passed = {arm: tuple((first, last) for first, last in own) for arm, own in kept["passed"].items()}
-        self.lost = set(kept["stopped"])
+        self.steps = {name: kept.get(name, step) for name, step in self.steps.items()}
         return tuple(self.steps.items())
 
 
@@ -210,8 +173,7 @@ def replaced(line: StreamLine) -> StreamLine:
 def small(**changes: Any) -> TrainingRequest:
     """Two seeds of a few steps, without energy."""
     usual = {"steps": 20, "seeds": 2, "evaluate": 10, "keep": 6, "data": "text.txt", "energy": False}
-    usual["bands"] = ("repeat", "other-seed")
-    return TrainingRequest(**{**usual, **changes})
+    return TrainingRequest(**{**usual, "bands": ("repeat",), **changes})
 
 
 def training(number: int = 1) -> Training:

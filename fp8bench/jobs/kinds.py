@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -20,8 +20,6 @@ from fp8bench.store.kept_lines import fitting
 from fp8bench.store.runs.listing import listing
 
 K = TypeVar("K")
-# `KeptTable.of` for tables of runs.
-RUN = "run"
 
 
 class View(NamedTuple):
@@ -34,17 +32,11 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptTable:
-    """A table of a run, or of the kind named in `of`: an option of `show`.
-
-    The option takes a value if there is a `metavar`. Without `rows` the table has no CSV.
-    """
+    """A table of a run: an option of `show`."""
 
     name: str
     help: str
-    view: Callable[[Any, str, Path], View]
-    of: str = RUN
-    metavar: str = ""
-    rows: bool = True
+    view: Callable[[Any, Path], View]
 
 
 class SparePart(NamedTuple):
@@ -119,15 +111,14 @@ def kinds() -> list[Kind[Any]]:
     return [kind for module in feature_parts("kind") for kind in getattr(module, "KINDS", ())]
 
 
-def meant_by(word: str, store: Path, of: Collection[str] = ()) -> list[tuple[Kind[Any], Path]]:
-    """What a word means other than a run. 'last' is what began last, of any kind or of those in `of`."""
+def meant_by(word: str, store: Path, only_runs: bool = False) -> list[tuple[Kind[Any], Path]]:
+    """What a word means other than a run. 'last' is what began last, of any kind."""
     if word != "last":
         return [(kind, path) for kind in kinds() if (path := kind.find(word, store)) is not None]
-    wanted = [kind for kind in kinds() if not of or kind.name in of]
-    newest = [(kind, path) for kind in wanted if (path := kind.newest(store)) is not None]
+    newest = [(kind, path) for kind in kinds() if not only_runs and (path := kind.newest(store)) is not None]
     newest.sort(key=lambda pair: pair[0].names(pair[1])[-1], reverse=True)
     try:
-        run = listing(store).newest if newest and (not of or RUN in of) else None
+        run = listing(store).newest if newest else None
     except (OSError, ValueError):
         return []  # who looks for the run says why
     return [(kind, path) for kind, path in newest[:1] if run is None or kind.names(path)[-1] > run.name]

@@ -85,7 +85,6 @@ audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable; file.py:functi
 ablate | as profile takes it; --options: precisions, compile
 duel | and then its name; NAME: a suite, several with commas
 train nano | Give --model nano.
-show nope --histories fp8-delayed | no run 'nope'
 profile nothere.py | 'nothere.py' names no function. Give nothere.py:make.
 suite gemm --set shap=64 | Did you mean 'shape'
 suite gemm --set shape=big | axis 'shape' cannot be 'big'

@@ -162,8 +162,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "profile-shares.txt": Document("show 9f3fa731 --shares --explain"),
     "gpu-shares.txt": Document("show 9a000001 --shares", "gpu"),
     "gpu-shares.json": Document("show 9a000001 --shares --json", "gpu"),
-    "arm-histories.txt": Document("show 9f004d9f --histories fp8-delayed --explain"),
-    "arm-histories.json": Document("show 9f004d9f --histories fp8-delayed --json"),
     "gpu-boards.txt": Document("show 9a000001 --log tensorboard:boards && files boards", "gpu"),
     "training-boards.txt": Document("show 8964265c --log tensorboard:boards && files boards"),
     # What is said of two, of many, and of what shall be done.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, print_run, stdout_look, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
-from fp8bench.jobs.kinds import RUN, KeptTable, Kind, View, feature_tables, meant_by
+from fp8bench.jobs.kinds import KeptTable, Kind, View, feature_tables, meant_by
 from fp8bench.model import Run
 from fp8bench.model.codec import encode
 from fp8bench.store.runs.listing import find_run, load_named
@@ -37,8 +37,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help=words)
     shared(parser, "--store", help="as in suite")
     for table in _tables():
-        value: dict[str, Any] = {"metavar": table.metavar} if table.metavar else {"action": "store_true"}
-        parser.add_argument(f"--{table.name}", help=table.help, **value)
+        parser.add_argument(f"--{table.name}", help=table.help, action="store_true")
     shared(parser, "--explain", "--json", "--csv", "--log")
 
 
@@ -47,37 +46,25 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
-    meant = meant_by(word, store, {table.of for table in _tables() if getattr(arguments, table.name)})
+    wanted = [table for table in _tables() if getattr(arguments, table.name)]
+    meant = meant_by(word, store, only_runs=bool(wanted))
     if not meant:
         measured = load_named(word, store)
-        _refuse_other_tables(arguments, word, RUN)
-        _show(arguments, RUN, measured, lambda: print_run(measured, arguments))
+        if len(wanted) > 1:
+            raise UsageError(f"--{wanted[0].name} and --{wanted[1].name} are two tables. Give one of them.")
+        for table in wanted:
+            tell(arguments, *table.view(measured, store))
+        if not wanted:
+            print_run(measured, arguments)
         told = log_run(measured, arguments.log, complain)
     else:
         kind, path = meant[0]
         _check_meant(word, meant, store)
-        _refuse_other_tables(arguments, word, kind.name)
-        _refuse(arguments, repr(word), kind.name, kind.refused)
+        _refuse(arguments, repr(word), kind.name, [*(table.name for table in wanted), *kind.refused])
         kept = kind.load(path)
-        _show(arguments, kind.name, kept, lambda: tell(arguments, *kind.view(kept)))
+        tell(arguments, *kind.view(kept))
         told = log_kept(kind, kept, arguments.log, complain)
     return EXIT_OK if told else EXIT_INTERRUPTED
-
-
-def _show(arguments: argparse.Namespace, of: str, kept: Any, whole: Callable[[], None]) -> None:
-    wanted = [table for table in _tables() if table.of == of and getattr(arguments, table.name)]
-    if len(wanted) > 1:
-        raise UsageError(f"--{wanted[0].name} and --{wanted[1].name} are two tables. Give one of them.")
-    for table in wanted:
-        if not table.rows:
-            _refuse(arguments, f"what --{table.name} prints", "table", ("csv",))
-        tell(arguments, *table.view(kept, getattr(arguments, table.name), arguments.store))
-    if not wanted:
-        whole()
-
-
-def _refuse_other_tables(arguments: argparse.Namespace, name: str, what: str) -> None:
-    _refuse(arguments, repr(name), what, [table.name for table in _tables() if table.of != what])
 
 
 def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Iterable[str]) -> None:
@@ -100,7 +87,7 @@ def _check_meant(word: str, meant: Sequence[tuple[Kind[Any], Path]], store: Path
         raise RunNotFound(f"{word!r} fits {others[0]} and the {kind.name} {names[-1]}. Give more of the id.")
 
 
-def _tape(run: Run, value: str, store: Path) -> View:
+def _tape(run: Run, store: Path) -> View:
     from fp8bench.jobs.tape import tapes_of
     from fp8bench.report.topics import tape
 
@@ -109,7 +96,7 @@ def _tape(run: Run, value: str, store: Path) -> View:
     return View(page, lambda: {"tapes": encode(tapes)}, partial(tape.tape_rows, tapes))
 
 
-def _shares(run: Run, value: str, store: Path) -> View:
+def _shares(run: Run, store: Path) -> View:
     from fp8bench.analysis.findings import findings
     from fp8bench.report.topics import shares
 
@@ -118,7 +105,7 @@ def _shares(run: Run, value: str, store: Path) -> View:
     return View(partial(shares.page_of, run, parts), partial(shares.value_of, parts), partial(shares.rows_of, parts))
 
 
-def _detail(name: str, run: Run, value: str, store: Path) -> View:
+def _detail(name: str, run: Run, store: Path) -> View:
     from fp8bench.analysis.findings import findings
     from fp8bench.jobs.report_files import place_of_report
     from fp8bench.report.data.run import run_rows, run_value

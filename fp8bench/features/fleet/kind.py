@@ -13,7 +13,7 @@ from fp8bench.model.codec import encode
 from fp8bench.store.runs.listing import store_of
 
 
-def machines(run: Run, value: str, store: Path) -> View:
+def machines(run: Run, store: Path) -> View:
     from fp8bench.features.fleet.report import fleet_of
 
     report = fleet_of([run], store_of(Path(run.path)) or store)

@@ -280,7 +280,6 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
         (settings.arch not in ("gpt", "moe"),
          f"is of --arch {settings.arch}, of which no cache is served: gpt and moe are"),
         (settings.parallel not in ("", "ddp"), f"is cut by --parallel {settings.parallel}: a rank has a part of it"),
-        (settings.lora > 0, "keeps only the adapters of --lora in its checkpoint"),
         (settings.master != "fp32", f"keeps weights as --master {settings.master}: fp32 ones are read"),
     )  # fmt: skip
     for wrong, why in refusals:

@@ -98,8 +98,6 @@ def check_training(request: TrainingRequest) -> None:
     start, file = settings.start, settings.weights_from
     if start and file:
         raise UsageError(f"--start {start} and --from {file} both give the initial weights. Leave one of them out.")
-    if any(own.lora for own in taken.values()) and not (start or file or request.experiment):
-        raise UsageError("--lora trains adapters of fixed weights, and these are random. Add --start, or --from FILE.")
     for arm, own in taken.items():
         check(own)
         if request.ranks is not None:
@@ -111,9 +109,9 @@ def check_training(request: TrainingRequest) -> None:
 # Settings of the built-in models and of how ranks divide them.
 _BUILT_IN = (
     "model", "arch", "norm", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention",
-    "parallel", "amax_group", "wire", "shift", "start", "tasks", "lora",
+    "parallel", "wire", "shift", "start", "tasks",
 )  # fmt: skip
-_TEXT_OPTIONS = ("data", "other_data", "tokens", "experiment")
+_TEXT_OPTIONS = ("data", "other_data", "tokens")
 
 
 def _check_own(request: TrainingRequest) -> None:
@@ -135,8 +133,6 @@ def _check_own(request: TrainingRequest) -> None:
         (request.ranks is not None, "--ranks", "one process reads its batches"),
         (request.max_batch, "--max-batch", "it decides itself how large its batches are"),
         ("micro_batches" in swept, "--sweep micro-batches", "arms would not read the same batches in a step"),
-        (settings.nudge == "order" or any(axis == "nudge" and "order" in values for axis, values in request.sweep),
-         "nudge order", "which dimensions of its batches are sequences is not known"),
     )  # fmt: skip
     for wrong, option, why in refusals:
         if wrong:
@@ -168,8 +164,7 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
             f"{lead} has nothing to be compared with. Add a precision to --dtypes, or --sweep master=fp32,fp16-scaled."
         )
     bands = (
-        Arm(f"{lead} again", lead, ArmRole.REPEAT), Arm(f"{lead} other seed", lead, ArmRole.OTHER_SEED),
-        Arm(f"{lead} one ulp", lead, ArmRole.CHAOS, (("nudge", "ulp"),)),
+        Arm(f"{lead} again", lead, ArmRole.REPEAT), Arm(f"{lead} one ulp", lead, ArmRole.CHAOS),
     )  # fmt: skip
     # The reference at every other swept rate: arms are compared with its best one.
     swept = () if lead in others else dict(request.sweep).get("rate", ())

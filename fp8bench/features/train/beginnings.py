@@ -281,9 +281,7 @@ def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
     path = training_named(word, store)
     training, kept = load_head(path), newest_checkpoint(path)
     own, arm = training.request.settings, arm_name or training.arms[0].name
-    lora = any(other.taken(own).lora for other in training.arms if other.name == arm)
     refusals = (
-        (lora, "its checkpoint has only adapters of --lora"),
         (arm not in [other.name for other in training.arms],
          f"it has no arm {arm!r:.80}, but {', '.join(other.name for other in training.arms)}"),
         (bool(own.make) or own.parallel not in ("", "ddp") or own.master != "fp32",

@@ -41,14 +41,14 @@ EXAMPLES = (
     "fp8bench train --dtypes bf16,fp8  # does fp8 learn as bf16 does?",
     "fp8bench train --quick  # does it run?",
 )
-FIRST_OPTIONS = "--dtypes --model --arch --steps --seeds --quick --data --device --try-fix --dry-run --resume --fail-on"
+FIRST_OPTIONS = "--dtypes --model --arch --steps --seeds --quick --data --device --dry-run --resume --fail-on"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Trains the same model on the same batches in several precisions side by side, and says of each whether it "
         "still learns as the reference does: by the gap of the loss, paired over seeds, with its interval. Without "
-        "options it trains nano 21 times, which takes about four minutes on one core; --quick takes some seconds."
+        "options it trains nano 16 times, which takes about three minutes on one core; --quick takes some seconds."
     )
     parser.epilog = (
         "Exit codes: 0 fine, 1 something that --fail-on names, 2 wrong usage, 3 an arm could not be trained to its "
@@ -64,13 +64,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         add_options_of(argument_group, TrainerSettings)
         add_options_of(argument_group, TrainingRequest)
     length.add_argument("--dry-run", action="store_true", help="print the arms, their steps and tokens; train nothing")
-    words = "train a small experiment, which confirms or refutes a hypothesis; without a name: list them"
-    small = parser.add_mutually_exclusive_group()
-    small.add_argument("--experiment", nargs="?", const=None, default="", metavar="NAME", help=words)
-    small.add_argument(
-        "--ladder", dest="experiment", action="store_const", const="ladder",
-        help="loosen margin, history and interval of delayed scales step by step, until an arm is no longer healthy",
-    )  # fmt: skip
     _add_where(parser.add_argument_group("where"))
 
 
@@ -118,7 +111,6 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.features.train.experiments import as_experiment, listing
     from fp8bench.features.train.run import planned, resume, train
     from fp8bench.features.train.words import FAILURES
     from fp8bench.jobs.after_run import log_kept
@@ -139,10 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
             complain(f"training {kept.training.id} is finished; nothing was missing")
             log_kept(KIND, kept, arguments.log, complain)
         return _ended(kept, arguments)
-    if arguments.experiment is None:
-        tell(arguments, listing)
-        return EXIT_OK
-    request = as_experiment(request_from(arguments))
+    request = request_from(arguments)
     check_training(request)
     if arguments.dry_run:
         from fp8bench.features.train.view import plan_page

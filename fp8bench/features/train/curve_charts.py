@@ -60,17 +60,15 @@ def losses(judged: JudgedTraining) -> Iterator[Element]:
 
 def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
     steps, arms = kept.training.request.steps, kept.training.arms
-    names = {arm.name for arm in arms if arm.role in (ArmRole.REFERENCE, ArmRole.OTHER_SEED)}
-    band = [values for (name, _), values in means.items() if name in names]
     series = []
     for arm in arms:
         if not arm.is_band:
             own = [values for (name, _), values in means.items() if name == arm.name]
-            around = band if arm.role is ArmRole.REFERENCE else []
-            series.append((arm.name, tuple(_loss(own, around, place) for place in range(len(ends)))))
+            banded = arm.role is ArmRole.REFERENCE
+            series.append((arm.name, tuple(_loss(own, banded, place) for place in range(len(ends)))))
     words = (
         f"Means over seeds, each over the last {many(last_of(steps), 'step')}. The band is the range of the reference "
-        "under all its seeds, its own and the other ones. Alarms of any seed stand at their steps."
+        "over its seeds. Alarms of any seed stand at their steps."
     )
     yield Lines(
         "loss", "Training loss over steps", words, _places(ends), ChartAxis(f"{_unit(kept)}, by steps done"),
@@ -244,16 +242,16 @@ def windows_of(curves: Mapping[Key, Curve], ends: Sequence[int]) -> Windows:
     for key, curve in curves.items():
         window, rows = last_of(curve.steps), curve.rows
         parts = (rows[max(0, end - window) : end] if end <= len(rows) else () for end in ends)
-        losses = ([row.loss for row in part if row.step not in curve.passed] for part in parts)
+        losses = ([row.loss for row in part] for part in parts)
         means[key] = [math.fsum(own) / len(own) if own and all(map(math.isfinite, own)) else math.nan for own in losses]
     return means
 
 
-def _loss(own: Sequence[Sequence[float]], band: Sequence[Sequence[float]], place: int) -> Mark | None:
-    here, around = ([values[place] for values in each if math.isfinite(values[place])] for each in (own, band))
+def _loss(own: Sequence[Sequence[float]], banded: bool, place: int) -> Mark | None:
+    here = [values[place] for values in own if math.isfinite(values[place])]
     if not here:
         return None
-    return Mark("", fmean(here), *((min(around), max(around)) if len(around) > 1 else ()))
+    return Mark("", fmean(here), *((min(here), max(here)) if banded and len(here) > 1 else ()))
 
 
 def _gap(both: Sequence[tuple[Sequence[float], Sequence[float]]], place: int) -> Mark | None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from fp8bench.analysis.energy import energy_samples
 from fp8bench.analysis.metric import why_no_larger
-from fp8bench.features.train.experiments import result_of
 from fp8bench.features.train.values import (
     WATCHED_SECONDS,
     Arm,
@@ -48,13 +47,11 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 def value_of(judged: JudgedTraining) -> dict[str, Any]:
     kept, verdicts = judged.kept, judged.verdicts
     trained = [arm for arm in verdicts.arms if not arm.arm.skip]
-    bands = {name: encode(getattr(verdicts, name)) for name in ("seed_band", "repeat_band")}
     arms = {summary.arm.name: encode(row_of(summary, verdicts)) for summary in judged.summaries}
     return {
         "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
         "verdicts": {arm.arm.name: {**encode(arm), "words": verdict(arm, verdicts)} for arm in trained},
-        "experiment": encode(result_of(judged)),
-        "scores": encode(judged.scores), "reached": encode(verdicts.reached), **bands,
+        "scores": encode(judged.scores), "repeat_band": encode(verdicts.repeat_band),
         "bands": list(bands_of(verdicts)),
         "notes": list(notes_of(judged)),
         "lines": [{"line": type(line).__name__, **encode(line)} for line in kept.lines],

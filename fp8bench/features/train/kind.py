@@ -9,7 +9,6 @@ is complete, and older checkpoints are removed afterwards, so that what it names
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,11 +18,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.features.train.request import BANDS, SETTINGS_RULES
 from fp8bench.features.train.values import (
-    BYTES_PER_PARAMETER,
-    REFERENCE_SECONDS,
-    REWOUND,
     ArmCost,
+    ArmRole,
     KeptTraining,
     LayerReading,
     StepFigure,
@@ -45,7 +43,7 @@ from fp8bench.files import (
     unsealed_line,
     write_whole,
 )
-from fp8bench.jobs.kinds import KeptTable, Kind, SparePart, View
+from fp8bench.jobs.kinds import Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.report.data.loggers import LoggedScalar, LogSource
 from fp8bench.store.kept_lines import Content, UnknownKind, lines_of, read_header, sheet_of, take_lines
@@ -213,11 +211,30 @@ def training_named(word: str, store: Path) -> Path:
     return path
 
 
+_ROLES = {role.value for role in ArmRole}
+
+
+def _training_from(plain: Any) -> Training:
+    """A training from the header of its file, without the arms and settings that only other versions have."""
+    arms = [
+        {**arm, "settings": [pair for pair in arm.get("settings", ()) if pair[0] in SETTINGS_RULES]}
+        for arm in plain["arms"] if arm.get("role", "candidate") in _ROLES
+    ]  # fmt: skip
+    request = plain["request"]
+    bands = [band for band in request.get("bands", BANDS) if band in BANDS] or ["none"]
+    settings = {name: value for name, value in request.get("settings", {}).items() if not _is_of_others(name, value)}
+    return decode(Training, {**plain, "arms": arms, "request": {**request, "bands": bands, "settings": settings}})
+
+
+def _is_of_others(name: str, value: object) -> bool:
+    return name not in SETTINGS_RULES or (isinstance(value, str) and not SETTINGS_RULES[name].holds(value))
+
+
 def load_head(path: Path) -> Training:
     try:
         with path.open("rb") as file:
             first = sheet_of(file.readline())
-        return read_header(first, path, "training", partial(decode, Training))
+        return read_header(first, path, "training", _training_from)
     except OSError as error:
         raise RunNotFound(f"the training's file {path} cannot be read ({error.strerror}).") from None
 
@@ -225,7 +242,8 @@ def load_head(path: Path) -> Training:
 def load_training(path: Path) -> KeptTraining:
     """Read a training. Broken lines are left out and named in `troubles`; raises StoreError for any other file."""
     sheet = lines_of(path, "the training's file")
-    training = read_header(sheet, path, "training", partial(decode, Training))
+    training = read_header(sheet, path, "training", _training_from)
+    names = {"", *(arm.name for arm in training.arms)}
     lines: list[StreamLine] = []
     ends = []
 
@@ -234,37 +252,13 @@ def load_training(path: Path) -> KeptTraining:
         if name == "end":
             ends.append(plain)
         elif name in _KINDS:
-            lines.append(line_of(content))
+            if plain["arm"] in names:
+                lines.append(line_of(content))
         else:
             raise UnknownKind
 
     troubles = take_lines(sheet, take, but=1)
-    return KeptTraining(training, _standing(lines), ends[-1:] == ["finished"], str(path), tuple(troubles))
-
-
-def _standing(lines: Sequence[StreamLine]) -> tuple[StreamLine, ...]:
-    """The lines without those of steps from which an arm went back: these come again, or are skipped."""
-    kept: list[StreamLine] = []
-    back: dict[tuple[str, int], float] = {}
-    for line in reversed(lines):
-        to = back.get((line.arm, line.seed), math.inf)
-        if isinstance(line, TrainingEvent) and line.kind == REWOUND:
-            back[line.arm, line.seed] = min(to, int(dict(line.values)["to"]))
-        if line.step < to or not _is_made_again(line, line.step == to):
-            kept.append(line)
-    return tuple(reversed(kept))
-
-
-def _is_made_again(line: StreamLine, there: bool) -> bool:
-    """`there`: the arm went back to just before this step, whose validation stays."""
-    match line:
-        case StepRow() | LayerReading():
-            return True
-        case StepFigure():
-            return line.name not in (BYTES_PER_PARAMETER, REFERENCE_SECONDS)
-        case Validation():
-            return not there
-    return isinstance(line, TrainingEvent) and line.kind == "alarm"
+    return KeptTraining(training, tuple(lines), ends[-1:] == ["finished"], str(path), tuple(troubles))
 
 
 class TrainingKind(Kind[KeptTraining]):
@@ -329,19 +323,5 @@ def _line(path: Path) -> str:
     return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.called} in {arms}{together}"
 
 
-def histories(kept: KeptTraining, arm: str, store: Path) -> View:
-    from fp8bench.features.train.verdicts.histories import histories_of
-    from fp8bench.features.train.view import histories_page
-
-    replays = histories_of(kept.training, kept.lines, arm)
-    return View(partial(histories_page, kept.training, arm, replays), partial(encode, replays))
-
-
 KIND = TrainingKind()
 KINDS = (KIND,)
-TABLES = (
-    KeptTable(
-        "histories", "of a training: what every history, margin and interval would have done to this arm's amaxes",
-        histories, of="training", metavar="ARM", rows=False,
-    ),
-)  # fmt: skip

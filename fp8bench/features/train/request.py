@@ -53,7 +53,7 @@ def merges_of(tokens: str) -> int | None:
 
 
 # Arms that show what chance does to the reference.
-BANDS = ("repeat", "other-seed", "one-ulp")
+BANDS = ("repeat", "one-ulp")
 
 
 def _above_nothing(what: str, most: float = math.inf) -> Rule:
@@ -104,7 +104,7 @@ def refuse_ranks(request: Any) -> None:
         raise UsageError(f"--ranks {ranks} needs a way to train together. Add --parallel {' or '.join(PARALLEL)}.")
     swept = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
     of_ranks = (
-        ("--parallel", settings.parallel), ("--amax-group", settings.amax_group), ("--wire", settings.wire != "fp32"),
+        ("--parallel", settings.parallel), ("--wire", settings.wire != "fp32"),
     )  # fmt: skip
     for word, given in of_ranks:
         if ranks is None and (given or word in swept):
@@ -205,10 +205,6 @@ class TrainerSettings:
         "begin with the weights of a state dict (.pt, .safetensors), also of your own model", "FILE", WHAT,
         called="from",
     )  # fmt: skip
-    lora: int = option(
-        0, whole_number(0, 1024), "train adapters of this rank next to fixed weights (--start, --from); 0: train all "
-        "weights; default {default}", "RANK", LEARNING,
-    )  # fmt: skip
     tasks: tuple[str, ...] = option(
         (), Rule(f"some of {', '.join(TASKS)}", lambda value: isinstance(value, tuple) and set(value) <= set(TASKS)),
         f"score arms after the last step on {', '.join(TASKS)}; --data task:copy,retrieval is a text that teaches the "
@@ -258,17 +254,7 @@ class TrainerSettings:
         "rounded: attention's products in the arm's precision, too; prescaled: queries first; default {default}", WHAT,
     )  # fmt: skip
     on_nan: str = _choice(
-        "stop", ("stop", "skip", "lower-rate", "rewind"),
-        "after a step that is not finite; rewind: go back to a checkpoint and skip the batch; default {default}",
-    )  # fmt: skip
-    rewinds: int = _count(3, 100, "rewinds of an arm in a seed before it is stopped; default {default}", LEARNING)
-    nudge: str = _choice(
-        "", ("", "ulp", "order"),
-        "disturb arms as rounding does: ulp moves weights by one unit in the last place, order sums a batch backwards",
-    )  # fmt: skip
-    handicap: float = option(
-        1.0, _above_nothing("a number above 0 and up to 1000", 1000.0),
-        "multiply the rate, to plant a difference that has to be found; default {default}", "NUMBER", LEARNING,
+        "stop", ("stop", "skip", "lower-rate"), "what an arm does after a step that is not finite; default {default}"
     )  # fmt: skip
     precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
         (), "precision_map", "layers with another precision, as in suite; the reference has none", group=WHAT
@@ -284,10 +270,6 @@ class TrainerSettings:
         "fp32", WIRES,
         "widest format that is sent: zero's gradients and weights, sp's activations, unless the arm's dtype is "
         "narrower; fp8: codes, with a scale for each tensor; default {default}", LENGTH,
-    )  # fmt: skip
-    amax_group: str = _choice(
-        "", ("", "own", "parallel"),
-        "scales from each rank's own largest magnitudes, or from those of all ranks (default)", LENGTH,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -315,8 +297,8 @@ class TrainingRequest:
         BANDS,
         Rule(f"none, or some of {', '.join(BANDS)}",
              lambda value: isinstance(value, tuple) and (value == ("none",) or set(value) <= set(BANDS))),
-        "arms that show what chance does to the reference: repeat (nondeterminism), other-seed, one-ulp (chaos, in the "
-        "first seed), or none; default all three", "NAME,...", LENGTH,
+        "arms that show what chance does to the reference: repeat (nondeterminism), one-ulp (chaos, in the first "
+        "seed), or none; default both", "NAME,...", LENGTH,
     )  # fmt: skip
     margin: float = option(0.01, number("a share above 0 and below 1", lambda value: 0 < value < 1), group="")
     sweep: tuple[tuple[str, tuple[str, ...]], ...] = option(
@@ -340,18 +322,10 @@ class TrainingRequest:
         "bytes, bpe, or bpe:N with N merges learnt from the text; default {default}", "KIND", WHAT,
     )  # fmt: skip
     stride: int = _count(
-        10, MOST_STEPS, "steps from one watched step to the next; default {default}; show --histories needs 1"
+        10, MOST_STEPS, "steps from one watched step to the next; default {default}"
     )
     evaluate: int = _count(50, MOST_STEPS, "steps between validations; default {default}")
     keep: int = _count(50, MOST_STEPS, "steps between checkpoints; default {default}")
-    until: float | None = option(
-        None, _above_nothing("a loss above 0"),
-        "end a seed once all arms have reached this held-out loss, and report in how many steps; at most --steps",
-        "LOSS", LENGTH,
-    )  # fmt: skip
-    try_fix: bool = _as_in_a_run(
-        False, "quick", "at an arm's first alarm, try its remedies from the last checkpoint, and report which helped"
-    )
     max_batch: bool = _as_in_a_run(
         False, "max_batch", "find the largest batch of each arm after the last step, by running it and the next one"
     )
@@ -367,7 +341,6 @@ class TrainingRequest:
         "fixed scales from a stored training or run (its id, or last) in place of those of each tensor; the reference "
         "has none", group=LEARNING,
     )  # fmt: skip
-    experiment: str = option("", Rule("an experiment's name", lambda value: isinstance(value, str)), group="")
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
     ranks: int | None = _as_in_a_run(

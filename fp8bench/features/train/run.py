@@ -18,7 +18,6 @@ from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
 from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, supported, turns_of
 from fp8bench.features.train.beginnings import prepare_text, started_from, with_file, with_scales
-from fp8bench.features.train.experiments import as_experiment, base_of
 from fp8bench.features.train.kind import KIND, ResumePlace, load_head, load_training, reopen_training, start_training
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
@@ -41,7 +40,7 @@ from fp8bench.features.train.values import (
     TrainingText,
 )
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
-from fp8bench.features.train.words import coverage_words, without_histories
+from fp8bench.features.train.words import coverage_words
 from fp8bench.measure import arm as measured
 from fp8bench.measure.capacity import Batches, BatchSearch
 from fp8bench.measure.environment import gather
@@ -63,20 +62,11 @@ from fp8bench.user_code import import_user_modules
 def train(request: TrainingRequest, store: Path, observer: TrainingObserver, command: str) -> KeptTraining:
     """Train all arms of all seeds; after an interrupt `finished` is False. Raises NotKept with what was kept where the
     store fails, and WorkerError where the reference cannot go on."""
-    request = as_experiment(request)
-    if base := base_of(request):
-        observer.note(f"experiment {request.experiment}: first the training whose weights its arms begin with")
-        begun = train(base, store, observer, command)
-        if not begun.finished:
-            return begun
-        request = replace(request, settings=replace(request.settings, start=begun.training.id))
     request = with_scales(with_file(started_from(request, store)), store)
     with _ready(request, store) as (worker, text):
         training = _plan(request, worker, text, command)
         covered = _coverage_events(training, worker)
         training = replace(training, parameters=_reference(training, worker).parameters)
-        if note := without_histories(training):
-            observer.note(note)
         writer = start_training(training, store)
         if covered:
             writer.append(covered)
@@ -109,7 +99,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
 def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, float, list[str], float | None]:
     """A training as planned, its reference's state, the seconds of steps of arms whose precision was trained here
     before, the other arms, and the spread of gaps between seeds."""
-    request = with_scales(started_from(as_experiment(request), store), store)
+    request = with_scales(started_from(request, store), store)
     with _ready(request, store) as (worker, text):
         training = _plan(request, worker, text)
         _coverage_events(training, worker)

@@ -41,14 +41,13 @@ class TrainingText:
 
 
 class ArmRole(StrEnum):
-    """A `repeat` is the reference under the same seed, and shows nondeterminism; an `other-seed` has other initial
-    weights and batches; `one-ulp` has initial weights one unit in the last place apart, in the first seed, and shows
-    chaos; `other-rate` is the reference at another learning rate, where rates are swept."""
+    """A `repeat` is the reference under the same seed, and shows nondeterminism; `one-ulp` has initial weights one unit
+    in the last place apart, in the first seed, and shows chaos; `other-rate` is the reference at another learning
+    rate, where rates are swept."""
 
     REFERENCE = "reference"
     CANDIDATE = "candidate"
     REPEAT = "repeat"
-    OTHER_SEED = "other-seed"
     CHAOS = "one-ulp"
     OTHER_RATE = "other-rate"
 
@@ -68,7 +67,7 @@ class Arm:
 
     @property
     def is_band(self) -> bool:
-        """Whether it shows what chance and other seeds do to the reference."""
+        """Whether it shows what chance does to the reference."""
         return self.role.value in BANDS
 
     def taken(self, settings: TrainerSettings) -> TrainerSettings:
@@ -191,11 +190,8 @@ WIRE_BYTES = "wire_bytes"
 # in a user's own loop, when it begins: gradients are not cleared, the optimizer has lost its moments, or another
 # optimizer trains another module.
 GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
-# Kinds of events. A step was not finite; an arm went back before step `to` of its values, and skips the steps from
-# `first` to the event's own with their batches;
-NOT_FINITE, REWOUND = "not-finite", "rewound"
-# a seed ended before its last step, as its arms reached the loss asked for;
-ARRIVED = "arrived"
+# Kinds of events. A step was not finite;
+NOT_FINITE = "not-finite"
 # an arm was trained without the reference alongside;
 UNPAIRED = "unpaired"
 # an arm's products are in another precision than its own;
@@ -239,7 +235,7 @@ class Validation(StreamLine):
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
-    """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
+    """Something that happened in a step: 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped',
     'resumed', 'pairs' (not all arms fit into memory), or one of the kinds named above. `layer` and `tensor` say where,
     `values` what was seen there, `remedy` what may help."""
 
@@ -252,7 +248,7 @@ class TrainingEvent(StreamLine):
 
     @property
     def rule(self) -> str:
-        """The health rule of an alarm, or of the trials of its remedies."""
+        """The health rule of an alarm."""
         return str(dict(self.values).get("rule", ""))
 
 

@@ -14,7 +14,6 @@ from statistics import median
 from fp8bench import units
 from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train import words
-from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.request import SETTINGS_RULES, TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import (
     COVERAGE,
@@ -30,12 +29,10 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import ArmReached, Why, arrivals
-from fp8bench.features.train.verdicts.histories import Replayed, best_of
+from fp8bench.features.train.verdicts.curves import Why
 from fp8bench.features.train.verdicts.summary import TONES, ArmSummary, JudgedTraining, score_parts
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
-from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
@@ -61,8 +58,7 @@ def page_of(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page:
     arms = arms_table(verdicts, judged.summaries)
     answer = Items(tuple(answers(verdicts)))
     parts = [
-        *parts_of(judged),
-        Part("verdict", "Does it still learn?", (answer, arms, *reached_table(verdicts), *wire_table(judged))),
+        Part("verdict", "Does it still learn?", (answer, arms, *wire_table(judged))),
         *list_of("notes", "Notes", (*bands_of(verdicts), *notes_of(judged))),
         *looks_of(kept), *score_parts(judged.scores),
         Part("health", "What happened", tuple(_events(kept, most_events))),
@@ -76,24 +72,6 @@ def answers(verdicts: TrainingVerdicts) -> Iterator[Text]:
     for verdict in verdicts.arms:
         if not verdict.arm.skip and verdict.judged.why is not Why.OTHER_RATE:
             yield Text(f"{words.answer(verdict, verdicts)}.", TONES.get(verdict.judged.learned, Tone.DOUBT))
-
-
-def reached_table(verdicts: TrainingVerdicts) -> Iterator[Table]:
-    def middle(name: str, arm: ArmReached) -> float | None:
-        known = [value for place in arm.seeds if (value := getattr(place, name)) is not None]
-        return median(known) if known else None
-
-    cols: list[Col[ArmReached]] = [
-        Col("arm", lambda row: row.arm), Col("seeds", lambda row: f"{row.arrived} of {len(row.seeds)}", number=True),
-        Col("steps", partial(middle, "steps"), number=True, show=lambda steps: units.whole(round(steps))),
-        Col("tokens", partial(middle, "tokens"), number=True, show=units.count),
-        Col("time", partial(middle, "seconds"), number=True, show=units.clock, hint="of native arms"),
-        Col("times the reference's steps", words.times_of, number=True, hint="over seeds, with the 95% interval"),
-        Col("steps by seed", lambda reached: ", ".join(
-            "never" if place.steps is None else units.whole(round(place.steps)) for place in reached.seeds)),
-    ]  # fmt: skip
-    if verdicts.until is not None:
-        yield table("until", f"to a loss of {verdicts.until:g} on held-out text", cols, verdicts.reached)
 
 
 def wire_table(judged: JudgedTraining) -> Iterator[Table]:
@@ -130,13 +108,12 @@ def plan_page(
         f"parameters: {units.whole(reference.parameters)} ({settings.make or f'{settings.model}, {settings.arch}'})",
         f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
         + many(request.seeds, "seed"),
-        *([f"ranks: {request.ranks} by {settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
+        *([f"ranks: {request.ranks} by {settings.parallel}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
         f"kept between two steps of the reference: {sum(size for _, size in kept):.3g} bytes a parameter ({named})",
         f"time: about {units.clock(seconds)} for the steps, from kept trainings{more}" if seconds
         else "time: unknown until such a model has been trained here; --quick tells",
         words.detectable(request, spread),
-        *filter(None, [words.without_histories(training)]),
     )  # fmt: skip
     title = f"training of {settings.called} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", cols, training.arms)
@@ -155,7 +132,7 @@ def facts_of(training: Training) -> Iterator[tuple[str, str]]:
     yield "device", f"{training.device.key} ({training.device.name})"
     yield "steps", f"{units.whole(request.steps)} in {many(request.seeds, 'seed')}"
     if request.ranks is not None:
-        yield "ranks", f"{request.ranks} by {request.settings.parallel}; {_scales_of(request)}"
+        yield "ranks", f"{request.ranks} by {request.settings.parallel}"
     yield "text", training.text.identity
     if settings := settings_of(request):
         yield "settings", settings
@@ -165,7 +142,7 @@ def facts_of(training: Training) -> Iterator[tuple[str, str]]:
 def settings_of(request: TrainingRequest) -> str:
     """The settings that differ from their defaults, without those in the title."""
     usual, own = TrainerSettings(), request.settings
-    others = {"make", "model", "arch", "scales", "parallel", "amax_group"}
+    others = {"make", "model", "arch", "scales", "parallel"}
     named = [name for name in SETTINGS_RULES if name not in others]
     changed = {name: getattr(own, name) for name in named if getattr(own, name) != getattr(usual, name)}
     changed |= {"scales_from": request.scales_from} if request.scales_from else {}
@@ -176,11 +153,6 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _scales_of(request: TrainingRequest) -> str:
-    whose = "its own rank" if request.settings.amax_group == "own" else "all ranks"
-    return f"a tensor's scale is by the largest magnitude of {whose}"
 
 
 def _how(arm: Arm) -> str:
@@ -223,8 +195,6 @@ def arms_table(verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], without: 
         Col("events", lambda row: None if row.events is None else str(row.events), number=True),
         Col("to the same loss", lambda row: words.speed(row.verdict.speed) if row.verdict else None,
             hint="speed times steps: how much sooner a native arm is as good"),
-        Col("energy to the same loss", lambda row: words.energy_to_loss(row.energy),
-            hint="times the reference's: joules of a step times steps; of native arms"),
     )  # fmt: skip
     shown = [col for col in cols if col.heading not in without]
     return table("arms", "arms", shown, rows, main=True, kept=("loss", "gap", "verdict"))
@@ -235,9 +205,8 @@ def _four_digits(loss: float) -> str:
 
 
 def looks_of(kept: KeptTraining) -> Iterator[Part]:
-    steps, ends = kept.training.request.steps, arrivals(kept.lines)
-    looks = kept.of(Validation)
-    last = [look for look in looks if look.step == ends.get(look.seed, steps) and math.isfinite(look.loss)]
+    looks, steps = kept.of(Validation), kept.training.request.steps
+    last = [look for look in looks if look.step == steps and math.isfinite(look.loss)]
     shown = list(dict.fromkeys(look.of for look in last if not look.of.startswith(POSITION)))
     places = list(dict.fromkeys(look.of for look in last if look.of.startswith(POSITION)))
     shown += [places[0], places[-1]] if len(places) > 1 else []
@@ -275,8 +244,6 @@ def _mean_of(seen: Sequence[Validation]) -> Validation:
 
 
 def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:
-    if verdicts.seed_band is not None:
-        yield words.seed_band(verdicts.seed_band)
     if verdicts.repeat_band is not None:
         yield words.repeat_band(verdicts.repeat_band)
     if verdicts.chaos is not None:
@@ -299,8 +266,6 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
         memories = [cost.memory for cost in kept.of(ArmCost) if cost.memory and cost.arm in names]
         derived = "; memory on a device is derived" if any(memory.on_device for memory in memories) else ""
         yield f"memory and energy of {listed(names)} are of emulation, not of a device with the format{derived}"
-    if kept.training.request.try_fix and not kept.alarms:
-        yield "--try-fix: nothing was tried, as there was no alarm"
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
     energies = ((own.energy.why, own.arm.name) for own in judged.summaries if own.energy and own.energy.why)
@@ -358,43 +323,3 @@ def _watching(kept: KeptTraining) -> Iterator[tuple[str, float]]:
         if plain and lines:
             usual = median(plain)
             yield arm.name, (median(line.value for line in lines) / usual - 1) / kept.training.request.stride
-
-
-_HISTORY_LEGEND = (
-    "over: casts of inputs (i), weights (w) and gradients (g) whose largest value would have been cut off",
-    "worst: by how many octaves at most",
-    "under: casts whose smallest value above 0 would have become 0",
-    "idle: octaves of the format's range that the other casts left unused, the mean over roles",
-    "a history of 1 is the most recent amax; how other scales would have changed a tensor is not included",
-)
-
-
-def histories_page(training: Training, arm: str, replays: Sequence[Replayed]) -> Page:
-    ways = dict.fromkeys(replayed.delayed for replayed in replays)
-    rows = [[replayed for replayed in replays if replayed.delayed == way] for way in ways]
-    cols: list[Col[list[Replayed]]] = [
-        Col("history", lambda way: way[0].delayed.history, number=True, show=str),
-        Col("margin", lambda way: way[0].delayed.margin, number=True, show=str),
-        Col("interval", lambda way: way[0].delayed.interval, number=True, show=str),
-        *_shares("over", lambda replayed: replayed.overflow),
-        Col("worst", lambda way: max(replayed.worst for replayed in way), number=True,
-            show=lambda worst: f"{worst:.1f}" if worst else units.NONE),
-        *_shares("under", lambda replayed: replayed.underflow),
-        Col("idle", lambda way: sum(replayed.idle for replayed in way) / len(way), number=True,
-            show=lambda idle: f"{idle:.1f}"),
-    ]  # fmt: skip
-    casts, best = sum(replayed.casts for replayed in rows[0]), best_of(replays)
-    title = f"delayed scaling of {arm} in {training.id}, replayed over {units.whole(casts)} casts"
-    way = f"history {best.history}, margin {best.margin}, interval {best.interval}"
-    text = f"{way} overflow in the fewest casts, and of such ways leave the least idle"
-    elements = table("histories", "", cols, rows, main=True), Text(text)
-    return Page(title, "", (Part("histories", "", elements),), _HISTORY_LEGEND)
-
-
-def _shares(word: str, share: Callable[[Replayed], float | None]) -> Iterator[Col[list[Replayed]]]:
-    def cell(role: Role, way: Sequence[Replayed]) -> Field:
-        value = next((share(replayed) for replayed in way if replayed.role == role), None)
-        return Field("?") if value is None else Field(units.share(value), value, Tone.BAD if value else Tone.PLAIN)
-
-    for role in (Role.INPUT, Role.WEIGHT, Role.GRADIENT):
-        yield Col(f"{word} {role[0]}", partial(cell, role), number=True)

@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.values import ArmRole, Training
+from fp8bench.features.train.values import ArmRole
 from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
-    ArmReached,
     Gap,
     JudgedArm,
     Learned,
@@ -22,23 +21,19 @@ from fp8bench.features.train.verdicts.curves import (
     settled_by_more,
 )
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, TrainedEnergy
-from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, TrainingVerdicts
+from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
-from fp8bench.protocols import TensorScale
-from fp8bench.registry import precisions
-from fp8bench.report.panels import together
 from fp8bench.report.topics.shares import coverage_sentence, left_of
 from fp8bench.report.words.naming import listed, many
 
 _ROLES = {
     ArmRole.REFERENCE: "the reference",
     ArmRole.REPEAT: "the reference repeated",
-    ArmRole.OTHER_SEED: "the reference with other weights and batches",
     ArmRole.CHAOS: "the reference with weights one ulp apart, in the first seed only",
     ArmRole.OTHER_RATE: "the reference at another rate",
 }
-_SHOWN, _SHOWN_STEPS = 3, 20
+_SHOWN = 3
 
 
 def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
@@ -61,34 +56,7 @@ def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
 
 
 def answer(arm: ArmVerdict, among: TrainingVerdicts) -> str:
-    """'fp8 learns as bf16 does: a loss more than 0.24% worse is excluded (5 seeds)', and when it reached the loss asked
-    for."""
-    reached = next((own for own in among.reached if own.arm == arm.arm.name), None)
-    return "; ".join([_learned(arm, among), *([] if reached is None else [_reached(reached, among)])])
-
-
-def _reached(own: ArmReached, among: TrainingVerdicts) -> str:
-    """'it reaches 2 in 1.030x [1.010x, 1.050x] the steps (5 seeds)'."""
-    reference = next(arm for arm in among.reached if arm.arm == among.reference)
-    loss, seeds = f"{among.until:g}", many(len(own.seeds), "seed")
-    if not own.arrived:
-        others = f"which {reference.arm} did in {reference.arrived} of {seeds}"
-        others = others if reference.arrived else f"and neither did {reference.arm}"
-        return f"it never reached a loss of {loss} on held-out text, {others}"
-    words = f"it reaches {loss} in {times_of(own)} the steps" if own.both else f"it reaches {loss}"
-    if own.arrived == reference.arrived == len(own.seeds):
-        return f"{words} ({seeds})"
-    return f"{words}; {own.arm} did in {own.arrived}, {reference.arm} in {reference.arrived} of {seeds}"
-
-
-def times_of(own: ArmReached) -> str | None:
-    """'1.03x [1.01x, 1.05x]'; None without a seed in which both reached the loss."""
-    if own.times is None:
-        return None
-    return _ratio(own.interval) if own.interval else units.ratio(own.times)
-
-
-def _learned(arm: ArmVerdict, among: TrainingVerdicts) -> str:
+    """'fp8 learns as bf16 does: a loss more than 0.24% worse is excluded (5 seeds)'."""
     judged, name, reference = arm.judged, arm.arm.name, among.reference
     if judged.learned is Learned.DIVERGED:
         return f"{name} does not learn: it {verdict(arm, among)}, and {reference} does not"
@@ -224,9 +192,6 @@ def notes(arm: ArmVerdict) -> Iterator[str]:
     for seed, why in arm.voids:
         if seed not in arm.diverged_in:
             reasons.setdefault(why.value, []).append(seed)
-    for steps, alike in together((steps, seed) for seed, steps in arm.passed).items():
-        batches = f"the batches of {_named('step', steps, _SHOWN_STEPS)} were passed over"
-        yield f"in {_seeds(alike)} {batches}: they do not count for any arm"
     for reason, seeds in reasons.items():
         yield f"{_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
 
@@ -247,11 +212,6 @@ def chance_of_all(among: TrainingVerdicts) -> str:
         f"each verdict has its own 99% interval: with {count} arms that do not differ, at most {count} of 100 "
         "trainings would call any of them worse or better"
     )
-
-
-def seed_band(band: SeedBand) -> str:
-    deviation, largest = (units.percent(value, 2) for value in (band.deviation, band.largest))
-    return f"other seeds move the reference by {deviation} (root mean square of {len(band.gaps)}), at most {largest}"
 
 
 def chaos(pair: Pair) -> str:
@@ -299,12 +259,6 @@ def joules(used: TrainedEnergy | None) -> str | None:
     return "{} [{}, {}]".format(*map(units.joules, (used.joules.middle, used.joules.low, used.joules.high)))
 
 
-def energy_to_loss(used: TrainedEnergy | None) -> str | None:
-    if used is None or used.to_loss is None:
-        return None
-    return f"at least {units.ratio(used.to_loss.point)}" if used.at_least else _ratio(used.to_loss)
-
-
 def _ratio(interval: Interval) -> str:
     """'0.83x [0.80x, 0.87x]'."""
     return "{} [{}, {}]".format(*map(units.ratio, (interval.point, interval.low, interval.high)))
@@ -315,21 +269,5 @@ def _span(interval: Interval, level: bool = True) -> str:
     return f"{point} [{low}, {high}]" + (f" ({units.percent(interval.level, 0)})" if level else "")
 
 
-def _named(word: str, numbers: Sequence[int], most: int) -> str:
-    return f"{word}{'s' * (len(numbers) != 1)} {listed([str(number) for number in numbers], most)}"
-
-
 def _seeds(seeds: Sequence[int]) -> str:
-    return _named("seed", seeds, len(seeds))
-
-
-def without_histories(training: Training) -> str:
-    """What is missing to replay other histories for arms with delayed scaling; '' where nothing is."""
-    request = training.request
-    delayed = [arm for arm in training.compared if precisions.get(arm.precision).tensor_scale is TensorScale.DELAYED]
-    lacks = ["--stride 1"] if request.stride > 1 else []
-    lacks += ["--micro-batches 1"] if any(arm.taken(request.settings).micro_batches > 1 for arm in delayed) else []
-    if not delayed or not lacks:
-        return ""
-    names = listed([arm.name for arm in delayed])
-    return f"`show --histories` of {names} needs every amax, which {' and '.join(lacks)} keeps"
+    return f"seed{'s' * (len(seeds) != 1)} {listed(list(map(str, seeds)))}"

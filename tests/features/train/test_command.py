@@ -73,7 +73,7 @@ def test_all_settings_and_options_can_be_given() -> None:
         "--precision-map mlp=fp8 --sweep history=1,16 --sweep margin=1 --sweep history=4 --data a.txt "
         "--other-data b.txt --tokens bpe:64 --margin 2.5 --seed 3 --stride 4 --evaluate 5 --keep 6 --device cpu "
         "--threads 2 --rate 0.01 --loss-scale 1024 --rates norm=0,head=2 --no-isolation --bands one-ulp,repeat "
-        "--until 2.5 --shift 0.5 --start last:fp8 --experiment shift"
+        "--shift 0.5 --start last:fp8"
     )
     settings = TrainerSettings(
         arch="moe", micro_batches=3, compile="yes", precision_map=(("mlp", "fp8"),), rate=0.01, loss_scale="1024",
@@ -82,8 +82,7 @@ def test_all_settings_and_options_can_be_given() -> None:
     wanted = TrainingRequest(
         ("bf16", "fp8-delayed"), "bf16", settings, 300, 5, 3, ("one-ulp", "repeat"), 0.025,
         (("history", ("1", "16", "4")), ("margin", ("1",))),
-        "cpu", 2, "a.txt", "b.txt", "bpe:64", 4, 5, 6, isolation=False, until=2.5,
-        experiment="shift",
+        "cpu", 2, "a.txt", "b.txt", "bpe:64", 4, 5, 6, isolation=False,
     )  # fmt: skip
     for more, steps, seeds in (("", 300, 5), ("--quick", 60, 1), ("--quick --steps 9 --seeds 2", 9, 2)):
         request = request_from(build_parser().parse_args([*words.split(), *more.split()]))

@@ -103,7 +103,6 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
     ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is for"),
     ({"max_batch": True}, "--max-batch does not go with"),
     ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
-    ({"sweep": (("nudge", ("order",)),)}, "nudge order does not go with"),
     ({"settings": {"make": "net.py"}}, "names no function. Give net.py:make"),
 ])  # fmt: skip
 def test_options_of_the_built_in_models_are_refused(asked: dict[str, Any], words: str) -> None:

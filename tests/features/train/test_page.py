@@ -7,14 +7,13 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from fp8bench.features.train.curve_charts import ends_of
 from fp8bench.features.train.data import rows_of, value_of
-from fp8bench.features.train.kind import KIND, start_training
+from fp8bench.features.train.kind import KIND
 from fp8bench.features.train.page import page_of
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
@@ -34,18 +33,16 @@ from fp8bench.features.train.verdicts.curves import curves_of
 from fp8bench.features.train.verdicts.summary import figures_of
 from fp8bench.features.train.view import arms_table
 from fp8bench.features.train.view import page_of as text_of
-from fp8bench.features.train.words import without_histories
 from fp8bench.model import Capacity, MemoryUse, PhaseMemory
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.elements import Chart, Items, Lines, Page, Scatter, Sparks, Stacks, Table, Text
 from fp8bench.report.page import html, markdown
 from fp8bench.report.page.drawing.draw import draw
-from tests.commands import Say, unfolded
 from tests.counts import for_each
-from tests.learning_curves import CANDIDATE, OTHER_SEED, REPEAT, judged, lines, training
+from tests.learning_curves import CANDIDATE, REPEAT, judged, lines, training
 
 E = TypeVar("E")
-GAPS = {"fp8": [0.02, 0.03, 0.025, 0.02, 0.03], "bf16 other seed": [0.01, -0.02, 0.03, 0.0, 0.01]}
+GAPS = {"fp8": [0.02, 0.03, 0.025, 0.02, 0.03]}
 NAN = math.nan
 
 
@@ -84,14 +81,13 @@ def test_windows_end_at_the_endpoint(steps: int) -> None:
 
 
 def test_the_last_gap_drawn_is_the_verdict_and_the_band_is_of_all_seeds() -> None:
-    """The last point has the endpoint's interval of 95%. The band of the loss is the range of the reference over all
-    its seeds."""
+    """The last point has the endpoint's interval of 95%."""
     gap = judged(lines(GAPS)).verdicts.arms[0].judged.gap
     last = dict(element(page(), "gap", Lines).series)["fp8"][-1]
     assert gap is not None and gap.shown is not None and last is not None
     shown = [100 * end for end in (gap.shown.point, gap.shown.low, gap.shown.high)]
     assert [last.value, last.low, last.high] == pytest.approx(shown)
-    ends = [curve.endpoint for (arm, _), curve in curves_of(lines(GAPS), 100).items() if arm.startswith("bf16")]
+    ends = [curve.endpoint for (arm, _), curve in curves_of(lines(GAPS), 100).items() if arm == "bf16"]
     series = dict(element(page(), "loss", Lines).series)
     assert series.keys() == {"bf16", "fp8"} and series["bf16"][-1] is not None
     assert (series["bf16"][-1].low, series["bf16"][-1].high) == pytest.approx((min(ends), max(ends)))
@@ -206,19 +202,6 @@ def test_a_training_without_steps_has_a_page() -> None:
     assert "cut off" in html.render(made)
 
 
-@for_each(("stride", "batches", "lacks"), [
-    (10, 1, "--stride 1 keeps"), (1, 2, "--micro-batches 1 keeps"), (10, 2, "--stride 1 and --micro-batches 1 keeps"),
-    (1, 1, ""),
-])  # fmt: skip
-def test_histories_that_cannot_be_replayed_are_announced(stride: int, batches: int, lacks: str) -> None:
-    made, delayed = training(), replace(CANDIDATE, name="d", precision="fp8-delayed")
-    settings = replace(made.request.settings, micro_batches=batches)
-    made = replace(made, request=replace(made.request, stride=stride, settings=settings))
-    told = without_histories(replace(made, arms=(*made.arms, delayed)))
-    assert told == (f"`show --histories` of d needs every amax, which {lacks}" if lacks else "")
-    assert without_histories(replace(made, arms=(*made.arms, replace(delayed, skip="no")))) == ""
-
-
 ROW = StepRow("bf16", 0, 0, 2.0, 1e-3, 1.0, 0.0, 8.0, 1e-3, 1.0, 32, 0.01)
 
 
@@ -254,16 +237,6 @@ def test_what_a_rank_sends_is_compared_with_the_reference() -> None:
     assert [size for size in figures if size] == [3096.0, 1548.0]
 
 
-@for_each(("words", "sentence"), [
-    (("none",), "unknown arm 'none'"), (("bf16",), "bf16 was not watched"),
-    (("fp8", "--csv", "-"), "what --histories prints is a table, and --csv does not go with it"),
-])  # fmt: skip
-def test_impossible_histories_are_refused(words: tuple[str, ...], sentence: str, tmp_path: Path, fp8bench: Say) -> None:
-    start_training(replace(training(), id="0000beef"), tmp_path).close()
-    code, out, err = fp8bench("show", "0000beef", "--histories", *words, "--store", str(tmp_path))
-    assert (code, out) == (2, "") and sentence in unfolded(err)
-
-
 STEPS = 40
 ALARM = TrainingEvent("fp8", 2, 30, "alarm", "scales fall", "head", "input", (), "raise margin")
 MORE: tuple[StreamLine, ...] = (
@@ -276,9 +249,7 @@ MORE: tuple[StreamLine, ...] = (
     *(Validation(arm, seed, STEPS, "held-out", loss, 1000, 500)
       for arm, loss in (("bf16", 2.1), ("fp8", 2.15)) for seed in range(5)),
 )  # fmt: skip
-ALL_GAPS = {
-    "fp8": [0.02, 0.03, 0.025, 0.02, 0.03], OTHER_SEED.name: [0.01, -0.02, 0.03, 0.0, 0.01], REPEAT.name: [0.0],
-}  # fmt: skip
+ALL_GAPS = {**GAPS, REPEAT.name: [0.0]}
 JUDGED = judged((*lines(ALL_GAPS, STEPS), *MORE), training(steps=STEPS))
 KEPT, VERDICTS = JUDGED.kept, JUDGED.verdicts
 GAP = VERDICTS.arms[0].judged.gap
@@ -287,15 +258,14 @@ GAP = VERDICTS.arms[0].judged.gap
 def test_numbers_are_those_of_the_verdict() -> None:
     """Bands are figures of the arms that show them."""
     named = {summary.arm.name: figures_of(summary, VERDICTS) for summary in JUDGED.summaries}
-    assert GAP is not None and GAP.shown is not None and GAP.decides is not None and VERDICTS.seed_band is not None
+    assert GAP is not None and GAP.shown is not None and GAP.decides is not None
     own = named["fp8"]
     assert (own["gap"], own["gap_low"], own["gap_high"]) == (GAP.point, GAP.shown.low, GAP.shown.high)
     assert (own["gap_deciding_low"], own["gap_deciding_high"]) == (GAP.decides.low, GAP.decides.high)
     assert (own["gap_pairs"], own["bytes_per_parameter"], own["events"]) == (5, 12.0, 2)
     assert own["tokens_per_second"] is None and named["bf16"]["tokens_per_second"] == pytest.approx(19200)
-    assert named[OTHER_SEED.name]["seed_band"] == VERDICTS.seed_band.deviation
     assert named[REPEAT.name]["largest_difference"] == 0 and named[REPEAT.name]["first_difference"] is None
-    assert named["bf16"]["gap"] is None and "seed_band" not in named["fp8"]
+    assert named["bf16"]["gap"] is None and "largest_difference" not in named["fp8"]
 
 
 def test_an_own_optimizer_keeps_as_much_in_bands_as_in_the_reference_and_an_own_loss_has_no_perplexity() -> None:
@@ -305,7 +275,7 @@ def test_an_own_optimizer_keeps_as_much_in_bands_as_in_the_reference_and_an_own_
     cost = ArmCost("bf16", 0, 0, kept=(("weights", 4.0 * own.parameters), ("momentum buffer", 4.0 * own.parameters)))
     of_own = judged((*lines(ALL_GAPS, STEPS), *MORE, cost), own)
     sizes = {summary.arm.name: summary.bytes_per_parameter for summary in of_own.summaries}
-    assert sizes[REPEAT.name] == sizes[OTHER_SEED.name] == sizes["bf16"] == 8.0
+    assert sizes[REPEAT.name] == sizes["bf16"] == 8.0
     tables = [{getattr(element, "name", "") for part in text_of(each).parts for element in part.elements}
               for each in (JUDGED, of_own)]  # fmt: skip
     assert [{"looks", "perplexities"} & names for names in tables] == [{"looks", "perplexities"}, {"looks"}]
@@ -325,7 +295,7 @@ def test_rows_and_document_agree_with_the_table() -> None:
     assert told["fp8", "verdict"] == "worse" and ("bf16", "gap") not in told, "what is not known has no row"
     bands = [row["value"] for row in rows if row["figure"] == "band"]
     (shown,) = [part.elements[0] for part in text_of(JUDGED).parts if part.name == "notes"]
-    assert isinstance(shown, Items) and bands == [item.text for item in shown.items][:2]
+    assert isinstance(shown, Items) and bands == [item.text for item in shown.items][:1]
     losses = [row["value"] for row in rows if (row["line"], row["figure"], row["arm"]) == ("StepRow", "loss", "fp8")]
     assert losses == [repr(row.loss) for row in KEPT.of(StepRow) if row.arm == "fp8"]
 

@@ -26,11 +26,10 @@ L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
 @dataclass(frozen=True)
 class WatchedArm:
-    """The arm that a rule watches, those that it is compared with, and the least rate factor of its parameters."""
+    """The arm that a rule watches, the one that it is compared with, and the least rate factor of its parameters."""
 
     name: str
     reference: str = ""
-    other_seed: str = ""
     slowest: float = 1.0
 
 
@@ -307,16 +306,14 @@ class LossGap(HealthRule[Any]):
     compares = True
     keep = 50
     margin = 0.02
-    alarms_at = f"{margin:.0%} behind the reference over {keep} steps, and further than its other seed has ever been"
+    alarms_at = f"{margin:.0%} behind the reference over {keep} steps"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
     _losses: dict[int, dict[str, float]] = field(default_factory=dict)
     _gaps: deque[float] = newest(keep)
-    _seeds: deque[float] = newest(keep)
-    _band: float = 0.0
     _cause: GapCause = field(default_factory=GapCause)
 
     def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
-        own, reference, other = self.arm.name, self.arm.reference, self.arm.other_seed
+        own, reference = self.arm.name, self.arm.reference
         if not reference:
             return None
         self._cause.see(line)
@@ -324,24 +321,22 @@ class LossGap(HealthRule[Any]):
             return None
         losses = self._losses.setdefault(line.step, {})
         losses[line.arm] = line.loss
-        if len(losses) < len({own, reference, other} - {""}):
+        if len(losses) < 2:
             return None
         del self._losses[line.step]
         base = losses[reference]
         if not (base and all(map(math.isfinite, losses.values()))):
             return None
         self._gaps.append((losses[own] - base) / abs(base))
-        self._seeds.append((losses.get(other, base) - base) / abs(base))
         if len(self._gaps) < self.keep:
             return None
-        gap, self._band = fmean(self._gaps), max(self._band, abs(fmean(self._seeds)))
-        if gap <= max(self.margin, self._band):
+        gap = fmean(self._gaps)
+        if gap <= self.margin:
             return None
         words = f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps"
-        words += f"; another seed has been at most {self._band:.1%} away" if other else ""
         cause = self._cause.words(own, reference)
         words += f". By its {cause}" if cause else ""
-        return HealthAlarm(words, figures=(("gap", gap), ("band", self._band)))
+        return HealthAlarm(words, figures=(("gap", gap),))
 
 
 def noise_of_values(values: Sequence[float]) -> float:

@@ -76,12 +76,9 @@ def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
     return {"file": path.name, "sha256": digesting.digest}
 
 
-def read(folder: str, task: SeedTask, rank: int, arm: str = "") -> dict[str, dict[str, Any]]:
-    """The state of every arm that was kept, or of one. Raises StoreError for what is missing or damaged."""
-    files = _files(Path(folder), task, rank)
-    if arm and arm not in files:
-        raise StoreError(f"the checkpoint {folder} has no arm {arm}: its numbers were not finite when it was written.")
-    return {name: _loaded(*file) for name, file in files.items() if arm in ("", name)}
+def read(folder: str, task: SeedTask, rank: int) -> dict[str, dict[str, Any]]:
+    """The state of every arm that was kept. Raises StoreError for what is missing or damaged."""
+    return {name: _loaded(*file) for name, file in _files(Path(folder), task, rank).items()}
 
 
 def weights(folder: str, arm: str) -> list[Tensor]:

@@ -1,5 +1,4 @@
-"""What a training may begin with: weights from a checkpoint or from a file with a state dict, low-rank adapters, and
-stored scales."""
+"""What a training may begin with: weights from a checkpoint or from a file with a state dict, and stored scales."""
 
 from __future__ import annotations
 
@@ -17,27 +16,23 @@ from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.checkpoint import weights
 from fp8bench.features.train.lab.optimizer import seed_of
 from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.values import Arm, ArmRole
 from fp8bench.model import StaticScales
-from fp8bench.nn.linear import Linear
 from fp8bench.protocols import Arithmetic, ScaleBook
 from fp8bench.report.words.naming import listed
 
 # Keys under which trainers store a state dict, and what wrappers prepend to its names.
 _WITHIN, _PREFIXES = ("state_dict", "model_state_dict", "model"), ("module.", "_orig_mod.")
 _SHOWN = 3
-# What an adapter adds is multiplied by this whatever its rank: alpha is twice the rank.
-LORA_SCALE = 2.0
 
 
-def apply_start(model: nn.Module, settings: TrainerSettings, seed: int) -> None:
+def apply_start(model: nn.Module, settings: TrainerSettings, arm: Arm, seed: int) -> None:
     if settings.start:
         _take_checkpoint(model, *settings.start.rpartition("::")[::2])
     if settings.weights_from:
         take_file(model, settings.weights_from, settings.make)
-    if settings.lora:
-        take_adapters(model, settings.lora)
-    if settings.nudge == "ulp":
-        _move_by_an_ulp(model, seed_of("nudge", seed))
+    if arm.role is ArmRole.CHAOS:
+        _move_by_an_ulp(model, seed_of("ulp", seed))
 
 
 @torch.no_grad()
@@ -131,23 +126,3 @@ def scaled(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: s
             f"none for {name}, a layer of this model. Choose a training or run of the same model."
         )
     return by_book
-
-
-def take_adapters(model: nn.Module, rank: int) -> None:
-    """Freeze a model and add an adapter to each linear layer of its blocks: W x + 2 B A x, where A is random and B
-    begins at zero. Its products are in the carrier, whatever precision W has."""
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for name, layer in model.named_modules():
-        if isinstance(layer, Linear) and name.startswith("blocks."):
-            outputs, inputs = layer.weight.shape
-            layer.lora_a = nn.Parameter(torch.randn(rank, inputs, device=layer.weight.device) / math.sqrt(inputs))
-            layer.lora_b = nn.Parameter(torch.zeros(outputs, rank, device=layer.weight.device))
-            layer.register_forward_hook(_adapted)
-
-
-def _adapted(layer: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
-    x, carrier = given[0], output.dtype
-    down = x.to(carrier) @ layer.lora_a.to(carrier).T
-    added: Tensor = (down @ layer.lora_b.to(carrier).T) * LORA_SCALE
-    return output + added

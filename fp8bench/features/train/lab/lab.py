@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, StreamLine
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.step import Coverage
@@ -130,33 +129,6 @@ class Lab(Bench):
         with self._running(trainer.precision):
             return trainer.validate(last)
 
-    def branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
-        """Add an arm that continues `arm` from its checkpoint, from the first step where `folder` is ''. Returns the
-        next step."""
-        memory = self._read(folder, arm)[arm] if folder else None
-        trainer = self._build_trainer(replace(self._task, settings=settings), trial)
-        if memory is not None:
-            with self._running(trainer.precision):
-                trainer.take_over(self._trainers[arm], memory)
-        self._trainers[trial.name] = trainer
-        return trainer.step
-
-    def rewinds(self, arm: str) -> tuple[tuple[int, int], ...]:
-        return self._trainer(arm).rewinds
-
-    def rewind(self, folder: str, arm: str, rewinds: tuple[tuple[int, int], ...]) -> int:
-        """Take an arm back to its checkpoint, to the first step where `folder` is ''. Returns the next step."""
-        if folder:
-            with self._running(self._trainers[arm].precision):
-                self._trainers[arm].recall(self._read(folder, arm)[arm])
-        else:
-            self.drop(arm)  # there may be no memory for two copies
-            whole = next(each for each in self._task.arms if each.name == arm)
-            self._trainers[arm] = self._build_trainer(self._task, whole)
-        trainer = self._trainers[arm]
-        trainer.rewinds = rewinds
-        return trainer.step
-
     def drop(self, arm: str) -> None:
         self._trainers.pop(arm, None)
         gc.collect()
@@ -185,10 +157,10 @@ class Lab(Bench):
                 trainer.stopped = True
         return tuple((name, trainer.step) for name, trainer in self._trainers.items())
 
-    def _read(self, folder: str, arm: str = "") -> dict[str, dict[str, Any]]:
+    def _read(self, folder: str) -> dict[str, dict[str, Any]]:
         from fp8bench.features.train.lab.checkpoint import read
 
-        return read(folder, self._task, self._rank, arm)
+        return read(folder, self._task, self._rank)
 
     def close(self) -> None:
         self._trainers = {}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.request import CUT, PARAMETER_KINDS, WIRED, TrainerSettings
-from fp8bench.formats.grids import E4M3
 from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
@@ -88,16 +87,12 @@ def check(settings: TrainerSettings) -> None:
     refusals = (
         (settings.arch == "cnn" and config.sequence % LINE > 0,
          f"--arch cnn reads a text in lines of {LINE} tokens: --sequence {config.sequence} is no multiple of {LINE}."),
-        (settings.nudge == "order" and (config.batch == 1 or settings.dropout > 0),
-         "nudge order changes the order of sums in a batch alone: give a --batch of at least 2, and no --dropout."),
         (settings.attention != "auto" and (not attends or compiled),
          f"--attention {settings.attention} is for --arch gpt and moe without --compile yes: choose these, or auto."),
         (settings.optimizer == "adafactor" and settings.optimizer_states != "fp32",
          f"adafactor keeps means of rows and columns: leave --optimizer-states {settings.optimizer_states} out."),
         (settings.norm != "batch" and settings.arch != "cnn",
          f"--norm {settings.norm} is for --arch cnn: {settings.arch} has no batch norm. Leave it out."),
-        (settings.lora > 0 and (settings.arch != "gpt" or compiled or settings.parallel in ("fsdp", *CUT)),
-         "--lora is for --arch gpt with whole weights: leave out --compile yes and --parallel fsdp, tp or sp."),
         (compiled and settings.arch == "moe",
          "--compile yes does not work with --arch moe, whose experts get any number of tokens. Choose --compile no."),
         (settings.checkpointing != "no" and not attends,
@@ -143,39 +138,31 @@ def _around(settings: TrainerSettings) -> list[str]:
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
     given, cut, sharded = settings, settings.parallel in CUT, settings.parallel == "fsdp"
     way = f"--parallel {given.parallel}"
-    shared, compiled = not cut and given.amax_group != "own", given.compile == "yes"
     batch, rounded = config_of(given, 1).batch, any(precisions.get(word).carried_by for word in _around(given))
     if not cut and batch % ranks:
         raise UsageError(f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a multiple as --batch.")
-    advice = "add --amax-group own, or leave it out"
     refusals = (
         (cut and given.arch != "gpt", f"--arch {given.arch}", way,
          "it divides the heads and hidden features of gpt's blocks. Choose --arch gpt"),
         (cut and given.gradients != "fp32", f"--gradients {given.gradients}", way,
          "each rank would have its own scale for its part of a gradient. Choose --gradients fp32, or --parallel zero"),
-        (cut and compiled, "--compile yes", way,
-         "ranks send each other sums between the parts of a block. Choose --compile no"),
         (given.parallel == "sp" and given.dropout > 0, f"--dropout {given.dropout:g}", way,
          "ranks have different tokens, and would drop the same places in each. Choose --dropout 0"),
-        (given.parallel == "sp" and rounded, "--precision-map", way,
-         "operations around products would be rounded by the magnitudes of a rank's own tokens. Leave it out"),
+        (rounded and given.parallel != "tp", "--precision-map", way,
+         "operations around products would be rounded by a rank's own magnitudes. Leave it out"),
         (given.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would see only a rank's own part of a batch"),
         (given.gradients != "fp32" and given.parallel != "zero", f"--gradients {given.gradients}", way,
          "its ranks average float32 gradients. Choose --parallel zero, as MS-AMP's levels do"),
-        (compiled and (sharded or given.parallel == "zero"), "--compile yes", way,
-         "a compiled graph keeps weights that are freed between two steps"),
-        (shared and given.arch == "moe", "--arch moe", "--ranks",
-         f"experts cast on some ranks and not on others, so that ranks cannot share largest magnitudes: {advice}"),
+        (given.compile == "yes", "--compile yes", "--ranks",
+         "ranks send each other largest magnitudes between casts. Choose --compile no"),
+        (given.arch == "moe", "--arch moe", "--ranks",
+         "experts cast on some ranks and not on others, so that ranks cannot share largest magnitudes"),
         (cut and given.master == "bf16-stochastic", f"--master {given.master}", way,
          "weights that all ranks share would be rounded differently on each. Choose another master"),
         ((cut or sharded) and given.optimizer == "adafactor", "--optimizer adafactor", way,
          "it needs means of a weight's rows and columns, and a rank has a part of them. Choose another one"),
         ((cut or sharded) and given.updates == "fp8", "--updates fp8", way,
          "its scale needs the update of a whole weight, and a rank has a part of it. Choose bf16"),
-        (shared and rounded, "--precision-map", "--ranks",
-         f"operations around products are rounded by a rank's own magnitudes: {advice}"),
-        (shared and compiled, "--compile yes", "--ranks",
-         f"ranks send each other largest magnitudes between casts: {advice}"),
     )  # fmt: skip
     for wrong, option, other, why in refusals:
         if wrong:
@@ -193,8 +180,6 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
     support = native("the model as it came") if own else _support_of(settings, precision, facts)
     if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:
         return refused(f"a checkpoint cannot store scales of {precision.mode}: choose backend=torch or emulated")
-    if facts.ranks > 1 and settings.amax_group == "parallel" and _scales_are_own(precision):
-        return refused(f"ranks cannot share the scale of a tensor in {precision.mode}: choose --amax-group own")
     cut = settings.parallel in CUT and facts.ranks > 1
     if cut and precision.whole_layers:
         return refused(f"--parallel {settings.parallel} cannot divide a library's layers, as of {precision.mode}")
@@ -229,7 +214,7 @@ def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFa
     """A precision's own support; one with unit scaling has constants for some models only."""
     unlike = (
         settings.make or (settings.arch != "gpt" and f"--arch {settings.arch}"),
-        settings.attention != "auto" and f"--attention {settings.attention}", settings.lora and "--lora",
+        settings.attention != "auto" and f"--attention {settings.attention}",
         settings.parallel in ("tp", "fsdp") and f"--parallel {settings.parallel}",
         not settings.make and _around(settings) and "--precision-map for operations around products",
     ) if precision.unit_scaled else ()  # fmt: skip
@@ -250,15 +235,6 @@ def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
         return ""
     sides = " and ".join(map(str, wrong))
     return f"native {precision.name} takes sides in multiples of {most}, and a rank has {sides} features of a block"
-
-
-def _scales_are_own(precision: Precision) -> bool:
-    """Whether ranks cannot share a tensor's largest magnitude: it is a library's, or block scales need it."""
-    recipe = getattr(precision, "recipe", None)
-    treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
-    return precision.whole_layers or any(
-        treatment.scaling is not None and treatment.scaling.scale is E4M3 for treatment in treatments
-    )
 
 
 def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fp8bench.features.train.lab.readings import dense
 from fp8bench.features.train.lab.update_rules import RULES, factor_of, group_of, kind_of, states_for
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, ArmRole
 from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.native_codes import codes, current_scale
 from fp8bench.formats.recipes import ScaleRounding
@@ -28,11 +27,6 @@ def seed_of(purpose: str, *numbers: int) -> int:
     """A seed of 32 bits, the most that a CPU generator takes, different for each purpose and numbers."""
     words = "/".join((purpose, *map(str, numbers)))
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
-
-
-def own_seed(seed: int, arm: Arm) -> int:
-    """The seed of an arm's weights, batches and dropout: the same for all arms but the one that checks another seed."""
-    return seed_of("other", seed) if arm.role is ArmRole.OTHER_SEED else seed
 
 
 # As in FP8-LM: a scale is halved where more values than this share saturate, else it doubles over 1000 steps.

@@ -48,6 +48,9 @@ def trainer_of(
 class OwnTrainer(Trainer):
     """Batches are numbered by micro-batch. Rates of the maker's optimizer are its own; the settings' are factors."""
 
+    # How many steps later the next batch is than the step that reads it.
+    _past = 0
+
     def _build(self, task: SeedTask) -> nn.Module:
         settings, facts = self._settings, task.facts
         self.together = Alone()
@@ -58,7 +61,7 @@ class OwnTrainer(Trainer):
             raise UsageError(f"{self._name}: no parameter of its model requires a gradient: there is nothing to train.")
         if not model.training:  # as from_pretrained returns it
             model.train()
-        apply_start(model, settings, self._seed)
+        apply_start(model, settings, self.arm, self._seed)
         self._batches = OwnBatches(self._name, given, self._seed, facts)
         self._held_out = held_out_of(self._name, given, facts)
         self._evaluation: Any = self
@@ -123,15 +126,14 @@ class OwnTrainer(Trainer):
         )  # fmt: skip
         for name in names:
             if getattr(self._settings, name) != getattr(usual, name):
-                hint = "; --sweep handicap=0.5,2 multiplies its rate" if name == "rate" else ""
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out{hint}."
+                    f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out."
                 )
 
     def _rate_now(self) -> float:
         if not isinstance(self._optimizer, TorchOptimizer):
             return super()._rate_now()
-        self._optimizer.factor = self._rate / self._settings.rate * self._settings.handicap
+        self._optimizer.factor = self._rate / self._settings.rate
         return self._optimizer.rate
 
     @property

@@ -71,8 +71,8 @@ class RankLab(RankBench, Lab):
         """Arms that are not finite on any rank: a checkpoint that some ranks lack could not be resumed."""
         return tuple(sorted({name for names in _from_all_ranks(super()._not_finite()) for name in names}))
 
-    def _read(self, folder: str, arm: str = "") -> dict[str, dict[str, Any]]:
-        return self._on_all_ranks(lambda: super(RankLab, self)._read(self._own_folder(folder), arm))
+    def _read(self, folder: str) -> dict[str, dict[str, Any]]:
+        return self._on_all_ranks(lambda: super(RankLab, self)._read(self._own_folder(folder)))
 
     def _own_folder(self, folder: str) -> str:
         return f"{folder}/rank-{self._rank}"

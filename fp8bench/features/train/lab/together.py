@@ -42,10 +42,9 @@ class Alone:
 
     shares = 1
     share = rank = 0
-    shares_scales = False
 
     def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
-        """Make a layer's scales come from the largest magnitudes of all ranks, where ranks share scales."""
+        """Make a layer's scales come from the largest magnitudes of all ranks."""
         return arithmetic
 
     def take(self, model: LanguageModel) -> None:
@@ -90,8 +89,8 @@ class Alone:
 class Together(Alone):
     """Several ranks, which form a group."""
 
-    def __init__(self, group: RankGroup, own_amax: bool) -> None:
-        self._group, self.rank, self.shares_scales = group, group.rank, not own_amax
+    def __init__(self, group: RankGroup) -> None:
+        self._group, self.rank = group, group.rank
 
     def _over_ranks(self, amax: Tensor) -> Tensor:
         """Infinite where it is NaN on any rank: a maximum over several need not keep a NaN."""
@@ -101,12 +100,12 @@ class Together(Alone):
 class DataParallel(Together):
     """Every rank has the whole model, and reads an equal part of every micro-batch."""
 
-    def __init__(self, group: RankGroup, own_amax: bool) -> None:
-        super().__init__(group, own_amax)
+    def __init__(self, group: RankGroup) -> None:
+        super().__init__(group)
         self.shares, self.share = group.size, group.rank
 
     def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
-        return scaled_together(arithmetic, Role, self._over_ranks) if self.shares_scales else arithmetic
+        return scaled_together(arithmetic, Role, self._over_ranks)
 
     def mean(self, loss: Tensor) -> Tensor:
         return self._group.added(loss) / self.shares
@@ -220,15 +219,15 @@ class TensorParallel(Together):
     """Each rank has some heads and hidden features of every block, and reads whole batches. Between the parts of a
     block all ranks have the same values bit for bit, so that a wrong sum on one of them shows."""
 
-    def __init__(self, group: RankGroup, config: GPTConfig, own_amax: bool) -> None:
-        super().__init__(group, own_amax)
+    def __init__(self, group: RankGroup, config: GPTConfig) -> None:
+        super().__init__(group)
         self._config = config
 
     def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
         """Scales come from all ranks where a tensor is cut; of other tensors every rank has the same magnitudes."""
         cut = cut_of(f"{layer}.weight", self._config)
         roles = cut_roles(cut) if cut is not None else tuple(Role) if ".core." in layer else ()
-        return scaled_together(arithmetic, roles, self._over_ranks) if roles and self.shares_scales else arithmetic
+        return scaled_together(arithmetic, roles, self._over_ranks) if roles else arithmetic
 
     def take(self, model: LanguageModel) -> None:
         """Keep this rank's share of every block."""

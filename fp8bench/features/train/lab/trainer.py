@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Scores, windows_by_step
 from fp8bench.features.train.lab.fine_tuning import apply_start, frozen_in, scaled
-from fp8bench.features.train.lab.optimizer import LoopOptimizer, clippings_of, joint, own_seed, seed_of
+from fp8bench.features.train.lab.optimizer import LoopOptimizer, clippings_of, joint, seed_of
 from fp8bench.features.train.lab.together import digest_of
 from fp8bench.features.train.lab.update_rules import PlateauShare, group_of, loss_scale_of, share_of_rate
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, not_finite_words
@@ -73,11 +73,7 @@ class Trainer:
         self._task = task
         self._settings = settings = arm.taken(task.settings)
         self._rate = settings.rate
-        self._seed = own_seed(task.seed, arm)
-        # First and last step of each stretch that is skipped with its batches.
-        self.rewinds: tuple[tuple[int, int], ...] = ()
-        # A step reads the batches of the step that lies so many steps later.
-        self._past = 0
+        self._seed = task.seed
         self._arithmetics: dict[str, Arithmetic] = {}
         self._model = self._build(task)
         self._parameters = {name: own for name, own in self._model.named_parameters() if own.requires_grad}
@@ -131,7 +127,7 @@ class Trainer:
         set_around(model, {name: self._arithmetic(keys[key], facts) for name, key in around.items() if key})
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
-        apply_start(model, self._settings, self._seed)
+        apply_start(model, self._settings, self.arm, self._seed)
         self._count = sum(parameter.numel() for parameter in model.parameters())
         self.together.take(model)
         return model
@@ -189,9 +185,6 @@ class Trainer:
         """Take one step and yield its lines; none where the arm has stopped or is done. Some steps are `watched`."""
         if self.stopped or self.step == self._task.steps:
             return
-        if self._is_passed_over:
-            self.step += 1
-            return
         if self.step == 0 and (other := product_like(self.precision, self._task.facts)):
             words = f"the numbers of a product are those of {other}, not of {self.precision.mode}"
             yield self._event(FALLBACK, words)
@@ -237,15 +230,15 @@ class Trainer:
 
     def _rate_now(self) -> float:
         share = share_of_rate(self._settings, self.step, self._task.steps) * self._plateau.share
-        return self._rate * self._settings.handicap * share
+        return self._rate * share
 
     def read(self, step: int) -> tuple[int, int]:
         """Digests of the tokens that this rank reads in a step, and of those that all ranks read in it."""
         settings, digest, together = self._settings, self._windows(step).digest, self.together
         numbers = range(settings.micro_batches)
         parts = [number * together.shares + together.share for number in numbers]
-        own = sum(digest(self._seed, step + self._past, part, self._share) for part in parts)
-        whole = sum(digest(self._seed, step + self._past, number, self._config.batch) for number in numbers)
+        own = sum(digest(self._seed, step, part, self._share) for part in parts)
+        whole = sum(digest(self._seed, step, number, self._config.batch) for number in numbers)
         return own % DIGESTS, whole % DIGESTS
 
     def weights_digest(self) -> tuple[int, tuple[str, ...]]:
@@ -254,23 +247,15 @@ class Trainer:
             return digest_of(self.together.common(self._parameters)), self.together.faults()
 
     def scales_digest(self) -> int:
-        """A digest of the scales that come from earlier casts; 0 where each rank has its own."""
+        """A digest of the scales that come from earlier casts."""
         memories = (arithmetic.memory().values() for arithmetic in self._arithmetics.values())
         scales = [tensor for memory in memories for tensor in memory if tensor.dtype == torch.float32]
-        return digest_of(scales) if self.together.shares_scales else 0
-
-    @property
-    def _is_passed_over(self) -> bool:
-        return any(first <= self.step <= last for first, last in self.rewinds)
+        return digest_of(scales)
 
     def repeat(self, last: int) -> None:
-        """Let an arm that is done take its last steps again, from its present weights; without those it passed over."""
+        """Let an arm that is done take its last steps again, from its present weights."""
         if self.step == self._task.steps:
             self.step = max(0, self.step - last)
-        for _ in range(self._task.steps):
-            if not self._is_passed_over:
-                return
-            self.step = (self.step + 1) % self._task.steps
 
     @contextmanager
     def _present(self, phase: Phases) -> Iterator[None]:
@@ -292,9 +277,7 @@ class Trainer:
         part = number * self.together.shares + self.together.share
         torch.manual_seed(seed_of("step", self._seed, self.step, part))
         with phase.data_load:
-            batch = self._windows(self.step).drawn(self._seed, self.step + self._past, part, self._share)
-        if self._settings.nudge == "order":  # the same sums over the batch, in reverse order
-            batch = batch[0].flip(0), batch[1].flip(0)
+            batch = self._windows(self.step).drawn(self._seed, self.step, part, self._share)
         loss = self._forward(*batch, phase)
         (loss * (scale / self._settings.micro_batches)).backward()
         return loss.detach()
@@ -319,9 +302,7 @@ class Trainer:
         values = (*values, ("loss_scale", row.loss_scale))
         yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE, words, layer, tensor, values)
         why = self._why_stopped(row)
-        if self._settings.on_nan == "rewind":
-            self.stopped = True  # the parent has the checkpoints: it goes back to one, or ends the arm
-        elif why:
+        if why:
             self.stopped = True
             yield self._event("stopped", f"the arm is stopped: {why}")
         elif self._settings.on_nan == "lower-rate":
@@ -390,42 +371,16 @@ class Trainer:
             "optimizer": self._optimizer.memory(),
             "rate": self._rate,
             "plateau": self._plateau.memory(),
-            "past": self._past,
-            "rewinds": [list(window) for window in self.rewinds],
             "skipped": self._skipped,
             "remembered": self._remembered()._asdict(),
             "watched": dict(self._watch.scales),
         }
 
-    def take_over(self, other: Trainer, memory: dict[str, Any]) -> None:
-        """Continue from another arm's memory with this arm's settings and precision. Layers with another arithmetic get
-        their scales from the step before, which is repeated without an update."""
-        same = {name for name, arithmetic in self._arithmetics.items() if _alike(arithmetic, other._arithmetics[name])}
-        known = {name: tensors for name, tensors in memory["remembered"]["arithmetics"].items() if name in same}
-        remembered = {"arithmetics": known, "statistics": memory["remembered"]["statistics"]}
-        scale = memory["loss_scale"]
-        if self._settings.loss_scale != other._settings.loss_scale:
-            scale = [self._loss_scale.scale, self._loss_scale.good_steps]
-        changed = {"rate": self._rate, "loss_scale": scale, "stopped": False, "skipped": 0, "remembered": remembered}
-        self.recall({**memory, **changed})
-        if same != set(self._arithmetics) and self.step:
-            before = self._remembered()
-            self.step -= 1
-            with self._present(_SILENT):
-                self._losses(self._loss_scale.scale)
-            self.step += 1
-            self._recall(_Remembered({name: before.arithmetics[name] for name in same}, before.statistics))
-
     def recall(self, memory: dict[str, Any]) -> None:
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
         self._loss_scale.scale, self._loss_scale.good_steps = memory["loss_scale"]
-        self._rate, self._skipped, self._past = memory["rate"], memory["skipped"], memory["past"]
+        self._rate, self._skipped = memory["rate"], memory["skipped"]
         self._plateau.recall(memory["plateau"])
-        self.rewinds = tuple((first, last) for first, last in memory["rewinds"])
         self._optimizer.recall(memory["optimizer"])
         self._recall(_Remembered(**memory["remembered"]))
         self._watch.scales = dict(memory["watched"])
-
-
-def _alike(arithmetic: Arithmetic, other: Arithmetic) -> bool:
-    return type(arithmetic) is type(other) and getattr(arithmetic, "recipe", None) == getattr(other, "recipe", None)

@@ -34,17 +34,17 @@ def together_of(settings: TrainerSettings, config: GPTConfig, facts: DeviceFacts
     if facts.ranks == 1:
         return Alone()
     assert dist.group.WORLD is not None
-    group, own_amax = RankGroup(dist.group.WORLD), settings.amax_group == "own"
+    group = RankGroup(dist.group.WORLD)
     match settings.parallel:
         case "tp":
-            return TensorParallel(group, config, own_amax)
+            return TensorParallel(group, config)
         case "sp":
-            return SequenceParallel(group, config, own_amax, settings.wire)
+            return SequenceParallel(group, config, settings.wire)
         case "zero":
-            return ZeroTensors(group, own_amax, settings.wire)
+            return ZeroTensors(group, settings.wire)
         case "fsdp":
-            return FullySharded(group, own_amax)
-    return DataParallel(group, own_amax)
+            return FullySharded(group)
+    return DataParallel(group)
 
 
 # So many numbers of each tensor are compared.
@@ -101,8 +101,8 @@ class ZeroTensors(FullySharded):
     with the weights as sent. After a slice some numbers of each are compared with what ranks sent, in FP8 to the bit.
     """
 
-    def __init__(self, group: RankGroup, own_amax: bool, wire: str) -> None:
-        super().__init__(group, own_amax)
+    def __init__(self, group: RankGroup, wire: str) -> None:
+        super().__init__(group)
         self._wire = wire
         # For each step, samples of all tensors that this rank sent, and of the means that it received.
         self._seen, self._turn = deque[tuple[Tensor, Tensor]](maxlen=_MOST_STEPS), 0
@@ -245,8 +245,8 @@ class SequenceParallel(TensorParallel):
     the first block and gathered after the last. After a slice samples of every exchange are compared with what ranks
     sent: all gather the same stream, so that weights would not show a wrong sum."""
 
-    def __init__(self, group: RankGroup, config: GPTConfig, own_amax: bool, wire: str) -> None:
-        super().__init__(group, config, own_amax)
+    def __init__(self, group: RankGroup, config: GPTConfig, wire: str) -> None:
+        super().__init__(group, config)
         self._wire, self.stream = wire, STREAMS[wire](group.handle)
 
     def take(self, model: LanguageModel) -> None:

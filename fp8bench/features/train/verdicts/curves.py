@@ -16,11 +16,8 @@ from enum import StrEnum
 
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.features.train.values import (
-    ARRIVED,
     NOT_FINITE,
     REFERENCE_SECONDS,
-    REWOUND,
-    Arm,
     StepFigure,
     StepRow,
     StreamLine,
@@ -45,7 +42,6 @@ class Void(StrEnum):
 
     NOT_FINISHED = "not finished"
     NOT_FINITE = "not finite"
-    PASSED_OVER = "all batches of its last tenth were passed over"
     NEARLY_ZERO = "the reference's loss is nearly zero or below"
     OTHER_TOKENS = "another number of tokens a step"
     COPY = "the reference's losses are those of another seed bit for bit"
@@ -54,15 +50,13 @@ class Void(StrEnum):
 @dataclass(frozen=True)
 class Curve:
     """One arm in one seed: its rows in the order of steps, of which `steps` were asked for. `reference_seconds` are
-    times of the reference's steps next to this arm, where they differ from those in the reference's rows. `passed` are
-    steps that rewinds passed over: their rows have no loss, and no comparison uses them."""
+    times of the reference's steps next to this arm, where they differ from those in the reference's rows."""
 
     steps: int
     rows: tuple[StepRow, ...] = ()
     held_out: Mapping[int, float] = field(default_factory=dict)
     events: frozenset[str] = frozenset()
     reference_seconds: Mapping[int, float] = field(default_factory=dict)
-    passed: frozenset[int] = frozenset()
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -74,12 +68,9 @@ class Curve:
 
     @property
     def endpoint(self) -> float:
-        return self.endpoint_without(self.passed)
-
-    def endpoint_without(self, passed: frozenset[int]) -> float:
         """NaN if a step of the last tenth is not finite, or the arm did not come to its end."""
-        end = [row.loss for row in self.rows[-last_of(self.steps) :] if row.step not in passed]
-        return math.fsum(end) / len(end) if end and self.whole and all(map(math.isfinite, end)) else math.nan
+        end = self.losses[-last_of(self.steps) :]
+        return math.fsum(end) / len(end) if self.whole and all(map(math.isfinite, end)) else math.nan
 
     @property
     def fall(self) -> float:
@@ -94,8 +85,7 @@ class Curve:
     def blew_up(self) -> bool:
         """Whether it ended with a value that is not finite. Recovered steps do not count, nor does a lost arm."""
         if self.whole:
-            taken = [row.loss for row in self.rows if row.step not in self.passed]
-            return not (taken and math.isfinite(taken[-1]))
+            return not math.isfinite(self.rows[-1].loss)
         return {_STOPPED, NOT_FINITE} <= self.events
 
 
@@ -104,9 +94,8 @@ def last_of(steps: int) -> int:
 
 
 def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
-    lines = tuple(lines)
-    ends, by_key = arrivals(lines), together(((line.arm, line.seed), line) for line in lines)
-    curves = {key: _curve(own, ends.get(key[1], steps)) for key, own in by_key.items()}
+    by_key = together(((line.arm, line.seed), line) for line in lines)
+    curves = {key: _curve(own, steps) for key, own in by_key.items()}
     return {key: curve for key, curve in curves.items() if curve.rows}
 
 
@@ -115,20 +104,11 @@ def _curve(lines: Sequence[StreamLine], steps: int) -> Curve:
     rows = {line.step: line for line in lines if isinstance(line, StepRow)}
     looks = (line for line in lines if isinstance(line, Validation) and line.of == HELD_OUT)
     figures = (line for line in lines if isinstance(line, StepFigure) and line.name == REFERENCE_SECONDS)
-    events = [line for line in lines if isinstance(line, TrainingEvent)]
-    rewound = ((int(dict(event.values)["first"]), event.step) for event in events if event.kind == REWOUND)
-    passed = frozenset(step for first, last in rewound for step in range(first, last + 1))
-    if rows and passed:
-        empty = replace(next(iter(rows.values())), loss=math.nan, gradient_norm=math.nan, seconds=0.0, skipped=True)
-        rows |= {step: replace(empty, step=step) for step in passed}
+    events = (line.kind for line in lines if isinstance(line, TrainingEvent))
     return Curve(
         steps, tuple(row for _, row in sorted(rows.items())), {look.step: look.loss for look in looks},
-        frozenset(event.kind for event in events), {figure.step: figure.value for figure in figures}, passed,
+        frozenset(events), {figure.step: figure.value for figure in figures},
     )  # fmt: skip
-
-
-def arrivals(lines: Iterable[StreamLine]) -> dict[int, int]:
-    return {line.seed: line.step for line in lines if isinstance(line, TrainingEvent) and line.kind == ARRIVED}
 
 
 @dataclass(frozen=True)
@@ -145,10 +125,7 @@ class Pair:
 def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
     if not (reference.whole and arm.whole):
         return Void.NOT_FINISHED
-    passed = reference.passed | arm.passed
-    if passed >= {row.step for row in reference.rows[-last_of(reference.steps) :]}:
-        return Void.PASSED_OVER
-    old, new = reference.endpoint_without(passed), arm.endpoint_without(passed)
+    old, new = reference.endpoint, arm.endpoint
     if math.isnan(old) or math.isnan(new):
         return Void.NOT_FINITE
     if old <= _NEARLY_ZERO * abs(reference.rows[0].loss):  # of a negative loss a share has the wrong sign
@@ -314,70 +291,3 @@ def least_seen(deviation: float, seeds: int) -> tuple[float, float]:
     """The smallest difference found in four of five cases, and the half-width of the interval of 99%."""
     reach, moved = (value * deviation / math.sqrt(seeds) for value in (quantile(DECIDING, seeds - 1), _POWER))
     return reach + moved, reach
-
-
-@dataclass(frozen=True)
-class ReachedLoss:
-    """When an arm came to the loss in a seed, by a straight line between two validations; None where it did not."""
-
-    seed: int
-    steps: float | None
-    tokens: float | None
-    seconds: float | None
-
-
-@dataclass(frozen=True)
-class ArmReached:
-    """An arm in every seed. `times` are its steps as a multiple of the reference's, the geometric mean over the `both`
-    seeds in which both reached the loss, with the interval of 95% from two seeds on."""
-
-    arm: str
-    seeds: tuple[ReachedLoss, ...]
-    both: int = 0
-    times: float | None = None
-    interval: Interval | None = None
-
-    @property
-    def arrived(self) -> int:
-        return sum(place.steps is not None for place in self.seeds)
-
-
-def reached_by(
-    arms: Sequence[Arm], reference: str, curves: Mapping[Key, Curve], seeds: Sequence[int], loss: float
-) -> tuple[ArmReached, ...]:
-    """The reference has no multiple."""
-    places = {arm.name: [_in_seed(curves.get((arm.name, seed)), seed, loss, arm) for seed in seeds] for arm in arms}
-    return tuple(_compared(name, own, places[reference] if name != reference else []) for name, own in places.items())
-
-
-def _in_seed(curve: Curve | None, seed: int, loss: float, arm: Arm) -> ReachedLoss:
-    step = None if curve is None else _first_at(curve.held_out, loss)
-    if curve is None or step is None:
-        return ReachedLoss(seed, None, None, None)
-    timed = [row.seconds for row in curve.rows if row.seconds > 0]
-    seconds = step * statistics.median(timed) if timed and arm.native else None
-    return ReachedLoss(seed, step, step * curve.rows[0].tokens, seconds)
-
-
-def _first_at(looks: Mapping[int, float], loss: float) -> float | None:
-    before: tuple[int, float] | None = None
-    for step, value in sorted(looks.items()):
-        if value <= loss:
-            if before is None or not math.isfinite(before[1]):
-                return float(step)
-            return before[0] + (step - before[0]) * (before[1] - loss) / (before[1] - value)
-        before = step, value
-    return None
-
-
-def _compared(arm: str, own: Sequence[ReachedLoss], reference: Sequence[ReachedLoss]) -> ArmReached:
-    logs = [
-        math.log(new.steps / old.steps)
-        for old, new in zip(reference, own, strict=False) if new.steps and old.steps
-    ]  # fmt: skip
-    mean = gap_of(logs)
-    if mean is None:
-        return ArmReached(arm, tuple(own))
-    point, shown = math.exp(mean.point), mean.shown
-    ends = Interval(point, math.exp(shown.low), math.exp(shown.high), shown.level) if shown else None
-    return ArmReached(arm, tuple(own), len(logs), point, ends)

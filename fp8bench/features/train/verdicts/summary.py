@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fp8bench.analysis.energy import LEAST_WINDOWS, Range, energy_samples
+from fp8bench.analysis.energy import Range, energy_samples
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.tasks import CHANCES, ITEMS, METRIC, TASK
 from fp8bench.features.train.values import (
@@ -35,7 +35,6 @@ from fp8bench.features.train.verdicts.curves import (
     Gap,
     Key,
     Learned,
-    arrivals,
     curves_of,
     gap_of,
     rule,
@@ -109,7 +108,8 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
         line.arm: sum(size for _, size in line.kept) / kept.training.parameters
         for line in kept.of(ArmCost) if line.kept and kept.training.request.settings.make
     }  # fmt: skip
-    lead, energies = kept.training.arms[0].name, energies_of(kept, verdicts)
+    lead = kept.training.arms[0].name
+    energies = {line.arm: energy_of(line.energy) for line in kept.of(ArmCost) if line.energy is not None}
     events = Counter(event.arm for event in kept.of(TrainingEvent))
     # A watched step has no time of its own.
     paces = together((row.arm, row.seconds / row.tokens) for row in kept.of(StepRow) if row.seconds > 0)
@@ -168,7 +168,6 @@ def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, flo
         "wire_bytes": math.fsum(summary.wire.values()) if summary.wire else None,
         "largest_batch": summary.capacity.batch if summary.capacity else None,
         "joules_per_step": energy.joules.middle if energy and energy.joules else None,
-        **_interval("energy_to_same_loss", energy.to_loss if energy else None),
         "events": summary.events, **_band(summary.arm, verdicts),
     }  # fmt: skip
 
@@ -186,8 +185,6 @@ def _interval(name: str, interval: Interval | None) -> dict[str, float | None]:
 
 
 def _band(arm: Arm, verdicts: TrainingVerdicts) -> dict[str, float | None]:
-    if arm.role is ArmRole.OTHER_SEED and verdicts.seed_band is not None:
-        return {"seed_band": verdicts.seed_band.deviation, "seed_band_largest": verdicts.seed_band.largest}
     if arm.role is ArmRole.REPEAT and verdicts.repeat_band is not None:
         return {"first_difference": verdicts.repeat_band.first, "largest_difference": verdicts.repeat_band.largest}
     return {}
@@ -195,62 +192,17 @@ def _band(arm: Arm, verdicts: TrainingVerdicts) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class TrainedEnergy:
-    """`joules` are those of a step, by its windows. `to_loss` is the ratio to the reference's energy to the same loss;
-    `at_least`: it is that or more. `why` says why a figure is missing."""
+    """`joules` are those of a step, by its windows; `why` says why they are missing."""
 
     joules: Range | None
-    to_loss: Interval | None = None
-    at_least: bool = False
     why: str = ""
 
 
-def energies_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> dict[str, TrainedEnergy]:
-    uses = {cost.arm: cost.energy for cost in kept.of(ArmCost) if cost.energy is not None}
-    return {arm: _energy(arm, uses, verdicts) for arm in uses}
-
-
-def _energy(arm: str, uses: Mapping[str, EnergyUse], verdicts: TrainingVerdicts) -> TrainedEnergy:
-    own, reference, verdict = uses[arm], uses.get(verdicts.reference), verdicts.of(arm)
-    samples = energy_samples(own)
+def energy_of(use: EnergyUse) -> TrainedEnergy:
+    samples = energy_samples(use)
     if not samples:
-        return TrainedEnergy(None, why=own.why or "no window was measured, for unknown reasons")
-    joules = Range(statistics.median(samples), min(samples), max(samples))
-    if verdict is None or reference is None:
-        return TrainedEnergy(joules, why=own.why)
-    why = _why_not_to_loss(verdict, own, reference)
-    if why or verdict.speed is None or verdict.speed.fewer_steps is None:
-        return TrainedEnergy(joules, why="; ".join(filter(None, (own.why, why))))
-    step, fewer = _ratio(own, reference), verdict.speed.fewer_steps
-    low, high = step.low / fewer.high, (step.high / fewer.low if fewer.low > 0 else math.inf)
-    point = Interval(step.point / fewer.point, low, high, fewer.level)
-    return TrainedEnergy(joules, point, verdict.speed.bounded, own.why)
-
-
-def _why_not_to_loss(verdict: ArmVerdict, own: EnergyUse, reference: EnergyUse) -> str:
-    """'' where the energy to a loss is known, or where the speed says why not."""
-    if not verdict.arm.native:
-        return "emulated: joules of its steps are the cost of emulation"
-    if own.source != reference.source:
-        return f"it was measured by {own.source}, the reference by {reference.source}"
-    fewest = min(len(energy_samples(use)) for use in (own, reference))
-    if fewest < LEAST_WINDOWS:
-        return f"a comparison needs {LEAST_WINDOWS} windows, and there are {fewest}"
-    if _uncertainty(own) is None or _uncertainty(reference) is None:
-        return "the error of its power sensor is unknown"
-    return "" if verdict.speed else "its steps to the same loss are unknown: that takes 5 seeds and a verdict"
-
-
-def _uncertainty(use: EnergyUse) -> float | None:
-    known = [window.uncertainty for window in use.windows if window.uncertainty is not None]
-    return max(known) if known and len(known) == len(use.windows) else None
-
-
-def _ratio(own: EnergyUse, reference: EnergyUse) -> Interval:
-    """Joules of a step over the reference's, with the range over all pairs of windows."""
-    first, second = energy_samples(own), energy_samples(reference)
-    wide = (1 + (_uncertainty(own) or 0.0)) * (1 + (_uncertainty(reference) or 0.0))
-    point = statistics.median(first) / statistics.median(second)
-    return Interval(point, min(first) / max(second) / wide, max(first) / min(second) * wide, 1.0)
+        return TrainedEnergy(None, use.why or "no window was measured, for unknown reasons")
+    return TrainedEnergy(Range(statistics.median(samples), min(samples), max(samples)), use.why)
 
 
 @dataclass(frozen=True)
@@ -280,9 +232,9 @@ def verdicts_of_scores(kept: KeptTraining, verdicts: TrainingVerdicts) -> tuple[
     for line in kept.of(StepFigure):
         if line.name.startswith((TASK, METRIC)):
             scores[line.name][line.arm][line.seed] = line.value
-    steps, ends = kept.training.request.steps, arrivals(kept.lines)
+    steps = kept.training.request.steps
     for look in kept.of(Validation):
-        if look.of.startswith("quantised:") and look.step == ends.get(look.seed, steps):
+        if look.of.startswith("quantised:") and look.step == steps:
             scores[look.of][look.arm][look.seed] = look.loss
     in_bf16 = dict(scores.get(_IN_BF16, {}))
     base, request, made = verdicts.reference, kept.training.request, []

@@ -17,7 +17,6 @@ from fp8bench.features.train.verdicts.curves import (
     INCURABLE,
     LEAST_PAIRS,
     SHOWN,
-    ArmReached,
     Curve,
     JudgedArm,
     Key,
@@ -30,7 +29,6 @@ from fp8bench.features.train.verdicts.curves import (
     judge,
     last_of,
     paired,
-    reached_by,
 )
 from fp8bench.model import Interval
 
@@ -46,7 +44,7 @@ _LEAST_POINTS = 10
 @dataclass(frozen=True)
 class ArmVerdict:
     """The verdict on one arm, its pairs, and why other seeds have no pair. `speed` is None where it is unknown or means
-    nothing. `passed` are the steps of each seed whose batches the arm or its reference passed over after a rewind."""
+    nothing."""
 
     arm: Arm
     judged: JudgedArm
@@ -54,26 +52,10 @@ class ArmVerdict:
     voids: tuple[tuple[int, Void], ...] = ()
     diverged_in: tuple[int, ...] = ()
     speed: AdjustedSpeed | None = None
-    passed: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def same_bits(self) -> bool:
         return bool(self.pairs) and all(pair.same_bits for pair in self.pairs)
-
-
-@dataclass(frozen=True)
-class SeedBand:
-    """Gaps of the reference under other seeds."""
-
-    gaps: tuple[float, ...]
-
-    @property
-    def largest(self) -> float:
-        return max(map(abs, self.gaps))
-
-    @property
-    def deviation(self) -> float:
-        return math.sqrt(math.fsum(gap * gap for gap in self.gaps) / len(self.gaps))
 
 
 @dataclass(frozen=True)
@@ -90,7 +72,7 @@ class RepeatBand:
 class TrainingVerdicts:
     """`falls` are those of the reference's loss by seed. Without `looks` there is no held-out text, and the training
     loss alone decides. `chaos` is what one ulp does in the first seed. `rates` is the number of the reference's
-    learning rates, whose best is compared with each arm's best. `reached` says when arms came to the loss `until`."""
+    learning rates, whose best is compared with each arm's best."""
 
     reference: str
     margin: float
@@ -98,13 +80,10 @@ class TrainingVerdicts:
     least_fall: float
     falls: Mapping[int, float]
     arms: tuple[ArmVerdict, ...]
-    seed_band: SeedBand | None
     repeat_band: RepeatBand | None
     looks: bool = True
     chaos: Pair | None = None
     rates: int = 1
-    until: float | None = None
-    reached: tuple[ArmReached, ...] = ()
 
     def of(self, name: str) -> ArmVerdict | None:
         """None for the reference and its bands."""
@@ -124,11 +103,7 @@ def verdicts_of(
     seeds = tuple(range(request.seed, request.seed + request.seeds))
     looks = not request.settings.make or any(isinstance(line, Validation) for line in lines)
     curves = curves_of(lines, request.steps) if curves is None else curves
-    verdicts = verdicts_on(training.arms, curves, seeds, request.steps, request.margin, looks)
-    if request.until is None:
-        return verdicts
-    reached = reached_by(training.compared, verdicts.reference, curves, seeds, request.until)
-    return replace(verdicts, until=request.until, reached=reached)
+    return verdicts_on(training.arms, curves, seeds, request.steps, request.margin, looks)
 
 
 def verdicts_on(
@@ -143,7 +118,6 @@ def verdicts_on(
     best_curves = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
     least = least_fall(margin)
     learned = not any(curve.blew_up or curve.fall < least for curve in best_curves.values())
-    others = [pair.gap for arm in arms[ArmRole.OTHER_SEED] for pair in _pairs(base_curves, arm, curves)[0]]
     chaos = [pair for arm in arms[ArmRole.CHAOS] for pair in _pairs(base_curves, arm, curves)[0]]
     repeats = [
         (base_curves[seed], curves[arm.name, seed])
@@ -154,7 +128,6 @@ def verdicts_on(
     return TrainingVerdicts(
         reference.name, margin, seeds, least, {seed: curve.fall for seed, curve in best_curves.items() if curve.rows},
         tuple(verdicts) if len(at_rates) == 1 else tuple(_at_best_rate(each, candidates, curves) for each in verdicts),
-        SeedBand(tuple(others)) if others else None,
         _repeat_band(repeats) if repeats else None, looks, chaos[0] if chaos else None, len(at_rates),
     )  # fmt: skip
 
@@ -212,13 +185,10 @@ def _arm_verdict(
         why = Why.FALLBACK if fell_back else Why.SAME_BITS
         judged = replace(judged, learned=Learned.INCONCLUSIVE, why=why, more_seeds=None)
         learned = False
-    speed, lengths = None, {curve.steps for curve in own.values()}
-    if learned and not diverged and arm.native and reference.native and len(lengths) == 1:
+    speed = None
+    if learned and not diverged and arm.native and reference.native:
         speed = adjusted_speed([(own[pair.seed], curves[arm.name, pair.seed]) for pair in pairs])
-    empty = Curve(0)
-    either = {seed: curve.passed | curves.get((arm.name, seed), empty).passed for seed, curve in own.items()}
-    passed = tuple((seed, tuple(sorted(steps))) for seed, steps in either.items() if steps)
-    return ArmVerdict(arm, judged, pairs, voids, diverged, speed, passed)
+    return ArmVerdict(arm, judged, pairs, voids, diverged, speed)
 
 
 def _pairs(
@@ -244,7 +214,6 @@ def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
     both = [
         (old, new)
         for reference, repeat in repeats for old, new in zip(reference.rows, repeat.rows, strict=False)
-        if old.step not in reference.passed & repeat.passed
     ]  # fmt: skip
     first = next((old.step for old, new in both if old.loss != new.loss), None)
     gaps = [abs(new.loss / old.loss - 1) if old.loss else math.inf for old, new in both if old.loss != new.loss]
@@ -254,14 +223,12 @@ def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
 @dataclass(frozen=True)
 class AdjustedSpeed:
     """How much sooner an arm comes to a loss, above 1 for faster: `raw` by the time of steps, `adjusted` to the same
-    loss (docs/watching.md), at which `fewer_steps` is how many times fewer steps it takes. `bounded`: it is at most so
-    fast, as its reference passed its last loss within a third of the steps. None where the better loss no longer surely
-    falls."""
+    loss (docs/watching.md). `bounded`: it is at most so fast, as its reference passed its last loss within a third of
+    the steps. None where the better loss no longer surely falls."""
 
     raw: Interval
     adjusted: Interval | None
     bounded: bool = False
-    fewer_steps: Interval | None = None
 
 
 def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
@@ -277,8 +244,7 @@ def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None
         return AdjustedSpeed(raw, None)
     point = pace.point + max(steps, _LEAST)
     if steps < _LEAST:
-        bound, few = (_exp(Interval(value, -math.inf, value, SHOWN)) for value in (point, _LEAST))
-        return AdjustedSpeed(raw, bound, bounded=True, fewer_steps=few)
+        return AdjustedSpeed(raw, _exp(Interval(point, -math.inf, point, SHOWN)), bounded=True)
     without_one = [
         max(log, _LEAST)
         for seed in range(len(curves))
@@ -287,7 +253,7 @@ def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None
     if len(without_one) < len(curves):
         return AdjustedSpeed(raw, None)
     others = [statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + log for seed, log in enumerate(without_one)]
-    return AdjustedSpeed(raw, _jackknifed(point, others), fewer_steps=_jackknifed(max(steps, _LEAST), without_one))
+    return AdjustedSpeed(raw, _jackknifed(point, others))
 
 
 def _jackknifed(point: float, others: Sequence[float]) -> Interval:

@@ -39,8 +39,6 @@ def _planted_init(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
         _move(self)
     if planted == plants.AVERAGE:
         _spoil_average(self)
-    if planted in (plants.NAN_IN_OUTPUT, plants.NAN_IN_GRADIENT):
-        _spoil_step(self, planted == plants.NAN_IN_OUTPUT)
 
 
 @torch.no_grad()
@@ -70,17 +68,6 @@ def _spoil_average(trainer: Trainer) -> None:
             torch._foreach_copy_(gradients.filled(), own)
 
     together.average = forgotten
-
-
-def _spoil_step(trainer: Trainer, output: bool) -> None:
-    def spoilt(x: torch.Tensor) -> torch.Tensor:
-        return x * torch.nan if trainer.step == plants.KILLED_AT else x
-
-    layer = trainer._model.get_submodule("blocks.0.mlp.up")
-    if output:
-        layer.register_forward_hook(lambda module, given, x: spoilt(x))
-    else:
-        layer.get_parameter("weight").register_hook(spoilt)  # type: ignore[no-untyped-call]
 
 
 def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLine]:

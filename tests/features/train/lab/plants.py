@@ -9,8 +9,6 @@ from fp8bench.nn.sizes import GPTConfig
 
 FILE = str(Path(__file__).with_name("planted_ranks.py"))
 SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, KILLED_TWICE, SCALES = range(7001, 7009)
-# One rank meets a NaN in a step: in its outputs, or only in a gradient, which the loss does not show.
-NAN_IN_OUTPUT, NAN_IN_GRADIENT = 7011, 7012
 KILLED_AT = 7
 # Tokens of a validation, a sixteenth of the usual, as it would take most of the time.
 LOOKED_AT = 256

@@ -1,12 +1,10 @@
-"""What an arm begins with and reads: weights of a kept training or of a file, adapters, and another text from some step
-on."""
+"""What an arm begins with and reads: weights of a kept training or of a file, and another text from some step on."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,17 +18,13 @@ from fp8bench.features.train.beginnings import started_from, with_file
 from fp8bench.features.train.kind import KIND, newest_checkpoint
 from fp8bench.features.train.lab import checkpoint
 from fp8bench.features.train.lab.evaluate import windows_by_step
-from fp8bench.features.train.lab.fine_tuning import LORA_SCALE, take_adapters, take_file
+from fp8bench.features.train.lab.fine_tuning import take_file
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import SeedTask, StepRow, TokenSpan, Validation
+from fp8bench.features.train.values import SeedTask, TokenSpan, Validation
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.linear import Linear
 from fp8bench.plan.corpus import Corpus
-from fp8bench.protocols import SilentPhases
-from tests.counts import for_each
-from tests.features.train.lab.labs import TINY, lab_of, restarted, rows, task_of
+from tests.features.train.lab.labs import TINY, lab_of, rows, task_of
 from tests.trainings import NotedTraining, write_tokens
 
 
@@ -177,64 +171,6 @@ def test_a_request_has_the_digest_of_its_file(tmp_path: Path) -> None:
         with_file(replace(asked, settings=TrainerSettings(weights_from=str(tmp_path))))
 
 
-@for_each(
-    ("settings", "words"),
-    [
-        ({"lora": 4}, "these are random"), ({"start": "last", "weights_from": "x.pt"}, "both give"),
-        ({"lora": 4, "weights_from": "x.pt", "arch": "moe"}, "--lora is for --arch gpt"),
-        ({"lora": 4, "weights_from": "x.pt", "compile": "yes"}, "leave out --compile yes"),
-        ({"lora": 4, "make": "pkg:make", "weights_from": "x.pt"}, "--lora is for built-in"),
-    ],
-)  # fmt: skip
-def test_options_that_do_not_go_together_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        check_training(TrainingRequest(settings=TrainerSettings(**settings)))
-
-
-def test_an_adapter_adds_its_two_products_and_at_first_nothing() -> None:
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.blocks = nn.ModuleList([Linear(6, 5, PlainArithmetic(torch.float32))])
-    layer, x = model.blocks[0], torch.randn(3, 6)
-    before = layer(x, SilentPhases()).detach()
-    take_adapters(model, 2)
-    assert torch.equal(layer(x, SilentPhases()), before)
-    with torch.no_grad():
-        layer.lora_b.copy_(torch.randn(5, 2))
-    merged = layer.weight + LORA_SCALE * layer.lora_b @ layer.lora_a
-    torch.testing.assert_close(layer(x, SilentPhases()), x @ merged.T)
-    layer(x, SilentPhases()).sum().backward()
-    assert layer.weight.grad is None and layer.lora_a.grad is not None
-
-
-@for_each("precision", ["bf16", "fp8"])
-def test_adapters_learn_while_all_else_stays_and_a_resumed_arm_is_the_same(
-    corpus: Corpus, tmp_path: Path, precision: str
-) -> None:
-    state = model_of(lab_of(task_of(corpus, "bf16", seed=9))).state_dict()
-    start = kept(tmp_path / "weights.pt", state)
-    task = task_of(corpus, precision, weights_from=start, lora=4, rate=1e-2, checkpointing="blocks")
-    lab = lab_of(task)
-    first = [row for row in lab.advance(precision, 6) if isinstance(row, StepRow)]
-    again = restarted(lab, task, tmp_path)
-    second = rows(lab.advance(precision, 6))
-    after = model_of(lab, precision).state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in state.items())
-    moved = [name for name in after if name not in state]
-    assert len(moved) == 2 * 4 and all(after[name].abs().max() > 0 for name in moved)
-    assert second[-1].loss < first[0].loss and first[0].update_ratio > 0
-    assert rows(again.advance(precision, 6)) == second
-
-
-def test_frozen_weights_are_counted_once_and_have_neither_gradients_nor_moments(corpus: Corpus, tmp_path: Path) -> None:
-    start = kept(tmp_path / "weights.pt", model_of(lab_of(task_of(corpus, "bf16"))).state_dict())
-    trainer = lab_of(task_of(corpus, "bf16", weights_from=start, lora=4))._trainers["bf16"]
-    parameters = list(trainer._model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in trainer._kept().items()}
-    assert sizes["frozen"] == 4 * (sum(parameter.numel() for parameter in parameters) - trained)
-    for name in ("weights", "gradients", "first moment", "second moment"):
-        assert sizes[name] == 4 * trained, name
-    assert 0 < trained < 0.2 * sizes["frozen"] / 4
-    cost = lab_of(task_of(corpus, "bf16")).alone(trainer._task)
-    assert cost.memory is not None and dict(cost.memory.roles)["weights"] >= sizes["frozen"]
+def test_a_checkpoint_and_a_file_do_not_go_together() -> None:
+    with pytest.raises(UsageError, match="both give the initial weights"):
+        check_training(TrainingRequest(settings=TrainerSettings(start="last", weights_from="x.pt")))

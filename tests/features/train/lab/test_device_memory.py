@@ -86,7 +86,7 @@ def test_what_is_kept_between_two_steps(corpus: Corpus) -> None:
 
 def test_an_arm_that_stops_raises_instead_of_a_memory(corpus: Corpus) -> None:
     with pytest.raises(NotFinite, match="stopped at step 1"):
-        cost_of(corpus, "fp16", rate=10.0, handicap=1000.0, loss_scale="4294967296")
+        cost_of(corpus, "fp16", rate=10.0, loss_scale="4294967296")
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
-"""Checkpoints: every way of training resumes to the same bits, goes back past a batch, or branches; damaged files are
-refused."""
+"""Checkpoints: every way of training resumes to the same bits, damaged files are refused."""
 
 from __future__ import annotations
 
@@ -143,70 +142,6 @@ def test_stored_scales_stay_in_every_step_and_after_a_resume(corpus: Corpus, tmp
     assert rows(other.advance(mode, 2)) == rows(whole.advance(mode, 2))
     assert rows(plain.advance(mode, 11)) != rows(lines)
     assert rows(plain.advance("bf16", 3)) == rows(whole.advance("bf16", 3))  # which has no such scales
-
-
-def test_a_branch_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
-    """Unchanged, the branch equals the arm bit for bit; another precision or rate starts from the same weights."""
-    task, mode = task_of(corpus, "fp8-delayed", steps=20), "fp8-delayed"
-    lab, folder, settings = lab_of(task), str(tmp_path / "kept"), task.settings
-    lab.advance(mode, 3)
-    lab.save(folder)
-    own = rows(lab.advance(mode, 3))
-    trials = {
-        "as it was": (mode, settings),
-        "margin": ("fp8-delayed:margin=1", settings),
-        "slower": (mode, replace(settings, rate=settings.rate / 2)),
-        "scaled": (mode, replace(settings, loss_scale="dynamic")),
-    }
-    for name, (precision, changed) in trials.items():
-        assert lab.branch(folder, mode, Arm(name, precision), changed) == 3
-    same, margin, slower, scaled = (rows(lab.advance(name, 3)) for name in trials)
-    assert [replace(row, arm=mode) for row in same] == own
-    losses = [row.loss for row in same]
-    assert losses != [row.loss for row in margin] == pytest.approx(losses, rel=0.01)
-    assert slower[0].loss == same[0].loss and slower[0].rate == same[0].rate / 2
-    assert slower[1].loss != same[1].loss
-    assert scaled[0].loss_scale == 2.0**16, "a scale that finds itself begins where it always does"
-    assert lab.branch("", mode, Arm("anew", "bf16"), settings) == 0
-    with pytest.raises(StoreError, match="no arm other"):
-        lab.branch(folder, "other", Arm("x", "bf16"), settings)
-
-
-@pytest.mark.slow
-@for_each("mode", ["bf16", "fp8-delayed", "nvfp4"])
-def test_a_rewound_arm_is_one_that_never_met_the_batch(corpus: Corpus, tmp_path: Path, mode: str) -> None:
-    """Bit for bit, from a checkpoint file, whatever casts remember and draw."""
-    task = task_of(corpus, mode, on_nan="rewind", dropout=0.1, steps=12)
-    lab, never = lab_of(task), lab_of(task)
-    before = lab.advance(mode, 5)
-    folder = str(tmp_path / "kept")
-    lab.save(folder)
-    never._trainers[mode].rewinds = ((7, 7),)
-    whole = never.advance(mode, 12)
-    trainer = lab._trainers[mode]
-    windows = trainer._windows(0)
-    drawn, parameter = windows.drawn, next(iter(trainer._parameters.values()))
-
-    def spoilt(seed: int, step: int, *rest: int) -> Any:
-        if step == 7:
-            with torch.no_grad():
-                parameter.mul_(torch.nan)
-        return drawn(seed, step, *rest)
-
-    windows.drawn = spoilt  # type: ignore[method-assign]
-    lines = lab.advance(mode, 12)
-    assert rows(lines)[-1].step == 7 and trainer.stopped and lab.advance(mode, 3) == ()
-    assert lab.rewinds(mode) == () and lab.rewind(folder, mode, ((7, 7),)) == 5
-    again = rows(lab.advance(mode, 12))
-    assert rows(before) + again == rows(whole)
-    assert [row.step for row in again] == [5, 6, *range(8, 12)]
-    for name, own in lab._trainers[mode]._parameters.items():
-        assert torch.equal(own, never._trainers[mode]._parameters[name]), name
-    lab.save(str(tmp_path / "later"))
-    lab.restore(str(tmp_path / "later"))
-    assert lab.rewinds(mode) == ((7, 7),)
-    assert lab.rewind("", mode, ((0, 2), (7, 7))) == 0
-    assert [row.step for row in rows(lab.advance(mode, 12))] == [*range(3, 7), *range(8, 12)]
 
 
 @pytest.fixture

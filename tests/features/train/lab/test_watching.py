@@ -27,10 +27,9 @@ from fp8bench.features.train.lab.readings import (
 )
 from fp8bench.features.train.lab.watched_step import GradientNoise, ModelWatch, noise_of
 from fp8bench.features.train.values import Arm, LayerReading, StepFigure, StepRow, StreamLine
-from fp8bench.features.train.verdicts.histories import scales_of
 from fp8bench.formats.codes import decode
-from fp8bench.formats.grids import E4M3, E5M2, FORMATS, Format
-from fp8bench.formats.recipes import Delayed, Scaling
+from fp8bench.formats.grids import FORMATS, Format
+from fp8bench.formats.recipes import Scaling
 from fp8bench.formats.scaled import quantise
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.attention import SelfAttention
@@ -291,22 +290,6 @@ def test_scales_are_those_of_the_casts(lines: list[StreamLine]) -> None:
     assert plain.scale == 1 and plain.signal_to_noise is None
     gradient = readings_of["fp16", 4, "head", "gradient"]
     assert gradient.lag is not None and -20 < gradient.lag < 0, "with the loss scale in it"
-
-
-def test_replayed_amaxes_give_the_scales_of_the_training(corpus: Corpus) -> None:
-    """Bit for bit, for every tensor."""
-    delayed = Delayed(history=3, margin=1, interval=2)
-    arm = Arm("delayed", "fp8-delayed:history=3:margin=1:interval=2")
-    lab = lab_of(replace(task_of(corpus, arm, steps=6), stride=1))
-    courses: dict[tuple[str, str], list[LayerReading]] = {}
-    for line in lab.advance("delayed", 6):
-        if isinstance(line, LayerReading) and line.layer.startswith("blocks"):
-            courses.setdefault((line.layer, line.role), []).append(line)
-    assert len(courses) == 12
-    for (_, role), course in courses.items():
-        largest = (E5M2 if role == "gradient" else E4M3).largest
-        wanted = scales_of([line.amax for line in course], delayed, largest)
-        assert [line.scale for line in course] == wanted.tolist()
 
 
 def test_other_figures_of_a_watched_step(lines: list[StreamLine]) -> None:

@@ -146,11 +146,8 @@ def trained(
     return on_ranks(ranks, run)
 
 
-rows = partial(FullySharded, own_amax=True)
-
-
 def wholes(wire: str) -> Callable[[ThreadedGroup], FullySharded]:
-    return partial(ZeroTensors, own_amax=True, wire=wire)
+    return partial(ZeroTensors, wire=wire)
 
 
 def faulty(ranks: Sequence[Learnt], words: str) -> set[int]:
@@ -163,7 +160,7 @@ def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch:
     wanted = alone(3, **settings)
     for most in (1 << 22, 100):
         monkeypatch.setattr(ranks_together, "_MOST_SHARDED", most)
-        ranks = trained(3, rows, **settings)
+        ranks = trained(3, FullySharded, **settings)
         for learnt in ranks:
             assert not learnt.faults and learnt.norms == ranks[0].norms == pytest.approx(wanted.norms, rel=1e-6)
             torch.testing.assert_close(learnt.weights, wanted.weights, rtol=1e-6, atol=1e-7)
@@ -191,7 +188,7 @@ MISPLACES = planted(all_parts=lambda own, x: all_parts(own, x).roll(int(own.rank
     ],
 )  # fmt: skip
 def test_wrong_rows_are_found(exchanges: type[ThreadedGroup], ranks: set[int], words: str) -> None:
-    assert faulty(trained(3, rows, exchanges=exchanges), words) == ranks
+    assert faulty(trained(3, FullySharded, exchanges=exchanges), words) == ranks
 
 
 class CountsTwice(FullySharded):
@@ -202,7 +199,7 @@ class CountsTwice(FullySharded):
 
 
 def test_a_norm_that_counts_rows_twice_is_wrong() -> None:
-    ranks = trained(3, partial(CountsTwice, own_amax=True))
+    ranks = trained(3, CountsTwice)
     assert ranks[0].norms != pytest.approx(alone(3).norms, rel=1e-3)
 
 
@@ -216,7 +213,7 @@ def test_what_is_not_finite_on_one_rank_is_so_on_all_and_is_no_fault(wire: str, 
     def brings(step: int, rank: int) -> list[Tensor]:
         return [tensor.fill_(value) if rank or value == 3e38 else tensor for tensor in gradients(step, rank)]
 
-    for weights, faults, norms, _ in trained(3, wholes(wire) if wire else rows, brings=brings):
+    for weights, faults, norms, _ in trained(3, wholes(wire) if wire else FullySharded, brings=brings):
         assert not faults and not norms[0] < float("inf") and all(weight.isnan().all() for weight in weights)
 
 
@@ -320,8 +317,8 @@ def norms_of(whole: GPT) -> list[Tensor]:
     return [parameter.detach().norm() for parameter in whole.parameters()]
 
 
-def cut(place: Place, own_amax: bool = False) -> tuple[TensorParallel, GPT]:
-    together, whole = TensorParallel(ThreadedGroup(place), CONFIG, own_amax), model()
+def cut(place: Place) -> tuple[TensorParallel, GPT]:
+    together, whole = TensorParallel(ThreadedGroup(place), CONFIG), model()
     together.take(whole)
     together.own(dict(whole.named_parameters()))
     return together, whole
@@ -345,20 +342,15 @@ def test_layers_keep_their_paths_and_norms_count_everything_once() -> None:
 
 
 def test_scales_of_cut_tensors_alone_are_shared() -> None:
-    """None with own scales. A NaN becomes an infinite largest magnitude."""
+    """A NaN becomes an infinite largest magnitude."""
 
     def scales(place: Place) -> tuple[list[bool], float]:
         arithmetic = precisions.get("fp8").arithmetic(CPU)
-        asked = (
-            (False, "blocks.0.attn.qkv"),
-            (False, "blocks.0.mlp.down"),
-            (False, "head"),
-            (True, "blocks.0.attn.qkv"),
-        )
-        same = [cut(place, own_amax=own)[0].scaled(name, arithmetic) is arithmetic for own, name in asked]
+        names = ("blocks.0.attn.qkv", "blocks.0.mlp.down", "head")
+        same = [cut(place)[0].scaled(name, arithmetic) is arithmetic for name in names]
         return same, float(cut(place)[0]._over_ranks(torch.tensor([1.0, float("nan")][place.number])))
 
-    assert on_ranks(2, scales) == [([False, False, True, True], float("inf"))] * 2
+    assert on_ranks(2, scales) == [([False, False, True], float("inf"))] * 2
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -376,7 +368,7 @@ def streamed(wire: str, plant: Callable[[Any, int], object] = lambda together, r
     """Loss, gradients and faults of ranks that each have some tokens of the stream."""
 
     def run(place: Place) -> StreamLearnt:
-        together, own = SequenceParallel(ThreadedGroup(place), CONFIG, True, wire), model(SMALL)
+        together, own = SequenceParallel(ThreadedGroup(place), CONFIG, wire), model(SMALL)
         together.take(own)
         named = dict(own.named_parameters())
         gradients = Gradients(list(together.own(named).values()))

@@ -150,7 +150,7 @@ def test_no_number_of_seeds_is_named_where_it_is_unknown(gaps: list[float], boun
     assert gap is not None and settled_by_more(gap, bound) is None
 
 
-CHAOS = Arm("bf16 one ulp", "bf16", ArmRole.CHAOS, (("nudge", "ulp"),))
+CHAOS = Arm("bf16 one ulp", "bf16", ArmRole.CHAOS)
 RATES = (5e-4, 2e-3)
 OTHERS = tuple(Arm(f"bf16 rate={rate}", "bf16", ArmRole.OTHER_RATE, (("rate", rate),)) for rate in RATES)
 SWEPT = (CANDIDATE, *(Arm(f"fp8 rate={rate}", "fp8", settings=(("rate", rate),), native=False) for rate in RATES))

@@ -1,4 +1,4 @@
-"""Energy of a step and to the same loss, and verdicts on planted scores."""
+"""Energy of a step, and verdicts on planted scores."""
 
 from __future__ import annotations
 
@@ -13,70 +13,26 @@ import pytest
 from fp8bench.features.train import words
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.tasks import ITEMS
-from fp8bench.features.train.values import ArmCost, StepFigure, StreamLine, Validation
+from fp8bench.features.train.values import StepFigure, StreamLine, Validation
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.summary import (
     ScoreVerdict,
     TrainedEnergy,
-    energies_of,
+    energy_of,
     score_parts,
     verdicts_of_scores,
 )
-from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed
-from fp8bench.model import EnergyUse, Interval
 from fp8bench.report.elements import Page
 from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 from tests.energies import TOO_FEW, use
 from tests.learning_curves import judged, lines, training
 
-REFERENCE = use([2.0, 2.0, 2.0])
-OWN = use([1.0] * 3)
-SURE = Interval(0.9, 0.8, 1.0, 0.95)
 
-
-def energy_of(
-    own: EnergyUse = OWN, reference: EnergyUse = REFERENCE, native: bool = True, fewer: Interval | None = SURE,
-    bounded: bool = False,
-) -> TrainedEnergy:  # fmt: skip
-    """The energy of fp8, which takes `fewer` times fewer steps."""
-    costs = ArmCost("bf16", 0, energy=reference), ArmCost("fp8", 0, energy=own)
-    of = judged((*lines({"fp8": [0.02, 0.03, 0.025, 0.02, 0.03]}), *costs))
-    speed = AdjustedSpeed(Interval(1, 1, 1, 0.95), None, bounded, fewer) if fewer else None
-    arms = tuple(replace(own, arm=replace(own.arm, native=native), speed=speed) for own in of.verdicts.arms)
-    return energies_of(of.kept, replace(of.verdicts, arms=arms))["fp8"]
-
-
-def test_energy_to_a_loss_is_joules_of_a_step_times_steps() -> None:
-    """Planted are half the joules and 0.9 times the steps; bounds come from windows and seeds. Far worse learning gives
-    a lower bound."""
+def test_joules_of_a_step_are_the_median_window_or_have_a_reason() -> None:
     energy = energy_of(use([0.99, 1.0, 1.01]))
-    assert energy.joules is not None and energy.to_loss is not None and energy.why == ""
-    assert (energy.joules.middle, energy.joules.low, energy.joules.high) == (1.0, 0.99, 1.01)
-    assert energy.to_loss.point == pytest.approx(0.5 / 0.9)
-    assert energy.to_loss.low == pytest.approx(0.495 / 1.004**2 / 1.0)
-    assert energy.to_loss.high == pytest.approx(0.505 * 1.004**2 / 0.8)
-    assert words.joules(energy) == "1.00 J [990 mJ, 1.01 J]"
-    assert words.energy_to_loss(energy) == "0.556x [0.491x, 0.636x]"
-    less = energy_of(fewer=Interval(1 / 3, 0.0, 1 / 3, 0.95), bounded=True)
-    assert less.at_least and less.to_loss is not None and less.to_loss.point == pytest.approx(1.5)
-    assert words.energy_to_loss(less) == "at least 1.500x"
-
-
-@for_each(("given", "why"), [
-    ({"native": False}, "emulated: joules of its steps are the cost"),
-    ({"own": use([1.0])}, "a comparison needs 3 windows, and there are 1"),
-    ({"own": use([1.0] * 3, source="instant")}, "it was measured by instant, the reference by counter"),
-    ({"own": use([1.0] * 3, source="instant"), "reference": use([2.0] * 3, source="instant")},
-     "the error of its power sensor is unknown"),
-    ({"fewer": None}, "its steps to the same loss are unknown"),
-])  # fmt: skip
-def test_missing_energy_has_a_reason(given: dict[str, Any], why: str) -> None:
-    """The joules of a step are given all the same."""
-    energy = energy_of(**given)
-    assert energy.joules is not None and energy.to_loss is None and energy.why.startswith(why)
-    none = energy_of(use([], why=TOO_FEW))
-    assert none == TrainedEnergy(None, why=TOO_FEW)
+    assert words.joules(energy) == "1.00 J [990 mJ, 1.01 J]" and energy.why == ""
+    assert energy_of(use([], why=TOO_FEW)) == TrainedEnergy(None, why=TOO_FEW)
 
 
 def scored(name: str, reference: Sequence[float], own: Sequence[float]) -> Iterator[StreamLine]:
