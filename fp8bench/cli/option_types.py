@@ -149,12 +149,6 @@ def price(text: str) -> float:
     return value
 
 
-def commit(text: str) -> str:
-    if not re.fullmatch(r"[0-9a-fA-F]{4,64}", text):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is no commit; give at least four digits of its hash")
-    return text.lower()
-
-
 def names(given: object) -> tuple[str, ...]:
     if isinstance(given, str):
         return tuple(word.strip() for word in given.split(","))

@@ -28,7 +28,7 @@ from fp8bench.model import Run
 from fp8bench.report.data.boards import send_to_wandb, write_tensorboard
 from fp8bench.report.words.naming import many
 from fp8bench.store.asv.view import update_view
-from fp8bench.store.index.history import keep_figures
+from fp8bench.store.figures.history import keep_figures
 from fp8bench.store.runs.listing import store_of
 
 
