@@ -6,17 +6,13 @@ neighbouring runs. All processes measure the fp8bench that this one imports.
 
 from __future__ import annotations
 
-import atexit
 import enum
-import functools
 import itertools
 import os
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -34,8 +30,6 @@ from suites.quantisers import CASTS, linear_over_product, over_copy
 from suites.trials import FP8BENCH, environment, options, ran, say, scratch
 
 SUITES = Path(__file__).resolve().parent
-# Commits and pairs of the smallest compacted store that has every part.
-_FEW = (40, 1)
 _T = TypeVar("_T")
 Benchmark = Callable[..., float]
 
@@ -182,25 +176,6 @@ def _history(size: Size, what: str) -> Cost:
         return long_history.measure(folder, what, pairs, size.repeats)
 
 
-def _compacted(size: Size, what: str) -> Cost:
-    """Reads 3,000,000 points out of Parquet files; the start of a process is subtracted."""
-    return long_history.measure_reading(_compacted_store(size), what, size.repeats)
-
-
-@functools.cache
-def _compacted_store(size: Size) -> Path:
-    """Makes a store once for this process, which takes a minute; nobody may write into it."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    long_history.make_compacted(folder, *size.choose((long_history.MANY_COMMITS, PAIRS), _FEW))
-    return folder
-
-
-def _compaction_bytes(size: Size) -> int:
-    with scratch() as folder:
-        return long_history.make_compacted(folder, *size.choose((long_history.MONTH, PAIRS), _FEW)).peak
-
-
 class Figure(NamedTuple):
     """`measure` takes a size, and a value of the parameter where there is one."""
 
@@ -249,14 +224,6 @@ FIGURES: dict[str, Figure] = {
     "history_peak_bytes": Figure(
         "bytes", "peak of a process that opens it and finds all change points: goal 400 MiB",
         lambda size: _history(size, "first open").peak),
-    "compacted": Figure(
-        "seconds", "CPU time of reading it: goals 0.05 for each of ten series, 3 for the medians of all",
-        lambda size, what: _compacted(size, what).cpu, "what", long_history.READS),
-    "compacted_peak_bytes": Figure(
-        "bytes", "peak of a process that reads all of it: goal 400 MiB",
-        lambda size: _compacted(size, "all medians").peak),
-    "compaction_peak_bytes": Figure(
-        "bytes", "peak of a process that compacts a month of 740,000 rows: goal 400 MiB", _compaction_bytes),
 }  # fmt: skip
 
 

@@ -2,10 +2,6 @@
 
 300 commits of a suite with 1,001 series, ten samples each: figures that spread by 2% from commit to commit, and a step
 of 5% in every tenth pair of cases.
-
-Compacted, its points, millions by default, lie in Parquet files: commits one an hour, whose run files have no records
-here. What compacting would read from them is made of what it reads from one, and the compaction writes it as it writes
-all.
 """
 
 from __future__ import annotations
@@ -14,12 +10,10 @@ import math
 import random
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from fp8bench.model import (
     Case,
@@ -38,12 +32,9 @@ from fp8bench.model import (
     Timing,
     Work,
 )
-from fp8bench.store.commit_runs import moment_of
-from fp8bench.store.compacted.compact import Compaction, Sampled, compact, read_commit
-from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, stamped
-from fp8bench.store.index.tables import FigureTable
+from fp8bench.store.figures.cache import cache_of
 from fp8bench.store.runs.run_file import plan_of, start_run
-from suites.trials import ran, scratch
+from suites.trials import ran
 
 COMMITS = 300
 # Pairs of cases, fp32 and bf16, with eleven series each.
@@ -174,8 +165,9 @@ class Cost(NamedTuple):
 _MEASURED = """
 import resource, sys, time
 from pathlib import Path
-from fp8bench.store.index.figure_files import StepMemory
-from fp8bench.store.index.history import keep_figures, open_history
+from functools import partial
+from fp8bench.store.figures.history import open_history
+from fp8bench.store.figures.steps import remembered_steps
 from fp8bench.registry import workloads
 from fp8bench.user_code import import_user_modules
 from fp8bench.analysis.steps.changes import changes_of
@@ -187,7 +179,6 @@ for name in workloads.names():
 def used():
     both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in both)
-{before}
 cpu, wall = used(), time.monotonic()
 {work}
 cpu, wall = used() - cpu, time.monotonic() - wall
@@ -199,7 +190,7 @@ print(cpu, wall, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru
 """
 OPENED = "history = open_history(store, lambda done, runs: None)\n"
 _CHANGES = f"""{OPENED}
-found = changes_of(stretches(history), StepMemory(store).steps_of_many)
+found = changes_of(stretches(history), partial(remembered_steps, store))
 if not found.changes:
     sys.exit("no change was found")
 """
@@ -216,110 +207,35 @@ WORKS = {
 def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Cost:
     """Returns the least cost of one of WORKS over a few times, in the store of a folder, which it changes."""
     store = folder / ".fp8bench"
-    index, kept = store / "figures" / "steps.json", folder / "kept.json"
+    cache, kept = cache_of(store), folder / "kept.sqlite"
     if what == "from the runs":
-        shutil.rmtree(store / "points", ignore_errors=True)
+        cache.unlink(missing_ok=True)
         return cost_of(_CHANGES, folder, reading=True)
-    cost_of(_CHANGES, folder, reading=True)  # which every run does at its end for its own commit
+    # Every run caches the figures of its own commit; steps are cached by who searches them.
+    cost_of(_CHANGES if what.startswith("after") else OPENED, folder, reading=True)
     if what.startswith("after"):
-        shutil.copy(index, kept)
         runs = len(list(store.glob("runs/*/*.jsonl")))
         write_store(store, 1, pairs if what.endswith("all") else max(1, pairs // 10), first=runs)
-        cost_of(_CHANGES, folder, reading=True)
+        cost_of(OPENED, folder, reading=True)
+    shutil.copy(cache, kept)
     costs = []
     for _ in range(repeats):
-        index.unlink(missing_ok=True)
-        if what.startswith("after"):
-            shutil.copy(kept, index)
+        shutil.copy(kept, cache)
         costs.append(cost_of(WORKS[what], folder))
     return min(costs)
 
 
-def cost_of(work: str, folder: Path, before: str = "", reading: bool = False) -> Cost:
+def cost_of(work: str, folder: Path, reading: bool = False) -> Cost:
     """Returns the cost of lines of Python in a process of its own, which knows the suite in the folder.
 
-    Lines `before` are not counted. It is an error if runs are read without `reading`.
+    It is an error if runs are read without `reading`.
     """
-    script = _MEASURED.format(before=before, work=work, reading=reading)
+    script = _MEASURED.format(work=work, reading=reading)
     cpu, wall, peak = ran((sys.executable, "-c", script), folder).stdout.split()
     return Cost(float(cpu), float(wall), int(peak))
-
-
-# Each has 1,001 points with a number, and as many rows without.
-MANY_COMMITS = 3000
-# So many commits have 740,000 rows in one month.
-MONTH = 370
-
-
-class Made:
-    """The runs of commits without their files, from one real run; figures differ by 2% from commit to commit, and in
-    every tenth series by 5% from some commit on."""
-
-    def __init__(self, pairs: int) -> None:
-        with scratch() as folder:
-            read = read_commit(folder, Fingerprints(), write_store(folder, 1, pairs))
-        assert read is not None
-        self._read = read
-        ((self._table, self._samples, _),) = read.places
-        steps = np.random.default_rng(0).integers(20, MANY_COMMITS, len(self._samples))
-        self._steps = np.where(np.arange(len(steps)) % 10, MANY_COMMITS, steps)
-
-    def read(self, store: Path, _: Fingerprints, paths: Sequence[Path]) -> CommitFigures[Sampled]:
-        """Replaces read_commit."""
-        (path,) = paths
-        sources, number = [stamped(store, path)[0] for path in paths], int(path.stem.rpartition("-")[2], 16)
-        assert sources is not None
-        rows = self._table.rows.copy()
-        factors = np.random.default_rng(number).normal(1, 0.02, len(rows)) * np.where(number < self._steps, 1, 1.05)
-        for figure in ("value", "low", "high"):
-            rows[figure] *= factors
-        pairs = zip(self._samples, factors.tolist(), strict=True)
-        samples = [[value * factor for value in values] for values, factor in pairs]
-        run = run_of(number, ())
-        facts, began = run.environment.facts, moment_of(run.started).timestamp() * 1000
-        said = {"commit": facts["commit"], "date": facts["commit_date"], "began": began, "newest": run.started}
-        table = FigureTable({**self._table.said, **said}, self._table.layout, rows)
-        return self._read._replace(sources=tuple(sources), places=((table, samples, [run.id]),))
-
-
-def write_compacted(store: Path, commits: int = MANY_COMMITS, pairs: int = PAIRS) -> Compaction:
-    """Writes a store with Parquet files like those of whole runs. The suite of its runs must be imported."""
-    write_store(store, commits, 0)
-    return compact(store, lambda done, commits: None, Made(pairs).read)
-
-
-_FIGURES = f"""{OPENED}
-def figures(number):
-    name = history.names[number * len(history.names) // 11]
-    assert len(history.trends(name.__eq__)[0].figures) > 1
-"""
-_MAKING = """
-from suites.long_history import write_compacted
-write_compacted(store, {commits}, {pairs})
-history = open_history(store, lambda done, runs: None)
-"""
-# Before the clock runs, and while it does.
-READS = {
-    "first series": ("", f"{_FIGURES}figures(0)"),
-    "ten series": (f"{_FIGURES}figures(0)", "for number in range(1, 11):\n    figures(number)"),
-    "all medians": ("", f"{OPENED}assert len(history.endings(lambda name: True)) > 1"),
-}
-
-
-def measure_reading(folder: Path, what: str, repeats: int = 5) -> Cost:
-    """Returns the cost of one of READS in the store of a folder: the least of a few times, the largest peak."""
-    before, work = READS[what]
-    costs = [cost_of(work, folder, before) for _ in range(repeats)]
-    return min(costs)._replace(peak=max(cost.peak for cost in costs))
-
-
-def make_compacted(folder: Path, commits: int = MANY_COMMITS, pairs: int = PAIRS) -> Cost:
-    """Returns the cost of making such a store in a folder, most of which is its compaction."""
-    write_module(folder, pairs)
-    return cost_of(_MAKING.format(commits=commits, pairs=pairs), folder)
 
 
 if __name__ == "__main__":
     from suites.harness import FIGURES, show
 
-    show([name for name in FIGURES if name.startswith(("history", "compact"))])
+    show([name for name in FIGURES if name.startswith("history")])

@@ -111,14 +111,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """A process that shares the tests ends at once: taking torch and all modules apart takes 5 s of a processor.
-
-    Another one lets go of what it has kept: DuckDB counts what is left of it at the end, and prints that as leaked.
-    """
+    """A process that shares the tests ends at once: taking torch and all modules apart takes 5 s of a processor."""
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
-    elif "duckdb" in sys.modules:
-        gc.unfreeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -28,8 +28,8 @@ from fp8bench.model import (
 from fp8bench.registry import workloads
 from fp8bench.store.asv.identity import Home
 from fp8bench.store.commit_runs import by_place, commit_points, files_by_commit, read_runs, series_of_runs
-from fp8bench.store.index.history import History
-from fp8bench.store.index.tables import figure_of, home_of, order
+from fp8bench.store.figures.lines import History, home_of, order
+from fp8bench.store.figures.tables import figure_of
 from fp8bench.store.runs.run_file import load_run, start_run
 from fp8bench.store.series import cells_of
 from tests.runs import CPU, NATIVE, run_of
@@ -120,7 +120,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def _made_again(path: Path) -> bool:
-    return path.suffix == ".figures" or (path.parent.name, path.name) == ("points", ".lock")
+    return path.name.startswith("figures.sqlite")
 
 
 @dataclass

@@ -40,7 +40,7 @@ _CORE = {
     "tape": "understand: count a step's operators, FLOPs and bytes, by precision",
     "doctor": "machine: say what this one can do, what not, and why",
     "list": "machine: name suites, precisions, backends and devices",
-    "store": "machine: pack a store into a few files, or unpack it",
+    "store": "machine: remove what nobody needs of a store",
     "completion": "machine: print the script that completes commands in bash, zsh or fish",
     "help": "machine: explain a command, as COMMAND --help does",
 }

@@ -163,12 +163,6 @@ def sessions(text: str) -> Sessions:
     return Sessions(whole(whole_number(1, 100))(runs), duration(pause) if at else 0.0)
 
 
-def commit(text: str) -> str:
-    if not re.fullmatch(r"[0-9a-fA-F]{4,64}", text):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is no commit; give at least four digits of its hash")
-    return text.lower()
-
-
 def names(given: object) -> tuple[str, ...]:
     if isinstance(given, str):
         return tuple(word.strip() for word in given.split(","))

@@ -23,7 +23,7 @@ from fp8bench.jobs.report_files import (
 from fp8bench.model import Run
 from fp8bench.report.data.loggers import LoggedScalar, LogSource, LogTarget, ScalarLogger, run_scalars, run_source
 from fp8bench.store.asv.view import update_view
-from fp8bench.store.index.history import keep_figures
+from fp8bench.store.figures.history import keep_figures
 from fp8bench.store.runs.listing import store_of
 
 

@@ -1,11 +1,11 @@
-"""What `history` and `store` do with a store: open it, find what changed, acknowledge, compact, prune."""
+"""What `history` and `store` do with a store: open it, find what changed, acknowledge, prune."""
 
 from __future__ import annotations
 
 import difflib
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,20 +25,18 @@ from fp8bench.analysis.steps.changes import (
 from fp8bench.analysis.tapes import what_changed
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import keeping, lock
-from fp8bench.jobs.kinds import SparePart, kinds
+from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Ack, Cell, Tape, Trend
 from fp8bench.model.specs import COUNTS
-from fp8bench.report.terminal.changes import to_choose_from
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import Identity, resolved
 from fp8bench.store.commit_runs import files_by_commit, tracked_run
-from fp8bench.store.compacted.compact import Compaction, compact, is_compacting
-from fp8bench.store.compacted.parquet import leftovers
-from fp8bench.store.index.figure_files import StepMemory
-from fp8bench.store.index.history import History, open_history
+from fp8bench.store.figures.history import open_history
+from fp8bench.store.figures.lines import History
+from fp8bench.store.figures.steps import remembered_steps
 from fp8bench.store.points import cell_of
-from fp8bench.store.runs.listing import POINTS, all_files, closed_folders
+from fp8bench.store.runs.listing import all_files, closed_folders
 from fp8bench.store.runs.run_file import load_run
 
 # Reading more runs than this takes a while, and is announced.
@@ -51,7 +49,7 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
     """The path, if a store lies there. Notes what may not be read and, with `reading`, that reading takes a while."""
     try:
         what = "is no store: it has neither runs nor asv in it" if path.exists() else "is not there"
-        if any((path / name).is_dir() for name in ("runs", "asv", "trainings", "ceilings", POINTS)):
+        if any((path / name).is_dir() for name in ("runs", "asv", "trainings", "ceilings")):
             what, count = "", len(all_files(path)) if reading else 0
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
@@ -66,37 +64,24 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
 
 def read_history(store: Path, observer: JobObserver) -> History:
     """The history of a store; notes progress where reading takes a while, and what was wrong with its files."""
+    told = 0
 
-    history = open_history(store, _progress(observer, "run"))
+    def progress(done: int, count: int) -> None:
+        """Notes before reading many, and after each tenth of them."""
+        nonlocal told
+        if count > _MANY_RUNS and done >= told:
+            observer.note(f"read {done} of {count} runs" if done else f"reading {count} runs")
+            told = done + count // 10
+
+    history = open_history(store, progress)
     for trouble in history.troubles:
         observer.note(trouble)
     return history
 
 
-def compact_store(store: Path, observer: JobObserver) -> Compaction:
-    """Brings a store's compacted files up to date with its runs."""
-
-    return compact(store, _progress(observer, "commit"))
-
-
-def _progress(observer: JobObserver, what: str) -> Callable[[int, int], None]:
-    """Notes before reading many, and after each tenth of them."""
-    told = 0
-
-    def reads(done: int, count: int) -> None:
-        nonlocal told
-        if count > _MANY_RUNS and done >= told:
-            observer.note(f"read {done} of {count} {what}s" if done else f"reading {count} {what}s")
-            told = done + count // 10
-
-    return reads
-
-
 def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
     """What nobody needs and nobody is using, with its bytes; removed with `remove`. Raises StoreError."""
     parts = [part for kind in kinds() for part in kind.spare(store)]
-    left = [path for path in leftovers(store) if not is_compacting(store)]
-    parts += [SparePart(left, "what a compaction left that was killed")] if left else []
     removable = []
     for part in parts:
         with ExitStack() as locked_meanwhile:
@@ -115,20 +100,15 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
     """The changes of all trends, acknowledged ones too; changed counts name the operators that changed."""
-    memory = StepMemory(store)
-    changes = changes_of(stretches(history), memory.steps_of_many)
-    for trouble in memory.troubles:
-        observer.note(trouble)
+    changes = changes_of(stretches(history), partial(remembered_steps, store))
     return with_operators(acknowledged(changes, kept_acks(store, changes, observer)), store, history)
 
 
 def stretches(history: History) -> Iterator[list[Stretch]]:
     """Each trend's comparable figures; a trend is read only when a stretch is used."""
-    lines = history.lines
-    for line in lines.lines:
-        read = partial(lines.trend, line)
+    for line in history.lines:
         counted = line.trend.series.metric in COUNTS
-        yield [Stretch(read, comparable.places, comparable.values, counted) for comparable in lines.comparable(line)]
+        yield [Stretch(line.whole_trend, places, values, counted) for places, values in line.comparable]
 
 
 def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
@@ -175,14 +155,9 @@ def _nearest(word: str, store: Path, names: Collection[str], left: Collection[st
 
 
 def acknowledge(
-    series: str,
-    store: Path,
-    observer: JobObserver,
-    until: str | None = None,
-    because: str | None = None,
-    undo: bool = False,
+    series: str, store: Path, observer: JobObserver, because: str | None = None, undo: bool = False
 ) -> list[tuple[str, str, str]]:
-    """Acknowledges changes of a series up to a commit, or with `undo` takes that back.
+    """Acknowledges the open changes of a series, or with `undo` takes all its acknowledgements back.
 
     Returns each trend's name and the commits around the change.
     """
@@ -193,45 +168,32 @@ def acknowledge(
     acks = kept_acks(store, changes, observer)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     if undo:
-        undone = _undone(series, until, trends, acks)
+        undone = _undone(series, trends, acks)
         append_acks(store, [Undo(ack.id, now) for ack, _ in undone])
         return [(name, ack.since, ack.until) for ack, name in undone]
-    chosen = _chosen(series, until, acknowledged(changes, acks))
+    chosen = _chosen(series, acknowledged(changes, acks))
     append_acks(store, [ack_of(change, now, because or "") for change in chosen])
     return [(change.trend.name, change.comparison.since, change.comparison.until) for change in chosen]
 
 
-def _undone(word: str, until: str | None, trends: Sequence[Trend], acks: Sequence[Ack]) -> list[tuple[Ack, str]]:
-    """The acknowledgements that are meant, each with the name of its trend."""
+def _undone(word: str, trends: Sequence[Trend], acks: Sequence[Ack]) -> list[tuple[Ack, str]]:
+    """The acknowledgements of trends, each with the name of its trend."""
     names = {(trend.series.name, trend.cell): trend.name for trend in trends}
-    wanted = [
-        ack for ack in acks
-        if (ack.series, ack.cell) in names and (until is None or ack.until.startswith(until))
-    ]  # fmt: skip
-    if not wanted:
-        at = f" up to {until}" if until is not None else ""
-        raise UsageError(f"{word!r:.80} has no acknowledged changes{at}.")
-    return [(ack, names[ack.series, ack.cell]) for ack in wanted]
+    undone = [(ack, names[ack.series, ack.cell]) for ack in acks if (ack.series, ack.cell) in names]
+    if not undone:
+        raise UsageError(f"{word!r:.80} has no acknowledged changes.")
+    return undone
 
 
-def _chosen(word: str, until: str | None, search: Found) -> list[Change]:
-    """The open changes that are meant: those up to a commit, or else the only ones."""
+def _chosen(word: str, search: Found) -> list[Change]:
+    """The open changes for the worse; all open ones where there is none."""
     still = [change for change in search.changes if change.state is ChangeState.OPEN]
-    if until is not None:
-        chosen = [change for change in still if change.comparison.until.startswith(until)]
-        if not chosen:
-            there = f" Open are:{to_choose_from(still)}" if still else " It has no open changes."
-            raise UsageError(f"{word!r:.80} has no open change up to the commit {until!r:.80}.{there}")
-    elif still:
-        chosen = [change for change in still if change.is_worse] or still
-    else:
+    if not still:
         known = [change for change in search.changes if change.state is ChangeState.ACKNOWLEDGED]
         left = f" Not looked at: {'; '.join(search.left)}." if search.left and not search.looked_at else ""
         why = " What it has is acknowledged already." if known else left
         raise UsageError(f"{word!r:.80} has no open changes.{why}")
-    if len({change.comparison.until for change in chosen}) > 1:
-        raise UsageError(f"{word!r:.80} has several open changes. Give one of:{to_choose_from(chosen)}")
-    return chosen
+    return [change for change in still if change.is_worse] or still
 
 
 def _trends(history: History, word: str, store: Path) -> Sequence[Trend]:

@@ -22,8 +22,8 @@ from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import PastSeries, material_of, page_of
 from fp8bench.store.commit_runs import TrackedRun, tracked_run, why_untracked
-from fp8bench.store.index.history import open_history
-from fp8bench.store.index.tables import figure_of
+from fp8bench.store.figures.history import open_history
+from fp8bench.store.figures.tables import figure_of
 from fp8bench.store.runs.listing import each_once, listing, load_named, store_of
 from fp8bench.store.runs.run_file import load_run
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from fp8bench.errors import Fp8benchError, RunNotFound, StoreError
 from fp8bench.model import Cell, Plan, Point, Run, Series
 from fp8bench.store.asv.identity import Identity, from_facts
 from fp8bench.store.points import RunPoints, followed, merged
-from fp8bench.store.runs.listing import Listing, each_once, find_run, index_of, listing, run_files, without_runs
+from fp8bench.store.runs.listing import Listing, each_once, find_run, listing, run_files
 from fp8bench.store.runs.run_file import load_head, load_sheet
 
 NO_REPOSITORY = "not measured in a git repository"
@@ -92,16 +92,13 @@ def by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
     return commits
 
 
-def read_runs(
-    paths: Sequence[Path], keep: bool = False, content_of: Callable[[Path], bytes] | None = None
-) -> CommitRuns:
-    """Reads the runs of one commit. With `keep` they are remembered for later calls; `content_of` may be given to see
-    the bytes of each file."""
+def read_runs(paths: Sequence[Path], keep: bool = False) -> CommitRuns:
+    """Reads the runs of one commit. With `keep` they are remembered for later calls."""
     kept: list[TrackedRun] = []
     left: list[str] = []
     suites: set[str] = set()
     for path in paths:
-        tracked, why, names = _read_run(path, keep, content_of)
+        tracked, why, names = _read_run(path, keep)
         suites |= names
         left += [why] if why else []
         if tracked is not None:
@@ -119,23 +116,20 @@ def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
 _remembered: dict[Path, tuple[tuple[int, ...], TrackedRun, frozenset[str]]] = {}
 
 
-def _read_run(
-    path: Path, keep: bool, content_of: Callable[[Path], bytes] | None
-) -> tuple[TrackedRun | None, str, frozenset[str]]:
+def _read_run(path: Path, keep: bool) -> tuple[TrackedRun | None, str, frozenset[str]]:
     """Returns what a run adds to the history, why that is nothing or not all, and the suites that it has cases of."""
     try:
-        content = content_of(path) if content_of is not None else None
         stamp, known = _stamp(path), _remembered.get(path)
         if known is not None and known[0] == stamp:
             return known[1], "", known[2]
-        run, sheet = load_sheet(path, content)
+        run, sheet = load_sheet(path)
     except (StoreError, OSError):
         return None, UNREADABLE, frozenset()
     tracked, why = checked_run(run, path)
     why = DAMAGED if sheet.lost and (tracked is not None or why == NO_CASE) else why
     names = frozenset(record.case.workload for record in run.records)
     # With a reason it is read again: a suite that is not known now may be imported later.
-    if keep and content is None and tracked is not None and not why:
+    if keep and tracked is not None and not why:
         _remember(path, stamp, tracked, names)
     return tracked, why, names
 
@@ -354,8 +348,8 @@ def _newest_of(store: Path) -> ChosenRuns:
     except OSError as error:
         raise RunNotFound(f"the store {store} cannot be read ({error.strerror}).") from None
     if there.newest is None:
-        known = (store / "runs").is_dir() or index_of(store).exists()
-        raise RunNotFound(f"{store} {without_runs(store) if known else 'is no store: it has no runs'}.")
+        known = (store / "runs").is_dir()
+        raise RunNotFound(f"{store} {'has no runs yet' if known else 'is no store: it has no runs'}.")
     newest = there.that_counts(there.newest)
     head = _head(newest)
     commit = head.environment.get("commit") if head is not None and head.environment.get("dirty") is False else None

@@ -143,10 +143,10 @@ class _SealedLine(NamedTuple):
     sum: str
 
 
-def lines_of(path: Path, called: str, content: bytes | None = None) -> FileLines:
-    """Reads a file, or takes its `content` where it was read before. Raises RunNotFound."""
+def lines_of(path: Path, called: str) -> FileLines:
+    """Reads a file. Raises RunNotFound."""
     try:
-        return sheet_of(path.read_bytes() if content is None else content)
+        return sheet_of(path.read_bytes())
     except OSError as error:
         raise RunNotFound(f"{called} {path} cannot be read ({error.strerror}).") from None
 

@@ -19,9 +19,8 @@ from fp8bench.store.acks import merge_acks
 from fp8bench.store.asv.view import Taken, define, merge_folders, results_of, write_place
 from fp8bench.store.ceilings import merge_ceilings
 from fp8bench.store.commit_runs import by_place, commit_of, files_by_commit, read_runs, series_of_runs
-from fp8bench.store.index.figure_files import Fingerprints
-from fp8bench.store.index.history import read_and_keep
-from fp8bench.store.index.points_file import Index
+from fp8bench.store.figures.cache import delete_cache
+from fp8bench.store.figures.history import read_and_keep
 from fp8bench.store.runs.listing import Listing, id_of, is_beginning, listing, machine_folder, run_files
 from fp8bench.store.runs.run_file import load_run, lock_run
 
@@ -149,15 +148,17 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
     The order is that of the commits' first runs, because the first one decides the name of a machine's folder. Rows
     that asv alone measured stay.
     """
-    made, known = Rebuilt(left=listing(store).left if commits is None else Counter()), Fingerprints()
+    made = Rebuilt()
+    if commits is None:
+        made.left = listing(store).left
+        delete_cache(store)
     series: dict[str, Series] = {}
-    index = Index.opened(store)
     for commit, paths in files_by_commit(store).items():
         if commits is not None and commit not in commits:
             continue
         # The runs are read under the lock, too, so that no writer that read fewer runs writes after this one.
         with locked(store / "asv"):
-            read = read_and_keep(index, commit, paths, known)
+            read = read_and_keep(store, commit, paths)
             for tracked in by_place(read.runs):
                 try:
                     made.files.append(write_place(results_of(store), tracked, made.aside))

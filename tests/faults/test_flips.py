@@ -14,7 +14,6 @@ from fp8bench.features.duel.kind import DuelKind, start_duel
 from fp8bench.features.train.kind import load_training, reopen_training, start_training
 from fp8bench.model.codec import encode
 from fp8bench.store.acks import acks_of, append_acks, load_acks
-from fp8bench.store.index.figure_files import StepMemory
 from fp8bench.store.runs.run_file import load_run, start_run
 from tests.counts import counts, for_each
 from tests.duels import SESSION, header, result
@@ -136,24 +135,8 @@ def acks(store: Path) -> Kind:
     return Kind(acks_of(store), read, ends=False)
 
 
-def found_steps(store: Path) -> Kind:
-    memory = StepMemory(store)
-    series = [[1.0, 1.1, 0.9] * 10 + [2.0, 2.1, 1.9] * 10]
-    memory.steps_of_many(series)
-
-    def read() -> tuple[Any, Sequence[str]]:
-        content = memory.path.read_bytes()
-        fresh = StepMemory(store)
-        try:
-            return fresh.steps_of_many(series), fresh.troubles
-        finally:
-            memory.path.write_bytes(content)
-
-    return Kind(memory.path, read)
-
-
 KINDS: dict[str, Callable[[Path], Kind]] = {
-    "run": a_run, "stream": a_stream, "places": places, "duel": a_duel, "acks": acks, "steps": found_steps,
+    "run": a_run, "stream": a_stream, "places": places, "duel": a_duel, "acks": acks,
 }  # fmt: skip
 
 

@@ -92,7 +92,7 @@ MOST_ROOMS = 22
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
 LAZY = HEAVY | {
-    "accelerate", "amdsmi", "asv_runner", "ctypes", "duckdb", "pyarrow", "pynvml", "ray", "safetensors", "shtab",
+    "accelerate", "amdsmi", "asv_runner", "ctypes", "pyarrow", "pynvml", "ray", "safetensors", "shtab",
     "submitit", "tensorboard", "torchao", "transformer_engine", "wandb",
 }  # fmt: skip
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
@@ -107,8 +107,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.features.gate.command", frozenset({"yaml"})),
     ("fp8bench.features.plan_parallel.command", frozenset({"yaml"})),
     ("fp8bench.cli.config_file", frozenset({"yaml"})),
-    ("fp8bench.store.index.", frozenset({"numpy"})),
-    ("fp8bench.store.compacted.", frozenset({"numpy"})),
+    ("fp8bench.store.figures.", frozenset({"numpy"})),
     ("fp8bench.analysis.", HEAVY - {"torch"}),
     *((module, frozenset[str]()) for module in LIGHT),
     ("fp8bench.formats.", frozenset({"numpy", "torch"})),

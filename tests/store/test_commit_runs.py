@@ -11,7 +11,7 @@ from fp8bench.jobs.report_files import past_of
 from fp8bench.store import commit_runs
 from fp8bench.store.asv.view import update_view
 from fp8bench.store.commit_runs import commit_named, files_by_commit, read_runs
-from fp8bench.store.index.history import keep_figures
+from fp8bench.store.figures.history import keep_figures
 from fp8bench.store.runs.run_file import load_run, load_sheet
 from tests.histories import keep, run_at
 from tests.measure.test_environment import git
@@ -22,9 +22,9 @@ from tests.older import as_older
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
-    def counted(path: Path, content: bytes | None) -> object:
+    def counted(path: Path) -> object:
         names.append(path.name)
-        return load_sheet(path, content)
+        return load_sheet(path)
 
     monkeypatch.setattr(commit_runs, "load_sheet", counted)
     monkeypatch.setattr(commit_runs, "_remembered", {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,9 @@ import pytest
 from fp8bench.errors import StoreError
 from fp8bench.features.train.kind import reopen_training, start_training
 from fp8bench.files import LineWriter
-from fp8bench.store.verify import verify
 from tests.commands import Say, unfolded
 from tests.histories import history, tree
 from tests.trainings import training
-
-NOW = datetime(2027, 1, 1, tzinfo=UTC)
 
 
 def cut_off(store: Path) -> Path:
@@ -37,12 +33,9 @@ def test_what_nobody_needs_goes_and_what_is_in_use_stays(tmp_path: Path, fp8benc
     assert "nothing that nobody needs" in unfolded(fp8bench("store", "prune", "--store", str(tmp_path), "--yes")[1])
     assert tree(tmp_path) == before
     writer.close()
-    (tmp_path / "points" / ".spool-1").mkdir(parents=True)
-    (tmp_path / "points" / ".spool-1" / "rows").write_bytes(bytes(100))
-    before = tree(tmp_path)
     code, out, _ = fp8bench("store", "prune", "--store", str(tmp_path))
     assert code == 0 and "1.00 MiB may go" in out and "remove it with --yes" in out and tree(tmp_path) == before
-    assert all(words in unfolded(out) for words in ("cut off", "was killed"))
+    assert "cut off" in unfolded(out)
     assert fp8bench("store", "prune", "--store", str(tmp_path), "--yes")[0] == 0
     left = {name for name in tree(tmp_path) if not name.startswith("runs")}
     assert left == {str(path.relative_to(tmp_path))}
@@ -50,17 +43,6 @@ def test_what_nobody_needs_goes_and_what_is_in_use_stays(tmp_path: Path, fp8benc
     writer = reopen_training(path)
     assert [(place.number, place.step) for place in writer.places] == [(0, 0)]
     writer.close()
-
-
-def test_what_a_killed_compaction_left_is_named(tmp_path: Path) -> None:
-    history(tmp_path, 1.0)
-    left = [tmp_path / "points" / ".spool-1", tmp_path / "archive" / ".x.partial"]
-    left[0].mkdir(parents=True)
-    left[1].parent.mkdir()
-    left[1].touch()
-    faults = verify(tmp_path, tmp_path, NOW).faults
-    assert [fault.path for fault in faults if "store compact" in fault.remedy] == [str(path) for path in sorted(left)]
-    assert not any(fault.broken for fault in faults)
 
 
 def test_what_could_not_be_written_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

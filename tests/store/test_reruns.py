@@ -13,7 +13,7 @@ from fp8bench.analysis.findings import find, reach_of
 from fp8bench.analysis.verdicts import best_log, conclude
 from fp8bench.model import Environment, Interval, Record, Reruns, Run, Timing, Verdict
 from fp8bench.store.reruns import LEAST_FREEDOM, Seen, add_reruns, is_busy, learned, with_reruns
-from fp8bench.store.verify_files import check_surroundings
+from fp8bench.store.verify import verify
 from tests.analysis.test_verdicts import busy
 from tests.counts import for_each
 from tests.fakes import CPU, MS, record, steady
@@ -91,9 +91,9 @@ def test_a_broken_file_is_none_and_is_written_anew(tmp_path: Path, content: byte
 def test_a_digit_that_changed_is_named_when_a_store_is_verified(tmp_path: Path) -> None:
     add_reruns(group(), RUN, tmp_path)
     (path,) = (tmp_path / "reruns").glob("*.json")
-    assert not [fault for fault in check_surroundings(tmp_path) if fault.broken]
+    assert not [fault for fault in verify(tmp_path).faults if fault.broken]
     path.write_text(path.read_text().replace("[1,", "[7,", 1))
-    (fault,) = check_surroundings(tmp_path)
+    (fault,) = verify(tmp_path).faults
     assert fault.path == str(path) and "its checksum is not that of what it says" in fault.what
 
 

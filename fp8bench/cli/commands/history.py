@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -29,9 +28,10 @@ from fp8bench.report.terminal.history import (
 )
 from fp8bench.store.ceilings import history_of_ceilings
 from fp8bench.store.commit_runs import UNREADABLE, missing_commits
-from fp8bench.store.runs.listing import closed_folders, index_of, listing, newest_files, without_runs
+from fp8bench.store.runs.listing import closed_folders, listing, newest_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import tracked_by
+from fp8bench.store.verify import verify
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -59,13 +59,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     regressions.add_argument("--all", action="store_true", help=words)
     shared(regressions, "--explain", "--md")
     shared(regressions, "--json", help="print all of them as JSON instead")
-    ack = command("ack", "say that a change of a series is known and stays, so that it alarms no more")
+    ack = command("ack", "say that the open changes of a series are known and stay, so that they alarm no more")
     words = "as in show; with * for any part, all that fit: 'gemm.Gemm.track_*(bf16, 512)'"
     ack.add_argument("series", metavar="SERIES", help=words)
-    words = "the last commit that it may be, as regressions shows it; needed where several are open"
-    ack.add_argument("--until", type=types.commit, metavar="COMMIT", help=words)
-    ack.add_argument("--because", metavar="TEXT", help="why it stays")
-    ack.add_argument("--undo", action="store_true", help="let it alarm again")
+    ack.add_argument("--because", metavar="TEXT", help="why they stay")
+    ack.add_argument("--undo", action="store_true", help="let them alarm again")
     codes = "Exit codes: 0 nothing is broken, 2 there is no such store, 3 something is."
     command("verify", "read every file of the store and say what is broken, and where; changes nothing", codes)
     codes = "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be made."
@@ -84,10 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     reads_all = arguments.subcommand in ("verify", "rebuild") or getattr(arguments, "runs", False)
     store = existing_store(arguments.store, TERMINAL, reads_all)
     if arguments.subcommand == "verify":
-        from fp8bench.store.verify import verify
-
-        checked = verify(store, Path(), datetime.now(UTC))
-        tell(arguments, partial(faults_page, checked.faults, checked.sound, str(store)))
+        checked = verify(store)
+        tell(arguments, partial(faults_page, checked.faults, checked.sound, checked.files, str(store)))
         return EXIT_FAILED if any(fault.broken for fault in checked.faults) else EXIT_OK
     if arguments.subcommand == "ceilings":
         from fp8bench.report.topics.roofline import ceilings_page
@@ -109,13 +105,12 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
 
     history = read_history(store, TERMINAL) if not arguments.runs else None
     if history is not None:
-        told_of = bool(history.runs or history.left or index_of(store).exists())
+        told_of = bool(history.runs or history.left)
     else:
         told_of = bool(_kept_lines(store, Counter())) or any(newest_files(store))
     if not told_of:
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
-        words = f": {'no runs that may be read' if closed_folders(store) else begin}"
-        say_folded([f"{store}{f' {without_runs(store)}' if index_of(store).exists() else words}"])
+        say_folded([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
         return EXIT_OK
     word = arguments.word.lower()
     if history is None:
@@ -195,7 +190,7 @@ def _regressions(arguments: argparse.Namespace, store: Path) -> int:
 def _acknowledge(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import acknowledge
 
-    done = acknowledge(arguments.series, store, TERMINAL, arguments.until, arguments.because, arguments.undo)
+    done = acknowledge(arguments.series, store, TERMINAL, arguments.because, arguments.undo)
     changes = (f"  {name}, after {since[:8]} and up to {until[:8]}" for name, since, until in done)
     say_folded((f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}", *changes))
     return EXIT_OK

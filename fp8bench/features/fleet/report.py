@@ -30,7 +30,6 @@ from fp8bench.report.words.naming import listed
 from fp8bench.store.fleet_plans import number_of, plans_of, read_plan, states_of
 from fp8bench.store.runs.listing import REFUSED, REMEDY, listing
 from fp8bench.store.runs.run_file import load_head, load_run
-from fp8bench.store.verify import samples_of
 from fp8bench.units import ratio
 
 _OTHERS = "are of no cell of the plan"
@@ -97,9 +96,15 @@ def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[MachineRun],
         if running:
             left[_RUNNING] += 1
         else:
-            seen.append((seen_of(run), path, samples_of(run)))
+            seen.append((seen_of(run), path, _digest_of_times(run)))
     counting, copies = _measured_once(seen)
     return counting, left, [*doubts, *copies]
+
+
+def _digest_of_times(run: Run) -> int | None:
+    """Returns a digest of all times of a run, valid in this process; None where it has none."""
+    times = tuple((record.case.id, record.timing.slots) for record in run.records if record.timing is not None)
+    return hash(times) if times else None
 
 
 def _measured_once(seen: Sequence[tuple[MachineRun, Path, int | None]]) -> tuple[list[MachineRun], list[str]]:

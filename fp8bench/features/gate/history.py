@@ -28,10 +28,9 @@ from fp8bench.pipeline import AGAIN
 from fp8bench.report.panels import together
 from fp8bench.store.asv.identity import from_facts
 from fp8bench.store.commit_runs import commit_named
-from fp8bench.store.index.history import History
-from fp8bench.store.index.tables import Line
+from fp8bench.store.figures.lines import History, Line
 from fp8bench.store.points import cell_of, followed
-from fp8bench.store.runs.listing import run_files, without_runs
+from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 
 # At most so many run files are searched for the newest commit's and the one before it.
@@ -44,7 +43,7 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     newest = next(_runs(store), None)
     title = f"the history in {path}"
     if newest is None:
-        return GateSource(title, problem=f"the store {without_runs(store)}.", code=EXIT_FAILED)
+        return GateSource(title, problem=f"the store {store} has no runs yet.", code=EXIT_FAILED)
     title = f"{title}, up to run {newest.id}"
     if all(record.status is Status.SKIPPED for record in newest.records):
         return GateSource(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
@@ -72,7 +71,7 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
     notes = [f"{known} acknowledged: `fp8bench history regressions --all` tells them"] if known else []
     notes += [f"{count} series not looked at: {why}" for why, count in steps.left.items()]
-    every = tuple(_unchanged(line.trend) for line in history.lines.lines)
+    every = tuple(_unchanged(line.trend) for line in history.lines)
     return GateSource(title, comparisons, confirm, tuple(notes), newest=series, unchanged=every)
 
 
@@ -129,7 +128,7 @@ def _weight(change: Change) -> tuple[bool, float]:
 
 
 def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
-    compared = ((line.trend, history.lines.comparable(line)) for line in _lines_of(history, newest))
+    compared = ((line.trend, line.comparable) for line in _lines_of(history, newest))
     latest = [(trend, max(every, key=lambda part: part.places[-1]).values) for trend, every in compared if every]
     finite = [(trend, values[abs(values) < math.inf]) for trend, values in latest]
     positive = [(trend, values) for trend, values in finite if len(values) and values.min() > 0]
@@ -152,13 +151,13 @@ def _lines_of(history: History, newest: Run) -> list[Line]:
     place, commit = from_facts(newest.environment.facts), newest.environment.get("commit")
     mine: dict[tuple[object, str], bool] = {}
     lines = []
-    for line in history.lines.lines:
+    for line in history.lines:
         where = (line.trend.machine.get("machine"), line.trend.python)
         if where not in mine:
             mine[where] = place is None or history.is_of(line.trend, place)
         if mine[where] and line.trend.series.metric not in _DERIVED and line.trend.series.metric not in COUNTS:
             lines.append(line)
-    return [line for line in lines if history.lines.ending(line).last.commit == commit] or lines
+    return [line for line in lines if line.ending.last.commit == commit] or lines
 
 
 def _settled(trend: Trend, relative: set[tuple[object, ...]]) -> bool:

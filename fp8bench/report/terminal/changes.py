@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from fp8bench import units
 from fp8bench.analysis.steps.change_points import BY_CHANCE
@@ -68,14 +68,12 @@ def page_of(search: Found, store: str, everything: bool = False, options: str = 
     parts += list_of("left", "not looked at", left)
     alarming = next((change for change in search.changes if change.alarms), None)
     if alarming is not None:
-        parts.append(Part("summary", "", tuple(_what_to_do(alarming, search, options))))
+        parts.append(Part("summary", "", tuple(_what_to_do(alarming, options))))
     return Page(f"{store}: {_counted(search)}", "", tuple(parts), _legend(search, everything))
 
 
-def _what_to_do(change: Change, search: Found, options: str) -> Iterator[Element]:
+def _what_to_do(change: Change, options: str) -> Iterator[Element]:
     name, comparison = shlex.quote(change.trend.name), change.comparison
-    several = sum(other.alarms and other.trend.name == change.trend.name for other in search.changes) > 1
-    until = f" --until {comparison.until[:8]}" if several else ""
     yield Text("the first of them, commit by commit")
     yield Code(f"fp8bench history show {name}{options}")
     if change.is_counted:
@@ -87,7 +85,7 @@ def _what_to_do(change: Change, search: Found, options: str) -> Iterator[Element
         )
         yield Code(f"fp8bench duel suite {comparison.suite} --against {comparison.since[:8]}{options}")
     yield Text("it is known, and stays")
-    yield Code(f"fp8bench history ack {name}{until}{options}")
+    yield Code(f"fp8bench history ack {name}{options}")
 
 
 def value_of(search: Found) -> dict[str, object]:
@@ -159,7 +157,3 @@ def _legend(search: Found, everything: bool) -> list[str]:
     words += [_REVERTED] if everything and ChangeState.REVERTED in states else []
     words += [_OLD] if everything and ChangeState.OLD_VERSION in states else []
     return words
-
-
-def to_choose_from(changes: Sequence[Change]) -> str:
-    return "".join(f"\n  {change.trend.name} --until {change.comparison.until[:8]}" for change in changes)

@@ -119,7 +119,7 @@ def runs_page(
     return Page(head, "", (*parts, *_left_out(left)))
 
 
-def faults_page(faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], store: str) -> Page:
+def faults_page(faults: Sequence[Fault], sound: int, files: int, store: str) -> Page:
     broken = sum(fault.broken for fault in faults)
     head = f"{store}: {count_of(broken, 'thing is', 'things are')} broken" if broken else f"{store}: nothing is broken"
     parts = []
@@ -127,8 +127,7 @@ def faults_page(faults: Sequence[Fault], sound: Mapping[str, tuple[int, int]], s
         parts += list_of(
             title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in faults if fault.broken is kind)
         )
-    counted = ", ".join(f"{few} of {all_of} {what}" for what, (few, all_of) in sound.items())
-    return Page(head, "", (*parts, Part("sound", "", (Text(f"sound: {counted}"),))))
+    return Page(head, "", (*parts, Part("sound", "", (Text(f"sound: {sound} of {files} run files"),))))
 
 
 def rebuilt_page(store: str, files: int, series: int, runs: int, left: Mapping[str, int]) -> Page:

@@ -15,12 +15,9 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
-from types import MappingProxyType
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.files import is_locked
@@ -39,7 +36,6 @@ _COLLECTED = f"{_MONTHS}/*.jsonl"
 _MONTH = re.compile(r"\d{4}-\d{2}")
 # A run of many thousand cases has some 100 MB; a sparse file may claim more than any memory holds.
 LARGEST_RUN = 2 << 30
-POINTS = "points"  # the folder of what was compacted
 # Runs that are being measured are among so many newest files, and were written to so recently.
 _LOOKED_AT = 100
 _RECENT_SECONDS = 7 * 86400.0
@@ -99,12 +95,12 @@ def refusal(group: Sequence[Path]) -> str:
     return f"{files} have the id {id_of(group[0])} and say different things, so that none of them counts"
 
 
-def each_once(paths: Iterable[Path], ids: Mapping[Path, str] = MappingProxyType({})) -> Listing:
-    """Sorts out which files are the same runs, by ids that are known or read. Unreadable files are kept."""
+def each_once(paths: Iterable[Path]) -> Listing:
+    """Sorts out which files are the same runs, by their ids. Unreadable files are kept."""
     files = list(dict.fromkeys(paths))
     by_id: dict[str, list[Path]] = {}
     for path in files:
-        by_id.setdefault(ids.get(path) or id_of(path), []).append(path)
+        by_id.setdefault(id_of(path), []).append(path)
     copies: dict[Path, Path] = {}
     refused: dict[Path, tuple[Path, ...]] = {}
     for group in by_id.values():
@@ -139,8 +135,8 @@ def id_of(path: Path) -> str:
     """Returns the id of the run in a file; a digest where it has no header, its path where it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
-            if known := id_in(file.read(_PEEKED)):
-                return known
+            if begins := _BEGINS.match(file.read(_PEEKED)):
+                return str(json.loads(begins[1]))
         run = load_head(path)
         if run.started:
             return run.id
@@ -148,12 +144,6 @@ def id_of(path: Path) -> str:
             return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
     except (StoreError, OSError, ValueError):
         return str(path)
-
-
-def id_in(content: bytes) -> str:
-    """Returns the id in the first bytes of a file, if they are a header as it is written; else ''."""
-    begins = _BEGINS.match(content)
-    return "" if begins is None else str(json.loads(begins[1]))
 
 
 def _length(path: Path) -> tuple[int, int]:
@@ -214,28 +204,6 @@ def _may_be_run(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST_RUN
 
 
-def stamps_of(store: Path) -> dict[str, tuple[int, int]]:
-    """Returns the run files by their names in the store, newest first, each with size and date."""
-    runs = store / "runs"
-    folders = [path.relative_to(store).as_posix() for pattern in ("*", _MONTHS) for path in runs.glob(pattern)]
-    stamps = []
-    for folder in folders:
-        with contextlib.suppress(OSError), ExitStack() as closed:
-            opened = os.open(store / folder, os.O_RDONLY | os.O_DIRECTORY)
-            closed.callback(os.close, opened)
-            for name in os.listdir(opened):  # noqa: PTH208 - listing the open folder takes two thirds of the time
-                if not name.endswith(".jsonl"):
-                    continue
-                try:
-                    status = os.stat(name, dir_fd=opened)
-                except OSError:
-                    continue
-                if stat.S_ISREG(status.st_mode):
-                    stamps.append((name, f"{folder}/{name}", (status.st_size, status.st_mtime_ns)))
-    stamps.sort(key=itemgetter(0), reverse=True)
-    return {name: stamp for _, name, stamp in stamps}
-
-
 def listing(store: Path) -> Listing:
     return each_once(all_files(store))
 
@@ -280,7 +248,7 @@ def find_run(word: str, store: Path) -> Path:
     if meant:
         names = ", ".join(path.stem for path in meant[:5])
         raise RunNotFound(f"{word!r} fits {len(meant)} runs ({names}). Give more of the name.")
-    newest = f" The newest is {files[0].stem}." if files else f" The store {without_runs(store)}."
+    newest = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
     raise RunNotFound(f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'.")
 
 
@@ -305,18 +273,6 @@ def dated_later(own: Path) -> str:
     store = store_of(own.resolve())
     newest = next(newest_files(store), own) if store is not None else own
     return newest.stem if newest.name > own.name and not is_locked(newest) else ""
-
-
-def index_of(store: Path) -> Path:
-    """The file that says what was compacted of a store."""
-    return store / POINTS / "index.json"
-
-
-def without_runs(store: Path) -> str:
-    """Returns why a store has no run file, as words after its name."""
-    if index_of(store).exists():
-        return f"has its runs in compacted files alone: `fp8bench store restore --store {store}` writes them back"
-    return "has no runs yet"
 
 
 def load_named(word: str, store: Path) -> Run:

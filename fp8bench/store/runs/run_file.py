@@ -121,9 +121,9 @@ def load_run(path: Path) -> Run:
     return load_sheet(path)[0]
 
 
-def load_sheet(path: Path, content: bytes | None = None) -> tuple[Run, FileLines]:
-    """Like load_run, with the lines of the file, whose content may have been read already."""
-    sheet = lines_of(path, "the run file", content)
+def load_sheet(path: Path) -> tuple[Run, FileLines]:
+    """Like load_run, with the lines of the file."""
+    sheet = lines_of(path, "the run file")
     if not (sheet.lines or sheet.broken):
         raise StoreError(f"{path} is no run file: it is empty.")
     refuse_newer(sheet, path)

@@ -96,9 +96,8 @@ def test_pages_of_stores() -> Told:
         Fault("a.partial", "it is left over", "Delete it", broken=False),
         Fault("runs/b.jsonl", "line 7 is broken", "Resume it"),
     ]
-    sound = {"run files": (3, 4), "asv's files": (2, 2)}
-    yield "what is broken stands first; each is where, what, and what to do", render(faults_page(faults, sound, "s"))
-    yield "nothing broken", render(faults_page([], {"run files": (1, 1)}, "s"))
+    yield "what is broken stands first; each is where, what, and what to do", render(faults_page(faults, 3, 4, "s"))
+    yield "nothing broken", render(faults_page([], 1, 1, "s"))
     yield "what was made", render(rebuilt_page("s", 1, 7, 2, {"dirty": 1}))
     yield "what was taken in", render(joined_page("s: took in t", {"runs that are new here": 2}))
 
@@ -115,7 +114,7 @@ def test_no_line_is_too_long(name: str, reason: str, numbers: list[float], date:
     texts = [
         render(trend_page([long_trend], reason, {commit(1)})),
         render(trends_page([long_trend.ending], "s", 1, 1, {reason: 1})),
-        render(faults_page([Fault(name, reason, name)], {name: (1, 1)}, "s")),
+        render(faults_page([Fault(name, reason, name)], 1, 1, "s")),
     ]
     lines = [line for text in texts for line in text.splitlines() if "history show" not in line]
     assert max(map(len, lines)) <= 100

@@ -14,7 +14,7 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.report_files import Pages, report_of
 from fp8bench.model import LayerScale, Request
 from fp8bench.store.commit_runs import find_runs
-from fp8bench.store.index.history import open_history
+from fp8bench.store.figures.history import open_history
 from fp8bench.store.merge_stores import merge_runs, rebuild
 from fp8bench.store.runs import listing as reading
 from fp8bench.store.runs.listing import COPIED, REFUSED, find_run, id_of, listing, run_files

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.store.index import history as processes
-from fp8bench.store.index.history import open_history, spread
+from fp8bench.store.figures import forks
+from fp8bench.store.figures.forks import spread
+from fp8bench.store.figures.history import open_history
 from tests.histories import history, read_trends, trends_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(autouse=True)
 def two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were; other tests may have loaded torch."""
-    monkeypatch.setattr(processes, "_processors", lambda: 2)
+    monkeypatch.setattr(forks, "_processors", lambda: 2)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
 
 
@@ -41,9 +42,9 @@ def test_few_jobs_stay_here_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="no 0"):  # as it would be here
         list(spread(refuses, range(100)))
     with monkeypatch.context() as patch:  # there is nobody else
-        patch.setattr(processes, "_processors", lambda: 1)
+        patch.setattr(forks, "_processors", lambda: 1)
         assert {pid for _, pid in spread(where, range(100))} == {os.getpid()}
-    monkeypatch.setitem(sys.modules, "torch", processes)  # forking is not safe
+    monkeypatch.setitem(sys.modules, "torch", forks)  # forking is not safe
     assert {pid for _, pid in spread(where, range(100))} == {os.getpid()}
 
 
@@ -81,18 +82,17 @@ def test_commands_at_once(tmp_path: Path) -> None:
     alone = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     assert [process.returncode for process in together] == [alone.returncode] * 2
     assert "track_time" in alone.stdout and found == [(alone.stdout, "")] * 2 and not alone.stderr
-    assert {path.name for path in (tmp_path / "points").iterdir()} == {".lock", "points.figures"}
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", "points", "figures"}
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "figures.sqlite"}
 
 
 KILLED = """
 import os, time
-from fp8bench.store.index import history
-history._processors = lambda: 2
+from fp8bench.store.figures import forks
+forks._processors = lambda: 2
 def work(_):
     os.write(1, b"begun\\n")
     time.sleep(600)
-list(history.spread(work, range(40)))
+list(forks.spread(work, range(40)))
 """
 
 

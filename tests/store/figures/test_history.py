@@ -1,13 +1,11 @@
-"""The index says what reading every run says, and knows when a file of figures no longer counts."""
+"""The cache says what reading every run says, and is made again where it does not fit."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
 import os
-import shutil
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +16,12 @@ from hypothesis import strategies as st
 from fp8bench.model import Request, Status
 from fp8bench.registry import workloads
 from fp8bench.store.commit_runs import by_place, read_runs
-from fp8bench.store.index import figure_files
-from fp8bench.store.index import points_file as points_files
-from fp8bench.store.index.figure_files import Fingerprints
-from fp8bench.store.index.history import History, keep_figures, open_history, read_and_keep
-from fp8bench.store.index.points_file import VERSION, Index, points_file
-from fp8bench.store.index.tables import table_of
+from fp8bench.store.figures import cache
+from fp8bench.store.figures import history as opening
+from fp8bench.store.figures.cache import VERSION, cache_of, delete_cache, read_cached, write_cached
+from fp8bench.store.figures.history import keep_figures, open_history
+from fp8bench.store.figures.lines import History
+from fp8bench.store.figures.tables import table_of
 from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.listing import run_files
 from fp8bench.user_code import import_user_modules
@@ -50,11 +48,11 @@ def opened(store: Path) -> History:
 
 
 def same(store: Path) -> Trends:
-    """Compares both ways of reading: with an index of all commits, of some, and without one."""
+    """Compares both ways of reading: with a cache of all commits, of some, and without one."""
     slow = read_trends(store, every)
     for _ in range(2):
         assert trends_of(opened(store), every) == slow
-    points_file(store).unlink(missing_ok=True)
+    delete_cache(store)
     if slow.runs:
         keep_figures(store, next(run_files(store)))
     again = opened(store)
@@ -131,13 +129,13 @@ def test_comparable_figures(tmp_path: Path) -> None:
     keep(tmp_path, run_at(4, records=tuple(records(status=Status.FAILED))))
     keep(tmp_path, run_at(5, records=tuple(records(1.2))))
     found = opened(tmp_path)
-    for line in found.lines.lines:
-        figures = found.lines.trend(line).figures
-        for one in found.lines.comparable(line):
+    for line in found.lines:
+        figures = line.whole_trend().figures
+        for one in line.comparable:
             assert [figures[place].value for place in one.places] == one.values.tolist()
             assert len({(figures[place].version, figures[place].under) for place in one.places}) == 1
             assert not any(figures[place].hasty for place in one.places)
-    places = {tuple(stretch.places.tolist()) for line in found.lines.lines for stretch in found.lines.comparable(line)}
+    places = {tuple(stretch.places.tolist()) for line in found.lines for stretch in line.comparable}
     assert places == {(0, 1, 5), (0, 1, 4, 5), (2,)}
 
 
@@ -172,19 +170,6 @@ def test_a_run_that_went_on_is_gone_or_is_none_any_more_is_read_again(tmp_path: 
     assert found.runs == 2 and sum(found.left.values()) == 2  # of one of them a line alone
 
 
-def test_a_copied_store_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy, or what git has checked out, has other dates and the same content, which is looked at once."""
-    history(tmp_path / "a", 1.0, 1.1)
-    slow = trends_of(opened(tmp_path / "a"), every)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    for path in run_files(tmp_path / "b"):
-        os.utime(path, ns=(1, 1))
-    found = opened(tmp_path / "b")
-    assert found.read == 0 and trends_of(found, every) == slow
-    monkeypatch.setattr(figure_files, "digest_of", lambda _: "nobody asks for it again")
-    assert trends_of(opened(tmp_path / "b"), every) == slow and opened(tmp_path / "b").read == 0
-
-
 def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history(tmp_path, 1.0, 1.1)
     assert opened(tmp_path).read == 2
@@ -208,7 +193,7 @@ def test_a_suite_that_is_not_imported_leaves_what_was_known(tmp_path: Path, monk
     history(tmp_path, 1.0, 1.1)
     assert opened(tmp_path).read == 2
     with monkeypatch.context() as patch:
-        patch.setattr(figure_files, "fingerprint", lambda _: "")
+        patch.setattr(opening, "fingerprint", lambda _: "")
         assert [opened(tmp_path).read for _ in range(2)] == [2, 2]
         keep(tmp_path, run_at(1, 9))
         assert [opened(tmp_path).read for _ in range(2)] == [3, 1]
@@ -232,83 +217,96 @@ def test_two_names_of_one_interpreter(tmp_path: Path) -> None:
     assert merged.trends[0].figures[0].runs == older.trends[0].figures[0].runs == 2
 
 
-def damaged(content: bytes) -> Iterator[bytes]:
-    """Ways in which a file is no longer what was written."""
-    yield b""
-    yield content[: len(content) // 2]
-    yield content[:-1]
-    yield content.replace(b"[1,1]", b"[2,1]", 1)
-    yield content[:40] + bytes([content[40] ^ 1]) + content[41:]
-    yield b"SQLite format 3\0" + content
-    yield b"fp8bench figures one two\n" + content
-    yield content[:39] + b"zzzzzzzz" + content[47:]
-    yield b"fp8bench figures ff 00000000\n"
-    yield content[:39] + b"00000000" + content[47:]
-    yield os.urandom(len(content))
+def flipped(content: bytes) -> bytes:
+    place = content.index(b"rounds") if b"rounds" in content else len(content) // 2
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
 
-@for_each("way", range(11))
-def test_a_torn_file_is_made_anew_and_that_is_said_once(tmp_path: Path, way: int) -> None:
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "a flipped bit": flipped,
+    "another file": lambda content: b"no database at all",
+    "noise": lambda content: os.urandom(len(content)),
+}
+
+
+@for_each("damage", DAMAGES)
+def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: str) -> None:
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
-    path = points_file(tmp_path)
-    whole = path.read_bytes()
-    path.write_bytes(next(itertools.islice(damaged(whole), way, None)))
+    path = cache_of(tmp_path)
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
     first, second = opened(tmp_path), opened(tmp_path)
     assert trends_of(first, every) == trends_of(second, every) == slow
-    assert first.read == 2 and len(first.troubles) == 1 and path.name in first.troubles[0]
-    assert second.read == 0 and not second.troubles and path.read_bytes() == whole
+    assert first.read == 2 and second.read == 0
 
 
-def test_what_was_cut_off_costs_what_came_last(tmp_path: Path) -> None:
-    paths = history(tmp_path, 1.0, 1.1)
-    for path in paths:
-        keep_figures(tmp_path, path)
-    slow = trends_of(opened(tmp_path), every)
-    path = points_file(tmp_path)
-    path.write_bytes(path.read_bytes() + b"x")
-    assert opened(tmp_path).read == 0 and trends_of(opened(tmp_path), every) == slow
-    path.write_bytes(path.read_bytes()[:-9])
-    assert opened(tmp_path).read == 1 and opened(tmp_path).read == 0 and trends_of(opened(tmp_path), every) == slow
-
-
-def test_a_file_of_many_frames_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(points_files, "_MOST_FRAMES", 3)
-    paths = history(tmp_path, *(1.0 + 0.1 * number for number in range(7)))
-    sizes = []
-    for path in (*paths, *paths):
-        keep(tmp_path, run_at(int(path.stem.split("-")[1], 16), 50 + len(sizes)))
-        keep_figures(tmp_path, path)
-        sizes.append(points_file(tmp_path).stat().st_size)
-        assert Index.opened(tmp_path)._frames <= 4
-    assert sizes[-1] < 2 * sizes[6] and opened(tmp_path).read == 0
-    assert trends_of(opened(tmp_path), every) == read_trends(tmp_path, every)
-
-
-def test_a_newer_file_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    history(tmp_path, 1.0)
-    path = points_file(tmp_path)
-    monkeypatch.setattr(points_files, "VERSION", VERSION + 1)
-    slow = trends_of(opened(tmp_path), every)
-    newer = path.read_bytes()
-    monkeypatch.undo()
-    found = opened(tmp_path)
-    assert trends_of(found, every) == slow and path.read_bytes() == newer
-    assert len(found.troubles) == 1 and "newer" in found.troubles[0]
-    monkeypatch.setattr(points_files, "VERSION", VERSION + 2)
-    again = opened(tmp_path)
-    assert trends_of(again, every) == slow and not again.troubles and path.read_bytes() != newer
-
-
-def test_a_store_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_digit_of_a_cache_changes_unseen(tmp_path: Path) -> None:
     history(tmp_path, 1.0, 1.1)
-    (tmp_path / "points").write_text("a file where the folder should be")
+    slow = trends_of(opened(tmp_path), every)
+    path = cache_of(tmp_path)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 97):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        assert trends_of(opened(tmp_path), every) == slow, place
+
+
+def test_a_cache_of_another_version_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history(tmp_path, 1.0)
+    slow = trends_of(opened(tmp_path), every)
+    monkeypatch.setattr(cache, "_VERSION", cache._VERSION + 1)
+    for read in (1, 0):
+        found = opened(tmp_path)
+        assert trends_of(found, every) == slow and found.read == read
+
+
+def test_a_cache_that_cannot_be_written_costs_reading_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history(tmp_path, 1.0, 1.1)
+    cache_of(tmp_path).mkdir()
     found = opened(tmp_path)
-    assert trends_of(found, every) == read_trends(tmp_path, every) and not found.troubles
-    monkeypatch.setattr("fp8bench.store.index.history._WORTH_KEEPING", 1)
+    assert trends_of(found, every) == read_trends(tmp_path, every) and found.read == 2 and not found.troubles
+    monkeypatch.setattr(opening, "_WORTH_KEEPING", 1)
     (trouble,) = opened(tmp_path).troubles
-    assert "2 runs" in trouble and "points" in trouble
-    assert (tmp_path / "points").is_file()
+    assert "reads 2 runs again" in trouble and str(cache_of(tmp_path)) in trouble
+
+
+def test_a_cache_that_may_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history(tmp_path, 1.0, 1.1)
+    slow = trends_of(opened(tmp_path), every)
+
+    def read_only(path: Path, *arguments: float, **options: None) -> sqlite3.Connection:
+        return sqlite3.Connection(f"{path.absolute().as_uri()}?mode=ro", *arguments, uri=True, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", read_only)  # root may write into every folder
+    assert trends_of(opened(tmp_path), every) == slow and opened(tmp_path).read == 0
+    keep(tmp_path, run_at(2))
+    found = opened(tmp_path)
+    assert found.read == 1 and trends_of(found, every) == read_trends(tmp_path, every)
+
+
+def test_a_locked_cache_is_waited_for_and_then_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history(tmp_path, 1.0)
+    slow = trends_of(opened(tmp_path), every)
+    monkeypatch.setattr(cache, "_LOCK_SECONDS", 0.01)
+    with sqlite3.connect(cache_of(tmp_path), isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        assert "locked" in write_cached(tmp_path, "commit", {"a": b"b"})
+        found = opened(tmp_path)
+        assert found.read == 1 and trends_of(found, every) == slow
+        other.execute("ROLLBACK")
+    assert opened(tmp_path).read == 0
+
+
+def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path: Path) -> None:
+    write_cached(tmp_path, "commit", {"a": b"1"})
+    with sqlite3.connect(cache_of(tmp_path), isolation_level=None) as killed:
+        killed.execute("BEGIN IMMEDIATE")
+        killed.execute("DELETE FROM kept")
+        assert read_cached(tmp_path, "commit") == {"a": b"1"}
+        killed.execute("ROLLBACK")
+    assert write_cached(tmp_path, "commit", {"b": b"2"}, gone=["a"]) == ""
+    assert read_cached(tmp_path, "commit") == {"b": b"2"} and read_cached(tmp_path, "steps") == {}
 
 
 def test_keeping_after_a_run(tmp_path: Path) -> None:
@@ -316,21 +314,17 @@ def test_keeping_after_a_run(tmp_path: Path) -> None:
     keep_figures(tmp_path, last)
     keep_figures(tmp_path / "nowhere", last)
     keep_figures(tmp_path, Path())
-    assert list(Index.opened(tmp_path).units) == [commit(1)[:8]]
+    assert list(read_cached(tmp_path, "commit")) == [commit(1)[:8]]
     assert opened(tmp_path).read == 1
 
 
-def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
+def test_rebuilding_makes_it_again(tmp_path: Path) -> None:
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
-    index = Index.opened(tmp_path)
-    known = index.figures(commit(0)[:8])
-    index.keep([(commit(0)[:8], known._replace(runs=7))])
-    assert opened(tmp_path).runs == 8 and not read_and_keep(index, commit(0)[:8], [], Fingerprints()).runs
+    write_cached(tmp_path, "commit", {commit(0)[:8]: read_cached(tmp_path, "commit")[commit(1)[:8]], "gone": b"{}\n"})
     rebuild(tmp_path)
-    assert Index.opened(tmp_path).figures(commit(0)[:8]).runs == 1
     again = opened(tmp_path)
-    assert again.read == 0 and trends_of(again, every) == slow
+    assert again.read == 0 and trends_of(again, every) == slow and "gone" not in read_cached(tmp_path, "commit")
 
 
 def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
@@ -342,26 +336,14 @@ def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
     for read in (1, 0):
         found = opened(store)
         assert found.read == read and trends_of(found, every) == read_trends(store, every)
-    assert [path.name for path in tmp_path.iterdir()] == ["deep"] and len(list((store / "points").iterdir())) == 2
-
-
-def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:
-    history(tmp_path, 1.0)
-    folder = tmp_path / "points"
-    folder.mkdir()
-    old, young, foreign = (folder / name for name in (".a.figures-1.partial", ".b.figures-2.partial", "notes.txt"))
-    for path in (old, young, foreign):
-        path.write_text("")
-    os.utime(old, (1, 1))
-    os.utime(foreign, (1, 1))
-    opened(tmp_path)
-    assert not old.exists() and young.exists() and foreign.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+    assert {path.name for path in store.iterdir()} == {"runs", cache_of(store).name}
 
 
 def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
     """If this fails, the same run comes to other figures, or they are written down otherwise.
 
-    Then VERSION in fp8bench/store/index/points_file.py must go up, or what was kept before would be shown as if it
+    Then VERSION in fp8bench/store/figures/cache.py must go up, or what was kept before would be shown as if it
     were new. Raise it, and put the new pair here.
     """
     write_store(tmp_path, 1, 1)
@@ -370,5 +352,5 @@ def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
     with forgotten(tmp_path):
         import_user_modules((str(write_module(tmp_path, 2)),))
         (table,) = map(table_of, by_place(read_runs([path]).runs))
-    parts = [json.dumps(table.said, sort_keys=True).encode(), table.layout, table.rows.tobytes()]
-    assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (11, "30ac882a261e02e1")
+    parts = [repr((table.place, table.layout, table.facts)).encode(), table.rows]
+    assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (1, "6f743c59e52307e2")

@@ -1,0 +1,84 @@
+"""The cache of what runs come to: `<store>/figures.sqlite`, a table of values by kind and name.
+
+The runs are the truth. The cache is thrown away where it is not what was written, and made again from the runs; it may
+be deleted at any time. Where it cannot be read or written, commands do without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from fp8bench.model.codec import SCHEMA
+
+# Raised when the same runs would give other figures, or other values here.
+VERSION = 1
+_VERSION = 1000 * VERSION + SCHEMA
+_LOCK_SECONDS = 20.0
+_TABLE = "CREATE TABLE IF NOT EXISTS kept (kind, name, value, checksum, PRIMARY KEY (kind, name)) WITHOUT ROWID"
+
+
+class _Unfit(Exception):
+    """The file is of another version, or a value is not what was written."""
+
+
+def cache_of(store: Path) -> Path:
+    return store / "figures.sqlite"
+
+
+def read_cached(store: Path, kind: str) -> dict[str, bytes]:
+    """Returns the values of a kind by name; none where the cache cannot be read. Deletes an unfit cache."""
+    path = cache_of(store)
+    if not path.is_file():
+        return {}
+    try:
+        with _opened(path) as connection:
+            rows = connection.execute("SELECT name, value, checksum FROM kept WHERE kind = ?", (kind,)).fetchall()
+        for name, value, checksum in rows:
+            if checksum != _checksum(name, value):
+                raise _Unfit
+        return {name: value for name, value, _ in rows}
+    except sqlite3.OperationalError:  # locked, or may not be read
+        return {}
+    except (sqlite3.DatabaseError, _Unfit, TypeError, AttributeError, UnicodeError):
+        delete_cache(store)
+        return {}
+
+
+def write_cached(store: Path, kind: str, values: Mapping[str, bytes], gone: Collection[str] = ()) -> str:
+    """Adds values, and removes the names in `gone`. Returns why they could not be written; '' if they were."""
+    rows = [(kind, name, value, _checksum(name, value)) for name, value in values.items()]
+    try:
+        with _opened(cache_of(store)) as connection:
+            connection.execute("PRAGMA synchronous = OFF")  # after a loss of power it is made again
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(_TABLE)
+            connection.execute(f"PRAGMA user_version = {_VERSION}")
+            connection.executemany("DELETE FROM kept WHERE kind = ? AND name = ?", [(kind, name) for name in gone])
+            connection.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
+            connection.execute("COMMIT")
+    except (sqlite3.Error, _Unfit) as error:
+        return str(error)
+    return ""
+
+
+def delete_cache(store: Path) -> None:
+    for suffix in ("", "-journal"):
+        with contextlib.suppress(OSError):
+            cache_of(store).with_name(f"{cache_of(store).name}{suffix}").unlink()
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(sqlite3.connect(path, _LOCK_SECONDS, isolation_level=None)) as connection:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):  # 0: it is being made
+            raise _Unfit("it is of another version")
+        yield connection
+
+
+def _checksum(name: str, value: bytes) -> int:
+    return zlib.crc32(value, zlib.crc32(name.encode()))

@@ -1,0 +1,155 @@
+"""Opens the history of a store: figures of commits from the cache, and from runs that these do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp8bench.errors import StoreError
+from fp8bench.store.commit_runs import CommitRuns, by_commit, by_place, commit_of, files_by_commit, read_runs
+from fp8bench.store.figures.cache import cache_of, read_cached, write_cached
+from fp8bench.store.figures.forks import spread
+from fp8bench.store.figures.lines import History, history_of
+from fp8bench.store.figures.tables import FigureTable, Place, table_of
+from fp8bench.store.runs.listing import listing
+from fp8bench.store.series import fingerprint
+
+_COMMIT, _LAYOUT = "commit", "layout"
+# From so many runs on it takes long to read them again, so that a failure to keep their figures is reported.
+_WORTH_KEEPING = 20
+UNKNOWN = ""  # instead of the digest of a suite that is not imported
+
+
+class CommitFigures(NamedTuple):
+    """What the runs of one commit come to: how many are tracked, why others are not, and a table for each place.
+
+    `files` and `grids` are what that was made of: the run files (name, bytes, last change in ns), and for each suite a
+    digest of its grid.
+    """
+
+    files: list[list[Any]]
+    grids: dict[str, str]
+    runs: int
+    left: list[str]
+    tables: list[FigureTable]
+
+
+def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
+    """`observe` is told how many of the runs that must be read were read, and first that none was."""
+    # 1. See which files there are before any is read: one that changes meanwhile is read again the next time.
+    there, cached, digest_of = listing(store), _load(store), cache(_digest_of_grid)
+    paths = by_commit(there.files)
+    files = {commit: _stamps_of(paths[commit]) for commit in paths}
+    # 2. Take the cached figures that fit.
+    fitting = {commit: entry for commit, entry in cached.items() if entry.files == files.get(commit)}
+    figures = {
+        commit: entry for commit, entry in fitting.items()
+        if all(digest_of(suite) == digest for suite, digest in entry.grids.items())
+    }  # fmt: skip
+    # 3. Read the runs of other commits.
+    stale = [commit for commit in paths if commit not in figures]
+    runs, done, unkept = sum(len(paths[commit]) for commit in stale), 0, ""
+    if stale:
+        observe(0, runs)
+    jobs = [(files[commit], paths[commit]) for commit in stale]
+    for commit, made in zip(stale, spread(_read_commit, jobs), strict=True):
+        figures[commit] = made
+        # Figures of a suite that is not imported here stay in the cache: whoever imports it will want them.
+        grids = fitting[commit].grids if commit in fitting else {}
+        is_poorer = any(digest_of(suite) == UNKNOWN != digest for suite, digest in grids.items())
+        if not unkept and not is_poorer:
+            unkept = _keep(store, commit, made, digest_of)
+        done += len(paths[commit])
+        observe(done, runs)
+    # 4. Put the commits together, in the order of their first runs.
+    troubles = there.notes(there.refused)
+    if unkept and runs > _WORTH_KEEPING:
+        troubles.append(f"{cache_of(store)} cannot be written ({unkept}): the next command reads {runs} runs again")
+    entries = [figures[commit] for commit in paths]
+    left = Counter(reason for entry in entries for reason in entry.left)
+    tables = [table for entry in entries for table in entry.tables]
+    counts = sum(entry.runs for entry in entries), sum(entry.runs > 0 for entry in entries)
+    return history_of(tables, *counts, left + there.left, runs, troubles)
+
+
+def keep_figures(store: Path, run: Path) -> None:
+    """Updates the cache for the commit of a run, so that later commands need not read its runs. Never raises."""
+    with contextlib.suppress(OSError, StoreError):
+        commit = commit_of(run)
+        if paths := files_by_commit(store).get(commit):
+            read_and_keep(store, commit, paths)
+
+
+def read_and_keep(store: Path, commit: str, paths: Sequence[Path]) -> CommitRuns:
+    """Reads the runs of a commit, and caches what they come to."""
+    files = _stamps_of(paths)
+    read = read_runs(paths)
+    _keep(store, commit, _figures_of(read, files), _digest_of_grid)
+    return read
+
+
+def _stamps_of(paths: Sequence[Path]) -> list[list[Any]]:
+    stamps: list[list[Any]] = []
+    for path in paths:
+        with contextlib.suppress(OSError):  # it has just gone
+            status = path.stat()
+            stamps.append([f"{path.parent.name}/{path.name}", status.st_size, status.st_mtime_ns])
+    return stamps
+
+
+def _read_commit(job: tuple[list[list[Any]], Sequence[Path]]) -> CommitFigures:
+    """May run in another process."""
+    files, paths = job
+    return _figures_of(read_runs(paths), files)
+
+
+def _figures_of(read: CommitRuns, files: list[list[Any]]) -> CommitFigures:
+    tables = [table_of(members) for members in by_place(read.runs)]
+    return CommitFigures(files, dict.fromkeys(read.suites, UNKNOWN), len(read.runs), list(read.left), tables)
+
+
+def _digest_of_grid(suite: str) -> str:
+    """Returns a digest of what decides which cases of a suite are tracked; UNKNOWN where it is not imported."""
+    words = fingerprint(suite)
+    return _digest(words) if words else UNKNOWN
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _keep(store: Path, commit: str, figures: CommitFigures, digest_of: Callable[[str], str]) -> str:
+    """Caches the figures of a commit: a line of JSON, and the rows of its tables. Returns why that failed, or ''."""
+    layouts = {table.layout: _digest(table.layout) for table in figures.tables}
+    grids = {suite: digest_of(suite) for suite in figures.grids}
+    plain = [(table.place, layouts[table.layout], table.facts, len(table.rows)) for table in figures.tables]
+    head = json.dumps([figures.files, grids, figures.runs, figures.left, plain], separators=(",", ":"))
+    value = b"\n".join([head.encode(), b"".join(table.rows for table in figures.tables)])
+    why = write_cached(store, _LAYOUT, {digest: layout.encode() for layout, digest in layouts.items()})
+    return why or write_cached(store, _COMMIT, {commit: value})
+
+
+def _load(store: Path) -> dict[str, CommitFigures]:
+    layouts = {digest: layout.decode() for digest, layout in read_cached(store, _LAYOUT).items()}
+    figures = {}
+    for commit, value in read_cached(store, _COMMIT).items():
+        with contextlib.suppress(KeyError):  # another process has thrown the layout away
+            figures[commit] = _figures_in(value, layouts)
+    return figures
+
+
+def _figures_in(value: bytes, layouts: Mapping[str, str]) -> CommitFigures:
+    begin = value.index(b"\n") + 1
+    files, grids, runs, left, plain = json.loads(value[:begin])
+    tables = []
+    for place, layout, facts, size in plain:
+        rows = memoryview(value)[begin : begin + size]
+        tables.append(FigureTable(Place(*place), layouts[layout], tuple(facts), rows))
+        begin += size
+    return CommitFigures(files, grids, runs, left, tables)
