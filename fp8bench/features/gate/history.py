@@ -170,8 +170,8 @@ def _place(trend: Trend) -> tuple[object, ...]:
 
 def _with_relative(history: History) -> set[tuple[object, ...]]:
     """Returns the places that have a series of times relative to the reference's."""
-    lines = [line for line in history.lines.lines if line.trend.series.metric == RELATIVE]
-    return {_place(line.trend) for line in lines if history.lines.comparable(line)}
+    lines = [line for line in history.lines if line.trend.series.metric == RELATIVE]
+    return {_place(line.trend) for line in lines if line.comparable}
 
 
 def _second_looks(suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver) -> SecondLook:
