@@ -140,7 +140,7 @@ def keep(study: Study, folder: Path) -> None:
     if path.exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    text = prepare_text(None, None, "bytes", folder, SEQUENCE)
+    text = prepare_text(None, "bytes", folder, SEQUENCE)
     partial = path.with_suffix(f".{os.getpid()}")
     with gzip.open(partial, "wt", compresslevel=5) as file:
         for line in train(study, text):

@@ -167,13 +167,10 @@ ALIASES: Mapping[str, tuple[Alias, ...]] = {
     **dict.fromkeys(("learning_rate", "lr"), (Alias("rate"),)),
     **dict.fromkeys(("warmup_ratio", "warmup_fraction"), (Alias("warmup"),)),
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_decay_style"), (Alias("schedule", {
-        "reduce_lr_on_plateau": "plateau", "warmup_stable_decay": "wsd", "inverse_sqrt": "inverse-sqrt",
+        "warmup_stable_decay": "wsd", "inverse_sqrt": "inverse-sqrt",
         "one_cycle": "one-cycle", "onecycle": "one-cycle", "constant_with_warmup": "constant",
     }),)),
     "optim": (Alias("optimizer", {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"}),),
-    **dict.fromkeys(("adam_beta1", "momentum"), (Alias("beta1"),)),
-    "adam_beta2": (Alias("beta2"),),
-    **dict.fromkeys(("adam_epsilon", "adam_eps", "epsilon"), (Alias("eps"),)),
     **dict.fromkeys(("max_steps", "train_iters", "num_train_steps"), (Alias("steps"),)),
     **dict.fromkeys(
         ("max_batch_size", "batch_size", "micro_batch_size", "per_device_train_batch_size"),
@@ -188,9 +185,6 @@ ALIASES: Mapping[str, tuple[Alias, ...]] = {
     "torch_compile": (Alias("compile", _YES), Alias("set", _YES, "compile")),
     "use_flash_attention": (Alias("attention", {"true": "auto"}),
                             Alias("set", {"true": "flash", "false": "math"}, "attention")),
-    **dict.fromkeys(("initial_scale", "init_scale", "initial_loss_scale"), (Alias("scale-first"),)),
-    **dict.fromkeys(("scale_window", "loss_scale_window", "growth_interval"), (Alias("scale-growth"),)),
-    **dict.fromkeys(("growth_factor", "loss_scale_factor"), (Alias("scale-factor"),)),
     "eval_steps": (Alias("evaluate"),),
     "save_steps": (Alias("keep"),),
 }  # fmt: skip

@@ -29,7 +29,6 @@ from fp8bench.features.train.values import (
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model.raw import Settings
 from fp8bench.nn.parallel.exchanges import owners
-from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.corpus import Corpus
 from tests.counts import sampled
 from tests.facts import CPU
@@ -234,21 +233,6 @@ def _without_norms(line: StreamLine) -> StreamLine:
 
 def _timeless(lines: tuple[StreamLine, ...]) -> list[StreamLine]:
     return list(map(replaced, lines))
-
-
-def test_four_ranks_have_the_same_losses(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit on all of them, and up to rounding those of one rank."""
-    monkeypatch.setitem(SIZES, planted.FOUR_HEADS, planted.SIZE_OF_FOUR)
-    task = replace(of_ranks(corpus, "fp32", "fp8", model=planted.FOUR_HEADS), facts=replace(CPU, ranks=4))
-    lab = alone(task)
-    single = {name: losses(lab.advance(name, 6)) for name in ("fp32", "fp8")}
-    with RanksWorker(Settings(imports=(planted.FILE,)), 4, 60.0, MODULE, MERGES) as worker:
-        several = asked(worker, 60)
-        for parallel in PARALLEL:
-            several.begin(replace(task, settings=replace(task.settings, parallel=parallel)))
-            assert losses(several.advance("fp32", 6)) == pytest.approx(single["fp32"], rel=4e-6), parallel
-            if parallel not in CUT:
-                assert losses(several.advance("fp8", 6)) == pytest.approx(single["fp8"], rel=2e-3), parallel
 
 
 def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: RanksWorker) -> None:
