@@ -55,10 +55,6 @@ def merges_of(tokens: str) -> int | None:
 BANDS = ("repeat", "one-ulp")
 
 
-def _above_nothing(what: str, most: float = math.inf) -> Rule:
-    return number(what, lambda value: 0 < value <= most and math.isfinite(value))
-
-
 def _is_loss_scale(value: object) -> bool:
     if value in LOSS_SCALES:
         return True
@@ -86,11 +82,12 @@ def _share(default: float, words: str, group: str = LEARNING) -> Any:
     return option(default, number("a share from 0 to 1", lambda value: 0 <= value <= 1), words, "SHARE", group)
 
 
-def _as_in_a_run(default: Any, name: str, words: str = "", metavar: str = "", group: str = LENGTH) -> Any:
+def _as_in_a_run(default: Any, name: str, words: str = "", group: str = LENGTH) -> Any:
     """A field that a run has, too, with its own default, and its own help where given."""
     shared = _OF_A_RUN[name]
-    words, metavar = words or shared.help, metavar or shared.metavar
-    return option(default, shared.rule, words, metavar, group, called=shared.called, parse=shared.parse)
+    return option(
+        default, shared.rule, words or shared.help, shared.metavar, group, called=shared.called, parse=shared.parse
+    )
 
 
 def file_of(start: str) -> Path | None:
@@ -140,8 +137,8 @@ class TrainerSettings:
     )  # fmt: skip
     micro_batches: int = _count(1, 1024, "micro-batches that a step accumulates; default {default}", WHAT)
     rate: float = option(
-        1e-3, _above_nothing("a number above 0 and up to 10", 10.0), "the largest learning rate; default {default}",
-        "NUMBER", LEARNING,
+        1e-3, number("a number above 0 and up to 10", lambda value: 0 < value <= 10),
+        "the largest learning rate; default {default}", "NUMBER", LEARNING,
     )  # fmt: skip
     optimizer: str = _choice("adamw", OPTIMIZERS, "what updates the weights; default {default}")
     betas: tuple[float, ...] = option(

@@ -169,9 +169,9 @@ class SeedRun(TrainingRun):
             arms = self._alive
             # The order is the same whether or not the training was resumed.
             random.Random(f"{self.seed}/{step}").shuffle(arms)
+            count, step = until - step, until
             for arm in arms:
-                self._keep_lines(self._ask(arm, until - step, "advance", arm.name, until - step), until)
-            step = until
+                self._keep_lines(self._ask(arm, count, "advance", arm.name, count), step)
             if use := tuple(self._device_use(step)):
                 self._keep_lines(use, step)
             if step == request.steps or step % request.evaluate == 0:

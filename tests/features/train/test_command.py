@@ -17,7 +17,7 @@ from fp8bench.features.train import run as job
 from fp8bench.features.train.command import request_from
 from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import KeptTraining, LayerReading, StepRow
+from fp8bench.features.train.values import KeptTraining, LayerReading
 from fp8bench.features.train.words import FAILURES
 from fp8bench.measure.handle import LocalWorker
 from tests.commands import Say, unfolded, unfolding
@@ -125,19 +125,6 @@ def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, 
     assert code == 0 and said.split() == [f".fp8bench/reports/{name}/report.html", "told.md"]
     assert "Does it still learn?" in Path(said.split()[0]).read_text() and "fp8" in Path("told.md").read_text()
     assert (store / "reports" / name / "results.csv").read_text().startswith("arm,precision,role,seed,step")
-
-
-@pytest.mark.slow
-@for_each(("words", "arms"), [
-    ("--dtypes bf16,fp8 --sweep formats=hybrid,e4m3,e5m2", ["fp8", "fp8:formats=e4m3", "fp8:formats=e5m2"]),
-    ("--dtypes fp32,fp16 --sweep attention=auto,rounded --sweep loss-scale=auto,1",
-     ["fp16", "fp16 loss-scale=1", "fp16 attention=rounded", "fp16 attention=rounded loss-scale=1"]),
-])  # fmt: skip
-def test_every_swept_value_has_an_effect(words: str, arms: list[str], say: Say, store: Path, local: None) -> None:
-    assert say(*TINY, *words.split())[0] == 0
-    losses = {row.arm: row.loss for row in newest(store).of(StepRow)}
-    assert len(set(losses.values())) == len(losses) - 1, "the repeat alone has the reference's bits"
-    assert {*arms} < {*losses}
 
 
 def test_an_interrupt_says_how_to_resume(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:

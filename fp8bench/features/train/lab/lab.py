@@ -53,19 +53,16 @@ class Lab(Bench):
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
         """Drop the previous seed and build every arm. An arm that cannot be built raises when it is used."""
+        from fp8bench.features.train.lab.own_trainer import trainer_of
+
         self._start_over(task)
         for arm in task.arms:
             try:
-                self._trainers[arm.name] = self._build_trainer(task, arm)
+                with self._running():
+                    self._trainers[arm.name] = trainer_of(task, arm)
             except Exception as error:  # noqa: BLE001 - the other arms may fit, or have a sound plan
                 self._unbuilt[arm.name] = described(error)
         return tuple(trainer.state() for trainer in self._trainers.values())
-
-    def _build_trainer(self, task: SeedTask, arm: Arm) -> Trainer:
-        from fp8bench.features.train.lab.own_trainer import trainer_of
-
-        with self._running():
-            return trainer_of(task, arm)
 
     def _start_over(self, task: SeedTask) -> Device:
         self._trainers: dict[str, Trainer] = {}

@@ -145,7 +145,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
         (given.compile == "yes", "--compile yes", "--ranks",
          "ranks send each other largest magnitudes between casts. Choose --compile no"),
         (given.arch == "moe", "--arch moe", "--ranks",
-         "experts cast on some ranks and not on others, so that ranks cannot share largest magnitudes"),
+         "experts cast on some ranks and not on others, so that ranks cannot share magnitudes. Choose --arch gpt"),
         (cut and given.master == "bf16-stochastic", f"--master {given.master}", way,
          "weights that all ranks share would be rounded differently on each. Choose another master"),
         ((cut or sharded) and given.optimizer == "adafactor", "--optimizer adafactor", way,

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats as witness
 
 from fp8bench.features.train import words
@@ -73,13 +71,6 @@ def test_where_an_interval_lies(low: float, high: float, learned: Learned) -> No
     assert rule(Interval((low + high) / 2, low, high, 0.99), 0.01) is learned
 
 
-@given(st.lists(st.floats(-0.2, 0.2), min_size=5, max_size=9), st.floats(0.001, 0.1))
-def test_the_mirror_image_has_the_mirrored_verdict(gaps: list[float], margin: float) -> None:
-    mirrored = {Learned.WORSE: Learned.BETTER, Learned.BETTER: Learned.WORSE}
-    arm, other = (judge(pairs([sign * gap for gap in gaps]), margin) for sign in (1, -1))
-    assert other.learned is mirrored.get(arm.learned, arm.learned) and other.more_seeds == arm.more_seeds
-
-
 @for_each(("gaps", "said"), [
     *((pairs([0.5 + 0.001 * seed for seed in range(count)]), Why.FEW_PAIRS) for count in range(5)),
     (pairs(around(0.5)), Learned.WORSE),
@@ -104,20 +95,6 @@ def test_how_many_more_seeds() -> None:
     asked = [judge(pairs(around(gap, 10)), 0.01).more_seeds or 0 for gap in (0.0, 0.012, 0.02, 0.025)]
     assert all(0 < seeds < 100 for seeds in asked) and asked == sorted(asked, reverse=True)
     assert judge(pairs(around(0.0, 1000)), 0.01).more_seeds is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gap", sampled([0.005], [0.0, 0.005, 0.012, 0.02]))
-def test_so_many_more_seeds_decide_in_four_of_five(gap: float) -> None:
-    draw, spread, studies = random.Random(0), 0.012, 2000
-    said = judge(pairs(around(gap, spread / statistics.stdev(SPREAD))), 0.01)
-    assert said.more_seeds is not None
-    decided = sum(
-        judge(pairs([draw.gauss(gap, spread) for _ in range(5 + said.more_seeds)]), 0.01).learned
-        is not Learned.INCONCLUSIVE
-        for _ in range(studies)
-    )  # fmt: skip
-    assert decided / studies > 0.8
 
 
 @for_each("seeds", [3, 5])
