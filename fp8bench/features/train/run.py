@@ -131,7 +131,10 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
             sequence = config_of(settings, 1).sequence
             text = prepare_text(request.data, request.tokens, store / "data", sequence)
             if settings.shift < 1 and text.other is None:
-                raise UsageError("--shift needs a text, and the tokens of a .bin have no other. Give --data a text.")
+                raise UsageError(
+                    "--shift needs a text of another kind: there is none in the tokens of a .bin, nor in a Python "
+                    "without its documentation. Leave it out, or give --data a text."
+                )
         worker = _worker(request, Settings(request.threads, request.seed, request.imports))
         try:
             yield worker, text
