@@ -80,9 +80,6 @@ class FakeLab(Worker):
         kept = (("weights", 4000), ("moments", 8000))
         return ArmCost(arm.name, task.seed, kept=kept, memory=MemoryUse(20_000, (("weights", 4000),)))
 
-    def _try_alone(self, task: SeedTask, memory_limit: int | None) -> int:
-        return 1000 * task.settings.batch
-
     def _advance(self, arm: str, steps: int) -> tuple[StreamLine, ...]:
         assert self.task is not None and steps > 0
         first = self.steps[arm]

@@ -123,7 +123,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # The types that parsers return, and those that a caller may give.
 _GIVEN = {
     "Path": "str | Path", "Path | None": "str | Path", "tuple[str, ...]": "str | Iterable[str]",
-    "tuple[tuple[str, str], ...]": "Mapping[str, str]", "tuple[tuple[str, float], ...]": "Mapping[str, float]",
+    "tuple[tuple[str, str], ...]": "Mapping[str, str]", "tuple[float, ...]": "Iterable[float]",
     "tuple[str, tuple[str, ...]]": "Mapping[str, object]",
     "tuple[tuple[str, tuple[str, ...]], ...]": "Mapping[str, object]",
 }  # fmt: skip

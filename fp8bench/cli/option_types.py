@@ -95,19 +95,8 @@ def text(rule: Rule) -> Callable[[str], str]:
     return lambda given: _held(rule, given, given)
 
 
-def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
-    """Parses 'NAME=NUMBER,...' for which the rule holds."""
-
-    def parse(given: str) -> tuple[tuple[str, float], ...]:
-        try:
-            pairs = tuple((name, float(value)) for name, value in layers(given))
-        except ValueError:
-            pairs = ()
-        if not pairs or not rule.holds(pairs):
-            raise argparse.ArgumentTypeError(f"expected {rule.words}, got {given!r}")
-        return pairs
-
-    return parse
+def numbers(rule: Rule) -> Callable[[str], tuple[float, ...]]:
+    return lambda text: _held(rule, text, tuple(map(number_of, text.split(","))))
 
 
 def share(text: str) -> float:

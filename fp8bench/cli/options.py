@@ -75,8 +75,8 @@ def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
         return {"action": "append", "default": []}
     if said.parse == "axis":
         return {"action": "append", "default": [], "type": types.axis}
-    if said.parse == "factors":
-        return {"type": types.factors(said.rule)}
+    if said.parse == "numbers":
+        return {"type": types.numbers(said.rule)}
     if said.parse:
         return {"type": getattr(types, said.parse)}
     if kind == "str":

@@ -59,8 +59,8 @@ class CausalBlock(ResidualBlock):
 
     residual: Arithmetic | None = None
 
-    def __init__(self, channels: int, choose: Choose, layer_norm: bool = False) -> None:
-        super().__init__(channels, choose, layer_norm, running=True)
+    def __init__(self, channels: int, choose: Choose) -> None:
+        super().__init__(channels, choose, running=True)
         # A block begins by adding about as much as the stream holds; at full size it would drown the tokens for long.
         nn.init.constant_(self.norm_second.weight, _EMBEDDING)
 
@@ -80,13 +80,13 @@ class TextCNN(LanguageModel):
     """Convolutions over a text in lines of LINE tokens; in eval mode batch norm uses its kept statistics."""
 
     def __init__(
-        self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0, layer_norm: bool = False
+        self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.carrier, self.dropout = carrier, dropout
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
         parts = [scoped(choose, f"blocks.{number}") for number in range(config.layers)]
-        self.blocks = nn.ModuleList(CausalBlock(config.width, part, layer_norm) for part in parts)
+        self.blocks = nn.ModuleList(CausalBlock(config.width, part) for part in parts)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 

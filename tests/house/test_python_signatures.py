@@ -49,7 +49,8 @@ def _call(name: str, signature: inspect.Signature) -> list[str]:
         star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
         default = "" if star or parameter.default is parameter.empty else f" = {_default(parameter.default)}"
         texts.append(f"{star}{parameter.name}: {parameter.annotation}{default}")
-    packed = textwrap.wrap(", ".join(text.replace(" ", "\0") for text in texts), 112, break_long_words=False)
+    joined = ", ".join(text.replace(" ", "\0") for text in texts)
+    packed = textwrap.wrap(joined, 112, break_long_words=False, break_on_hyphens=False)
     body = [f"    {line}".replace("\0", " ") for line in packed]
     return [line.replace("'", '"') for line in [f"def {name}(", *body, f") -> {signature.return_annotation}: ..."]]
 

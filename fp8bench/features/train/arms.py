@@ -19,7 +19,7 @@ from fp8bench.features.train.lab.models import (
     layers_of,
     support,
 )
-from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest, file_of
 from fp8bench.features.train.tasks import check_sequence
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
@@ -33,8 +33,8 @@ from fp8bench.workloads.model import LIVE
 MOST_ARMS = 64
 # Settings that have to be the same in all arms, which share weights and batches, or that no sweep can express.
 _SHARED = {
-    "make", "skip", "model", "arch", "norm", "batch", "sequence", "rates", "precision_map", "scales", "parallel",
-    "shift", "start", "weights_from", "tasks", "metric",
+    "make", "skip", "model", "arch", "batch", "sequence", "betas", "precision_map", "scales", "parallel", "shift",
+    "start", "tasks", "metric",
 }  # fmt: skip
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
@@ -56,7 +56,7 @@ LEVELS: Mapping[str, Arm] = {
 def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
     """The reference, its bands and candidates; refused ones say why. Raises UsageError where nothing can be
     compared."""
-    if request.max_batch or request.memory_limit is not None:
+    if request.memory_limit is not None:
         check_limit(request.memory_limit, facts)
     arms = tuple(supported(arm, request, facts) for arm in _named(request))
     if arms[0].skip:
@@ -95,9 +95,6 @@ def check_training(request: TrainingRequest) -> None:
         check_keys(settings.precision_map, layers, f"model {settings.model}")
     taken = {arm: arm.taken(settings) for arm in arms}
     check_effective([*taken.values()])
-    start, file = settings.start, settings.weights_from
-    if start and file:
-        raise UsageError(f"--start {start} and --from {file} both give the initial weights. Leave one of them out.")
     for arm, own in taken.items():
         check(own)
         if request.ranks is not None:
@@ -108,10 +105,10 @@ def check_training(request: TrainingRequest) -> None:
 
 # Settings of the built-in models and of how ranks divide them.
 _BUILT_IN = (
-    "model", "arch", "norm", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention",
-    "parallel", "wire", "shift", "start", "tasks",
+    "model", "arch", "batch", "sequence", "dropout", "checkpointing", "compile", "attention", "parallel", "wire",
+    "shift", "tasks",
 )  # fmt: skip
-_TEXT_OPTIONS = ("data", "other_data", "tokens")
+_TEXT_OPTIONS = ("data", "tokens")
 
 
 def _check_own(request: TrainingRequest) -> None:
@@ -130,8 +127,9 @@ def _check_own(request: TrainingRequest) -> None:
             f"--{given[0].replace('_', '-')} is for built-in models and texts, and {name} gives its own. Leave it out."
         )
     refusals = (
+        (bool(settings.start) and file_of(settings.start) is None, f"--start {settings.start}",
+         "a stored training of a built-in model begins it. Give a file with its state dict, or leave --start out"),
         (request.ranks is not None, "--ranks", "one process reads its batches"),
-        (request.max_batch, "--max-batch", "it decides itself how large its batches are"),
         ("micro_batches" in swept, "--sweep micro-batches", "arms would not read the same batches in a step"),
     )  # fmt: skip
     for wrong, option, why in refusals:

@@ -17,11 +17,11 @@ from typing import Any
 from fp8bench.errors import UsageError
 from fp8bench.features.train.kind import KIND, load_head, load_training, newest_checkpoint, training_named
 from fp8bench.features.train.lab.models import config_of, layers_of
-from fp8bench.features.train.request import TrainingRequest, merges_of
+from fp8bench.features.train.request import TrainingRequest, file_of, merges_of
 from fp8bench.features.train.tasks import TASK_TEXT, text_of
 from fp8bench.features.train.values import LayerReading, TokenSpan, TrainingText
 from fp8bench.plan.bpe import BYTES, Merges, encoded, learnt_merges
-from fp8bench.plan.corpus import given_text, name_of, named_text, replace_tokens, write_tokens
+from fp8bench.plan.corpus import name_of, named_text, replace_tokens, write_tokens
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
 from fp8bench.store.runs.listing import largest_scales, load_named, refuse_no_scales, scales_of
@@ -53,7 +53,7 @@ class _Source:
         return cls(name, text[:place], text[place:])
 
 
-def prepare_text(data: str | None, other_data: str | None, tokens: str, folder: Path, sequence: int) -> TrainingText:
+def prepare_text(data: str | None, tokens: str, folder: Path, sequence: int) -> TrainingText:
     """Token files are made in `folder`, once for each text. Raises UsageError where there is no text, or too little."""
     merges = merges_of(tokens)
     assert merges is not None  # checked by the request
@@ -61,19 +61,19 @@ def prepare_text(data: str | None, other_data: str | None, tokens: str, folder: 
     if data is not None and data.startswith(TASK_TEXT):
         if merges:
             raise UsageError(f"--data {data} is made of bytes: leave --tokens {tokens} out.")
-        text = _tokenized(_Source(*text_of(data, sequence), whole=False), other_data, 0, folder, sequence)
+        text = _tokenized(_Source(*text_of(data, sequence), whole=False), 0, folder, sequence)
         text = replace(text, train=replace(text.train, every=sequence))
     elif files is None:
-        text = _tokenized(_source(data), other_data, merges, folder, sequence)
+        text = _tokenized(_source(data), merges, folder, sequence)
     elif merges:
         raise UsageError(f"--data {data} has its own tokens: leave --tokens {tokens} out.")
     else:
-        text = _mapped(files, other_data, sequence)
+        text = _mapped(files, sequence)
     title = "Python's own sources" if data is None else f"--data {data}"
     _check_length(f"{title}: the part to train on", text.train, sequence)
     _check_length(f"{title}: the held-out part", text.held_out, sequence)
     if text.other is not None:
-        _check_length(f"--other-data {other_data}" if other_data else "the other text", text.other, sequence)
+        _check_length("the other text", text.other, sequence)
     return text
 
 
@@ -85,7 +85,7 @@ def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
         )
 
 
-def _tokenized(source: _Source, other_data: str | None, merges: int, folder: Path, sequence: int) -> TrainingText:
+def _tokenized(source: _Source, merges: int, folder: Path, sequence: int) -> TrainingText:
     digest = hashlib.sha256(source.train + source.held_out).hexdigest()
     learnt, trained, whole = _token_file(source, digest, merges, folder)
     gap = sequence if source.whole else 0
@@ -93,7 +93,7 @@ def _tokenized(source: _Source, other_data: str | None, merges: int, folder: Pat
     return TrainingText(
         TokenSpan(str(whole.resolve()), 0, trained),
         TokenSpan(str(whole.resolve()), trained + gap, total),
-        _other_text(other_data, learnt, folder),
+        _other_text(learnt, folder),
         BYTES + len(learnt),
         "bpe" if merges else "bytes",
         f"{source.name}:{digest[:8]}",
@@ -136,8 +136,8 @@ def _digest(known: tuple[Merges, int], tokens: bytes) -> str:
     return hashlib.sha256(repr(known).encode() + tokens).hexdigest()
 
 
-def _other_text(other_data: str | None, merges: Merges, folder: Path) -> TokenSpan | None:
-    text = given_text(Path(other_data), "--other-data") if other_data is not None else _documentation()
+def _other_text(merges: Merges, folder: Path) -> TokenSpan | None:
+    text = _documentation()
     if not text:
         return None
     digest = hashlib.sha256(text + repr(merges).encode()).hexdigest()
@@ -232,34 +232,30 @@ def _token_files(data: Path) -> tuple[Path, Path | None] | None:
     return train, held_out if train.name == "train.bin" and held_out.is_file() else None
 
 
-def _mapped(files: tuple[Path, Path | None], other_data: str | None, sequence: int) -> TrainingText:
+def _mapped(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
     """Token files, read in place. The vocabulary ends with the highest token in them."""
     train, val = files
-    length, highest, digest = _read_tokens("--data", train)
+    length, highest, digest = _read_tokens(train)
     if val is None:
         cut = length - length // _PARTS
         held_out = TokenSpan(str(train.resolve()), cut + sequence, length)
         length = cut
     else:
-        stop, high, more = _read_tokens("--data", val)
+        stop, high, more = _read_tokens(val)
         held_out = TokenSpan(str(val.resolve()), 0, stop)
         highest, digest = max(highest, high), hashlib.sha256((digest + more).encode()).hexdigest()
-    other = None
-    if other_data is not None:
-        stop, high, _ = _read_tokens("--other-data", Path(other_data))
-        other, highest = TokenSpan(str(Path(other_data).resolve()), 0, stop), max(highest, high)
     name = name_of(str(train.parent if train.name == "train.bin" else train))
     return TrainingText(
-        TokenSpan(str(train.resolve()), 0, length), held_out, other, highest + 1, "given", f"{name}:{digest[:8]}"
+        TokenSpan(str(train.resolve()), 0, length), held_out, None, highest + 1, "given", f"{name}:{digest[:8]}"
     )
 
 
-def _read_tokens(option: str, path: Path) -> tuple[int, int, str]:
+def _read_tokens(path: Path) -> tuple[int, int, str]:
     import numpy as np
 
     try:
         if path.suffix != ".bin" or path.stat().st_size % _BYTES_A_TOKEN:
-            raise UsageError(f"{option} {path} is not a file of 16-bit tokens. Give a .bin as nanoGPT writes it.")
+            raise UsageError(f"--data {path} is not a file of 16-bit tokens. Give a .bin as nanoGPT writes it.")
         digest, highest, length = hashlib.sha256(), 0, 0
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
@@ -268,16 +264,19 @@ def _read_tokens(option: str, path: Path) -> tuple[int, int, str]:
                 length += len(chunk) // _BYTES_A_TOKEN
     except OSError as error:
         raise UsageError(
-            f"{option} {path} cannot be read ({error.strerror}). Give a .bin as nanoGPT writes it."
+            f"--data {path} cannot be read ({error.strerror}). Give a .bin as nanoGPT writes it."
         ) from None
     return length, highest, digest.hexdigest()
 
 
 def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
-    """Replace 'TRAINING' or 'TRAINING:ARM' in --start by its checkpoint. Raises UsageError."""
-    word, _, arm_name = request.settings.start.partition(":")
-    if not word:
+    """Replace 'TRAINING' or 'TRAINING:ARM' in --start by its checkpoint, and add its digest to a file: a resumed
+    training has to read the same. Raises UsageError."""
+    if not request.settings.start:
         return request
+    if (file := file_of(request.settings.start)) is not None:
+        return replace(request, settings=replace(request.settings, start=f"{file.resolve()}::{_digest_of(file)}"))
+    word, _, arm_name = request.settings.start.partition(":")
     path = training_named(word, store)
     training, kept = load_head(path), newest_checkpoint(path)
     own, arm = training.request.settings, arm_name or training.arms[0].name
@@ -331,14 +330,9 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     return replace(request, settings=settings)
 
 
-def with_file(request: TrainingRequest) -> TrainingRequest:
-    """Append the digest of the --from file to its path: a resumed training has to read the same file."""
-    if not request.settings.weights_from:
-        return request
-    path = Path(request.settings.weights_from).resolve()
+def _digest_of(file: Path) -> str:
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
-        raise UsageError(f"--from {path} cannot be read ({error.strerror}). Give a file with a state dict.") from None
-    return replace(request, settings=replace(request.settings, weights_from=f"{path}::{digest}"))
+        raise UsageError(f"--start {file} cannot be read ({error.strerror}). Give a file with a state dict.") from None

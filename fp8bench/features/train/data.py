@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 from fp8bench.analysis.energy import energy_samples
-from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train.values import (
     WATCHED_SECONDS,
     Arm,
@@ -124,9 +123,6 @@ def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
         yield "energy_source", cost.energy.source
         if cost.energy.why:
             yield "energy why", cost.energy.why
-    if cost.capacity is not None:
-        yield "largest_batch", "" if cost.capacity.batch is None else cost.capacity.batch
-        yield "largest_batch why_no_larger", why_no_larger(cost.capacity)
     if cost.why:
         yield "why", cell(cost.why)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import UsageError
@@ -23,13 +24,11 @@ from fp8bench.nn.sizes import SIZES
 from fp8bench.units import number_of
 
 ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
-# Kinds of parameters that may have their own learning rates.
-PARAMETER_KINDS = ("embedding", "norm", "layer", "head")
 LOSS_SCALES = ("auto", "dynamic")
 LARGEST_LOSS_SCALE = float(1 << 32)
 MOST_STEPS = 10_000_000
 OPTIMIZERS = ("adamw", "sgd", "lion", "adafactor")
-SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
+SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt")
 # How several ranks train together.
 PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
 # The formats they send, and the ways that have this choice.
@@ -56,24 +55,16 @@ def merges_of(tokens: str) -> int | None:
 BANDS = ("repeat", "one-ulp")
 
 
-def _above_nothing(what: str, most: float = math.inf) -> Rule:
-    return number(what, lambda value: 0 < value <= most and math.isfinite(value))
-
-
 def _is_loss_scale(value: object) -> bool:
     if value in LOSS_SCALES:
         return True
     return isinstance(value, str) and 1.0 <= number_of(value) <= LARGEST_LOSS_SCALE
 
 
-def _are_rates(value: object) -> bool:
-    return isinstance(value, tuple) and all(
-        isinstance(name, str) and name and isinstance(factor, int | float) and 0 <= factor < math.inf
-        for name, factor in value
-    )
+def _are_betas(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) in (0, 2) and all(0 <= beta < 1 for beta in value)
 
 
-_BETA = number("a number from 0 to below 1, or -1 for the default", lambda value: value == -1 or 0 <= value < 1)
 WHAT, LENGTH, LEARNING = "what to train", "how long, and how sure", "how it learns"
 _OF_A_RUN = options_of(Request)
 
@@ -91,11 +82,18 @@ def _share(default: float, words: str, group: str = LEARNING) -> Any:
     return option(default, number("a share from 0 to 1", lambda value: 0 <= value <= 1), words, "SHARE", group)
 
 
-def _as_in_a_run(default: Any, name: str, words: str = "", metavar: str = "", group: str = LENGTH) -> Any:
+def _as_in_a_run(default: Any, name: str, words: str = "", group: str = LENGTH) -> Any:
     """A field that a run has, too, with its own default, and its own help where given."""
     shared = _OF_A_RUN[name]
-    words, metavar = words or shared.help, metavar or shared.metavar
-    return option(default, shared.rule, words, metavar, group, called=shared.called, parse=shared.parse)
+    return option(
+        default, shared.rule, words or shared.help, shared.metavar, group, called=shared.called, parse=shared.parse
+    )
+
+
+def file_of(start: str) -> Path | None:
+    """The file that --start names, also with its digest after '::'; None for a training or its checkpoint."""
+    path = Path(start.partition("::")[0])
+    return path if start and path.is_file() else None
 
 
 def refuse_ranks(request: Any) -> None:
@@ -109,9 +107,8 @@ def refuse_ranks(request: Any) -> None:
     for word, given in of_ranks:
         if ranks is None and (given or word in swept):
             raise UsageError(f"{word} is for several ranks, and there is one. Add --ranks N.")
-    for word, given in ("--no-isolation", not request.isolation), ("--max-batch", request.max_batch):
-        if ranks is not None and given:
-            raise UsageError(f"{word} is for one process, and --ranks starts several. Leave one of them out.")
+    if ranks is not None and not request.isolation:
+        raise UsageError("--no-isolation is for one process, and --ranks starts several. Leave one of them out.")
 
 
 @dataclass(frozen=True)
@@ -130,10 +127,6 @@ class TrainerSettings:
         WHAT,
     )  # fmt: skip
     arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", WHAT)
-    norm: str = _choice(
-        "batch", ("batch", "layer"), "the norm after a convolution of cnn: batch norm or layer norm; default {default}",
-        WHAT,
-    )  # fmt: skip
     batch: int = option(
         0, whole_number(0, 4096, "a whole number from 1 to 4096, or 0 for the model's own"),
         "sequences in a micro-batch; default the model's own", "N", WHAT,
@@ -144,44 +137,24 @@ class TrainerSettings:
     )  # fmt: skip
     micro_batches: int = _count(1, 1024, "micro-batches that a step accumulates; default {default}", WHAT)
     rate: float = option(
-        1e-3, _above_nothing("a number above 0 and up to 10", 10.0), "the largest learning rate; default {default}",
-        "NUMBER", LEARNING,
-    )  # fmt: skip
-    rates: tuple[tuple[str, float], ...] = option(
-        (),
-        Rule(f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) or of layers, or paths, and factors, like "
-             "embedding=0.5,attn=2,blocks.0=0.1", _are_rates),
-        "factors of the rate: by kind of parameters or layers (attn, mlp), or the front of their path (blocks.0)",
-        "NAME=FACTOR,...", LEARNING, parse="factors",
+        1e-3, number("a number above 0 and up to 10", lambda value: 0 < value <= 10),
+        "the largest learning rate; default {default}", "NUMBER", LEARNING,
     )  # fmt: skip
     optimizer: str = _choice("adamw", OPTIMIZERS, "what updates the weights; default {default}")
-    beta1: float = option(
-        -1.0, _BETA, "first moment's decay, sgd's momentum; default adamw 0.9, sgd 0.9, lion 0.9", "NUMBER", LEARNING
-    )
-    beta2: float = option(-1.0, _BETA, "second moment's decay; default adamw 0.999, lion 0.99", "NUMBER", LEARNING)
-    eps: float = option(
-        0.0, number("a number from 0 to 1", lambda value: 0 <= value <= 1),
-        "added to the root of adamw's second moment; adafactor's least weight; default 1e-8, 1e-3", "NUMBER", LEARNING,
+    betas: tuple[float, ...] = option(
+        (), Rule("two numbers from 0 to below 1, like 0.9,0.95", _are_betas),
+        "decay of the first moment (sgd's momentum) and of the second; default adamw 0.9,0.999, sgd 0.9,0, lion "
+        "0.9,0.99", "NUMBER,NUMBER", LEARNING, parse="numbers",
     )  # fmt: skip
     updates: str = _choice(
         "fp32", ("fp32", "bf16", "fp8"), "format of each update, also of your own optimizer; default {default}"
     )
     schedule: str = _choice(
         "cosine", SCHEDULES,
-        "how the rate changes after its warm-up; plateau: it falls when held-out losses do not; default {default}",
+        "how the rate changes after its warm-up; wsd: it falls in the last fifth of the steps; default {default}",
     )  # fmt: skip
     warmup: float = _share(0.1, "share of the steps in which the rate rises; default {default}")
     floor: float = _share(0.1, "share of the rate at the end of the schedule; default {default}")
-    decay: float = _share(0.2, "share of the steps, at the end, in which wsd's rate falls; default {default}")
-    patience: int = option(
-        2, whole_number(0, MOST_STEPS),
-        "validations without a better loss before plateau lowers the rate; default {default}",
-        "N", LEARNING,
-    )  # fmt: skip
-    drop: float = option(
-        0.5, number("a share above 0 and below 1", lambda value: 0 < value < 1),
-        "factor by which plateau lowers the rate; default {default}", "SHARE", LEARNING,
-    )  # fmt: skip
     weight_decay: float = option(
         0.1, number("a number from 0 to 10", lambda value: 0 <= value <= 10),
         "weight decay of matrices; default {default}", "NUMBER", LEARNING,
@@ -190,20 +163,13 @@ class TrainerSettings:
         1.0, number("a number above 0, or 0 for none", lambda value: 0 <= value < math.inf),
         "norm of all gradients above which they are clipped; 0: never; default {default}", "NUMBER", LEARNING,
     )  # fmt: skip
-    clip_by: str = _choice(
-        "all", ("all", "kind", "block", "tensor"),
-        "clip gradients together: all, by kind (attn, mlp, embedding, norm, head), block or tensor; default {default}",
-    )  # fmt: skip
-    shift: float = _share(1.0, "share of the steps after which batches are of the other text; 1: never", WHAT)
+    shift: float = _share(
+        1.0, "share of the steps after which batches are of another text, Python's documentation; 1: never", WHAT
+    )
     start: str = option(
-        "", Rule("a training, or TRAINING:ARM", lambda value: isinstance(value, str)),
-        "begin with the weights in the newest checkpoint of a stored training: its reference's, or ARM's",
-        "TRAINING:ARM", WHAT,
-    )  # fmt: skip
-    weights_from: str = option(
-        "", Rule("a file with a state dict", lambda value: isinstance(value, str)),
-        "begin with the weights of a state dict (.pt, .safetensors), also of your own model", "FILE", WHAT,
-        called="from",
+        "", Rule("a training, TRAINING:ARM, or a file with a state dict", lambda value: isinstance(value, str)),
+        "begin with the weights in the newest checkpoint of a stored training (its reference's, or ARM's), or of a "
+        "file with a state dict (.pt, .safetensors), also of your own model", "TRAINING:ARM|FILE", WHAT,
     )  # fmt: skip
     tasks: tuple[str, ...] = option(
         (), Rule(f"some of {', '.join(TASKS)}", lambda value: isinstance(value, tuple) and set(value) <= set(TASKS)),
@@ -221,19 +187,9 @@ class TrainerSettings:
     )  # fmt: skip
     loss_scale: str = option(
         "auto", Rule("auto, dynamic, or a number from 1 to 2^32", _is_loss_scale),
-        "auto (the precision's own), dynamic, or a number from 1 to 2^32; default {default}", "SCALE", LEARNING,
+        "auto (the precision's own), dynamic (from 2^16, halved at an overflow, doubled after 200 steps without), or a "
+        "number from 1 to 2^32; default {default}", "SCALE", LEARNING,
     )  # fmt: skip
-    scale_first: float = option(
-        2.0**16, _above_nothing("a number from 1 to 2^32, like 2^10", LARGEST_LOSS_SCALE),
-        "initial dynamic loss scale; default 2^16", "SCALE", LEARNING,
-    )  # fmt: skip
-    scale_factor: float = option(
-        2.0, number("a number above 1 and up to 1024, like 2^1", lambda value: 1 < value <= 1024),
-        "factor by which a dynamic loss scale grows and shrinks; default {default}", "NUMBER", LEARNING,
-    )  # fmt: skip
-    scale_growth: int = _count(
-        200, MOST_STEPS, "steps without an overflow after which a dynamic loss scale grows; default {default}", LEARNING
-    )
     optimizer_states: str = _choice(
         "fp32", ("fp32", "bf16", "fp8lm"), "format of the optimizer's moments; default {default}"
     )
@@ -315,7 +271,6 @@ class TrainingRequest:
     data: str | None = _as_in_a_run(
         None, "data", "a text, a token file (.bin) or a saved dataset; default Python's own sources", group=WHAT
     )
-    other_data: str | None = _as_in_a_run(None, "data", "text of another kind to also validate on", group=WHAT)
     tokens: str = option(
         "bytes", Rule(f"bytes, bpe, or bpe:N with 1 to {MOST_MERGES} merges",
                       lambda value: isinstance(value, str) and merges_of(value) is not None),
@@ -326,12 +281,9 @@ class TrainingRequest:
     )
     evaluate: int = _count(50, MOST_STEPS, "steps between validations; default {default}")
     keep: int = _count(50, MOST_STEPS, "steps between checkpoints; default {default}")
-    max_batch: bool = _as_in_a_run(
-        False, "max_batch", "find the largest batch of each arm after the last step, by running it and the next one"
-    )
     memory_limit: int | None = _as_in_a_run(
         None, "memory_limit",
-        "memory for all arms together, like 2GiB, else in pairs; also the limit of --max-batch; default the device's",
+        "memory for all arms together, like 2GiB, else they train in pairs; default the device's",
     )  # fmt: skip
     energy: bool = _as_in_a_run(
         True, "energy", "measure no energy; else it is measured after the last step, where a device has a counter"

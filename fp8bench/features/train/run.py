@@ -1,6 +1,6 @@
 """Plans and runs a training, or resumes one. Its stream of lines is the result.
 
-Memory, largest batch and energy of each arm are measured in passes of their own, before and after the steps.
+Memory and energy of each arm are measured in passes of their own, before and after the steps.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from statistics import median
 
 from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
-from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, supported, turns_of
-from fp8bench.features.train.beginnings import prepare_text, started_from, with_file, with_scales
+from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, turns_of
+from fp8bench.features.train.beginnings import prepare_text, started_from, with_scales
 from fp8bench.features.train.kind import KIND, ResumePlace, load_head, load_training, reopen_training, start_training
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MERGES
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
-from fp8bench.features.train.request import SETTINGS_RULES, TrainingRequest
+from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, TrainingRun, lab_of
 from fp8bench.features.train.values import (
     COVERAGE,
@@ -42,7 +42,6 @@ from fp8bench.features.train.values import (
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.features.train.words import coverage_words
 from fp8bench.measure import arm as measured
-from fp8bench.measure.capacity import Batches, BatchSearch
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
 from fp8bench.measure.interrupts import held_back, ignored
@@ -62,7 +61,7 @@ from fp8bench.user_code import import_user_modules
 def train(request: TrainingRequest, store: Path, observer: TrainingObserver, command: str) -> KeptTraining:
     """Train all arms of all seeds; after an interrupt `finished` is False. Raises NotKept with what was kept where the
     store fails, and WorkerError where the reference cannot go on."""
-    request = with_scales(with_file(started_from(request, store)), store)
+    request = with_scales(started_from(request, store), store)
     with _ready(request, store) as (worker, text):
         training = _plan(request, worker, text, command)
         covered = _coverage_events(training, worker)
@@ -83,7 +82,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
         return False, kept
     training, request = kept.training, kept.training.request
     title = f"the training {training.id}"
-    refuse_files_elsewhere(title, request.imports, request.data, request.other_data)
+    refuse_files_elsewhere(title, request.imports, request.data)
     with _ready(request, store) as (worker, text):
         for why in _differences(training, _plan(request, worker, text)):
             raise cannot_resume(title, why, "The two halves would not be one training; start a new one.")
@@ -130,9 +129,12 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
             text = no_text(settings.make)
         else:
             sequence = config_of(settings, 1).sequence
-            text = prepare_text(request.data, request.other_data, request.tokens, store / "data", sequence)
+            text = prepare_text(request.data, request.tokens, store / "data", sequence)
             if settings.shift < 1 and text.other is None:
-                raise UsageError("--shift needs a text of another kind. Give --other-data.")
+                raise UsageError(
+                    "--shift needs a text of another kind: there is none in the tokens of a .bin, nor in a Python "
+                    "without its documentation. Leave it out, or give --data a text."
+                )
         worker = _worker(request, Settings(request.threads, request.seed, request.imports))
         try:
             yield worker, text
@@ -205,7 +207,6 @@ class _WholeRun(TrainingRun):
             turns = turns_of(self.training, self._known(ArmCost))
             self._take(turns)
             self._measure_energy(in_pairs=bool(turns.cut))
-            self._largest_batches()
             self.writer.finish("finished")
         except KeyboardInterrupt:
             with ignored(), contextlib.suppress(StoreError):  # without its last line it counts as unfinished, too
@@ -260,7 +261,7 @@ class _WholeRun(TrainingRun):
 
     def _measure_memory(self) -> None:
         """Measure every arm's memory alone, before all steps; a resumed training has it already."""
-        missing = self._without(lambda cost: not (cost.capacity or cost.energy))
+        missing = self._without(lambda cost: not cost.energy)
         for arm in missing:
             self.observer.working(arm.name, "measuring the memory")
             try:
@@ -315,50 +316,10 @@ class _WholeRun(TrainingRun):
         )
         return uses | {name: taken.use for name, taken in windows.measure(running, self.worker).items()}
 
-    def _largest_batches(self) -> None:
-        """Runs after all steps: running out of memory may take the worker with it."""
-        request = self.training.request
-        limit, room = request.memory_limit, request.memory_limit or self.training.device.memory_bytes
-        for arm in self._without(lambda cost: cost.capacity) if request.max_batch else ():
-            capacity = BatchSearch(_ArmBatches(self, arm), limit, room, self.worker.restart).capacity()
-            self._keep(ArmCost(arm.name, request.seed, request.steps, capacity=capacity))
-
-
-@dataclass(frozen=True)
-class _ArmBatches(Batches):
-    _run: TrainingRun
-    _arm: Arm
-
-    @property
-    def axis(self) -> str:
-        return "batch"
-
-    @property
-    def start(self) -> int:
-        return config_of(self._run.training.request.settings, 1).batch
-
-    def level(self, batch: int) -> Level | None:
-        if not SETTINGS_RULES["batch"].holds(batch):
-            return None
-        request = self._run.training.request
-        settings = replace(request.settings, batch=batch)
-        arm = supported(self._arm, replace(request, settings=settings), self._run.training.device)
-        return Level.REFUSED if arm.skip else Level.NATIVE if arm.native else Level.EMULATED
-
-    def tokens(self, batch: int) -> int:
-        settings = self._run.training.request.settings
-        return batch * config_of(settings, 1).sequence * self._arm.taken(settings).micro_batches
-
-    def run(self, batch: int) -> int | None:
-        self._run.observer.working(self._arm.name, f"trying a batch of {batch}")
-        task = self._run.training.task((self._arm,))
-        task = replace(task, settings=replace(task.settings, batch=batch))
-        return lab_of(self._run.worker, FIRST_SECONDS).try_alone(task, self._run.training.request.memory_limit)
-
 
 _LOOKED_AT = 20
 _SAME = (
-    "make", "model", "arch", "norm", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel",
+    "make", "model", "arch", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel",
     "wire", "optimizer", "updates", "schedule",
 )  # fmt: skip
 

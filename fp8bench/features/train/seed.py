@@ -139,19 +139,14 @@ class SeedRun(TrainingRun):
             lab.validate(self.task.arms[0].name)
         place = self._restored(lab)
         self.writer.go_back(place)
-        self._restart_health()
+        self._health = Health(arms_of_seed(self.training.arms, self.turn.number), self.training.request.settings)
+        self._health.see(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
         if not place.step:
             self._keep_lines(tuple(self._first_lines(states)), 0)
         for arm in self.task.arms:
             if arm.name in self.out:
                 lab.drop(arm.name)
         return place.step
-
-    def _restart_health(self) -> None:
-        """Give new health rules the kept lines of this seed."""
-        lines = [line for line in load_training(self.writer.path).lines if line.seed == self.seed]
-        self._health = Health(arms_of_seed(self.training.arms, self.turn.number), self.training.request.settings)
-        self._health.see(lines)
 
     def _restored(self, lab: Lab) -> ResumePlace:
         first, *checkpoints = self.writer.places
@@ -174,9 +169,9 @@ class SeedRun(TrainingRun):
             arms = self._alive
             # The order is the same whether or not the training was resumed.
             random.Random(f"{self.seed}/{step}").shuffle(arms)
+            count, step = until - step, until
             for arm in arms:
-                self._keep_lines(self._ask(arm, until - step, "advance", arm.name, until - step), until)
-            step = until
+                self._keep_lines(self._ask(arm, count, "advance", arm.name, count), step)
             if use := tuple(self._device_use(step)):
                 self._keep_lines(use, step)
             if step == request.steps or step % request.evaluate == 0:

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 
 from fp8bench import units
-from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train import words
 from fp8bench.features.train.request import SETTINGS_RULES, TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import (
@@ -37,7 +36,6 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.topics.memory import batch_title, show_batch
 from fp8bench.report.words.naming import listed, many
 
 # Stands under the hints of the arms' columns.
@@ -186,8 +184,6 @@ def arms_table(verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], without: 
         Col("J/step", lambda row: words.joules(row.energy), number=True, hint="by windows of steps of the arm alone"),
         Col("B/param", lambda row: None if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.3g}",
             number=True, hint="bytes kept between two steps for each parameter, as counted"),
-        Col("largest batch", lambda row: show_batch(row.capacity) if row.capacity else None, number=True,
-            hint="sequences that fit, found by running them; with --max-batch"),
         Col("memory", lambda row: row.peak_memory, number=True, show=units.size,
             hint="tensors at the peak of a step, with no other arm in memory"),
         Col("on a device", on_a_device, number=True, show=units.size,
@@ -270,9 +266,6 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
     energies = ((own.energy.why, own.arm.name) for own in judged.summaries if own.energy and own.energy.why)
     yield from (f"energy of {listed(arms)}: {why}" for why, arms in together(energies).items())
-    for arm, capacity in ((cost.arm, cost.capacity) for cost in kept.of(ArmCost) if cost.capacity):
-        tokens = f" ({units.whole(capacity.tokens)} tokens)" if capacity.batch else ""
-        yield f"{arm}: {batch_title(capacity)}: {show_batch(capacity)}{tokens}; not {why_no_larger(capacity)}"
     yield from kept.troubles
 
 

@@ -33,8 +33,8 @@ def given(tmp_path: Path) -> str:
     return str(path)
 
 
-def prepared(data: Path | str, tokens: str = "bytes", window: int = 8, other: str | None = None) -> TrainingText:
-    return beginnings.prepare_text(str(data), other, tokens, Path(data).parent / "data", window)
+def prepared(data: Path | str, tokens: str = "bytes", window: int = 8) -> TrainingText:
+    return beginnings.prepare_text(str(data), tokens, Path(data).parent / "data", window)
 
 
 def decoded(text: TrainingText, span: TokenSpan | None) -> bytes:
@@ -91,15 +91,9 @@ def test_token_files_are_made_again_only_when_damaged(
         assert {path: path.read_bytes() for path in (tmp_path / "data").iterdir()} == before
 
 
-def test_other_text_is_pythons_documentation_or_the_users(
-    tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_text_is_pythons_documentation(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = prepared(given, "bpe:100")
     assert b'The "assert" statement' in decoded(text, text.other)
-    path = tmp_path / "other.txt"
-    path.write_bytes(b"\xe7\xb2\xbe\xe5\xba\xa6\xe8\xb6\x8a\xe4\xbd\x8e" * 10000)
-    other = prepared(given, "bpe:100", other=str(path))
-    assert decoded(other, other.other) == path.read_bytes() and other.merges == text.merges
     monkeypatch.setattr(beginnings, "_documentation", lambda: b"")
     assert prepared(given).other is None
 
@@ -123,29 +117,24 @@ def test_a_held_out_token_file_beside_it_is_taken(tmp_path: Path) -> None:
     assert text.vocabulary == 501 and text.identity.startswith("own:")
     tokens_file(tmp_path / "own" / "val.bin", [4, 501] * 30)
     assert prepared(data).identity != text.identity
-    other = tokens_file(tmp_path / "other.bin", [7, 900] * 50)
-    both = prepared(data, other=other)
-    assert both.other == TokenSpan(other, 0, 100) and both.vocabulary == 901
 
 
 FILES = {"odd.bin": b"\0" * 999, "short.bin": b"\0" * 64, "empty.bin": b"", "own.bin": b"\0" * 4000,
          "text.txt": TEXT[: 1 << 16]}  # fmt: skip
 
 
-@for_each(("name", "words", "tokens", "other"), [
-    ("odd.bin", "not a file of 16-bit tokens", "bytes", ""), ("short.bin", "or a shorter --sequence", "bytes", ""),
-    ("empty.bin", "has 0 tokens", "bytes", ""), ("own.bin", "has its own tokens", "bpe", ""),
-    ("text.txt", "the held-out part has 4505 tokens, and needs 8193", "bytes", ""),
-    ("nosuch.bin", r"--data .*nosuch.bin cannot be read", "bytes", ""),
-    ("", "folder without train.bin, and not a saved dataset", "bytes", ""),
-    ("own.bin", r"--other-data .*text.txt is not a file of 16-bit tokens", "bytes", "text.txt"),
-    ("text.txt", r"--other-data .*nosuch cannot be read", "bytes", "nosuch"),
+@for_each(("name", "words", "tokens"), [
+    ("odd.bin", "not a file of 16-bit tokens", "bytes"), ("short.bin", "or a shorter --sequence", "bytes"),
+    ("empty.bin", "has 0 tokens", "bytes"), ("own.bin", "has its own tokens", "bpe"),
+    ("text.txt", "the held-out part has 4505 tokens, and needs 8193", "bytes"),
+    ("nosuch.bin", r"--data .*nosuch.bin cannot be read", "bytes"),
+    ("", "folder without train.bin, and not a saved dataset", "bytes"),
 ])  # fmt: skip
-def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, name: str, words: str, tokens: str, other: str) -> None:
+def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, name: str, words: str, tokens: str) -> None:
     for file, content in FILES.items():
         (tmp_path / file).write_bytes(content)
     with pytest.raises(UsageError, match=words):
-        prepared(tmp_path / name, tokens, 8 if other else 2048, str(tmp_path / other) if other else None)
+        prepared(tmp_path / name, tokens, 2048)
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], files: int = 2) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from fp8bench.features.train import run as job
 from fp8bench.features.train.command import request_from
 from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, StepRow, TrainingEvent
+from fp8bench.features.train.values import KeptTraining, LayerReading
 from fp8bench.features.train.words import FAILURES
 from fp8bench.measure.handle import LocalWorker
 from tests.commands import Say, unfolded, unfolding
@@ -47,9 +46,9 @@ def newest(store: Path) -> KeptTraining:
     (["--seeds", "0"], "--seeds: expected"), (["--margin", "100"], "--margin: expected a percentage"),
     (["--rate", "0"], "--rate: expected a number above 0"),
     (["--loss-scale", "0.5"], "--loss-scale: expected auto, dynamic, or"),
-    (["--rates", "norm=x"], "--rates: expected kinds of"), (["--tokens", "words"], "--tokens: expected bytes"),
+    (["--betas", "0.9"], "--betas: expected two numbers"), (["--tokens", "words"], "--tokens: expected bytes"),
     (["--device", "cuda:9"], "unknown device on this machine 'cuda:9'"),
-    (["--data", "nowhere.txt"], "nowhere.txt cannot be read"), (["--decay", "0.3"], "--decay has no effect"),
+    (["--data", "nowhere.txt"], "nowhere.txt cannot be read"), (["--wire", "fp8"], "--wire is for several ranks"),
     (["--json", "--csv", "-"], "both print on stdout"), (["--dry-run", "--csv", "-"], "--dry-run measures nothing"),
     (["--resume", "last"], "The store has no trainings yet"), (["--step", "3"], "Did you mean --steps?"),
     (["--fail-on", "worse,divreged"], "Did you mean 'diverged'"), (["--live", "no/x.html"], "there is no directory"),
@@ -71,18 +70,18 @@ def test_all_settings_and_options_can_be_given() -> None:
     words = (
         "train --dtypes bf16,fp8-delayed --reference bf16 --arch moe --micro-batches 3 --compile yes "
         "--precision-map mlp=fp8 --sweep history=1,16 --sweep margin=1 --sweep history=4 --data a.txt "
-        "--other-data b.txt --tokens bpe:64 --margin 2.5 --seed 3 --stride 4 --evaluate 5 --keep 6 --device cpu "
-        "--threads 2 --rate 0.01 --loss-scale 1024 --rates norm=0,head=2 --no-isolation --bands one-ulp,repeat "
+        "--tokens bpe:64 --margin 2.5 --seed 3 --stride 4 --evaluate 5 --keep 6 --device cpu "
+        "--threads 2 --rate 0.01 --loss-scale 1024 --betas 0.9,0.95 --no-isolation --bands one-ulp,repeat "
         "--shift 0.5 --start last:fp8"
     )
     settings = TrainerSettings(
         arch="moe", micro_batches=3, compile="yes", precision_map=(("mlp", "fp8"),), rate=0.01, loss_scale="1024",
-        rates=(("norm", 0.0), ("head", 2.0)), shift=0.5, start="last:fp8",
+        betas=(0.9, 0.95), shift=0.5, start="last:fp8",
     )  # fmt: skip
     wanted = TrainingRequest(
         ("bf16", "fp8-delayed"), "bf16", settings, 300, 5, 3, ("one-ulp", "repeat"), 0.025,
         (("history", ("1", "16", "4")), ("margin", ("1",))),
-        "cpu", 2, "a.txt", "b.txt", "bpe:64", 4, 5, 6, isolation=False,
+        "cpu", 2, "a.txt", "bpe:64", 4, 5, 6, isolation=False,
     )  # fmt: skip
     for more, steps, seeds in (("", 300, 5), ("--quick", 60, 1), ("--quick --steps 9 --seeds 2", 9, 2)):
         request = request_from(build_parser().parse_args([*words.split(), *more.split()]))
@@ -128,43 +127,6 @@ def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, 
     assert (store / "reports" / name / "results.csv").read_text().startswith("arm,precision,role,seed,step")
 
 
-@pytest.mark.slow
-@for_each(("words", "arms"), [
-    ("--dtypes bf16,fp8 --sweep formats=hybrid,e4m3,e5m2", ["fp8", "fp8:formats=e4m3", "fp8:formats=e5m2"]),
-    ("--dtypes fp32,fp16 --sweep attention=auto,rounded --sweep loss-scale=auto,1",
-     ["fp16", "fp16 loss-scale=1", "fp16 attention=rounded", "fp16 attention=rounded loss-scale=1"]),
-])  # fmt: skip
-def test_every_swept_value_has_an_effect(words: str, arms: list[str], say: Say, store: Path, local: None) -> None:
-    assert say(*TINY, *words.split())[0] == 0
-    losses = {row.arm: row.loss for row in newest(store).of(StepRow)}
-    assert len(set(losses.values())) == len(losses) - 1, "the repeat alone has the reference's bits"
-    assert {*arms} < {*losses}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
-def test_the_largest_batch_is_found_by_running_it(say: Say, store: Path, local: None) -> None:
-    code, out, _ = say(*TINY, "--max-batch", "--memory-limit", "48MiB", "--model", "nano", "--bands", "none")
-    largest = [cost.capacity for cost in newest(store).of(ArmCost) if cost.capacity]
-    assert code == 0 and len(largest) == 2 and out.count("largest batch that fits into 48.0 MiB: ") == 2
-    for own in largest:
-        assert own.batch and own.beyond == own.batch + 1 and own.tokens == 16 * own.batch and "more" in own.why
-        assert own.peak is not None and 0.9 * (48 << 20) < own.peak <= 48 << 20
-
-
-@pytest.mark.slow
-def test_trainings_in_pairs_have_the_same_losses(say: Say, store: Path, local: None) -> None:
-    """Bit for bit, within a limit that fits two arms."""
-    losses = []
-    for limit in (["--memory-limit", "48MiB"], []):
-        assert say(*TINY, "--model", "nano", *limit)[0] == 0
-        kept = newest(store)
-        losses.append({(row.arm, row.step): row.loss for row in kept.of(StepRow)})
-        assert [event.kind for event in kept.of(TrainingEvent)] == (["pairs"] if limit else [])
-        assert len(kept.of(StepRow)) == len(losses[-1]) == 5 * 4
-    assert losses[0] == losses[1]
-
-
 def test_an_interrupt_says_how_to_resume(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     labs = iter((FakeLab(strikes("fp8", 2, KeyboardInterrupt())), FakeLab()))
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: next(labs))
@@ -202,17 +164,14 @@ fp8_amax_history_len: 16
 fp8_amax_compute_algo: max
 max_grad_norm: 0.5
 rate: 2e-3
-schedule: plateau
-beta2: 0.95
+schedule: cosine
+betas: [0.9, 0.95]
 weight_decay: 0.2
 max_batch_size: 4
 micro-batches: 2
 checkpointing: blocks
 torch_compile: false
 use_flash_attention: true
-scale-first: 2^10
-scale-factor: 4
-rates: {attn: 0.5, blocks.0: 2}
 precision_map: "embed=fp16, attn=fp8, mlp=fp8, norm=fp16, output=fp16"
 steps: 7
 """
@@ -227,8 +186,8 @@ def configured(*words: str) -> TrainingRequest:
 
 def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
     wanted = TrainerSettings(
-        clip=0.5, rate=2e-3, schedule="plateau", beta2=0.95, weight_decay=0.2, batch=4, micro_batches=2,
-        checkpointing="blocks", scale_first=1024.0, scale_factor=4.0, rates=(("attn", 0.5), ("blocks.0", 2.0)),
+        clip=0.5, rate=2e-3, schedule="wsd", betas=(0.9, 0.95), weight_decay=0.2, batch=4, micro_batches=2,
+        checkpointing="blocks",
         precision_map=(("embed", "fp16"), ("attn", "fp8"), ("mlp", "fp8"), ("norm", "fp16"), ("output", "fp16")),
     )  # fmt: skip
     request = configured()
@@ -241,8 +200,8 @@ def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
     "max_grad_nrm: 1": "my.yaml: unknown key 'max_grad_nrm'. Did you mean 'max_grad_norm'?",
     "clip: 1\nmax_grad_norm: 2": "my.yaml: 'max_grad_norm' sets what another key sets",
     "use_flash_attention: false": "my.yaml: use_flash_attention: 'false' is not taken: attention is torch's own kernel",
-    "rates: {atn: 2}": "unknown parameters of --rates 'atn'. Did you mean 'attn'?",
-    "scale-first: 2^8": "--scale-first has no effect", "scale-first: big": "my.yaml: scale-first: expected a number",
+    "betas: [0.9, 0.9]\noptimizer: adafactor": "--betas has no effect",
+    "betas: big": "my.yaml: betas: expected two numbers",
     "num_epochs: 3": "num_epochs: '3' is not taken: write steps: N",
     "precision_map: {norm: tf32}": "--precision-map norm=tf32: tf32 rounds what products read",
 }.items())  # fmt: skip

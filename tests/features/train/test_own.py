@@ -98,10 +98,9 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
 
 @for_each(("asked", "words"), [
     ({"settings": {"arch": "mlp"}}, "--arch is for built-in models"),
-    ({"settings": {"rates": (("head", 2.0),)}}, "--rates is for"),
+    ({"settings": {"start": "last"}}, "--start last does not go with"),
     ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is for"), ({"data": "text.txt"}, "--data is for"),
     ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is for"),
-    ({"max_batch": True}, "--max-batch does not go with"),
     ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
     ({"settings": {"make": "net.py"}}, "names no function. Give net.py:make"),
 ])  # fmt: skip

@@ -33,7 +33,7 @@ from fp8bench.features.train.verdicts.curves import curves_of
 from fp8bench.features.train.verdicts.summary import figures_of
 from fp8bench.features.train.view import arms_table
 from fp8bench.features.train.view import page_of as text_of
-from fp8bench.model import Capacity, MemoryUse, PhaseMemory
+from fp8bench.model import MemoryUse, PhaseMemory
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.elements import Chart, Items, Lines, Page, Scatter, Sparks, Stacks, Table, Text
 from fp8bench.report.page import html, markdown
@@ -161,15 +161,6 @@ def test_memory_of_arms_is_compared_at_one_moment() -> None:
     assert column(lost, "memory") == ["3.00 MiB", "-"]
     assert "fp8: it could not be measured" in markdown.render(lost)
     assert "Memory by what" not in markdown.render(page())
-
-
-def test_largest_batches_stand_in_the_table() -> None:
-    known = Capacity("batch", 1 << 30, 812, tokens=51968, beyond=813, why="tensors need 2 B more")
-    costs = ArmCost("bf16", 0, capacity=known), ArmCost("fp8", 0, capacity=Capacity("batch", 9, why="lost"))
-    made = page(*costs)
-    assert column(made, "largest batch") == ["812", "-"]
-    told = "bf16: largest batch that fits into 1.00 GiB: 812 (52.0 k tokens); not 813: tensors need 2 B more"
-    assert told in markdown.render(made)
 
 
 def test_lines_show_magnitudes_and_scales_by_layer() -> None:

@@ -123,21 +123,6 @@ def test_memory_that_could_not_be_measured_has_a_reason(trained: Trained) -> Non
     assert second.memory is not None and kept.finished and lab.restarts == 1
 
 
-def test_the_largest_batch_of_every_arm_is_found_after_the_last_step(trained: Trained) -> None:
-    """With its own settings; also where the training is cut off there."""
-    request = small(max_batch=True, memory_limit=100_000, sweep=(("micro-batches", ("1", "2")),))
-    for lab in (FakeLab(), FakeLab(strikes("", 0, CUT_OFF, name="try_alone", seed=1))):
-        kept, _, _ = trained(lab, request)
-        kept = kept if kept.finished else trained(FakeLab())[0]
-        largest = {cost.arm: cost.capacity for cost in kept.of(ArmCost) if cost.capacity}
-        tokens = {arm: own.tokens // own.batch for arm, own in largest.items() if own.batch}
-        assert kept.finished and tokens == {"bf16": 96, "fp8": 96, "fp8 micro-batches=2 batch=1": 192}
-        assert all((own.batch, own.beyond, own.peak) == (100, 101, 100_000) for own in largest.values())
-    assert not asked(trained(FakeLab(), small())[1], "try_alone")
-    with pytest.raises(UsageError, match=r"--max-batch on cpu needs --memory-limit SIZE"):
-        trained(FakeLab(), small(max_batch=True))
-
-
 @dataclass
 class PoweredLab(FakeLab):
     """Further steps take 10 ms, at the arm's watts. `stopped` names an arm that has no more steps."""

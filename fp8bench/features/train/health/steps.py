@@ -26,11 +26,10 @@ L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
 @dataclass(frozen=True)
 class WatchedArm:
-    """The arm that a rule watches, the one that it is compared with, and the least rate factor of its parameters."""
+    """The arm that a rule watches, and the one that it is compared with."""
 
     name: str
     reference: str = ""
-    slowest: float = 1.0
 
 
 @dataclass(frozen=True)

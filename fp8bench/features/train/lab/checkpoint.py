@@ -78,7 +78,13 @@ def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
 
 def read(folder: str, task: SeedTask, rank: int) -> dict[str, dict[str, Any]]:
     """The state of every arm that was kept. Raises StoreError for what is missing or damaged."""
-    return {name: _loaded(*file) for name, file in _files(Path(folder), task, rank).items()}
+    place = Path(folder)
+    head = _head(place)
+    if head.get("version") != _VERSION or head.get("task") != _task_digest(task):
+        raise StoreError(f"the checkpoint {place} is from another training. Resume with the settings it began with.")
+    if (writer := head.get("rank", rank)) != rank:  # nothing else tells rows of one rank from those of another
+        raise StoreError(f"the checkpoint {place} is of rank {writer}, not of rank {rank}. Move it back to its folder.")
+    return {name: _loaded(place / file["file"], file["sha256"]) for name, file in head["arms"].items()}
 
 
 def weights(folder: str, arm: str) -> list[Tensor]:
@@ -96,15 +102,6 @@ def _head(place: Path) -> dict[str, Any]:
         return unsealed(json.loads((place / _HEAD).read_text()))
     except (OSError, ValueError) as error:
         raise StoreError(f"{place} holds no complete checkpoint ({error}). Choose another.") from None
-
-
-def _files(place: Path, task: SeedTask, rank: int) -> dict[str, tuple[Path, str]]:
-    head = _head(place)
-    if head.get("version") != _VERSION or head.get("task") != _task_digest(task):
-        raise StoreError(f"the checkpoint {place} is from another training. Resume with the settings it began with.")
-    if (writer := head.get("rank", rank)) != rank:  # nothing else tells rows of one rank from those of another
-        raise StoreError(f"the checkpoint {place} is of rank {writer}, not of rank {rank}. Move it back to its folder.")
-    return {name: (place / file["file"], file["sha256"]) for name, file in head["arms"].items()}
 
 
 def _loaded(path: Path, digest: str) -> dict[str, Any]:

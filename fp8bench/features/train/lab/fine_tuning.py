@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.checkpoint import weights
 from fp8bench.features.train.lab.optimizer import seed_of
-from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.request import TrainerSettings, file_of
 from fp8bench.features.train.values import Arm, ArmRole
 from fp8bench.model import StaticScales
 from fp8bench.protocols import Arithmetic, ScaleBook
@@ -27,10 +27,10 @@ _SHOWN = 3
 
 
 def apply_start(model: nn.Module, settings: TrainerSettings, arm: Arm, seed: int) -> None:
-    if settings.start:
+    if file_of(settings.start) is not None:
+        take_file(model, settings.start, settings.make)
+    elif settings.start:
         _take_checkpoint(model, *settings.start.rpartition("::")[::2])
-    if settings.weights_from:
-        take_file(model, settings.weights_from, settings.make)
     if arm.role is ArmRole.CHAOS:
         _move_by_an_ulp(model, seed_of("ulp", seed))
 
@@ -64,7 +64,7 @@ def take_file(model: nn.Module, start: str, make: str = "") -> None:
     path = Path(name)
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-            raise UsageError(f"--from {path} has changed since the training began. Restore the file.")
+            raise UsageError(f"--start {path} has changed since the training began. Restore the file.")
     kept = _loaded(path)
     own = model.state_dict(keep_vars=True)
     missing = [text for text, _ in model.named_parameters() if text not in kept]
@@ -73,14 +73,14 @@ def take_file(model: nn.Module, start: str, make: str = "") -> None:
         reasons = [f"lacks {listed(missing, _SHOWN)}"] if missing else []
         reasons += [f"has {listed(others, _SHOWN)}, which this model lacks"] if others else []
         advice = f"Give one of the model that {make} makes" if make else "Choose that one's --model and --arch"
-        raise UsageError(f"--from {path} is of another model: it {', and '.join(reasons)}. {advice}.")
+        raise UsageError(f"--start {path} is of another model: it {', and '.join(reasons)}. {advice}.")
     for text, tensor in kept.items():
         if tensor.shape != own[text].shape:
             raise UsageError(
-                f"--from {path}: {text} has shape {list(tensor.shape)}, and in the model {list(own[text].shape)}."
+                f"--start {path}: {text} has shape {list(tensor.shape)}, and in the model {list(own[text].shape)}."
             )
         if tensor.is_floating_point() and not tensor.float().isfinite().all():
-            raise UsageError(f"--from {path}: {text} has values that are not finite. Give weights without them.")
+            raise UsageError(f"--start {path}: {text} has values that are not finite. Give weights without them.")
     with torch.no_grad():
         for text, tensor in kept.items():
             own[text].copy_(tensor)
@@ -96,17 +96,17 @@ def _loaded(path: Path) -> dict[str, Tensor]:
         else:
             kept = torch.load(path, map_location="cpu", weights_only=True)
     except ImportError:
-        raise UsageError(f"--from {path} needs the package safetensors, which is not installed.") from None
+        raise UsageError(f"--start {path} needs the package safetensors, which is not installed.") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError):
         raise UsageError(
-            f"--from {path} is no state dict: torch.load, with weights_only, cannot read it. Give what torch.save made "
-            "of model.state_dict(), or a .safetensors."
+            f"--start {path} is no state dict: torch.load, with weights_only, cannot read it. Give what torch.save "
+            "made of model.state_dict(), or a .safetensors."
         ) from None
     for name in _WITHIN:
         if isinstance(kept, Mapping) and isinstance(kept.get(name), Mapping):
             kept = kept[name]
     if not isinstance(kept, Mapping) or not kept or not all(isinstance(tensor, Tensor) for tensor in kept.values()):
-        raise UsageError(f"--from {path} is no state dict: expected tensors by name. Save model.state_dict().")
+        raise UsageError(f"--start {path} is no state dict: expected tensors by name. Save model.state_dict().")
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in kept):
             kept = {name.removeprefix(prefix): tensor for name, tensor in kept.items()}

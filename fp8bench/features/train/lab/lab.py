@@ -20,10 +20,10 @@ from fp8bench.model.step import Coverage
 from fp8bench.protocols import Arithmetic, Device, Phases, Precision, SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.device_layout import EMULATES_NOTHING, OF_SEVERAL, DeviceLedger, Hardware, hardware_for
+from fp8bench.worker.device_layout import OF_SEVERAL, DeviceLedger, Hardware, hardware_for
 from fp8bench.worker.faults import DescribedFault, described
 from fp8bench.worker.main import main
-from fp8bench.worker.memory_pass import Make, PreparedMemory, Told, memory_of_step, try_batch, watch_of
+from fp8bench.worker.memory_pass import Make, PreparedMemory, Told, memory_of_step, watch_of
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged, under
 from fp8bench.workloads.model import MADE
@@ -53,19 +53,16 @@ class Lab(Bench):
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
         """Drop the previous seed and build every arm. An arm that cannot be built raises when it is used."""
+        from fp8bench.features.train.lab.own_trainer import trainer_of
+
         self._start_over(task)
         for arm in task.arms:
             try:
-                self._trainers[arm.name] = self._build_trainer(task, arm)
+                with self._running():
+                    self._trainers[arm.name] = trainer_of(task, arm)
             except Exception as error:  # noqa: BLE001 - the other arms may fit, or have a sound plan
                 self._unbuilt[arm.name] = described(error)
         return tuple(trainer.state() for trainer in self._trainers.values())
-
-    def _build_trainer(self, task: SeedTask, arm: Arm) -> Trainer:
-        from fp8bench.features.train.lab.own_trainer import trainer_of
-
-        with self._running():
-            return trainer_of(task, arm)
 
     def _start_over(self, task: SeedTask) -> Device:
         self._trainers: dict[str, Trainer] = {}
@@ -96,12 +93,6 @@ class Lab(Bench):
         count, sizes = trainer.state().parameters, trainer.state().bytes_per_parameter
         kept = tuple((name, round(size * count)) for name, size in sizes)
         return ArmCost(arm.name, task.seed, kept=kept, memory=use)
-
-    def try_alone(self, task: SeedTask, memory_limit: int | None) -> int | None:
-        """Returns the peak bytes of two steps, None where they cannot be counted. Raises the device's memory error."""
-        (arm,), device = task.arms, self._start_over(task)
-        with self._running(precisions.get(arm.precision)):
-            return try_batch(made_alone(task, arm), device, task.facts.index, memory_limit)
 
     def advance(self, arm: str, steps: int) -> tuple[StreamLine, ...]:
         """Take up to `steps` steps and return their lines. An arm that has stopped or is done returns none."""
@@ -211,7 +202,7 @@ def hardware_of_arm(task: SeedTask) -> Hardware:
     return replace(hardware, why=hardware.why or why) if hardware.arithmetics else hardware
 
 
-def made_alone(task: SeedTask, arm: Arm, hardware: Hardware = EMULATES_NOTHING) -> Make:
+def made_alone(task: SeedTask, arm: Arm, hardware: Hardware) -> Make:
     """How an arm is made without readings of its tensors, which would take memory of their own."""
     from fp8bench.features.train.lab.own_trainer import trainer_of
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.request import CUT, PARAMETER_KINDS, WIRED, TrainerSettings
+from fp8bench.features.train.request import CUT, WIRED, TrainerSettings
 from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
@@ -19,7 +19,7 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.parallel.ways import uncuttable
 from fp8bench.nn.shared_workloads import uncompilable
 from fp8bench.nn.sizes import LINE, SIZES, GPTConfig, around, gpt_around
-from fp8bench.protocols import Layer, Precision, key_of, keys_of
+from fp8bench.protocols import Layer, Precision, key_of
 from fp8bench.registry import precisions
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "moe": (("attn.qkv", "attn"), ("attn.out", "attn")),
 }
 EXPERTS = 8
-_RATED = "kinds of layers (attn, mlp, conv), and beginnings of paths (blocks.0, blocks.0.attn.qkv)"
 # The norms of each block, without the last one of the model.
 _NORMS: Mapping[str, tuple[str, ...]] = {
     "mlp": ("norms.{}",), "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
@@ -91,8 +90,6 @@ def check(settings: TrainerSettings) -> None:
          f"--attention {settings.attention} is for --arch gpt and moe without --compile yes: choose these, or auto."),
         (settings.optimizer == "adafactor" and settings.optimizer_states != "fp32",
          f"adafactor keeps means of rows and columns: leave --optimizer-states {settings.optimizer_states} out."),
-        (settings.norm != "batch" and settings.arch != "cnn",
-         f"--norm {settings.norm} is for --arch cnn: {settings.arch} has no batch norm. Leave it out."),
         (compiled and settings.arch == "moe",
          "--compile yes does not work with --arch moe, whose experts get any number of tokens. Choose --compile no."),
         (settings.checkpointing != "no" and not attends,
@@ -101,19 +98,11 @@ def check(settings: TrainerSettings) -> None:
     for wrong, message in refusals:
         if wrong:
             raise UsageError(message)
-    known = {**dict.fromkeys(PARAMETER_KINDS), **keys_of(layers_of(settings.arch, config))}
-    known |= {layer.name: None for layer in around_of(settings.arch, config) if layer.kind == "norm"}
-    for name, _ in settings.rates:
-        if name not in known:
-            raise UnknownName("parameters of --rates", name, known, f"{', '.join(PARAMETER_KINDS)}; {_RATED}")
 
 
 # Settings that have an effect only with some values of another one.
 _ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "decay": ("schedule", ("wsd",)), "patience": ("schedule", ("plateau",)), "drop": ("schedule", ("plateau",)),
-    "scale_first": ("loss_scale", ("dynamic",)), "scale_factor": ("loss_scale", ("dynamic",)),
-    "beta1": ("optimizer", ("adamw", "sgd", "lion")), "beta2": ("optimizer", ("adamw", "lion")),
-    "eps": ("optimizer", ("adamw", "adafactor")), "wire": ("parallel", WIRED),
+    "betas": ("optimizer", ("adamw", "sgd", "lion")), "wire": ("parallel", WIRED),
 }  # fmt: skip
 
 
@@ -156,7 +145,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
         (given.compile == "yes", "--compile yes", "--ranks",
          "ranks send each other largest magnitudes between casts. Choose --compile no"),
         (given.arch == "moe", "--arch moe", "--ranks",
-         "experts cast on some ranks and not on others, so that ranks cannot share largest magnitudes"),
+         "experts cast on some ranks and not on others, so that ranks cannot share magnitudes. Choose --arch gpt"),
         (cut and given.master == "bf16-stochastic", f"--master {given.master}", way,
          "weights that all ranks share would be rounded differently on each. Choose another master"),
         ((cut or sharded) and given.optimizer == "adafactor", "--optimizer adafactor", way,
@@ -245,11 +234,8 @@ def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier:
     from fp8bench.nn.whole_layers import surround
 
     if settings.arch in ("mlp", "cnn"):
-        model: LanguageModel = (
-            WindowMLP(config, choose, carrier, settings.dropout)
-            if settings.arch == "mlp"
-            else TextCNN(config, choose, carrier, settings.dropout, layer_norm=settings.norm == "layer")
-        )
+        made: type[LanguageModel] = WindowMLP if settings.arch == "mlp" else TextCNN
+        model = made(config, choose, carrier, settings.dropout)
     else:
         model = (MixtureGPT if settings.arch == "moe" else GPT)(
             config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout

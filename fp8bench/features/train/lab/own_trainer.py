@@ -112,17 +112,13 @@ class OwnTrainer(Trainer):
                 raise UsageError(
                     f"{self._name}: its parameter {path} is {dtype}. Make it float32, or give an optimizer."
                 )
-        if settings.schedule == "plateau" and not self._held_out:
-            raise UsageError(
-                f"--schedule plateau needs held_out batches of {self._name}. Give some, or choose another schedule."
-            )
         return LoopOptimizer(self._parameters, settings)
 
     def _refuse_settings(self) -> None:
         usual = type(self._settings)()
         names = (
-            "rate", "warmup", "floor", "weight_decay", "optimizer_states", "master", "gradients", "schedule", "decay",
-            "optimizer", "beta1", "beta2", "eps",
+            "rate", "warmup", "floor", "weight_decay", "optimizer_states", "master", "gradients", "schedule",
+            "optimizer", "betas",
         )  # fmt: skip
         for name in names:
             if getattr(self._settings, name) != getattr(usual, name):

@@ -1,4 +1,4 @@
-"""How weights are updated: learning-rate schedules and factors, groups of clipping, the loss scale, and the rules of
+"""How weights are updated: learning-rate schedules, the loss scale, and the rules of
 SGD, Lion and Adafactor over a bucket of float32 weights.
 
 SGD and Adafactor are torch's, in its order of operations; Lion is algorithm 2 of Chen et al. (2023). The host never
@@ -20,11 +20,13 @@ from fp8bench.units import number_of
 
 # One-cycle begins at this share of its largest rate, as in torch.
 _CYCLE_BEGINS = 1 / 25
+# The share of the steps, at the end, in which wsd falls.
+_WSD_FALLS = 0.2
 
 
 def share_of_rate(settings: TrainerSettings, step: int, steps: int) -> float:
     """The share of the full learning rate in a step, counted from 0: a linear warm-up, then the schedule. One-cycle
-    rises and falls along cosines, as torch's does. Plateau is flat here: PlateauShare is its factor."""
+    rises and falls along cosines, as torch's does."""
     floor, name = settings.floor, settings.schedule
     if name == "one-cycle":
         top, last = max(0.0, settings.warmup * steps - 1), steps - 1
@@ -42,8 +44,8 @@ def share_of_rate(settings: TrainerSettings, step: int, steps: int) -> float:
     if name == "inverse-sqrt":
         return max(floor, math.sqrt(max(1, rising) / (step + 1)))
     if name == "wsd":
-        falling = max(1, min(round(settings.decay * steps), steps - rising)) if settings.decay else 0
-        return min(1.0, floor + (1 - floor) * (steps - 1 - step) / falling) if falling else 1.0
+        falling = max(1, min(round(_WSD_FALLS * steps), steps - rising))
+        return min(1.0, floor + (1 - floor) * (steps - 1 - step) / falling)
     return 1.0
 
 
@@ -51,95 +53,32 @@ def _along_cosine(start: float, end: float, gone: float) -> float:
     return end + (start - end) / 2 * (1 + math.cos(math.pi * gone))
 
 
-class PlateauShare:
-    """As torch's ReduceLROnPlateau: a factor that is multiplied by `drop` after more than `patience` validations in a
-    row without a loss better by 0.01%, down to `floor`."""
-
-    LEAST = 1e-4
-
-    def __init__(self, settings: TrainerSettings) -> None:
-        self._settings = settings
-        self.share, self.best, self.bad, self.at = 1.0, math.inf, 0, -1
-
-    def seen(self, step: int, loss: float) -> None:
-        """Take in the held-out loss after so many steps; a step that was seen before changes nothing."""
-        if step <= self.at or self._settings.schedule != "plateau":
-            return
-        self.at = step
-        better = loss < self.best * (1 - self.LEAST)
-        self.best, self.bad = (loss, 0) if better else (self.best, self.bad + 1)
-        if self.bad > self._settings.patience:
-            self.share, self.bad = max(self._settings.floor, self.share * self._settings.drop), 0
-
-    def memory(self) -> list[float]:
-        return [self.share, self.best, self.bad, self.at]
-
-    def recall(self, memory: list[float]) -> None:
-        self.share, self.best, bad, at = memory
-        self.bad, self.at = int(bad), int(at)
-
-
-def kind_of(name: str, dimensions: int) -> str:
-    """A parameter's kind, as --rates names it: 'embedding', 'head', 'norm' (anything of one dimension) or 'layer'."""
-    first = name.partition(".")[0]
-    if first in ("embedding", "positions", "head"):
-        return "head" if first == "head" else "embedding"
-    return "norm" if dimensions < 2 else "layer"
-
-
-# Words of a matrix's path that say its kind of layer; without one it belongs to an mlp.
-_LAYERS = {"attn": "attn", "first": "conv", "second": "conv"}
-
-
-def _layer_kind(name: str) -> str:
-    return next((kind for word in name.split(".") if (kind := _LAYERS.get(word))), "mlp")
-
-
-def factor_of(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
-    """Of the longest key that the path begins with, else of its kind of layer, else of its kind."""
-    known, kind = dict(rates), kind_of(name, dimensions)
-    fronts = [key for key in known if name == key or name.startswith(f"{key}.")]
-    if fronts:
-        return known[max(fronts, key=len)]
-    layer = _layer_kind(name) if kind == "layer" else kind
-    return known.get(layer, known.get(kind, 1.0))
-
-
-def group_of(name: str, dimensions: int, clip_by: str) -> str:
-    kind, words = kind_of(name, dimensions), name.split(".")
-    if clip_by == "tensor":
-        return name
-    if clip_by == "block":
-        return ".".join(words[:2]) if words[0] == "blocks" else words[0]
-    return "" if clip_by == "all" else _layer_kind(name) if kind == "layer" else kind
-
-
-_LEAST = 1.0
+# A dynamic loss scale begins with the first, is never below the least, and doubles after so many steps.
+_FIRST, _LEAST, GROWTH = 2.0**16, 1.0, 200
 
 
 @dataclass
 class LossScale:
-    """Fixed (`growth` 0), or divided by `factor` at an overflow and multiplied by it after `growth` steps without."""
+    """Fixed, or `dynamic`: halved at an overflow, and doubled after 200 steps without one."""
 
     scale: float
-    growth: int = 0
-    factor: float = 2.0
+    dynamic: bool = False
     good_steps: int = 0
 
     def seen(self, finite: bool) -> None:
-        if not self.growth:
+        if not self.dynamic:
             return
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
-            self.scale = max(_LEAST, self.scale / self.factor)
-        elif self.good_steps == self.growth:
-            self.scale, self.good_steps = min(LARGEST_LOSS_SCALE, self.scale * self.factor), 0
+            self.scale = max(_LEAST, self.scale / 2)
+        elif self.good_steps == GROWTH:
+            self.scale, self.good_steps = min(LARGEST_LOSS_SCALE, self.scale * 2), 0
 
 
 def loss_scale_of(settings: TrainerSettings, own: float) -> LossScale:
     word = settings.loss_scale
     if word == "dynamic":
-        return LossScale(settings.scale_first, settings.scale_growth, settings.scale_factor)
+        return LossScale(_FIRST, dynamic=True)
     return LossScale(own if word == "auto" else number_of(word))
 
 

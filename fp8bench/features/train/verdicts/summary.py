@@ -41,7 +41,7 @@ from fp8bench.features.train.verdicts.curves import (
     seeds_until,
 )
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdicts, verdicts_of
-from fp8bench.model import Capacity, EnergyUse, Interval
+from fp8bench.model import EnergyUse, Interval
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Part, Text, Tone
 from fp8bench.report.panels import together
@@ -65,7 +65,6 @@ class ArmSummary:
     peak_memory: int | None = None
     device_peak_memory: int | None = None
     wire: Mapping[str, float] = field(default_factory=dict)
-    capacity: Capacity | None = None
     energy: TrainedEnergy | None = None
     events: int | None = None
     verdict: ArmVerdict | None = None
@@ -102,7 +101,6 @@ class JudgedTraining:
 def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     kept, verdicts, curves = judged.kept, judged.verdicts, judged.curves
     peaks = {line.arm: line.memory for line in kept.of(ArmCost) if line.memory is not None}
-    capacities = {line.arm: line.capacity for line in kept.of(ArmCost) if line.capacity is not None}
     # A user's own optimizer has its state only after its first step.
     kept_bytes = {
         line.arm: sum(size for _, size in line.kept) / kept.training.parameters
@@ -130,7 +128,6 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
             peak_memory=memory.peak if memory else None,
             device_peak_memory=memory.on_device if memory else None,
             wire=wires.get(arm.name, {}),
-            capacity=capacities.get(arm.name),
             energy=energies.get(arm.name),
             events=events[arm.name] if own else None,
             verdict=verdicts.of(arm.name),
@@ -166,7 +163,6 @@ def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, flo
         "bytes_per_parameter": summary.bytes_per_parameter, "peak_memory": summary.peak_memory,
         "device_peak_memory": summary.device_peak_memory,
         "wire_bytes": math.fsum(summary.wire.values()) if summary.wire else None,
-        "largest_batch": summary.capacity.batch if summary.capacity else None,
         "joules_per_step": energy.joules.middle if energy and energy.joules else None,
         "events": summary.events, **_band(summary.arm, verdicts),
     }  # fmt: skip

@@ -84,7 +84,6 @@ def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLi
 
 
 SIZES.setdefault(TINY, plants.SIZE)
-SIZES.setdefault(plants.FOUR_HEADS, plants.SIZE_OF_FOUR)
 if "RANK" in os.environ:
     evaluate._TOKENS = plants.LOOKED_AT
     Trainer.__init__ = _planted_init  # type: ignore[method-assign]

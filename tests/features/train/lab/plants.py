@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.nn.sizes import GPTConfig
@@ -13,6 +12,3 @@ KILLED_AT = 7
 # Tokens of a validation, a sixteenth of the usual, as it would take most of the time.
 LOOKED_AT = 256
 SIZE = GPTConfig(256, 32, 1, 2, 2, 64, batch=4, sequence=16)
-# A head for each of four ranks.
-FOUR_HEADS = "four-heads"
-SIZE_OF_FOUR = replace(SIZE, heads=4, key_heads=4)

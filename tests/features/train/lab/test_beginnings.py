@@ -13,8 +13,7 @@ from torch import nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train import run as job
-from fp8bench.features.train.arms import check_training
-from fp8bench.features.train.beginnings import started_from, with_file
+from fp8bench.features.train.beginnings import started_from
 from fp8bench.features.train.kind import KIND, newest_checkpoint
 from fp8bench.features.train.lab import checkpoint
 from fp8bench.features.train.lab.evaluate import windows_by_step
@@ -137,7 +136,7 @@ def test_arms_begin_with_the_bits_of_a_file(corpus: Corpus, tmp_path: Path, wrap
         prefixed = {f"module.{name}": tensor for name, tensor in state.items()}
         wrapped = {"plain": state, "within": {"state_dict": state, "step": 3}, "module": prefixed}[wrap]
         start = kept(tmp_path / "weights.pt", wrapped)
-    lab = lab_of(task_of(corpus, "bf16", "fp8", weights_from=start))
+    lab = lab_of(task_of(corpus, "bf16", "fp8", start=start))
     for arm in ("bf16", "fp8"):
         assert all(torch.equal(tensor, state[name]) for name, tensor in model_of(lab, arm).state_dict().items())
     assert rows(lab.advance("bf16", 2))[0].loss != rows(other.advance("bf16", 2))[0].loss  # other batches
@@ -165,12 +164,6 @@ def test_an_unfit_file_is_refused_with_what_it_has(corpus: Corpus, tmp_path: Pat
 
 def test_a_request_has_the_digest_of_its_file(tmp_path: Path) -> None:
     start = kept(tmp_path / "weights.pt", {})
-    asked = TrainingRequest(settings=TrainerSettings(weights_from=str(tmp_path / "weights.pt")))
-    assert with_file(asked).settings.weights_from == start
-    with pytest.raises(UsageError, match="cannot be read"):
-        with_file(replace(asked, settings=TrainerSettings(weights_from=str(tmp_path))))
-
-
-def test_a_checkpoint_and_a_file_do_not_go_together() -> None:
-    with pytest.raises(UsageError, match="both give the initial weights"):
-        check_training(TrainingRequest(settings=TrainerSettings(start="last", weights_from="x.pt")))
+    asked = TrainingRequest(settings=TrainerSettings(start=str(tmp_path / "weights.pt")))
+    assert started_from(asked, tmp_path).settings.start == start
+    assert started_from(started_from(asked, tmp_path), tmp_path).settings.start == start

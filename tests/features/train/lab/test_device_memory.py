@@ -89,18 +89,6 @@ def test_an_arm_that_stops_raises_instead_of_a_memory(corpus: Corpus) -> None:
         cost_of(corpus, "fp16", rate=10.0, loss_scale="4294967296")
 
 
-@pytest.mark.slow
-def test_a_batch_is_tried_in_two_steps_of_the_arm_alone(corpus: Corpus) -> None:
-    """Larger batches take more, checkpointing less, and the peak is the memory pass's."""
-    lab = lab_of(task_of(corpus, "fp32"))
-    blocks = Arm("blocks", "fp32", settings=(("checkpointing", "blocks"),))
-    small, middle, large = (lab.try_alone(task_of(corpus, "fp32", batch=size), 1 << 30) for size in (32, 64, 128))
-    less = lab.try_alone(task_of(corpus, blocks, batch=128), 1 << 30)
-    assert small and middle and large and less and large - middle == 2 * (middle - small) > 0 and less < large
-    memory = cost_of(corpus, "fp32", batch=128).memory
-    assert memory is not None and large == pytest.approx(memory.peak, rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("mode", "states"),
     sampled(

@@ -213,7 +213,7 @@ CHANCES = {"copy": 1 / 26, "retrieval": 1 / 10, "cloze": 1 / 4}
 def task(corpus: Corpus, tmp_path: Path) -> SeedTask:
     """A task whose held-out text has words to hide."""
     (tmp_path / "prose").write_bytes(PROSE)
-    text = prepare_text(str(tmp_path / "prose"), None, "bytes", tmp_path / "data", 48)
+    text = prepare_text(str(tmp_path / "prose"), "bytes", tmp_path / "data", 48)
     return replace(task_of(corpus, "bf16"), text=text)
 
 
@@ -282,7 +282,7 @@ def test_every_architecture_is_scored_and_scoring_changes_no_step(task: SeedTask
 def test_a_model_that_is_trained_on_a_task_learns_it(
     corpus: Corpus, tmp_path: Path, name: str, precision: str, steps: int
 ) -> None:
-    text = prepare_text(f"task:{name}", None, "bytes", tmp_path, 32)
+    text = prepare_text(f"task:{name}", "bytes", tmp_path, 32)
     task = task_of(corpus, precision, steps=steps, sequence=32, batch=16, rate=3e-3, tasks=(name,))
     lab = lab_of(replace(task, text=text))
     before, _, after = lab.validate(precision, True), lab.advance(precision, steps), lab.validate(precision, True)

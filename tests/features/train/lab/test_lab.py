@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.arms import LEVELS
+from fp8bench.features.train.lab import update_rules
 from fp8bench.features.train.lab.lab import Lab, NotFinite
 from fp8bench.features.train.lab.watched_step import Finder
 from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, StepFigure, StreamLine, TrainingEvent
@@ -60,18 +61,6 @@ def test_fewer_bits_in_the_sums_are_further_from_float32_sums(corpus: Corpus) ->
     exact, *short = ([(row.loss, row.gradient_norm) for row in rows(lab.advance(mode, 3))] for mode in modes)
     apart = [sum(abs(a - b) + abs(c - d) for (a, c), (b, d) in zip(course, exact, strict=True)) for course in short]
     assert 0 < apart[0] < apart[1] < apart[2] < apart[3], apart
-
-
-@pytest.mark.nightly
-def test_few_enough_bits_in_the_sums_are_a_loss_gap(corpus: Corpus) -> None:
-    """In so short a training of three seeds, 14 or 8 bits show nothing and 2 bits do."""
-    gaps = dict.fromkeys(("fp8:accumulator=short", "fp8:accumulator=8", "fp8:accumulator=2"), 0.0)
-    for seed in range(3):
-        lab = lab_of(task_of(corpus, "fp8", *gaps, seed=seed, steps=40, rate=3e-3, batch=16))
-        last = {mode: sum(losses(lab, mode, 40)[-8:]) for mode in ("fp8", *gaps)}
-        gaps = {mode: gap + (last[mode] / last["fp8"] - 1) / 3 for mode, gap in gaps.items()}
-    short, eight, two = gaps.values()
-    assert abs(short) < 1.5e-3 and abs(eight) < 1.5e-3 and two > 3e-3, gaps
 
 
 def test_o3_of_ms_amp_trains_as_o2_does(corpus: Corpus) -> None:
@@ -145,13 +134,9 @@ def test_further_steps_repeat_the_last_ones(corpus: Corpus) -> None:
     assert wild.check("fp16").wrong.startswith("the arm has stopped")
 
 
-def test_clipping_by_group_is_recorded_as_a_share_of_all_gradients(corpus: Corpus) -> None:
-    lab = lab_of(task_of(corpus, "bf16", steps=3, clip_by="tensor", clip=1e-3))
-    trainer = lab._trainers["bf16"]
-    (row,) = rows(lab.advance("bf16", 1))
-    norms = [gradient.norm() for gradient in trainer._optimizer.gradients.of(list(trainer._parameters.values()))]
-    after = torch.stack([norm / max(1.0, float(norm) / 1e-3) for norm in norms]).norm()
-    assert row.clipped == pytest.approx(1 - float(after) / row.gradient_norm, rel=1e-4) and row.clipped > 0.9
+def test_clipping_is_recorded_as_a_share_of_all_gradients(corpus: Corpus) -> None:
+    (row,) = rows(lab_of(task_of(corpus, "bf16", steps=3, clip=1e-3)).advance("bf16", 1))
+    assert row.clipped == pytest.approx(1 - 1e-3 / row.gradient_norm, rel=1e-4) and row.clipped > 0.9
 
 
 def test_a_table_that_collapses_is_seen_as_the_model_sees_it(corpus: Corpus) -> None:
@@ -229,9 +214,10 @@ def test_lower_rate_halves_the_rate(corpus: Corpus) -> None:
     assert row.update_ratio == 0 < after.update_ratio
 
 
-def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus) -> None:
+def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """No policy is applied, no step is repeated, and training goes on."""
-    lab = lab_of(task_of(corpus, "fp16", loss_scale="dynamic", scale_growth=3, steps=30))
+    monkeypatch.setattr(update_rules, "GROWTH", 3)
+    lab = lab_of(task_of(corpus, "fp16", loss_scale="dynamic", steps=30))
     lab._trainers["fp16"]._loss_scale.scale = 2.0**32
     lines = lab.advance("fp16", 30)
     assert {event.kind for event in events(lines)} == {"scale-halved"}

@@ -74,6 +74,12 @@ def from_numpy(step: int, seed: int) -> tuple[Tensor, Tensor]:
     return x, (x @ TRUE).argmax(1)
 
 
+def half_frozen() -> Net:
+    model = Net()
+    model.first.requires_grad_(False)
+    return model
+
+
 MAKERS: dict[str, Callable[[], object]] = {
     "function": lambda: {"model": Net(), "batches": pairs, "held_out": pairs},
     "loader": lambda: (Net(), loader()),
@@ -85,6 +91,7 @@ MAKERS: dict[str, Callable[[], object]] = {
     ),
     "in-place": lambda: {"model": InPlace(), "batches": [pairs(0, 0), pairs(1, 0)], "held_out": [pairs(2, 0)]},
     "numpy": lambda: (Net(), from_numpy),
+    "half frozen": lambda: (half_frozen(), pairs),
     "plain": lambda: (
         nn.Linear(16, 4),
         lambda step, seed: (torch.randn(16, 16),),
@@ -269,6 +276,18 @@ def test_what_cannot_be_trained_is_refused(name: str) -> None:
 def test_settings_of_the_built_in_optimizer_are_refused_with_an_own_one() -> None:
     with pytest.raises(UsageError, match="--rate is of the built-in optimizer"):
         Lab(Settings()).examine(task_of("sgd", "fp32", rate=0.5))
+
+
+def test_frozen_weights_are_counted_once_and_have_neither_gradients_nor_moments() -> None:
+    lab = lab_of(task_of("half frozen", "bf16"))
+    trainer = lab._trainers["bf16"]
+    frozen = [weight.detach().clone() for weight in trainer._model.first.parameters()]
+    lab.advance("bf16", 3)
+    assert all(map(torch.equal, frozen, trainer._model.first.parameters()))
+    sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in trainer._kept().items()}
+    trained_bytes = 4 * sum(weight.numel() for weight in trainer._model.parameters() if weight.requires_grad)
+    assert sizes["frozen"] == 4 * sum(weight.numel() for weight in frozen)
+    assert {sizes[name] for name in ("weights", "gradients", "first moment", "second moment")} == {trained_bytes}
 
 
 def test_other_seeds_have_other_weights_and_one_ulp_moves_them() -> None:

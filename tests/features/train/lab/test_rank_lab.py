@@ -22,14 +22,11 @@ from fp8bench.features.train.values import (
     LayerReading,
     SeedTask,
     StepFigure,
-    StepRow,
     StreamLine,
-    TrainingEvent,
 )
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model.raw import Settings
 from fp8bench.nn.parallel.exchanges import owners
-from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.corpus import Corpus
 from tests.counts import sampled
 from tests.facts import CPU
@@ -135,16 +132,6 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
     assert several.advance("fp32", 1) == ()
 
 
-def test_rows_of_a_rank_are_updated_as_those_of_the_whole_model(corpus: Corpus, ranks: RanksWorker) -> None:
-    """Bit for bit: without clipping no sum over ranks enters a weight, and a mean of two is the same in any order."""
-    several, names, told = asked(ranks, 60), ("fp32", "fp8", "fp8-delayed"), []
-    for parallel in ("ddp", "fsdp", "zero"):
-        several.begin(of_ranks(corpus, *names, parallel=parallel, clip=0.0, micro_batches=2))
-        lines = _timeless(tuple(line for name in names for line in several.advance(name, 5)))
-        told.append([_without_norms(line) for line in lines if getattr(line, "name", "") != WIRE_BYTES])
-    assert told[0] == told[1] == told[2] and len(told[0]) > 100
-
-
 def sent(lines: tuple[StreamLine, ...]) -> dict[int, dict[str, float]]:
     figures = [line for line in lines if isinstance(line, StepFigure) and line.name == WIRE_BYTES]
     steps = {figure.step for figure in figures}
@@ -225,30 +212,8 @@ def _of_tokens(task: SeedTask) -> dict[str, dict[str, float]]:
     return {"fp32": plain, "bf16": plain, "fp8": {**codes, **scales, **norms}}
 
 
-def _without_norms(line: StreamLine) -> StreamLine:
-    """Norms are sums in another order."""
-    if isinstance(line, StepRow):
-        return replace(line, gradient_norm=0.0, parameter_norm=0.0, update_ratio=0.0)
-    return replace(line, value=0.0) if isinstance(line, StepFigure) and line.name == "update_ratio" else line
-
-
 def _timeless(lines: tuple[StreamLine, ...]) -> list[StreamLine]:
     return list(map(replaced, lines))
-
-
-def test_four_ranks_have_the_same_losses(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit on all of them, and up to rounding those of one rank."""
-    monkeypatch.setitem(SIZES, planted.FOUR_HEADS, planted.SIZE_OF_FOUR)
-    task = replace(of_ranks(corpus, "fp32", "fp8", model=planted.FOUR_HEADS), facts=replace(CPU, ranks=4))
-    lab = alone(task)
-    single = {name: losses(lab.advance(name, 6)) for name in ("fp32", "fp8")}
-    with RanksWorker(Settings(imports=(planted.FILE,)), 4, 60.0, MODULE, MERGES) as worker:
-        several = asked(worker, 60)
-        for parallel in PARALLEL:
-            several.begin(replace(task, settings=replace(task.settings, parallel=parallel)))
-            assert losses(several.advance("fp32", 6)) == pytest.approx(single["fp32"], rel=4e-6), parallel
-            if parallel not in CUT:
-                assert losses(several.advance("fp8", 6)) == pytest.approx(single["fp8"], rel=2e-3), parallel
 
 
 def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: RanksWorker) -> None:
@@ -270,22 +235,3 @@ def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: Ranks
             assert len(losses(several.advance(arm, 5))) == 5
         with pytest.raises(WorkerError, match=f"the ranks disagree: {reason}"):
             several.advance(arm, 5)
-
-
-@pytest.mark.parametrize("parallel", sampled(["ddp"], PARALLEL))
-def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(
-    corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str
-) -> None:
-    over = ("loss_scale", str(2.0**32))
-    slower, stops = (
-        Arm("slower", "fp16", settings=(over, ("on_nan", "lower-rate"))),
-        Arm("stops", "fp16", settings=(over,)),
-    )
-    several, task = asked(ranks, 60), of_ranks(corpus, "fp32", slower, stops, parallel=parallel)
-    several.begin(task)
-    lines = {arm.name: several.advance(arm.name, 3) for arm in task.arms}
-    events = {name: [line for line in some if isinstance(line, TrainingEvent)] for name, some in lines.items()}
-    kinds = {name: [event.kind for event in some] for name, some in events.items()}
-    assert kinds == {"fp32": [], "slower": ["not-finite", "rate-lowered"] * 3, "stops": ["not-finite", "stopped"]}
-    assert all("first came the gradient of the output of head" in event.words for event in events["slower"][::2])
-    assert several.save(str(tmp_path / "kept")) == ()

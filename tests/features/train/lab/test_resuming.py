@@ -66,27 +66,23 @@ WAYS: dict[str, dict[str, Any]] = {
     **{f"optimizer {name}": {"optimizer": name} for name in ("adamw", "sgd", "lion", "adafactor")},
     **{f"arch {name}": {"arch": name} for name in ("cnn", "mlp", "moe")},
     "lion in low precision": {"optimizer": "lion", "optimizer_states": "fp8lm", "master": "fp16-scaled"},
-    "plateau that drops at once": {"schedule": "plateau", "patience": 0, "floor": 0.01, "rate": 1e-6},
     "updates in fp8": {"updates": "fp8", "optimizer": "sgd"},
-    "clipping by kind": {"clip_by": "kind", "clip": 0.1},
-    "clipping by tensor": {"clip_by": "tensor", "clip": 0.05},
-    "rates": {"rates": (("attn", 0.5), ("blocks.0", 2.0))},
-    "a scale that grows": {"loss_scale": "dynamic", "scale_first": 2.0**8, "scale_factor": 4.0, "scale_growth": 2},
+    "clipping": {"clip": 0.1},
+    "betas": {"betas": (0.8, 0.95)},
+    "a scale that changes": {"loss_scale": "dynamic"},
     "parts in other precisions": {"precision_map": AROUND},
     "batch norm in fp16": {"arch": "cnn", "precision_map": (("norm", "fp16"),)},
     "batch norm in fp8": {"arch": "cnn", "precision_map": (("norm", "fp8"), ("embed", "mxfp4"))},
-    "layer norm": {"arch": "cnn", "norm": "layer"},
 }
 # Independent settings are tested together, each of them once.
 TOGETHER = (
-    ("schedule cosine", "optimizer adamw", "clipping by kind", "parts in other precisions"),
-    ("schedule linear", "optimizer lion", "clipping by tensor"),
-    ("schedule constant", "optimizer adafactor", "rates"),
-    ("schedule wsd", "updates in fp8", "a scale that grows"),
+    ("schedule cosine", "optimizer adamw", "clipping", "parts in other precisions"),
+    ("schedule linear", "optimizer lion", "betas"),
+    ("schedule constant", "optimizer adafactor"),
+    ("schedule wsd", "updates in fp8", "a scale that changes"),
     ("schedule one-cycle", "lion in low precision"),
     ("schedule inverse-sqrt", "optimizer sgd"),
-    ("schedule plateau", "layer norm"),
-    ("plateau that drops at once",), ("batch norm in fp16",), ("batch norm in fp8",),
+    ("batch norm in fp16",), ("batch norm in fp8",),
     ("arch cnn",), ("arch mlp",), ("arch moe",),
 )  # fmt: skip
 
@@ -109,20 +105,14 @@ def test_every_setting_resumes_to_the_same_bits(ways: tuple[str, ...], corpus: C
 
 
 def _losses(corpus: Corpus, **settings: Any) -> list[float]:
-    lab = lab_of(task_of(corpus, "bf16", steps=6, **settings))
-    losses = []
-    for _ in range(2):
-        losses += [row.loss for row in rows(lab.advance("bf16", 2))]
-        if settings.get("schedule") == "plateau":
-            lab.validate("bf16")
-    return losses
+    return [row.loss for row in rows(lab_of(task_of(corpus, "bf16", steps=6, **settings)).advance("bf16", 4))]
 
 
 def test_each_setting_changes_a_training(corpus: Corpus) -> None:
     """But for defaults."""
     usual = {arch: _losses(corpus, arch=arch) for arch in ("gpt", "cnn")}
     # Powers of two change no bit of bf16's.
-    same = {"schedule cosine", "optimizer adamw", "a scale that grows", "arch cnn"}
+    same = {"schedule cosine", "optimizer adamw", "a scale that changes", "arch cnn"}
     for way, settings in WAYS.items():
         losses = _losses(corpus, **settings)
         assert (losses == usual.get(settings.get("arch", "gpt"), usual["gpt"])) == (way in same), way
