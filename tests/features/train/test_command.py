@@ -164,7 +164,7 @@ fp8_amax_history_len: 16
 fp8_amax_compute_algo: max
 max_grad_norm: 0.5
 rate: 2e-3
-schedule: cosine
+schedule: wsd
 betas: [0.9, 0.95]
 weight_decay: 0.2
 max_batch_size: 4
