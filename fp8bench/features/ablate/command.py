@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.features.ablate.run import AblationQuestion, ablate, keep
+    from fp8bench.features.ablate.run import ablate, keep
     from fp8bench.features.ablate.view import page_of, rows_of, value_of
 
     own = ":" in arguments.target
@@ -72,7 +72,6 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         threads=arguments.threads, imports=tuple(arguments.imports), isolation=arguments.isolation,
         case_timeout=arguments.case_timeout,
     )  # fmt: skip
-    question = AblationQuestion(request, arguments.options)
-    ablation = keep(ablate(question, arguments.store, observer), arguments.store)
+    ablation = keep(ablate(request, arguments.options, arguments.store, observer), arguments.store)
     page, value, rows = partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation)
     return CommandResult(ablation, page, value, rows, code=EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED)

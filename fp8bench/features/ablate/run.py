@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fp8bench import __version__, units
@@ -52,14 +52,6 @@ _SAME_WORK = 0.05
 _ERRORS = ("gradient_error", "output_error", "relative_error")
 
 
-@dataclass(frozen=True)
-class AblationQuestion:
-    """`request` is the run of the arm without options, with one precision."""
-
-    request: Request
-    options: tuple[str, ...]
-
-
 def _takes(axis: Axis, value: str) -> bool:
     """Whether the axis has this value: suites use one name for different axes, as layouts of images and matrices."""
     try:
@@ -87,9 +79,9 @@ def option_of(word: str, workload: Workload, facts: DeviceFacts) -> AblatedOptio
     raise UnknownName(f"option of suite {workload.name}", word, known)
 
 
-def options_of(question: AblationQuestion, facts: DeviceFacts) -> tuple[AblatedOption, ...]:
-    workload = workloads.get(question.request.suite)
-    options = tuple(option_of(word, workload, facts) for word in question.options)
+def options_of(suite: str, words: Sequence[str], facts: DeviceFacts) -> tuple[AblatedOption, ...]:
+    workload = workloads.get(suite)
+    options = tuple(option_of(word, workload, facts) for word in words)
     for option in options:  # a precision has no axis
         alike = [other.name for other in options if other.axis == option.axis]
         if len(alike) > 1:
@@ -102,16 +94,16 @@ def options_of(question: AblationQuestion, facts: DeviceFacts) -> tuple[AblatedO
     return options
 
 
-def ablate(question: AblationQuestion, store: Path, observer: JobObserver) -> Ablation:
-    """Measures all arms. An interrupt raises KeyboardInterrupt: arms cut off halfway say nothing."""
-    request = question.request
+def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObserver) -> Ablation:
+    """Measures all arms of options; `request` is the run of the arm without options, with one precision. An interrupt
+    raises KeyboardInterrupt: arms cut off halfway say nothing."""
     resolved = resolve(request, os.environ)
     corpus, switches = resolved.corpus(store), resolved.switches
     with claimed(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
         facts = worker.probe()
         (device,) = devices_asked(request, facts)
-        options = options_of(question, device)
-        planned = planned_arms(question, options, facts, corpus.identity if corpus else None)
+        options = options_of(request.suite, words, device)
+        planned = planned_arms(request, options, facts, corpus.identity if corpus else None)
         group = Group(tuple(planned.values()), 0)
         examine(Plan((group,)), facts, worker, Limits(request.case_timeout))
         environment = gather(worker.software(), __version__, request.threads, request.imports)
@@ -123,11 +115,11 @@ def ablate(question: AblationQuestion, store: Path, observer: JobObserver) -> Ab
         )  # fmt: skip
         with observer.measuring() as watch:
             records = GroupMeasurement(group, {device.key: device}, worker, watch, method, meters.of(device)).run()
-    return _ablation_of(question, options, device, planned, records, environment)
+    return _ablation_of(options, device, planned, records, environment)
 
 
 def planned_arms(
-    question: AblationQuestion, options: Sequence[AblatedOption], facts: Sequence[DeviceFacts], corpus: str | None
+    request: Request, options: Sequence[AblatedOption], facts: Sequence[DeviceFacts], corpus: str | None
 ) -> dict[tuple[str, ...], PlannedCase]:
     """Plans a case for each arm; a case that the device refuses has its reason."""
     arms: dict[tuple[str, ...], PlannedCase] = {}
@@ -137,14 +129,14 @@ def planned_arms(
         chosen = [by_name[name] for name in names]
         on = {option.axis: (option.on,) for option in chosen if option.axis}
         precision = next((option.precision for option in chosen if option.precision), "")
-        axes = {**dict(question.request.axes), **off, **on}
-        dtypes = (precision,) if precision else question.request.dtypes
-        groups = make_plan(replace(question.request, dtypes=dtypes, axes=tuple(axes.items())), facts, corpus, False)
+        axes = {**dict(request.axes), **off, **on}
+        dtypes = (precision,) if precision else request.dtypes
+        groups = make_plan(replace(request, dtypes=dtypes, axes=tuple(axes.items())), facts, corpus, False)
         if len(groups.groups) > 1:
             axis = next(name for name, _ in groups.groups[0].cases[0].case.params
                         if len({group.cases[0].case.param(name) for group in groups}) > 1)  # fmt: skip
             raise UsageError(
-                f"suite {question.request.suite} has {len(groups.groups)} cases, and an ablation measures one. "
+                f"suite {request.suite} has {len(groups.groups)} cases, and an ablation measures one. "
                 f"Choose: --set {axis}={groups.groups[0].cases[0].case.param(axis)}, say."
             )
         arms[names] = groups.groups[0].cases[0]
@@ -152,8 +144,8 @@ def planned_arms(
 
 
 def _ablation_of(
-    question: AblationQuestion, options: tuple[AblatedOption, ...], device: DeviceFacts,
-    planned: Iterable[tuple[str, ...]], records: Sequence[Record], environment: Environment,
+    options: tuple[AblatedOption, ...], device: DeviceFacts, planned: Iterable[tuple[str, ...]],
+    records: Sequence[Record], environment: Environment,
 ) -> Ablation:  # fmt: skip
     first = records[0]
     together = [record for record in records if record.paired and record.paired_with is None]

@@ -13,7 +13,7 @@ import pytest
 
 from fp8bench.errors import UnknownName
 from fp8bench.features.ablate.kind import AblationKind
-from fp8bench.features.ablate.run import AblationQuestion, options_of, planned_arms
+from fp8bench.features.ablate.run import options_of, planned_arms
 from fp8bench.features.ablate.values import AblatedArm, AblatedOption, Ablation, arms_of
 from fp8bench.features.ablate.view import Savings, rows_of, seconds_of, sentences, value_of
 from fp8bench.model import Interval, Level, Request
@@ -73,14 +73,14 @@ def test_a_named_option_sets_its_axis_alone(
 ) -> None:
     """Its arms differ in it and in nothing else; with the precision it makes four. What is usual is not said."""
     axes = {"vision": (("model", ("resnet",)),), "decode": (("size", ("nano",)), ("context", ("64",)))}
-    question = AblationQuestion(Request(suite, ("fp32",), ("cpu",), axes=axes.get(suite, ())), options)
-    arms = planned_arms(question, options_of(question, CPU), (CPU,), None)
+    request = Request(suite, ("fp32",), ("cpu",), axes=axes.get(suite, ()))
+    arms = planned_arms(request, options_of(suite, options, CPU), (CPU,), None)
     assert [(dict(arm.case.params).get(axis), arm.case.precision) for arm in arms.values()] == [
         (value, precision) for precision in ("fp32", "bf16") for value in values
     ]
     assert len({tuple(pair for pair in arm.case.params if pair[0] != axis) for arm in arms.values()}) == 1
     with pytest.raises(UnknownName, match=options[0]):
-        options_of(AblationQuestion(Request("gemm"), options), CPU)
+        options_of("gemm", options, CPU)
 
 
 def test_additive_costs_come_out_additive() -> None:

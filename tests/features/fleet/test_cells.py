@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -14,7 +12,7 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.errors import UsageError
 from fp8bench.features.fleet.engines import work
-from fp8bench.files import LOCK, locked
+from fp8bench.files import locked
 from fp8bench.jobs.several_runs import cut_into_cells, measure_cell
 from fp8bench.model import Request, Run
 from fp8bench.model.codec import encode
@@ -104,18 +102,6 @@ def test_two_do_not_measure_a_cell_at_a_time(plan: FleetPlan, tmp_path: Path) ->
     assert of(plan, tmp_path) == ["waiting", "waiting"]
     with pytest.raises(UsageError, match="cell 2 is not one of 0 to 1"):
         measure(plan, 2, tmp_path)
-
-
-def test_who_only_looks_at_a_cell_keeps_nobody_from_measuring_it(plan: FleetPlan, tmp_path: Path) -> None:
-    """`fleet show`, or another worker, that has to wait for a core while it looks."""
-    with locked(folder_of(plan, 0, tmp_path), 0):
-        pass
-    looked_at = (folder_of(plan, 0, tmp_path) / LOCK).open()
-    fcntl.flock(looked_at, fcntl.LOCK_SH)
-    ends = threading.Timer(0.5, looked_at.close)
-    ends.start()
-    assert measure(plan, 0, tmp_path)[0]
-    ends.join()
 
 
 def test_what_failed_says_why_and_waits_for_retry(

@@ -128,6 +128,7 @@ def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8ben
     fleet.add("dead", _dead)
     fleet.add("old", _fact(torch="2.12.0+cpu"))
     fleet.add("broken", _failed)
+    fleet.add("other", _fact(asv_cpu="Another CPU", cpu_count=64), factor=0.5)
     page, rows = tmp_path / "page.html", tmp_path / "rows.csv"
     words = ("--json", "--html", str(page), "--csv", str(rows), "--machines", "honest0,never")
     code, out = reported(fleet, fp8bench, *words)
@@ -144,18 +145,20 @@ def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8ben
     assert all(name in text for name in ("slow", "fast", "dead", "old", "Time over that of the kind"))
     told = list(csv.DictReader(io.StringIO(rows.read_text())))
     assert {row["machine"] for row in told if float(row["ratio"]) > 1.5} == {"slow"}
-    assert {row["kind"] for row in told if row["machine"] == "old"} == {"B"}
+    # Other hardware stands beside with a ratio; other software with the differing field and no ratio.
+    kinds = {row["machine"]: row["kind"] for row in told}
+    assert len({kinds[name] for name in ("honest0", "other", "old")}) == 3
+    why_not = json.loads(out)["why_not"]
+    assert why_not.keys() == {kinds["old"]} and "torch 2.12.0" in why_not[kinds["old"]]
 
 
 def test_the_report_of_a_cell_has_its_fleet(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
-    """As a section of the page; other runs have none."""
     fleet.add("slow", factor=3.0)
     assert reported(fleet, fp8bench, "--json")[0] == 3
     store, page, section = str(tmp_path / "all"), tmp_path / "page.html", '<section id="fleet"'
     assert fp8bench("report", "last", "--store", store, "--html", str(page))[0] == 0
-    text = page.read_text()
-    assert text.count(section) == 1 and "This run is cell 2 of plan" in text
-    assert "<svg" in text.partition(section)[2].partition("</section>")[0]
+    text = page.read_text().partition(section)[2].partition("</section>")[0]
+    assert "This run is cell 2 of plan" in text and "<svg" in text
     code, out, _ = fp8bench("report", store, "--html", str(page))
     assert code == 0 and "-21-runs" in out and page.read_text().count(section) == 1
     code, _, err = fp8bench("report", store, "last")
@@ -172,18 +175,6 @@ def test_a_run_of_no_plan_has_no_fleet(empty: Fleet, fp8bench: Say, tmp_path: Pa
         assert code == 2 and said in err
 
 
-def test_like_with_like_only(fleet: Fleet, fp8bench: Say) -> None:
-    """Other hardware stands beside with a ratio; other software with the differing field and no ratio."""
-    fleet.add("other", _fact(asv_cpu="Another CPU", cpu_count=64), factor=0.5)
-    fleet.add("old", _fact(torch="2.12.0+cpu"))
-    code, out = reported(fleet, fp8bench, "--json")
-    assert code == 3 and named(out).keys() == {("old", "other software")}
-    report = json.loads(out)
-    kinds = {machine: kind["name"] for kind in report["kinds"] for machine in kind["machines"]}
-    assert len({kinds[name] for name in ("honest0", "other", "old")}) == 3
-    assert report["why_not"].keys() == {kinds["old"]} and "torch 2.12.0" in report["why_not"][kinds["old"]]
-
-
 def test_machines_that_share_the_cells_lack_nothing(
     measured: tuple[Path, list[Lines]], fp8bench: Say, tmp_path: Path
 ) -> None:
@@ -197,13 +188,6 @@ def test_machines_that_share_the_cells_lack_nothing(
     shutil.rmtree(tmp_path / "stores" / "two")
     code, out = reported(made, fp8bench)
     assert code == 0 and "2 of 3 cells were measured completely" in out and "by no machine: gemm" in out
-
-
-def test_few_machines_have_no_verdict(empty: Fleet, fp8bench: Say) -> None:
-    for number in range(5):
-        empty.add(f"one{number}", factor=1.0 + 8.0 * (number == 4))
-    code, out = reported(empty, fp8bench)
-    assert code == 0 and "times were not compared: no kind has 6 machines" in out and "needs 6 machines" in out
 
 
 def test_nonsense(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
