@@ -39,7 +39,7 @@ from fp8bench.store.index.tables import ROW, FigureTable, MeasuredPlaces, PlaceS
 from fp8bench.store.runs.listing import POINTS, index_of
 
 # Raised when the same runs would give other figures, or another file.
-VERSION = 11
+VERSION = 12
 _MAGIC = b"fp8bench figures"
 _SIZE = ROW.itemsize
 _BEGINS = re.compile(rb"fp8bench figures (\d{1,9}) (\d{1,9}) *\n")
