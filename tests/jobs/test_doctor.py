@@ -175,7 +175,7 @@ def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatc
     for name in precisions.names():
         for option in precisions.get(name).options:
             assert f"    :{option.name}={option.default}" in text and f"  {option.description}" in text
-    assert "(also amax_history_len, fp8_amax_history_len)" in text
+    assert "(also gw)" in text
     assert "fp8-delayed:history=16:margin=1" in text
     assert text.count("    on cpu ") == text.count("    on cuda:0 ") == len(precisions.names())
 

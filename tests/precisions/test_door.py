@@ -25,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_has_each_mode_once_by_its_own_word(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "fp8-delayed:fp8_margin=1:amax_history_len=16,bf16,fp8-delayed:history=16:margin=1,fp4:stochastic=on,nvfp4"
+    words = "fp8-delayed:margin=1:history=16,bf16,fp8-delayed:history=16:margin=1,fp4:stochastic=on,nvfp4"
     assert main(["suite", "mlp", "--dtypes", words, "--precision-map", "up=mxfp8:scale=floor,down=fp4:scale=nearest",
                  "--set", "gated=no", "--dry-run"]) == 0  # fmt: skip
     shown = " ".join(capsys.readouterr().out.split())

@@ -91,4 +91,4 @@ def test_all_values_of_a_choice_are_named() -> None:
 def test_modes_on_the_page_are_modes() -> None:
     for word in set(re.findall(r"`([a-z0-9-]+:[a-z0-9_=:-]+)`", PAGE)):
         assert precisions.canonical(word)
-    assert precisions.canonical("fp8-delayed:fp8_margin=1:amax_history_len=1024") == "fp8-delayed:margin=1"
+    assert precisions.canonical("fp8-delayed:margin=1:history=1024") == "fp8-delayed:margin=1"
