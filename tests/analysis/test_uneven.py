@@ -12,8 +12,16 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.labels import pattern
-from fp8bench.analysis.verdicts import below_every_step, best_phases, best_ratio, conclude, means
-from fp8bench.model import Label, Segments, SlotSample, Timing, Verdict
+from fp8bench.analysis.verdicts import (
+    agrees,
+    below_every_step,
+    best_phases,
+    best_ratio,
+    conclude,
+    means,
+    uneven,
+)
+from fp8bench.model import Interval, Label, Segments, SlotSample, Timing, Verdict
 from tests.counts import counts, for_each
 from tests.fakes import MS, called, record, timing
 
@@ -229,3 +237,11 @@ def test_honest_noise_that_only_adds_is_told_by_stretches() -> None:
     known = conclude(*arms)
     assert known is not None and not known.whole and known.verdict is Verdict.SAME
     assert all(below_every_step(arm) < 0.001 for arm in arms)
+
+
+def test_a_best_case_and_a_mean_on_opposite_sides_of_1_do_not_agree() -> None:
+    below, above = Interval(0.996, 0.993, 0.999, 0.99), Interval(1.004, 1.001, 1.007, 0.99)
+    about = Interval(1.0, 0.998, 1.002, 0.99)
+    for verdict, ratio, typical in ((Verdict.FASTER, below, above), (Verdict.SLOWER, above, below)):
+        assert uneven(ratio, typical) and not agrees(verdict, ratio, typical)
+        assert not uneven(ratio, about) and agrees(verdict, ratio, about)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -44,6 +45,21 @@ def test_nothing_is_kept_of_a_gpu_or_before_it_is_compiled(cache: Path) -> None:
     assert kept_kernels.read(fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, F32, F32, "cuda:0")) is None
     kept_kernels.keep(KERNEL, lambda *arguments: None, 0, [])
     assert not list(cache.iterdir())
+
+
+def test_what_others_may_have_written_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "kernel"
+    file.touch()
+    assert kept_kernels._is_own(file)
+    for place in (file, tmp_path):
+        mode = place.stat().st_mode
+        for others in (0o020, 0o002):
+            place.chmod(mode | others)
+            assert not kept_kernels._is_own(file)
+        place.chmod(mode)
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert not kept_kernels._is_own(file)
 
 
 @pytest.mark.slow

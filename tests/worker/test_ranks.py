@@ -125,6 +125,24 @@ def test_own_processes_alone_may_be_connected(accepted: socket.socket, monkeypat
 
 
 @LINUX
+def test_connections_that_this_process_has_opened_may_be_to_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    accepts = (
+        "import socket, sys\n"
+        "other = socket.socket(fileno=int(sys.argv[1])).accept()[0]\n"
+        "other.send(b'accepted')\n"
+        "other.recv(1)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        descriptor, address = door.fileno(), door.getsockname()
+        other = subprocess.Popen([sys.executable, "-c", accepts, str(descriptor)], pass_fds=(descriptor,))
+    with other, socket.create_connection(address) as opened:
+        assert opened.recv(8) == b"accepted"  # until then nobody holds the other end
+        ours = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
+        refuse_strangers()
+
+
+@LINUX
 def test_no_group_is_made_with_a_stranger(accepted: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_groups = SimpleNamespace(_new_process_group_helper=lambda name: f"the group {name}")
     watch_groups(torch_groups)
