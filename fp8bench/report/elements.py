@@ -87,7 +87,7 @@ class Column:
 class Field:
     """A field of a table: its text, the value it sorts by if that differs, and a hint.
 
-    A page draws a `trend`, oldest first, behind the text, and makes the text a `link` to a file beside the page.
+    A page makes the text a `link` to a file beside the page.
     """
 
     text: str
@@ -95,7 +95,6 @@ class Field:
     tone: Tone = Tone.PLAIN
     hint: str = ""
     link: str = ""
-    trend: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from fp8bench.report.elements import (
 )
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.page.drawing.draw import draw
-from fp8bench.report.page.drawing.scale import FORBIDDEN, sparkline
+from fp8bench.report.page.drawing.scale import FORBIDDEN
 from fp8bench.report.words.naming import many
 
 if TYPE_CHECKING:
@@ -102,7 +102,6 @@ def _template() -> jinja2.Template:
     filters: dict[str, Callable[..., str]] = {
         "sort_value": _sort_value,
         "kind": lambda element: type(element).__name__,
-        "sparkline": sparkline,
         "marked": _marked,
     }
     environment.filters |= filters
@@ -195,7 +194,6 @@ def _sort_value(field: Field) -> str:
 CARD_BYTES = 16384
 # Older reports are not listed.
 MOST_REPORTS = 500
-MOST_DRAWN = 24
 # These keep a card, escaped, within CARD_BYTES: the commands of many runs would not.
 _MOST_ANSWERS, _LONGEST_ANSWER, _LONGEST_COMMAND = 12, 240, 1000
 _CARD = re.compile(r'<meta name="fp8bench" content="([^"]*)">')

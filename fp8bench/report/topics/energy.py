@@ -23,7 +23,7 @@ from fp8bench.analysis.energy import (
     why_no_energy,
 )
 from fp8bench.analysis.metrics import EnergyValidity, energy_validity
-from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow, Label, Run, Status, specs
+from fp8bench.model import UNATTRIBUTED, Label, Run, Status, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table, with_figures
@@ -236,12 +236,6 @@ def _of_phase(row: tuple[ResultGroup, Result, dict[str, PhaseJoules]], name: str
     return Field(f"{units.joules(phase.joules)} +-{units.percent(phase.found.width / 2 / phase.joules)}")
 
 
-class _Window(NamedTuple):
-    case: NamedCase
-    use: EnergyUse
-    window: EnergyWindow
-
-
 class _Phase(NamedTuple):
     case: NamedCase
     found: PhaseJoules
@@ -271,27 +265,6 @@ _PHASE: tuple[Col[_Phase], ...] = (
     Col("provenance", lambda row: Field(row.found.provenance.value, hint=row.found.why)),
     *_OF_ALL,
 )  # fmt: skip
-_WINDOW: tuple[Col[_Window], ...] = (
-    PRECISION,
-    Col("source", lambda row: Field(row.use.source, hint=SOURCES.get(row.use.source, row.use.source)),
-        hint="figures of different ones do not compare"),
-    Col("steps", lambda row: row.window.steps, number=True, show=units.whole),
-    Col("length", lambda row: row.window.seconds, number=True, unit="s"),
-    Col("energy", lambda row: row.window.joules, number=True, unit="J", hint="of the whole window, idling included"),
-    Col("per step", lambda row: row.window.joules / row.window.steps, number=True, show=_close, unit="J"),
-    Col("power", lambda row: row.window.joules / row.window.seconds, number=True, unit="W"),
-    Col("idle before", lambda row: row.use.idle_before, number=True, unit="W"),
-    Col("idle after", lambda row: row.use.idle_after, number=True, unit="W"),
-    Col("intervals", lambda row: row.window.intervals, number=True, show=units.whole,
-        hint="how often the source changed, or was read, in it"),
-    Col("uncertainty", lambda row: row.window.uncertainty, number=True,
-        show=lambda share: f"+-{units.percent(share, 2)}", hint="by how much its energy can be off; -: unknown"),
-    Col("SM clock", lambda row: row.window.sm_clock, number=True, unit="Hz", hint="the median one"),
-    Col("temperature", lambda row: row.window.temperature, number=True, show="{:.0f}".format,
-        hint="the highest, in degrees Celsius"),
-    *_OF_ALL,
-)  # fmt: skip
-
 
 def _lead(material: Material) -> str:
     sources = sources_of(result for _, panel in timed_panels(material) for result in panel.results)
@@ -324,12 +297,6 @@ def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Eleme
     doubts = merge_notes(notes, len(panel.groups))
     if doubts:
         yield Items(tuple(Text(f"{doubt.removeprefix('- ')}.", Tone.DOUBT) for doubt in doubts))
-    uses = ((case, case.result.record.energy, figures) for case, figures in measured)
-    windows = [_Window(case, use, window) for case, use, figures in uses if use for window in figures.windows]
-    if measured:
-        more = f" (the first {MOST_ROWS} of {len(windows)}; the run has all)" if len(windows) > MOST_ROWS else ""
-        name, caption = f"energy-windows-{panel.case.workload}", f"{title}: the windows{more}"
-        yield table(name, caption, _WINDOW, windows[:MOST_ROWS], folded=True, kept=())
 
 
 def _phases(title: str, measured: Sequence[_Measured], parts: Mapping[str, str]) -> Iterator[Element]:

@@ -16,7 +16,7 @@ from fp8bench.report.elements import Code, Element, Facts, Items, Text, Tone
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import floor_of, together
 from fp8bench.report.words.legend import explained
-from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, missing_of, notes_of, when
+from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, notes_of, when
 
 _MOST = 20
 _VARIABLE = "env_"
@@ -130,14 +130,13 @@ def _timings(records: Iterable[Record]) -> Iterator[Timing]:
 
 def _remarks(entry: Entry) -> Iterator[Element]:
     run = entry.run
-    lost = [] if run.started or run.devices else [_LOST]
-    unfinished = (Text(words, Tone.BAD) for words in (missing_of(run), *lost) if words)
+    lost = [] if run.started or run.devices else [Text(_LOST, Tone.BAD)]
     told = [Text(f"note: {note}") for note in notes_of(run)]
     told += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles]
     notes = told[:_MOST]
     if len(told) > _MOST:
         notes.append(Text(f"and {many(len(told) - _MOST, 'more note')} and troubles in the run's file"))
-    remarks = (*unfinished, *_labels(entry), *notes)
+    remarks = (*lost, *_labels(entry), *notes)
     if remarks:
         yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
         yield Items(remarks)

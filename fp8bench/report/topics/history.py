@@ -9,7 +9,6 @@ from fp8bench import units
 from fp8bench.model import Figure
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
-from fp8bench.report.page.html import MOST_DRAWN
 from fp8bench.report.page.section import Material, PastSeries, section
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import value as shown
@@ -142,8 +141,7 @@ def _table(known: Sequence[PastSeries]) -> Table:
             tone=lambda row: _tone(row[0], *(told[0] for told in row[1:3] if told)) if row[3] else Tone.PLAIN,
             hint="of the figure itself, from previous to last; less is better"),
         Col("last commit", lambda row: Field(_place(row[0], row[2][0]), hint=_when(row[0], row[2][0]))),
-        Col("commits", lambda row: Field(str(len(_values(row[0]))), len(_values(row[0])),
-            trend=tuple(value for _, value in _values(row[0])[-MOST_DRAWN:] if math.isfinite(value))), number=True),
+        Col("commits", lambda row: len(_values(row[0])), number=True, show=str),
     ]  # fmt: skip
     ordered = sorted(told, key=lambda row: (row[0].emulated, -abs(math.log(row[3] or 1.0))))
     caption = "The last two figures of every series, the largest changes first"

@@ -280,33 +280,3 @@ def hint(mark: Mark, unit: str, *names: str) -> Hint:
 def worded(name: str, said: str, words: str = "") -> Hint:
     short = f"{name}: {said}" if name else said
     return Hint(short, short if words in ("", short) else f"{short}\n{words}")
-
-
-_SPARK_WIDE, _SPARK_HIGH, _SPARK_EDGE = 72, 16, 2
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """A line small enough to stand behind a number, its last value a dot. Changes of some percent look small.
-
-    It is made of numbers alone, so nothing in it needs escaping.
-    """
-    shown = [value for value in values if math.isfinite(value) and value > 0]
-    if len(shown) < 2:
-        return ""
-    middle = math.sqrt(min(shown) * max(shown))
-    scale = Scale(
-        min(*shown, middle / _LEAST_RATIO),
-        max(*shown, middle * _LEAST_RATIO),
-        _SPARK_HIGH - _SPARK_EDGE,
-        _SPARK_EDGE,
-        True,
-    )
-    stride, end = (_SPARK_WIDE - 2 * _SPARK_EDGE) / max(len(shown) - 1, 1), _SPARK_WIDE - _SPARK_EDGE
-    places = [(end - back * stride, scale.at(value)) for back, value in enumerate(reversed(shown))][::-1]
-    points, (x, y) = " ".join(f"{x:.1f},{y:.1f}" for x, y in places), places[-1]
-    return (
-        f'<svg viewBox="0 0 {_SPARK_WIDE} {_SPARK_HIGH}" width="{_SPARK_WIDE}" height="{_SPARK_HIGH}" '
-        'aria-hidden="true" style="margin-left:.6rem;vertical-align:middle">'
-        f'<polyline fill="none" stroke="currentColor" stroke-opacity=".6" points="{points}"/>'
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="currentColor"/></svg>'
-    )
