@@ -28,12 +28,9 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.model.words import REMARKS
-from fp8bench.report import panels
 from fp8bench.report.elements import Table
-from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import page_of_plan, render
-from fp8bench.report.topics.results import main_table
 from tests.counts import for_each
 from tests.materials import Made, of_kind, part, recased
 from tests.runs import NATIVE, Make, error, gemm, render_whole, transformer, wild_runs
@@ -256,13 +253,3 @@ def test_long_names_get_lines_of_their_own(width: int) -> None:
     assert max(len(line) for line in text.splitlines()) <= width
     assert named.mode in text.replace("\n", "").replace(" ", "")
     assert all(label in text for label in Label)
-
-
-def test_every_figure_of_a_case_is_of_the_one_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told() -> dict[str, set[str]]:
-        table = main_table(panels_of(*transformer())[0])
-        return {column.title: {row[n].text for row in table.rows} for n, column in enumerate(table.columns)}
-
-    assert {"error", "throughput"} < set(told()) and "-" not in told()["best"] | told()["median"]
-    monkeypatch.setattr(panels, "metrics_within", lambda *_: iter(()))
-    assert not {"error", "throughput"} & set(told()) and told()["best"] == told()["median"] == {"-"}

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import EnergyUse, Label, PhaseEnergy
-from fp8bench.model.specs import STEP
-from fp8bench.report.data.run import TidyRow, rows
+from fp8bench.report.data.run import rows
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.energy import energy, energy_of_phases
-from tests.energies import TOO_FEW, VIRTUAL, energetic, phase_of, squares, unmeasured, use, with_energy, without_energy
+from tests.energies import TOO_FEW, energetic, phase_of, squares, unmeasured, use, with_energy, without_energy
 from tests.materials import Made, part, told
 from tests.runs import render_whole
 from tests.told_before import Told, as_before, on_terminal
@@ -91,31 +88,3 @@ def test_who_did_not_ask_sees_nothing() -> None:
     assert not [element for panel in panels_of(*energetic()) for element in energy_of_phases(panel)]
     tidy = rows(*without_energy())
     assert not [row for row in tidy if "energy" in str(row["metric"]) or "power" in str(row["metric"])]
-
-
-def rows_of(mode: str, **wanted: object) -> list[TidyRow]:
-    chosen = [row for row in rows(*energetic()) if row["mode"] == mode and row["metric"] == "energy"]
-    return [row for row in chosen if all(row[name] == value for name, value in wanted.items())]
-
-
-def test_phases_are_estimates_that_sum_to_the_step_and_an_emulation_has_a_cost_and_no_ratio() -> None:
-    phases = [row for row in rows_of("bf16") if row["phase"] != STEP]
-    assert {row["provenance"] for row in phases} == {"estimated"}
-    assert sum(float(str(row["median_in_unit"])) for row in phases) == pytest.approx(1.9)
-    (row,) = rows_of("nvfp4", phase=STEP)
-    assert row["level"] == "emulated" and row["median_in_unit"] and row["ratio_to_reference"] is row["verdict"] is None
-
-
-def test_what_is_missing_has_a_row_with_the_reason() -> None:
-    (row,) = rows_of("fp16")
-    assert row["median_in_unit"] is None and row["why"] == TOO_FEW and row["n_samples"] is None
-    run, findings = energetic()
-    records = [
-        replace(record, energy=replace(record.energy or EnergyUse("counter"), idle_after=None))
-        for record in run.records
-    ]
-    nets = [row for row in rows(replace(run, records=tuple(records)), findings) if row["metric"] == "energy_net"]
-    assert len(nets) == 4 and {row["median_in_unit"] for row in nets} == {None}
-    assert {row["why"] for row in nets} == {"the idle power after its windows was not measured"}
-    none = [row for row in rows(*unmeasured()) if row["metric"] == "energy"]
-    assert len(none) == 5 and {(row["why"], row["energy_source"]) for row in none} == {(VIRTUAL, "none")}

@@ -120,24 +120,6 @@ def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
     assert highest_in(MemoryUse(10)) == []
 
 
-def test_rows_by_role_and_by_phase() -> None:
-    run, findings = with_uses(
-        use(FP32, [("gemm", 0), ("cast", 7)], reserved=999, process=5, why="no resident memory: nobody may"), None, None
-    )
-    of_memory = [row for row in rows(run, findings) if row["mode"] == "bf16" and "memory" in str(row["metric"])]
-    shown = [(row["phase"], row["metric"], row["unit"], row["median_in_unit"], row["provenance"]) for row in of_memory]
-    assert shown == [
-        ("step", "peak_memory", "B", 300.0 * MIB, "measured"),
-        *(("step", f"memory_{role}", "B", float(size), "derived") for role, size in FP32.items()),
-        ("gemm", "peak_memory", "B", 300.0 * MIB, "measured"),
-        ("cast", "peak_memory", "B", 7.0, "measured"),
-        ("step", "reserved_memory", "B", 999.0, "measured"),
-        ("step", "process_memory", "B", 5.0, "measured"),
-        ("step", "resident_memory", "B", None, None),
-    ]
-    assert of_memory[-1]["why"] == "no resident memory: nobody may"
-
-
 def test_a_case_that_failed_says_nothing_of_its_memory() -> None:
     run, findings = usual()
     failed = replace(run, records=tuple(replace(record, status=Status.FAILED) for record in run.records))
@@ -204,20 +186,6 @@ def test_who_did_not_ask_for_a_batch_sees_nothing() -> None:
 def test_two_runs_have_tables_of_different_names() -> None:
     tables = of_kind(part("memory", USUAL, USUAL), Table)
     assert len({table.name for table in tables}) == 2
-
-
-def test_rows_of_batches() -> None:
-    of_batches = [
-        row for row in rows(*made(("fp32", fits(None, "it crashed", None)))) if "max_batch" in str(row["metric"])
-    ]
-    assert [(row["metric"], row["median_in_unit"], row["why"]) for row in of_batches] == [
-        ("max_batch", None, "it crashed")
-    ]
-    derived = made(("fp32", fits(376)), ("fp8", replace(fits(288), on_device=1203)))
-    (row,) = (row for row in rows(*derived) if row["metric"] == "device_max_batch" and row["precision"] == "fp8")
-    assert (row["median_in_unit"], row["provenance"]) == (1203.0, "derived")
-    peaks = [row for row in rows(*on_a_device(150 * MIB)) if row["metric"] == "device_peak_memory"]
-    assert [(row["precision"], row["provenance"]) for row in peaks] == [("fp8", "derived")]
 
 
 def test_every_role_has_a_title_and_words() -> None:
