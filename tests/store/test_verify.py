@@ -50,12 +50,6 @@ def only(store: Path, path: Path, broken: bool, *words: str) -> Fault:
     return faults[0]
 
 
-def tear(path: Path, text: str) -> None:
-    """Breaks a file and dates it back: a file that was changed lately may be in the middle of being written."""
-    path.write_text(text)
-    os.utime(path, (1, 1))
-
-
 def a_run(store: Path) -> Path:
     return min((store / "runs" / "box").glob("*.jsonl"))
 

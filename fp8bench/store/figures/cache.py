@@ -21,6 +21,10 @@ _LOCK_SECONDS = 20.0
 _TABLE = "CREATE TABLE IF NOT EXISTS kept (kind, name, value, checksum, PRIMARY KEY (kind, name)) WITHOUT ROWID"
 
 
+# What else sqlite reports (locked, full, read-only) passes, and the file is left alone.
+_DAMAGED = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
 class _Unfit(Exception):
     """The file is of another version, or a value is not what was written."""
 
@@ -35,16 +39,16 @@ def read_cached(store: Path, kind: str) -> dict[str, bytes]:
     if not path.is_file():
         return {}
     try:
-        with _opened(path) as connection:
+        with _opened(path) as (connection, is_new):
+            if is_new:
+                return {}
             rows = connection.execute("SELECT name, value, checksum FROM kept WHERE kind = ?", (kind,)).fetchall()
         for name, value, checksum in rows:
             if checksum != _checksum(name, value):
                 raise _Unfit
         return {name: value for name, value, _ in rows}
-    except sqlite3.OperationalError:  # locked, or may not be read
-        return {}
-    except (sqlite3.DatabaseError, _Unfit, TypeError, AttributeError, UnicodeError):
-        delete_cache(store)
+    except (sqlite3.Error, _Unfit, TypeError, AttributeError, UnicodeError) as error:
+        _delete_if_damaged(store, error)
         return {}
 
 
@@ -52,7 +56,7 @@ def write_cached(store: Path, kind: str, values: Mapping[str, bytes], gone: Coll
     """Adds values, and removes the names in `gone`. Returns why they could not be written; '' if they were."""
     rows = [(kind, name, value, _checksum(name, value)) for name, value in values.items()]
     try:
-        with _opened(cache_of(store)) as connection:
+        with _opened(cache_of(store)) as (connection, _):
             connection.execute("PRAGMA synchronous = OFF")  # after a loss of power it is made again
             connection.execute("BEGIN IMMEDIATE")
             connection.execute(_TABLE)
@@ -61,8 +65,15 @@ def write_cached(store: Path, kind: str, values: Mapping[str, bytes], gone: Coll
             connection.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
             connection.execute("COMMIT")
     except (sqlite3.Error, _Unfit) as error:
+        _delete_if_damaged(store, error)
         return str(error)
     return ""
+
+
+def _delete_if_damaged(store: Path, error: Exception) -> None:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    if code & 0xFF in _DAMAGED:
+        delete_cache(store)
 
 
 def delete_cache(store: Path) -> None:
@@ -72,12 +83,13 @@ def delete_cache(store: Path) -> None:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+def _opened(path: Path) -> Iterator[tuple[sqlite3.Connection, bool]]:
+    """Yields a connection, and whether the file has no table yet. Raises sqlite3.Error and _Unfit."""
     with contextlib.closing(sqlite3.connect(path, _LOCK_SECONDS, isolation_level=None)) as connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):  # 0: it is being made
+        if version not in (0, _VERSION):
             raise _Unfit("it is of another version")
-        yield connection
+        yield connection, version == 0
 
 
 def _checksum(name: str, value: bytes) -> int:

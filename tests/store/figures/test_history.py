@@ -247,9 +247,10 @@ def test_no_digit_of_a_cache_changes_unseen(tmp_path: Path) -> None:
     slow = trends_of(opened(tmp_path), every)
     path = cache_of(tmp_path)
     whole = path.read_bytes()
-    for place in range(0, len(whole), 97):
+    for place in (*range(16, 100, 7), *range(100, len(whole), 193)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         assert trends_of(opened(tmp_path), every) == slow, place
+        assert trends_of(opened(tmp_path), every) == slow and opened(tmp_path).read == 0, place
 
 
 def test_a_cache_of_another_version_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
