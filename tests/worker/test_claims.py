@@ -155,7 +155,7 @@ def test_errors_that_its_products_cannot_have_are_labelled(how: str, said: tuple
 
 
 def test_the_machine_is_measured_once_and_it_is_said(run: Run, told: Listener) -> None:
-    doing = "measuring what this machine can do, once"
+    doing = "measuring what this machine can do, once a week"
     assert [one for one in told.told if one[1] == doing] == [("fp32", doing, 0.0)]
     assert all(record.ceiling and record.ceiling.flops and record.ceiling.bytes for record in run.records)
 

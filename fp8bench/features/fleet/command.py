@@ -15,6 +15,7 @@ from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.fleet import view
 from fp8bench.features.fleet.engines import ENGINES, Order, crew, start, work
+from fp8bench.features.fleet.report import fleet_report
 from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
@@ -174,8 +175,6 @@ def _collect(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from fp8bench.features.fleet.report import fleet_report
-
     report = fleet_report(arguments.source, arguments.store, arguments.machines)
     page, html = partial(view.report_page, report, str(arguments.source)), ""
     if arguments.html is not None:

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import UsageError
+from fp8bench.features.fleet.report import fleet_of
 from fp8bench.features.fleet.view import report_page, report_rows
 from fp8bench.jobs.kinds import KeptTable, View
 from fp8bench.model import Run
@@ -14,8 +15,6 @@ from fp8bench.store.runs.listing import store_of
 
 
 def machines(run: Run, store: Path) -> View:
-    from fp8bench.features.fleet.report import fleet_of
-
     report = fleet_of([run], store_of(Path(run.path)) or store)
     if report is None:
         raise UsageError(f"the run {run.id} is no cell of a fleet's plan. Leave --fleet out.")
