@@ -319,7 +319,6 @@ class Datasheet:
 
     name: str
     match: tuple[str, ...]
-    dies: int
     source: str
     date: str
     dense: Mapping[str, float]

@@ -36,7 +36,7 @@ from fp8bench.numerics.rank_programs import (
 E4M3_LARGEST = 448.0
 _LARGEST_CODE = 0x7E
 WAYS = (GATHER, TWOSHOT, RING) = ("fp8_gather", "fp8_twoshot", "fp8_ring")
-SCALINGS = (PRE, POST, MS_AMP, FP8LM_AUTO) = ("pre", "post", "ms_amp", "fp8lm_auto")
+PRE, POST, MS_AMP, FP8LM_AUTO = ("pre", "post", "ms_amp", "fp8lm_auto")
 # FP8-LM, equations 2 and 3: mu is halved after a step in which more than 0.001% of the values are the largest code,
 # else it grows by a factor of 2 in 1,000 steps, up to 2.
 MOST_SATURATED = 1e-5
@@ -243,10 +243,7 @@ def flushed(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program
     return gone.float().mean()
 
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST = COLLECTIVES = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
-)  # fmt: skip
-REDUCING = (ALL_REDUCE, REDUCE_SCATTER)
+ALL_REDUCE, ALL_GATHER, BROADCAST = "all_reduce", "all_gather", "broadcast"
 Marker = AbstractContextManager[object]
 _FREEDOM = 2.5
 _ROW, _ROW_SIGMA = 128, 2.0

@@ -45,15 +45,11 @@ def _product(left: str, right: str) -> tuple[str, Formula]:
     return left, flops
 
 
-def _grouped(left: str, right: str) -> tuple[str, Formula]:
+def _grouped(named: Named) -> int:
     """Counts products of groups of rows (or columns) with a matrix each; each row is in one group."""
-
-    def flops(named: Named) -> int:
-        a, b = named[left], named[right]
-        apart = len(a.shape) == 3 and len(b.shape) == 2  # columns of b are dealt out to the matrices of a
-        return 2 * _elements(a) * int(b.shape[-1]) // (int(a.shape[0]) if apart else 1)
-
-    return left, flops
+    a, b = named["self"], named["mat2"]
+    apart = len(a.shape) == 3 and len(b.shape) == 2  # columns of b are dealt out to the matrices of a
+    return 2 * _elements(a) * int(b.shape[-1]) // (int(a.shape[0]) if apart else 1)
 
 
 def _multiplied(products: Callable[[Named], list[Product]]) -> Formula:
@@ -129,9 +125,9 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     # Squares of the lengths, and ones, are two columns more of each side.
     "_euclidean_dist": ("x1", lambda named: 2 * math.prod(named[""].shape) * (int(named["x1"].shape[-1]) + 2)),
     "addr": ("vec1", lambda named: 2 * _elements(named["vec1"]) * _elements(named["vec2"])),
-    "_grouped_mm": _grouped("self", "mat2"),
-    "_scaled_grouped_mm": _grouped("self", "mat2"),
-    "_scaled_grouped_mm_v2": _grouped("self", "mat2"),
+    "_grouped_mm": ("self", _grouped),
+    "_scaled_grouped_mm": ("self", _grouped),
+    "_scaled_grouped_mm_v2": ("self", _grouped),
     **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution",
                      "convolution_overrideable"), ("weight", _multiplied(convolved))),
     "convolution_backward": ("weight", _multiplied(convolved_back)),

@@ -138,14 +138,6 @@ def test_calls_that_waited_or_lie_far_out_are_of_no_pattern() -> None:
     assert pattern(called(*slots, [4_000] * 4)).startswith("about 1 of 2 calls")
 
 
-def calls_of(draw: np.random.Generator, calls: int, rounds: int, one_in: float) -> Timing:
-    """Calls of about 1 ms, of which one in so many takes twice as long."""
-    times = (
-        1e6 * np.exp(np.abs(draw.normal(0, 0.02, (rounds, calls)))) * (1 + (draw.random((rounds, calls)) < 1 / one_in))
-    )
-    return called(*times.astype(int).tolist())
-
-
 ROUNDS = 60
 PHASES = ("gemm", "data_load", "elementwise")
 Draw = np.random.Generator

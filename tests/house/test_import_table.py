@@ -104,8 +104,6 @@ ONCE_ASKED = (
 )  # fmt: skip
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.stats", frozenset({"numpy"})),
-    ("fp8bench.features.gate.command", frozenset({"yaml"})),
-    ("fp8bench.features.plan_parallel.command", frozenset({"yaml"})),
     ("fp8bench.cli.config_file", frozenset({"yaml"})),
     ("fp8bench.store.figures.", frozenset({"numpy"})),
     ("fp8bench.analysis.", HEAVY - {"torch"}),

@@ -1,7 +1,9 @@
-"""What the pages tell people to type works: the two commands of README, every command line, the tested set."""
+"""What pages and help tell people to type works: the two commands of README, every command line and option, the tested
+set."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import re
 import shlex
@@ -13,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from fp8bench.cli.main import Parser, build_parser
+from fp8bench.cli.main import COMMANDS, Parser, build_parser, command_module, commands_of
 from tests.counts import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +71,14 @@ SHOWN = [
     for line in code_lines(page)
     if COMMAND.search(line)
     for arguments in command_lines(line)
+] + [
+    pytest.param(arguments, id=f"help of {name}: {shlex.join(arguments)}")
+    for name in COMMANDS
+    for line in getattr(command_module(name), "EXAMPLES", ())
+    for arguments in command_lines(line)
 ]
+# Options of asv and of `python -m suites.verdicts`, which pages name without the command.
+OTHER_OPTIONS = {"--set-commit-hash", "--asv", "--trained"}
 
 
 def test_the_two_commands_stand_in_the_readme() -> None:
@@ -94,8 +103,25 @@ def parsed(arguments: list[str]) -> object:
 
 
 @for_each("arguments", SHOWN)
-def test_command_lines_parse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lines_parse(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mxfp4.map").write_text("head=bf16\n")  # the line before writes it
     assert parsed(arguments) == 0, capsys.readouterr().err
+
+
+def options_of(command: argparse.ArgumentParser) -> set[str]:
+    options = {name for action in command._actions for name in action.option_strings}
+    return options.union(*(options_of(inner) for inner in commands_of(command).values()))
+
+
+@for_each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_in_sentences_exist(page: Path) -> None:
+    spans = re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text()))
+    own = (span for span in spans if span.partition(" ")[0] in ("fp8bench", *COMMANDS) or span.startswith("--"))
+    named = {option for span in own for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
+    assert not named - options_of(parser()) - OTHER_OPTIONS
 
 
 def test_command_lines_are_found() -> None:

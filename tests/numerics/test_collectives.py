@@ -17,7 +17,6 @@ from fp8bench.numerics.collectives import (
     POST,
     PRE,
     RING,
-    SCALINGS,
     TWOSHOT,
     WAYS,
     AutoScale,
@@ -35,6 +34,7 @@ from fp8bench.numerics.collectives import (
 )
 from fp8bench.numerics.collectives import Plain as PlainCall
 from fp8bench.numerics.rank_programs import AllGather, Counted, Program, Shift, simulated
+from fp8bench.workloads.collective import SCALINGS
 from tests.counts import for_each
 
 

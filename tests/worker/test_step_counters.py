@@ -150,7 +150,6 @@ def test_a_devices_allocations_are_those_of_steps() -> None:
     assert sum(whole[specs.ALLOCATION_RETRIES]) in (1, 2) and whole[specs.DEVICE_ALLOCATOR_TIME] == (0.0,)
 
 
-MEBIBYTE = 2**20
 STATUS = "Name:\tpython\nVmHWM:\t    2000 kB\nVmRSS:\t    1000 kB\n"
 
 

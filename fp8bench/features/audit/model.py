@@ -112,9 +112,10 @@ def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundL
     return why
 
 
-def _behind_odd(model: nn.Module, path: str = "", stopped: str = "") -> Iterator[tuple[str, str]]:
+def _behind_odd(model: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
     """Yields layers behind one with odd sides in the same module, and that one: there Accelerate's convert_model
     returns."""
+    stopped = ""
     for name, child in model.named_children():
         own = f"{path}.{name}".lstrip(".")
         if stopped:

@@ -97,7 +97,7 @@ class GPipe(ParallelModel):
         self.group = job.group
         self._parts = int(job.options["microbatches"])
         device = torch.device(job.facts.key)
-        comes, goes = self._ends(job, device)
+        comes, goes = self._ends(job)
         marked = MarkedStage(self.module, rank, ranks, device, comes, goes, group=job.group)
         self._schedule = self.schedule(marked, self._parts, self._lost)
 
@@ -132,7 +132,7 @@ class GPipe(ParallelModel):
         with self.module.phase.elementwise:
             return self.module.model.lost(logits, targets) * self.loss_scale
 
-    def _ends(self, job: Job, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _ends(self, job: Job) -> tuple[Tensor, Tensor]:
         model = self.module.model
         sides = job.batch // self._parts, job.config.sequence
         residual = model.around["residual"]

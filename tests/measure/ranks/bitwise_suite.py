@@ -36,7 +36,8 @@ class BitwiseRanks(Workload):
         import torch
         import torch.distributed as dist
 
-        from fp8bench.numerics.collectives import COLLECTIVES, REDUCING, SCALINGS, WAYS, InFP8, rank_values
+        from fp8bench.numerics.collectives import InFP8, rank_values
+        from fp8bench.workloads.collective import COLLECTIVES, REDUCING, SCALINGS, WAYS
 
         rank, size = dist.get_rank(), dist.get_world_size()
         sources = [rank_values(0, one, 1 << 12, shared=True) for one in range(size)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fp8bench.model import Finding, Interval, Label, Run, Scalar, Verdict
+from fp8bench.model import Finding, Interval, Label, Run, Verdict
 from fp8bench.model.words import REMARKS
 from fp8bench.report.elements import Text, Tone
 from fp8bench.report.panels import panels_of
@@ -18,7 +18,6 @@ FASTER, SLOWER, SAME, UNSURE, NONE = (
     (Verdict.FASTER, 0.5), (Verdict.SLOWER, 1.25), (Verdict.SAME, 1.01), (Verdict.UNSURE, 1.02), (Verdict.NONE, None),
 )  # fmt: skip
 NOISY, FEW, CAPPED = Label.NOISY, Label.FEW_SAMPLES, Label.POWER_CAPPED
-SIDES: dict[str, Scalar] = {"m": 256, "n": 64, "k": 64}
 
 
 def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:

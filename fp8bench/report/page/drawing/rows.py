@@ -121,7 +121,7 @@ def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> f
         if shape in ("box", "hatch"):
             sheet.box(style, x + 1, y + 3, 11, 11)
             if shape == "hatch":
-                sheet.hatch("hatch", x + 1, y + 3, 11, 11)
+                sheet.hatch(x + 1, y + 3, 11, 11)
         else:
             sheet.dot(style, shape, x + 6.5, y + 8.5)
         sheet.text(x + 18, y + 8.5, text)
@@ -256,6 +256,6 @@ def _stack(
         sheet.box(f"mark {style}", x, top, end - x, _STACKED, hint=hint)
         text = units.percent(value / whole, 0)
         if part in _RESTS:
-            sheet.hatch("hatch", x, top, end - x, _STACKED, layer=2)
+            sheet.hatch(x, top, end - x, _STACKED, layer=2)
         elif value / whole >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x:
             sheet.text((x + end) / 2, place.y, text, "inside", anchor="middle")

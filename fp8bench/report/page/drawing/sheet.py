@@ -68,12 +68,12 @@ class Sheet:
         corners = [(x, y), (x + wide, y), (x + wide, y + high), (x, y + high)]
         self.lines(style, [corners], layer, hint, closed=True)
 
-    def hatch(self, style: str, x: float, y: float, wide: float, high: float, layer: int = 1) -> None:
+    def hatch(self, x: float, y: float, wide: float, high: float, layer: int = 1) -> None:
         offsets = takewhile(lambda offset: offset < wide + high, count(3.0, 6.0))
         ends = ((offset, min(offset, wide), max(0.0, offset - high)) for offset in offsets)
         lines = [[(x + right, y + offset - right), (x + left, y + offset - left)] for offset, right, left in ends]
         if lines:
-            self.lines(style, lines, layer)
+            self.lines("hatch", lines, layer)
 
     def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: Hint | None = None) -> None:
         """A marker, whose path is in the sheet once."""
@@ -94,8 +94,7 @@ class Sheet:
     def measure(self, text: str, bold: bool = False) -> float:
         return width(text, self.size, bold)
 
-    def omit(self, missing: int, left: int, note: str = "") -> None:
-        self._omitted += [note] if note else []
+    def omit(self, missing: int, left: int) -> None:
         if missing:
             numbers = "1 number is" if missing == 1 else f"{missing} numbers are"
             self._omitted.append(f"{numbers} not finite or without a place on the axis, and not drawn.")
