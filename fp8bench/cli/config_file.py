@@ -64,9 +64,7 @@ class TrainerKey(NamedTuple):
 _YES = {"true": "yes", "false": "no"}
 _UNCHANGED: Mapping[str, str] = {}
 TRAINER_KEYS = {
-    "max_grad_norm": TrainerKey(
-        {"clip": _UNCHANGED}, "a suite clips nothing; write it in a file of `fp8bench train`"
-    ),
+    "max_grad_norm": TrainerKey({"clip": _UNCHANGED}, "a suite clips nothing; write it in a file of `fp8bench train`"),
     "max_batch_size": TrainerKey(
         {"batch": _UNCHANGED, "set batch": _UNCHANGED}, "write batch: N in a file of `fp8bench train`"
     ),

@@ -94,9 +94,7 @@ def missing(product: Product, device: DeviceClass) -> str:
     if scheme is None:
         pair = " and ".join(dict.fromkeys(_words(treatment) for treatment in (product.a, product.b)))
         return f"no units multiply {pair}"
-    return (
-        _without_units(scheme, device) or _other_formats(product, device) or _lacking_in_torch(scheme, device)
-    )
+    return _without_units(scheme, device) or _other_formats(product, device) or _lacking_in_torch(scheme, device)
 
 
 def objections(product: Product, device: DeviceClass) -> tuple[Objection, ...]:

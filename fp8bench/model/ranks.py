@@ -127,7 +127,7 @@ class Heartbeat:
 
     @property
     def doing(self) -> str:
-        """"phase gemm of 'slot'", "'prepare'"."""
+        """ "phase gemm of 'slot'", "'prepare'"."""
         return f"phase {self.phase} of {self.request!r}" if self.phase else repr(self.request)
 
 

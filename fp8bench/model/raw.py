@@ -18,6 +18,7 @@ PRODUCTS_VARIABLE = "FP8BENCH_PRODUCTS"
 @dataclass(frozen=True)
 class Settings:
     """What a worker is started with."""
+
     threads: int = 1
     seed: int = 0
     imports: tuple[str, ...] = ()

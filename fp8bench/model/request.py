@@ -348,5 +348,4 @@ class Request:
         return StaticScales(self.static_scales or 0, self.refresh_scales or 0, bound, source, self.known_scales)
 
 
-
 REQUEST_RULES: Mapping[str, Rule] = {name: request_option.rule for name, request_option in options_of(Request).items()}

@@ -113,6 +113,7 @@ _NO, _UP, _MAIN, _AGAIN = Better.NONE, Better.HIGHER, Rank.MAIN, Rank.RESTATED
 # Beyond 5% a change in time is more than a new layout of memory does to it.
 _TIMES, _RATIOS, _JOULES = (0.05, 5e-6), (0.05, 0.005), (0.05, 1e-3)
 
+# fmt: off
 TIME = _row(
     "time", "s", "of the step, and of each phase it has", rank=_MAIN, threshold=_TIMES,
     history="a step, the fastest call of each round",
@@ -376,6 +377,7 @@ for _name, _unit, _words in (
     _row(_name, _unit, _words, better=_NO, page="suites.md", show=_show, **_OF_WORKLOADS)
 for _end, _unit in (("percent", "%"), ("ulp", "ulp"), ("octaves", "octaves"), ("ppm", "ppm")):
     _row(f"*_{_end}", _unit, f"numerical errors in {_unit}", page="formats.md", **_OF_WORKLOADS)
+# fmt: on
 
 
 def spec_of(name: str) -> MetricSpec:

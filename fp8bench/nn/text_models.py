@@ -79,9 +79,7 @@ def causal(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
 class TextCNN(LanguageModel):
     """Convolutions over a text in lines of LINE tokens; in eval mode batch norm uses its kept statistics."""
 
-    def __init__(
-        self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0
-    ) -> None:
+    def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__()
         self.carrier, self.dropout = carrier, dropout
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)

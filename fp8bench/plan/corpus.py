@@ -52,20 +52,20 @@ def standard_library_text() -> bytes:
     return b"".join(parts)[:MOST_BYTES]
 
 
-def given_text(path: Path, option: str = "--data", most: int | None = None) -> bytes:
+def given_text(path: Path, most: int | None = None) -> bytes:
     """The text of a user's file, `most` bytes of it; what cannot be trained on is refused with a sentence."""
     try:
         with path.open("rb") as file:
             text = file.read(most or MOST_BYTES)
     except OSError as error:
-        raise UsageError(f"{option} {path} cannot be read ({error.strerror}). Give a text file.") from None
+        raise UsageError(f"--data {path} cannot be read ({error.strerror}). Give a text file.") from None
     if len(text) < LEAST_BYTES:
-        raise UsageError(f"{option} {path} has {len(text)} bytes. Give a text of at least {LEAST_BYTES} bytes.")
+        raise UsageError(f"--data {path} has {len(text)} bytes. Give a text of at least {LEAST_BYTES} bytes.")
     if b"\0" in text:
-        raise UsageError(f"{option} {path} has zero bytes, so it is no text. Give a text file.")
+        raise UsageError(f"--data {path} has zero bytes, so it is no text. Give a text file.")
     why = _no_text(text)
     if why:
-        raise UsageError(f"{option} {path} is no text: {why}. Give a text file, best in UTF-8.")
+        raise UsageError(f"--data {path} is no text: {why}. Give a text file, best in UTF-8.")
     return text
 
 

@@ -163,8 +163,6 @@ def test_where_products_by_rows_give_float32() -> None:
     assert [rows_give_float32(one) for one in facts] == [True, True, False, False, False, False]
 
 
-
-
 FP8 = (
     "nvjet_qqtst_128x256_128x4_1x2_h_bz_coopA_TNT",
     "nvjet_sm100_qqtst_256x192_128x4_2x1_2cta_v_bz_TNT",

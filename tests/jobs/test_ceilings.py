@@ -50,9 +50,7 @@ RUNS = {
 }  # fmt: skip
 
 
-def measured_by_hand(
-    monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None, times: float = 1.0
-) -> list[Rate]:
+def measured_by_hand(monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None, times: float = 1.0) -> list[Rate]:
     """Has the rates come to FOUND's in five runs, `times` as fast; returns the pieces that were asked for."""
     pieces: list[Rate] = []
 

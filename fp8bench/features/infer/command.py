@@ -24,10 +24,7 @@ _ARMS = "bf16,kv=fp8,weights=int8,kv=fp8+weights=int8"
 _TOKENS = {False: 8192, True: 2048}
 _BATCHES = {False: (1, 8, 16, 32, 64, 128, 256, 512, 4096), True: (1, 16, 128, 1024)}
 EXAMPLES = ("fp8bench infer --quick", "fp8bench infer my_package:make", "fp8bench infer --from last --arms kv=fp8")
-FIRST_OPTIONS = (
-    "--size --from --arms --reference --batch --contexts --sweep --rollout --quick --json --csv "
-    "--explain"
-)
+FIRST_OPTIONS = "--size --from --arms --reference --batch --contexts --sweep --rollout --quick --json --csv --explain"
 
 
 def add(parser: argparse.ArgumentParser) -> None:

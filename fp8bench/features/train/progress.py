@@ -390,7 +390,6 @@ class LiveLog(_Outward):
         self._logger: ScalarLogger | None = None
 
     def begun(self, training: Training) -> None:
-        self.close()  # of the training that an experiment begins with: wandb has one run at a time
         super().begun(training)
         self._logger = ScalarLogger(self._targets, source_of(training), self._say, "the training goes on")
 

@@ -276,9 +276,7 @@ class TrainingRequest:
                       lambda value: isinstance(value, str) and merges_of(value) is not None),
         "bytes, bpe, or bpe:N with N merges learnt from the text; default {default}", "KIND", WHAT,
     )  # fmt: skip
-    stride: int = _count(
-        10, MOST_STEPS, "steps from one watched step to the next; default {default}"
-    )
+    stride: int = _count(10, MOST_STEPS, "steps from one watched step to the next; default {default}")
     evaluate: int = _count(50, MOST_STEPS, "steps between validations; default {default}")
     keep: int = _count(50, MOST_STEPS, "steps between checkpoints; default {default}")
     memory_limit: int | None = _as_in_a_run(

@@ -38,6 +38,8 @@ _FIGURE_COLUMNS = (
     "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank", "failed_rank", "failed_phase",
     "low_in_unit", "high_in_unit",
 )  # fmt: skip
+
+
 def columns_of(*runs: Run) -> tuple[str, ...]:
     """The columns of the rows of some runs, with one for each parameter of their cases."""
     names = dict.fromkeys(name for run in runs for record in run.records for name, _ in record.case.params)

@@ -266,6 +266,7 @@ _PHASE: tuple[Col[_Phase], ...] = (
     *_OF_ALL,
 )  # fmt: skip
 
+
 def _lead(material: Material) -> str:
     sources = sources_of(result for _, panel in timed_panels(material) for result in panel.results)
     differ = ", whose figures do not compare" if len(sources) > 1 else ""

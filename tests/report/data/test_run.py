@@ -154,9 +154,7 @@ def test_a_phase_too_short_to_tell_is_labelled_and_errors_are_rows() -> None:
 
 def test_an_emulated_case_has_no_speed() -> None:
     (emulated,) = [record for record in RUN.records if record.support.level is Level.EMULATED]
-    finding = replace(
-        FINDINGS[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), verdict=Verdict.FASTER
-    )
+    finding = replace(FINDINGS[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), verdict=Verdict.FASTER)
     table = rows(RUN, {**FINDINGS, emulated.case.id: finding})
     step = only("cpu/fp8", table, phase=STEP, metric="time")
     assert (step["verdict"], step["level"]) == ("emulated", "emulated") and step["best_in_unit"]
