@@ -52,16 +52,19 @@ def read_cached(store: Path, kind: str) -> dict[str, bytes]:
         return {}
 
 
-def write_cached(store: Path, kind: str, values: Mapping[str, bytes], gone: Collection[str] = ()) -> str:
-    """Adds values, and removes the names in `gone`. Returns why they could not be written; '' if they were."""
-    rows = [(kind, name, value, _checksum(name, value)) for name, value in values.items()]
+Key = tuple[str, str]  # kind and name
+
+
+def write_cached(store: Path, values: Mapping[Key, bytes], gone: Collection[Key] = ()) -> str:
+    """Adds values, and removes those in `gone`. Returns why they could not be written; '' if they were."""
+    rows = [(*key, value, _checksum(key[1], value)) for key, value in values.items()]
     try:
         with _opened(cache_of(store)) as (connection, _):
             connection.execute("PRAGMA synchronous = OFF")  # after a loss of power it is made again
             connection.execute("BEGIN IMMEDIATE")
             connection.execute(_TABLE)
             connection.execute(f"PRAGMA user_version = {_VERSION}")
-            connection.executemany("DELETE FROM kept WHERE kind = ? AND name = ?", [(kind, name) for name in gone])
+            connection.executemany("DELETE FROM kept WHERE kind = ? AND name = ?", gone)
             connection.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
             connection.execute("COMMIT")
     except (sqlite3.Error, _Unfit) as error:

@@ -21,6 +21,7 @@ from fp8bench.store.runs.listing import listing
 from fp8bench.store.series import fingerprint
 
 _COMMIT, _LAYOUT = "commit", "layout"
+_AT_ONCE = 25  # commits that are written together: a kill costs no more
 # From so many runs on it takes long to read them again, so that a failure to keep their figures is reported.
 _WORTH_KEEPING = 20
 UNKNOWN = ""  # instead of the digest of a suite that is not imported
@@ -57,14 +58,17 @@ def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
     runs, done, unkept = sum(len(paths[commit]) for commit in stale), 0, ""
     if stale:
         observe(0, runs)
+    waiting: dict[str, CommitFigures] = {}
     jobs = [(files[commit], paths[commit]) for commit in stale]
     for commit, made in zip(stale, spread(_read_commit, jobs), strict=True):
         figures[commit] = made
         # Figures of a suite that is not imported here stay in the cache: whoever imports it will want them.
         grids = fitting[commit].grids if commit in fitting else {}
         is_poorer = any(digest_of(suite) == UNKNOWN != digest for suite, digest in grids.items())
-        if not unkept and not is_poorer:
-            unkept = _keep(store, commit, made, digest_of)
+        if not is_poorer:
+            waiting[commit] = made
+        if len(waiting) >= _AT_ONCE or commit == stale[-1]:
+            unkept, waiting = unkept or _keep(store, waiting, digest_of), {}
         done += len(paths[commit])
         observe(done, runs)
     # 4. Put the commits together, in the order of their first runs.
@@ -90,7 +94,7 @@ def read_and_keep(store: Path, commit: str, paths: Sequence[Path]) -> CommitRuns
     """Reads the runs of a commit, and caches what they come to."""
     files = _stamps_of(paths)
     read = read_runs(paths)
-    _keep(store, commit, _figures_of(read, files), _digest_of_grid)
+    _keep(store, {commit: _figures_of(read, files)}, _digest_of_grid)
     return read
 
 
@@ -124,15 +128,23 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _keep(store: Path, commit: str, figures: CommitFigures, digest_of: Callable[[str], str]) -> str:
-    """Caches the figures of a commit: a line of JSON, and the rows of its tables. Returns why that failed, or ''."""
-    layouts = {table.layout: _digest(table.layout) for table in figures.tables}
-    grids = {suite: digest_of(suite) for suite in figures.grids}
-    plain = [(table.place, layouts[table.layout], table.facts, len(table.rows)) for table in figures.tables]
-    head = json.dumps([figures.files, grids, figures.runs, figures.left, plain], separators=(",", ":"))
-    value = b"\n".join([head.encode(), b"".join(table.rows for table in figures.tables)])
-    why = write_cached(store, _LAYOUT, {digest: layout.encode() for layout, digest in layouts.items()})
-    return why or write_cached(store, _COMMIT, {commit: value})
+def _keep(store: Path, commits: Mapping[str, CommitFigures], digest_of: Callable[[str], str]) -> str:
+    """Caches the figures of commits; returns why they could not be written, '' if they were."""
+    tables = [table for figures in commits.values() for table in figures.tables]
+    digests = {layout: _digest(layout) for layout in {table.layout for table in tables}}
+    values = {(_LAYOUT, digest): layout.encode() for layout, digest in digests.items()}
+    for commit, figures in commits.items():
+        grids = {suite: digest_of(suite) for suite in figures.grids}
+        values[_COMMIT, commit] = _encoded(figures._replace(grids=grids), digests)
+    return write_cached(store, values)
+
+
+def _encoded(figures: CommitFigures, digests: Mapping[str, str]) -> bytes:
+    """Returns a line of JSON, and the rows of all tables."""
+    *plain, tables = figures
+    heads = [(table.place, digests[table.layout], table.facts, len(table.rows)) for table in tables]
+    head = json.dumps([*plain, heads], separators=(",", ":")).encode()
+    return b"\n".join([head, b"".join(table.rows for table in tables)])
 
 
 def _load(store: Path) -> dict[str, CommitFigures]:

@@ -29,7 +29,8 @@ def remembered_steps(store: Path, series: Sequence[Values]) -> list[tuple[Step, 
         found = dict(zip(new, steps_of_many(list(new.values())), strict=True))
         known |= found
         # Not said if it fails: the next command searches again.
-        write_cached(store, _STEPS, {digest: _encoded(found[digest]) for digest in new}, cached.keys() - known.keys())
+        gone = [(_STEPS, digest) for digest in cached.keys() - known.keys()]
+        write_cached(store, {(_STEPS, digest): _encoded(found[digest]) for digest in new}, gone)
     return [known[digest] for digest in digests]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -81,8 +81,9 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
     """Returns the table of the runs of one place, oldest first. The interpreter has the oldest run's name for it."""
     oldest, newest = members[0], members[-1]
     points = commit_points(members)
-    facts: dict[FigureFacts, int] = {}
-    rows = [_row(point, facts) for point in points.values()]
+    numbers: dict[Hashable, int] = {}
+    facts: list[FigureFacts] = []
+    rows = [_row(point, numbers, facts) for point in points.values()]
     place = Place(
         oldest.commit, _commit_date(oldest), oldest.order[0] * 1000, newest.run.started,
         dict(newest.identity.machine), oldest.identity.home.python, oldest.identity.home.interpreter,
@@ -91,13 +92,20 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
     return FigureTable(place, layout, tuple(map(json.dumps, facts)), np.array(rows, dtype=ROW).tobytes())
 
 
-def _row(point: Point, facts: dict[FigureFacts, int]) -> tuple[float, float, float, int]:
+def _row(point: Point, numbers: dict[Hashable, int], facts: list[FigureFacts]) -> tuple[float, float, float, int]:
     value, low, high = _value_of(point)
-    own = FigureFacts(
+    plain = (
         point.version, point.runs, len(point.samples), value is not None, low is not None, point.hasty, point.status,
-        point.reason, point.under,
+        point.reason,
     )  # fmt: skip
-    return value or 0.0, low or 0.0, high or 0.0, facts.setdefault(own, len(facts))
+    # Conditions are long, and many points share the same: their hash is asked for once.
+    under = numbers.get(id(point.under))
+    if under is None:
+        under = numbers[id(point.under)] = numbers.setdefault(point.under, len(numbers))
+    number = numbers.setdefault((*plain, under), len(facts))
+    if number == len(facts):
+        facts.append(FigureFacts(*plain, point.under))
+    return value or 0.0, low or 0.0, high or 0.0, number
 
 
 def read_facts(text: str) -> FigureFacts:

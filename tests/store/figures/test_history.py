@@ -292,7 +292,7 @@ def test_a_locked_cache_is_waited_for_and_then_done_without(tmp_path: Path, monk
     monkeypatch.setattr(cache, "_LOCK_SECONDS", 0.01)
     with sqlite3.connect(cache_of(tmp_path), isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
-        assert "locked" in write_cached(tmp_path, "commit", {"a": b"b"})
+        assert "locked" in write_cached(tmp_path, {("commit", "a"): b"b"})
         found = opened(tmp_path)
         assert found.read == 1 and trends_of(found, every) == slow
         other.execute("ROLLBACK")
@@ -300,13 +300,13 @@ def test_a_locked_cache_is_waited_for_and_then_done_without(tmp_path: Path, monk
 
 
 def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path: Path) -> None:
-    write_cached(tmp_path, "commit", {"a": b"1"})
+    write_cached(tmp_path, {("commit", "a"): b"1"})
     with sqlite3.connect(cache_of(tmp_path), isolation_level=None) as killed:
         killed.execute("BEGIN IMMEDIATE")
         killed.execute("DELETE FROM kept")
         assert read_cached(tmp_path, "commit") == {"a": b"1"}
         killed.execute("ROLLBACK")
-    assert write_cached(tmp_path, "commit", {"b": b"2"}, gone=["a"]) == ""
+    assert write_cached(tmp_path, {("commit", "b"): b"2"}, gone=[("commit", "a")]) == ""
     assert read_cached(tmp_path, "commit") == {"b": b"2"} and read_cached(tmp_path, "steps") == {}
 
 
@@ -322,7 +322,8 @@ def test_keeping_after_a_run(tmp_path: Path) -> None:
 def test_rebuilding_makes_it_again(tmp_path: Path) -> None:
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
-    write_cached(tmp_path, "commit", {commit(0)[:8]: read_cached(tmp_path, "commit")[commit(1)[:8]], "gone": b"{}\n"})
+    wrong = read_cached(tmp_path, "commit")[commit(1)[:8]]
+    write_cached(tmp_path, {("commit", commit(0)[:8]): wrong, ("commit", "gone"): b"{}\n"})
     rebuild(tmp_path)
     again = opened(tmp_path)
     assert again.read == 0 and trends_of(again, every) == slow and "gone" not in read_cached(tmp_path, "commit")
