@@ -34,6 +34,12 @@ def number_of(text: str) -> float:
         return math.nan
 
 
+def number_or_text_of(text: str) -> float | str:
+    """The number if the text is one, else the text."""
+    number = number_of(text)
+    return text if math.isnan(number) else number
+
+
 def symbol(unit: str) -> str:
     """The unit as it is shown: 'joules' -> 'J'. Other units stay as they are."""
     return _SYMBOLS.get(unit, unit)

@@ -124,6 +124,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _GIVEN = {
     "Path": "str | Path", "Path | None": "str | Path", "tuple[str, ...]": "str | Iterable[str]",
     "tuple[tuple[str, str], ...]": "Mapping[str, str]", "tuple[float, ...]": "Iterable[float]",
+    "tuple[tuple[str, float], ...]": "Mapping[str, float]",
     "tuple[str, tuple[str, ...]]": "Mapping[str, object]",
     "tuple[tuple[str, tuple[str, ...]], ...]": "Mapping[str, object]",
 }  # fmt: skip

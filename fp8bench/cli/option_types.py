@@ -17,7 +17,7 @@ from fp8bench.errors import UsageError
 from fp8bench.files import is_address
 from fp8bench.model.request import REQUEST_RULES, Rule, whole_number
 from fp8bench.report.data.loggers import DEFAULT_PLACES, LogTarget
-from fp8bench.units import bytes_of, number_of
+from fp8bench.units import bytes_of, number_of, number_or_text_of
 
 T = TypeVar("T")
 _UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -91,8 +91,17 @@ def number(rule: Rule) -> Callable[[str], float]:
     return lambda text: _held(rule, text, number_of(text))
 
 
+def number_or_text(rule: Rule) -> Callable[[str], float | str]:
+    return lambda text: _held(rule, text, number_or_text_of(text))
+
+
 def text(rule: Rule) -> Callable[[str], str]:
     return lambda given: _held(rule, given, given)
+
+
+def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
+    """Parses 'NAME=NUMBER,...' for which the rule holds."""
+    return lambda text: _held(rule, text, tuple((name, number_of(value)) for name, value in layers(text)))
 
 
 def numbers(rule: Rule) -> Callable[[str], tuple[float, ...]]:

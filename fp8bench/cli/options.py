@@ -77,6 +77,8 @@ def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
         return {"action": "append", "default": [], "type": types.axis}
     if said.parse == "numbers":
         return {"type": types.numbers(said.rule)}
+    if said.parse == "factors":
+        return {"type": types.factors(said.rule)}
     if said.parse:
         return {"type": getattr(types, said.parse)}
     if kind == "str":
@@ -86,7 +88,7 @@ def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
 
 
 _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
-    "int": types.whole, "float": types.number, "tuple[str": lambda rule: types.words,
+    "int": types.whole, "float | str": types.number_or_text, "float": types.number, "tuple[str": lambda rule: types.words,
 }  # fmt: skip
 
 

@@ -27,18 +27,18 @@ from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.make import check_limit, device_named
 from fp8bench.plan.precision_map import check_keys, check_mixed
 from fp8bench.registry import precisions
-from fp8bench.units import size
+from fp8bench.units import number_or_text_of, size
 from fp8bench.workloads.model import LIVE
 
 MOST_ARMS = 64
 # Settings that have to be the same in all arms, which share weights and batches, or that no sweep can express.
 _SHARED = {
-    "make", "skip", "model", "arch", "batch", "sequence", "betas", "precision_map", "scales", "parallel", "shift",
-    "start", "tasks", "metric",
+    "make", "skip", "model", "arch", "batch", "sequence", "rates", "betas", "precision_map", "scales", "parallel",
+    "shift", "start", "tasks", "metric",
 }  # fmt: skip
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
-}
+} | {"clip": number_or_text_of}
 
 
 # MS-AMP's levels by the table in its documentation: what is kept of a parameter, under scales that are powers of two.
@@ -105,7 +105,7 @@ def check_training(request: TrainingRequest) -> None:
 
 # Settings of the built-in models and of how ranks divide them.
 _BUILT_IN = (
-    "model", "arch", "batch", "sequence", "dropout", "checkpointing", "compile", "attention", "parallel", "wire",
+    "model", "arch", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention", "parallel", "wire",
     "shift", "tasks",
 )  # fmt: skip
 _TEXT_OPTIONS = ("data", "tokens")

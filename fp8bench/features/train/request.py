@@ -24,11 +24,15 @@ from fp8bench.nn.sizes import SIZES
 from fp8bench.units import number_of
 
 ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
+# Kinds of parameters that may have their own learning rates.
+PARAMETER_KINDS = ("embedding", "norm", "layer", "head")
+# Groups of gradients that may be clipped by the norm of each.
+CLIP_GROUPS = ("kind", "block", "tensor")
 LOSS_SCALES = ("auto", "dynamic")
 LARGEST_LOSS_SCALE = float(1 << 32)
 MOST_STEPS = 10_000_000
 OPTIMIZERS = ("adamw", "sgd", "lion", "adafactor")
-SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt")
+SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
 # How several ranks train together.
 PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
 # The formats they send, and the ways that have this choice.
@@ -59,6 +63,26 @@ def _is_loss_scale(value: object) -> bool:
     if value in LOSS_SCALES:
         return True
     return isinstance(value, str) and 1.0 <= number_of(value) <= LARGEST_LOSS_SCALE
+
+
+def _are_rates(value: object) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(name, str) and name and isinstance(factor, int | float) and 0 <= factor < math.inf
+        for name, factor in value
+    )
+
+
+def clip_of(clip: float | str) -> tuple[float, str]:
+    """The largest norm in `--clip`, and the kind of group that may have it; '' for all gradients together."""
+    most, _, group = str(clip).partition("/")
+    return number_of(most), group
+
+
+def _is_clip(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return False
+    most, group = clip_of(value)
+    return 0 <= most < math.inf and ("/" in str(value)) == (group in CLIP_GROUPS)
 
 
 def _are_betas(value: object) -> bool:
@@ -140,6 +164,13 @@ class TrainerSettings:
         1e-3, number("a number above 0 and up to 10", lambda value: 0 < value <= 10),
         "the largest learning rate; default {default}", "NUMBER", LEARNING,
     )  # fmt: skip
+    rates: tuple[tuple[str, float], ...] = option(
+        (),
+        Rule(f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) or of layers, or paths, and factors, like "
+             "embedding=0.5,attn=2,blocks.0=0.1", _are_rates),
+        "factors of the rate: by kind of parameters or layers (attn, mlp), or the front of their path (blocks.0)",
+        "NAME=FACTOR,...", LEARNING, parse="factors",
+    )  # fmt: skip
     optimizer: str = _choice("adamw", OPTIMIZERS, "what updates the weights; default {default}")
     betas: tuple[float, ...] = option(
         (), Rule("two numbers from 0 to below 1, like 0.9,0.95", _are_betas),
@@ -151,7 +182,8 @@ class TrainerSettings:
     )
     schedule: str = _choice(
         "cosine", SCHEDULES,
-        "how the rate changes after its warm-up; wsd: it falls in the last fifth of the steps; default {default}",
+        "how the rate changes after its warm-up; wsd: it falls in the last fifth of the steps; plateau: it is halved "
+        "after 3 validations without a better held-out loss; default {default}",
     )  # fmt: skip
     warmup: float = _share(0.1, "share of the steps in which the rate rises; default {default}")
     floor: float = _share(0.1, "share of the rate at the end of the schedule; default {default}")
@@ -159,9 +191,10 @@ class TrainerSettings:
         0.1, number("a number from 0 to 10", lambda value: 0 <= value <= 10),
         "weight decay of matrices; default {default}", "NUMBER", LEARNING,
     )  # fmt: skip
-    clip: float = option(
-        1.0, number("a number above 0, or 0 for none", lambda value: 0 <= value < math.inf),
-        "norm of all gradients above which they are clipped; 0: never; default {default}", "NUMBER", LEARNING,
+    clip: float | str = option(
+        1.0, Rule(f"a number from 0, alone or as NUMBER/GROUP (groups: {', '.join(CLIP_GROUPS)})", _is_clip),
+        "norm of all gradients above which they are clipped; 0: never; 1.0/kind, 1.0/block or 1.0/tensor: norm of each "
+        "kind (attn, mlp, embedding, norm, head), block or tensor; default {default}", "NUMBER[/GROUP]", LEARNING,
     )  # fmt: skip
     shift: float = _share(
         1.0, "share of the steps after which batches are of another text, Python's documentation; 1: never", WHAT

@@ -51,6 +51,7 @@ SP = replace(TP, parallel="sp")
     # A setting is swept in every candidate; a lone reference is its own candidate.
     ({"sweep": (("loss-scale", ("auto", "1024")),), **NONE}, ["bf16", "fp8", "fp8 loss-scale=1024"]),
     ({"dtypes": ("bf16",), "sweep": (("loss-scale", ("auto", "1024")),), **NONE}, ["bf16", "bf16 loss-scale=1024"]),
+    ({"sweep": (("clip", ("1", "0.5", "0.5/block")),), **NONE}, ["bf16", "fp8", "fp8 clip=0.5", "fp8 clip=0.5/block"]),
     ({"settings": TrainerSettings(micro_batches=2), "sweep": MICRO, **NONE},
      ["bf16", "fp8 micro-batches=1 batch=4", "fp8", "fp8 micro-batches=4 batch=1"]),
 ])  # fmt: skip
@@ -233,8 +234,9 @@ def test_a_reference_that_fits_nowhere_is_refused() -> None:
 
 SETTINGS: dict[str, list[Any]] = {
     "model": ["", 3], "arch": ["rnn"], "batch": [-1, 1.5, True], "sequence": [-1], "micro_batches": [0],
-    "rate": [0, -1, float("nan"), 11], "warmup": [-0.1, 1.1],
-    "floor": [2], "weight_decay": [-1], "clip": [-1, float("inf")], "dropout": [1.0, -0.1],
+    "rate": [0, -1, float("nan"), 11], "rates": [(("norm", -1.0),), (("", 1.0),), "norm=1"],
+    "warmup": [-0.1, 1.1], "floor": [2], "weight_decay": [-1], "dropout": [1.0, -0.1],
+    "clip": [-1, float("inf"), True, "1/", "1/layer", "much/kind"],
     "loss_scale": ["0.5", "8589934592", "big", 1024.0, "nan"], "optimizer_states": ["fp8"], "master": ["bf16"],
     "gradients": ["fp16"], "checkpointing": ["yes"], "compile": ["maybe"], "attention": ["low"],
     "on_nan": ["ignore"], "shift": [-0.1, 1.1], "start": [3],

@@ -162,10 +162,11 @@ use_fp8: true
 fp8_format: e4m3
 fp8_amax_history_len: 16
 fp8_amax_compute_algo: max
-max_grad_norm: 0.5
+max_grad_norm: 0.5/kind
 rate: 2e-3
-schedule: wsd
+schedule: plateau
 betas: [0.9, 0.95]
+rates: {attn: 0.5, blocks.0: 2}
 weight_decay: 0.2
 max_batch_size: 4
 micro-batches: 2
@@ -186,8 +187,8 @@ def configured(*words: str) -> TrainingRequest:
 
 def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
     wanted = TrainerSettings(
-        clip=0.5, rate=2e-3, schedule="wsd", betas=(0.9, 0.95), weight_decay=0.2, batch=4, micro_batches=2,
-        checkpointing="blocks",
+        clip="0.5/kind", rate=2e-3, schedule="plateau", betas=(0.9, 0.95), weight_decay=0.2, batch=4, micro_batches=2,
+        checkpointing="blocks", rates=(("attn", 0.5), ("blocks.0", 2.0)),
         precision_map=(("embed", "fp16"), ("attn", "fp8"), ("mlp", "fp8"), ("norm", "fp16"), ("output", "fp16")),
     )  # fmt: skip
     request = configured()
@@ -201,6 +202,9 @@ def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
     "clip: 1\nmax_grad_norm: 2": "my.yaml: 'max_grad_norm' sets what another key sets",
     "use_flash_attention: false": "my.yaml: use_flash_attention: 'false' is not taken: attention is torch's own kernel",
     "betas: [0.9, 0.9]\noptimizer: adafactor": "--betas has no effect",
+    "rates: {atn: 2}": "unknown parameters of --rates 'atn'. Did you mean 'attn'?",
+    "rates: {attn: fast}": "my.yaml: rates: expected kinds of parameters",
+    "clip: 1/layer": "my.yaml: clip: expected a number from 0, alone or as NUMBER/GROUP",
     "betas: big": "my.yaml: betas: expected two numbers",
     "num_epochs: 3": "num_epochs: '3' is not taken: write steps: N",
     "precision_map: {norm: tf32}": "--precision-map norm=tf32: tf32 rounds what products read",

@@ -98,6 +98,7 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
 
 @for_each(("asked", "words"), [
     ({"settings": {"arch": "mlp"}}, "--arch is for built-in models"),
+    ({"settings": {"rates": (("head", 2.0),)}}, "--rates is for"),
     ({"settings": {"start": "last"}}, "--start last does not go with"),
     ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is for"), ({"data": "text.txt"}, "--data is for"),
     ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is for"),

@@ -68,15 +68,16 @@ class Health:
         return self._rules.get((seed, arm), [])
 
     def _watched(self, arm: Arm) -> WatchedArm:
+        slowest = min((factor for _, factor in self._settings.rates), default=1.0)
         if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
-            return WatchedArm(arm.name)
+            return WatchedArm(arm.name, slowest=slowest)
         reference = ""
         for other in self._arms.values():  # a reference at the same rate comes first: then only arithmetic differs
             if other.role is ArmRole.OTHER_RATE and set(other.settings) <= set(arm.settings):
-                return WatchedArm(arm.name, other.name)
+                return WatchedArm(arm.name, other.name, slowest)
             if other.role is ArmRole.REFERENCE:
                 reference = other.name
-        return WatchedArm(arm.name, reference)
+        return WatchedArm(arm.name, reference, slowest)
 
     def _is_new(self, rule: HealthRule[Any], alarm: HealthAlarm, seed: int, step: int) -> bool:
         key = seed, rule.arm.name, rule.name, alarm.layer, alarm.tensor

@@ -26,10 +26,11 @@ L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
 @dataclass(frozen=True)
 class WatchedArm:
-    """The arm that a rule watches, and the one that it is compared with."""
+    """The arm that a rule watches, the one that it is compared with, and the least rate factor of its parameters."""
 
     name: str
     reference: str = ""
+    slowest: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,7 @@ class LayerStill(HealthRule[Any]):
     keep = 3
     alarms_at = (
         f"{keep} updates of a matrix, relative to itself, below {share:g} of the median of all but embeddings, times "
-        "its group's share of the highest rate; 2, where it no longer moves at all"
+        "the least factor of --rates, or its group's share of the highest rate; 2, where it no longer moves at all"
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
     _moved: dict[str, float] = field(default_factory=dict)
@@ -302,7 +302,8 @@ class LayerStill(HealthRule[Any]):
             return None
         self._moved[line.layer] = line.value
         usual = median(value for value in self._moved.values() if math.isfinite(value))
-        low = line.value < self.share * min(1.0, self._shares.get(line.layer, 1.0)) * usual
+        slowest = min(1.0, self.arm.slowest, self._shares.get(line.layer, 1.0))
+        low = line.value < self.share * slowest * usual
         self._low[line.layer] = self._low[line.layer] + 1 if low else 0
         if line.value > 0:
             self._has_moved.add(line.layer)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.request import CUT, WIRED, TrainerSettings
+from fp8bench.features.train.request import CUT, PARAMETER_KINDS, WIRED, TrainerSettings
 from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
@@ -19,7 +19,7 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.parallel.ways import uncuttable
 from fp8bench.nn.shared_workloads import uncompilable
 from fp8bench.nn.sizes import LINE, SIZES, GPTConfig, around, gpt_around
-from fp8bench.protocols import Layer, Precision, key_of
+from fp8bench.protocols import Layer, Precision, key_of, keys_of
 from fp8bench.registry import precisions
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "moe": (("attn.qkv", "attn"), ("attn.out", "attn")),
 }
 EXPERTS = 8
+_RATED = "kinds of layers (attn, mlp, conv), and beginnings of paths (blocks.0, blocks.0.attn.qkv)"
 # The norms of each block, without the last one of the model.
 _NORMS: Mapping[str, tuple[str, ...]] = {
     "mlp": ("norms.{}",), "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
@@ -98,6 +99,11 @@ def check(settings: TrainerSettings) -> None:
     for wrong, message in refusals:
         if wrong:
             raise UsageError(message)
+    known = {**dict.fromkeys(PARAMETER_KINDS), **keys_of(layers_of(settings.arch, config))}
+    known |= {layer.name: None for layer in around_of(settings.arch, config) if layer.kind == "norm"}
+    for name, _ in settings.rates:
+        if name not in known:
+            raise UnknownName("parameters of --rates", name, known, f"{', '.join(PARAMETER_KINDS)}; {_RATED}")
 
 
 # Settings that have an effect only with some values of another one.

@@ -6,13 +6,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab.readings import dense
-from fp8bench.features.train.lab.update_rules import RULES, states_for
-from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.lab.update_rules import RULES, factor_of, group_of, kind_of, states_for
+from fp8bench.features.train.request import TrainerSettings, clip_of
 from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.native_codes import codes, current_scale
 from fp8bench.formats.recipes import ScaleRounding
@@ -173,6 +174,20 @@ def joint(norms: Sequence[Tensor]) -> Tensor:
     return norm
 
 
+def clippings_of(
+    norms: list[Tensor], norm: Tensor, scale: float, most: float, groups: Sequence[str]
+) -> tuple[list[Tensor], Tensor]:
+    """What each gradient is divided by, and by how much all shrink. `groups` names the group of each parameter."""
+    each = together(zip(groups, norms, strict=True))
+    if not most or len(each) == 1:
+        clipping = (norm / most).clamp(min=1.0) if most else torch.ones_like(norm)
+        return [clipping] * len(norms), clipping
+    parts = {group: joint(some) / scale for group, some in each.items()}
+    by = {group: (part / most).clamp(min=1.0) for group, part in parts.items()}
+    after = joint([parts[group] / by[group] for group in parts])
+    return [by[group] for group in groups], (norm / after).clamp(min=1.0)
+
+
 class Weights:
     """Float32 weights, which are the parameters themselves."""
 
@@ -291,6 +306,15 @@ _MASTERS = {
 _MOST_ELEMENTS = 1 << 24
 
 
+class _Group(NamedTuple):
+    """Parameters with one rate, as a factor, and one weight decay. All are clipped as the one at place `first`."""
+
+    bucket: Bucket
+    rate: float
+    decay: float
+    first: int
+
+
 # The default betas of each optimizer; sgd's first is its momentum.
 _BETAS = {"adamw": BETAS, "sgd": (0.9, 0.0), "lion": (0.9, 0.99), "adafactor": (0.0, 0.0)}
 _EPSILONS = {"adafactor": 1e-3}
@@ -304,24 +328,24 @@ class LoopOptimizer:
         own, kept = self._parameters, settings.gradients
         parts = 1 if settings.parallel == "zero" else settings.micro_batches  # an owner receives their mean, once
         self.gradients = Gradients(own) if kept == "fp32" else LowGradients(own, parts, kept == "fp8")
-        self._buckets = list(_buckets(parameters, settings))
+        self._groups = list(_groups(parameters, settings))
         self._rule = RULES.get(settings.optimizer)
         first, second = settings.betas or _BETAS[settings.optimizer]
         self._betas = first, second
         self._epsilon = _EPSILONS.get(settings.optimizer, EPSILON)
         self._rounded = rounded_update(settings.updates)
-        layers = [parameter for name, parameter in parameters.items() if _is_layer(name, parameter)]
+        layers = [parameter for name, parameter in parameters.items() if kind_of(name, parameter.ndim) == "layer"]
         self.weights = _MASTERS[settings.master](self._parameters, layers)
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
-    def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
-        """Update by the gradients over `divisor`. Where `skip` is 1 nothing changes."""
+    def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor) -> None:
+        """Update by the gradients over `divisors`, one for each parameter. Where `skip` is 1 nothing changes."""
         self.weights.raised()
-        for bucket, decay in self._buckets:
+        for bucket, factor, decay, place in self._groups:
             before = [parameter.detach().clone() for parameter in bucket.parameters]
             bucket.gradients = self.gradients.of(bucket.parameters)
             first, second = bucket.restored()
-            how = Update(rate, decay, self._betas, self._epsilon, divisor, skip)
+            how = Update(rate * factor, decay, self._betas, self._epsilon, divisors[place], skip)
             if self._rule is None:
                 bucket.update(first, second, how)
             else:
@@ -346,7 +370,7 @@ class LoopOptimizer:
         return [self._norms[parameter][1] for parameter in self._parameters]
 
     def kept(self) -> dict[str, list[Tensor]]:
-        kept = [bucket.kept() for bucket, _ in self._buckets]
+        kept = [group.bucket.kept() for group in self._groups]
         moments = {
             name: [tensor for tensors in kept for tensor in tensors[order]]
             for order, name in enumerate(("first moment", "second moment", "steps"))
@@ -363,21 +387,22 @@ class LoopOptimizer:
                 tensor.copy_(kept)
 
 
-def _buckets(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> Iterator[tuple[Bucket, float]]:
-    """Buckets with their weight decay: norms and biases do not decay."""
-    decays: Iterator[tuple[bool, Tensor]] = ((own.ndim > 1, own) for own in parameters.values())
-    for decayed, alike in together(decays).items():
-        for part in bucketed([tensor.numel() for tensor in alike], _MOST_ELEMENTS):
-            tensors = alike[part]
+def _groups(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> Iterator[_Group]:
+    alike: dict[tuple[float, float, str], list[tuple[int, Tensor]]] = {}
+    _, clip_group = clip_of(settings.clip)
+    for place, (name, parameter) in enumerate(parameters.items()):
+        factor = factor_of(name, parameter.ndim, settings.rates)
+        decay = settings.weight_decay if parameter.ndim > 1 else 0.0  # norms and biases do not decay
+        clipped = group_of(name, parameter.ndim, clip_group)
+        alike.setdefault((factor, decay, clipped), []).append((place, parameter))
+    for (factor, decay, _), placed in alike.items():
+        for part in bucketed([tensor.numel() for _, tensor in placed], _MOST_ELEMENTS):
+            tensors = [tensor for _, tensor in placed[part]]
             first, second = states_for(settings.optimizer, tensors)
             storages = _storages(settings.optimizer_states)
             if settings.optimizer in RULES:  # these have no second moments, or few
                 storages = storages[0], _storages("fp32")[1]
-            yield Bucket(tensors, [], first, second, storages, 0, True), settings.weight_decay * decayed
-
-
-def _is_layer(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim > 1 and name.partition(".")[0] not in ("embedding", "positions", "head")
+            yield _Group(Bucket(tensors, [], first, second, storages, 0, True), factor, decay, placed[part][0][0])
 
 
 def rounded_update(kept: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:

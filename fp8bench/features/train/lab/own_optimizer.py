@@ -10,7 +10,7 @@ and copies the masters to the parameters in their dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,10 +52,10 @@ class TorchOptimizer:
         return float(self._own.param_groups[0]["lr"]) * self.factor
 
     @torch.no_grad()
-    def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
+    def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor) -> None:
         before = [parameter.detach().clone() for parameter in self._changed]
         if not bool(skip):
-            for parameter in self._holders:
+            for parameter, divisor in zip(self._holders, divisors, strict=True):
                 if parameter.grad is not None:
                     parameter.grad.div_(divisor.to(parameter.grad.dtype))
             self._update()

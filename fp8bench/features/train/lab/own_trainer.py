@@ -112,6 +112,10 @@ class OwnTrainer(Trainer):
                 raise UsageError(
                     f"{self._name}: its parameter {path} is {dtype}. Make it float32, or give an optimizer."
                 )
+        if settings.schedule == "plateau" and not self._held_out:
+            raise UsageError(
+                f"--schedule plateau needs held_out batches of {self._name}. Give some, or choose another schedule."
+            )
         return LoopOptimizer(self._parameters, settings)
 
     def _refuse_settings(self) -> None:

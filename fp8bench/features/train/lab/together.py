@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ _DIGESTED_ELEMENTS = 1 << 20
 # For each rank, two sums of the same float32 numbers in different orders differ by at most this share of the sum of
 # magnitudes: torch adds in blocks of fewer than 100 and then in pairs.
 _ROUNDING = 2.0**-16
+
+T = TypeVar("T")
 
 
 class Alone:
@@ -68,6 +71,10 @@ class Alone:
     def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Norms of whole parameters from those of this rank's parts, in the same order."""
         return list(own)
+
+    def mine(self, values: Sequence[T]) -> list[T]:
+        """From one value for each parameter, those of the parameters that this rank keeps."""
+        return list(values)
 
     def common(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         """The parameters that must be the same on all ranks."""

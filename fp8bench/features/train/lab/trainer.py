@@ -14,11 +14,12 @@ from torch import Tensor
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Scores, windows_by_step
 from fp8bench.features.train.lab.fine_tuning import apply_start, frozen_in, scaled
-from fp8bench.features.train.lab.optimizer import LoopOptimizer, joint, seed_of
+from fp8bench.features.train.lab.optimizer import LoopOptimizer, clippings_of, joint, seed_of
 from fp8bench.features.train.lab.together import digest_of
-from fp8bench.features.train.lab.update_rules import loss_scale_of, share_of_rate
+from fp8bench.features.train.lab.update_rules import PlateauShare, group_of, loss_scale_of, share_of_rate
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, not_finite_words
 from fp8bench.features.train.lab.ways import together_of
+from fp8bench.features.train.request import clip_of
 from fp8bench.features.train.values import (
     FALLBACK,
     NOT_FINITE,
@@ -80,6 +81,9 @@ class Trainer:
         self._weights = CachedWeights(self._model)
         self._forward = self._compiled() if settings.compile == "yes" else self._model
         self._optimizer = self._build_optimizer()
+        self._most_norm, clip_group = clip_of(settings.clip)
+        self._clip_groups = [group_of(name, own.ndim, clip_group) for name, own in self._parameters.items()]
+        self._plateau = PlateauShare(settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
         self._watch = ModelWatch(
             self._model, arm.name, task.seed, self.tokens // settings.micro_batches, inside=settings.compile == "no"
@@ -200,11 +204,10 @@ class Trainer:
             norms = self.together.norms(self._optimizer.gradients.norms())
             norm = joint(norms) / scale
             skip = (~(loss + norm).isfinite()).to(torch.float32)
-            most = self._settings.clip
-            clipping = (norm / most).clamp(min=1.0) if most else torch.ones_like(norm)
+            clippings, clipping = clippings_of(norms, norm, scale, self._most_norm, self._clip_groups)
             self._optimizer.weights.draws(seed_of("round", self._seed, self.step))
             with phase.optimizer_step:
-                self._optimizer.step(rate, clipping * scale, skip)
+                self._optimizer.step(rate, [each * scale for each in self.together.mine(clippings)], skip)
             norms = self.together.norms([*self._optimizer.update_norms, *self._optimizer.weight_norms])
             moved, size = norms[: len(norms) // 2], norms[len(norms) // 2 :]
             numbers = torch.stack([loss, norm, clipping, joint(moved), joint(size)]).tolist()  # the only wait of a step
@@ -228,7 +231,7 @@ class Trainer:
         self.step += 1
 
     def _rate_now(self) -> float:
-        return self._rate * share_of_rate(self._settings, self.step, self._task.steps)
+        return self._rate * share_of_rate(self._settings, self.step, self._task.steps) * self._plateau.share
 
     def read(self, step: int) -> tuple[int, int]:
         """Digests of the tokens that this rank reads in a step, and of those that all ranks read in it."""
@@ -352,6 +355,9 @@ class Trainer:
             with self._present(_SILENT), torch.no_grad(), self._weights.cast(_SILENT):
                 looks = tuple(self._evaluation.look(self._model, who, last=last))
                 scores = tuple(self._scores.of(self._model)) if last else ()
+            for look in looks:
+                if look.of == "held-out":
+                    self._plateau.seen(self.step, look.loss)
             return *looks, *(StepFigure(*who, name, value) for name, value in scores)
         finally:
             for module, mode in modes:
@@ -365,6 +371,7 @@ class Trainer:
             "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
             "optimizer": self._optimizer.memory(),
             "rate": self._rate,
+            "plateau": self._plateau.memory(),
             "skipped": self._skipped,
             "remembered": self._remembered()._asdict(),
             "watched": dict(self._watch.scales),
@@ -374,6 +381,7 @@ class Trainer:
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
         self._loss_scale.scale, self._loss_scale.good_steps = memory["loss_scale"]
         self._rate, self._skipped = memory["rate"], memory["skipped"]
+        self._plateau.recall(memory["plateau"])
         self._optimizer.recall(memory["optimizer"])
         self._recall(_Remembered(**memory["remembered"]))
         self._watch.scales = dict(memory["watched"])

@@ -1,4 +1,4 @@
-"""How weights are updated: learning-rate schedules, the loss scale, and the rules of
+"""How weights are updated: learning-rate schedules and factors, groups of clipping, the loss scale, and the rules of
 SGD, Lion and Adafactor over a bucket of float32 weights.
 
 SGD and Adafactor are torch's, in its order of operations; Lion is algorithm 2 of Chen et al. (2023). The host never
@@ -26,7 +26,7 @@ _WSD_FALLS = 0.2
 
 def share_of_rate(settings: TrainerSettings, step: int, steps: int) -> float:
     """The share of the full learning rate in a step, counted from 0: a linear warm-up, then the schedule. One-cycle
-    rises and falls along cosines, as torch's does."""
+    rises and falls along cosines, as torch's does. Plateau is flat here: PlateauShare is its factor."""
     floor, name = settings.floor, settings.schedule
     if name == "one-cycle":
         top, last = max(0.0, settings.warmup * steps - 1), steps - 1
@@ -51,6 +51,75 @@ def share_of_rate(settings: TrainerSettings, step: int, steps: int) -> float:
 
 def _along_cosine(start: float, end: float, gone: float) -> float:
     return end + (start - end) / 2 * (1 + math.cos(math.pi * gone))
+
+
+# As of torch's ReduceLROnPlateau: the factor, the bad validations before it, and the share by which a loss is better.
+_DROP, PATIENCE, _BETTER = 0.5, 2, 1e-4
+
+
+class PlateauShare:
+    """A factor that is halved after 3 validations in a row without a loss better by 0.01%, down to `floor`; 1 under
+    another schedule."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._settings = settings
+        self.share, self.best, self.bad, self.at = 1.0, math.inf, 0, -1
+
+    def seen(self, step: int, loss: float) -> None:
+        """Take in the held-out loss after so many steps; a step that was seen before changes nothing."""
+        if step <= self.at or self._settings.schedule != "plateau":
+            return
+        self.at = step
+        if loss < self.best * (1 - _BETTER):
+            self.best, self.bad = loss, 0
+        else:
+            self.bad += 1
+        if self.bad > PATIENCE:
+            self.share, self.bad = max(self._settings.floor, self.share * _DROP), 0
+
+    def memory(self) -> list[float]:
+        return [self.share, self.best, self.bad, self.at]
+
+    def recall(self, memory: list[float]) -> None:
+        self.share, self.best, bad, at = memory
+        self.bad, self.at = int(bad), int(at)
+
+
+def kind_of(name: str, dimensions: int) -> str:
+    """A parameter's kind, as --rates names it: 'embedding', 'head', 'norm' (anything of one dimension) or 'layer'."""
+    first = name.partition(".")[0]
+    if first in ("embedding", "positions", "head"):
+        return "head" if first == "head" else "embedding"
+    return "norm" if dimensions < 2 else "layer"
+
+
+# Words of a matrix's path that name its kind of layer; without one it belongs to an mlp.
+_LAYERS = {"attn": "attn", "first": "conv", "second": "conv"}
+
+
+def _layer_kind(name: str, dimensions: int) -> str:
+    """As kind_of, but with the kind of layer in place of 'layer'."""
+    kind = kind_of(name, dimensions)
+    return kind if kind != "layer" else next((_LAYERS[word] for word in name.split(".") if word in _LAYERS), "mlp")
+
+
+def factor_of(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
+    """The longest matching path prefix wins, then the kind of layer, then the kind of parameter."""
+    factors = dict(rates)
+    prefixes = [key for key in factors if name == key or name.startswith(f"{key}.")]
+    if prefixes:
+        return factors[max(prefixes, key=len)]
+    return factors.get(_layer_kind(name, dimensions), factors.get(kind_of(name, dimensions), 1.0))
+
+
+def group_of(name: str, dimensions: int, group: str) -> str:
+    """The name of the gradients that are clipped together with this one; `group` is '' for all."""
+    if group == "kind":
+        return _layer_kind(name, dimensions)
+    if group == "block":
+        words = name.split(".")
+        return ".".join(words[:2]) if words[0] == "blocks" else words[0]
+    return name if group == "tensor" else ""
 
 
 # A dynamic loss scale begins with the first, is never below the least, and doubles after so many steps.

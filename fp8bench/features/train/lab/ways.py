@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.optimizer import Gradients, gradient_of
-from fp8bench.features.train.lab.together import Alone, DataParallel, FullySharded, TensorParallel
+from fp8bench.features.train.lab.together import Alone, DataParallel, FullySharded, T, TensorParallel
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.gpt import GPT, LanguageModel
@@ -47,7 +47,6 @@ def together_of(settings: TrainerSettings, config: GPTConfig, facts: DeviceFacts
     return DataParallel(group)
 
 
-T = TypeVar("T")
 # So many numbers of each tensor are compared.
 _SAMPLED = 64
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -121,7 +120,6 @@ class ZeroTensors(FullySharded):
         return dict(zip(self.mine(list(parameters)), self._own, strict=True))
 
     def mine(self, values: Sequence[T]) -> list[T]:
-        """From one value for each parameter, those of the parameters that this rank keeps."""
         return self._owned.own(values)
 
     def updated(self, phase: Phases) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fp8bench.features.train.health.health import REST, RULES, Health
 from fp8bench.features.train.health.steps import HealthRule
+from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import (
     GRADIENTS_LEFT,
     MOMENTS_GONE,
@@ -256,6 +257,14 @@ def test_a_steep_batch_with_a_loss_of_its_own_is_found_sooner(loss: float, times
     noisy = rows(90, gradient_norm=lambda step: {40: 15.0, 70: times}.get(step, 1.0),
                  loss=lambda step: loss if step == 70 else 3.0 + step % 7 / 50)  # fmt: skip
     assert alarms(noisy) == [("gradient-norm-spike", step) for step in steps]
+
+
+def test_a_layer_that_is_slow_on_purpose_raises_no_alarm() -> None:
+    lines = list(updates(lambda number: 0.02))
+    assert alarms(lines) == [("layer-stands-still", 30)]
+    for factor in (0.02, 0.0):
+        slow = TrainerSettings(rates=(("layer", factor),))
+        assert not Health((ARM,), slow).see(updates(lambda number, factor=factor: factor))
 
 
 @for_each(("name", "reference", "own", "apart", "cause"), [

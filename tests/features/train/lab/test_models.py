@@ -70,6 +70,7 @@ def test_sizes_are_the_models_own_and_those_of_the_text() -> None:
         ({"arch": "mlp", "checkpointing": "blocks"}, "--checkpointing blocks is for --arch gpt and moe.*mlp"),
         ({"arch": "cnn", "checkpointing": "blocks"}, "--checkpointing blocks is for --arch gpt and moe.*batch"),
         ({"optimizer": "adafactor", "optimizer_states": "bf16"}, "adafactor keeps means of rows and columns"),
+        *(({"rates": ((name, 2.0),)}, "unknown parameters of --rates") for name in ("atn", "blocks.7", "blocks.0.att")),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused(settings: dict[str, Any], words: str) -> None:

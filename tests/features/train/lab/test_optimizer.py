@@ -17,16 +17,21 @@ from torch import Tensor, nn
 import fp8bench
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab import update_rules
+from fp8bench.features.train.lab.models import check
 from fp8bench.features.train.lab.optimizer import (
     AutomaticScale,
     LoopOptimizer,
     StochasticWeights,
+    clippings_of,
     joint,
     stochastic_bf16,
 )
 from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
 from fp8bench.features.train.lab.update_rules import (
     LossScale,
+    PlateauShare,
+    factor_of,
+    group_of,
     loss_scale_of,
     share_of_rate,
 )
@@ -70,12 +75,13 @@ def backward(optimizer: LoopOptimizer, own: list[nn.Parameter], *micro_batches: 
 
 
 def step(optimizer: LoopOptimizer, rate: float = 1e-2, divisor: float = 1.0, skip: bool = False) -> None:
-    optimizer.step(rate, torch.tensor(divisor), torch.tensor(float(skip)))
+    optimizer.step(rate, [torch.tensor(float(divisor))] * len(SHAPES), torch.tensor(float(skip)))
 
 
 def test_it_is_adamw_by_hand() -> None:
-    """Gradients are scaled by 1024 and clipped to a quarter; matrices decay."""
-    optimizer, own = made(weight_decay=0.1)
+    """Gradients are scaled by 1024 and clipped to a quarter; matrices decay, and kinds of weights have rates of their
+    own."""
+    optimizer, own = made(rates=(("embedding", 0.5), ("norm", 2.0)), weight_decay=0.1)
     weights = [weight.double() for weight in values_of(own)]
     first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
     for number in range(1, 5):
@@ -84,8 +90,8 @@ def test_it_is_adamw_by_hand() -> None:
         norm = torch.cat([gradient.flatten() for gradient in some]).norm()
         assert float(joint(optimizer.gradients.norms())) == pytest.approx(1024 * float(norm), rel=1e-5)
         step(optimizer, divisor=4 * 1024.0)
-        norms, rate = zip(optimizer.update_norms, optimizer.weight_norms, strict=True), 0.01
-        for place, (gradient, (moved, size)) in enumerate(zip(some, norms, strict=True)):
+        rates, norms = (0.005, 0.02, 0.01, 0.01), zip(optimizer.update_norms, optimizer.weight_norms, strict=True)
+        for place, (rate, gradient, (moved, size)) in enumerate(zip(rates, some, norms, strict=True)):
             before, m, v, g = weights[place], first[place], second[place], gradient.double() / 4
             m.mul_(0.9).add_(0.1 * g)
             v.mul_(0.999).add_(0.001 * g * g)
@@ -239,7 +245,7 @@ def trained(skipped: int = -1, **settings: Any) -> list[list[Tensor]]:
     for step in range(STEPS):
         for parameter, gradient in zip(own.values(), gradients(step), strict=True):
             parameter.grad = gradient * (torch.nan if step == skipped else 4.0)
-        optimizer.step(1e-2, torch.tensor(4.0), torch.tensor(float(step == skipped)))
+        optimizer.step(1e-2, [torch.tensor(4.0)] * len(own), torch.tensor(float(step == skipped)))
         weights.append(values_of(own.values()))
     return weights
 
@@ -357,6 +363,22 @@ def test_no_schedule_leaves_its_bounds(schedule: str, steps: int, share: float) 
     assert all(0 < part <= 1 for part in shares(steps, schedule=schedule, warmup=share, floor=0.1))
 
 
+def test_plateau_is_torchs() -> None:
+    losses = [3.0, 2.5, 2.4999, 2.6, 2.7, 2.4, 2.4, 2.4, 2.4, 2.5, 2.6, 2.7, 2.8, 2.9, 3.0, 3.1, 1.0, 1.0]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2, min_lr=0.1)
+    plateau = PlateauShare(TrainerSettings(schedule="plateau"))
+    for number, loss in enumerate(losses):
+        theirs.step(loss)
+        plateau.seen(number, loss)
+        plateau.seen(number, 99.0)  # the same look once more
+        other = PlateauShare(TrainerSettings(schedule="plateau"))
+        other.recall(plateau.memory())
+        plateau = other
+        assert plateau.share == optimizer.param_groups[0]["lr"], number
+    assert plateau.share < 1
+
+
 def test_a_dynamic_loss_scale_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_rules, "GROWTH", 3)
     scaler = torch.amp.GradScaler("cpu", growth_interval=3)
@@ -385,6 +407,47 @@ def test_loss_scales_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -
         low.seen(False)
         fixed.seen(False)
     assert (low.scale, fixed.scale) == (1.0, 1024.0)
+
+
+def test_the_longest_name_gives_the_rate() -> None:
+    rates = (("attn", 2.0), ("blocks.0", 3.0), ("blocks.0.attn.out", 5.0), ("layer", 7.0), ("norm", 11.0))
+    wanted = {
+        ("blocks.1.attn.qkv.weight", 2): 2.0, ("blocks.0.attn.qkv.weight", 2): 3.0,
+        ("blocks.0.attn.out.weight", 2): 5.0, ("blocks.10.attn.out.weight", 2): 2.0,
+        ("blocks.1.mlp.up.weight", 2): 7.0, ("blocks.1.norm_attn.weight", 1): 11.0,
+        ("blocks.0.norm_attn.weight", 1): 3.0, ("norm.weight", 1): 11.0, ("head.weight", 2): 1.0, ("embedding", 2): 1.0,
+    }  # fmt: skip
+    assert {key: factor_of(*key, rates) for key in wanted} == wanted
+    check(TrainerSettings(rates=rates))
+
+
+def test_groups_of_clipping() -> None:
+    names = [("embedding", 2), ("positions", 2), ("blocks.0.attn.qkv.weight", 2), ("blocks.1.mlp.up.weight", 2),
+             ("blocks.1.norm_mlp.weight", 1), ("norm.weight", 1), ("head.weight", 2)]  # fmt: skip
+    for by, wanted in {
+        "kind": ["embedding", "embedding", "attn", "mlp", "norm", "norm", "head"],
+        "block": ["embedding", "positions", "blocks.0", "blocks.1", "blocks.1", "norm", "head"],
+        "": [""] * 7, "tensor": [name for name, _ in names],
+    }.items():  # fmt: skip
+        assert [group_of(*name, by) for name in names] == wanted
+
+
+@for_each("groups", ["aaaa", "abab", "abcd"])
+def test_each_group_is_clipped_as_torch_clips_it(groups: str) -> None:
+    """Gradients of a group above the norm are divided by what torch divides them by; a small one stays."""
+    some = [gradient * scale for gradient, scale in zip(gradients(0), (1.0, 8.0, 1e-3, 1.0), strict=True)]
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in some]
+    for parameter, gradient in zip(parameters, some, strict=True):
+        parameter.grad = gradient.clone()
+    for group in set(groups):
+        together = [own for own, name in zip(parameters, groups, strict=True) if name == group]
+        torch.nn.utils.clip_grad_norm_(together, 1.0)
+    norms = [gradient.norm() * 4 for gradient in some]
+    divisors, shrunk = clippings_of(norms, joint(norms) / 4, 4.0, 1.0, groups)
+    for parameter, gradient, divisor in zip(parameters, some, divisors, strict=True):
+        torch.testing.assert_close(gradient / divisor, parameter.grad, rtol=1e-5, atol=1e-7)
+    after = joint([own.grad.norm() for own in parameters if own.grad is not None])
+    assert float(shrunk) == pytest.approx(float(joint([own.norm() for own in some]) / after), rel=1e-5)
 
 
 def accumulating(updates: str = "fp8", make: Any = SGD) -> tuple[nn.Linear, Any]:
@@ -448,7 +511,7 @@ def test_high_accumulation_clips_and_skips_by_its_masters() -> None:
     optimizer.gradients.begin()
     wanted = found_by_backward(model, 3)
     assert torch.equal(optimizer.gradients.norms()[0], wanted.norm())
-    optimizer.step(0.0, torch.tensor(2.0), torch.tensor(1.0))
+    optimizer.step(0.0, [torch.tensor(2.0)], torch.tensor(1.0))
     assert torch.equal(model.weight, start)
-    optimizer.step(0.0, torch.tensor(2.0), torch.tensor(0.0))
+    optimizer.step(0.0, [torch.tensor(2.0)], torch.tensor(0.0))
     assert torch.equal(model.weight.detach(), (start.float() - 0.1 * wanted / 2).bfloat16())

@@ -98,7 +98,7 @@ class Learnt(NamedTuple):
 
 def update(optimizer: LoopOptimizer, norms: Callable[[list[Tensor]], list[Tensor]] = list) -> list[float]:
     own = [optimizer.gradients.norms()]
-    optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))
+    optimizer.step(1e-2, [torch.tensor(1.0)] * 99, torch.tensor(0.0))
     return [float(joint(norms(each))) for each in (*own, optimizer.update_norms, optimizer.weight_norms)]
 
 
