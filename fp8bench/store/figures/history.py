@@ -49,10 +49,7 @@ def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
     files = {commit: _stamps_of(paths[commit]) for commit in paths}
     # 2. Take the cached figures that fit.
     fitting = {commit: entry for commit, entry in cached.items() if entry.files == files.get(commit)}
-    figures = {
-        commit: entry for commit, entry in fitting.items()
-        if all(digest_of(suite) == digest for suite, digest in entry.grids.items())
-    }  # fmt: skip
+    figures = {commit: entry for commit, entry in fitting.items() if not _changed_grids(entry, digest_of)}
     # 3. Read the runs of other commits.
     stale = [commit for commit in paths if commit not in figures]
     runs, done, unkept = sum(len(paths[commit]) for commit in stale), 0, ""
@@ -63,8 +60,7 @@ def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
     for commit, made in zip(stale, spread(_read_commit, jobs), strict=True):
         figures[commit] = made
         # Figures of a suite that is not imported here stay in the cache: whoever imports it will want them.
-        grids = fitting[commit].grids if commit in fitting else {}
-        is_poorer = any(digest_of(suite) == UNKNOWN != digest for suite, digest in grids.items())
+        is_poorer = commit in fitting and UNKNOWN in _changed_grids(fitting[commit], digest_of)
         if not is_poorer:
             waiting[commit] = made
         if len(waiting) >= _AT_ONCE or commit == stale[-1]:
@@ -80,6 +76,11 @@ def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
     tables = [table for entry in entries for table in entry.tables]
     counts = sum(entry.runs for entry in entries), sum(entry.runs > 0 for entry in entries)
     return history_of(tables, *counts, left + there.left, runs, troubles)
+
+
+def _changed_grids(figures: CommitFigures, digest_of: Callable[[str], str]) -> set[str]:
+    """Returns the digests of the grids that are others now than when the figures were made."""
+    return {digest_of(suite) for suite, digest in figures.grids.items() if digest_of(suite) != digest}
 
 
 def keep_figures(store: Path, run: Path) -> None:
@@ -131,7 +132,8 @@ def _digest(text: str) -> str:
 def _keep(store: Path, commits: Mapping[str, CommitFigures], digest_of: Callable[[str], str]) -> str:
     """Caches the figures of commits; returns why they could not be written, '' if they were."""
     tables = [table for figures in commits.values() for table in figures.tables]
-    digests = {layout: _digest(layout) for layout in {table.layout for table in tables}}
+    layouts = {table.layout for table in tables}
+    digests = {layout: _digest(layout) for layout in layouts}
     values = {(_LAYOUT, digest): layout.encode() for layout, digest in digests.items()}
     for commit, figures in commits.items():
         grids = {suite: digest_of(suite) for suite in figures.grids}
