@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 import types
@@ -34,7 +33,7 @@ def text(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_arguments_equal_the_command_line(text: Path, store: Path) -> None:
     words = (
-        "train --dtypes bf16,fp8-delayed --steps 6 --seeds 1 --margin 2 --sweep history=1,16 --rate 0.01 "
+        "train --dtypes bf16,fp8-delayed --steps 6 --seeds 1 --margin 2 --sweep history=1 --sweep history=16 --rate 0.01 "
         "--data text.txt --betas 0.9,0.95 --rates norm=0 --clip 0.5/kind --precision-map mlp=bf16 --sequence 16"
     )
     noted = NotedTraining()
@@ -135,53 +134,6 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert hooks_of(model) == 0 and (tmp_path / "steps.jsonl").read_text().count("\n") == len(lines)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Lightning's own
-def test_lightning(tmp_path: Path) -> None:
-    """With two micro-batches a step: the logged loss, and the noise between them."""
-    try:
-        lightning = importlib.import_module("lightning.pytorch")
-    except ImportError:
-        lightning = pytest.importorskip("pytorch_lightning")
-
-    class Module(lightning.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
-            self.losses: list[float] = []
-
-        def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-            loss: torch.Tensor = (self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
-            self.losses.append(float(loss))
-            return loss
-
-        def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
-            self.log("val_loss", (self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean())
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-    module, lines = Module(), list[StreamLine]()
-    data = torch.utils.data.TensorDataset(torch.randn(32, 6, generator=torch.Generator().manual_seed(1)))
-    trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", accumulate_grad_batches=2, logger=False, val_check_interval=4,
-        enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(tmp_path),
-        callbacks=[fp8bench.lightning_callback(told=lines.extend, stride=2)],
-    )  # fmt: skip
-    trainer.fit(module, *(torch.utils.data.DataLoader(data, batch_size=4) for _ in range(2)))
-    means = [sum(module.losses[place : place + 2]) / 2 for place in range(0, 8, 2)]
-    assert [row.loss for row in rows_of(lines)] == pytest.approx(means) and len(means) == 4
-    assert {(line.layer, line.role) for line in lines if isinstance(line, LayerReading)} == {
-        (layer, role) for layer in ("net.0", "net.2") for role in ("input", "weight", "gradient")
-    }
-    assert any(getattr(line, "name", "") == "noise_scale" for line in lines) and hooks_of(module) == 0
-    last = float(trainer.callback_metrics["val_loss"])
-    assert looks_of(lines)[1:] == [(4, pytest.approx(last))]  # and none of the check before the first step
-    assert [step for step, _ in looks_of(lines)] == [2, 4]
-
-
 class LightningProtocol:
     """Calls a callback as Lightning's Trainer does: a validation check before the first step, the loss divided by
     micro-batches before backward, metrics after validation."""
@@ -235,31 +187,6 @@ def test_lightnings_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch, tmp
     two.optimizers *= 2
     with pytest.raises(UsageError, match="2 optimizers have no single step"):
         two.fit(1, {})
-
-
-def test_hugging_faces_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `eval_loss`, within the training only. The optimizer may be wrapped, as by accelerate; a failed training
-    leaves nothing behind."""
-    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(TrainerCallback=object))
-    lines: list[StreamLine] = []
-    callback = fp8bench.hugging_face_callback(told=lines.extend, stride=3)
-    callback.on_evaluate(None, None, None, metrics={"eval_loss": 9.0})
-    for attempt in range(2):
-        lines.clear()
-        module = nn.Linear(6, 1)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        callback.on_train_begin(None, None, None, model=module, optimizer=types.SimpleNamespace(optimizer=optimizer))
-        for step in range(1, 5):
-            module(torch.ones(4, 6)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            metrics = {"eval_loss": 1 / step} if step % 2 == 0 else {"eval_runtime": 3.0} if step == 3 else None
-            callback.on_evaluate(None, None, None, metrics=metrics)
-        if attempt:
-            callback.on_train_end(None, None, None)
-            callback.on_evaluate(None, None, None, metrics={"eval_loss": 9.0})
-    assert looks_of(lines) == [(2, 0.5), (4, 0.25)]
-    assert [row.step for row in rows_of(lines)] == [0, 1, 2, 3] and hooks_of(module) == 0
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,25 +166,6 @@ def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
     assert decoded(text, text.train) == WHOLE and decoded(text, text.held_out) == b"quite another line\n" * 100
 
 
-@pytest.mark.slow
-def test_datasets_own_folders_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
-    datasets = pytest.importorskip("datasets")
-
-    def dataset(lines: list[str], name: str) -> Any:
-        # With a given fingerprint: some versions cannot pickle what they would compute it from.
-        table = datasets.table.InMemoryTable.from_pydict({"text": lines, "id": list(range(len(lines)))})
-        return datasets.Dataset(table, fingerprint=name)
-
-    dataset(LINES, "one").save_to_disk(tmp_path / "one", num_shards=3)
-    datasets.DatasetDict(train=dataset(LINES, "two"), test=dataset(LINES[:99], "three")).save_to_disk(tmp_path / "two")
-    whole, parts = (prepared(tmp_path / name) for name in ("one", "two"))
-    assert decoded(whole, whole.train) == WHOLE[: len(WHOLE) - len(WHOLE) // 10]
-    assert decoded(parts, parts.train) == WHOLE
-    assert decoded(parts, parts.held_out) == "".join(f"{line}\n" for line in LINES[:99]).encode()
-
-
 def test_saved_datasets_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two = saved(tmp_path / "two", [{"question": "a", "answer": "b"}])
     torn = saved(tmp_path / "torn", [{"text": line} for line in LINES])

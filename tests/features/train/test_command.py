@@ -66,26 +66,10 @@ def test_help_names_what_it_may_fail_on() -> None:
     assert words is not None and all(name in words for name in FAILURES)
 
 
-def test_all_settings_and_options_can_be_given() -> None:
-    words = (
-        "train --dtypes bf16,fp8-delayed --reference bf16 --arch moe --micro-batches 3 --compile yes "
-        "--precision-map mlp=fp8 --sweep history=1,16 --sweep margin=1 --sweep history=4 --data a.txt "
-        "--tokens bpe:64 --margin 2.5 --seed 3 --stride 4 --evaluate 5 --keep 6 --device cpu "
-        "--threads 2 --rate 0.01 --loss-scale 1024 --betas 0.9,0.95 --no-isolation --bands one-ulp,repeat "
-        "--shift 0.5 --start last:fp8"
-    )
-    settings = TrainerSettings(
-        arch="moe", micro_batches=3, compile="yes", precision_map=(("mlp", "fp8"),), rate=0.01, loss_scale="1024",
-        betas=(0.9, 0.95), shift=0.5, start="last:fp8",
-    )  # fmt: skip
-    wanted = TrainingRequest(
-        ("bf16", "fp8-delayed"), "bf16", settings, 300, 5, 3, ("one-ulp", "repeat"), 0.025,
-        (("history", ("1", "16", "4")), ("margin", ("1",))),
-        "cpu", 2, "a.txt", "bpe:64", 4, 5, 6, isolation=False,
-    )  # fmt: skip
-    for more, steps, seeds in (("", 300, 5), ("--quick", 60, 1), ("--quick --steps 9 --seeds 2", 9, 2)):
-        request = request_from(build_parser().parse_args([*words.split(), *more.split()]))
-        assert request == replace(wanted, steps=steps, seeds=seeds)
+@for_each(("more", "length"), [("", (300, 5)), ("--quick", (60, 1)), ("--quick --steps 9 --seeds 2", (9, 2))])
+def test_quick_is_one_short_seed_unless_told(more: str, length: tuple[int, int]) -> None:
+    request = request_from(build_parser().parse_args(["train", *more.split()]))
+    assert (request.steps, request.seeds) == length
 
 
 def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, store: Path, local: None) -> None:
@@ -98,8 +82,6 @@ def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, 
     assert "inconclusive: 1 seed counts" in told and "nondeterminism is zero" in told
     rows = Path("rows.csv").read_text().splitlines()
     (loss,) = (row.split(",")[-1] for row in rows if re.match("fp8,fp8,candidate,0,3,StepRow,.*,loss,", row))
-    costs = {row.rpartition(",")[0].split(",")[-1] for row in rows if row.startswith("fp8,fp8,candidate,0,0,ArmCost,")}
-    assert {"kept weights", "peak_memory", "peak_memory optimizer"} <= costs
     document: dict[str, Any] = json.loads(fp8bench("show", key, "--json")[1])
     steps = [line for line in document["lines"] if line["line"] == "StepRow" and line["arm"] == "fp8"]
     assert repr(steps[3]["loss"]) == loss and document["finished"]
@@ -117,10 +99,6 @@ def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, 
     code, again, err = say("--resume", "last")
     assert (code, again) == (0, out) and f"training {key} is finished; nothing was missing" in err
     assert say("--resume", "last", "--fail-on", "worse,diverged,alarm")[0] == 0
-    code, _, err = say("--resume", "last", "--fail-on", "worse,inconclusive")
-    assert code == 1 and "--fail-on: fp8: inconclusive: 1 seed counts" in err
-    code, again, err = fp8bench("show", key, "--log", "tensorboard:board")
-    assert (code, again) == (0, out) and "logged to tensorboard:board" in unfolded(err)
     code, said, _ = fp8bench("report", key, "--md", "told.md")
     assert code == 0 and said.split() == [f".fp8bench/reports/{name}/report.html", "told.md"]
     assert "Does it still learn?" in Path(said.split()[0]).read_text() and "fp8" in Path("told.md").read_text()

@@ -142,12 +142,3 @@ def test_a_rank_that_is_killed_costs_no_bit(parallel: str, tmp_path: Path) -> No
         assert (kept, weights) == (2 * count, 6 * count)
     else:
         assert kept == weights and (weights < 4 * count) == (parallel != "ddp")
-
-
-@pytest.mark.nightly
-def test_where_a_rank_is_killed_once_more_its_arm_is_out(tmp_path: Path) -> None:
-    out = trained(tmp_path / "out", planted.KILLED_TWICE)
-    assert out.finished and kinds(out) == ["restarted", "out"] and gone()
-    arms = ("fp32", "fp8-delayed")
-    whole, lost = ({row.step for row in out.of(StepRow) if row.arm == arm} for arm in arms)
-    assert whole == set(range(12)) and 11 not in lost

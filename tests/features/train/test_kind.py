@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,7 @@ from fp8bench.features.train.kind import (
 from fp8bench.features.train.values import ArmCost, LayerReading, StepFigure, StreamLine, TrainingEvent, Validation
 from fp8bench.model import MemoryUse
 from fp8bench.store.runs.run_file import start_run
-from tests.commands import Say, environment
+from tests.commands import Say
 from tests.older import as_older
 from tests.runs import measured
 from tests.trainings import row_of, training
@@ -39,20 +37,6 @@ LINES: tuple[StreamLine, ...] = (
     TrainingEvent("fp8", 0, 5, "not-finite", "the loss is nan", "head", "output", (("amax", 1e38),), "lower the rate"),
     ArmCost("fp8", 0, kept=(("weights", 4000),), memory=MemoryUse(9000, (("weights", 4000), ("other", 5000)))),
 )
-FULL = """
-import resource, sys
-from pathlib import Path
-from fp8bench.errors import StoreError
-from fp8bench.features.train.kind import reopen_training
-from tests.trainings import row_of
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-writer = reopen_training(Path(sys.argv[1]))
-try:
-    for step in range(1000):
-        writer.append([row_of("fp8", 0, step)])
-except StoreError as error:
-    print(step, error)
-"""
 
 
 @pytest.fixture
@@ -142,20 +126,6 @@ def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> N
     again = reopen_training(writer.path)
     assert again.places == (ResumePlace(0, 0, len(writer.path.read_bytes().splitlines(keepends=True)[0])),)
     again.close()
-
-
-def test_a_full_disk_in_the_middle(writer: TrainingWriter) -> None:
-    """At a real limit, inside a line: every line before it is there."""
-    writer.close()
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(writer.path)], capture_output=True, text=True, check=True, env=environment()
-    )
-    step, _, error = done.stdout.partition(" ")
-    assert "cannot be written (File too large). What was finished before is in it; make room" in error
-    kept = load_training(writer.path)
-    # The line that met the limit is complete if only its line break is missing.
-    assert len(kept.lines) in (int(step), int(step) + 1) and len(kept.lines) > 20
-    assert kept.lines == tuple(row_of("fp8", 0, number) for number in range(len(kept.lines)))
 
 
 def test_trainings_are_found_by_what_they_are_called(tmp_path: Path) -> None:

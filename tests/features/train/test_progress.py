@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,11 +32,10 @@ from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
 from fp8bench.report.data.loggers import LogTarget
 from fp8bench.report.elements import Table, Tone
 from tests.cli.test_progress import Clock, Screen
-from tests.commands import environment
 from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REFERENCE
 from tests.report.data.test_loggers import Wandb
-from tests.trainings import NotedTraining, row_of, training, write_text
+from tests.trainings import NotedTraining, row_of, training
 
 SHOWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LOOK = Validation("bf16", 0, 10, "held-out", 3.25, 64, 64)
@@ -186,90 +182,7 @@ def test_a_row_has_loss_speed_and_health() -> None:
         assert [field.text for field in cells(now, drawn=drawn).rows[0][1:]] == shown
 
 
-TRAIN = (
-    f"{sys.executable} -m fp8bench train --dtypes bf16,fp8 --data text.txt --steps 1000000 --seeds 1 --keep 20 "
-    "--batch 1 --sequence 16 --evaluate 1000"
-)
 PATIENCE = 240.0
-
-
-class Terminal:
-    """A shell in a tmux terminal."""
-
-    def __init__(self) -> None:
-        self._tmux = ("tmux", "-L", f"fp8bench-{os.getpid()}", "-f", os.devnull)
-        self.say("new-session", "-d", "-x", "110", "-y", "30", "bash", "--norc")
-
-    def say(self, *words: str) -> str:
-        done = subprocess.run(
-            [*self._tmux, *words], env=environment(PS1="$ ", CI=""), capture_output=True, text=True, check=True
-        )
-        return done.stdout
-
-    def type(self, text: str) -> None:
-        self.say("send-keys", "-l", text)
-        self.say("send-keys", "Enter")
-
-    def screen(self) -> str:
-        return self.say("capture-pane", "-p").rstrip()
-
-    def waits_for(self, holds: Callable[[str], object]) -> str:
-        end = time.monotonic() + PATIENCE
-        while not holds(shown := self.screen()):
-            assert time.monotonic() < end, shown
-            time.sleep(0.1)
-        return shown
-
-
-@pytest.fixture
-def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    monkeypatch.chdir(tmp_path)
-    write_text()
-    made = Terminal()
-    yield made
-    made.say("kill-server")
-
-
-def at(shown: str) -> int:
-    boards = re.findall(r"^seed 1/1, step (\d+)/1000000", shown, re.MULTILINE)
-    return int(boards[0]) if len(boards) == 1 and shown.count("no alarm") == 5 and shown.count("held-out") == 1 else 0
-
-
-def goes_on(before: str, height: int, shown: str) -> bool:
-    """Whether a later board is there, once and complete; where there is no room, its top."""
-    if height > 20:
-        return at(shown) > at(before)
-    return len(re.findall(r"seed 1/1, step \d+", shown)) == 1 and shown.startswith("seed 1/1") and shown != before
-
-
-def children(process: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux, which is a terminal that can be read")
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc, to find the worker")
-def test_nothing_is_left_of_a_board(terminal: Terminal) -> None:
-    """On a real terminal that is resized, whose worker is killed and which is interrupted: there is one board,
-    sentences stay above it, and cursor, echo and prompt come back."""
-    shell = int(terminal.say("display-message", "-p", "#{pane_pid}"))
-    terminal.type(TRAIN)
-    terminal.waits_for(at)
-    for width, height in ((60, 30), (44, 12), (130, 40)):
-        before = terminal.screen()
-        terminal.say("resize-window", "-x", str(width), "-y", str(height))
-        shown = terminal.waits_for(partial(goes_on, before, height))
-        assert max(map(len, shown.splitlines())) <= width
-    (parent,) = children(shell)
-    os.kill(children(parent)[0], signal.SIGKILL)
-    shown = terminal.waits_for(lambda shown: "a fresh worker goes on" in shown and at(shown))
-    assert shown.index("a fresh worker") < shown.index("seed 1/1, step"), "sentences stay above the board"
-    terminal.say("send-keys", "C-c")
-    terminal.waits_for(lambda shown: "--explain says how to read this" in shown and shown.endswith("$"))
-    assert "losses so far" not in terminal.screen() and "To go on:" in terminal.say("capture-pane", "-p", "-S", "-90")
-    terminal.type("clear; stty -a | grep -o '.icanon .*echo ' ; echo $((40 + 2))")
-    assert "42" in terminal.waits_for(lambda shown: re.search(r"^42$", shown, re.MULTILINE))
-    assert terminal.say("display-message", "-p", "#{cursor_flag}").strip() == "1"
 
 
 def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,9 +74,7 @@ def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLi
     planted = self._task.seed if _RANK == 1 and self.arm.role == "candidate" else 0
     # A rank that is to die once leaves a mark that it has.
     died = Path(os.environ.get("PLANTED_RANKS", "")) / f"died-{planted}"
-    if self.step == plants.KILLED_AT and (
-        planted == plants.KILLED_TWICE or (planted == plants.KILLED and not died.exists())
-    ):
+    if self.step == plants.KILLED_AT and planted == plants.KILLED and not died.exists():
         if "PLANTED_RANKS" in os.environ:
             died.touch()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -170,13 +170,6 @@ def test_draws_are_fixed_for_good(span: TokenSpan) -> None:
     assert tokens[:, 0].tolist() == [100 + int(word) % 592 for word in words] == [632, 395, 281]
 
 
-def test_places_are_drawn_evenly(span: TokenSpan) -> None:
-    windows = TokenWindows(TokenSpan(span.path, 100, 208), 8, "cpu", 1000)
-    counts = torch.bincount(windows.drawn(0, 0, 0, 20_000)[0][:, 0], minlength=200)[100:200].double()
-    assert int((counts > 0).sum()) == 100
-    assert float(((counts - 200) ** 2 / 200).sum()) < 170  # chi square of 99 degrees of freedom: 1 in 10,000 above
-
-
 @for_each("most", [1, 5, 73, 74, 75, 1000])
 def test_validation_reads_windows_of_all_parts_in_order(span: TokenSpan, most: int) -> None:
     """Windows do not overlap; with as many as fit, they cover all but less than a window."""

@@ -78,31 +78,6 @@ def step(optimizer: LoopOptimizer, rate: float = 1e-2, divisor: float = 1.0, ski
     optimizer.step(rate, [torch.tensor(float(divisor))] * len(SHAPES), torch.tensor(float(skip)))
 
 
-def test_it_is_adamw_by_hand() -> None:
-    """Gradients are scaled by 1024 and clipped to a quarter; matrices decay, and kinds of weights have rates of their
-    own."""
-    optimizer, own = made(rates=(("embedding", 0.5), ("norm", 2.0)), weight_decay=0.1)
-    weights = [weight.double() for weight in values_of(own)]
-    first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
-    for number in range(1, 5):
-        some = gradients(number)
-        backward(optimizer, own, [gradient * 1024 for gradient in some])
-        norm = torch.cat([gradient.flatten() for gradient in some]).norm()
-        assert float(joint(optimizer.gradients.norms())) == pytest.approx(1024 * float(norm), rel=1e-5)
-        step(optimizer, divisor=4 * 1024.0)
-        rates, norms = (0.005, 0.02, 0.01, 0.01), zip(optimizer.update_norms, optimizer.weight_norms, strict=True)
-        for place, (rate, gradient, (moved, size)) in enumerate(zip(rates, some, norms, strict=True)):
-            before, m, v, g = weights[place], first[place], second[place], gradient.double() / 4
-            m.mul_(0.9).add_(0.1 * g)
-            v.mul_(0.999).add_(0.001 * g * g)
-            kept = before * (1 - rate * 0.1) if g.ndim > 1 else before
-            wanted = kept - rate * (m / (1 - 0.9**number)) / ((v / (1 - 0.999**number)).sqrt() + 1e-8)
-            torch.testing.assert_close(own[place].detach().double(), wanted, rtol=1e-5, atol=1e-6)
-            assert float(moved) == pytest.approx(float((wanted - before).norm()), rel=1e-3)
-            assert float(size) == pytest.approx(float(wanted.norm()), rel=1e-5)
-            weights[place] = wanted
-
-
 @for_each(
     ("settings", "bytes_each"),
     [
@@ -250,9 +225,12 @@ def trained(skipped: int = -1, **settings: Any) -> list[list[Tensor]]:
     return weights
 
 
-def torchs(make: Any, skipped: int) -> list[list[Tensor]]:
+def torchs(make: Any, skipped: int, rates: Iterable[float] = (1e-2,) * 4) -> list[list[Tensor]]:
     own = list(parameters().values())
-    optimizer = make([{"params": [weight], "weight_decay": 0.1 if weight.ndim > 1 else 0.0} for weight in own])
+    optimizer = make([
+        {"params": [weight], "weight_decay": 0.1 if weight.ndim > 1 else 0.0, "lr": rate}
+        for weight, rate in zip(own, rates, strict=True)
+    ])  # fmt: skip
     weights = []
     for step in range(STEPS):
         if step != skipped:
@@ -281,6 +259,23 @@ SGD, ADAMW, ADAFACTOR = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafacto
 def test_rules_are_torchs(settings: dict[str, Any], make: Any, near: float, skipped: int) -> None:
     for own, theirs in zip(trained(skipped, **settings), torchs(make, skipped), strict=True):
         torch.testing.assert_close(own, theirs, rtol=near, atol=near / 10)
+
+
+def test_factors_of_the_rate_are_those_of_torchs_groups() -> None:
+    own = trained(rates=(("embedding", 0.5), ("norm", 2.0), ("blocks.0.mlp", 0.25)))
+    theirs = torchs(partial(ADAMW, fused=True), -1, (0.005, 0.02, 0.0025, 0.01))
+    torch.testing.assert_close(own, theirs, rtol=0, atol=0)
+
+
+def test_norms_are_those_of_updates_and_weights() -> None:
+    optimizer, own = made()
+    before, some = values_of(own), gradients(0)
+    backward(optimizer, own, some)
+    assert float(joint(optimizer.gradients.norms())) == pytest.approx(float(joint([part.norm() for part in some])))
+    step(optimizer)
+    moved = [(weight.detach() - old).norm() for weight, old in zip(own, before, strict=True)]
+    torch.testing.assert_close(optimizer.update_norms, moved)
+    torch.testing.assert_close(optimizer.weight_norms, [weight.detach().norm() for weight in own])
 
 
 def test_lion_is_that_of_the_paper() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
-from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.rank_lab import MERGES, MODULE
 from fp8bench.features.train.request import CUT, PARALLEL, WIRES
@@ -156,37 +155,10 @@ def test_what_travels_in_fp8_has_half_the_bytes_and_goes_on_to_the_same_bits(
     assert_fresh_ranks_go_on(ranks, several, task, tmp_path / "kept", rest)
 
 
-def test_levels_of_ms_amp_train_as_by_one_rank_and_go_on_to_the_same_bits(
-    corpus: Corpus, ranks: RanksWorker, tmp_path: Path
-) -> None:
-    """Each rank keeps half of a level's bytes. On an FP8 wire O3 is O2 bit for bit, as its weights travel without
-    further rounding."""
-    asked_of = {**{name: (name, "fp32") for name in LEVELS}, "o2": ("msamp-o2", "fp8"), "o3": ("msamp-o3", "fp8")}
-    arms = {
-        name: Arm(name, LEVELS[level].precision, settings=(*LEVELS[level].settings, ("wire", wire)))
-        for name, (level, wire) in asked_of.items()
-    }  # fmt: skip
-    task = of_ranks(corpus, *arms.values(), parallel="zero")
-    lab, several = alone(task), asked(ranks, 60)
-    states = {state.arm: state for state in several.begin(task)}
-    first, rest = up_to_and_behind(several, task, tmp_path / "kept")
-    learnt = {name: losses(first[name] + rest[name]) for name in arms}
-    for name, whole in zip(LEVELS, (11, 6, 7), strict=True):
-        assert learnt[name] == pytest.approx(losses(lab.advance(name, STEPS)), rel=2e-3), name
-        assert sum(size for _, size in states[name].bytes_per_parameter) == pytest.approx(whole / 2, rel=0.1), name
-    assert learnt["msamp-o2"] == learnt["msamp-o3"] != learnt["msamp-o1"]
-    assert learnt["o2"] == learnt["o3"] == pytest.approx(learnt["msamp-o2"], rel=0.02)
-    assert learnt["o2"] != learnt["msamp-o2"]
-    by_hand = _of_zero(task, "msamp-o1")["fp8"]
-    by_hand["all_reduce float32"] += 4.0 * 3 * 4 * planted.SIZE.layers  # the amax of each operand of every product
-    assert sent(first["o3"])[0] == sent(first["o2"])[0] == by_hand
-    assert_fresh_ranks_go_on(ranks, several, task, tmp_path / "kept", rest)
-
-
-def _of_zero(task: SeedTask, arm: str = "fp32") -> dict[str, dict[str, float]]:
+def _of_zero(task: SeedTask) -> dict[str, dict[str, float]]:
     """Expected bytes of two ranks: half of all gradients and weights; scales and amaxes of the rank that has most
     tensors."""
-    sizes = [weight.numel() for weight in lab_of(replace(task, facts=CPU))._trainers[arm]._parameters.values()]
+    sizes = [weight.numel() for weight in lab_of(replace(task, facts=CPU))._trainers["fp32"]._parameters.values()]
     whole, pieces = sum(sizes), max(Counter(owners(sizes, 2)).values())
     norms, loss = {"all_reduce float64": 3 * 8.0 * len(sizes)}, 4.0
     codes = {"all_to_all uint8": 1.0 * whole, "all_gather float32": 4.0 * pieces}

@@ -230,12 +230,6 @@ def test_delayed_scales_have_lag_and_drift() -> None:
     assert third.drift == pytest.approx(2) and third.lag == pytest.approx(0, abs=1e-5) and third.saturated == 0
 
 
-def test_a_current_scale_never_lags() -> None:
-    arithmetic = precisions.get("fp8").arithmetic(CPU)
-    lines = [reading(arithmetic, gaussian(1, 7, seed=seed) * 0.1 * seed, Role.INPUT)[0] for seed in range(1, 200)]
-    assert all(line.lag is not None and -1e-5 < line.lag <= 0 and line.saturated == 0 for line in lines)
-
-
 ARMS = (
     Arm("delayed", "fp8-delayed:history=3", settings=(("checkpointing", "blocks"), ("dropout", 0.1))),
     Arm("nvfp4", "nvfp4", settings=(("micro_batches", 2),)),
@@ -274,22 +268,6 @@ def test_every_layer_is_read_once_a_watched_step(lines: list[StreamLine]) -> Non
         }  # fmt: skip
     assert ("cnn", 0, "blocks.0.first", "gradient") in keys
     assert ("moe", 0, "blocks.0.mlp.experts.7.up", "input") in keys
-
-
-def test_scales_are_those_of_the_casts(lines: list[StreamLine]) -> None:
-    """The first delayed ones are 1; those of blocks differ; bf16 has none."""
-    readings_of = {
-        (line.arm, line.step, line.layer, line.role): line for line in lines if isinstance(line, LayerReading)
-    }
-    first, next_, later = (readings_of["delayed", step, "blocks.0.mlp.up", "input"] for step in (0, 2, 4))
-    assert first.scale == 1 and first.drift is None and later.scale > 10
-    assert next_.drift == pytest.approx(math.log2(next_.scale))
-    blocks, plain = readings_of["nvfp4", 4, "blocks.0.mlp.up", "input"], readings_of["moe", 4, "head", "input"]
-    assert 0 < blocks.least_scale < blocks.scale < blocks.largest_scale
-    assert blocks.signal_to_noise is not None and 15 < blocks.signal_to_noise < 30
-    assert plain.scale == 1 and plain.signal_to_noise is None
-    gradient = readings_of["fp16", 4, "head", "gradient"]
-    assert gradient.lag is not None and -20 < gradient.lag < 0, "with the loss scale in it"
 
 
 def test_other_figures_of_a_watched_step(lines: list[StreamLine]) -> None:
