@@ -10,7 +10,6 @@ from tests.materials import Made
 from tests.runs import NATIVE, phases, transformer
 
 GB = 1_000_000_000
-TERA = 10**12
 # 100 TFLOP/s of bf16 and 200 of fp8, 1 TB/s, 1 us a launch.
 RATES = (
     Rate(Limit.PRODUCT, "bf16", (1e14,) * 5, 9, (4096, 4096, 4096)),

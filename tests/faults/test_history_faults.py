@@ -302,27 +302,6 @@ def test_results_of_a_commit_that_begins_alike_are_not_mixed(store: Path) -> Non
     assert again(store) == DONE
 
 
-def test_a_run_that_was_copied_counts_once(store: Path) -> None:
-    """A sync's 'conflict copy', and one that was cut off."""
-    (path,) = (store / "runs" / "box").glob("*.jsonl")
-    (path.parent / f"{path.stem} (copy).jsonl").write_bytes(path.read_bytes())
-    (path.parent / "mine.jsonl").write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
-    assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
-
-
-def test_a_run_file_under_a_name_of_ones_own_counts(store: Path) -> None:
-    """Only a name with another commit in it is left out."""
-    (path,) = (store / "runs" / "box").glob("*.jsonl")
-    path.rename(path.with_name("the first one.jsonl"))
-    assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
-
-
-@pytest.mark.parametrize("text", ["", "{", "\x00" * 100, '{"schema": 99}\n', '{"record": 3}\n'])
-def test_a_run_file_that_cannot_be_read_costs_the_others_nothing(store: Path, text: str) -> None:
-    (store / "runs" / "box" / "20260101T000000Z-0a1b2c3d-00000000.jsonl").write_text(text)
-    assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
-
-
 def test_a_run_outside_of_the_store_is_not_said_to_be_in_its_view(store: Path, tmp_path: Path) -> None:
     run = keep(grid_run(seconds=1), tmp_path / "elsewhere")
     said = update_view(run, store)
