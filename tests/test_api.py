@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import fp8bench
-from fp8bench import Run, Verdict, api
+from fp8bench import Run
 from fp8bench.cli.main import build_parser, commands_of
 from fp8bench.errors import RunNotFound, UnknownName, UsageError
-from fp8bench.model import Case, DeviceFacts, Plan, Record, Request, Scalar, Status, Work
+from fp8bench.model import Case, DeviceFacts, Plan, Record, Scalar, Status, Work
 from fp8bench.protocols import Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import workloads
@@ -49,24 +49,6 @@ def test_load_reads_it_back_by_any_name(kept: tuple[Run, Path]) -> None:
     assert fp8bench.load(run) is run
     with pytest.raises(RunNotFound):
         fp8bench.load("nothing", store)
-
-
-def test_findings_are_by_short_names_and_by_case_id(kept: tuple[Run, Path]) -> None:
-    run, _ = kept
-    findings = fp8bench.findings(run)
-    sizes = ("m=32 n=32", "m=16 n=8")
-    assert set(findings) == {f"{mode} {size}" for mode in ("fp32", "bf16", "fp8") for size in sizes}
-    for record in run.records:
-        finding = findings[record.case.id]
-        assert (finding.verdict is Verdict.EMULATED) == (record.case.mode == "fp8")
-        assert finding.best_seconds is not None and finding.best_seconds > 0
-
-
-def test_table_is_what_the_command_line_prints(kept: tuple[Run, Path]) -> None:
-    run, _ = kept
-    text = fp8bench.table(run)
-    assert "bf16" in text and run.id in "".join(text.split()) and "\x1b" not in text
-    assert max(len(line) for line in fp8bench.table(run, 60).splitlines()) <= 60
 
 
 @for_each(
@@ -250,12 +232,3 @@ def test_a_run_that_was_not_stored_cannot_be_resumed(kept: tuple[Run, Path], tmp
         fp8bench.resume(replace(kept[0], path=""))
     with pytest.raises(RunNotFound):
         fp8bench.resume("last", store=tmp_path)
-
-
-def test_a_case_timeout_goes_into_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests: list[Request] = []
-    monkeypatch.setattr(api, "execute", lambda request, *_: requests.append(request))
-    monkeypatch.setattr(api, "_followed", lambda *_: None)
-    monkeypatch.setattr(api, "_shown", lambda run: run)
-    fp8bench.run("gemm", case_timeout=7, store=tmp_path)
-    assert requests[0].case_timeout == 7.0 and requests[0].isolation

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -47,23 +46,6 @@ def test_a_device_slowed_down_by_its_hardware_leaves_no_verdict(simulation: Simu
         reasons = dict(finding["label_reasons"])
         share = reasons["throttled"].removeprefix("hw-thermal ").removesuffix("% of the time")
         assert float(share) == pytest.approx(12.5, abs=1) and CLOCK.fullmatch(reasons["power-capped"])
-
-
-@pytest.mark.slow
-def test_table_and_csv_say_so(simulation: Simulation, tmp_path: Path) -> None:
-    """As words beside the label, and as a column."""
-    hot(simulation)
-    text = " ".join(ran(simulation, tmp_path, *WORDS, "--csv", "rows.csv")[1].split())
-    assert "throttled (hw-thermal 1" in text and CLOCK.search(text)
-    assert "but: bf16 unsure: labelled" in text
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert "label_reasons" in rows[0]
-    steps = [row for row in rows if (row["phase"], row["metric"]) == ("step", "time")]
-    assert len(steps) == 2
-    for row in steps:
-        assert {"throttled", "power-capped"} <= set(row["labels"].split())
-        assert "throttled: hw-thermal 1" in row["label_reasons"]
 
 
 @pytest.mark.slow

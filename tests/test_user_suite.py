@@ -130,28 +130,6 @@ def test_the_example_has_a_history(store: Path, fp8bench: Say) -> None:
     assert known["routing.Routing.track_routing_error"]["param_names"] == ["dtype", "experts"]
 
 
-def test_the_example_has_no_error_where_there_is_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """fp32 chooses the experts that fp64 does."""
-    (folder / "my_suite.py").write_text(example())
-    words = [
-        "suite",
-        "./my_suite.py",
-        "--dtypes",
-        "fp32",
-        "--quick",
-        "--set",
-        "experts=8",
-        "--no-isolation",
-        "--no-report",
-    ]
-    assert main(words) == 0
-    assert unfolded(capsys.readouterr().err) == NO_HISTORY
-    (path,) = run_files(folder / ".fp8bench")
-    (record,) = load_run(path).records
-    error = record.measurement("routing_error")
-    assert error and error.samples[0] < 0.002
-
-
 def test_its_axes_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By file, and by name beside an import."""
     (folder / "my_suite.py").write_text(example())

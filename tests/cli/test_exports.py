@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import replace
@@ -113,16 +112,6 @@ def test_figures_for_tensorboard(store: Path, capsys: pytest.CaptureFixture[str]
     } == written
 
 
-def test_figures_from_python(store: Path) -> None:
-    pytest.importorskip("tensorboard")
-    Path("file").touch()
-    for given, said in (("tensorboard:file", "'file' cannot be written"), ("x", "log: expected tensorboard")):
-        with pytest.raises(fp8bench.Fp8benchError, match=said):
-            fp8bench.run("gemm", log=given)
-    fp8bench.run("gemm", dtypes=["fp32"], set={"shape": 8}, rounds=1, isolation=False, log="tensorboard:board")
-    assert list(Path("board/fp32").iterdir())
-
-
 def test_what_fails_after_the_measuring_fails_no_run(
     store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,9 +139,3 @@ def test_an_interrupt_leaves_what_there_is(
     assert main([*GEMM, "--log", "wandb"]) == 130
     err, measured = unfolded(capsys.readouterr().err), interrupted != "pipeline._group"
     assert ("takes --log, too" in err) == the_run(store).finished == measured
-
-
-def test_a_run_in_json_has_its_operators(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GEMM, "--trace", "traces", "--json"]) == 0
-    for record in json.loads(capsys.readouterr().out)["records"]:
-        assert {"phase", "name", "calls", "seconds", "on_device"} == set(record["operators"][0]) and record["trace"]

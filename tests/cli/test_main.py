@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import os
 import shlex
 import subprocess
@@ -18,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench import pipeline
-from fp8bench.cli import main as cli
 from fp8bench.cli.main import build_parser, commands_of, main
 from fp8bench.cli.streams import complain
 from fp8bench.errors import WorkerLost
@@ -33,7 +31,6 @@ from fp8bench.store.runs.run_file import load_run, start_run
 from tests.commands import PROGRAM, Say, environment, unfolded, unfolding
 from tests.counts import for_each
 from tests.facts import CPU
-from tests.older import without_sums
 
 QUICK = ("--set", "shape=64", "--quick")
 DRY = ("suite", "gemm", "--dry-run", "--no-isolation")
@@ -207,23 +204,6 @@ def test_a_suite_from_words_to_table(store: Path, fp8bench: Say) -> None:
         shown = fp8bench("show", name)[1]
         page = f".fp8bench/reports/{path.stem}/report.html"
         assert shown.replace(f"report: {page}", f"stored in {path}") == table != shown
-
-
-def test_a_suite_through_a_worker_in_a_process_of_its_own(tmp_path: Path) -> None:
-    package = str(Path(cli.__file__).resolve().parents[2])
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "fp8bench", "suite", "gemm", *QUICK, "--dtypes", "fp8,bf16",
-         "--no-report"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": package},
-    )  # fmt: skip
-    assert (done.returncode, unfolded(done.stderr)) == (0, NO_HISTORY)
-    (path,) = run_files(tmp_path / ".fp8bench")
-    run = load_run(path)
-    assert run.finished and {record.case.precision for record in run.records} == {"fp32", "fp8", "bf16"}
-    assert "bf16" in done.stdout and run.id in done.stdout
-    assert run.command == "python -m fp8bench suite gemm --set shape=64 --quick --dtypes fp8,bf16 --no-report"
-    assert json.loads(without_sums(path.read_bytes()).splitlines()[-1]) == {"end": "finished"}
 
 
 def test_a_dry_run_prints_the_plan_and_writes_no_run(

@@ -302,13 +302,6 @@ def test_results_of_a_commit_that_begins_alike_are_not_mixed(store: Path) -> Non
     assert again(store) == DONE
 
 
-def test_a_run_file_under_a_name_of_ones_own_counts(store: Path) -> None:
-    """Only a name with another commit in it is left out."""
-    (path,) = (store / "runs" / "box").glob("*.jsonl")
-    path.rename(path.with_name("the first one.jsonl"))
-    assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
-
-
 def test_a_run_outside_of_the_store_is_not_said_to_be_in_its_view(store: Path, tmp_path: Path) -> None:
     run = keep(grid_run(seconds=1), tmp_path / "elsewhere")
     said = update_view(run, store)

@@ -68,19 +68,6 @@ def measured_by_hand(monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None
     return pieces
 
 
-def test_they_are_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept ceilings bound the next run's cases."""
-    pieces = measured_by_hand(monkeypatch)
-    lines = list(job.ceiling_lines(tmp_path / "store", 2))
-    assert (
-        [len(piece.runs) for piece in pieces if piece.limit is Limit.COPY] == [0, *range(5)]
-        and lines[0].startswith("cpu: what ")
-        and lines[0].endswith("threads 2, in 5 runs")
-    )
-    assert lines[2].startswith("  product bf16   425 GFLOP/s; spread 0.5% over 5 runs") and "threads 2" in lines[1]
-    assert len(list((tmp_path / "store" / "ceilings").glob("whole*.json"))) == 1
-
-
 def test_a_store_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = tmp_path / "file" / "store"

@@ -7,7 +7,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import BackendMissing, WorkerLost
@@ -17,9 +16,8 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Level, Request
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import execute
-from fp8bench.plan.asked_suites import known_suites
 from fp8bench.protocols import SilentObserver
-from fp8bench.registry import backends, precisions, workloads
+from fp8bench.registry import backends, precisions
 from fp8bench.store.runs.listing import run_files
 from tests.counts import for_each
 from tests.facts import CPU
@@ -42,16 +40,6 @@ def test_every_native_precision_has_a_line_and_emulated_ones_share_theirs() -> N
             assert any(line.split()[:2] == [name, "native"] and support.reason in line for line in lines)
         else:
             assert name in emulated.partition(":")[0].replace(",", "").split()
-
-
-def test_versions_machine_and_load_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Another test may have loaded a driver into this process.
-    monkeypatch.setattr(doctor, "driver_state", lambda: "NVML says: there is no driver")
-    text = "\n".join(examine(False))
-    assert f"torch {torch.__version__}" in text and "Python 3." in text
-    for word in ("switches ", "machine ", "cores ", "load ", "clocks ", "energy ", "NVML says: "):
-        assert word in text
-    assert "what looking costs" not in text
 
 
 def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,11 +74,6 @@ def test_what_takes_traces_and_figures_is_named(monkeypatch: pytest.MonkeyPatch)
     assert doctor.boards() == "tensorboard not installed, torch-tb-profiler not installed, wandb not installed"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says so where there is no GPU")
-def test_a_machine_without_a_gpu_says_so() -> None:
-    assert any(line.startswith("GPU       none") for line in examine(False))
-
-
 def test_calibrating_adds_the_harness_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_LOOP_STEPS", 1)
     monkeypatch.setattr(doctor, "_LOOP_ROUNDS", 4)
@@ -108,14 +91,6 @@ def test_calibrating_measures_a_standard_case_and_later_runs_know_it(tmp_path: P
     request = Request("gemm", ("fp32", "bf16"), ("cpu",), axes=(("shape", ("128x128x128",)),), rounds=24)
     run = execute(request, tmp_path, SilentObserver(), "")
     assert all(record.reruns is not None for record in run.records)
-
-
-def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
-    text = "\n".join(examine(False))
-    assert "cuda:0: NVIDIA H200 (140 GiB, compute capability 9.0, CUDA 13.0)" in text
-    assert "GPU       none" not in text
-    assert any(line.split()[:2] == ["fp8", "native"] for line in text.splitlines())
 
 
 def test_a_gpu_that_nothing_runs_on_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,18 +128,6 @@ def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypa
     assert "by kind attn, mlp, head, embed, residual, logits, norm; by name blocks.0.attn.qkv to head" in shown["cuda"]
 
 
-def test_a_suite_without_layers_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU,))
-    assert not any("--precision-map" in line for line in listing("gemm", ()))
-
-
-def test_listing_suites_gives_their_summaries() -> None:
-    assert [line.split()[0] for line in listing("suites", ())] == known_suites()
-    assert {"ceilings", "collective", "parallel"} == {*known_suites()} - {*workloads.names()}
-    (line,) = listing("ceilings", ())
-    assert line.startswith("ceilings: what a device does at most")
-
-
 def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
     short = list(listing("dtypes", ()))
@@ -178,17 +141,6 @@ def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatc
     assert "(also gw)" in text
     assert "fp8-delayed:history=16:margin=1" in text
     assert text.count("    on cpu ") == text.count("    on cuda:0 ") == len(precisions.names())
-
-
-def test_backends_are_listed_and_examined() -> None:
-    listed = list(listing("backends", ()))
-    assert [line.split()[0] for line in listed[:-1]] == backends.names()
-    assert any(":backend=auto  who multiplies: auto, " in line for line in listing("dtypes", (), "fp8"))
-    assert not any("backend" in line for line in listing("dtypes", (), "bf16"))
-    lines = [line for line in examine(False) if line.startswith("  backend ")]
-    assert [line.split()[1] for line in lines] == backends.names()
-    told = {line.split()[1]: line for line in lines}
-    assert "mxfp6" in told["emulated"] and "nothing here: torch multiplies no such thing here" in told["torch"]
 
 
 def test_a_backend_that_is_installed_and_does_not_import_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

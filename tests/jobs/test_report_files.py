@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from fp8bench.cli.main import main
-from fp8bench.errors import StoreError
 from fp8bench.jobs import report_files
-from fp8bench.jobs.report_files import Pages, folder_of, past_of, write_report
+from fp8bench.jobs.report_files import folder_of, past_of, write_report
 from fp8bench.model import Environment, Request, Run
 from fp8bench.report.page.section import PastSeries
 from fp8bench.store.runs.run_file import load_run, start_run
@@ -52,13 +51,6 @@ def test_a_run_has_page_and_table_in_the_store(store: Path) -> None:
     assert sorted(path.name for path in page.parent.iterdir()) == ["report.html", "results.csv"]
 
 
-def test_it_goes_wherever_else_it_is_wanted(store: Path) -> None:
-    run = kept(store)
-    html, markdown = Path("out/a.html"), Path("out/a.md")
-    page = write_report([run], store, Pages(html, markdown))
-    assert html.read_text() == page.read_text() and markdown.read_text().startswith("# ")
-
-
 def test_a_run_shown_again_says_where_its_report_is(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = kept(store)
     for wanted in ("stored in ", f"report: .fp8bench/reports/{Path(run.path).stem}/report.html"):
@@ -79,14 +71,6 @@ def test_a_page_is_shown_in_the_browser(
     out, err = capsys.readouterr()
     assert addresses == [Path(out.strip()).resolve().as_uri()]
     assert err == ("" if there else f"fp8bench: no browser could be opened. The report is at {addresses[0]}\n")
-
-
-def test_a_folder_that_takes_nothing_is_a_sentence(store: Path) -> None:
-    run = kept(store)
-    (store / "reports").write_text("a file")
-    with pytest.raises(StoreError, match=r"the report .*report\.html cannot be written \(.*\)\."):
-        write_report([run], store)
-    assert (store / "reports").read_text() == "a file"
 
 
 def test_many_runs_have_a_folder_of_bounded_length(store: Path) -> None:

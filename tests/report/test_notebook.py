@@ -55,15 +55,6 @@ def test_findings_are_read_by_short_names_and_ids(run: api.Run) -> None:
         findings["nothing"]
 
 
-def test_a_run_is_shown_on_a_line_and_as_a_table(run: api.Run) -> None:
-    place = run.path or "not stored"
-    assert repr(run) == f"<Run {run.id}: {run.request.suite}, {len(run.records)} cases, finished, {place}>"
-    page = api.Run(**{**vars(run), "path": "<b>"})._repr_html_()
-    modes = {record.case.mode for record in run.records if not record.is_reference}
-    assert page.count("<tr>") == 1 + len(modes) and "<b>" not in page and "faster" in page
-    assert all(f"<td>{mode}</td>" in page and f"  {mode}" in str(run) for mode in modes)
-
-
 def test_a_run_of_a_call_is_the_stored_value(run: api.Run) -> None:
     assert isinstance(run, Run) and isinstance(run, fp8bench.Run) and vars(run) == vars(measured()[0])
     assert isinstance(replace(run, path=""), fp8bench.Run)

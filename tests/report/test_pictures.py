@@ -24,7 +24,7 @@ from fp8bench.report.elements import PICTURE_FORMATS, Bars, ChartAxis, Mark, Pag
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.page.drawing.pictures import looks, picture
 from tests.counts import for_each, paired
-from tests.report.test_drawing import CHARTS, KINDS, bars, parsed, texts_of
+from tests.report.test_drawing import CHARTS, KINDS, parsed, texts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "reports" / "sample" / "run.jsonl"
@@ -93,12 +93,6 @@ def test_texts_are_nothing_but_texts(text: str, form: str) -> None:
         drawn = picture(Bars("n", text, text, ChartAxis(text, "x"), ((text, (Mark(text, 1.2),)),)), text, form)
     if form == "svg" and text.startswith("$"):
         assert texts_in(drawn).count(text) == 5
-
-
-def test_nothing_to_draw_is_said_and_what_is_left_out_is_counted() -> None:
-    assert "Nothing to draw: no value here has a place on the axis." in texts_in(picture(bars(), "page", "svg"))
-    many = picture(bars(*[Mark("x", 1.1)] * 31), "page", "svg")
-    assert any("6 more are in the table only." in text for text in texts_in(many))
 
 
 def test_settings_of_the_process_stay_as_they_were() -> None:

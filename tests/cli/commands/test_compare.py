@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from fp8bench.errors import RunNotFound
 from fp8bench.store.commit_runs import find_runs
 from tests.cli.commands.conftest import Anew
 from tests.commands import Say, git, session, unfolding
-from tests.histories import commit, history, keep, records, run_at, tree
+from tests.histories import commit, history, keep, records, run_at
 from tests.told_before import Told, as_before
 
 A, B = commit(0), commit(1)
@@ -25,16 +23,6 @@ def machine(name: str) -> dict[str, object]:
 @pytest.fixture
 def say(store: Path, fp8bench: Say) -> Say:
     return unfolding(fp8bench, "compare")
-
-
-def test_two_runs(store: Path, say: Say) -> None:
-    first, second = history(store, 1.0, 1.5)
-    before = tree(store)
-    texts = [say(word, "last") for word in (first.stem.rpartition("-")[2], first.stem, str(first))]
-    assert {code for code, _, _ in texts} == {0} and tree(store) == before
-    bodies = {out.partition("figures:")[2] for _, out, _ in texts}
-    assert len(bodies) == 1 and "worse" in bodies.pop()
-    assert str(second) not in texts[0][2]
 
 
 @as_before
@@ -117,13 +105,3 @@ def test_what_git_calls_a_commit(store: Path, say: Say) -> None:
     assert code == 0 and f"commit {titles[0][:8]}" in out.splitlines()[1] and "+100.0%" in out
     code, out, err = say("HEAD~2", "HEAD")
     assert code == 2 and not out and "has no run" in err
-
-
-def test_json_csv_and_markdown(store: Path, say: Say) -> None:
-    history(store, 1.0, 1.5)
-    document = json.loads(say(A, B, "--json")[1])
-    rows = list(csv.DictReader(say(A, B, "--csv", "-")[1].splitlines()))
-    assert [row["metric"] for row in rows] == [comparison["metric"] for comparison in document["comparisons"]] != []
-    code, out, _ = say(A, B, "--csv", "rows.csv", "--md", "page.md")
-    assert code == 0 and "worse" in out and "worse" in Path("page.md").read_text()
-    assert list(csv.DictReader(Path("rows.csv").read_text().splitlines())) == rows

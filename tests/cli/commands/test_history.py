@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 from fp8bench.model import Record, Request, Status
 from fp8bench.registry import workloads
-from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import lock_run
@@ -199,20 +197,6 @@ def test_rebuild(store: Path, say: Say) -> None:
     assert say("rebuild")[0] == 0 and tree(results_of(store)) == before and len(before) == 4
 
 
-def test_rebuild_mends_and_names_what_was_broken(store: Path, say: Say) -> None:
-    history(store, 1.0, 1.1)
-    say("rebuild")
-    broken = next((results_of(store) / "box").glob("00000001-*.json"))
-    broken.write_text("{")
-    os.utime(broken, (1, 1))  # what was changed lately may be in the middle of being written
-    code, _, err = say("rebuild")
-    assert code == 0 and f"{broken.name}.broken-1 was broken, and was set aside" in err
-    assert len(load_results(broken).rows) == 14
-    broken.write_text('{"version": 99}')
-    code, out, err = say("rebuild")
-    assert code == 3 and "made 1 file" in out and str(broken) in err
-
-
 def test_a_suite_of_ones_own_is_imported(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(store, run_at(1, records=of_suite("mine")))
     Path("mine.py").write_text(
@@ -226,26 +210,3 @@ def test_a_suite_of_ones_own_is_imported(store: Path, say: Say, monkeypatch: pyt
     monkeypatch.setattr(workloads, "_leaves", dict(workloads._leaves))
     code, out, _ = say("list", "mine.Mine", "--import", "./mine.py")
     assert code == 0 and "mine.Mine.track_time(bf16, 512)" in out
-
-
-def test_merge_takes_runs_and_makes_their_view_and_leaves_the_other_store_as_it_is(store: Path, say: Say) -> None:
-    other = Path("other/.fp8bench")
-    history(store, 1.0)
-    for number in (0, 1):
-        keep(other, run_at(number, number + 7, facts={"machine": "other", "asv_machine": "other"}))
-    before = tree(other)
-    assert say("merge", "other")[0] == 0 and tree(other) == before
-    assert len(list(run_files(store))) == 3
-    assert sorted(path.parent.name for path in results_of(store).glob("*/0*.json")) == ["box", "other", "other"]
-    after = tree(store)
-    assert say("merge", "other")[0] == 0 and tree(store) == after
-
-
-def test_merge_says_what_was_not_taken(store: Path, say: Say, tmp_path: Path) -> None:
-    history(tmp_path / "other", 1.0, 1.1)
-    path = next((tmp_path / "other" / "runs" / "box").glob("*00000001*"))
-    say("merge", str(tmp_path / "other"))
-    for one in (path, store / "runs" / "box" / path.name):
-        one.write_bytes(one.read_bytes() + json.dumps({"note": str(one)}).encode() + b"\n")
-    code, out, err = say("merge", str(tmp_path / "other"))
-    assert code == 3 and "here already: 1" in out and "each was resumed alone" in err

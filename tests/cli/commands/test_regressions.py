@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from fp8bench.model import Request, Status
 from fp8bench.store.acks import acks_of
 from tests.cli.commands.conftest import Anew
 from tests.commands import Say, session, unfolding
-from tests.histories import commit, history, keep, records, run_at, tree
+from tests.histories import history, keep, records, run_at, tree
 from tests.told_before import Told, as_before
 
 SERIES = "gemm.Gemm.track_time(bf16, 512)"
@@ -105,43 +104,6 @@ def test_looking_writes_nothing_but_what_can_be_made_again(store: Path, say: Say
     assert set(after) <= set(before)
 
 
-def test_as_markdown(store: Path, say: Say) -> None:
-    history(store, *times((12, 1.0), (4, 1.1)))
-    for words in (["regressions"], ["list"], ["list", "--runs"], ["show", SERIES]):
-        shown = say(*words, "--md", "page.md")
-        page = Path("page.md").read_text()
-        assert shown == say(*words) and page.startswith("# ") and "gemm" in page and "\n| ---" in page
-        assert page.splitlines()[0].removeprefix("# ").replace("\\", "") == shown[1].splitlines()[0]
-        code, _, err = say(*words, "--md", "no/such/page.md")
-        assert code == 2 and "there is no directory no/such" in err
-
-
-def test_as_json(store: Path, say: Say) -> None:
-    history(store, *times((12, 1.0), (4, 1.1)))
-    say("ack", SERIES, "--because", "wanted")
-    code, out, err = say("regressions", "--json")
-    document = json.loads(out)
-    assert (code, err, out.count("\n")) == (1, "", 1) and document["looked_at"] == 12 and document["left"] == {}
-    assert [change["state"] for change in document["changes"]].count("open") == 7
-    (one,) = [change for change in document["changes"] if change["series"] == SERIES]
-    assert one["ack"]["because"] == "wanted" and one["evidence"] == "history" and one["direction"] == "worse"
-    assert (one["since"], one["until"], one["first"]) == (commit(11), commit(12), commit(12))
-    assert one["ratio"]["low"] < 1.1 < one["ratio"]["high"] and 0 <= one["p_value"] < 1e-6
-
-
-def test_a_torn_ack_is_said_and_counts_for_nothing(store: Path, say: Say) -> None:
-    history(store, *times((12, 1.0), (4, 1.1)))
-    say("ack", ALL)
-    content = acks_of(store).read_bytes()
-    acks_of(store).write_bytes(content[: content.rstrip().rfind(b"\n") + 40])
-    say("ack", "*fp32*")
-    code, out, err = say("regressions")
-    assert code == 1 and "1 regression " in out
-    assert err == "fp8bench: .fp8bench/acks.jsonl: line 4 is no JSON, and acknowledges nothing\n"
-    code, out, _ = say("verify")
-    assert code == 3 and "line 4 is no JSON" in out.replace("\n    ", " ")
-
-
 def test_acks_are_merged_with_the_runs(store: Path, say: Say, tmp_path: Path) -> None:
     other = tmp_path / "other" / ".fp8bench"
     history(other, *times((12, 1.0), (4, 1.1)))
@@ -150,12 +112,3 @@ def test_acks_are_merged_with_the_runs(store: Path, say: Say, tmp_path: Path) ->
     code, out, err = say("merge", str(other))
     assert (code, err) == (0, "") and "acknowledgements that are new here: 8\n" in out
     assert say("regressions")[0] == 0
-
-
-def test_a_store_that_may_not_be_written(store: Path, say: Say) -> None:
-    history(store, *times((12, 1.0), (4, 1.1)))
-    acks_of(store).mkdir()
-    code, _, err = say("regressions")
-    assert code == 1 and "it cannot be read (" in err
-    code, out, err = say("ack", SERIES)
-    assert (code, out) == (2, "") and "cannot be written" in err

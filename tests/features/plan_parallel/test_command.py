@@ -79,15 +79,6 @@ def test_one_gpu_divides_nothing(say: Say) -> None:
     assert code == 0 and "one GPU" in out and "each kind of division" not in out
 
 
-def test_a_ranking(say: Say, topology: Path) -> None:
-    given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--dtype", "fp8")
-    code, out, _ = say(*given, "--top", "2")
-    assert code == 0 and [line.split("  ")[1] for line in out.splitlines() if "±" in line] == ["FSDP 8", "FSDP 4, CP 2"]
-    ways, parts = json.loads(say(*given, "--json")[1])["ways"], ("states", "gathered", "kept", "block", "logits")
-    assert len(ways) > 20 and {(way["memory_band"], way["pace_band"]) for way in ways} == {(0.05, None), (0.15, None)}
-    assert all(way["memory_bytes"] == pytest.approx(sum(way[f"{part}_bytes"] for part in parts)) for way in ways)
-
-
 @for_each(
     ("words", "code", "said"),
     [

@@ -61,20 +61,6 @@ def test_what_cannot_be_meant_is_one_sentence(words: str, said: str, say: Say) -
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1
 
 
-def test_a_study_is_told_kept_and_written(store: Path, say: Say) -> None:
-    code, out, err = say(*FEW, "--csv", "rows.csv")
-    assert (code, complaints(err)) == (0, "") and out.startswith("sensitivity of transformer size=nano")
-    assert "no map is suggested: every gap lies within the noise" in out
-    (file,) = (store / "sensitivity").iterdir()
-    document = json.loads(file.read_text())
-    assert f"stored in .fp8bench/sensitivity/{file.name}" in out and document["finished"]
-    assert {trial["name"] for trial in document["probes"]} == {"attn", "mlp", "head"}
-    assert all(len(trial["losses"]) == 1 for trial in document["probes"])
-    losses = [trial["loss"] for trial in (document["baseline"], *document["draws"])]
-    assert len(set(losses)) == 3 and document["suggested"] is None and document["environment"]["facts"]["torch"]
-    assert len(Path("rows.csv").read_text().splitlines()) == 1 + 3 + 3 + 1
-
-
 def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
     """By their paths in the model; the others stay as they came, whatever is low."""
     code, out, err = say("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--json")

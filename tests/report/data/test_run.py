@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import statistics
 from dataclasses import fields, replace
 from typing import Any
@@ -17,7 +16,7 @@ from fp8bench.model import Finding, Interval, Level, Measurement, Run, Verdict
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.specs import STEP
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.data.run import TidyRow, columns_of, rows, run_rows, run_value
+from fp8bench.report.data.run import TidyRow, rows, run_rows, run_value
 from tests.counts import for_each
 from tests.runs import gemm, measured, transformer, wild_runs
 
@@ -48,17 +47,6 @@ def strict(text: str) -> Any:
         raise AssertionError(word)
 
     return json.loads(text, parse_constant=refuse)
-
-
-def test_csv_is_the_tidy_rows_under_their_columns() -> None:
-    read = list(csv.reader(io.StringIO(csv_text(*run_rows([(RUN, FINDINGS)])), newline=""), strict=True))
-    columns = columns_of(RUN)
-    assert tuple(read[0]) == columns and all(tuple(row) == columns for row in TABLE)
-    expected = [["" if cell is None else str(cell) for cell in row.values()] for row in TABLE]
-    assert read[1:] == expected and len(expected) > 50
-    assert [name for name in columns if name.startswith("param_")] == ["param_m", "param_operands", "param_padded"]
-    parameters = {(row["param_m"], row["param_operands"], row["param_padded"]) for row in TABLE}
-    assert parameters == {(64, "cast", None), (128, None, True)}
 
 
 def test_lines_end_as_everywhere_else_and_one_line_is_one_row() -> None:
@@ -112,25 +100,6 @@ def test_what_json_has_no_word_for_is_text() -> None:
     assert plain["measurements"][0]["samples"] == ["inf", "-inf", "nan"]
 
 
-def test_only_the_step_s_time_has_a_verdict() -> None:
-    said = ("verdict", "why", "ratio_to_reference", "ratio_low", "noise_floor")
-    assert all(row[name] is None for row in TABLE for name in said if (row["phase"], row["metric"]) != (STEP, "time"))
-
-
-def test_phases_sum_to_the_step_in_the_best_case() -> None:
-    for step in chosen(phase=STEP, metric="time"):
-        times, shares = (
-            [row for row in chosen(str(step["case"]), metric=metric) if row["phase"] != STEP]
-            for metric in ("time", "share_of_step")
-        )
-        if step["best_in_unit"] is None:
-            assert not times and not shares
-            continue
-        assert math.isclose(sum(float(row["best_in_unit"] or 0) for row in times), float(step["best_in_unit"]))
-        assert math.isclose(sum(float(row["best_in_unit"] or 0) for row in shares), 1)
-        assert all(row["best_in_unit"] for row in times)
-
-
 def test_a_phase_s_medians_are_those_of_its_calls() -> None:
     """A phase's cells are added up in each call before the median is taken."""
     timing = RUN.records[1].timing
@@ -142,14 +111,6 @@ def test_a_phase_s_medians_are_those_of_its_calls() -> None:
     share = only(NATIVE_CASE, phase="cast", metric="share_of_step")
     assert share["median_in_unit"] == pytest.approx(shares, rel=1e-12)
     assert (share["unit"], share["provenance"]) == ("ratio", "derived")
-
-
-def test_a_phase_too_short_to_tell_is_labelled_and_errors_are_rows() -> None:
-    labels = {row["phase"]: row["labels"] for row in chosen(NATIVE_CASE, metric="time")}
-    assert labels["unattributed"] == "below-floor few-samples"
-    assert labels["gemm"] == labels[STEP] == "few-samples"
-    row = only(NATIVE_CASE, metric="product_error")
-    assert (row["phase"], row["median_in_unit"], row["best_in_unit"], row["n_samples"]) == (STEP, 2.4e-3, None, 1)
 
 
 def test_an_emulated_case_has_no_speed() -> None:

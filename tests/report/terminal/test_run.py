@@ -5,34 +5,27 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8bench.analysis.metrics import metrics_of
 from fp8bench.model import (
     Finding,
     Interval,
     Label,
     Level,
     Record,
-    Replays,
     Rotation,
     Run,
-    Segments,
-    SlotSample,
     Status,
     Support,
-    Timing,
     Verdict,
     Work,
 )
 from fp8bench.model.words import REMARKS
-from fp8bench.report.elements import Table
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import page_of_plan, render
 from tests.counts import for_each
-from tests.materials import Made, of_kind, part, recased
+from tests.materials import Made, recased
 from tests.runs import NATIVE, Make, error, gemm, render_whole, transformer, wild_runs
 from tests.told_before import Told, as_before, on_terminal
 
@@ -103,31 +96,6 @@ def test_only_clear_verdicts_are_green_or_red(verdict: Verdict, color: str) -> N
 def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
     text = render_whole(*changed(verdict=Verdict.FASTER, labels=(label,)), color=True)
     assert "faster" in text and GREEN not in text and RED not in text
-
-
-def test_replays_have_a_column_where_there_are_any() -> None:
-    run, findings = transformer()
-    timing = Timing(
-        Segments(("unattributed",), (0,)), tuple(SlotSample(n, ((7_000_000,),), 1.0, 1.0) for n in range(9))
-    )
-    given = {
-        "bf16": Replays(timing, loaded="its batches"),
-        "fp16": Replays(None, "its step waits for a value of the device"),
-    }
-    records = tuple(replace(record, replays=given.get(record.case.mode)) for record in run.records)
-    made = replace(run, records=records), findings
-    text = render_whole(*made, width=250)
-    assert text.count("7.00 ms") == 1 and "replayed: the best case of the device alone" in text
-    assert "- fp16: not replayed: its step waits for a value of the device\n" in text
-    assert "- bf16: replayed without loading its batches, which lie on the device when a replay begins\n" in text
-    (table,) = of_kind(part("results", made), Table)
-    (column,) = [number for number, titled in enumerate(table.columns) if titled.title == "replayed"]
-    assert [row[column].text for row in table.rows if row[column].text != "-"] == ["7.00 ms"]
-    figures = [record for record in metrics_of(records[0], None) if record.name == "replay_time"]
-    assert [(figure.value, figure.best, figure.rounds, figure.count) for figure in figures] == [
-        (7e-3, pytest.approx(7e-3), 9, 9)
-    ]
-    assert "replayed" not in render_whole(run, findings, width=250)
 
 
 def test_unattributed_is_worked_out_where_it_is_missing() -> None:

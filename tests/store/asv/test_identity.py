@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 import venv
@@ -23,7 +22,6 @@ from fp8bench.model import Environment
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.asv import identity
 from fp8bench.store.asv.identity import Identity, as_facts, from_facts, identify, resolved
-from tests.commands import git
 from tests.counts import for_each, sampled
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -302,39 +300,3 @@ def test_facts_without_a_machine_or_an_interpreter_are_no_identity(name: str, va
     assert from_facts({**facts, name: value}) is None
     assert from_facts({key: kept for key, kept in facts.items() if key != name}) is None
     assert from_facts({}) is None
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_a_result_of_the_real_command_has_this_identity(tmp_path: Path) -> None:
-    home, project = write_home(tmp_path / "home", None), tmp_path / "project"
-    (project / "suites").mkdir(parents=True)
-    (project / "suites" / "__init__.py").write_text("def track_one():\n    return 1\n")
-    settings = {"version": 1, "project": "p", "repo": ".", "branches": ["main"], "environment_type": "existing"}
-    (project / "asv.conf.json").write_text(json.dumps({**settings, "benchmark_dir": "suites", "results_dir": "out"}))
-    environment = {**os.environ, "HOME": str(home), "GIT_CONFIG_NOSYSTEM": "1"}
-
-    def run(*command: str) -> str:
-        done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.strip()
-
-    git(project, "init", "-q", "-b", "main")
-    git(project, "add", ".")
-    git(project, "commit", "-q", "-m", "first")
-    commit = git(project, "rev-parse", "HEAD")
-    # The script that pip made, if there is one: it names the interpreter in its own way.
-    beside = Path(sys.executable).parent / "asv"
-    asv = [str(beside)] if beside.exists() else [sys.executable, "-m", "asv"]
-    run(*asv, "machine", "--yes")
-    run(*asv, "run", "-E", "existing", "--quick", "--set-commit-hash", commit)
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{OURS.replace(COMMIT, commit)}"
-    (machine,), python, env_name, file_name = json.loads(run(sys.executable, "-c", script))
-    (stored,) = [path for path in (project / "out").glob("*/*.json") if path.name != "machine.json"]
-    result = json.loads(stored.read_text())
-    assert (stored.parent.name, stored.name) == (machine["machine"], file_name)
-    assert (result["params"], result["env_name"]) == ({**machine, "python": python}, env_name)
-    date = run(sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-               "from fp8bench.measure.environment import gather\n"
-               "print(gather({}, '0', 1).get('commit_date'))")  # fmt: skip
-    assert result["date"] == int(date)
