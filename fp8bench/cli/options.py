@@ -88,7 +88,8 @@ def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
 
 
 _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
-    "int": types.whole, "float | str": types.number_or_text, "float": types.number, "tuple[str": lambda rule: types.words,
+    "int": types.whole, "float | str": types.number_or_text, "float": types.number,
+    "tuple[str": lambda rule: types.words,
 }  # fmt: skip
 
 

@@ -105,8 +105,8 @@ def check_training(request: TrainingRequest) -> None:
 
 # Settings of the built-in models and of how ranks divide them.
 _BUILT_IN = (
-    "model", "arch", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention", "parallel", "wire",
-    "shift", "tasks",
+    "model", "arch", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention", "parallel",
+    "wire", "shift", "tasks",
 )  # fmt: skip
 _TEXT_OPTIONS = ("data", "tokens")
 
