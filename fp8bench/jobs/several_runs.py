@@ -43,8 +43,7 @@ def execute_sessions(
     """
     known: dict[str, tuple[Interval, ...]] = {}
     for number in range(sessions):
-        note = f"session {number + 1} of {sessions}"
-        run = execute(request, store, observer, command, note=note, sessions=known)
+        run = execute(request, store, observer, command, note=f"session {number + 1} of {sessions}", sessions=known)
         if not run.finished or number + 1 == sessions or not _waited(run, apart, observer, number + 2, sessions):
             break
         alone = replace(run, records=tuple(replace(record, sessions=(), reruns=None) for record in run.records))
@@ -85,8 +84,13 @@ def standard_runs(store: Path, observer: JobObserver) -> Iterator[str]:
         logs: list[float] = []
         with tempfile.TemporaryDirectory() as folder, observer.measuring() as watching:
             for number in range(_STANDARD_RUNS):
-                note = f"a standard case, run {number + 1} of {_STANDARD_RUNS}"
-                run = execute(request, Path(folder), watching, "fp8bench doctor --calibrate", note=note)
+                run = execute(
+                    request,
+                    Path(folder),
+                    watching,
+                    "fp8bench doctor --calibrate",
+                    note=f"a standard case, run {number + 1} of {_STANDARD_RUNS}",
+                )
                 if not run.finished:
                     break
                 add_reruns(run.records, run, store)

@@ -110,8 +110,12 @@ def _rate(precision: str, name: str, store: Path) -> TopologyLine:
     peak = sheet.peak(precision) if sheet is not None else None
     if sheet is None or peak is None:
         return TopologyLine(precision, None, "", "unknown: fp8bench doctor --ceilings measures it")
-    words = f"{sheet.told('dense')}, which no product reaches: fp8bench doctor --ceilings measures it"
-    return TopologyLine(precision, peak / 1e12, "TFLOP/s", words)
+    return TopologyLine(
+        precision,
+        peak / 1e12,
+        "TFLOP/s",
+        f"{sheet.told('dense')}, which no product reaches: fp8bench doctor --ceilings measures it",
+    )
 
 
 def _asked(*words: str) -> list[str]:

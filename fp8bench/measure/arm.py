@@ -238,8 +238,12 @@ class MeasuredArm:
         if not left:
             return None
         names = ", ".join(left[:5])
-        why = f"{len(left)} started while preparing still run after the state was given back ({names})"
-        return ArmFailed(self, WorkerFault("LeftRunning", why))
+        return ArmFailed(
+            self,
+            WorkerFault(
+                "LeftRunning", f"{len(left)} started while preparing still run after the state was given back ({names})"
+            ),
+        )
 
     def add(self, raw: RawSlot, round_number: int, place: int | None = None) -> None:
         """Keeps a slot as cells. If the marks of steps vary, this slot and all earlier ones are kept by phase."""

@@ -128,8 +128,9 @@ def weights_of(model: nn.Module, skip: Sequence[str] = ()) -> tuple[ProductWeigh
     for pattern in skip:
         if not any(_fits(held, pattern) for held in holders):
             known = keys_of([layer for held in holders for layer in _layers(held)])
-            expected = f"{_known(holders)}, and patterns of them ('*.router')"
-            raise UnknownName("layer of this model", pattern, known, expected)
+            raise UnknownName(
+                "layer of this model", pattern, known, f"{_known(holders)}, and patterns of them ('*.router')"
+            )
     return tuple(_skipped(held, skip) for held in holders)
 
 

@@ -54,13 +54,21 @@ MX_SCALE = Option(
 
 
 def formats_option(default: str) -> Option:
-    words = "hybrid: E4M3 for inputs and weights, E5M2 for gradients; e4m3 or e5m2: for all"
-    return Option("formats", words, default, one_of(*FORMATS_BY_ROLE))
+    return Option(
+        "formats",
+        "hybrid: E4M3 for inputs and weights, E5M2 for gradients; e4m3 or e5m2: for all",
+        default,
+        one_of(*FORMATS_BY_ROLE),
+    )
 
 
 def float_scale_option(default: ScaleRounding) -> Option:
-    words = "exact: largest / amax; pow2: the next power of two below, so that nothing saturates"
-    return Option("scale", words, default.value, one_of(ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO))
+    return Option(
+        "scale",
+        "exact: largest / amax; pow2: the next power of two below, so that nothing saturates",
+        default.value,
+        one_of(ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO),
+    )
 
 
 def stochastic_option(default: str) -> Option:
@@ -68,8 +76,12 @@ def stochastic_option(default: str) -> Option:
 
 
 def hadamard_option(default: str) -> Option:
-    words = "on: the weight gradient's operands are rotated by random Hadamard matrices of 16"
-    return Option("hadamard", words, default, one_of("on", "off"))
+    return Option(
+        "hadamard",
+        "on: the weight gradient's operands are rotated by random Hadamard matrices of 16",
+        default,
+        one_of("on", "off"),
+    )
 
 
 class PlainPrecision(Precision):

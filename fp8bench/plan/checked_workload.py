@@ -112,8 +112,9 @@ def _sound_params(workload: Workload, params: Params) -> Params:
             raise _cannot(workload, f"a parameter is called {name!r:.80}, and its name must be text on one line")
         if type(value) not in (int, float, str, bool):
             kind = type(value).__name__
-            words = f"parameter {name!r} is {value!r:.80} ({kind}), and must be an int, float, str or bool"
-            raise _cannot(workload, words)
+            raise _cannot(
+                workload, f"parameter {name!r} is {value!r:.80} ({kind}), and must be an int, float, str or bool"
+            )
         # Line breaks and control characters would break tables, halves of surrogate pairs every file but JSON.
         if (isinstance(value, str) and not value.isprintable()) or (
             isinstance(value, float) and not math.isfinite(value)

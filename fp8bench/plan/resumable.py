@@ -24,8 +24,9 @@ _CALLED = {
 def refuse_lost(run: Run) -> None:
     """Raise where the file does not say what was asked."""
     if not run.devices:
-        why = "its header is lost, so what is missing is not known"
-        raise cannot_resume(f"the run {run.id}", why, "Start a new run.")
+        raise cannot_resume(
+            f"the run {run.id}", "its header is lost, so what is missing is not known", "Start a new run."
+        )
 
 
 def refuse_elsewhere(run: Run) -> None:
@@ -47,13 +48,17 @@ def refuse_code_of_others(what: str, imports: Sequence[str]) -> None:
         if not file.exists():
             raise _not_here(what, str(file))
         if _put_there_by_others(file):
-            why = f"{file} lies where anybody may put files, and is somebody else's"
-            raise cannot_resume(what, why, "Nobody knows that it is the same code; start a new run.")
+            raise cannot_resume(
+                what,
+                f"{file} lies where anybody may put files, and is somebody else's",
+                "Nobody knows that it is the same code; start a new run.",
+            )
 
 
 def _not_here(what: str, name: str) -> UsageError:
-    why = f"there is no file {name} here, which it reads"
-    return cannot_resume(what, why, "Resume it in the folder where it began.")
+    return cannot_resume(
+        what, f"there is no file {name} here, which it reads", "Resume it in the folder where it began."
+    )
 
 
 def _put_there_by_others(file: Path) -> bool:

@@ -49,8 +49,11 @@ class Findings(dict[str, Finding]):
 def strip_page(run: Run, findings: Mapping[str, Finding]) -> Page:
     parts = [part for part in page_of(material_of([run], [findings])).parts if part.name == "verdict"]
     state = "" if run.finished else ", unfinished"
-    title = f"{run.request.suite}, run {run.id}: {many(len(run.records), 'case')}{state}"
-    return Page(title, "", tuple(replace(part, title="") for part in parts))
+    return Page(
+        f"{run.request.suite}, run {run.id}: {many(len(run.records), 'case')}{state}",
+        "",
+        tuple(replace(part, title="") for part in parts),
+    )
 
 
 def as_html(page: Page, report: str = "") -> str:

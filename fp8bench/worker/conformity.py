@@ -152,8 +152,7 @@ class _Compared:
         for number, (dtype, made, wanted) in enumerate(results):
             if number and torch.equal(made, made.to(native.carrier).to(dtype)):
                 continue  # it gives no more than the carrier
-            words = f"{what}, {str(dtype).removeprefix('torch.')} out"
-            held = self._held(words, shape, made, wanted, values)
+            held = self._held(f"{what}, {str(dtype).removeprefix('torch.')} out", shape, made, wanted, values)
             if held.difference is not None and not held.difference.conforms and (why := self._units(made, operands)):
                 held = replace(held, difference=Difference.UNITS, why=why)
             yield held

@@ -136,8 +136,13 @@ class Attention(LayerWorkload):
             )
         if params["part"] == "layer" and support.level is Level.NATIVE:
             rows, width, inner = _sizes(params)
-            shown = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
-            wrong = misfit(precision, rows, (width, inner), is_training(params), shown)
+            wrong = misfit(
+                precision,
+                rows,
+                (width, inner),
+                is_training(params),
+                f"{rows} tokens, {width} features, {inner} of queries, keys and values",
+            )
             if wrong:
                 return refused(wrong)
         if _low(params):

@@ -78,8 +78,13 @@ class Conv(ConvolvedWorkload):
         if support.level is not Level.NATIVE:
             return support
         batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
-        shown = f"batch={batch}, channels={channels}, image={image}"
-        wrong = misfit(precision, batch * image * image, (WINDOW * channels, channels), is_training(params), shown)
+        wrong = misfit(
+            precision,
+            batch * image * image,
+            (WINDOW * channels, channels),
+            is_training(params),
+            f"batch={batch}, channels={channels}, image={image}",
+        )
         return refused(wrong) if wrong else support
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:

@@ -64,8 +64,9 @@ class Mlp(LayerWorkload):
         if precision.unit_scaled and params.get("cut", _LINEAR) != _LINEAR:
             return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR}")
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
-        shown = f"tokens={tokens}, width={width}, hidden={hidden}"
-        wrong = misfit(precision, tokens, (width, hidden), is_training(params), shown)
+        wrong = misfit(
+            precision, tokens, (width, hidden), is_training(params), f"tokens={tokens}, width={width}, hidden={hidden}"
+        )
         return refused(wrong) if wrong and support.level is Level.NATIVE else support
 
     def layer_support(

@@ -120,8 +120,12 @@ def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: f
     if not (0 < old < math.inf and 0 < new < math.inf):
         if old == new:
             return FigureChange(Direction.SAME, old, new)
-        why = "from or to nothing, or without bound: no ratio says it"
-        return FigureChange(Direction.WORSE if new > old else Direction.BETTER, old, new, why=why)
+        return FigureChange(
+            Direction.WORSE if new > old else Direction.BETTER,
+            old,
+            new,
+            why="from or to nothing, or without bound: no ratio says it",
+        )
     varies = any(max(side) > min(side) * (1 + ROUNDING) for side in (before, after))
     if varies and all(0 < value < math.inf for value in every):
         old_logs, new_logs = ([Estimate(math.log(value), 0.0) for value in side] for side in (before, after))

@@ -210,8 +210,11 @@ def _place(change: Change) -> tuple[object, ...]:
 def _uneven(change: Change, other: Change) -> Change:
     is_mean = change.trend.series.metric in _OF_ALL_CALLS
     fast, mean = (other, change) if is_mean else (change, other)
-    why = f"{_moved(fast)} by the fastest calls, {_moved(mean)} by the mean over all calls"
-    comparison = replace(change.comparison, labels=(*change.comparison.labels, Label.UNEVEN), why=why)
+    comparison = replace(
+        change.comparison,
+        labels=(*change.comparison.labels, Label.UNEVEN),
+        why=f"{_moved(fast)} by the fastest calls, {_moved(mean)} by the mean over all calls",
+    )
     stands = is_mean or change.state is not ChangeState.OPEN or mean.is_worse is fast.is_worse
     return replace(change, comparison=comparison, state=change.state if stands else ChangeState.CONTRADICTED)
 

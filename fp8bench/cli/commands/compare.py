@@ -19,8 +19,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         "have. `fp8bench gate` judges what this shows."
     )
     parser.epilog = "Exit codes: 0 compared, whatever it says; 2 wrong usage, or there is no such run."
-    words = "runs (ids, files' stems, paths, 'last'), a commit, or a store's folder; several with commas count as one"
-    parser.add_argument("before", metavar="A", help=words)
+    parser.add_argument(
+        "before",
+        metavar="A",
+        help="runs (ids, files' stems, paths, 'last'), a commit, or a store's folder; several with commas count as one",
+    )
     parser.add_argument("after", metavar="B", help="the same; ratios are of B over A")
     shared(parser, "--store", help="where A and B are, as in suite")
     shared(parser, "--json", help="print the comparison as JSON instead of the table")

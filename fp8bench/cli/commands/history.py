@@ -49,27 +49,47 @@ def add(parser: argparse.ArgumentParser) -> None:
     listing.add_argument("--runs", action="store_true", help="the runs instead, newest first")
     show = command("show", "one series, commit by commit")
     shared(show, "--explain", "--md")
-    words = "as `history list` names it; a part that fits one series will do"
-    show.add_argument("series", metavar="SERIES", help=words)
-    words = "what devices did at most (`doctor --ceilings`), and whether they became slower"
-    shared(command("ceilings", words), "--explain", "--md")
-    codes = "Exit codes: 0 no open change is worse and no count changed, 1 one is or has, 2 wrong usage."
-    regressions = command("regressions", "where series stepped up or down, and stayed there", codes)
-    words = "also what was acknowledged, taken back by a later change, or measured with another version"
-    regressions.add_argument("--all", action="store_true", help=words)
+    show.add_argument(
+        "series", metavar="SERIES", help="as `history list` names it; a part that fits one series will do"
+    )
+    shared(
+        command("ceilings", "what devices did at most (`doctor --ceilings`), and whether they became slower"),
+        "--explain",
+        "--md",
+    )
+    regressions = command(
+        "regressions",
+        "where series stepped up or down, and stayed there",
+        "Exit codes: 0 no open change is worse and no count changed, 1 one is or has, 2 wrong usage.",
+    )
+    regressions.add_argument(
+        "--all",
+        action="store_true",
+        help="also what was acknowledged, taken back by a later change, or measured with another version",
+    )
     shared(regressions, "--explain", "--md")
     shared(regressions, "--json", help="print all of them as JSON instead")
     ack = command("ack", "say that the open changes of a series are known and stay, so that they alarm no more")
-    words = "as in show; with * for any part, all that fit: 'gemm.Gemm.track_*(bf16, 512)'"
-    ack.add_argument("series", metavar="SERIES", help=words)
+    ack.add_argument(
+        "series", metavar="SERIES", help="as in show; with * for any part, all that fit: 'gemm.Gemm.track_*(bf16, 512)'"
+    )
     ack.add_argument("--because", metavar="TEXT", help="why they stay")
     ack.add_argument("--undo", action="store_true", help="let them alarm again")
-    codes = "Exit codes: 0 nothing is broken, 2 there is no such store, 3 something is."
-    command("verify", "read every file of the store and say what is broken, and where; changes nothing", codes)
-    codes = "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be made."
-    command("rebuild", "make asv's view from the runs again; what asv alone measured stays", codes)
-    codes = "Exit codes: 0 fine, 2 wrong usage, 3 something of the other store could not be taken."
-    merge = command("merge", "take in the store of another machine", codes)
+    command(
+        "verify",
+        "read every file of the store and say what is broken, and where; changes nothing",
+        "Exit codes: 0 nothing is broken, 2 there is no such store, 3 something is.",
+    )
+    command(
+        "rebuild",
+        "make asv's view from the runs again; what asv alone measured stays",
+        "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be made.",
+    )
+    merge = command(
+        "merge",
+        "take in the store of another machine",
+        "Exit codes: 0 fine, 2 wrong usage, 3 something of the other store could not be taken.",
+    )
     merge.add_argument("folder", type=types.path, metavar="DIR", help="the other store; it is only read")
 
 

@@ -19,8 +19,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what", nargs="?", metavar="WHAT", help="suites, dtypes, backends, devices, or a suite (its axes)"
     )
-    words = "one of the dtypes: all that there is to say of it, its options too"
-    parser.add_argument("name", nargs="?", metavar="NAME", help=words)
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="one of the dtypes: all that there is to say of it, its options too"
+    )
     shared(parser, "--import", help="as in suite")
 
 

@@ -22,11 +22,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         "the model as it came beside steps of copies whose layers multiply in other precisions."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 a case failed or nothing was measured, 130 interrupted."
-    words = (
-        "a function without arguments that gives (model, batch), or (model, batch, loss); file.py:function, too. A "
-        "batch is a tensor, a tuple of what the model takes by position, or a mapping by name"
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that gives (model, batch), or (model, batch, loss); file.py:function, "
+        "too. A batch is a tensor, a tuple of what the model takes by position, or a mapping by name",
     )
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help=words)
     _add_what(parser.add_argument_group("what to measure"))
     how = parser.add_argument_group("how")
     shared(how, "--quick", "--budget", "--rounds", "--seed", "--threads", "--case-timeout", *PASSES, "--no-isolation")
@@ -40,16 +41,30 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
     shared(group, "--devices")
     shared(group, "--reference", help="what the others are compared with; default untouched, the model as it came")
     shared(group, "--backend")
-    words = "what stays as it came: kinds of layers (head, linear, conv2d), or paths of modules with * and ?"
-    add("--skip", type=types.words, default=(), metavar="A,B", help=words)
-    words = (
-        "layers that take another precision than their copy's: a kind, a path of a module (model.layers.0.mlp.up_proj) "
-        "or a prefix of paths; or a file with one on each line. untouched: it stays as it came"
+    add(
+        "--skip",
+        type=types.words,
+        default=(),
+        metavar="A,B",
+        help="what stays as it came: kinds of layers (head, linear, conv2d), or paths of modules with * and ?",
     )
-    add("--precision-map", type=types.precision_map, default=(), metavar="LAYER=DTYPE,...", help=words)
+    add(
+        "--precision-map",
+        type=types.precision_map,
+        default=(),
+        metavar="LAYER=DTYPE,...",
+        help="layers that take another precision than their copy's: a kind, a path of a module "
+        "(model.layers.0.mlp.up_proj) "
+        "or a prefix of paths; or a file with one on each line. untouched: it stays as it came",
+    )
     add("--forward", action="store_true", help="forward alone, without gradients; else a training step")
-    words = f"of the training step: {', '.join(OPTIMIZERS)}; default {OPTIMIZERS[0]}"
-    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], metavar="NAME", help=words)
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default=OPTIMIZERS[0],
+        metavar="NAME",
+        help=f"of the training step: {', '.join(OPTIMIZERS)}; default {OPTIMIZERS[0]}",
+    )
     add("--compile", action="store_true", help="torch.compile the model, both as it came and converted")
     shared(group, "--import")
 

@@ -33,8 +33,11 @@ _DETAILS = {
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    words = "a run, training or duel: its id, its file's stem or its path; 'last' is the newest run or training"
-    parser.add_argument("run", metavar="RUN", help=words)
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="a run, training or duel: its id, its file's stem or its path; 'last' is the newest run or training",
+    )
     shared(parser, "--store", help="as in suite")
     for table in _tables():
         parser.add_argument(f"--{table.name}", help=table.help, action="store_true")

@@ -13,8 +13,7 @@ from fp8bench.errors import EXIT_OK
 
 def add(parser: argparse.ArgumentParser) -> None:
     words = "name the checkpoints that nobody needs to read what a store holds"
-    codes = "Exit codes: 0 done, 2 wrong usage, or something could not be removed."
-    prune = subcommands(parser)("prune", words, codes)
+    prune = subcommands(parser)("prune", words, "Exit codes: 0 done, 2 wrong usage, or something could not be removed.")
     shared(prune, "--store", help="as in suite")
     prune.add_argument("--yes", action="store_true", help="remove them")
 

@@ -48,35 +48,54 @@ FIRST_OPTIONS = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 a case failed or nothing was measured, 130 interrupted."
-    words = (
-        "a suite, several with commas, all, or a .py file with suites of your own; `fp8bench list` names them; or "
-        "ceilings, what this machine does at most"
+    parser.add_argument(
+        "suite",
+        nargs="?",
+        metavar="NAME",
+        help="a suite, several with commas, all, or a .py file with suites of your own; `fp8bench list` names them; or "
+        "ceilings, what this machine does at most",
     )
-    parser.add_argument("suite", nargs="?", metavar="NAME", help=words)
     add_options_of(parser.add_argument_group(WHAT))
     how = parser.add_argument_group(HOW)
     add_options_of(how)
-    words = (
-        "measure it N times by fresh processes, TIME (90s, 10m, 1h) apart, because what a machine does changes over "
-        "minutes: an interval spans all sessions; default 1"
+    how.add_argument(
+        "--sessions",
+        type=types.sessions,
+        default=types.Sessions(),
+        metavar="N[@TIME]",
+        help="measure it N times by fresh processes, TIME (90s, 10m, 1h) apart, because what a machine does "
+        "changes over minutes: an interval spans all sessions; default 1",
     )
-    how.add_argument("--sessions", type=types.sessions, default=types.Sessions(), metavar="N[@TIME]", help=words)
     how.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
-    words = "with --dry-run: also write the plan there, cut into cells that --plan and --cell measure one by one"
-    how.add_argument("--write-plan", type=types.path, metavar="FILE", help=words)
+    how.add_argument(
+        "--write-plan",
+        type=types.path,
+        metavar="FILE",
+        help="with --dry-run: also write the plan there, cut into cells that --plan and --cell measure one by one",
+    )
     _add_where(parser.add_argument_group("where"))
 
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
     shared(group, "--store")
-    words = "options in YAML, by their names without dashes, and suite: NAME; the command line wins"
-    group.add_argument("--config", type=types.path, metavar="FILE", help=words)
-    words = "resume a run that was interrupted: only what it lacks is measured"
-    group.add_argument("--resume", metavar="RUN", help=words)
-    words = "a plan of --write-plan, of which one --cell is measured; one that is done is not done again"
-    group.add_argument("--plan", type=types.path, metavar="FILE", help=words)
-    words = "which cell of the plan, counted from 0"
-    group.add_argument("--cell", type=types.whole(whole_number(0)), metavar="N", help=words)
+    group.add_argument(
+        "--config",
+        type=types.path,
+        metavar="FILE",
+        help="options in YAML, by their names without dashes, and suite: NAME; the command line wins",
+    )
+    group.add_argument(
+        "--resume", metavar="RUN", help="resume a run that was interrupted: only what it lacks is measured"
+    )
+    group.add_argument(
+        "--plan",
+        type=types.path,
+        metavar="FILE",
+        help="a plan of --write-plan, of which one --cell is measured; one that is done is not done again",
+    )
+    group.add_argument(
+        "--cell", type=types.whole(whole_number(0)), metavar="N", help="which cell of the plan, counted from 0"
+    )
     shared(group, *OUTPUTS)
 
 

@@ -28,10 +28,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 no case has a tape."
     parser.add_argument("suite", metavar="NAME", help="a suite, or a .py file with suites of your own")
     shared(parser, "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout")
-    words = "layers that take another precision than the case's, as in suite"
-    parser.add_argument("--precision-map", type=types.precision_map, default=(), metavar="LAYER=DTYPE,...", help=words)
-    words = "put the tapes of a stored run beside them, of another torch or commit say, and show what differs"
-    parser.add_argument("--against", metavar="RUN", help=words)
+    parser.add_argument(
+        "--precision-map",
+        type=types.precision_map,
+        default=(),
+        metavar="LAYER=DTYPE,...",
+        help="layers that take another precision than the case's, as in suite",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="RUN",
+        help="put the tapes of a stored run beside them, of another torch or commit say, and show what differs",
+    )
     shared(parser, "--store", help="where the run of --against is, and the text that suites read")
     shared(parser, "--no-isolation", help="record in this process, without a worker")
     shared(parser, "--explain")

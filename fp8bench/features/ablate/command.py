@@ -32,8 +32,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="SUITE", help="a suite, or MODULE:FUNCTION of a model of your own, as profile takes it")
     named = "compile, checkpointing, cached-weights, fused-optimizer, static-kv, channels_last, or AXIS=VALUE"
-    words = f"precisions, {named}, in the order in which they are added"
-    add("--options", required=True, type=types.words, metavar="A,B", help=words)
+    add(
+        "--options",
+        required=True,
+        type=types.words,
+        metavar="A,B",
+        help=f"precisions, {named}, in the order in which they are added",
+    )
     add("--reference", metavar="DTYPE", help="the precision without options; default fp32, of your own model untouched")
     shared(parser, "--set", help="an axis of the suite for all arms")
     shared(parser, "--quick")

@@ -21,14 +21,29 @@ def add(parser: argparse.ArgumentParser) -> None:
         "machine; what nobody measured is said to be so, with the command that would."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage."
-    words = "a run, or the profile of a model of your own: an id, a file's stem, a path, or 'last'"
-    parser.add_argument("run", metavar="RUN", help=words)
-    words = "a training whose arms say whether a precision still learns: an id, its folder, or 'last'"
-    parser.add_argument("--training", metavar="STUDY", help=words)
-    words = "the gain of a step from which on a precision is worth the trouble; default 10"
-    parser.add_argument("--least", type=types.number(PERCENT), default=10.0, metavar="PERCENT", help=words)
-    words = "write the layers that shall stay high there, as --precision-map takes them"
-    parser.add_argument("--write-map", type=types.path, metavar="FILE", help=words)
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="a run, or the profile of a model of your own: an id, a file's stem, a path, or 'last'",
+    )
+    parser.add_argument(
+        "--training",
+        metavar="STUDY",
+        help="a training whose arms say whether a precision still learns: an id, its folder, or 'last'",
+    )
+    parser.add_argument(
+        "--least",
+        type=types.number(PERCENT),
+        default=10.0,
+        metavar="PERCENT",
+        help="the gain of a step from which on a precision is worth the trouble; default 10",
+    )
+    parser.add_argument(
+        "--write-map",
+        type=types.path,
+        metavar="FILE",
+        help="write the layers that shall stay high there, as --precision-map takes them",
+    )
     shared(parser, "--store", help="as in suite")
     shared(parser, "--import", help="as in suite")
     shared(parser, "--md", "--all", "--explain")

@@ -78,8 +78,13 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
         native = [answers["native"]]
         return _advice(pair, "native", AdviceKind.NOTHING, f"{words}: a step says nothing of its speed", native)
     if pair.speed is None or pair.finding is None:
-        words = f"do nothing about {mode}, because its speed is not known here: {step.figure}"
-        return _advice(pair, "step", AdviceKind.NOTHING, words, [answers["native"]])
+        return _advice(
+            pair,
+            "step",
+            AdviceKind.NOTHING,
+            f"do nothing about {mode}, because its speed is not known here: {step.figure}",
+            [answers["native"]],
+        )
     against = [answers[rule] for rule in _AGAINST if rule in answers and answers[rule].met is Met.NO]
     bound = bound_of(pair)
     if bound is not None and pair.speed.low > _BEYOND * bound.high:
@@ -138,7 +143,18 @@ def _routed(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advi
     kept = ", ".join(sorted({*now.low} - {*chosen.low})) or "what the map names"
     gaps = (study.gap(chosen), study.gap(now))
     then, before = ("unknown" if gap is None else units.change(1 + gap) for gap in gaps)
-    words = f"route: leave {kept} in {study.reference} with {pair.mode}; the loss is then {then} instead of {before}"
-    routed, stated = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers]), study.stated_map(chosen)
-    recipe = f"--dtypes {routed.reference},{pair.record.case.precision} --precision-map {as_words(stated)}"
-    yield replace(routed, precision_map=stated, recipe=recipe)
+    routed, stated = (
+        _advice(
+            pair,
+            "layers",
+            AdviceKind.ROUTE,
+            f"route: leave {kept} in {study.reference} with {pair.mode}; the loss is then {then} instead of {before}",
+            [layers],
+        ),
+        study.stated_map(chosen),
+    )
+    yield replace(
+        routed,
+        precision_map=stated,
+        recipe=f"--dtypes {routed.reference},{pair.record.case.precision} --precision-map {as_words(stated)}",
+    )

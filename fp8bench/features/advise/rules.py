@@ -65,8 +65,11 @@ def _whole(pair: ComparedCase, basis: Basis) -> Reply | str:
     met = Met.YES if verdict is Verdict.FASTER and sure else Met.UNCLEAR
     if verdict in (Verdict.SLOWER, Verdict.SAME) and sure:
         met = Met.NO
-    figure = f"{gain_text(pair.speed)} {pair.finding.verdict_words}"
-    return Reply(met, figure, (Ground(pair.row, f"speed-up of the step {gain_text(pair.speed)}"),))
+    return Reply(
+        met,
+        f"{gain_text(pair.speed)} {pair.finding.verdict_words}",
+        (Ground(pair.row, f"speed-up of the step {gain_text(pair.speed)}"),),
+    )
 
 
 def bound_of(pair: ComparedCase) -> Interval | None:

@@ -74,18 +74,29 @@ def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     low, high = answer.question.contexts[0], answer.question.contexts[-1]
     if crossing is None:
         name, why = word_of(times.arm), times.why or "no line fits its times"
-        words = f"do nothing about the speed of {name}, because it was not timed: {why}"
-        return _serving(answer, "context", AdviceKind.NOTHING, name, words)
+        return _serving(
+            answer,
+            "context",
+            AdviceKind.NOTHING,
+            name,
+            f"do nothing about the speed of {name}, because it was not timed: {why}",
+        )
     if times.doubts:
         return _judged(answer, "context", times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
     if crossing.at is not None:
         begins, ends = f"{crossing.low:.0f}", f"{crossing.high:.0f}"
         where = f"from a context of {ends} on" if crossing.faster[1] else f"up to {begins} tokens"
-        because = f"its decode step crosses that of {lead} at {crossing.at:.0f} [{begins}, {ends}]"
-        return _judged(answer, "context", times.arm, where, because)
+        return _judged(
+            answer,
+            "context",
+            times.arm,
+            where,
+            f"its decode step crosses that of {lead} at {crossing.at:.0f} [{begins}, {ends}]",
+        )
     if crossing.faster == (True, True):
-        where = f"at contexts of {low} to {high}"
-        return _judged(answer, "context", times.arm, where, f"faster than {lead} throughout")
+        return _judged(
+            answer, "context", times.arm, f"at contexts of {low} to {high}", f"faster than {lead} throughout"
+        )
     first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
     because = f"its decode step is {first} at a context of {low} and {last} at {high}"
     return _judged(answer, "context", times.arm, "", f"{because}, against {lead}")

@@ -292,8 +292,9 @@ class Auditor:
             # The second input does not confirm the mistake: it stays without a name. A figure may have been chance.
             verdicts[name] = unnamed = promises[name].judge(results[name], search=False)
             if unnamed.code in FIGURES and not second[name].failed:
-                why = f"on one input of two {unnamed.why}"
-                verdicts[name] = replace(unnamed, outcome=AuditOutcome.PASS, code="other-rounding", why=why)
+                verdicts[name] = replace(
+                    unnamed, outcome=AuditOutcome.PASS, code="other-rounding", why=f"on one input of two {unnamed.why}"
+                )
         return verdicts
 
     def smallest(self, given: AuditInput, name: str, code: str) -> AuditInput:

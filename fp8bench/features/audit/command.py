@@ -82,21 +82,32 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable; file.py:function, too")
     kinds = [kind.value for kind in AuditKind]
     parser.add_argument("--kind", choices=kinds, help="what it is; default as it is declared")
-    words = "what it promises, as in suite --dtypes: fp8, mxfp8, ..."
-    parser.add_argument("--precision", metavar="DTYPE", help=words)
-    words = "what a product is given: values, or codes with the scales that decode them; default values"
-    parser.add_argument("--takes", choices=("values", "codes"), default="values", help=words)
-    words = "how a product's second operand lies: (N, K) or (K, N); default nk"
-    parser.add_argument("--second", choices=("nk", "kn"), default="nk", help=words)
-    words = "sizes that are no multiples of it may be refused; default 1"
-    parser.add_argument("--multiple", type=int, default=1, metavar="N", help=words)
+    parser.add_argument("--precision", metavar="DTYPE", help="what it promises, as in suite --dtypes: fp8, mxfp8, ...")
+    parser.add_argument(
+        "--takes",
+        choices=("values", "codes"),
+        default="values",
+        help="what a product is given: values, or codes with the scales that decode them; default values",
+    )
+    parser.add_argument(
+        "--second",
+        choices=("nk", "kn"),
+        default="nk",
+        help="how a product's second operand lies: (N, K) or (K, N); default nk",
+    )
+    parser.add_argument(
+        "--multiple",
+        type=int,
+        default=1,
+        metavar="N",
+        help="sizes that are no multiples of it may be refused; default 1",
+    )
     parser.add_argument("--causal", action="store_true", help="of attention: no place sees a later one")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(parser, "--seed", help="for the data; default 0")
     shared(parser, "--threads", "--store")
     parser.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
-    words = "every check, remark, layer and time, too, as --md and --json have them"
-    shared(parser, "--all", help=words)
+    shared(parser, "--all", help="every check, remark, layer and time, too, as --md and --json have them")
     shared(parser, "--md", "--explain")
     shared(parser, "--json", help="print all of it as JSON instead of the tables")
 

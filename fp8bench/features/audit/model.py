@@ -134,8 +134,13 @@ def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFind
             weight = layer.weight
             alike = weight is not table and weight.shape == table.shape and weight.dtype == table.dtype
             if alike and bool(table.any()) and torch.equal(weight.detach(), table.detach()):
-                why = f"it has the values of {name}, and is another tensor: what was tied is so no longer"
-                yield replace(fail("tie-broken", why), input=layer.row.name)
+                yield replace(
+                    fail(
+                        "tie-broken",
+                        f"it has the values of {name}, and is another tensor: what was tied is so no longer",
+                    ),
+                    input=layer.row.name,
+                )
 
 
 def _runs_as(layer: FoundLayer, x: Tensor, output: Tensor, facts: DeviceFacts) -> str:

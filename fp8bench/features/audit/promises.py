@@ -97,8 +97,7 @@ class ProductPromise:
         if bool(beyond.any()):  # nothing is right where the promised sum is too large for its dtype
             apart = (result.to(torch.float64) - sums.exact).abs()
             lost = int((~(apart <= sums.bound + sums.step(sums.exact.abs())) & ~beyond).sum())
-            why = f"{lost} results beside those that overflow are wrong"
-            return fail("too-bad", why) if lost else AuditFinding()
+            return fail("too-bad", f"{lost} results beside those that overflow are wrong") if lost else AuditFinding()
         if wrong := unusable(result, shape):
             return wrong
         error, expected = self._error(result), self._error(likely)
@@ -364,9 +363,12 @@ def in_band(error: float | None, expected: float | None, why: str = "") -> Audit
         return fail("unexplained", unknown, error, expected)
     low, high = BAND
     if error > expected * high:
-        words = f"{unknown}; its error is {error:.3g}, and {expected:.3g} was expected"
-        return fail("too-bad", words, error, expected)
+        return fail("too-bad", f"{unknown}; its error is {error:.3g}, and {expected:.3g} was expected", error, expected)
     if error < expected * low:
-        words = f"its error is {error:.3g}, and this precision has {expected:.3g}: finer scales, or a wider one"
-        return fail("too-good", words, error, expected)
+        return fail(
+            "too-good",
+            f"its error is {error:.3g}, and this precision has {expected:.3g}: finer scales, or a wider one",
+            error,
+            expected,
+        )
     return remark("other-rounding", why or "not the promised values, and with their error", error, expected)

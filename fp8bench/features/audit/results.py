@@ -264,8 +264,10 @@ def _far(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
     is_scaled = all(cast is None or cast.scaling is not None for cast in subject.promised.treatments)
     for operand in operands if matrices[0].dtype is not torch.float16 and is_scaled else ():
         for power in (40, -40):
-            how = f"the {_ORDINALS[operand]} argument times 2^{power}"
-            yield given._replace(how=how), _replaced(matrices, operand, matrices[operand] * 2.0**power)
+            yield (
+                given._replace(how=f"the {_ORDINALS[operand]} argument times 2^{power}"),
+                _replaced(matrices, operand, matrices[operand] * 2.0**power),
+            )
     tall = given._replace(shape=auditor.fitting(subject.tall))
     empty, large = auditor.matrices(given), auditor.matrices(tall)
     for some, many in zip(empty, large, strict=True):

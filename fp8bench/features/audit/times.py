@@ -69,8 +69,9 @@ def _work(auditor: Auditor) -> Iterator[AuditFinding]:
     auditor.work = mine
     counts = {name: (getattr(again, name), getattr(mine, name)) for name in _REMEMBERED}
     if lost := [f"{name}: {less} of {all_}" for name, (less, all_) in counts.items() if less < all_]:
-        why = f"with arguments that it has seen it does less than with fresh ones ({'; '.join(lost)})"
-        yield fail("remembered-work", why)
+        yield fail(
+            "remembered-work", f"with arguments that it has seen it does less than with fresh ones ({'; '.join(lost)})"
+        )
 
 
 _TIMES, _SECONDS = 7, 1.0

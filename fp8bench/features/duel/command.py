@@ -35,21 +35,37 @@ def add(parser: argparse.ArgumentParser) -> None:
         "interrupted."
     )
     parser.add_argument("door", metavar="suite", choices=("suite",), help="the word suite, and then its name")
-    words = "a suite, several with commas, all, or a .py file with suites of your own"
-    parser.add_argument("suite", metavar="NAME", help=words)
+    parser.add_argument(
+        "suite", metavar="NAME", help="a suite, several with commas, all, or a .py file with suites of your own"
+    )
     add = parser.add_argument_group("the sides").add_argument
-    words = "side A's Python, or the folder of its virtual environment; default this one"
-    add("--python-a", metavar="PYTHON", help=words)
+    add(
+        "--python-a",
+        metavar="PYTHON",
+        help="side A's Python, or the folder of its virtual environment; default this one",
+    )
     add("--python-b", metavar="PYTHON", help="side B's; default this one")
-    words = "side A runs the code of that commit of this repository, from a working tree made for the duel; B this tree"
-    add("--against", metavar="REV", help=words)
-    words = "side A runs the workers of that commit of fp8bench, where fp8bench runs from a checkout of its repository"
-    add("--against-self", metavar="REV", help=words)
+    add(
+        "--against",
+        metavar="REV",
+        help="side A runs the code of that commit of this repository, from a working tree made for the duel; B "
+        "this tree",
+    )
+    add(
+        "--against-self",
+        metavar="REV",
+        help="side A runs the workers of that commit of fp8bench, where fp8bench runs from a checkout of its "
+        "repository",
+    )
     what = parser.add_argument_group("what to measure, as in suite")
     shared(what, "--dtypes", "--devices", "--set", "--data", "--import")
     how = parser.add_argument_group("how, as in suite")
-    words = "sessions of every case, each with fresh processes; default 4, and 3 are the least for an interval"
-    how.add_argument("--sessions", type=types.whole(whole_number(1, 100)), metavar="N", help=words)
+    how.add_argument(
+        "--sessions",
+        type=types.whole(whole_number(1, 100)),
+        metavar="N",
+        help="sessions of every case, each with fresh processes; default 4, and 3 are the least for an interval",
+    )
     shared(how, "--quick", help="one session of a few rounds, to see that it runs")
     shared(how, "--budget", help="time for the whole duel; default about 10 s a case")
     shared(how, "--rounds", help="exactly so many rounds a session")

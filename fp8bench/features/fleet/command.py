@@ -29,34 +29,61 @@ def add(parser: argparse.ArgumentParser) -> None:
 
     def command(name: str, words: str, codes: str = codes) -> argparse.ArgumentParser:
         made = bare(name, words, codes)
-        words = "a file that fp8bench suite NAME --dry-run --write-plan FILE wrote"
-        made.add_argument("plan", type=types.path, metavar="PLAN", help=words)
-        words = f"the folder for the runs of its cells, shared by all machines or one for each; default {DEFAULT_STORE}"
-        shared(made, "--store", help=words)
+        made.add_argument(
+            "plan",
+            type=types.path,
+            metavar="PLAN",
+            help="a file that fp8bench suite NAME --dry-run --write-plan FILE wrote",
+        )
+        shared(
+            made,
+            "--store",
+            help="the folder for the runs of its cells, shared by all machines or one for each; default "
+            f"{DEFAULT_STORE}",
+        )
         return made
 
     work = command("work", "measure the cells that wait, one after the other, until none does")
-    words = "how many processes measure at a time on this machine (they disturb each other); default 1"
-    work.add_argument("--workers", type=types.whole(whole_number(1, 256)), default=1, metavar="N", help=words)
-    words = "only this cell, counted from 0; default all that wait"
-    work.add_argument("--cell", type=types.whole(whole_number(0)), metavar="N", help=words)
+    work.add_argument(
+        "--workers",
+        type=types.whole(whole_number(1, 256)),
+        default=1,
+        metavar="N",
+        help="how many processes measure at a time on this machine (they disturb each other); default 1",
+    )
+    work.add_argument(
+        "--cell",
+        type=types.whole(whole_number(0)),
+        metavar="N",
+        help="only this cell, counted from 0; default all that wait",
+    )
     work.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
     shared(work, "--explain")
     given = codes.replace("0 every", "0 handed over, or with --wait every")
     handed = command("submit", "start workers in Slurm or in a Ray cluster", given)
-    words = (
-        "who starts them. ray: a Ray cluster that runs, a cell to each node that offers the plan's kind of device "
-        "(fp8bench[ray]); slurm: Slurm, by submitit (fp8bench[fleet])"
+    handed.add_argument(
+        "--on",
+        choices=[*ENGINES],
+        required=True,
+        help="who starts them. ray: a Ray cluster that runs, a cell to each node that offers the plan's kind of device "
+        "(fp8bench[ray]); slurm: Slurm, by submitit (fp8bench[fleet])",
     )
-    handed.add_argument("--on", choices=[*ENGINES], required=True, help=words)
-    words = "how many workers, which share the cells; default 1, on ray one for each device"
-    handed.add_argument("--workers", type=types.whole(whole_number(1, 4096)), metavar="N", help=words)
+    handed.add_argument(
+        "--workers",
+        type=types.whole(whole_number(1, 4096)),
+        metavar="N",
+        help="how many workers, which share the cells; default 1, on ray one for each device",
+    )
     handed.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
-    words = (
-        "ray: address=HOST:PORT of the cluster; default RAY_ADDRESS, or the one on this machine; slurm: options of "
-        "sbatch, like partition=gpu or gres=gpu:1; exclusive, which is the default, may be 'no'"
+    handed.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        type=option,
+        metavar="NAME=VALUE",
+        help="ray: address=HOST:PORT of the cluster; default RAY_ADDRESS, or the one on this machine; slurm: "
+        "options of sbatch, like partition=gpu or gres=gpu:1; exclusive, which is the default, may be 'no'",
     )
-    handed.add_argument("--option", action="append", default=[], type=option, metavar="NAME=VALUE", help=words)
     handed.add_argument("--wait", action="store_true", help="return when all workers have ended; Ctrl-C then ends them")
     shared(handed, "--explain")
     status = command("status", "which cells are done, running, failed (and why) or waiting")
@@ -64,8 +91,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(status, "--json", help="print the states as JSON instead")
     shared(status, "--csv", help="also write a row for each cell to this file; '-' prints them instead")
     _add_report(bare)
-    ends = "Exit codes: 0 all was taken, 2 wrong usage, 3 something is wrong with a file, 130 interrupted."
-    taken = bare("collect", "copy the runs of several machines' stores into one, by machine and month", ends)
+    taken = bare(
+        "collect",
+        "copy the runs of several machines' stores into one, by machine and month",
+        "Exit codes: 0 all was taken, 2 wrong usage, 3 something is wrong with a file, 130 interrupted.",
+    )
     taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="copy runs of its cells; '-': all runs")
     taken.add_argument(
         "folders", nargs="+", type=types.path, metavar="DIR", help="a store, or a folder with .fp8bench in it"
@@ -75,13 +105,21 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
     ends = "Exit codes: 0 no machine is named, 2 wrong usage, 3 one is, 130 interrupted."
-    words = "compare the machines of a fleet, and name those that are slow or sent nothing"
-    report = bare("report", words, ends)
-    words = "a plan, whose runs are in --store; or a store, such as the one that fleet collect made"
-    report.add_argument("source", type=types.path, metavar="PLAN|STORE", help=words)
+    report = bare("report", "compare the machines of a fleet, and name those that are slow or sent nothing", ends)
+    report.add_argument(
+        "source",
+        type=types.path,
+        metavar="PLAN|STORE",
+        help="a plan, whose runs are in --store; or a store, such as the one that fleet collect made",
+    )
     shared(report, "--store", help=f"where the runs of the plan's cells are; default {DEFAULT_STORE}")
-    words = "machines that you expect, as A,B,C; the report names those that sent nothing"
-    report.add_argument("--machines", type=types.words, default=(), metavar="NAMES", help=words)
+    report.add_argument(
+        "--machines",
+        type=types.words,
+        default=(),
+        metavar="NAMES",
+        help="machines that you expect, as A,B,C; the report names those that sent nothing",
+    )
     shared(report, "--explain")
     shared(report, "--json", help="print everything as JSON instead")
     shared(report, "--csv", help="also write a row for each case on each machine to this file; '-' prints them instead")

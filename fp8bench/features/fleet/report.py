@@ -218,16 +218,18 @@ def of_coverage(seen: Sequence[MachineRun], expected: Collection[str]) -> Iterat
         cut = {setting: run.run for run in runs for setting in run.cut if setting not in whole[machine]}
         if cut:
             which = listed([f"{setting} (run {run})" for setting, run in cut.items()])
-            words = f"{len(cut)} of its cells were cut off and not resumed: {which}"
-            yield MachineAlarm(machine, Oddity.CUT_OFF, words)
+            yield MachineAlarm(
+                machine, Oddity.CUT_OFF, f"{len(cut)} of its cells were cut off and not resumed: {which}"
+            )
         others = [have for name, have in whole.items() if name != machine]
         common = Counter(setting for have in others for setting in have)
         wanted = [setting for setting, count in common.items() if count > 1 and 2 * count >= len(others)]
         lacking = [setting for setting in wanted if setting not in whole[machine] and setting not in cut]
         if lacking:
             count = f"{len(lacking)} of {len(wanted)} cells"
-            words = f"{count} that other machines measured are missing: {listed(lacking)}"
-            yield MachineAlarm(machine, Oddity.MISSING, words)
+            yield MachineAlarm(
+                machine, Oddity.MISSING, f"{count} that other machines measured are missing: {listed(lacking)}"
+            )
     for machine in sorted(set(expected) - own.keys()):
         yield MachineAlarm(machine, Oddity.MISSING, "nothing came of it")
 
@@ -238,5 +240,6 @@ def _of_failures(seen: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
         failed = {case: why for run in runs for case, why in run.failed.items() if case in good}
         if failed:
             case, why = next(iter(failed.items()))
-            words = f"{len(failed)} of the cases that others measured failed: {case} ({why})"
-            yield MachineAlarm(machine, Oddity.FAILED, words)
+            yield MachineAlarm(
+                machine, Oddity.FAILED, f"{len(failed)} of the cases that others measured failed: {case} ({why})"
+            )

@@ -154,8 +154,9 @@ def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
         f", {cases[status]} {status}" for status in ("skipped", "failed") if cases[status]
     ) + (f", on {', '.join(machines)}" if machines else "")  # fmt: skip
     elements = table("cells", "", cols, states), Text(f"{counts_of(states)}."), Text(f"{covered}.")
-    title = f"plan {plan.id}: {plan.request.suite} in {len(plan.cells)} cells"
-    return Page(title, "", (Part("cells", "", elements),), _LEGEND)
+    return Page(
+        f"plan {plan.id}: {plan.request.suite} in {len(plan.cells)} cells", "", (Part("cells", "", elements),), _LEGEND
+    )
 
 
 CASE_COLUMNS = ("kind", "machine", "case", "seconds", "ratio", "named_for")

@@ -57,30 +57,49 @@ def add(parser: argparse.ArgumentParser) -> None:
         "1 is also quality blocked, 3 an infrastructure error, 4 calibration needed or recipe mismatch."
     )
     what = parser.add_argument_group("what is judged")
-    words = "what was, and what is: runs, commits or stores, as in compare"
-    what.add_argument("sides", nargs="*", metavar="A B", help=words)
-    words = "a stored duel instead: an id, a file's stem, a path, or 'last'"
-    what.add_argument("--duel", metavar="DUEL", help=words)
-    words = "duel this tree with that commit instead; --config says what is measured"
-    what.add_argument("--against", metavar="REV", help=words)
-    words = "a file of options, as of suite --config"
-    what.add_argument("--config", type=types.path, dest="asked", metavar="FILE", help=words)
-    words = "the steps in the store's history instead, those not acknowledged"
-    what.add_argument("--history", action="store_true", help=words)
+    what.add_argument(
+        "sides", nargs="*", metavar="A B", help="what was, and what is: runs, commits or stores, as in compare"
+    )
+    what.add_argument("--duel", metavar="DUEL", help="a stored duel instead: an id, a file's stem, a path, or 'last'")
+    what.add_argument(
+        "--against", metavar="REV", help="duel this tree with that commit instead; --config says what is measured"
+    )
+    what.add_argument(
+        "--config", type=types.path, dest="asked", metavar="FILE", help="a file of options, as of suite --config"
+    )
+    what.add_argument(
+        "--history", action="store_true", help="the steps in the store's history instead, those not acknowledged"
+    )
     shared(what, "--store", help="where they are, as in suite")
     shared(what, "--import", help="module or .py file of suites of your own, for the history")
     how = parser.add_argument_group("how")
-    words = "YAML: how much worse is too much, by suite, case and figure; default 5%% of a time, 2%% of memory"
-    how.add_argument("--thresholds", type=types.path, metavar="FILE", help=words)
-    words = "measure nothing: what is suspected of 10%% or more fails unconfirmed"
-    how.add_argument("--no-rerun", dest="rerun", action="store_false", help=words)
-    words = "end with 4 where the smallest slow-down found in this share of builds, 80%% say, exceeds the threshold"
-    how.add_argument("--require-power", type=types.share, metavar="P", help=words)
+    how.add_argument(
+        "--thresholds",
+        type=types.path,
+        metavar="FILE",
+        help="YAML: how much worse is too much, by suite, case and figure; default 5%% of a time, 2%% of memory",
+    )
+    how.add_argument(
+        "--no-rerun",
+        dest="rerun",
+        action="store_false",
+        help="measure nothing: what is suspected of 10%% or more fails unconfirmed",
+    )
+    how.add_argument(
+        "--require-power",
+        type=types.share,
+        metavar="P",
+        help="end with 4 where the smallest slow-down found in this share of builds, 80%% say, exceeds the threshold",
+    )
     where = parser.add_argument_group("where")
     where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
     shared(where, "--md", help="also write it there as Markdown")
-    words = "of a duel: also write a comment for a pull request there, 25 lines with one of six words"
-    where.add_argument("--comment", type=types.path, metavar="PATH", help=words)
+    where.add_argument(
+        "--comment",
+        type=types.path,
+        metavar="PATH",
+        help="of a duel: also write a comment for a pull request there, 25 lines with one of six words",
+    )
     shared(where, "--explain")
 
 

@@ -49,10 +49,12 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
         return GateSource(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
     here, commit = commit_named("HEAD", Path()), newest.environment.get("commit")
     if here is not None and isinstance(commit, str) and commit != here and commit_named(commit, Path()) is not None:
-        problem = (
-            f"the newest run is of commit {commit[:8]}, and nothing was measured since of {here[:8]}, which is here."
+        return GateSource(
+            title,
+            problem=f"the newest run is of commit {commit[:8]}, and nothing was measured since of {here[:8]}, which is "
+            "here.",
+            code=EXIT_FAILED,
         )
-        return GateSource(title, problem=problem, code=EXIT_FAILED)
     history = read_history(store, observer)
     series = tuple(_newest_of_series(history, newest))
     steps = all_changes(history, store, observer)
@@ -60,8 +62,7 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     failures = (*_failures(tonight, before), *unmeasured(tonight, Evidence.HISTORY))
     if not steps.looked_at and not failures and not any(change.alarms for change in steps.changes):
         why = "; ".join(f"{count} series: {words}" for words, count in steps.left.items()) or "there is no series"
-        problem = f"there is nothing to compare with: {why}."
-        return GateSource(title, problem=problem, code=EXIT_BASELINE, newest=series)
+        return GateSource(title, problem=f"there is nothing to compare with: {why}.", code=EXIT_BASELINE, newest=series)
     changes = _judgeable(steps, newest, history)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:

@@ -142,8 +142,11 @@ def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[Ju
     p_values = {place: chance for place, chance in chances.items() if chance is not None}
     for place, news in zip(p_values, discoveries(list(p_values.values()), CHANCE), strict=True):
         if looked[place].outcome is GateOutcome.TO_CONFIRM and not news:
-            why = f"among {len(p_values)} figures, one so far off is expected by chance"
-            looked[place] = replace(looked[place], outcome=GateOutcome.UNSURE, why=why)
+            looked[place] = replace(
+                looked[place],
+                outcome=GateOutcome.UNSURE,
+                why=f"among {len(p_values)} figures, one so far off is expected by chance",
+            )
     return tuple(looked)
 
 
@@ -174,8 +177,12 @@ def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFi
     if figure.direction is Direction.NONE:
         return JudgedFigure(figure, threshold, GateOutcome.NONE, figure.why)
     if figure.metric == TIME and figure.case in relative and ruled_by(figure, rules) is None:
-        why = "the time over the reference's, which does not tell how fast the machine was, is judged instead"
-        return JudgedFigure(figure, threshold, GateOutcome.IGNORED, why)
+        return JudgedFigure(
+            figure,
+            threshold,
+            GateOutcome.IGNORED,
+            "the time over the reference's, which does not tell how fast the machine was, is judged instead",
+        )
     if exceeds(figure, threshold):
         # Counts would be the same again: no second look is needed.
         outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.TO_CONFIRM
@@ -254,14 +261,18 @@ def _settled(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigu
         if _is_absent(figure, again):
             return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=again)
         reason = f" ({again.why})" if again.why else ""
-        why = f"{look.how}, it was not shown to be absent{reason}: {_decides(figure)}"
-        return replace(figure, why=why, again=again)
+        return replace(
+            figure, why=f"{look.how}, it was not shown to be absent{reason}: {_decides(figure)}", again=again
+        )
     if may_fail(again) or again.p_value is not None or again.evidence is Evidence.HISTORY:
         return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
     below = "against a single stored run nothing fails below 10%"
     unlike = again.ratio is not None and again.ratio.point > 1 + ALONE
-    why = f"{look.how}, it was so again; {again.why if unlike and again.why else below}; {_decides(figure)}"
-    return replace(figure, why=why, again=again)
+    return replace(
+        figure,
+        why=f"{look.how}, it was so again; {again.why if unlike and again.why else below}; {_decides(figure)}",
+        again=again,
+    )
 
 
 # The default share of builds in which a slow-down has to be found.

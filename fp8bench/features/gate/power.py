@@ -181,8 +181,7 @@ def sights_of_history(
             continue
         blank = Sight(comparison.case, comparison.metric, _least(threshold, comparison.before), math.inf, nights=0)
         if level is None:
-            few = f"fewer than {LEAST_VALUES} nights, so that no step can show"
-            sights.append(replace(blank, unknown=few))
+            sights.append(replace(blank, unknown=f"fewer than {LEAST_VALUES} nights, so that no step can show"))
             continue
         looks = _of_step(level, chance, second, spec_of(comparison.metric).least_change)
         sights.append(replace(blank, smallest=_smallest(looks, power), nights=level.length))

@@ -78,8 +78,12 @@ def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
         for planned in (case for group in run.plan for case in group.cases):
             if not run.finished and planned.case.id not in there:
                 there.add(planned.case.id)
-                why = f"run {run.id} was interrupted before it was measured"
-                yield failed(planned.case.id, planned.case.workload, evidence, why)
+                yield failed(
+                    planned.case.id,
+                    planned.case.workload,
+                    evidence,
+                    f"run {run.id} was interrupted before it was measured",
+                )
 
 
 def judged(

@@ -158,8 +158,11 @@ def _sights(sights: Sights) -> Part:
         Col(_SMALLEST, _smallest, tone=lambda sight: Tone.PLAIN if sight.enough else Tone.DOUBT),
         Col("threshold", lambda sight: _share(sight.threshold)),
     ]
-    title = "The smallest slow-downs that would have been found"
-    return Part("sights", title, (table("sights", "", cols, sights.figures[:MOST_ROWS]),))
+    return Part(
+        "sights",
+        "The smallest slow-downs that would have been found",
+        (table("sights", "", cols, sights.figures[:MOST_ROWS]),),
+    )
 
 
 def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> Part:

@@ -34,25 +34,47 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 130 interrupted."
     add = parser.add_argument
-    words = "module:function, or file.py:function, that gives a causal model with a cache, or (model, token ids)"
-    add("make", nargs="?", metavar="MODULE:FUNCTION", help=words)
+    add(
+        "make",
+        nargs="?",
+        metavar="MODULE:FUNCTION",
+        help="module:function, or file.py:function, that gives a causal model with a cache, or (model, token ids)",
+    )
     add("--size", metavar="NAME", help=f"the model that is timed: {', '.join(SERVED_SIZES)}; default nano")
-    words = "read quality on the newest checkpoint of a training in the store: of its reference, or of that arm"
-    add("--from", dest="trained", metavar="TRAINING[:ARM]", help=words)
-    words = f"what is kept in which format, as in kv=fp8+weights=int8; default {_ARMS}"
-    add("--arms", default=_ARMS, metavar="A,B", help=words)
+    add(
+        "--from",
+        dest="trained",
+        metavar="TRAINING[:ARM]",
+        help="read quality on the newest checkpoint of a training in the store: of its reference, or of that arm",
+    )
+    add(
+        "--arms",
+        default=_ARMS,
+        metavar="A,B",
+        help=f"what is kept in which format, as in kv=fp8+weights=int8; default {_ARMS}",
+    )
     add("--reference", choices=tuple(CARRIERS), help="what they are held against; default fp32 on a CPU, else bf16")
     add("--batch", type=types.whole(whole_number(1, 1 << 14)), default=1, metavar="N", help="sequences; default 1")
-    words = f"{LEAST_CONTEXTS} contexts or more, for the line; default 256,1024,2048,4096"
-    add("--contexts", metavar="A,B", help=words)
-    words = "batch: up to which batch arms pay, by one layer's product at 1, 8, 16, ... 4096 rows"
-    add("--sweep", choices=("batch",), help=words)
-    words = (
-        "also sample texts in each arm, and say how far the reference's log-probabilities of these tokens are from it"
+    add(
+        "--contexts", metavar="A,B", help=f"{LEAST_CONTEXTS} contexts or more, for the line; default 256,1024,2048,4096"
     )
-    add("--rollout", action="store_true", help=words)
-    words = "tokens that predictions are compared on; default 8192, 2048 with --quick"
-    add("--tokens", type=types.whole(whole_number(256, 1 << 20)), metavar="N", help=words)
+    add(
+        "--sweep",
+        choices=("batch",),
+        help="batch: up to which batch arms pay, by one layer's product at 1, 8, 16, ... 4096 rows",
+    )
+    add(
+        "--rollout",
+        action="store_true",
+        help="also sample texts in each arm, and say how far the reference's log-probabilities of these tokens "
+        "are from it",
+    )
+    add(
+        "--tokens",
+        type=types.whole(whole_number(256, 1 << 20)),
+        metavar="N",
+        help="tokens that predictions are compared on; default 8192, 2048 with --quick",
+    )
     shared(parser, "--quick")
     shared(parser, "--seed", help="for random weights, tokens and the cache's values; default 0")
     shared(parser, "--threads")

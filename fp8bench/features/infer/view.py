@@ -124,8 +124,12 @@ def _rollouts(answer: ServingAnswer, gaps: Sequence[RolloutGap]) -> Table:
         Col("clipped", lambda pair: units.percent(pair[1].clipped), number=True),
         Col("effective", lambda pair: ", ".join(units.percent(share) for share in pair[1].effective), number=True),
     ]  # fmt: skip
-    caption = f"{gaps[0].tokens} tokens of each, scored by {word_of(answer.question.arms[0])}"
-    return table("rollouts", caption, cols, [*zip(answer.question.arms, gaps, strict=True)])
+    return table(
+        "rollouts",
+        f"{gaps[0].tokens} tokens of each, scored by {word_of(answer.question.arms[0])}",
+        cols,
+        [*zip(answer.question.arms, gaps, strict=True)],
+    )
 
 
 def _short(value: float, digits: int) -> str:

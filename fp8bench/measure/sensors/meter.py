@@ -212,8 +212,7 @@ def _of_driver(
     if not energy:
         return Meter((), device, _UNWANTED, clock)
     if shared_by > 1:
-        why = f"{shared_by} {parts} share the GPU, and its energy is known as a whole only"
-        return Meter((), device, why, clock)
+        return Meter((), device, f"{shared_by} {parts} share the GPU, and its energy is known as a whole only", clock)
     return Meter(sources, device, "", clock, device.library.timeout, device.library.give_up)
 
 

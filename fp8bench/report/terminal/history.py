@@ -115,8 +115,7 @@ def runs_page(
     for kind, lines in kept.items():
         parts += list_of(f"{kind}s", f"{kind}s (UTC), newest first", lines)
     parts += [_next("one of them", f"fp8bench show {rows[0][0].text}{options}")] if rows else []
-    head = f"{store}: {count_of(len(rows), 'run')}, newest first"
-    return Page(head, "", (*parts, *_left_out(left)))
+    return Page(f"{store}: {count_of(len(rows), 'run')}, newest first", "", (*parts, *_left_out(left)))
 
 
 def faults_page(faults: Sequence[Fault], sound: int, files: int, store: str) -> Page:

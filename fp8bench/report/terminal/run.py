@@ -301,8 +301,14 @@ def _overview(panels: Sequence[Sequence[Group]]) -> Part:
         Col("native", lambda groups: _modes(groups, Level.NATIVE)),
         Col("emulated", lambda groups: _modes(groups, Level.EMULATED)),
     ]  # fmt: skip
-    words = "Name one suite to see its groups, and why what is skipped is skipped."
-    return Part("overview", "what would be measured", (table("overview", "", cols, panels), Text(words)))
+    return Part(
+        "overview",
+        "what would be measured",
+        (
+            table("overview", "", cols, panels),
+            Text("Name one suite to see its groups, and why what is skipped is skipped."),
+        ),
+    )
 
 
 def _modes(groups: Sequence[Group], level: Level) -> str:

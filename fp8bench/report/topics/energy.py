@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.energy import (
@@ -18,7 +17,6 @@ from fp8bench.analysis.energy import (
     energy_figures,
     energy_ratio,
     other_pace,
-    per_work,
     phase_energies,
     why_no_energy,
 )
@@ -29,7 +27,7 @@ from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table, with_figures
 from fp8bench.report.elements import ChartAxis, Element, Field, Items, Table, Text, Tone
 from fp8bench.report.page.charts import phase_parts, stacked
-from fp8bench.report.page.section import MOST_ROWS, PRECISION, Material, section
+from fp8bench.report.page.section import Material, section
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, merge_notes, together
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
@@ -47,8 +45,6 @@ _BY_ITSELF = (
 )
 _Measured = tuple[NamedCase, EnergyFigures]
 _EnergyRow = tuple[NamedCase, EnergyFigures, EnergyRatio | None]
-_watts = partial(units.count, unit="W")
-_close = partial(units.joules, digits=4)
 
 
 # docs/energy.md explains the sources.
@@ -67,12 +63,6 @@ def figures_of(result: Result) -> EnergyFigures | None:
 
 def phases_of(result: Result) -> PhaseEnergies | None:
     return phase_energies(result.record, result.finding) if result.record.status is Status.OK else None
-
-
-def validity_of(result: Result) -> str:
-    """'certified', or why its energy is not; '-' without energy."""
-    validity = energy_validity(result.record)
-    return units.NONE if validity is None else validity.value
 
 
 def power_limits_of(result: Result) -> str:
@@ -209,7 +199,7 @@ def energy(panel: Panel) -> Iterator[Table]:
     yield with_figures(table("energy", caption, cols, rows), (row[0] for row in rows))
 
 
-def energy_of_phases(panel: Panel) -> Iterator[Element]:
+def energy_of_phases(panel: Panel) -> Iterator[Table]:
     """What each phase takes of a step in joules, estimates in brackets; nothing unless phases were asked for."""
     known = [
         (*case, {phase.phase: phase for phase in energies.phases})
@@ -223,8 +213,12 @@ def energy_of_phases(panel: Panel) -> Iterator[Element]:
         *case_cols(),
         *(Col(PHASE_TITLES[name], partial(_of_phase, name=name), number=True) for name in names),
     ]  # fmt: skip
-    caption = "joules per step of each phase by itself; (estimated) by share of time, or as what is left"
-    yield table("phase-energy", caption, cols, known)
+    yield table(
+        "phase-energy",
+        "joules per step of each phase by itself; (estimated) by share of time, or as what is left",
+        cols,
+        known,
+    )
 
 
 def _of_phase(row: tuple[ResultGroup, Result, dict[str, PhaseJoules]], name: str) -> Field | None:
@@ -234,37 +228,6 @@ def _of_phase(row: tuple[ResultGroup, Result, dict[str, PhaseJoules]], name: str
     if phase.found is None:
         return Field(f"({units.joules(phase.joules)})", tone=Tone.DOUBT)
     return Field(f"{units.joules(phase.joules)} +-{units.percent(phase.found.width / 2 / phase.joules)}")
-
-
-class _Phase(NamedTuple):
-    case: NamedCase
-    found: PhaseJoules
-
-    def per(self, count: str) -> float | None:
-        return dict(per_work(self.case.result.record, self.found)).get(ENERGY_PER[count][0])
-
-
-_OF_ALL: tuple[Col[Any], ...] = (
-    Col("valid", lambda row: validity_of(row.case.result)),
-    Col("power limit", lambda row: power_limits_of(row.case.result) or None),
-)
-_PHASE: tuple[Col[_Phase], ...] = (
-    PRECISION,
-    Col("phase", lambda row: row.found.phase),
-    Col("per step", lambda row: row.found.joules, number=True, unit="J"),
-    Col("from", lambda row: row.found.low, number=True, show=_close, unit="J",
-        hint="the lowest of its windows, less its uncertainty"),
-    Col("to", lambda row: row.found.high, number=True, show=_close, unit="J",
-        hint="the highest of its windows, and its uncertainty"),
-    Col("per token", lambda row: row.per("tokens"), number=True, unit="J"),
-    Col("per TFLOP", lambda row: row.per("flops"), number=True, unit="J",
-        hint="of its own, as the tape has counted them"),
-    Col("time", lambda row: row.found.seconds, number=True, unit="s", hint="by itself"),
-    Col("power", lambda row: row.found.joules / row.found.seconds if row.found.seconds else None, number=True,
-        unit="W"),
-    Col("provenance", lambda row: Field(row.found.provenance.value, hint=row.found.why)),
-    *_OF_ALL,
-)  # fmt: skip
 
 
 def _lead(material: Material) -> str:
@@ -291,8 +254,8 @@ def energy_section(material: Material) -> Iterator[Element]:
 
 def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Element]:
     measured = [(case, figures) for case in panel.members if (figures := figures_of(case.result)) is not None]
-    for made in energy(panel):
-        yield replace(made, name=f"energy-{panel.case.workload}", caption=f"{title}: {made.caption}")
+    for made in (*energy(panel), *energy_of_phases(panel)):
+        yield replace(made, name=f"{made.name}-{panel.case.workload}", caption=f"{title}: {made.caption}")
     yield from _phases(title, [case for case in measured if not emulated(case[0].result)], parts)
     notes = ((modes, doubt, group.place) for group in panel.groups for modes, doubt in doubts_within(group))
     doubts = merge_notes(notes, len(panel.groups))
@@ -316,8 +279,3 @@ def _phases(title: str, measured: Sequence[_Measured], parts: Mapping[str, str])
     heading = f"{title}: energy by phase ({'estimated' if estimated else 'each measured by itself'})"
     words = _ESTIMATE if estimated else _BY_ITSELF
     yield stacked(f"energy-phases-{workload}", heading, words, axis, "share of the energy", parts, rows)
-    by_itself = ((case, told) for case, _, told in known if (use := case.result.record.energy) and use.phases)
-    phases = [_Phase(case, phase) for case, told in by_itself for phase in told.phases]
-    if phases:
-        name, caption = f"energy-of-phases-{workload}", f"{title}: joules of phases"
-        yield table(name, caption, _PHASE, phases[:MOST_ROWS], folded=True, kept=())

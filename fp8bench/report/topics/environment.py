@@ -148,8 +148,11 @@ def _labels(entry: Entry) -> Iterator[Text]:
         number = sum(label in result.labels for result in measured)
         if number:
             reasons = list(dict.fromkeys(reason for result in measured if (reason := result.reason(label))))
-            heading = f"{label} ({number} of {many(len(measured), 'case')})"
-            words = explained(label, heading, f" ({listed(reasons)})" if reasons else "")
+            words = explained(
+                label,
+                f"{label} ({number} of {many(len(measured), 'case')})",
+                f" ({listed(reasons)})" if reasons else "",
+            )
             yield Text(words, Tone.DOUBT if label.casts_doubt else Tone.PLAIN)
 
 

@@ -144,8 +144,7 @@ def _table(known: Sequence[PastSeries]) -> Table:
         Col("commits", lambda row: len(_values(row[0])), number=True, show=str),
     ]  # fmt: skip
     ordered = sorted(told, key=lambda row: (row[0].emulated, -abs(math.log(row[3] or 1.0))))
-    caption = "The last two figures of every series, the largest changes first"
-    return table("history-of-all", caption, cols, ordered)
+    return table("history-of-all", "The last two figures of every series, the largest changes first", cols, ordered)
 
 
 def _notes(known: Sequence[PastSeries]) -> Iterator[Element]:

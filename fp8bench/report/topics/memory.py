@@ -183,8 +183,12 @@ def memory(panel: Panel) -> Iterator[Element]:
     ]
     roles = [Col(MEMORY_TITLES[role], partial(_figure, name=memory_of_role(role)), number=True, show=shown)
              for role in MemoryRole if role in present]  # fmt: skip
-    caption = f"memory at the highest point of a step, in {unit}"
-    yield table("memory", caption, [*cols, *_cols(uses, panel.reference, roles, shown)], uses)
+    yield table(
+        "memory",
+        f"memory at the highest point of a step, in {unit}",
+        [*cols, *_cols(uses, panel.reference, roles, shown)],
+        uses,
+    )
     yield from map(Text, sentences(panel, panel.members))
 
 
@@ -302,5 +306,10 @@ def _table(title: str, cases: Sequence[NamedCase], reference: str) -> Table:
     parts = [Col(phase_words(phase), partial(in_phase, phase), number=True, unit="B",
                  hint="the most that was held at once in this phase") for phase in phases]  # fmt: skip
     name = f"memory-phases-{cases[0].result.record.case.workload}"
-    caption = f"{title}: the most that was held in each phase"
-    return table(name, caption, [PRECISION, *_cols(uses, reference, parts)], uses, folded=len(uses) > _MOST_OPEN)
+    return table(
+        name,
+        f"{title}: the most that was held in each phase",
+        [PRECISION, *_cols(uses, reference, parts)],
+        uses,
+        folded=len(uses) > _MOST_OPEN,
+    )

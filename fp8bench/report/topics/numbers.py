@@ -155,8 +155,7 @@ def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measureme
           for metric, members in by_metric.items()),
     ]  # fmt: skip
     some = f", the smallest and the largest of {len(panel.groups)} groups" if len(panel.groups) > 1 else ""
-    caption = f"{title}: errors by precision{some}"
-    return table(f"errors-of-{panel.case.workload}", caption, cols, by_mode.items())
+    return table(f"errors-of-{panel.case.workload}", f"{title}: errors by precision{some}", cols, by_mode.items())
 
 
 def _summary(mode: str) -> str:

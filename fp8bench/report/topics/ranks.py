@@ -341,6 +341,14 @@ def _rates(panel: Panel) -> Iterator[tuple[str, tuple[tuple[str, float], ChartPo
         way = " ".join([result.mode, *ways])
         span = () if isinstance(seconds, Untold) else sorted(rate * seconds.value / end for end in seconds[1:])
         low, high = span or (None, None)
-        where = f"{way}, {units.size(sent.logical)}"
-        point = ChartPoint(way, where, sent.logical, rate, cost_tone(result), strand=way, low=low, high=high)
+        point = ChartPoint(
+            way,
+            f"{way}, {units.size(sent.logical)}",
+            sent.logical,
+            rate,
+            cost_tone(result),
+            strand=way,
+            low=low,
+            high=high,
+        )
         yield _collective_of(panel, result), ((way, sent.logical), point)

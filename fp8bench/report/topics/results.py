@@ -141,11 +141,10 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
     yield Col("setting", _setting, hint="what tells a group of cases from the others; hover for all parameters")
     yield Col("verdict", lambda row: Field(case_status.status_words(row.result), tone=case_status.tone_of(row.result),
               hint=_why(row.result)), hint=legend.VERDICT.removeprefix("verdict: "))  # fmt: skip
-    words = "step time of the reference / that of the case: above 1x is faster"
     yield Col("speed-up", lambda row: number(speed.point if (speed := case_status.speed_up(row.result)) else None,
-              units.speed_up, case_status.tone_of(row.result)), number=True, unit="x", hint=words)  # fmt: skip
-    words = "of the speed-up; sorts by width: the surest first"
-    yield Col("interval", _interval, number=True, unit="x", hint=words)
+              units.speed_up, case_status.tone_of(row.result)), number=True, unit="x",
+              hint="step time of the reference / that of the case: above 1x is faster")  # fmt: skip
+    yield Col("interval", _interval, number=True, unit="x", hint="of the speed-up; sorts by width: the surest first")
     words = ", ".join(f"{metric} ({', '.join(dict.fromkeys(suites))})" for metric, suites in errors.items())
     yield Col("error", lambda row: number(row.figures[row.panel.error].value, units.relative_error,
               hint=row.panel.error), number=True, hint=words)  # fmt: skip
@@ -160,15 +159,23 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
     yield Col("best", lambda row: row.figure(TIME, best=True), number=True, unit="s", hint=words)
     yield Col("median", lambda row: row.figure(TIME), number=True, unit="s", hint="of a step, over all calls")
     yield figure_col(REPLAY, lambda row: replace(row.figure(REPLAY, best=True), hint=replays_of(row.result.record)))
-    words = "distance of the quartiles / median, over all calls"
-    yield Col("spread", lambda row: row.result.spread, number=True, show=units.percent, hint=words)
+    yield Col(
+        "spread",
+        lambda row: row.result.spread,
+        number=True,
+        show=units.percent,
+        hint="distance of the quartiles / median, over all calls",
+    )
     unit = rates.pop() if len(rates) == 1 else ""
     yield Col("throughput", lambda row: row.figure(row.figures.rate.name), number=True, unit=unit, hint="at the median")
     yield Col("how", lambda row: Field(row.result.record.support.level.value, tone=case_status.cost_tone(row.result),
               hint=row.result.record.support.reason),
               hint="native: the hardware does it; emulated: right in numbers, without a speed; refused")  # fmt: skip
-    words = "which of torch's kernels computed it, as an untimed step showed"
-    yield Col("attention", lambda row: attention_of(row.result.record), hint=words)
+    yield Col(
+        "attention",
+        lambda row: attention_of(row.result.record),
+        hint="which of torch's kernels computed it, as an untimed step showed",
+    )
 
 
 def _of_spec(spec: MetricSpec) -> Col[_ShownCase]:

@@ -174,8 +174,9 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
             hint="what takes longest of it at the ceilings, if that is half of its time"),
     ]  # fmt: skip
     rows = ((case.name, [(case, roof) for roof in _roofs(case)]) for case in cases)
-    name = f"roofline-{panel.case.workload}"
-    yield from table_of_cases(name, title, "each phase against the ceilings", cols, rows, "The CSV has them.")
+    yield from table_of_cases(
+        f"roofline-{panel.case.workload}", title, "each phase against the ceilings", cols, rows, "The CSV has them."
+    )
 
 
 def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
@@ -253,8 +254,13 @@ def ceilings_page(history: Sequence[Ceilings], store: str) -> Page:
     parts = []
     for some in together(((ceilings.device, ceilings.under), ceilings) for ceilings in history).values():
         days = " to ".join(dict.fromkeys(ceilings.when[:10] for ceilings in (some[0], some[-1])))
-        title = f"{some[-1].device} ({settings_words(some[-1])}): {count_of(len(some), 'measurement')}, {days}"
-        parts.append(Part("ceilings", title, (_table(some),)))
+        parts.append(
+            Part(
+                "ceilings",
+                f"{some[-1].device} ({settings_words(some[-1])}): {count_of(len(some), 'measurement')}, {days}",
+                (_table(some),),
+            )
+        )
     return Page(
         f"{store}: {count_of(len(history), 'measurement')} of what devices do at most", "", tuple(parts), _LEGEND
     )

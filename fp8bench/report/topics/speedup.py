@@ -39,8 +39,15 @@ def sustained(panel: Panel) -> Iterator[Table]:
         Col("turns", lambda row: f"{row[2].turns}, " + (
             "cannot be told" if row[2].settled is None else f"{row[2].settled} settled")),
     ]  # fmt: skip
-    caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before"
-    yield with_figures(table("sustained", caption, cols, known), (row[:2] for row in known))
+    yield with_figures(
+        table(
+            "sustained",
+            "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before",
+            cols,
+            known,
+        ),
+        (row[:2] for row in known),
+    )
 
 
 @dataclass(frozen=True)
@@ -82,9 +89,8 @@ def _cases(material: Material) -> Iterator[_Case]:
         metric = "" if about_tensors(panel) else panel.error
         for group, result in () if about_tensors(panel) else panel.members:
             error = value_of(result.record.measurement(metric)) if metric else None
-            run = f"{entry.label} {panel.case.device}"
-            yield _Case(run, title, panel.reference or "the reference", group.place, result, metric,
-                        math.nan if error is None else error)  # fmt: skip
+            yield _Case(f"{entry.label} {panel.case.device}", title, panel.reference or "the reference",
+                        group.place, result, metric, math.nan if error is None else error)  # fmt: skip
 
 
 def _charts(bars: Sequence[_Case]) -> Iterator[Bars]:

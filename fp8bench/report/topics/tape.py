@@ -83,19 +83,35 @@ def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
 
 def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
     """For rows of a case and its step's tape, or a phase's counts."""
-    words = "of products, forward and backward; a product of M x K by K x N has 2MNK"
-    yield Col("FLOPs", lambda row: row[1].flops or None, number=True, show=units.count, hint=words)
+    yield Col(
+        "FLOPs",
+        lambda row: row[1].flops or None,
+        number=True,
+        show=units.count,
+        hint="of products, forward and backward; a product of M x K by K x N has 2MNK",
+    )
     yield Col("declared", lambda row: (declared(row[0]) or None) if isinstance(row[1], Tape) else None,
               number=True, show=units.count, hint="the FLOPs that the suite declares")  # fmt: skip
-    words = "read and written, each tensor once a call, as if nothing lay in a cache"
-    yield Col("bytes", lambda row: row[1].bytes, number=True, unit="B", hint=words)
+    yield Col(
+        "bytes",
+        lambda row: row[1].bytes,
+        number=True,
+        unit="B",
+        hint="read and written, each tensor once a call, as if nothing lay in a cache",
+    )
     yield Col("FLOP/B", lambda row: intensity_of(row[1]) if isinstance(row[1], Tape) else (
               row[1].flops / row[1].bytes if row[1].flops and row[1].bytes else None), number=True, show=units.count,
               hint="FLOPs for each byte")  # fmt: skip
-    words = "operators that start a kernel at least"
-    yield Col("launches", lambda row: row[1].launches, number=True, show=str, hint=words)
-    words = "calls of operators that have no formula, in no sum of FLOPs"
-    yield Col("unknown", lambda row: row[1].unknown, number=True, show=str, hint=words)
+    yield Col(
+        "launches", lambda row: row[1].launches, number=True, show=str, hint="operators that start a kernel at least"
+    )
+    yield Col(
+        "unknown",
+        lambda row: row[1].unknown,
+        number=True,
+        show=str,
+        hint="calls of operators that have no formula, in no sum of FLOPs",
+    )
     words = "the share of FLOPs that multiply elements so wide"
     for bits in _WIDTHS:
         share = partial(lambda bits, row: share_of(row[1], bits) if isinstance(row[1], Tape) else None, bits)

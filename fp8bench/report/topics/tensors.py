@@ -213,8 +213,9 @@ def tensors_section(material: Material) -> Iterator[Element]:
     panels = [(title, panel) for title, panel in titled_panels(material) if about_tensors(panel)]
     for title, panel in panels:
         for shown_table in _overview(panel, _PAGE_WIDTH):
-            caption = f"{title}: SQNR in dB, higher is better"
-            yield replace(shown_table, name=f"sqnr-{panel.case.workload}", caption=caption)
+            yield replace(
+                shown_table, name=f"sqnr-{panel.case.workload}", caption=f"{title}: SQNR in dB, higher is better"
+            )
         for group in panel.groups:
             lost = [cell_of(own).words for own in group.results if (figure(own, "not_finite_percent")[1] or 0) > 0]
             if lost:

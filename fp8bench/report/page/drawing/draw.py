@@ -31,8 +31,16 @@ def draw_sparks(sheet: Sheet, chart: Sparks) -> float:
     reach = max([_LEAST_OCTAVES, *(abs(octave) for octaves in late for octave in octaves if octave is not None)])
     named = [(SHAPES[number], f"point s{number + 1}", name) for number, name in enumerate(chart.series)]
     top = legend(sheet, named, 0.0)
-    text = f"a row: {reach:.2g} octaves up and down, from {chart.places[0]} to {chart.places[-1]}"
-    sheet.text(0, top + 8, shortened(text, sheet.width, sheet.size), "quiet")
+    sheet.text(
+        0,
+        top + 8,
+        shortened(
+            f"a row: {reach:.2g} octaves up and down, from {chart.places[0]} to {chart.places[-1]}",
+            sheet.width,
+            sheet.size,
+        ),
+        "quiet",
+    )
     placed = arranged(sheet, [("", [name for name, _ in rows])], _ROW, top + 44)
     wide = (sheet.width - placed.left + _BETWEEN_COLUMNS) / len(chart.columns)
     for column, title in enumerate(chart.columns):
