@@ -61,6 +61,25 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(work, "--explain")
     given = codes.replace("0 every", "0 handed over, or with --wait every")
     handed = command("submit", "start workers in Slurm or in a Ray cluster", given)
+    _add_submit(handed)
+    status = command("status", "which cells are done, running, failed (and why) or waiting")
+    shared(status, "--explain")
+    shared(status, "--json", help="print the states as JSON instead")
+    shared(status, "--csv", help="also write a row for each cell to this file; '-' prints them instead")
+    _add_report(bare)
+    taken = bare(
+        "collect",
+        "copy the runs of several machines' stores into one, by machine and month",
+        "Exit codes: 0 all was taken, 2 wrong usage, 3 something is wrong with a file, 130 interrupted.",
+    )
+    taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="copy runs of its cells; '-': all runs")
+    taken.add_argument(
+        "folders", nargs="+", type=types.path, metavar="DIR", help="a store, or a folder with .fp8bench in it"
+    )
+    shared(taken, "--store", help=f"where the copies go; what is there already stays; default {DEFAULT_STORE}")
+
+
+def _add_submit(handed: argparse.ArgumentParser) -> None:
     handed.add_argument(
         "--on",
         choices=[*ENGINES],
@@ -86,21 +105,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     handed.add_argument("--wait", action="store_true", help="return when all workers have ended; Ctrl-C then ends them")
     shared(handed, "--explain")
-    status = command("status", "which cells are done, running, failed (and why) or waiting")
-    shared(status, "--explain")
-    shared(status, "--json", help="print the states as JSON instead")
-    shared(status, "--csv", help="also write a row for each cell to this file; '-' prints them instead")
-    _add_report(bare)
-    taken = bare(
-        "collect",
-        "copy the runs of several machines' stores into one, by machine and month",
-        "Exit codes: 0 all was taken, 2 wrong usage, 3 something is wrong with a file, 130 interrupted.",
-    )
-    taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="copy runs of its cells; '-': all runs")
-    taken.add_argument(
-        "folders", nargs="+", type=types.path, metavar="DIR", help="a store, or a folder with .fp8bench in it"
-    )
-    shared(taken, "--store", help=f"where the copies go; what is there already stays; default {DEFAULT_STORE}")
 
 
 def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
