@@ -131,7 +131,22 @@ def _finding(
     record, standard = _remeasured(record, standard)
     conclusion = _concluded(record, standard)
     whole = conclusion.whole if conclusion is not None else standard.whole if record.is_reference else None
-    finding, aa = _with_verdict(_times(timing, record, whole, overheads), record, standard, conclusion, aa)
+    phases, all_calls = verdicts.best_phases(timing, whole), verdicts.totals(timing)
+    finding, aa = _with_verdict(
+        Finding(
+            record.case,
+            Verdict.NONE,
+            best_seconds=sum(seconds for _, seconds in phases),
+            median_seconds=float(np.median(all_calls)),
+            spread=stats.spread(all_calls),
+            phases=phases,
+            below_floor=_below_floor(timing, phases, overheads),
+        ),
+        record,
+        standard,
+        conclusion,
+        aa,
+    )
     if record.fresh is not None:
         told = f"the fastest of {record.fresh.candidates}: its speed-up is by rounds after the choice"
         finding = replace(finding, why="; ".join(filter(None, (finding.why, told))))
@@ -149,19 +164,6 @@ def _finding(
         label_reasons=tuple((labelled.label, labelled.reason) for labelled in labels if labelled.reason),
     )
     return _withheld(finding, [label for label in labels if label.hard], standard.hard)
-
-
-def _times(timing: Timing, record: Record, whole: bool | None, overheads: Overheads | None) -> Finding:
-    phases, all_calls = verdicts.best_phases(timing, whole), verdicts.totals(timing)
-    return Finding(
-        record.case,
-        Verdict.NONE,
-        best_seconds=sum(seconds for _, seconds in phases),
-        median_seconds=float(np.median(all_calls)),
-        spread=stats.spread(all_calls),
-        phases=phases,
-        below_floor=_below_floor(timing, phases, overheads),
-    )
 
 
 def _of_whole_steps(record: Record, standard: _Standard) -> Iterator[Labelled]:

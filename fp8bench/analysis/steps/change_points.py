@@ -326,7 +326,11 @@ def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
         lengths = at - begin, end - at
         # What the lengths of two pieces cost more than that of both together.
         price = sum(math.log(length / LEAST) for length in lengths) - math.log(sum(lengths) / LEAST)
-        evidence = _z_of(math.sqrt(gains[at - begin - 1]), freedom) ** 2 - _BY_LENGTH * price
+        evidence = (
+            math.sqrt(freedom * math.log1p(math.sqrt(gains[at - begin - 1]) ** 2 / freedom))
+            * (8 * freedom + 1)
+            / (8 * freedom + 3)
+        ) ** 2 - _BY_LENGTH * price
         yield Step(
             at, min(int(low), at) - 1, max(int(high), at), math.exp(row[begin:at].mean()), math.exp(row[at:end].mean()),
             math.erfc(_WORTH * math.sqrt(max(evidence, 0.0) / 2)),
@@ -355,7 +359,3 @@ def _t_of(deviations: float, freedom: int) -> float:
     """Returns Student's t that is as rare as so many Gaussian deviations (Wallace's approximation)."""
     shrunk = deviations * (8 * freedom + 3) / (8 * freedom + 1)
     return math.sqrt(freedom * math.expm1(shrunk**2 / freedom))
-
-
-def _z_of(t: float, freedom: int) -> float:
-    return math.sqrt(freedom * math.log1p(t**2 / freedom)) * (8 * freedom + 1) / (8 * freedom + 3)

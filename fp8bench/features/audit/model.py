@@ -78,10 +78,6 @@ def promises_low(module: nn.Module) -> bool:
     return own or hasattr(module, "fp8_meta") or "forward" in vars(module)
 
 
-def _has_own_forward(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
-
-
 def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundLayer], tuple[str, str]]:
     """Returns what says the name of the likely reason why a layer was not converted, and a sentence."""
     low = [layer for layer in layers if layer.row.low]
@@ -181,7 +177,9 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
         if x.shape[-1] != inputs or output.shape != (*x.shape[:-1], outputs):
             return
         row = layer.row = replace(layer.row, flops=layer.row.flops + 2 * x.numel() * outputs)
-        if not row.runs and (row.low or _has_own_forward(layer.module)):
+        if not row.runs and (
+            row.low or (isinstance(layer.module, nn.Linear) and type(layer.module).forward is not nn.Linear.forward)
+        ):
             key = type(layer.module), type(layer.weight), x.shape, layer.weight.shape
             if not known.get(key):
                 known[key] = _runs_as(layer, x, output, facts)

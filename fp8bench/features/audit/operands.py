@@ -137,7 +137,15 @@ def rounded(x: Tensor, treatment: Treatment | None) -> Rounded:
     if stored.scales is not None and scaling is not None and scaling.scale is not None:
         scales = decode(scales, scaling.scale, checked=False)
     tensor_scale = None if stored.tensor_scale is None else float(stored.tensor_scale)
-    return Rounded(elements, scales.to(torch.float32).reshape(*_grid(scales)), treatment, tensor_scale, x)
+    return Rounded(
+        elements,
+        scales.to(torch.float32).reshape(
+            *((scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (scales.numel(), 1))
+        ),
+        treatment,
+        tensor_scale,
+        x,
+    )
 
 
 # The relative error of scales that come from a reciprocal or an approximate division.
@@ -157,10 +165,6 @@ def span(operand: Rounded) -> tuple[Tensor, Tensor]:
             other = values(wide / spread_ * off, own.fmt) * spread_
             low, high = torch.minimum(low, other), torch.maximum(high, other)
     return low, high
-
-
-def _grid(scales: Tensor) -> tuple[int, int]:
-    return (scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (scales.numel(), 1)
 
 
 # The sides of blocks in use: where blocks do not divide a matrix, the next larger side is meant.
