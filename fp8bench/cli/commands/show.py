@@ -16,7 +16,7 @@ from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.jobs.kinds import KeptTable, Kind, View, feature_tables, meant_by
 from fp8bench.model import Run
-from fp8bench.model.codec import encode
+from fp8bench.model.codec import encode, noting_ignored
 from fp8bench.store.runs.listing import find_run, load_named
 
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = [table for table in _tables() if getattr(arguments, table.name)]
     meant = meant_by(word, store, only_runs=bool(wanted))
     if not meant:
-        measured = load_named(word, store)
+        with noting_ignored() as ignored:
+            measured = load_named(word, store)
         if len(wanted) > 1:
             raise UsageError(f"--{wanted[0].name} and --{wanted[1].name} are two tables. Give one of them.")
         for table in wanted:
@@ -64,9 +65,14 @@ def run(arguments: argparse.Namespace) -> int:
         kind, path = meant[0]
         _check_meant(word, meant, store)
         _refuse(arguments, repr(word), kind.name, [*(table.name for table in wanted), *kind.refused])
-        kept = kind.load(path)
+        with noting_ignored() as ignored:
+            kept = kind.load(path)
         tell(arguments, *kind.view(kept))
         told = log_kept(kind, kept, arguments.log, complain)
+    if ignored:
+        complain(
+            f"{word} was written by another version, and these fields of it were ignored: {', '.join(sorted(ignored))}"
+        )
     return EXIT_OK if told else EXIT_INTERRUPTED
 
 

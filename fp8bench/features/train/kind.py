@@ -215,7 +215,7 @@ _ROLES = {role.value for role in ArmRole}
 
 
 def _training_from(plain: Any) -> Training:
-    """A training from the header of its file, without the arms and settings that only other versions have."""
+    """A training from the header of its file, without the arms and values that only other versions have."""
     arms = [
         {**arm, "settings": [pair for pair in arm.get("settings", ()) if pair[0] in SETTINGS_RULES]}
         for arm in plain["arms"] if arm.get("role", "candidate") in _ROLES
@@ -227,7 +227,7 @@ def _training_from(plain: Any) -> Training:
 
 
 def _is_of_others(name: str, value: object) -> bool:
-    return name not in SETTINGS_RULES or (isinstance(value, str) and not SETTINGS_RULES[name].holds(value))
+    return name in SETTINGS_RULES and isinstance(value, str) and not SETTINGS_RULES[name].holds(value)
 
 
 def load_head(path: Path) -> Training:
