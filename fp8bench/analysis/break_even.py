@@ -19,7 +19,7 @@ import numpy as np
 
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import BAND, best_ratio, common_rounds
-from fp8bench.model import Finding, Interval, Level, Params, Record
+from fp8bench.model import Finding, Interval, Params, Record
 
 # Fewer sizes make no curve.
 LEAST_SIZES = 3
@@ -204,9 +204,7 @@ def _base(own: Told, group: Sequence[Told]) -> Told | None:
     """Returns what a case is compared with: for what lies below bf16 bf16, if it has a speed here, else the
     reference."""
     if own[0].case.precision not in _NOT_BELOW:
-        usual = next(
-            (pair for pair in group if pair[0].case.mode == USUAL and pair[0].support.level is Level.NATIVE), None
-        )
+        usual = next((pair for pair in group if pair[0].case.mode == USUAL and pair[0].support.is_native), None)
         if usual is not None and usual[0].timing is not None:
             return usual
     return next((pair for pair in group if pair[0].is_reference), None)
@@ -214,7 +212,7 @@ def _base(own: Told, group: Sequence[Told]) -> Told | None:
 
 def _ratio(own: Told, base: Told) -> Interval | str:
     record, finding = own
-    if record.support.level is Level.EMULATED:
+    if record.support.is_emulated:
         return "emulated here: no speed"
     if finding is None or finding.best_seconds is None:
         return record.reason or "not timed"

@@ -21,7 +21,7 @@ from fp8bench.analysis.compare.interval import quantile
 from fp8bench.analysis.doubts import PlaceEffect, clock_offset, flat_times, place_effect, unsettled
 from fp8bench.analysis.labels import Labelled, are_held_up, hard_labels, in_process, labels_of
 from fp8bench.analysis.verdicts import fastest
-from fp8bench.model import Finding, Interval, Label, Level, Overheads, Record, Reruns, Run, Status, Timing, Verdict
+from fp8bench.model import Finding, Interval, Label, Overheads, Record, Reruns, Run, Timing, Verdict
 from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 
 BELOW_FLOOR_MARKERS = 20
@@ -72,7 +72,7 @@ def find(
     if reference is not None and reference.timing is not None:
         aa = verdicts.noise(reference.timing, reference.control)
         hard = hard_labels(reference.timing, reference.watch, aa, reference.case.device)
-        emulated = reference.support.level is Level.EMULATED
+        emulated = reference.support.is_emulated
         together = [
             record.timing for record in records if record.timing and record.paired and record.paired_with is None
         ]
@@ -94,7 +94,7 @@ def _chosen(records: Sequence[Record], made: list[Finding], shared: _Standard) -
     together = [
         (place, record.timing)
         for place, record in enumerate(records)
-        if record.timing and record.paired and not record.is_reference and record.support.level is Level.NATIVE
+        if record.timing and record.paired and not record.is_reference and record.support.is_native
         and record.paired_with is None
     ]  # fmt: skip
     if shared.timing is None or len(together) < LEAST_CANDIDATES or any(record.fresh for record in records):
@@ -118,7 +118,7 @@ def _finding(
     record: Record, shared: _Standard, aa: Interval | None, overheads: Overheads | None, beside: Sequence[Labelled]
 ) -> Finding:
     timing = record.timing
-    if record.status is not Status.OK or timing is None or not timing.slots:
+    if not record.is_ok or timing is None or not timing.slots:
         return Finding(record.case, Verdict.NONE)
     standard = shared
     if record.paired_with is not None:  # the sitting that it was in has its own: never the control of another one
@@ -179,7 +179,7 @@ def _of_whole_steps(record: Record, standard: _Standard) -> Iterator[Labelled]:
 def _of_clocks(record: Record, standard: _Standard, ratio: Interval | None) -> Iterator[Labelled]:
     """Yields labels for clocks that moved before the first round, or differed from the reference's."""
     yield from unsettled(record.watch)
-    if record.is_reference or not record.paired or record.support.level is Level.EMULATED or record.timing is None:
+    if record.is_reference or not record.paired or record.support.is_emulated or record.timing is None:
         return
     if standard.record is not None and standard.timing is not None and not standard.emulated:
         entries = [timing for timing in (standard.timing, standard.control) if timing is not None]
@@ -197,7 +197,7 @@ def _remeasured(record: Record, standard: _Standard) -> tuple[Record, _Standard]
 
 def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | None:
     """Returns the conclusion of its samples; None where they are no speed, or have no rounds with the reference."""
-    of_speed = record.support.level is not Level.EMULATED and not standard.emulated and not record.is_reference
+    of_speed = not record.support.is_emulated and not standard.emulated and not record.is_reference
     if record.timing is None or standard.timing is None or not (of_speed and record.paired):
         return None
     timings = [timing for timing in (record.timing, standard.timing, standard.control) if timing is not None]
@@ -211,7 +211,7 @@ def _with_verdict(
     finding: Finding, record: Record, standard: _Standard, conclusion: verdicts.Conclusion | None, aa: Interval | None
 ) -> tuple[Finding, Interval | None]:
     assert record.timing is not None
-    if record.support.level is Level.EMULATED:
+    if record.support.is_emulated:
         return replace(finding, verdict=Verdict.EMULATED), None
     if record.is_reference:
         return replace(finding, verdict=Verdict.REFERENCE, floor=_floor(aa, standard)), aa

@@ -13,7 +13,7 @@ from fp8bench import units
 from fp8bench.analysis import stats
 from fp8bench.analysis.energy import phase_energies, why_unresolved
 from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME, uneven
-from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, Run, SlotSample, Timing
+from fp8bench.model import DeviceWatch, Finding, Interval, Label, Record, Run, SlotSample, Timing
 from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
 from fp8bench.model.run import PROFILE
 from fp8bench.model.stopping import LEAST_ROUNDS
@@ -149,7 +149,7 @@ def _of_samples(record: Record, finding: Finding, reference: Timing | None, aa: 
     if finding.floor is not None and finding.floor > NOISY_FLOOR:
         yield Labelled(Label.NOISY)
     yield from _launch_bound(timing, record.case.device)
-    if record.support.level is not Level.EMULATED:  # else its time is read as no speed
+    if not record.support.is_emulated:  # else its time is read as no speed
         if timing.num_rounds < LEAST_ROUNDS:
             yield Labelled(Label.FEW_SAMPLES)
         if _bimodal(timing):
@@ -163,7 +163,7 @@ def _of_samples(record: Record, finding: Finding, reference: Timing | None, aa: 
         yield Labelled(Label.VARYING)
     if timing.eager:
         # On a device of its own casts of native formats are part of what is compared; elsewhere they are emulations.
-        native = record.support.level is Level.NATIVE and record.case.device != "cpu"
+        native = record.support.is_native and record.case.device != "cpu"
         yield Labelled(Label.EAGER_QUANTISER, timing.eager, hard=native)
     yield from _implausible(record, timing)
     if set(finding.below_floor) >= {phase for phase, seconds in finding.phases if seconds > 0}:

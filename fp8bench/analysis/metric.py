@@ -98,7 +98,7 @@ class Told(NamedTuple):
 
     @property
     def emulated(self) -> bool:
-        return self.record.support.level is Level.EMULATED
+        return self.record.support.is_emulated
 
 
 def unit_of_series(series: Series) -> str:

@@ -41,7 +41,7 @@ from fp8bench.analysis.samples import (
 )
 from fp8bench.analysis.tapes import coverage_metrics, tape_metrics
 from fp8bench.analysis.verdicts import best_seconds, totals
-from fp8bench.model import UNATTRIBUTED, Finding, Interval, Label, Provenance, Record, Status, Verdict, specs
+from fp8bench.model import UNATTRIBUTED, Finding, Interval, Label, Provenance, Record, Verdict, specs
 from fp8bench.model.consumed import CHOSEN, COUNTERS, LEAST_INTERVALS, TICK_INTERVALS, reasons_in
 from fp8bench.model.specs import STEP, MetricSpec, Rank, memory_of_role, spec_of
 
@@ -108,7 +108,7 @@ def _means(told: Told) -> Iterator[Metric]:
 def _sustained(told: Told) -> Iterator[Metric]:
     record, figures = told.record, sustained_figures(told.record, told.finding)
     beside: dict[MetricSpec, float | None] = {}
-    if figures is not None and record.status is Status.OK:
+    if figures is not None and record.is_ok:
         yield Metric(
             specs.SUSTAINED_TIME, figures.seconds, provenance=_MEASURED, cost=told.emulated, count=figures.turns,
             interval=sustained_ratio(record, told.base), samples=partial(sustained_samples, record),
@@ -210,7 +210,7 @@ def _measurements(told: Told) -> Iterator[Metric]:
 def _energy(told: Told) -> Iterator[Metric]:
     """Yields the energy of the step, for its work, and of phases; without a value one metric with the reason."""
     record, finding, reference, use = told.record, told.finding, told.reference, told.record.energy
-    if use is None or record.status is not Status.OK:
+    if use is None or not record.is_ok:
         return
     labels, validity = finding.labels if finding is not None else (), energy_validity(record)
     conditions = EnergyConditions(validity.value, use.power_limits) if validity is not None else None
@@ -268,7 +268,7 @@ def _beside(figures: EnergyFigures, blank: Metric) -> Iterator[Metric]:
 
 def _memory(told: Told) -> Iterator[Metric]:
     use = told.record.memory
-    if use is None or told.record.status is not Status.OK:
+    if use is None or not told.record.is_ok:
         return
     for role, size in use.roles:
         yield _size(spec_of(memory_of_role(role)), size, provenance=Provenance.DERIVED)

@@ -17,7 +17,7 @@ from importlib.resources import files
 from itertools import takewhile
 from typing import Any
 
-from fp8bench.model import Ceiling, Ceilings, Finding, Level, Limit, Phase, Rate, Record
+from fp8bench.model import Ceiling, Ceilings, Finding, Limit, Phase, Rate, Record
 from fp8bench.model.measured import WIDEST_SPREAD
 from fp8bench.model.step import PhaseCount
 
@@ -213,7 +213,7 @@ def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) 
     """Returns None for emulated precisions, which have no speed, and where ceilings or counts are missing."""
     measured, _ = roofs_of(record.ceiling)
     own, base = phase_roofs(record, finding), phase_roofs(reference, lead)
-    if measured is None or record.support.level is Level.EMULATED or not lead.best_seconds:
+    if measured is None or record.support.is_emulated or not lead.best_seconds:
         return None
     if any(roof.count.unknown for roof in (*own, *base)):
         return None

@@ -15,7 +15,6 @@ from fp8bench.model import (
     UNATTRIBUTED,
     Case,
     Finding,
-    Level,
     OperatorCount,
     Phase,
     PhaseCount,
@@ -330,7 +329,7 @@ def parts_of(run: Run, findings: Mapping[str, Finding]) -> list[StepShares]:
 def parts_of_record(record: Record, finding: Finding | None) -> StepShares:
     why = "" if record.shares is not None else record.reason or record.detail or "none were looked for"
     seconds = None if finding is None else finding.best_seconds
-    return StepShares(record.case, record.shares, why, seconds, record.support.level is Level.EMULATED)
+    return StepShares(record.case, record.shares, why, seconds, record.support.is_emulated)
 
 
 def refuse_none(run: Run) -> None:

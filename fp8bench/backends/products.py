@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.errors import BackendMissing
 from fp8bench.formats.hardware import emulated, is_amd, is_nvidia, native, refused, unknown_kind
-from fp8bench.model import DeviceFacts, Level, Support
+from fp8bench.model import DeviceFacts, Support
 from fp8bench.nn.shared_precisions import RecipePrecision, native_arithmetic, recipe_of, wrong_pairing
 from fp8bench.protocols import Arithmetic, Backend, Precision
 from fp8bench.registry import backends
@@ -46,7 +46,7 @@ class TorchProducts(Backend):
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         assert isinstance(precision, RecipePrecision)
         own = precision.own_support(facts)
-        if own.level is not Level.EMULATED:
+        if not own.is_emulated:
             return own
         return refused(f"torch multiplies no such thing here ({own.reason}): choose backend=emulated, or auto")
 
@@ -79,9 +79,9 @@ class Torchao(Backend):
         if recipe is None:
             return wrong_pairing(self.name, precision, RECIPES)
         own = precision.own_support(facts)
-        if own.level is Level.NATIVE:
+        if own.is_native:
             return native(f"torchao's recipe {recipe}, on torch's scaled product")
-        if own.level is Level.EMULATED:
+        if own.is_emulated:
             return emulated(f"torchao's own emulation of its recipe {recipe}: {own.reason.partition(':')[0]}")
         return own
 
@@ -106,7 +106,7 @@ class Torchao(Backend):
 
         assert isinstance(precision, RecipePrecision)
         named = Float8LinearConfig.from_recipe_name(RECIPES[precision.plain_mode])
-        config = replace(named, emulate=self.support(precision, facts).level is Level.EMULATED)
+        config = replace(named, emulate=self.support(precision, facts).is_emulated)
 
         def layer(weight: nn.Parameter) -> WholeLayer:
             outputs, inputs = weight.shape

@@ -87,7 +87,7 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
     supports = {name: precisions.get(name).support(facts) for name in by_rank()}
     longest = max(map(len, supports))
     for name, support in supports.items():
-        if support.level is Level.NATIVE:
+        if support.is_native:
             yield f"  {name:<{longest}} {support.level.value:<9} {support.reason}"
     for level, words in ((Level.EMULATED, "values rounded, products in fp32"), (Level.REFUSED, "")):
         names = [name for name, support in supports.items() if support.level is level]
@@ -254,7 +254,7 @@ def _dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str
     yield f"{precision.name}{also}: {precision.summary}"
     for fact in facts:
         support = precision.support(fact)
-        note = "" if support.level is Level.NATIVE and not support.reason else f": {support.reason}"
+        note = "" if support.is_native and not support.reason else f": {support.reason}"
         yield f"    on {fact.key} {support.level.value}{note}"
     words = [f"{option.name}={option.default}" for option in precision.options]
     for word, option in zip(words, precision.options, strict=True):

@@ -13,7 +13,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.files import keeping, write_whole
 from fp8bench.jobs.kinds import K, Kind, meant_by
-from fp8bench.model import Figure, Level, Run, Trend, trend_name
+from fp8bench.model import Figure, Run, Trend, trend_name
 from fp8bench.report.data.plain import Rows, csv_text
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Page
@@ -243,7 +243,7 @@ def _emulated(trend: Trend, tracked: Sequence[TrackedRun]) -> bool:
     """Whether the runs at hand emulate the precision: the history itself does not say."""
     wanted = trend.series.workload, trend.cell[0]
     return any(
-        record.support.level is Level.EMULATED and (record.case.workload, record.case.precision) == wanted
+        record.support.is_emulated and (record.case.workload, record.case.precision) == wanted
         for run in tracked
         for record in run.run.records
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from fp8bench.analysis.roofline import datasheet_of
 from fp8bench.analysis.verdicts import totals
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.model import Level, Limit, Record, Status
+from fp8bench.model import Limit, Record
 from fp8bench.store.ceilings import history_of_ceilings
 from fp8bench.store.runs.listing import newest_files
 from fp8bench.store.runs.run_file import load_run
@@ -201,10 +201,10 @@ def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
 
 def _bus(record: Record, gpus: int) -> float | None:
     case, transfer = record.case, record.transfer
-    if record.status is not Status.OK or record.timing is None or transfer is None or case.workload != "collective":
+    if not record.is_ok or record.timing is None or transfer is None or case.workload != "collective":
         return None
     if case.ranks != gpus or not case.device.startswith("cuda") or dict(case.params).get("collective") != "all_reduce":
         return None
-    if record.support.level is not Level.NATIVE:
+    if not record.support.is_native:
         return None
     return float(transfer.payload * transfer.bus_factor / statistics.median(totals(record.timing).tolist()))

@@ -26,7 +26,6 @@ from fp8bench.model import (
     CELL_PHASES,
     DeviceFacts,
     LayerScale,
-    Level,
     PlannedCase,
     Rotation,
     Segments,
@@ -92,7 +91,7 @@ class MeasuredArm:
 
     @property
     def emulated(self) -> bool:
-        return self.planned.support.level is Level.EMULATED
+        return self.planned.support.is_emulated
 
     @property
     def cache(self) -> str:

@@ -227,7 +227,7 @@ class CapacityPass:
             batches = _CaseBatches(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
             room = self._rule.limit or facts.memory_bytes
             capacity = BatchSearch(batches, self._rule.limit, room, self._worker.restart).capacity()
-            if outcome.planned.support.level is Level.EMULATED and capacity.batch:
+            if outcome.planned.support.is_emulated and capacity.batch:
                 capacity = replace(capacity, on_device=batches.on_device(capacity.batch, capacity.grain, room))
             outcome.note(capacity=capacity)
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):

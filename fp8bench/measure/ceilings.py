@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import COMPILE_SECONDS
-from fp8bench.model import Ceiling, Ceilings, DeviceFacts, Level, Limit, PlannedCase
+from fp8bench.model import Ceiling, Ceilings, DeviceFacts, Limit, PlannedCase
 from fp8bench.registry import precisions
 
 # For all rates of a device, once a week.
@@ -26,7 +26,7 @@ def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:
     if known is None:
         return None
     products = [rate for rate in known.rates if rate.limit is Limit.PRODUCT and rate.runs]
-    if planned.support.level is not Level.EMULATED:
+    if not planned.support.is_emulated:
         names = (planned.case.precision, *(name for _, name in planned.case.precision_map))
         rank = max(precisions.get(name).rank for name in names)
         products = [rate for rate in products if precisions.get(rate.precision).rank <= rank]

@@ -24,7 +24,7 @@ from fp8bench.measure.rounds import Choose, Judge, ReplayPass, RoundSession
 from fp8bench.measure.sensors.driver import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.windows import WindowPass, WindowRule
-from fp8bench.model import Ceilings, DeviceFacts, Group, Level, Record
+from fp8bench.model import Ceilings, DeviceFacts, Group, Record
 from fp8bench.model.stopping import Settling, StoppingRule
 from fp8bench.protocols import Observer
 from fp8bench.registry import precisions, workloads
@@ -161,7 +161,7 @@ class GroupMeasurement:
         alive = self._alive()
         if planned in alive or not alive:
             return planned if planned in alive else None
-        native = [outcome for outcome in alive if outcome.planned.support.level is Level.NATIVE]
+        native = [outcome for outcome in alive if outcome.planned.support.is_native]
         return min(native or alive, key=lambda case_outcome: precisions.get(case_outcome.planned.case.precision).rank)
 
     def _time_sessions(self) -> str:
@@ -198,7 +198,7 @@ class GroupMeasurement:
             case = outcome.planned.case
             return MeasuredArm(case.id + suffix, outcome.planned, self._facts[case.device], self._method.limits)
 
-        control = leader and with_control and leader.planned.support.level is Level.NATIVE
+        control = leader and with_control and leader.planned.support.is_native
         return RoundSession(
             arm(leader) if leader else None,
             arm(leader, "'") if leader and control else None,
@@ -347,6 +347,6 @@ class GroupMeasurement:
 
 
 def _has_native_products(outcome: CaseOutcome) -> bool:
-    case, native = outcome.planned.case, outcome.planned.support.level is Level.NATIVE
+    case, native = outcome.planned.case, outcome.planned.support.is_native
     known = [precisions.get(word) for word in (case.precision, *(name for _, name in case.precision_map))]
     return any(precision.whole_layers or (native and precision.takes_backend) for precision in known)

@@ -20,7 +20,7 @@ from fp8bench.measure.rounds import Orders
 from fp8bench.measure.sensors.energy import Energy, SourceKind
 from fp8bench.measure.sensors.mean_power import SHORTEST
 from fp8bench.measure.sensors.meter import CAP, Meter
-from fp8bench.model import PHASES, EnergyUse, EnergyWindow, Group, Level, PhaseEnergy, Request, SustainedTurn
+from fp8bench.model import PHASES, EnergyUse, EnergyWindow, Group, PhaseEnergy, Request, SustainedTurn
 from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import Reading, Unavailable
 from fp8bench.model.request import PHASE_ENERGY
@@ -79,7 +79,7 @@ def windows_of(group: Group, rule: WindowRule) -> int:
     if CACHE.of(dict(group.cases[0].case.params)) == COLD:
         return 0
     running = [planned for planned in group.cases if planned.runs]
-    return sum(1 if planned.support.level is Level.EMULATED else rule.windows for planned in running)
+    return sum(1 if planned.support.is_emulated else rule.windows for planned in running)
 
 
 def phases_at_most(group: Group) -> int:

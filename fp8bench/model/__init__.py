@@ -38,7 +38,7 @@ from fp8bench.model.measured import (
     TensorStatistics,
     Timing,
 )
-from fp8bench.model.planned import Case, DeviceFacts, Group, Params, Plan, PlannedCase, Scalar, Support, Work
+from fp8bench.model.planned import Case, DeviceFacts, Group, Params, Plan, PlannedCase, Scalar, Scalars, Support, Work
 from fp8bench.model.request import Request, StaticScales
 from fp8bench.model.run import Environment, Finding, Overheads, Resumption, Run
 from fp8bench.model.series import (
@@ -79,8 +79,8 @@ __all__ = [
     "Group", "HeldBlock", "Interval", "Label", "LayerScale", "Level", "Limit", "Measurement", "MemoryCourse",
     "MemoryRole", "MemoryUse", "Noise", "OperatorCount", "OperatorTime", "Overheads", "Params", "Phase", "PhaseCount",
     "PhaseEnergy", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Rate", "Record", "Replays",
-    "Request", "Reruns", "Resumption", "Rotation", "Run", "Scalar", "Segments", "Series", "Share", "ShareKind",
-    "Shares", "SharesFrom", "SlotSample", "StaticScales", "Status",
+    "Request", "Reruns", "Resumption", "Rotation", "Run", "Scalar", "Scalars", "Segments", "Series", "Share",
+    "ShareKind", "Shares", "SharesFrom", "SlotSample", "StaticScales", "Status",
     "StepEffect", "Support", "SustainedTurn", "Tape", "TensorStatistics", "Timing", "Trend", "Verdict", "Work",
     "trend_name",
 ]  # fmt: skip

@@ -427,5 +427,9 @@ class Record:
     reruns: Reruns | None = None
     sessions: tuple[Interval, ...] = ()
 
+    @property
+    def is_ok(self) -> bool:
+        return self.status is Status.OK
+
     def measurement(self, metric: str) -> Measurement | None:
         return next((m for m in self.measurements if m.metric == metric), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +10,7 @@ from fp8bench.model.request import StaticScales
 from fp8bench.model.words import Level
 
 Scalar = int | float | str | bool
+Scalars = Mapping[str, Scalar]
 Params = tuple[tuple[str, Scalar], ...]
 
 
@@ -20,6 +21,14 @@ class Support:
     level: Level
     reason: str
     backend: str = ""
+
+    @property
+    def is_native(self) -> bool:
+        return self.level is Level.NATIVE
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.level is Level.EMULATED
 
 
 @dataclass(frozen=True)

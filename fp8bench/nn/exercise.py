@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fp8bench.model import MemoryRole, Scalar
+from fp8bench.model import MemoryRole, Scalars
 from fp8bench.nn.whole_layers import surround
 from fp8bench.numerics.distributions import drawn
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_frobenius
@@ -75,7 +75,7 @@ def exercise(
     Inputs are Gaussian with standard deviation `spread`, unless the case asks for other values. The incoming gradient
     is of order one, as with loss scaling.
     """
-    params = dict(setup.case.params)
+    params = setup.params
     # fork_rng restores the process's own random state.
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
@@ -94,7 +94,7 @@ def exercise(
         return Exercise(layer, inputs, drawn(params, output.shape).to(output.dtype))
 
 
-def _refill_weights(layer: nn.Module, params: Mapping[str, Scalar]) -> None:
+def _refill_weights(layer: nn.Module, params: Scalars) -> None:
     with torch.no_grad():
         for weight in layer.parameters():
             if weight.dim() > 1:

@@ -132,7 +132,7 @@ class OwnModel:
         self, given: Given, setup: Setup, multiples: tuple[int, int] = (1, 1), *, compiles: bool = True,
         converts: bool = True, draws_alike: bool = False,
     ) -> None:  # fmt: skip
-        params = dict(setup.case.params)
+        params = setup.params
         self.model, batch, self._loss = given[:3]
         self._batch = batch
         self._arguments_of = way_of(self.model, batch)
@@ -277,7 +277,7 @@ def _optimizer(name: str, parameters: list[nn.Parameter], facts: DeviceFacts) ->
 
 def conversion_of(model: nn.Module, setup: Setup, multiples: tuple[int, int]) -> Conversion:
     words = dict(setup.case.precision_map)
-    skip = [word for word in str(dict(setup.case.params).get("skip", "")).split(";") if word]
+    skip = [word for word in str(setup.params.get("skip", "")).split(";") if word]
 
     def choose(layer: Layer) -> Arithmetic | None:
         key = key_of(layer, words)

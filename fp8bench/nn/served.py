@@ -14,7 +14,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats import hardware
 from fp8bench.formats.grids import E2M1, E4M3, Format
 from fp8bench.formats.recipes import MX, NVFP4, ROW, TENSOR, Scaling
-from fp8bench.model import DeviceFacts, Scalar, Support
+from fp8bench.model import DeviceFacts, Scalars, Support
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, feed_parts
 from fp8bench.protocols import Precision
 
@@ -90,7 +90,7 @@ class ServedArm:
         return self.weights or self.carrier
 
 
-def arm_of(params: Mapping[str, Scalar], precision: Precision) -> ServedArm:
+def arm_of(params: Scalars, precision: Precision) -> ServedArm:
     """The arm of a case, from its precision and its axes. Raises UsageError where both choose formats."""
     kv, weights = str(params["kv"]), str(params["weights"])
     chosen = precision.chosen
@@ -104,7 +104,7 @@ def arm_of(params: Mapping[str, Scalar], precision: Precision) -> ServedArm:
     return ServedArm(carrier, "" if kv == OWN else kv, own_weights if weights == OWN else weights)
 
 
-def served_support(params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+def served_support(params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
     """Native only where nothing has to be restored before a product."""
     try:
         arm, shape = arm_of(params, precision), served_shape(str(params["size"]))

@@ -346,7 +346,7 @@ Named = Callable[[str], Callable[[], Any]]
 
 
 def served_state(setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, named: Named) -> ServedState:
-    params, device = dict(setup.case.params), setup.facts.key
+    params, device = setup.params, setup.facts.key
     size, batch, context = str(params["size"]), int(params["batch"]), int(params["context"])
     with torch.no_grad():
         if size in SERVED_SIZES:

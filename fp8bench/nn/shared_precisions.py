@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import ClassVar
 
 from fp8bench.errors import RecipeRefused
@@ -22,7 +22,7 @@ from fp8bench.formats.recipes import (
     Scaling,
     Treatment,
 )
-from fp8bench.model import DeviceFacts, Level, Scalar, Support
+from fp8bench.model import DeviceFacts, Level, Scalars, Support
 from fp8bench.protocols import Arithmetic, Precision, TensorScale
 from fp8bench.protocols.axes import Option, one_of
 
@@ -114,7 +114,7 @@ class RecipePrecision(Precision):
     kept: ClassVar[Format | None] = None
     element: ClassVar[Format | None] = None
 
-    def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
+    def __init__(self, chosen: Scalars | None = None) -> None:
         super().__init__(chosen)
         try:
             self.recipe = self.made()
@@ -152,13 +152,13 @@ class RecipePrecision(Precision):
             return self.backend.arithmetic(self, facts)
         from fp8bench.nn.arithmetics import RecipeArithmetic
 
-        return self.native(facts) if self.own_support(facts).level is Level.NATIVE else RecipeArithmetic(self.recipe)
+        return self.native(facts) if self.own_support(facts).is_native else RecipeArithmetic(self.recipe)
 
     def native(self, facts: DeviceFacts) -> Arithmetic:
         return native_arithmetic(self.recipe, facts)
 
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
-        if self.support(facts).level is Level.NATIVE:
+        if self.support(facts).is_native:
             return self.arithmetic(facts)
         if self.whole_layers:
             return f"{self.mode} is emulated by layers of another library, whose stored tensors cannot be seen"

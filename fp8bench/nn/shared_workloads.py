@@ -4,13 +4,13 @@ training, or a served model. No torch here: plans read it."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.formats.recipes import Recipe
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Params, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.served import (
     KV_FORMATS,
     OWN,
@@ -90,7 +90,7 @@ PASS = Axis(
 )  # fmt: skip
 
 
-def is_training(params: Mapping[str, Scalar]) -> bool:
+def is_training(params: Scalars) -> bool:
     return params["pass"] == "training"
 
 
@@ -102,7 +102,7 @@ def convolution_support(precision: Precision, facts: DeviceFacts) -> Support:
     support = precision.support(facts)
     rounded = bool(precision.carried_by) and precision.float32_products == "highest"
     recipe = getattr(precision, "recipe", None)
-    if support.level is not Level.NATIVE or not rounded or (isinstance(recipe, Recipe) and recipe.hadamard):
+    if not support.is_native or not rounded or (isinstance(recipe, Recipe) and recipe.hadamard):
         return support
     return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
 
@@ -119,7 +119,7 @@ def misfit(precision: Precision, rows: int, features: Sequence[int], training: b
     )
 
 
-def why_no_errors(params: Mapping[str, Scalar]) -> str:
+def why_no_errors(params: Scalars) -> str:
     """Why a case has no numerical errors: with zeros every ratio is 0 over 0, and ones are on every grid."""
     kind = VALUES.of(params)
     constant = kind in ("ones", "zeros")
@@ -149,7 +149,7 @@ class LayerWorkload(Workload):
 
     def prepare(self, setup: Setup) -> Exercise:
         state = self.exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier)
-        if around := setup.around(self.around(dict(setup.case.params))):
+        if around := setup.around(self.around(setup.params)):
             from fp8bench.nn.around import set_around
 
             set_around(state.layer, around)
@@ -158,7 +158,7 @@ class LayerWorkload(Workload):
     def step(self, state: Exercise, phase: Phases) -> None:
         state.step(phase)
 
-    def error_refused(self, params: Mapping[str, Scalar]) -> str:
+    def error_refused(self, params: Scalars) -> str:
         return why_no_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
@@ -197,7 +197,7 @@ class ConvolvedWorkload(LayerWorkload):
         """Of windows that are written out the carrier is counted: each pixel once."""
         from fp8bench.nn.arithmetics import PlainArithmetic, counted
 
-        own, kinds = self.arithmetics(setup), {layer.name: layer.kind for layer in self.layers(dict(setup.case.params))}
+        own, kinds = self.arithmetics(setup), {layer.name: layer.kind for layer in self.layers(setup.params)}
 
         def watched(name: str) -> Arithmetic:
             inner = own(name)
@@ -238,33 +238,31 @@ class ServedWorkload(Workload):
             ),
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         size, context = str(params["size"]), int(params["context"])
         model = served_shape(size)
         if context > model.sequence:
             raise UsageError(f"context={context} is too long: {size} has positions for {model.sequence}. Choose less.")
         return super().expand(params)
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         model, batch, context = served_shape(str(params["size"])), int(params["batch"]), int(params["context"])
         new = self.new or context
         flops = forward_flops(model, batch, new, context)
         return Work(flops, batch * new, least_memory=served_memory(model, batch, context))
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         return served_support(params, precision, facts)
 
-    def layer_support(
-        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
-    ) -> Support:
+    def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         return precision.support(facts)
 
-    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def layers(self, params: Scalars) -> tuple[Layer, ...]:
         """None for a user's own model, which takes no precision map."""
         size = str(params["size"])
         return gpt_layers(config.layers, config.experts) if (config := SERVED_SIZES.get(size)) else ()
 
-    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def around(self, params: Scalars) -> tuple[Layer, ...]:
         config = SERVED_SIZES.get(str(params["size"]))
         return gpt_around(config.layers) if config else ()
 
@@ -282,7 +280,7 @@ class ServedWorkload(Workload):
         return logits_error(setup, *self._served_arguments(setup), self.named)
 
     def _served_arguments(self, setup: Setup) -> tuple[ServedArm, tuple[Layer, ...], int]:
-        params = dict(setup.case.params)
+        params = setup.params
         return arm_of(params, self.precision(setup)), self.layers(params), self.new or int(params["context"])
 
 

@@ -3,12 +3,12 @@ row; and `drawn`, the operands of suites that draw their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from fp8bench.model import Scalar
+from fp8bench.model import Scalars
 from fp8bench.protocols.axes import CONTIGUOUS, PADDED, STRIDED, TRANSPOSED, VALUES
 
 # Student's t with so many degrees of freedom has a variance and no kurtosis: its largest values grow with the count.
@@ -88,9 +88,7 @@ class GradientSource:
 _LARGEST_INTEGER = 4
 
 
-def drawn(
-    params: Mapping[str, Scalar], shape: Sequence[int], generator: torch.Generator | None = None, device: str = ""
-) -> Tensor:
+def drawn(params: Scalars, shape: Sequence[int], generator: torch.Generator | None = None, device: str = "") -> Tensor:
     """float32 values of the case's kind; without a generator from torch's own state, on its default device.
 
     The kind can change speed: constants switch fewer wires of the multipliers than random numbers do, so that a GPU at

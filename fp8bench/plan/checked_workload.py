@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, TypeVar
 
 from fp8bench.errors import Fp8benchError, UsageError
-from fp8bench.model import DeviceFacts, Level, Params, Request, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Level, Params, Request, Scalar, Scalars, Support, Work
 from fp8bench.protocols import Layer, Precision, Workload
 from fp8bench.protocols.axes import COMMON, Axis
 from fp8bench.registry import workloads
@@ -64,7 +64,7 @@ def axes_of(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
 
 
 @_asks
-def cases_of(workload: Workload, axes: tuple[Axis, ...], chosen: Mapping[str, Scalar]) -> tuple[Params, ...]:
+def cases_of(workload: Workload, axes: tuple[Axis, ...], chosen: Scalars) -> tuple[Params, ...]:
     """The parameters of the cases that one value of each axis stands for; quiet axes need not be among them.
 
     The workload is asked about its own axes; what is chosen of those that all have stands behind.
@@ -124,7 +124,7 @@ def _sound_params(workload: Workload, params: Params) -> Params:
 
 
 @_asks
-def work_of(workload: Workload, params: Mapping[str, Scalar]) -> Work:
+def work_of(workload: Workload, params: Scalars) -> Work:
     work = workload.work(params)
     given: object = work
     if not isinstance(given, Work):
@@ -140,7 +140,7 @@ def work_of(workload: Workload, params: Mapping[str, Scalar]) -> Work:
 
 
 @_asks
-def memory_of(workload: Workload, params: Mapping[str, Scalar], precision: Precision) -> float:
+def memory_of(workload: Workload, params: Scalars, precision: Precision) -> float:
     given: object = workload.memory(params, precision)
     if type(given) not in (int, float) or not math.isfinite(number := float(str(given))) or number < 0:
         raise _cannot(workload, f"memory() gave {given!r:.80}, and must give a number of bytes (float)")
@@ -149,7 +149,7 @@ def memory_of(workload: Workload, params: Mapping[str, Scalar], precision: Preci
 
 @_asks
 def support_of(
-    workload: Workload, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts, kind: str = ""
+    workload: Workload, params: Scalars, precision: Precision, facts: DeviceFacts, kind: str = ""
 ) -> Support:
     """How a device does a workload, or its layers of a kind, in a precision; a backend of whole layers needs some."""
     if refused := _refused(workload, params, precision, kind):
@@ -162,7 +162,7 @@ def support_of(
     return support
 
 
-def _refused(workload: Workload, params: Mapping[str, Scalar], precision: Precision, kind: str) -> str:
+def _refused(workload: Workload, params: Scalars, precision: Precision, kind: str) -> str:
     """Why no device can do that, '' where it is the device's question."""
     if precision.whole_layers and not workload.linear_layers:
         assert precision.backend is not None
@@ -179,7 +179,7 @@ def _refused(workload: Workload, params: Mapping[str, Scalar], precision: Precis
 
 
 @_asks
-def layers_of(workload: Workload, params: Mapping[str, Scalar], keys: Iterable[str] = ()) -> tuple[Layer, ...]:
+def layers_of(workload: Workload, params: Scalars, keys: Iterable[str] = ()) -> tuple[Layer, ...]:
     """The layers of a case, and what stands around them; those that `keys` name where only a worker knows them."""
     if workload.examined:
         return tuple(Layer(key, key) for key in keys)
@@ -187,7 +187,7 @@ def layers_of(workload: Workload, params: Mapping[str, Scalar], keys: Iterable[s
 
 
 @_asks
-def products_of(workload: Workload, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+def products_of(workload: Workload, params: Scalars) -> tuple[Layer, ...]:
     return _sound_layers(workload, workload.layers(params))
 
 

@@ -311,7 +311,7 @@ def _added(part: _Part, group: Group) -> str:
 
 
 def _is_native(planned: PlannedCase) -> bool:
-    return planned.runs and planned.support.level is Level.NATIVE
+    return planned.runs and planned.support.is_native
 
 
 def _mapped(part: _Part, planned: PlannedCase, facts: DeviceFacts) -> PlannedCase:
@@ -355,8 +355,8 @@ def _lead(cases: Sequence[PlannedCase], firm: bool) -> int:
     An emulated reference has no speed to compare with, so it takes the user's word (`firm`) to have one beside native
     cases.
     """
-    if cases[0].runs and (firm or cases[0].support.level is Level.NATIVE):
+    if cases[0].runs and (firm or cases[0].support.is_native):
         return 0
     able = [index for index, planned in enumerate(cases) if planned.runs]
-    native = [index for index in able if cases[index].support.level is Level.NATIVE]
+    native = [index for index in able if cases[index].support.is_native]
     return min(native or able, key=lambda index: precisions.get(cases[index].case.precision).rank, default=0)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.model import Case, DeviceFacts, Group, Level, PlannedCase, Request, Scalar, StaticScales, Support
+from fp8bench.model import Case, DeviceFacts, Group, Level, PlannedCase, Request, Scalars, StaticScales, Support
 from fp8bench.plan.checked_workload import layers_of, products_of, support_of
 from fp8bench.protocols import Layer, Precision, TensorScale, Workload, around_refused, key_of, keys_of
 from fp8bench.protocols.workload import words_for
@@ -75,7 +75,7 @@ def map_for(request: Request, known: Sequence[Layer], modes: Sequence[str]) -> P
 
 
 def mapped_support(
-    workload: Workload, params: Mapping[str, Scalar], facts: DeviceFacts, layers: PrecisionMap, mode: str
+    workload: Workload, params: Scalars, facts: DeviceFacts, layers: PrecisionMap, mode: str
 ) -> Iterator[Support]:
     """How a device does the layers that a map names, in a case of that mode, key by key; a key may name none in it."""
     keys = [key for key, _ in layers]
@@ -93,7 +93,7 @@ def mapped_support(
 
 def around_support(precision: Precision, support: Support, key: str) -> Support:
     """How a device does what stands around products: nothing computes it in less than a dtype of torch's."""
-    if support.level is Level.NATIVE and precision.carried_by:
+    if support.is_native and precision.carried_by:
         return Support(Level.EMULATED, f"{key} is rounded to {precision.mode} and computed in float32")
     return support
 

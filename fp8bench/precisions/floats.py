@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fp8bench.formats import hardware
 from fp8bench.formats.grids import TF32, Overflow
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Level, Support
+from fp8bench.model import DeviceFacts, Support
 from fp8bench.nn.shared_precisions import PlainPrecision
 from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions
@@ -85,7 +85,7 @@ class Tf32(PlainPrecision):
         return super().arithmetic(facts)  # the hardware rounds what it reads, and stores nothing of it
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
-        if self.support(facts).level is Level.NATIVE:
+        if self.support(facts).is_native:
             return super().arithmetic(facts)
         import torch
 

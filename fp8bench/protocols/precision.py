@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, ClassVar, Self
 
-from fp8bench.model import DeviceFacts, Level, Scalar, Support
+from fp8bench.model import DeviceFacts, Scalar, Support
 from fp8bench.protocols.arithmetic import Arithmetic
 from fp8bench.protocols.axes import Option
 
@@ -99,7 +99,7 @@ class Precision(ABC):
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
         """The arithmetic of hardware that stores the precision's codes, used for their layout only: `arithmetic` where
         nothing is emulated, else the reason why it is unknown."""
-        if self.support(facts).level is Level.NATIVE:
+        if self.support(facts).is_native:
             return self.arithmetic(facts)
         return f"{self.mode} is emulated, and says nothing of how hardware would keep it"
 

@@ -96,6 +96,10 @@ class Setup:
     draw: int = 0
     shared: Shared | None = None
 
+    @property
+    def params(self) -> dict[str, Scalar]:
+        return dict(self.case.params)
+
     def layer(self, layer: Layer) -> Arithmetic:
         """The arithmetic of one layer: an instance of its own where it remembers something."""
         key = key_of(layer, self.layers)
@@ -259,7 +263,7 @@ class Workload(ABC):
         return None
 
     def arithmetics(self, setup: Setup) -> Callable[[str], Arithmetic]:
-        named = {layer.name: layer for layer in self.layers(dict(setup.case.params))}
+        named = {layer.name: layer for layer in self.layers(setup.params)}
         return lambda name: setup.layer(named[name])
 
     def scales_refused(self, params: Mapping[str, Scalar], rule: StaticScales) -> str:

@@ -44,7 +44,7 @@ _TONES = {
 
 
 def emulated(result: Result) -> bool:
-    return result.record.support.level is Level.EMULATED
+    return result.record.support.is_emulated
 
 
 def cost_tone(result: Result) -> Tone:
@@ -54,7 +54,7 @@ def cost_tone(result: Result) -> Tone:
 
 def standing(result: Result) -> Standing:
     """The gravest thing that may be said of a case."""
-    if result.record.status is not Status.OK:
+    if not result.record.is_ok:
         return Standing.FAILED if result.record.status is Status.FAILED else Standing.SKIPPED
     if emulated(result):
         return Standing.EMULATED

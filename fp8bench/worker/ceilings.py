@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fp8bench.model import DeviceFacts, Level, Limit, Rate
+from fp8bench.model import DeviceFacts, Limit, Rate
 from fp8bench.protocols import Arithmetic, Device, Role
 from fp8bench.protocols.axes import CACHE_TIMES
 from fp8bench.registry import precisions
@@ -87,7 +87,7 @@ _PLACE = 2
 
 
 def wanted_rates(facts: DeviceFacts) -> list[Rate]:
-    native = [name for name in DTYPES if precisions.get(name).support(facts).level is Level.NATIVE]
+    native = [name for name in DTYPES if precisions.get(name).support(facts).is_native]
     products = [Rate(Limit.PRODUCT, name) for name in native]
     return products + [Rate(limit) for limit in Limit if limit is not Limit.PRODUCT and shapes_of(limit, facts)]
 

@@ -13,7 +13,7 @@ from fp8bench.formats.grids import E2M1, FORMATS, Format, Overflow
 from fp8bench.formats.hardware import has_hopper_units
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
-from fp8bench.model import DeviceFacts, Level
+from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Conformity, Difference, FirstElement
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS, TURNED
@@ -38,7 +38,7 @@ def conformities(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[C
 def _native(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
     if precision.whole_layers:
         raise NotImplementedError("its layers cast and multiply by themselves")
-    if precision.support(facts).level is Level.NATIVE:
+    if precision.support(facts).is_native:
         return lambda: precision.arithmetic(facts).layer(_LAYER)
     if not isinstance(precision, RecipePrecision) or precision.backend is not None:
         raise NotImplementedError(f"not native here: {precision.support(facts).reason}")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp8bench.model import Case, DeviceFacts, Level
+from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.consumed import DeviceNote, Emulating, EmulationEnd, Laid, Lifted
 from fp8bench.protocols import Arithmetic, MemoryMeter, Operand, Role, ScaleBook, Setup, Workload
 from fp8bench.protocols.arithmetic import AS_IT_IS
@@ -118,14 +118,14 @@ def hardware_of(case: Case, workload: Workload, facts: DeviceFacts) -> Hardware:
     if hardware.arithmetics or hardware.why:
         return replace(hardware, why=hardware.why or workload.not_on_device)
     support = workload.support(dict(case.params), precisions.get(case.precision), facts)
-    return Hardware(why=f"the suite emulates by itself ({support.reason})" if support.level is Level.EMULATED else "")
+    return Hardware(why=f"the suite emulates by itself ({support.reason})" if support.is_emulated else "")
 
 
 def hardware_for(modes: Iterable[tuple[str, str]], facts: DeviceFacts) -> Hardware:
     arithmetics: dict[str, Arithmetic] = {}
     for key, name in modes:
         precision = precisions.get(name)
-        if precision.support(facts).level is Level.EMULATED:
+        if precision.support(facts).is_emulated:
             laid_out = precision.laid_out(facts)
             if isinstance(laid_out, str):
                 return Hardware(why=laid_out)

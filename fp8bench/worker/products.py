@@ -20,7 +20,7 @@ from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.hardware import multiplied_bits
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
-from fp8bench.model import Case, DeviceFacts, GivenTensors, Level, Products
+from fp8bench.model import Case, DeviceFacts, GivenTensors, Products
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.numerics.conformity import looks_like
 from fp8bench.numerics.operands import ProductWatch, has_dtype_of, has_format
@@ -39,7 +39,7 @@ _MOST = 256
 def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts: DeviceFacts) -> Products:
     setup = make_setup()
     formats, precision = formats_of(workload, setup.case, facts), precisions.get(setup.case.precision)
-    is_native = precision.support(facts).level is Level.NATIVE
+    is_native = precision.support(facts).is_native
     # An emulation has no codes that products could take. TF32 units read float32 tensors and round them.
     native = is_native and isinstance(getattr(precision, "recipe", None), Recipe)
     looking = _Looking(formats, is_native and precision.float32_products != "highest", native)
@@ -97,7 +97,7 @@ def product_like(precision: Precision, facts: DeviceFacts) -> str:
     recipe = getattr(precision, "recipe", None)
     if not isinstance(recipe, Recipe):
         return ""
-    native = precision.support(facts).level is Level.NATIVE
+    native = precision.support(facts).is_native
     if not native and recipe.accumulator is not Accumulator.FP32:  # emulated sums in few bits take seconds
         return ""
     arithmetic, random = precision.arithmetic(facts), torch.Generator(facts.key).manual_seed(0)

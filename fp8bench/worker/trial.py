@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8bench.errors import BackendMissing
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import Recipe
-from fp8bench.model import Case, DeviceFacts, Level
+from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import PRODUCTS_VARIABLE
 from fp8bench.nn.shared_precisions import recipe_of
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentPhases
@@ -68,7 +68,7 @@ class Trials:
 
 
 def _tried(precision: Precision, facts: DeviceFacts) -> str:
-    native = precision.support(facts).level is Level.NATIVE
+    native = precision.support(facts).is_native
     if not precision.takes_backend or not (native or precision.whole_layers):
         return ""
     unchecked = os.environ.get(PRODUCTS_VARIABLE) == "unchecked"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fp8bench.model import DeviceFacts, MemoryRole, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, MemoryRole, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
@@ -106,13 +106,13 @@ class Accumulate(Workload):
             Axis("gradients", "what gradients arrive in: fp32 or bf16", ("fp32",), one_of(*BYTES)),
         )  # fmt: skip
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         count = int(params["tensors"]) * int(params["width"]) ** 2
         gradients = float(BYTES[str(params["gradients"])] * int(params["micro_batches"]) * count)
         # Beside the gradients a buffer, half a byte an element at the least.
         return Work(bytes=gradients, least_memory=gradients + count / 2)
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         return storage_support(precision, facts, "there is no buffer of it")
 
     def prepare(self, setup: Setup) -> BufferState:

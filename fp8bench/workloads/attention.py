@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import (
     BACKENDS,
     PASS,
@@ -83,7 +82,7 @@ class Attention(LayerWorkload):
             VALUES,
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         heads, key_heads = int(params["heads"]), params["key_heads"]
         if key_heads == "auto":
             key_heads = heads
@@ -94,7 +93,7 @@ class Attention(LayerWorkload):
             )
         return (tuple({**params, "key_heads": key_heads}.items()),)
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         rows, width, inner = _sizes(params)
         training = is_training(params)
         scores = float(rows) * int(params["sequence"]) * int(params["heads"])
@@ -111,7 +110,7 @@ class Attention(LayerWorkload):
             least += (3 if training else 2) * 4.0 * scores
         return Work(flops * (3 if training else 1), rows, least_memory=least)
 
-    def memory(self, params: Mapping[str, Scalar], precision: Precision) -> float:
+    def memory(self, params: Scalars, precision: Precision) -> float:
         """Counts queries, keys, values, inputs, outputs and their gradients, and scores that are written down."""
         rows, width, inner = _sizes(params)
         training, layer = is_training(params), params["part"] == "layer"
@@ -121,7 +120,7 @@ class Attention(LayerWorkload):
         scores = written * int(params["heads"]) if _low(params) or _KERNEL.of(params) == "math" else 0.0
         return carrier_bytes(precision) * rows * features + weights + scores
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support, kernel = precision.support(facts), str(_KERNEL.of(params))
         if support.level is Level.REFUSED:
             return support
@@ -134,7 +133,7 @@ class Attention(LayerWorkload):
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
                 "emulate them, or part=layer"
             )
-        if params["part"] == "layer" and support.level is Level.NATIVE:
+        if params["part"] == "layer" and support.is_native:
             rows, width, inner = _sizes(params)
             wrong = misfit(
                 precision,
@@ -149,13 +148,13 @@ class Attention(LayerWorkload):
             return emulated("scores in low precision: explicit products of rounded values, no kernel")
         return support
 
-    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return () if params["part"] == "core" else super().layers(params)
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         from fp8bench.nn.attention import EmulatedCore, FusedCore
 
-        params = dict(setup.case.params)
+        params = setup.params
         core: Core = FusedCore(_causal(params), str(_KERNEL.of(params)))
         if _low(params):
             core = EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _causal(params))
@@ -167,7 +166,7 @@ class Attention(LayerWorkload):
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.attention import FusedCore, HeadwiseCore, WrittenScores
 
-        exact, core = PlainArithmetic(torch.float64), HeadwiseCore(FusedCore(_causal(dict(setup.case.params))))
+        exact, core = PlainArithmetic(torch.float64), HeadwiseCore(FusedCore(_causal(setup.params)))
         state = self.prepare(setup)
         errors = state.errors(_exercise(setup, lambda name: exact, exact.carrier, core), setup.settles)
         with WrittenScores() as written:
@@ -179,7 +178,7 @@ class Attention(LayerWorkload):
         from fp8bench.nn.attention import FusedCore
         from fp8bench.numerics.ranges import Ledger
 
-        params, ledger = dict(setup.case.params), Ledger()
+        params, ledger = setup.params, Ledger()
         core = FusedCore(_causal(params))
         if params["part"] == "layer":
             state = _exercise(setup, self.counted(setup, ledger), setup.arithmetic.carrier, core)
@@ -191,15 +190,15 @@ class Attention(LayerWorkload):
         return ledger.statistics()
 
 
-def _causal(params: Mapping[str, Scalar]) -> bool:
+def _causal(params: Scalars) -> bool:
     return params["causal"] == "yes"
 
 
-def _low(params: Mapping[str, Scalar]) -> bool:
+def _low(params: Scalars) -> bool:
     return params["scores"] != "high"
 
 
-def _sizes(params: Mapping[str, Scalar]) -> tuple[int, int, int]:
+def _sizes(params: Scalars) -> tuple[int, int, int]:
     """Tokens, width of the output, and width of queries, keys and values together."""
     heads, key_heads, head_width = (int(params[name]) for name in ("heads", "key_heads", "head_width"))
     return int(params["batch"]) * int(params["sequence"]), heads * head_width, (heads + 2 * key_heads) * head_width
@@ -210,7 +209,7 @@ def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) ->
     from fp8bench.nn.attention import BareAttention, SelfAttention
     from fp8bench.nn.exercise import exercise
 
-    params = dict(setup.case.params)
+    params = setup.params
     batch, sequence, heads, key_heads, head_width = (
         int(params[name]) for name in ("batch", "sequence", "heads", "key_heads", "head_width")
     )
@@ -230,7 +229,7 @@ def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) ->
     return exercise(setup, build, shapes, carrier, is_training(params), float(params["spread"]))
 
 
-def _watch_core(state: Exercise, params: Mapping[str, Scalar], ledger: Ledger) -> None:
+def _watch_core(state: Exercise, params: Scalars, ledger: Ledger) -> None:
     """Counts the values, and the operands and result of the core's first product, without masked scores."""
     import torch
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support, why_no_errors
 from fp8bench.protocols import MEMORY_OF, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, SPREAD, STRIDED, VALUES, Axis, one_of, whole_number
@@ -66,7 +66,7 @@ class Cast(Workload):
             VALUES,
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         rows, columns = (int(side) for side in str(params["shape"]).split("x"))
         scaling = (("scaling", params["scaling"]),) if params["direction"] == "to" else ()
         return (
@@ -76,7 +76,7 @@ class Cast(Workload):
             ),
         )  # fmt: skip
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         """Counts the bytes of the side in high precision for either direction, so that throughputs compare."""
         count = int(params["rows"]) * int(params["columns"])
         source = float(BYTES[str(params["source"])] * count)
@@ -84,7 +84,7 @@ class Cast(Workload):
         spread = SPREAD.get(str(LAYOUT.of(params)), 1)
         return Work(bytes=source, least_memory=spread * source + count / 2)
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         layout = LAYOUT.of(params)
         if layout != CONTIGUOUS and params["direction"] == "from":
             return refused("direction=from begins with codes, whose layout their format decides: choose direction=to")
@@ -104,7 +104,7 @@ class Cast(Workload):
         with phase.cast:
             state.change()  # the result goes at once, inside the phase
 
-    def error_refused(self, params: Mapping[str, Scalar]) -> str:
+    def error_refused(self, params: Scalars) -> str:
         return why_no_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
@@ -139,7 +139,7 @@ def _or_copy(change: Callable[[], Tensor], given: Tensor) -> Callable[[], object
 
 def _into(setup: Setup) -> Callable[[Tensor], Operand]:
     role = Role(str(setup.case.param("role")))
-    off = dict(setup.case.params).get("scaling") == "off"
+    off = setup.params.get("scaling") == "off"
     cast = setup.arithmetic.unscaled if off else setup.arithmetic.cast
     return lambda tensor: cast(tensor, role)
 
@@ -149,7 +149,7 @@ def _scaled(setup: Setup) -> Tensor:
 
     source = _source(setup)
     source = source * setup.loss_scale if setup.case.param("role") == Role.GRADIENT else source
-    return laid_out(source, str(LAYOUT.of(dict(setup.case.params))))
+    return laid_out(source, str(LAYOUT.of(setup.params)))
 
 
 def _source(setup: Setup) -> Tensor:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import Case, DeviceFacts, Params, Scalar, Support, Work
+from fp8bench.model import Case, DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.model.ranks import Transfer
 from fp8bench.protocols import Grid, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
@@ -85,15 +84,15 @@ class Collective(Workload):
                  one_of(*SIGNALS), quiet=True),
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         left_out = () if params["collective"] in REDUCING else _FP8_PARAMETERS
         return (tuple((name, value) for name, value in params.items() if name not in left_out),)
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         size = float(_ELEMENT_BYTES * int(params["elements"]))
         return Work(bytes=size, least_memory=size / 4)
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if facts.ranks < 2:
             return refused("a collective takes 2 ranks, and there is 1: add --ranks 2")
         if precision.name not in DTYPES:
@@ -171,7 +170,7 @@ class Collective(Workload):
 
         from fp8bench.numerics.collectives import Plain
 
-        if setup.case.precision == "fp8" and dict(setup.case.params).get("fp8") == "fp8_ring":
+        if setup.case.precision == "fp8" and setup.params.get("fp8") == "fp8_ring":
             return "what a rank sends at a hop is not known before the last hop has come, so that it has to wait"
         state = self.prepare(setup)
         a = torch.randn(512, 512, device=setup.facts.key)
@@ -188,7 +187,7 @@ def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
     from fp8bench.numerics.collectives import InFP8, Plain
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    params, precision = dict(setup.case.params), setup.case.precision
+    params, precision = setup.params, setup.case.precision
     collective = str(params["collective"])
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     values = _source(setup, rank)
@@ -204,7 +203,7 @@ def _source(setup: Setup, rank: int) -> Tensor:
 
 
 def _signal(setup: Setup) -> str:
-    return str(dict(setup.case.params).get("signal", "own"))
+    return str(setup.params.get("signal", "own"))
 
 
 def _shares(state: CollectiveState) -> list[Any]:

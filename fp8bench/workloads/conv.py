@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.nn.shared_workloads import PASS, ConvolvedWorkload, convolution_support, is_training, misfit
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
@@ -52,10 +51,10 @@ class Conv(ConvolvedWorkload):
             _NORM,
         )  # fmt: skip
 
-    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def around(self, params: Scalars) -> tuple[Layer, ...]:
         return tuple(Layer(name, "norm", product=False) for name in ("norm_first", "norm_second"))
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         batch, image = int(params["batch"]), int(params["image"])
         if batch * image * image == 1 and _NORM.of(params) == "batch":
             raise UsageError(
@@ -63,7 +62,7 @@ class Conv(ConvolvedWorkload):
             )
         return super().expand(params)
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         """Counts FLOPs of the two convolutions, windows over the edge in full."""
         batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
         positions, weights = batch * image * image, 2 * WINDOW * channels * channels
@@ -73,9 +72,9 @@ class Conv(ConvolvedWorkload):
             least_memory=4.0 * weights + 4.0 * positions * channels,
         )
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = convolution_support(precision, facts)
-        if support.level is not Level.NATIVE:
+        if not support.is_native:
             return support
         batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
         wrong = misfit(
@@ -87,7 +86,7 @@ class Conv(ConvolvedWorkload):
         )
         return refused(wrong) if wrong else support
 
-    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return Layer("first", "conv"), Layer("second", "conv")
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
@@ -96,7 +95,7 @@ class Conv(ConvolvedWorkload):
         from fp8bench.nn.convolution import ResidualBlock
         from fp8bench.nn.exercise import exercise
 
-        params = dict(setup.case.params)
+        params = setup.params
         batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
         shape = (batch, image, image, channels)
         layered = _NORM.of(params) == "layer"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalars, Support, TensorStatistics, Work
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
@@ -81,14 +81,14 @@ class Data(Workload):
             _BUFFERS,
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         own = BATCHES[str(params["kind"])]
         chosen = {name: own if value == "auto" else value for name, value in params.items()}
         if chosen.get("cast_on") == "host":  # keeps the id that cases had before there was a choice
             del chosen["cast_on"]
         return (tuple(chosen.items()),)
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         """Counts bytes of a batch as it arrives: one a value to be decoded, four as fp32."""
         batch, record = int(params["batch"]), int(params["record"])
         reading = params["kind"] == "reading"
@@ -98,7 +98,7 @@ class Data(Workload):
             setup_seconds=RECORDS * record / _COMPRESSING if reading else 0.0,
         )
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if precision.float32_products != "highest":
             return refused(
                 f"{precision.name} only changes how products read float32, and a batch travels as float32: measure fp32"
@@ -157,7 +157,7 @@ class Data(Workload):
 
 def _casts_there(setup: Setup) -> bool:
     """Tells whether a batch is cast on its device; one that travels in its own precision is not cast at all."""
-    return setup.arithmetic.casts and dict(setup.case.params).get("cast_on") == "device"
+    return setup.arithmetic.casts and setup.params.get("cast_on") == "device"
 
 
 def _text(setup: Setup) -> tuple[Bytes, np.random.Generator]:
@@ -186,7 +186,7 @@ def _batches(setup: Setup, records: Records, random: np.random.Generator) -> Ite
 
     batch = int(setup.case.param("batch"))
     if isinstance(records, CompressedRecords):
-        kept = _BUFFERS.of(dict(setup.case.params)) == "kept"
+        kept = _BUFFERS.of(setup.params) == "kept"
         into = records.batch(np.zeros(batch, np.int64)) if kept else None
         return (records.batch(_drawn(random, batch), into) for _ in itertools.count())
     # A batch of more records than there are is larger than any cache, so one is enough.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Level, Scalar, Support
+from fp8bench.model import DeviceFacts, Level, Scalars, Support
 from fp8bench.nn.served import OWN, SERVED
 from fp8bench.nn.shared_workloads import ServedWorkload
 from fp8bench.nn.sizes import SERVED_SIZES
@@ -43,7 +41,7 @@ class Decode(ServedWorkload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (*super().axes(facts), _STATIC)
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = super().support(params, precision, facts)
         own = str(params["size"]) in SERVED_SIZES and params["kv"] == OWN and precision.name != SERVED
         if _STATIC.of(params) == "no" and not own and support.level is not Level.REFUSED:

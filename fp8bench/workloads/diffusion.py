@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.nn.shared_workloads import ConvolvedWorkload, is_training, misfit
 from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
@@ -43,12 +43,12 @@ def ends_word(text: str) -> str:
     return f"{int(first)}+{int(last)}"
 
 
-def sizes_of(params: Mapping[str, Scalar]) -> DenoiserSizes:
+def sizes_of(params: Scalars) -> DenoiserSizes:
     numbers = (int(params[name]) for name in DenoiserSizes._fields[1:])
     return DenoiserSizes(str(params["denoiser"]), *numbers)
 
 
-def plan_of(params: Mapping[str, Scalar]) -> SamplerPlan:
+def plan_of(params: Scalars) -> SamplerPlan:
     first, last = map(int, str(params["high_steps"]).split("+"))
     return SamplerPlan(int(params["steps"]), str(params["guidance"]), first, last)
 
@@ -150,7 +150,7 @@ class Diffusion(ConvolvedWorkload):
             VALUES,
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         if params["width"] == "auto":
             params = {**params, "width": _WIDTHS[str(params["denoiser"])]}
         for name, multiple in (("image", 2), ("width", 8)):
@@ -163,10 +163,10 @@ class Diffusion(ConvolvedWorkload):
             raise UsageError(f"high_steps={params['high_steps']} are more than steps={plan.steps}: choose fewer.")
         return super().expand(params)
 
-    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return tuple(product.layer for product in _products(sizes_of(params)))
 
-    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def around(self, params: Scalars) -> tuple[Layer, ...]:
         sizes = sizes_of(params)
         if sizes.denoiser == "dit":
             blocks = (f"blocks.{number}.{norm}" for number in range(sizes.layers) for norm in ("norm_attn", "norm_mlp"))
@@ -175,7 +175,7 @@ class Diffusion(ConvolvedWorkload):
         norms = (f"{block}.norms.{number}" for block in (*timed, "middle.0", "middle.1") for number in (0, 1))
         return layers_around((*norms, "attn_norm", "norm"), "residual")
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         sizes = sizes_of(params)
         tokens, width = (sizes.image // 2) ** 2, sizes.width * (1 if sizes.denoiser == "dit" else 2)
         blocks = sizes.layers if sizes.denoiser == "dit" else 1
@@ -191,7 +191,7 @@ class Diffusion(ConvolvedWorkload):
         return Work(3 * flops - sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in entering),
                     least_memory=2 * least)  # fmt: skip
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if not is_training(params) and precision.carried_by:
             high, plan = params["high_steps"], plan_of(params)
             if plan.first + plan.last == plan.steps:
@@ -199,9 +199,7 @@ class Diffusion(ConvolvedWorkload):
         kinds = (self.layer_support(kind, params, precision, facts) for kind in ("attn", "body"))
         return max(kinds, key=lambda support: list(Level).index(support.level))
 
-    def layer_support(
-        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
-    ) -> Support:
+    def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         """Treats a UNet's convolutions as suite conv does; without them it has no body and no ends."""
         sizes, support = sizes_of(params), precision.support(facts)
         if sizes.denoiser == "unet" and kind in ("body", "ends"):
@@ -213,16 +211,14 @@ class Diffusion(ConvolvedWorkload):
         sides = {side for product in own for side in product[2:]}
         shown = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
         rows = next((product.rows for product in own if product.rows % precision.multiples[0]), 0)
-        if support.level is Level.NATIVE and (
-            wrong := misfit(precision, rows, sorted(sides), is_training(params), shown)
-        ):
+        if support.is_native and (wrong := misfit(precision, rows, sorted(sides), is_training(params), shown)):
             return refused(wrong)
         return support
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         from fp8bench.nn.diffusion import denoiser_state
 
-        params = dict(setup.case.params)
+        params = setup.params
         plan = None if is_training(params) else plan_of(params)
         return denoiser_state(setup, sizes_of(params), plan, choose, carrier, params["time"] == "carrier")
 
@@ -238,5 +234,5 @@ class Diffusion(ConvolvedWorkload):
             own.outcome()
         wide = (self.all_in(setup, arithmetic) for arithmetic in (setup.high, OtherKernel(setup.high.carrier)))
         samplings = [sampling for sampling in (exact, *wide) if isinstance(sampling, Sampling)]
-        evaluations = plan_of(dict(setup.case.params)).evaluations
+        evaluations = plan_of(setup.params).evaluations
         return {**errors_by_step(own, *samplings), "evaluations": float(evaluations)}

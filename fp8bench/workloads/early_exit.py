@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Level, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Scalars, Support, Work
 from fp8bench.nn.shared_workloads import LayerWorkload, misfit, why_no_errors
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
@@ -24,7 +23,7 @@ _HELD, _OWN = "held", "own"
 _MOST_PERCENT = 90
 
 
-def rows_of_blocks(params: Mapping[str, Scalar]) -> list[int]:
+def rows_of_blocks(params: Scalars) -> list[int]:
     """Returns how many rows each block has in the exact pass, up to the last block that has any."""
     rows, share = [int(params["tokens"])], 1 - int(params["leaving"]) / 100
     while len(rows) < int(params["depth"]) and rows[-1]:
@@ -70,24 +69,24 @@ class EarlyExits(LayerWorkload):
             VALUES,
         )  # fmt: skip
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         tokens, width, hidden, depth = (int(params[name]) for name in ("tokens", "width", "hidden", "depth"))
         # fp32 weights; rows in two bytes, the least of any carrier.
         least = 8.0 * depth * width * hidden + 2.0 * tokens * (2 * width + hidden)
         flops = 2.0 * sum(rows_of_blocks(params)) * width * (2 * hidden + int(params["classes"]))
         return Work(flops, tokens, least_memory=least)
 
-    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def layers(self, params: Scalars) -> tuple[Layer, ...]:
         blocks = range(int(params["depth"]))
         return tuple(Layer(f"blocks.{number}.{kind}", kind) for number in blocks for kind in self.layer_kinds)
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         if params["exits"] == _OWN and why_no_errors(params):
             return refused(f"values={VALUES.of(params)} make all rows alike, so that all leave at once: exits=held")
         width, hidden = int(params["width"]), int(params["hidden"])
         wrong = misfit(precision, 0, (width, hidden), False, f"width={width}, hidden={hidden}")
-        return refused(wrong) if wrong and support.level is Level.NATIVE else support
+        return refused(wrong) if wrong and support.is_native else support
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         import torch
@@ -96,7 +95,7 @@ class EarlyExits(LayerWorkload):
         from fp8bench.nn.early_exit import EarlyExit, scheduled_exits, threshold_exits
         from fp8bench.nn.exercise import exercise
 
-        params = dict(setup.case.params)
+        params = setup.params
         width, hidden, depth, classes = (int(params[name]) for name in ("width", "hidden", "depth", "classes"))
         tokens = int(params["tokens"])
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Level, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.served import CARRIERS, OWN, SERVED, arm_of, kept_support
 from fp8bench.nn.shared_workloads import why_no_errors
 from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, sides_of
@@ -92,12 +92,12 @@ class Gemm(Workload):
             VALUES,
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         """Expands a model to all its layers' products, and a sweep to all its sizes."""
         own = (("layout", LAYOUT.of(params)), ("values", VALUES.of(params)))
         return tuple((*shape, *own) for shape in self._expanded(params))
 
-    def _expanded(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def _expanded(self, params: Scalars) -> tuple[Params, ...]:
         shape = str(params["shape"])
         name, _, swept = shape.partition(":")
         several = name == "sweep" or name in MODELS
@@ -119,13 +119,13 @@ class Gemm(Workload):
             sizes = (_sides(shape),)
         return tuple(_params(*sides, product, how) for how in operands for product in products for sides in sizes)
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         m, n, k = (int(params[name]) for name in "mnk")
         spread_a, spread_b = (SPREAD.get(layout, 1) for layout in _layouts(params))
         # Operands and product in two bytes, the least of any carrier.
         return Work(flops=2.0 * m * n * k, least_memory=2.0 * (spread_a * m * k + spread_b * n * k + m * n))
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         k, n = int(params["k"]), int(params["n"])
         if wrong := _same_anyway(params, precision):
             return refused(wrong)
@@ -135,7 +135,7 @@ class Gemm(Workload):
             return kept_support(precision, n, k, facts)
         support = precision.support(facts)
         along_k, along_n = precision.multiples
-        if support.level is Level.NATIVE and (k % along_k or n % along_n):
+        if support.is_native and (k % along_k or n % along_n):
             return refused(
                 f"native {precision.name} needs K a multiple of {along_k} and N of {along_n}; this product has K={k}, "
                 f"N={n}: pad it, or choose another shape"
@@ -165,7 +165,7 @@ class Gemm(Workload):
             arithmetic.product(a, b, arithmetic.carrier)
             del a, b  # freeing memory takes time too, and belongs to a phase
 
-    def error_refused(self, params: Mapping[str, Scalar]) -> str:
+    def error_refused(self, params: Scalars) -> str:
         return why_no_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
@@ -254,12 +254,12 @@ def parse_layouts(text: str) -> str:
     return first if other in ([], [first]) else _EACH.join((first, *other))
 
 
-def _layouts(params: Mapping[str, Scalar]) -> tuple[str, str]:
+def _layouts(params: Scalars) -> tuple[str, str]:
     first, _, other = str(LAYOUT.of(params)).partition(_EACH)
     return first, other or first
 
 
-def _same_anyway(params: Mapping[str, Scalar], precision: Precision) -> str:
+def _same_anyway(params: Scalars, precision: Precision) -> str:
     """Returns why a layout changes nothing here; '' if it does, or is the usual one."""
     layouts = dict(zip("ab", _layouts(params), strict=True))
     odd = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
@@ -303,7 +303,7 @@ def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, T
 
     from fp8bench.numerics.distributions import drawn, laid_out
 
-    params, k = dict(setup.case.params), int(setup.case.param("k"))
+    params, k = setup.params, int(setup.case.param("k"))
     generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
     a, b = (
         laid_out(drawn(params, (int(params[rows]), k), generator, setup.facts.key).to(dtype or torch.float32), layout)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from fp8bench.model import Case, DeviceFacts, Params, Scalar, Work
+from fp8bench.model import Case, DeviceFacts, Params, Scalars, Work
 from fp8bench.model.specs import RELATIVE_LOSS
 from fp8bench.nn.shared_workloads import TrainingWorkload
 from fp8bench.nn.sizes import GPTConfig, gpt_around, gpt_layers
@@ -55,15 +54,15 @@ class Learning(TrainingWorkload):
             Axis("draws", "of weights and batches, each trained so", ("4",), whole_number(high=64)),
         )  # fmt: skip
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         config = _config(params)
         least = 16.0 * config.weights + 4.0 * _BATCH * _SEQUENCE * config.vocabulary
         return Work(config.step_flops(_BATCH, _SEQUENCE), _BATCH * _SEQUENCE, least_memory=least)
 
-    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return gpt_layers(_config(params).layers)
 
-    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def around(self, params: Scalars) -> tuple[Layer, ...]:
         return gpt_around(_config(params).layers)
 
     def prepare(self, setup: Setup) -> TrainingState:
@@ -73,10 +72,10 @@ class Learning(TrainingWorkload):
         from fp8bench.nn.training_step import new_state, seeded
         from fp8bench.nn.whole_layers import CachedWeights
 
-        config = _config(dict(setup.case.params))
+        config = _config(setup.params)
         with seeded(setup):
             model = GPT(config, self.arithmetics(setup), setup.arithmetic.carrier)
-        set_around(model, setup.around(self.around(dict(setup.case.params))))
+        set_around(model, setup.around(self.around(setup.params)))
         loader = loader_for(setup, _BATCH, config, setup.draw)
         return new_state(setup, model, loader, CachedWeights(model).cast, attention="math", rate=_RATE)
 
@@ -87,7 +86,7 @@ class Learning(TrainingWorkload):
         return {RELATIVE_LOSS: _mean_loss(setup) / _reference(reference, case.params, facts, setup.seed, setup.corpus)}
 
 
-def _config(params: Mapping[str, Scalar]) -> GPTConfig:
+def _config(params: Scalars) -> GPTConfig:
     width = int(params["width"])
     heads = width // _HEAD
     return GPTConfig(256, width, 2, heads, heads, 4 * width, batch=_BATCH, sequence=_SEQUENCE)

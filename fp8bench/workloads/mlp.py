@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Level, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Scalars, Support, Work
 from fp8bench.nn.shared_workloads import PASS, LayerWorkload, is_training, misfit
 from fp8bench.protocols import Grid, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
@@ -52,14 +51,14 @@ class Mlp(LayerWorkload):
             VALUES,
         )  # fmt: skip
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
         weights = width * hidden * (3 if params["gated"] == "yes" else 2)
         # fp32 weights; input, output and what lies between in two bytes, the least of any carrier.
         least = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
         return Work(2.0 * tokens * weights * (3 if is_training(params) else 1), tokens, least_memory=least)
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         if precision.unit_scaled and params.get("cut", _LINEAR) != _LINEAR:
             return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR}")
@@ -67,11 +66,9 @@ class Mlp(LayerWorkload):
         wrong = misfit(
             precision, tokens, (width, hidden), is_training(params), f"tokens={tokens}, width={width}, hidden={hidden}"
         )
-        return refused(wrong) if wrong and support.level is Level.NATIVE else support
+        return refused(wrong) if wrong and support.is_native else support
 
-    def layer_support(
-        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
-    ) -> Support:
+    def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if params.get("cut") == NORM_MLP:
             return refused("cut=norm-mlp may be one layer, which a precision map cannot divide: choose cut=norm-linear")
         return super().layer_support(kind, params, precision, facts)
@@ -88,7 +85,7 @@ class Mlp(LayerWorkload):
         from fp8bench.nn.exercise import exercise
         from fp8bench.nn.gpt import FeedForward, NormedFeedForward
 
-        params = dict(setup.case.params)
+        params = setup.params
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
         gated, cut = params["gated"] == "yes", str(params.get("cut", _LINEAR))
 

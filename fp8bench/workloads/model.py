@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import Fp8benchError, NotRepeatable, NotSent, UsageError
 from fp8bench.formats.hardware import native, refused
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols import Covered, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, one_of
@@ -77,15 +77,15 @@ class Model(Workload):
                  str, quiet=True),
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         own = {**params, "optimizer": "none"} if params["pass"] == "forward" else params
         return (tuple(own.items()),)
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         """Declares no FLOPs, which the tape counts."""
         return Work(setup_seconds=COMPILE_SECONDS if params["compile"] == "yes" else 0.0)
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if precision.name == UNTOUCHED:
             return native("the model as it came")
         support = precision.prepares(facts) or precision.support(facts)
@@ -95,9 +95,7 @@ class Model(Workload):
             )
         return support
 
-    def layer_support(
-        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
-    ) -> Support:
+    def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         whole = precision.prepares(facts) is not None
         return precision.support(facts) if whole else self.support(params, precision, facts)
 
@@ -196,7 +194,7 @@ def _converts(setup: Setup) -> bool:
 def _multiples(setup: Setup) -> tuple[int, int]:
     """Returns what native products of the case's device want; 1 where they are emulated, or torch's own."""
     known = [precisions.get(word) for word in (setup.case.precision, *dict(setup.case.precision_map).values())]
-    native = [precision.multiples for precision in known if precision.support(setup.facts).level is Level.NATIVE]
+    native = [precision.multiples for precision in known if precision.support(setup.facts).is_native]
     return tuple(map(max, zip(*native, strict=True))) if native and setup.facts.accelerated else (1, 1)
 
 

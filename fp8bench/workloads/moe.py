@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.nn.shared_workloads import LayerWorkload, is_training, misfit
 from fp8bench.nn.sizes import MoeSizes, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
@@ -39,7 +38,7 @@ def load_word(text: str) -> str:
     return one_of("uniform", "zipf:1", "router")(text)
 
 
-def sizes_of(params: Mapping[str, Scalar]) -> MoeSizes:
+def sizes_of(params: Scalars) -> MoeSizes:
     return MoeSizes(*(int(params[name]) for name in MoeSizes._fields))
 
 
@@ -82,7 +81,7 @@ class Moe(LayerWorkload):
             VALUES,
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         if int(params["top_k"]) > int(params["experts"]):
             raise UsageError(
                 f"top_k={params['top_k']} is more than experts={params['experts']}: a token takes no expert twice. "
@@ -90,7 +89,7 @@ class Moe(LayerWorkload):
             )
         return super().expand(params)
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         sizes, tokens, layers = sizes_of(params), int(params["tokens"]), int(params["layers"])
         expert = 3 * sizes.width * sizes.hidden
         products = tokens * (sizes.top_k * expert + sizes.experts * sizes.width)
@@ -99,20 +98,20 @@ class Moe(LayerWorkload):
         least = layers * (4.0 * sizes.experts * expert + (2.0 * rows if is_training(params) else 0.0))
         return Work(2.0 * layers * products * (3 if is_training(params) else 1), tokens, least_memory=least)
 
-    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return tuple(
             Layer(f"blocks.{layer}.experts.{number}.{kind}", kind, group="mlp")
             for layer in range(int(params["layers"])) for number in range(int(params["experts"]))
             for kind in self.layer_kinds
         )  # fmt: skip
 
-    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def around(self, params: Scalars) -> tuple[Layer, ...]:
         return layers_around((f"norms.{layer}" for layer in range(int(params["layers"]))), "residual")
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support, sizes = precision.support(facts), sizes_of(params)
         shown = f"width={sizes.width}, hidden={sizes.hidden}"
-        if support.level is Level.NATIVE and (
+        if support.is_native and (
             wrong := misfit(precision, 0, (sizes.width, sizes.hidden), is_training(params), shown)
         ):
             return refused(wrong)
@@ -122,12 +121,12 @@ class Moe(LayerWorkload):
             return refused(f"router={router.name}: {routed.reason}")
         along = f"experts={sizes.experts}, tokens={params['tokens']}"
         sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
-        if routed.level is Level.NATIVE and (wrong := misfit(router, 0, sides, False, along)):
+        if routed.is_native and (wrong := misfit(router, 0, sides, False, along)):
             return refused(f"router={router.name}: {wrong}")
         travels = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
         for axis in ("router", *travels):  # their time is part of the step's
             own = precisions.get(str(params[axis])).support(facts)
-            if own.level is Level.EMULATED and support.level is Level.NATIVE:
+            if own.is_emulated and support.is_native:
                 return emulated(f"{axis}={params[axis]}: {own.reason}")
         return support
 
@@ -139,7 +138,7 @@ class Moe(LayerWorkload):
         from fp8bench.nn.experts import Mixture, Travel, draw_load
         from fp8bench.nn.linear import cast_once
 
-        params, sizes = dict(setup.case.params), sizes_of(dict(setup.case.params))
+        params, sizes = setup.params, sizes_of(setup.params)
         tokens, load = int(params["tokens"]), str(params["load"])
         plans = [draw_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
         if carrier is torch.float64:  # the exact pass rounds nothing, and pads nothing

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import PASS, LayerWorkload, is_training
 from fp8bench.protocols import Grid, Precision, Role, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
@@ -58,14 +57,14 @@ class NormAct(LayerWorkload):
             VALUES,
         )  # fmt: skip
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         """Counts the bytes of the inputs and, in training, of the gradient that comes in, four for a number."""
         tokens, width = int(params["tokens"]), int(params["width"])
         tensors = INPUTS[str(params["operation"])]
         taken = tensors + (is_training(params) and params["operation"] not in UNREAD)
         return Work(bytes=4.0 * taken * tokens * width, least_memory=2.0 * tensors * tokens * width)
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if precision.carried_by:
             return refused(
                 f"{precision.name} leaves this to {precision.carried_by}, which carries its values: measure "
@@ -77,7 +76,7 @@ class NormAct(LayerWorkload):
         from fp8bench.nn.exercise import exercise
         from fp8bench.nn.gpt import Between
 
-        params = dict(setup.case.params)
+        params = setup.params
         operation, tokens, width = str(params["operation"]), int(params["tokens"]), int(params["width"])
         shapes = [(tokens, width)] * INPUTS[operation]
         return exercise(setup, lambda: Between(operation, tokens, width), shapes, carrier, is_training(params))

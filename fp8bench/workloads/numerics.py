@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Params, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Params, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS
 from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, Workload
@@ -85,7 +85,7 @@ class Numerics(Workload):
                  (_AUTO,), one_of(_AUTO, *Role)),
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         name, role = str(params["tensor"]), str(params["role"])
         captured = CAPTURED.get(name)
         own = captured.role if captured else MADE[name]
@@ -94,11 +94,11 @@ class Numerics(Workload):
             (("tensor", name), ("rows", rows), ("columns", columns), ("role", own.value if role == _AUTO else role)),
         )
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         source = 4.0 * int(params["rows"]) * int(params["columns"])
         return Work(bytes=source, least_memory=1.125 * source)
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if precision.name == "fp32":
             return refused("the tensors are float32: nothing is rounded, and there is no error to look at")
         return storage_support(precision, facts, "there is nothing to round")

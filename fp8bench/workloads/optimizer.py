@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.protocols import Grid, Phases, Precision, Role, Setup, SilentPhases, Workload, one_thread
 from fp8bench.protocols.axes import Axis, one_of, whole_number
@@ -79,12 +78,12 @@ class Optimizer(Workload):
             Axis("width", "rows and columns of each weight", widths, whole_number(high=1 << 16)),
         )  # fmt: skip
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         count = float(int(params["tensors"]) * int(params["width"]) ** 2)
         # Weights and gradients in fp32, and two moments of at least half a byte an element each.
         return Work(bytes=8 * count, least_memory=9 * count)
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         return storage_support(precision, facts, "there are no moments of it")
 
     def prepare(self, setup: Setup) -> OptimizerState:
@@ -149,7 +148,7 @@ class Optimizer(Workload):
 
 
 def _small(setup: Setup) -> Setup:
-    params = dict(setup.case.params)
+    params = setup.params
     width = min(int(params["width"]), WIDTH_OF_ERROR)
     case = replace(setup.case, params=tuple((params | {"tensors": 1, "width": width}).items()))
     return replace(setup, case=case)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Params, Scalar, Scalars, Support, Work
 from fp8bench.nn.parallel.ways import OPTIONS, WAYS, Job, ParallelCase
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Layer, Phases, Precision, Setup, SilentPhases, Workload
@@ -72,7 +72,7 @@ class Parallel(Workload):
             *options,
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         """Makes a case of each value of a way's own options; options that a way does not have are dropped."""
         config, way = SIZES[str(params["size"])], WAYS[str(params["way"])]
         own: dict[str, Scalar] = {"batch": config.batch * _BATCHES, "sequence": config.sequence}
@@ -86,18 +86,18 @@ class Parallel(Workload):
         values = [map(_parse(name), _meant(way.options[name], str(params[name]))) for name in names]
         return tuple((*plain.items(), *zip(names, chosen, strict=True)) for chosen in product(*values))
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         config, length, sequences = _config(params), int(params["sequence"]), int(params["batch"])
         return Work(config.step_flops(sequences, length), sequences * length, least_memory=4.0 * config.weights)
 
-    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def layers(self, params: Scalars) -> tuple[Layer, ...]:
         config = _config(params)
         return gpt_layers(config.layers, config.experts)
 
-    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def around(self, params: Scalars) -> tuple[Layer, ...]:
         return gpt_around(_config(params).layers)
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         way = WAYS[str(params["way"])]
         if facts.ranks < way.least_ranks:
             there = "there is 1" if facts.ranks == 1 else f"there are {facts.ranks}"
@@ -137,7 +137,7 @@ class Parallel(Workload):
         state = self._state(setup, dist.group.WORLD, plain=True)
         apart = agreement(state, self._alone(setup, plain=True), _AGREEING_STEPS)
         made_in = (setup.case.precision, *(name for _, name in setup.case.precision_map))
-        params = dict(setup.case.params)
+        params = setup.params
         limits = most_apart(map(precisions.get, made_in), str(params.get("wire", "")), str(params.get("load", "")))
         if why := limits.why_not(apart):
             raise NotTheSame(f"{_AGREEING_STEPS} steps change weights differently from one rank alone: {why}")
@@ -177,9 +177,9 @@ class Parallel(Workload):
         return new_state(model, _loader(setup, parts), setup.facts, plain)
 
     def _job(self, setup: Setup, group: ProcessGroup) -> Job:
-        params = dict(setup.case.params)
+        params = setup.params
         options = {name: str(params[name]) for name in OPTIONS if name in params}
-        emulated = precisions.get(setup.case.precision).support(setup.facts).level is Level.EMULATED
+        emulated = precisions.get(setup.case.precision).support(setup.facts).is_emulated
         return Job(
             lambda: self._made(setup), _config(params), int(setup.case.param("batch")), setup.facts,
             emulated, setup.loss_scale, options, group,
@@ -191,7 +191,7 @@ class Parallel(Workload):
         from fp8bench.nn.gpt import GPT
         from fp8bench.nn.training_step import seeded
 
-        params = dict(setup.case.params)
+        params = setup.params
         config = _config(params)
         with seeded(setup):
             model = (MixtureGPT if config.experts else GPT)(config, self.arithmetics(setup), setup.arithmetic.carrier)
@@ -223,7 +223,7 @@ def _parse(option: str) -> Callable[[str], Scalar]:
     return whole_number() if all(value.isdecimal() for value in values) else one_of(*values)
 
 
-def _config(params: Mapping[str, Scalar]) -> GPTConfig:
+def _config(params: Scalars) -> GPTConfig:
     config = replace(SIZES[str(params["size"])], sequence=int(params["sequence"]))
     experts = WAYS[str(params["way"])].experts
     return replace(config, experts=experts, hidden=config.hidden // 2) if experts else config
@@ -232,4 +232,4 @@ def _config(params: Mapping[str, Scalar]) -> GPTConfig:
 def _loader(setup: Setup, parts: int = 1) -> TokenLoader:
     from fp8bench.nn.batches import loader_for
 
-    return loader_for(setup, max(1, int(setup.case.param("batch")) // parts), _config(dict(setup.case.params)))
+    return loader_for(setup, max(1, int(setup.case.param("batch")) // parts), _config(setup.params))

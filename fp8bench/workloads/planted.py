@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fp8bench.model import Case, DeviceFacts, Scalar, Work
+from fp8bench.model import Case, DeviceFacts, Scalars, Work
 from fp8bench.protocols import Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -66,7 +66,7 @@ class Planted(Workload):
             Axis("draw", "which ones: a seed", ("0",), whole_number(low=0)),
         )
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         return Work()
 
     def prepare(self, setup: Setup) -> PlantedState:

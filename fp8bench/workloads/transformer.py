@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, StaticScales, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Scalars, StaticScales, Support, TensorStatistics, Work
 from fp8bench.nn.served import CARRIERS, WEIGHT_FORMATS
 from fp8bench.nn.shared_workloads import (
     BACKENDS,
@@ -101,7 +101,7 @@ class Transformer(TrainingWorkload):
                  one_of("cached", "recast")),
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         config, four = SIZES[str(params["size"])], _choice(params, "models") == "rlhf"
         if not four and _choice(params, "frozen") != USUAL["frozen"]:
             raise UsageError(f"frozen={params['frozen']} is for the frozen models of models=rlhf: add models=rlhf.")
@@ -112,7 +112,7 @@ class Transformer(TrainingWorkload):
             tuple((name, own[name] if name in own and value == "auto" else value) for name, value in params.items()),
         )
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         sequences = int(params["batch"]) * int(params["micro_batches"])
         length = int(params["sequence"])
         config = SIZES[str(params["size"])]
@@ -125,7 +125,7 @@ class Transformer(TrainingWorkload):
             kept = 16.0 * config.weights + _frozen_bytes(params)
         return Work(flops, sequences * length, least_memory=least + kept, setup_seconds=compiling)
 
-    def memory(self, params: Mapping[str, Scalar], precision: Precision) -> float:
+    def memory(self, params: Scalars, precision: Precision) -> float:
         """Counts a step that is not compiled. It has weights, gradients and moments in fp32; what blocks keep of a
         micro-batch, or only their inputs and what one block keeps; logits with their gradients; and scores that are
         written down."""
@@ -146,50 +146,48 @@ class Transformer(TrainingWorkload):
             states += states + _frozen_bytes(params)
         return states + tokens * (size * (blocks + 5 * config.width) + 12.0 * config.vocabulary) + scores
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = self._products(params, precision, facts)
         grouped = SIZES[str(params["size"])].grouped
         missing = missing_kernel(_choice(params, "attention"), grouped, precision, facts)
         if support.level is not Level.REFUSED and missing:
             return refused(missing)
         frozen = _choice(params, "frozen")
-        if support.level is Level.NATIVE and frozen not in CARRIERS:
+        if support.is_native and frozen not in CARRIERS:
             return emulated(f"frozen weights in {frozen} are restored before they are multiplied")
         return support
 
-    def layer_support(
-        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
-    ) -> Support:
+    def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         """Considers products only: attention's core gets values in the model's carrier, whatever the map says."""
         if _choice(params, "cut") == "block" and kind != "head":
             return refused("cut=block may be one layer, which a precision map cannot divide: choose cut=linear")
         return self._products(params, precision, facts)
 
-    def scales_refused(self, params: Mapping[str, Scalar], rule: StaticScales) -> str:
+    def scales_refused(self, params: Scalars, rule: StaticScales) -> str:
         if _choice(params, "models") == "rlhf":
             return "of RLHF's models two are trained, each with scales of its own: choose models=actor"
         if _choice(params, "compile") == "no" or (not rule.refresh and rule.bound is None):
             return ""
         return "scales cannot be renewed in a compiled graph: choose compile=no, or let them stay as they are found"
 
-    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return gpt_layers(SIZES[str(params["size"])].layers)
 
-    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def around(self, params: Scalars) -> tuple[Layer, ...]:
         return gpt_around(SIZES[str(params["size"])].layers)
 
     def _own(self, setup: Setup) -> GPT:
         from fp8bench.nn.around import set_around
         from fp8bench.nn.unit_scaling import scale_to_unit
 
-        again = _choice(dict(setup.case.params), "checkpointing") == "blocks"
+        again = _choice(setup.params, "checkpointing") == "blocks"
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, again)
         if precisions.get(setup.case.precision).unit_scaled:
             scale_to_unit(model, int(setup.case.param("sequence")))
-        set_around(model, setup.around(self.around(dict(setup.case.params))))
+        set_around(model, setup.around(self.around(setup.params)))
         return model
 
-    def _products(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def _products(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and _choice(params, "compile") == "yes":
             return refused(
@@ -205,11 +203,11 @@ class Transformer(TrainingWorkload):
             )
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
-        if support.level is Level.NATIVE and _choice(params, "compile") == "yes":
+        if support.is_native and _choice(params, "compile") == "yes":
             why = uncompilable(precision, SIZES[str(params["size"])], tokens)
             if why:
                 return refused(why)
-        if support.level is Level.NATIVE and tokens % along:
+        if support.is_native and tokens % along:
             return refused(
                 f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; batch x "
                 f"sequence is {tokens}: choose another batch or sequence"
@@ -217,7 +215,7 @@ class Transformer(TrainingWorkload):
         return support
 
     def prepare(self, setup: Setup) -> TrainingState | FourModels:
-        if _choice(dict(setup.case.params), "models") == "rlhf":
+        if _choice(setup.params, "models") == "rlhf":
             return self._four(setup)
         return self._trained(setup, _loader(setup))
 
@@ -225,7 +223,7 @@ class Transformer(TrainingWorkload):
         from fp8bench.nn.gpt import GPT
         from fp8bench.nn.rlhf import FourModels, ReadBatches, frozen_models
 
-        count, frozen = int(setup.case.param("micro_batches")), _choice(dict(setup.case.params), "frozen")
+        count, frozen = int(setup.case.param("micro_batches")), _choice(setup.params, "frozen")
         loader = ReadBatches(_loader(setup), count)
         actor, critic = self._trained(setup, loader), self._trained(replace(setup, draw=setup.draw + 1), loader)
         assert isinstance(actor.model, GPT)
@@ -237,7 +235,7 @@ class Transformer(TrainingWorkload):
         from fp8bench.nn.gpt import blocks_are_taken
         from fp8bench.nn.training_step import new_state
 
-        params = dict(setup.case.params)
+        params = setup.params
         attention = _choice(params, "attention")
         model = self._own(setup)
         with attention_by(attention):
@@ -267,8 +265,8 @@ class Transformer(TrainingWorkload):
         reference_loss, reference = exactly() if setup.shared is None else setup.shared(exactly)
         with WrittenScores() as written:
             loss, gradients = self._first_gradients(setup)
-        figures = {} if _choice(dict(setup.case.params), "compile") == "yes" else {"scores_bytes": float(written.most)}
-        if _choice(dict(setup.case.params), "models") == "rlhf":
+        figures = {} if _choice(setup.params, "compile") == "yes" else {"scores_bytes": float(written.most)}
+        if _choice(setup.params, "models") == "rlhf":
             four = self._four(setup)
             four.step(SilentPhases())  # makes the moments
             figures |= four.figures()
@@ -292,7 +290,7 @@ class Transformer(TrainingWorkload):
         from fp8bench.nn.attention import attention_by
 
         model = self._own(setup)
-        with attention_by(_choice(dict(setup.case.params), "attention")):
+        with attention_by(_choice(setup.params, "attention")):
             forward = _forward(setup, model)
             if setup.settles:
                 _gradients(setup, model, forward, setup.loss_scale)
@@ -307,7 +305,7 @@ class Transformer(TrainingWorkload):
         from fp8bench.numerics.ranges import Ledger
 
         ledger, plain = Ledger(), PlainArithmetic(torch.float32)
-        kinds = {layer.name: layer.kind for layer in self.layers(dict(setup.case.params))}
+        kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
         model = _model(setup, lambda name: counted(plain, kinds[name], ledger), plain.carrier)
         model(*_loader(setup).next(), SilentPhases()).backward()
         roles = list(Role)
@@ -319,11 +317,11 @@ class Transformer(TrainingWorkload):
         )
 
 
-def _choice(params: Mapping[str, Scalar], name: str) -> str:
+def _choice(params: Scalars, name: str) -> str:
     return str(params.get(name, USUAL[name]))
 
 
-def _frozen_bytes(params: Mapping[str, Scalar]) -> float:
+def _frozen_bytes(params: Scalars) -> float:
     """Returns a lower bound of the bytes of both frozen models, without scales."""
     return 2.0 * SIZES[str(params["size"])].weights * WEIGHT_FORMATS[_choice(params, "frozen")].bits / 8
 
@@ -342,7 +340,7 @@ def _model(
 
     with seeded(setup):
         model = GPT(_config(setup), choose, carrier, checkpointing, core)
-    if _choice(dict(setup.case.params), "cut") == "block" and not _config(setup).modern:
+    if _choice(setup.params, "cut") == "block" and not _config(setup).modern:
         take_blocks(model, _config(setup).heads)
     surround(model)
     return model
@@ -350,7 +348,7 @@ def _model(
 
 def _weights(setup: Setup, model: GPT) -> Cast:
     """Returns what casts the weights of a step ahead of its micro-batches, or nothing if each micro-batch does."""
-    if _choice(dict(setup.case.params), "weights") == "recast":
+    if _choice(setup.params, "weights") == "recast":
         return lambda phase: nullcontext()
     from fp8bench.nn.whole_layers import CachedWeights
 
@@ -361,7 +359,7 @@ def _forward(setup: Setup, model: GPT) -> Forward:
     """Returns the model, or compiles it now, on text of its own, so that no step has to. While scales are found in data
     it is not compiled: they change from cast to cast."""
     calibrating = setup.scales is not None and setup.scales.watching
-    if calibrating or _choice(dict(setup.case.params), "compile") == "no":
+    if calibrating or _choice(setup.params, "compile") == "no":
         return model
     from fp8bench.nn.gpt import compiled
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.nn.shared_workloads import PASS, TrainingWorkload, convolution_support, is_training, misfit
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.protocols import Grid, Layer, Precision, Setup
@@ -27,7 +26,7 @@ _MODELS = ("resnet", "vit", "two-input")
 _UNUSED = {"resnet": ("patch", "text"), "vit": ("text",), "two-input": ()}
 
 
-def sizes_of(params: Mapping[str, Scalar]) -> VisionSizes:
+def sizes_of(params: Scalars) -> VisionSizes:
     model = str(params["model"])
     names = (name for name in ("image", "width", "layers", "patch", "text") if name not in _UNUSED[model])
     return VisionSizes(model, **{name: int(params[name]) for name in names if name in params})
@@ -69,7 +68,7 @@ class Vision(TrainingWorkload):
             PASS,
         )  # fmt: skip
 
-    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+    def expand(self, params: Scalars) -> tuple[Params, ...]:
         model, layout = str(params["model"]), params["layout"]
         own = {name: value for name, value in params.items() if name not in _UNUSED[model]}
         if int(params["width"]) % 16:
@@ -86,7 +85,7 @@ class Vision(TrainingWorkload):
         both = ("contiguous", "channels_last") if model == "resnet" else ("channels_last",)
         return tuple(tuple({**own, "layout": chosen}.items()) for chosen in (both if layout == "auto" else (layout,)))
 
-    def work(self, params: Mapping[str, Scalar]) -> Work:
+    def work(self, params: Scalars) -> Work:
         """Counts two products in training for the first layer and three for others: no image needs a gradient."""
         sizes, batch, training = sizes_of(params), int(params["batch"]), is_training(params)
         flops = (3 if training else 1) * sizes.attention_flops() + sum(
@@ -98,7 +97,7 @@ class Vision(TrainingWorkload):
         tokens = 0 if sizes.model == "resnet" else batch * (sizes.patches + sizes.text)
         return Work(batch * flops, tokens, least_memory=least)
 
-    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def layers(self, params: Scalars) -> tuple[Layer, ...]:
         sizes = sizes_of(params)
         first = {"resnet": "stem", "vit": "patches", "two-input": "image.patches"}[sizes.model]
         low = (
@@ -107,15 +106,13 @@ class Vision(TrainingWorkload):
         )
         return (Layer(first, "stem", high=True), *low, Layer("head", "head", high=True))
 
-    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+    def around(self, params: Scalars) -> tuple[Layer, ...]:
         return sizes_of(params).around()
 
-    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         return self.layer_support("block", params, precision, facts)
 
-    def layer_support(
-        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
-    ) -> Support:
+    def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if kind not in self.layer_kinds:  # it surrounds products
             return precision.support(facts)
         sizes = sizes_of(params)
@@ -126,7 +123,7 @@ class Vision(TrainingWorkload):
         narrow = sizes.inner if resnet else sizes.width  # all other sides are multiples of it
         stem = 3 * (7 if resnet else sizes.patch) ** 2
         sides = {"stem": (stem, narrow), "block": (narrow,), "head": (sizes.width, outputs)}[kind]
-        for other, of_image, _ in sizes.products() if support.level is Level.NATIVE else ():
+        for other, of_image, _ in sizes.products() if support.is_native else ():
             rows = int(params["batch"]) * of_image
             shown = f"a {kind} multiplies {rows} rows, with sides {' and '.join(map(str, sides))}"
             if other == kind and (wrong := misfit(precision, rows, sides, is_training(params), shown)):
@@ -137,7 +134,7 @@ class Vision(TrainingWorkload):
         from fp8bench.nn.around import set_around
 
         state = _state(setup, self.arithmetics(setup), setup.arithmetic.carrier)
-        set_around(state.model, setup.around(self.around(dict(setup.case.params))))
+        set_around(state.model, setup.around(self.around(setup.params)))
         return state
 
     def check(self, state: Any) -> str:
@@ -171,7 +168,7 @@ def _state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState 
     from fp8bench.nn.training_step import new_state, seeded
     from fp8bench.nn.vision import LAYOUTS, MODELS, ImageLoader, inference
 
-    params = dict(setup.case.params)
+    params = setup.params
     sizes, layout = sizes_of(params), LAYOUTS[str(params["layout"])]
     with seeded(setup):
         model = MODELS[sizes.model](sizes, choose, layout)

@@ -188,7 +188,7 @@ def _of_tapes(old: Record, new: Record) -> Iterator[Comparison]:
 
 def _whole(side: Sequence[Sighting]) -> list[Sighting]:
     """Returns the sightings with numbers; those of --quick runs only where there are no others."""
-    good = [sighting for sighting in side if sighting.record.status is Status.OK]
+    good = [sighting for sighting in side if sighting.record.is_ok]
     return [sighting for sighting in good if not sighting.run.request.quick] or good
 
 

@@ -21,7 +21,7 @@ from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.metric import Metric
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, means
-from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Status, Timing
+from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Timing
 from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 
@@ -65,7 +65,7 @@ class Side:
 
     @property
     def measured(self) -> bool:
-        return any(sighting.record.status is Status.OK for seen in self.sightings.values() for sighting in seen)
+        return any(sighting.record.is_ok for seen in self.sightings.values() for sighting in seen)
 
 
 def side_of(name: str, seen: Sequence[Seen]) -> Side:
@@ -180,11 +180,7 @@ def timed(
     before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()
 ) -> Iterator[MatchedFigures]:
     timings = [
-        [
-            timing
-            for sighting in side
-            if sighting.record.status is Status.OK and (timing := sighting.record.timing) and timing.slots
-        ]
+        [timing for sighting in side if sighting.record.is_ok and (timing := sighting.record.timing) and timing.slots]
         for side in (before, after, beside)
     ]
     if not all(timings[:2]):
@@ -235,7 +231,7 @@ _Costs = Mapping[str, Metric]
 
 
 def _costs(sighting: Sighting) -> _Costs:
-    if sighting.record.status is not Status.OK:
+    if not sighting.record.is_ok:
         return {}
     told = (metric for metric in metrics_of(sighting.record, None) if metric.rank is Rank.MAIN and metric.phase == STEP)
     return {
@@ -275,5 +271,5 @@ def _ratios(side: Sequence[Sighting], of: Callable[[Finding], Interval | None]) 
     reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
     for sighting in side:
         ratio = of(sighting.finding) if sighting.finding is not None else None
-        if ratio is not None and sighting.record.status is Status.OK and math.isfinite(ratio.half_width):
+        if ratio is not None and sighting.record.is_ok and math.isfinite(ratio.half_width):
             yield Estimate(math.log(ratio.point), ratio.half_width / reach)

@@ -25,7 +25,7 @@ from fp8bench.measure.handle import claimed
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
-from fp8bench.model import DeviceFacts, Environment, Group, Level, Plan, PlannedCase, Record, Request
+from fp8bench.model import DeviceFacts, Environment, Group, Plan, PlannedCase, Record, Request
 from fp8bench.model.codec import encode
 from fp8bench.model.stopping import rule_for
 from fp8bench.pipeline import examine, now, worker_for
@@ -149,7 +149,7 @@ def _ablation_of(
 ) -> Ablation:  # fmt: skip
     first = records[0]
     together = [record for record in records if record.paired and record.paired_with is None]
-    native = [record.timing for record in together if record.timing and record.support.level is Level.NATIVE]
+    native = [record.timing for record in together if record.timing and record.support.is_native]
     entries = [*native, *([first.control] if first.control else [])]
     rounds = frozenset(common_rounds(entries)) if entries else frozenset()
     error = next((name for name in _ERRORS if first.measurement(name)), "")
@@ -197,7 +197,7 @@ def _rounds(record: Record, rounds: Collection[int], share: float) -> tuple[floa
     if record.timing is None:
         return ()
     numbers = (slot.round for slot in record.timing.slots)
-    emulated = record.support.level is Level.EMULATED
+    emulated = record.support.is_emulated
     samples = zip(numbers, step_samples(record.timing), strict=True)
     return tuple(share * seconds for number, seconds in samples if emulated or number in rounds)
 

@@ -32,7 +32,6 @@ from fp8bench.model import (
     Record,
     Run,
     ShareKind,
-    Status,
     Timing,
 )
 from fp8bench.model.stopping import LEAST_ROUNDS
@@ -68,7 +67,7 @@ class ComparedCase:
     @property
     def timed(self) -> bool:
         return not self.emulated and all(
-            record is not None and record.status is Status.OK and record.timing is not None and record.timing.slots
+            record is not None and record.is_ok and record.timing is not None and record.timing.slots
             for record in (self.record, self.lead)
         )
 

@@ -13,7 +13,7 @@ from fp8bench.features.advise.rules import RULES, bound_of, study_of, tried_as
 from fp8bench.features.advise.serving import serving_advice
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Met, RuleAnswer
 from fp8bench.features.sensitivity.study import as_words
-from fp8bench.model import Interval, Level, Verdict
+from fp8bench.model import Interval, Verdict
 from fp8bench.report.panels import together
 
 Answers = Mapping[str, RuleAnswer]
@@ -72,7 +72,7 @@ def _advice(
 
 def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
     mode, support, step = pair.mode, pair.record.support, answers["step"]
-    if support.level is not Level.NATIVE:
+    if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
         words = f"do nothing about the speed of {mode}, because it is {support.level} here{reason}"
         native = [answers["native"]]

@@ -25,7 +25,7 @@ from fp8bench.features.sensitivity.study import LayerTrial, Study
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
 from fp8bench.formats.recipes import Recipe
-from fp8bench.model import Interval, Label, Level, MemoryRole, Phase, Status, Verdict
+from fp8bench.model import Interval, Label, Level, MemoryRole, Phase, Verdict
 from fp8bench.registry import precisions
 from fp8bench.report.panels import error_name
 from fp8bench.report.words.legend import NOT_FINITE
@@ -39,7 +39,7 @@ _WITH_CASTS = frozenset({Phase.GEMM, Phase.CAST})
 def _native(pair: ComparedCase, basis: Basis) -> Reply | str:
     record = pair.record
     level = record.support.level
-    if level is Level.NATIVE and record.status is Status.OK:
+    if level is Level.NATIVE and record.is_ok:
         return Reply(Met.YES, record.support.reason or "native", (Ground(pair.row, "native"),))
     if level is Level.NATIVE:
         return record.reason or "it was not run"
@@ -48,8 +48,8 @@ def _native(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 def _untimed(pair: ComparedCase) -> str:
     if pair.emulated:
-        return EMULATED if pair.record.support.level is Level.EMULATED else "the reference is emulated here"
-    if pair.record.status is not Status.OK:
+        return EMULATED if pair.record.support.is_emulated else "the reference is emulated here"
+    if not pair.record.is_ok:
         return pair.record.reason or "it was not run"
     if pair.finding is not None and pair.finding.hard:
         return pair.finding.why or f"labelled {', '.join(pair.finding.hard)}"
@@ -74,7 +74,7 @@ def _whole(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 def bound_of(pair: ComparedCase) -> Interval | None:
     """Returns the reference's speed-up if all that the precision may change took no time."""
-    if pair.lead is None or pair.lead.support.level is Level.EMULATED or pair.lead.timing is None:
+    if pair.lead is None or pair.lead.support.is_emulated or pair.lead.timing is None:
         return None
     share = pair.share_touched()
     return mapped(share, lambda value: amdahl(value, 0.0)) if share is not None else None
@@ -82,7 +82,7 @@ def bound_of(pair: ComparedCase) -> Interval | None:
 
 def _amdahl(pair: ComparedCase, basis: Basis) -> Reply | str:
     """Takes products as fast as they are here, by a ceiling or by themselves, and casts for nothing."""
-    share = None if pair.lead is None or pair.lead.support.level is Level.EMULATED else pair.share(_PRODUCTS)
+    share = None if pair.lead is None or pair.lead.support.is_emulated else pair.share(_PRODUCTS)
     if share is None or pair.lead is None:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     least = 1 + basis.least
@@ -151,7 +151,7 @@ def _granularity(pair: ComparedCase, basis: Basis) -> Reply | str | None:
         rival = _recipe(record.case.precision) if record.case.setting == case.setting else None
         if rival is None or rival.treatments[0].fmt.bits != bits or record.case.mode == case.mode:
             continue
-        if record.support.level is Level.NATIVE and record.paired_with is None and record.timing and timing:
+        if record.support.is_native and record.paired_with is None and record.timing and timing:
             ratio = part_ratio(timing, _ALL, record.timing, _ALL)
             others += [(record, ratio.inverse)] if ratio is not None else []
     if not others:
@@ -278,7 +278,7 @@ def _error(pair: ComparedCase, basis: Basis) -> Reply | str:
     """A relative error says what a precision costs in numbers only; whether that matters, a training says."""
     known = {error_name(each): max(each.samples) for each in pair.record.measurements
              if each.metric.endswith("_error") and each.samples}  # fmt: skip
-    why = pair.record.reason if pair.record.status is not Status.OK else ""
+    why = pair.record.reason if not pair.record.is_ok else ""
     if NOT_FINITE in why:
         return Reply(Met.NO, why, (Ground(pair.row, why),))
     if why or not known:

@@ -100,7 +100,7 @@ def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], whole: b
     good = all(mode.conforms for mode in conformities)
     parts = [Part("verdict", "", (Text(_verdict(conformities), Tone.GOOD if good else Tone.BAD),))]
     same_bits = [mode for mode in conformities if mode.conforms and not _by_units(mode)]
-    emulated = [mode for mode in same_bits if mode.support.level is Level.EMULATED and not whole]
+    emulated = [mode for mode in same_bits if mode.support.is_emulated and not whole]
     if rows := [mode for mode in conformities if mode not in emulated]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
     if same := [_named(mode) for mode in emulated if mode.compared]:

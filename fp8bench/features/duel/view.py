@@ -9,7 +9,7 @@ from fp8bench.analysis.verdicts import BAND, FINAL_LEVEL, SAME
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.duel.verdicts import BELIEVED, compared, judged
 from fp8bench.features.duel.verdicts import comparisons as comparisons_of
-from fp8bench.model import Comparison, Direction, Level, Status
+from fp8bench.model import Comparison, Direction, Status
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import TIME
 from fp8bench.report.columns import Col, table
@@ -64,7 +64,7 @@ def _setting(figure: _Figure) -> str:
 
 def _name(figure: _Figure) -> str:
     after = figure[0].after
-    return f"{after.case.mode} (emulated)" if after.support.level is Level.EMULATED else after.case.mode
+    return f"{after.case.mode} (emulated)" if after.support.is_emulated else after.case.mode
 
 
 def _tone(figure: _Figure) -> Tone:
@@ -116,7 +116,7 @@ def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
     reasons += [
         (record.detail, record.case.id)
         for result in duel.results for record in (result.before, result.after)
-        if record.status is Status.OK and record.detail
+        if record.is_ok and record.detail
     ]  # fmt: skip
     return [f"{listed(list(dict.fromkeys(about)), 3)}: {why}" for why, about in together(reasons).items()]
 

@@ -143,7 +143,7 @@ def seen_of(run: Run) -> MachineRun:
         is_whole = all(planned.case.id in measured for planned in group.cases)
         (whole if is_whole else cut).append(group.setting)
     times = {_name(record): _seconds_of(record.timing)
-             for record in run.records if record.status is Status.OK and record.timing}  # fmt: skip
+             for record in run.records if record.is_ok and record.timing}  # fmt: skip
     failed = {_name(record): record.reason for record in run.records if record.status is Status.FAILED}
     machine = str(run.environment.get("machine") or "unknown")
     return MachineRun(

@@ -161,7 +161,7 @@ def _timed(
     params = {"size": question.size, "kv": OWN, "weights": OWN}
     supports = {arm: served_support(params, precisions.get(dtype_of(arm)), facts) for arm in question.arms}
     lead = supports[question.arms[0]]
-    if lead.level is not Level.NATIVE:
+    if not lead.is_native:
         raise UsageError(f"the reference has no speed on {facts.key}: {lead.reason}. Give --reference fp32 or bf16.")
     native = tuple(arm for arm in question.arms if supports[arm].level is Level.NATIVE)
 

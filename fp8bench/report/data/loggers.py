@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.errors import UsageError
 from fp8bench.files import check_folder, safe
-from fp8bench.model import Environment, Finding, Record, Run, Status
+from fp8bench.model import Environment, Finding, Record, Run
 from fp8bench.model.specs import STEP, TIME, Rank
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
@@ -209,7 +209,7 @@ def run_scalars(run: Run, findings: Mapping[str, Finding]) -> Iterator[LoggedSca
     place = place_on_curve(run)
     references = {record.case.setting: Reference(record) for record in run.records if record.is_reference}
     for record in run.records:
-        if record.status is not Status.OK:
+        if not record.is_ok:
             continue
         metrics = metrics_of(record, findings.get(record.case.id), references.get(record.case.setting))
         for metric in metrics:

@@ -12,7 +12,7 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.energy import Demand
-from fp8bench.model import UNATTRIBUTED, Run, Status, Verdict
+from fp8bench.model import UNATTRIBUTED, Run, Verdict
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.report.case_status import (
@@ -280,7 +280,7 @@ def _reservations(panel: Panel) -> Iterator[tuple[str, str, str]]:
     for group, result in panel.members:
         if result.finding and result.finding.why and not emulated(result):
             yield f"{result.mode} {status_words(result)}", result.finding.why, group.place
-        if result.record.detail and result.record.status is Status.OK and result.best:
+        if result.record.detail and result.record.is_ok and result.best:
             yield result.mode, result.record.detail, group.place
 
 

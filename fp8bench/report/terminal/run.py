@@ -156,7 +156,7 @@ def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
         place = group.place
         for result in group.results:
             record, finding = result.record, result.finding
-            if record.status is not Status.OK:
+            if not record.is_ok:
                 word = "FAILED" if record.status is Status.FAILED else record.status.value
                 yield f"{result.mode} {word}", record.reason, place
                 continue

@@ -21,7 +21,7 @@ from fp8bench.analysis.energy import (
     why_no_energy,
 )
 from fp8bench.analysis.metrics import EnergyValidity, energy_validity
-from fp8bench.model import UNATTRIBUTED, Label, Run, Status, specs
+from fp8bench.model import UNATTRIBUTED, Label, Run, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table, with_figures
@@ -58,11 +58,11 @@ DEMANDS = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.D
 
 
 def figures_of(result: Result) -> EnergyFigures | None:
-    return energy_figures(result.record) if result.record.status is Status.OK else None
+    return energy_figures(result.record) if result.record.is_ok else None
 
 
 def phases_of(result: Result) -> PhaseEnergies | None:
-    return phase_energies(result.record, result.finding) if result.record.status is Status.OK else None
+    return phase_energies(result.record, result.finding) if result.record.is_ok else None
 
 
 def power_limits_of(result: Result) -> str:
@@ -109,7 +109,7 @@ def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
 def _missing(result: Result) -> Iterator[str]:
     """Nothing if the device cannot measure energy at all: that is said of the run."""
     figures, unresolved = figures_of(result), result.reason(Label.ENERGY_UNRESOLVED)
-    use = result.record.energy if result.record.status is Status.OK else None
+    use = result.record.energy if result.record.is_ok else None
     if unresolved:
         yield f"{Label.ENERGY_UNRESOLVED if figures else 'no energy'}: {unresolved}"
     elif figures is None and use is not None and use.source != NO_SOURCE:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fp8bench import units
 from fp8bench.analysis.energy import NO_SOURCE
-from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
+from fp8bench.model import DeviceFacts, Label, Record, Run, Timing
 from fp8bench.model.codec import SCHEMA
 from fp8bench.model.run import SWITCHES_SET
 from fp8bench.report.columns import Col, table
@@ -143,7 +143,7 @@ def _remarks(entry: Entry) -> Iterator[Element]:
 
 
 def _labels(entry: Entry) -> Iterator[Text]:
-    measured = [result for panel in entry.panels for result in panel.results if result.record.status is Status.OK]
+    measured = [result for panel in entry.panels for result in panel.results if result.record.is_ok]
     for label in Label:
         number = sum(label in result.labels for result in measured)
         if number:

@@ -9,7 +9,7 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.metric import capacity_ratio, why_no_larger
-from fp8bench.model import PHASES, UNATTRIBUTED, Capacity, MemoryRole, MemoryUse, Phase, Record, Status
+from fp8bench.model import PHASES, UNATTRIBUTED, Capacity, MemoryRole, MemoryUse, Phase, Record
 from fp8bench.model.specs import (
     DEVICE_MAX_BATCH,
     DEVICE_PEAK_MEMORY,
@@ -45,7 +45,7 @@ _Row = tuple[NamedCase, MemoryUse]
 
 
 def use_of(record: Record) -> MemoryUse | None:
-    return record.memory if record.status is Status.OK else None
+    return record.memory if record.is_ok else None
 
 
 def peak_of(result: Result) -> float | None:

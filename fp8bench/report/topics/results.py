@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fp8bench import units
-from fp8bench.model import Finding, Status
+from fp8bench.model import Finding
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
@@ -59,7 +59,7 @@ def main_table(panel: Panel) -> Table:
 
 def _doubts(row: NamedCase) -> Iterator[str]:
     finding, labels = row.result.finding, ", ".join(case_status.named_labels(row.result))
-    if labels and row.result.record.status is Status.OK:
+    if labels and row.result.record.is_ok:
         yield f"labels: {labels}"
     if finding and finding.judged and finding.why:
         yield finding.why
@@ -194,6 +194,6 @@ def _interval(row: _ShownCase) -> Field:
 
 
 def _why(result: Result) -> str:
-    if result.record.status is not Status.OK:
+    if not result.record.is_ok:
         return result.record.reason
     return "; ".join(part for part in (*case_status.doubts(result), result.record.detail) if part)

@@ -180,7 +180,7 @@ def losses(entry: Entry) -> Iterator[Element]:
     missing = missing_of(entry.run)
     if missing:
         yield Text(f"{missing[0].upper()}{missing[1:]}.", Tone.BAD)
-    if not any(record.status is Status.OK for record in entry.run.records):
+    if not any(record.is_ok for record in entry.run.records):
         yield Text(f"Nothing was measured (cases: {counts(entry.run)}).", Tone.STRONG)
 
 
@@ -274,7 +274,7 @@ def _reasons(result: Result) -> Iterator[str]:
 
 
 def _alone(panel: Panel, where: str) -> Iterator[str]:
-    timed = [result for result in panel.results if result.record.status is Status.OK and result.best is not None
+    timed = [result for result in panel.results if result.record.is_ok and result.best is not None
              and standing(result) is Standing.REFERENCE]  # fmt: skip
     if timed:
         cases = f"{many(len(timed), 'case')} of {panel.case.workload}{where}"
