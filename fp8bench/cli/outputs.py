@@ -116,12 +116,6 @@ def log_targets(given: str | Iterable[str]) -> tuple[LogTarget, ...]:
     return targets
 
 
-def model_named(arguments: argparse.Namespace) -> str | None:
-    if arguments.model is not None and arguments.name is not None:
-        raise UsageError(f"{arguments.name!r:.80} and --model {arguments.model!r:.80} both name a model. Give one.")
-    return arguments.model if arguments.model is not None else arguments.name  # type: ignore[no-any-return]
-
-
 def check_files(wanted: Mapping[str, str | Path | None], expected: str = "a file") -> None:
     """Raises UsageError for an option's file that cannot be written, as far as that can be known without writing."""
     for option, file in wanted.items():

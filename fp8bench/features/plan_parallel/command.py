@@ -25,7 +25,7 @@ from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.config_file import read_mapping
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_outputs, model_named, tell
+from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
 from fp8bench.features.plan_parallel.formulas import (
@@ -130,7 +130,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _question(arguments: argparse.Namespace) -> ParallelQuestion:
-    arguments.model = model_named(arguments)
+    if arguments.model is None:
+        arguments.model = arguments.name
+    elif arguments.name is not None:
+        raise UsageError(f"{arguments.name!r:.80} and --model {arguments.model!r:.80} both name a model. Give one.")
     for name in ("model", "gpus", "topology"):
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is missing: a plan needs --model, --gpus and --topology.")

@@ -43,7 +43,6 @@ _BY_ITSELF = (
     "Each phase was done over and over by itself while the counter was read. What the step takes beyond its phases is "
     "unattributed; phases that could not be done by themselves are estimated by their time."
 )
-_Measured = tuple[NamedCase, EnergyFigures]
 _EnergyRow = tuple[NamedCase, EnergyFigures, EnergyRatio | None]
 
 
@@ -263,7 +262,9 @@ def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Eleme
         yield Items(tuple(Text(f"{doubt.removeprefix('- ')}.", Tone.DOUBT) for doubt in doubts))
 
 
-def _phases(title: str, measured: Sequence[_Measured], parts: Mapping[str, str]) -> Iterator[Element]:
+def _phases(
+    title: str, measured: Sequence[tuple[NamedCase, EnergyFigures]], parts: Mapping[str, str]
+) -> Iterator[Element]:
     """What each phase takes of a step's joules, by its own windows, or estimated by its share of the time."""
     known = [(case, figures, told) for case, figures in measured if (told := phases_of(case.result)) is not None]
     kinds = {phase.phase for _, _, told in known for phase in told.phases} - {UNATTRIBUTED}

@@ -147,12 +147,9 @@ def _times(panel: Panel) -> Table:
     return table("ranks", f"{panel.case.ranks} ranks", cols, rows)
 
 
-_WithMemory = tuple[ResultGroup, Result, MemoryUse]
-
-
 def _memory(panel: Panel) -> Table:
     each = range(panel.case.ranks) if panel.case.ranks <= _MOST_COLUMNS else ()
-    cols: list[Col[_WithMemory]] = [
+    cols: list[Col[tuple[ResultGroup, Result, MemoryUse]]] = [
         *case_cols(""),
         *(Col(f"rank {rank}", partial(lambda rank, row: row[2].ranks[rank].peak, rank), number=True, unit="B")
           for rank in each),
@@ -168,12 +165,9 @@ def _memory(panel: Panel) -> Table:
     return table("rank-memory", "memory of each rank at the highest point of a step", cols, rows)
 
 
-_Wire = tuple[ResultGroup, Result, Transfer, Figures]
-
-
 def wire(panel: Panel) -> Table:
     errors = (("SQNR", _SQNR, "dB"), ("saturated", "saturated_ppm", "ppm"), ("flushed", "flushed_percent", "%"))
-    cols: list[Col[_Wire]] = [
+    cols: list[Col[tuple[ResultGroup, Result, Transfer, Figures]]] = [
         *case_cols(""),
         figure_col(specs.WIRE_BYTES, lambda row: Field(
             units.size(row[2].wire), row[2].wire, hint="counted" if row[2].counted else "a ring's share")),

@@ -32,7 +32,6 @@ _LEGEND = (
 _OF_CSV = (
     "case", "precision", "kind", "module", "direction", "what", "calls", "share", "seconds", "provenance", "of",
 )  # fmt: skip
-_Known = tuple[NamedCase, StepShares]
 _MOST_KINDS, _OTHERS = 6, "others"
 
 
@@ -114,7 +113,7 @@ def shares_section(material: Material) -> Iterator[Element]:
             yield from _panel(title, known)
 
 
-def _panel(title: str, known: Sequence[_Known]) -> Iterator[Element]:
+def _panel(title: str, known: Sequence[tuple[NamedCase, StepShares]]) -> Iterator[Element]:
     workload = known[0][0].result.record.case.workload
     named = [(f"{case.name} (emulated)" if parts.emulated else case.name, parts) for case, parts in known]
     if timed := [(name, parts) for name, parts in named if parts.seconds]:
