@@ -72,12 +72,13 @@ def images():
 
 def test_layers_of_a_model_of_ones_own(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each linear layer that a step calls, with the rows of its batch; a convolution is no scaled product."""
-    Path("net.py").write_text(NET)
+    file = Path("own_net.py").resolve()  # its module stays in this process, under a name that no other test has
+    file.write_text(NET)
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
-    code, out, _ = say("net.py:make", "--devices", "h100", "--dtypes", "fp8", "--json")
+    code, out, _ = say(f"{file}:make", "--devices", "h100", "--dtypes", "fp8", "--json")
     shapes = {(row["layer"], *row["sides"]) for row in json.loads(out) if row["product"] == "forward"}
     assert code == 3 and shapes == {("0.0", 16, 50, 32), ("0.2", 16, 32, 50), ("2", 8, 16, 32)}
-    code, _, err = say("net.py:images")
+    code, _, err = say(f"{file}:images")
     assert code == 2 and "calls no linear layer" in err
 
 
