@@ -72,7 +72,7 @@ def ceilings_here(store: Path, threads: int = 1) -> Iterator[tuple[DeviceFacts, 
 def ceiling_lines(store: Path, threads: int = 1) -> Iterator[str]:
     for device, ceilings in ceilings_here(store, threads):
         threaded = "" if device.accelerated else f", threads {threads}"
-        yield f"{device.key}: what {device.name} does at most{threaded}, in {RUNS} runs"
+        yield f"{device.key}: what {device.name} does at most{threaded}, in up to {RUNS} runs"
         lines = [ceilings] if isinstance(ceilings, str) else lines_of(ceilings)
         yield from (f"  {line}" for line in lines)
 

@@ -203,7 +203,7 @@ def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Ite
 
 def _summary(name: str) -> str:
     if name == CEILINGS:
-        return "what a device does at most: products, bytes and launches a second, in five runs"
+        return "what a device does at most: products, bytes and launches a second, in several runs"
     least = workloads.get(name).least_ranks
     return workloads.get(name).summary + (f" (takes --ranks {least} or more)" if least > 1 else "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from fp8bench.errors import WorkerError
@@ -10,9 +11,9 @@ from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.model import Ceiling, Ceilings, DeviceFacts, Limit, PlannedCase
 from fp8bench.registry import precisions
 
-# For all rates of a device, once a week.
+# For all rates of a device, once a week. Making large arrays takes longer: rates of memory then have fewer runs.
 SECONDS = 12.0
-RUNS = 5
+RUNS, LEAST_RUNS = 5, 2
 # The share of the time that the search before the runs takes.
 _SEARCH = 0.4
 
@@ -37,19 +38,23 @@ def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:
 def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
     """Searches the best shape of every rate, then measures all rates in several runs.
 
-    A run of all rates ends before the next one begins, so that runs also show how the machine changes. A lost worker
-    ends one rate only.
+    A rate has RUNS runs, or LEAST_RUNS where it takes more than its part of the time. A run of all rates ends before
+    the next one begins, so that runs also show how the machine changes. A lost worker ends one rate only.
     """
     bench = worker.within(COMPILE_SECONDS)
     rates = list(bench.ceiling_rates(device))
+    spent = [0.0] * len(rates)
     for run in range(1 + RUNS):
         share = (_SEARCH if run == 0 else (1 - _SEARCH) / RUNS) * SECONDS / len(rates)
         for place, rate in enumerate(rates):
-            if rate.why:
+            too_slow = run > LEAST_RUNS and spent[place] > SECONDS / len(rates)
+            if rate.why or too_slow:
                 continue
+            start = time.monotonic()
             try:
                 rates[place] = bench.ceiling(device, rate, share)
             except WorkerError as error:
                 rates[place] = replace(rate, runs=(), why=str(error)[:200])
                 worker.restart()
+            spent[place] += time.monotonic() - start
     return Ceilings(tuple(rates), device=device.name)

@@ -159,8 +159,8 @@ RATES: Mapping[str, MetricSpec] = {
     for count, unit in (("tokens", "tok/s"), ("flops", "FLOP/s"), ("bytes", "B/s"))
 }
 CEILING_RATE = _row(
-    "ceiling_rate", "FLOP/s", "of the suite `ceilings`: the middle of five runs; or in B/s or launches/s", better=_UP,
-    rank=_MAIN,
+    "ceiling_rate", "FLOP/s", "of the suite `ceilings`: the middle of several runs; or in B/s or launches/s",
+    better=_UP, rank=_MAIN,
 )
 SHARE_OF_CEILING = _row(
     "share_of_ceiling", units.RATIO, "of a phase: the least time that its counted FLOPs, bytes or launches take by "

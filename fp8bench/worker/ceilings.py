@@ -32,6 +32,7 @@ _UNKNOWN_CACHE = 128 << 20
 _SHARE_OF_MEMORY = 16
 _ARRAYS = {Limit.COPY: 2, Limit.TRIAD: 3, Limit.CACHED: 2, Limit.LOAD: 1}
 _ELEMENT = 4
+_DRAWN = 1 << 20
 
 
 def shapes_of(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
@@ -46,8 +47,9 @@ def shapes_of(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
         return tuple((size,) for size in _CACHED.get(facts.kind, _CACHED[""]))
     # Each array alone is larger than the cache.
     least = 1 << math.ceil(math.log2(CACHE_TIMES * (facts.cache_bytes or _UNKNOWN_CACHE)))
-    sizes = [size for size in (least, 2 * least) if size <= facts.memory_bytes / _SHARE_OF_MEMORY]
-    return tuple((size,) for size in sizes)
+    # A processor's system hands out memory slowly, page by page: one size has to do.
+    sizes = (least, 2 * least) if facts.accelerated else (least,)
+    return tuple((size,) for size in sizes if size <= facts.memory_bytes / _SHARE_OF_MEMORY)
 
 
 def count_of(limit: Limit, shape: Shape) -> float:
@@ -67,12 +69,19 @@ def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmet
         a, b = (torch.randn(rows, k, generator=random, device=facts.key).to(arithmetic.carrier) for rows in (m, n))
         cast = arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT)
         return partial(arithmetic.product, *cast, arithmetic.carrier)
-    source = torch.rand(max(1, shape[0] // _ELEMENT), generator=random, device=facts.key)
+
+    def filled() -> torch.Tensor:
+        """An array of random numbers, which repeat: drawing a billion takes longer than all that is timed."""
+        block = torch.rand(min(count, _DRAWN), generator=random, device=facts.key)
+        return block.repeat(math.ceil(count / len(block)))[:count]
+
+    count = max(1, shape[0] // _ELEMENT)
+    source = filled()
     if limit is Limit.LAUNCH:
         return partial(source.add_, 1)
     target = torch.empty_like(source)
     if limit is Limit.TRIAD:
-        return partial(torch.add, source, torch.rand_like(source), alpha=3.0, out=target)
+        return partial(torch.add, source, filled(), alpha=3.0, out=target)
     if limit is Limit.LOAD:
         return partial(target.copy_, torch.ones(source.shape).pin_memory(), non_blocking=True)
     return partial(target.copy_, source)

@@ -22,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--ceilings", action="store_true",
-        help="measure what each device does at most, in five runs (45 s), keep it in the store, and print nothing else",
+        help="measure what each device does at most (12 to 20 s), keep it in the store, and print nothing else",
     )  # fmt: skip
     parser.add_argument(
         "--peak", action="append", metavar="'DEVICE FIGURE [NUMBER]'",
