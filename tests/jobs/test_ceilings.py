@@ -133,7 +133,7 @@ def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     lines = list(job.ceiling_lines(tmp_path / "store"))
     for limit in set(Limit) - {Limit.LOAD}:
         (line, *_) = [line for line in lines if line.startswith(f"  {limit.value} ")]
-        assert "over 5 runs" in line or "over 2 runs" in line  # large arrays take long to make
+        assert re.search("over [2-5] runs", line), line  # large arrays take long to make, and have fewer
 
 
 @for_each(
