@@ -1,7 +1,5 @@
 """Devices as a plan knows them: one of each kind that makes a difference."""
 
-from __future__ import annotations
-
 from fp8bench.model import DeviceFacts
 
 

@@ -1,7 +1,5 @@
 """A plan of three cells that take no time, as `suite --dry-run --write-plan` wrote it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A model of a few thousand weights, and few windows to validate on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
