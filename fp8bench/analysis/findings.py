@@ -20,9 +20,23 @@ from fp8bench.analysis.claims import claims_of
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.analysis.doubts import PlaceEffect, clock_offset, flat_times, place_effect, unsettled
 from fp8bench.analysis.labels import Labelled, are_held_up, hard_labels, in_process, labels_of
+from fp8bench.analysis.phase_gains import find_phase_gains
 from fp8bench.analysis.verdicts import fastest
-from fp8bench.model import Finding, Interval, Label, Overheads, Record, Reruns, Run, Timing, Verdict
+from fp8bench.model import (
+    UNATTRIBUTED,
+    Finding,
+    Interval,
+    Label,
+    Overheads,
+    PhaseGain,
+    Record,
+    Reruns,
+    Run,
+    Timing,
+    Verdict,
+)
 from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
+from fp8bench.model.words import UNTOUCHED
 
 BELOW_FLOOR_MARKERS = 20
 _FINAL = verdicts.FINAL_LEVEL, verdicts.SAME
@@ -141,6 +155,7 @@ def _finding(
             spread=stats.spread(all_calls),
             phases=phases,
             below_floor=_below_floor(timing, phases, overheads),
+            gains=_phase_gains(record, standard, conclusion),
         ),
         record,
         standard,
@@ -205,6 +220,17 @@ def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | Non
     return verdicts.conclude(
         record.timing, standard.timing, standard.control, *_FINAL, reach_of(record.reruns), record.sessions, held_up
     )
+
+
+def _phase_gains(record: Record, standard: _Standard, conclusion: verdicts.Conclusion | None) -> tuple[PhaseGain, ...]:
+    """Returns what each phase gains; nothing where the step has no speed, or too few rounds for an interval."""
+    timings = [timing for timing in (record.timing, standard.timing, standard.control) if timing is not None]
+    timings = [timing for timing in timings if timing.slots]
+    rounds = verdicts.common_rounds(timings)
+    if conclusion is None or len(rounds) < LEAST_ROUNDS or set(timings[0].segments.phases) == {UNATTRIBUTED}:
+        return ()
+    unmarked = standard.record is not None and standard.record.case.precision == UNTOUCHED
+    return find_phase_gains(timings, rounds, conclusion.whole, unmarked)
 
 
 def _with_verdict(

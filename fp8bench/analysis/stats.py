@@ -55,6 +55,13 @@ def best_by_segment(samples: Floats) -> Floats:
     return best
 
 
+def best_steps(steps: Floats) -> Floats:
+    """Returns the mean segments of the fastest quarter of the steps; `steps` is (steps, segments), in seconds."""
+    order = np.argsort(steps.sum(axis=1), kind="stable")[: fastest_of(len(steps))]
+    best: Floats = steps[order].mean(axis=0)
+    return best
+
+
 def mean_case(rounds: Floats) -> Resampled:
     """Returns the mean of an arm's rounds, in seconds; it draws the same rounds as the best case."""
     resampled = np.log(rounds @ _draws(len(rounds)) / len(rounds))
@@ -110,25 +117,46 @@ def extent(ratio: Interval, rounds: Sequence[Floats]) -> Interval:
 def _resampled_sums(samples: Floats, draws: Counts) -> Floats:
     """Returns for each resample the sum over segments of the mean of its fastest rounds.
 
-    `draws[r, b]` is how often resample b drew round r. A resample's fastest rounds are the first of the sorted ones
-    that it drew, so a few of them are enough, or all where these hold too few.
+    `draws[r, b]` is how often resample b drew round r.
     """
     fastest = fastest_of(len(samples))
-    looked_at = fastest + math.ceil(_SPARE * math.sqrt(fastest))
-    order = np.argsort(samples, axis=0, kind="stable")
     total = np.zeros(draws.shape[1])
-    for segment in range(samples.shape[1]):
-        ranking = order[:, segment]
-        values = samples[ranking, segment]
-        few = ranking[:looked_at]
-        taken = np.minimum(draws[few].cumsum(axis=0), fastest)
-        sums = _weighted(values[:looked_at], taken)
-        short = taken[-1] < fastest
-        if short.any():
-            all_taken = np.minimum(draws[np.ix_(ranking, np.flatnonzero(short))].cumsum(axis=0), fastest)
-            sums[short] = _weighted(values, all_taken)
-        total += sums
+    for segment in samples.T:
+        total += _fastest_sums(segment, draws, fastest)
     return total / fastest
+
+
+def resample_segments(samples: Floats) -> Floats:
+    """Returns the mean of the fastest rounds of each segment in every resample: (segments, resamples), in seconds."""
+    fastest = fastest_of(len(samples))
+    draws = _draws(len(samples))
+    return np.array([_fastest_sums(segment, draws, fastest) for segment in samples.T]) / fastest
+
+
+def resample_fastest_steps(steps: Floats) -> Floats:
+    """Like resample_segments, but the fastest rounds are those of the whole step, for all segments the same."""
+    fastest = fastest_of(len(steps))
+    ranking = np.argsort(steps.sum(axis=1), kind="stable")
+    taken = np.minimum(_draws(len(steps))[ranking].cumsum(axis=0), fastest)
+    return np.array([_weighted(segment[ranking], taken) for segment in steps.T]) / fastest
+
+
+def _fastest_sums(seconds: Floats, draws: Counts, fastest: int) -> Floats:
+    """Returns for each resample the sum of one segment's fastest rounds.
+
+    These are the first of the sorted ones that it drew, so a few of them are enough, or all where these hold too few.
+    """
+    looked_at = fastest + math.ceil(_SPARE * math.sqrt(fastest))
+    ranking = np.argsort(seconds, kind="stable")
+    values = seconds[ranking]
+    few = ranking[:looked_at]
+    taken = np.minimum(draws[few].cumsum(axis=0), fastest)
+    sums = _weighted(values[:looked_at], taken)
+    short = taken[-1] < fastest
+    if short.any():
+        all_taken = np.minimum(draws[np.ix_(ranking, np.flatnonzero(short))].cumsum(axis=0), fastest)
+        sums[short] = _weighted(values, all_taken)
+    return sums
 
 
 def _weighted(values: Floats, taken: Counts) -> Floats:

@@ -75,7 +75,7 @@ def totals(timing: Timing) -> stats.Floats:
     return np.array([sum(call) for slot in timing.slots for call in slot.calls_ns], dtype=np.float64) * 1e-9
 
 
-def _fewest_calls(*timings: Timing) -> int:
+def fewest_calls(*timings: Timing) -> int:
     return min(len(slot.calls_ns) for timing in timings for slot in timing.slots)
 
 
@@ -85,7 +85,7 @@ def common_rounds(timings: Sequence[Timing]) -> list[int]:
 
 def below_every_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | None = None) -> float:
     """Returns by what share the best case by cells lies below the fastest step; 0 where it does not."""
-    calls = calls or _fewest_calls(timing)
+    calls = calls or fewest_calls(timing)
     best = float(stats.best_by_segment(cells(timing, calls, rounds)).sum())
     fastest = float(cells(timing, calls, rounds, whole=True).min())
     return max(0.0, 1 - best / fastest) if fastest > 0 else 0.0
@@ -93,7 +93,7 @@ def below_every_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | Non
 
 def make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> bool:
     """Whether the cells of a timing make up for each other by more than the floor."""
-    calls = _fewest_calls(*timings)
+    calls = fewest_calls(*timings)
     return any(below_every_step(timing, calls, rounds) > floor for timing in timings)
 
 
@@ -114,13 +114,19 @@ def best_ratio(
 
 
 def comparable(timings: Sequence[Timing], rounds: Sequence[int], whole: bool | None) -> list[stats.Floats]:
-    calls = _fewest_calls(*timings)
-    samples = [cells(timing, calls, rounds) for timing in timings]
-    parts = [_parts(sample) for sample in samples]
-    whole = make_up(timings, rounds, BAND) if whole is None else whole
-    if whole or max(parts) > _FINER * min(parts):
+    calls = fewest_calls(*timings)
+    if whole is None:
+        whole = make_up(timings, rounds, BAND)
+    samples = [] if whole else [cells(timing, calls, rounds) for timing in timings]
+    if whole or are_cut_unevenly(samples):
         return [cells(timing, calls, rounds, whole=True) for timing in timings]
     return samples
+
+
+def are_cut_unevenly(samples: Sequence[stats.Floats]) -> bool:
+    """Whether one arm's steps have so many more cells than another's that only whole steps compare."""
+    parts = [_parts(sample) for sample in samples]
+    return max(parts) > _FINER * min(parts)
 
 
 def _parts(samples: stats.Floats) -> float:
@@ -300,10 +306,10 @@ def best_phases(timing: Timing, whole: bool | None = None) -> tuple[tuple[str, f
 
     With `whole` they are those of the fastest steps, one a round; None means so where no step was as fast as its cells.
     """
-    calls = _fewest_calls(timing)
+    calls = fewest_calls(timing)
     if whole is None:
         whole = below_every_step(timing) > BAND
-    best = stats.best_by_segment(cells(timing, calls)) if not whole else _fastest_steps(timing, calls)
+    best = stats.best_steps(fastest_step_cells(timing, calls)) if whole else stats.best_by_segment(cells(timing, calls))
     sums = dict.fromkeys(CELL_PHASES, 0.0)
     for phase, seconds in zip(timing.segments.phases, best, strict=True):
         sums[phase] += float(seconds)
@@ -314,12 +320,11 @@ def best_seconds(timing: Timing, whole: bool | None = None) -> float:
     return sum(seconds for _, seconds in best_phases(timing, whole))
 
 
-def _fastest_steps(timing: Timing, calls: int) -> stats.Floats:
-    """Returns the mean cells of the fastest quarter of the rounds' fastest steps."""
-    fastest = np.array([min(slot.calls_ns[:calls], key=sum) for slot in timing.slots], dtype=np.float64) * 1e-9
-    order = np.argsort(fastest.sum(axis=1), kind="stable")[: stats.fastest_of(len(fastest))]
-    best: stats.Floats = fastest[order].mean(axis=0)
-    return best
+def fastest_step_cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None) -> stats.Floats:
+    """Returns the cells of the fastest step of each round, in seconds: (rounds, cells)."""
+    wanted = None if rounds is None else set(rounds)
+    chosen = [slot for slot in timing.slots if wanted is None or slot.round in wanted]
+    return np.array([min(slot.calls_ns[:calls], key=sum) for slot in chosen], dtype=np.float64) * 1e-9
 
 
 def fastest(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:

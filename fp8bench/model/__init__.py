@@ -40,7 +40,7 @@ from fp8bench.model.measured import (
 )
 from fp8bench.model.planned import Case, DeviceFacts, Group, Params, Plan, PlannedCase, Scalar, Scalars, Support, Work
 from fp8bench.model.request import Request, StaticScales
-from fp8bench.model.run import Environment, Finding, Overheads, Resumption, Run
+from fp8bench.model.run import Environment, Finding, Overheads, PhaseGain, Resumption, Run
 from fp8bench.model.series import (
     ENERGY_SOURCE,
     Ack,
@@ -78,7 +78,8 @@ __all__ = [
     "EnergyUse", "EnergyWindow", "Environment", "Evidence", "Fault", "Figure", "Finding", "Fresh", "GivenTensors",
     "Group", "HeldBlock", "Interval", "Label", "LayerScale", "Level", "Limit", "Measurement", "MemoryCourse",
     "MemoryRole", "MemoryUse", "Noise", "OperatorCount", "OperatorTime", "Overheads", "Params", "Phase", "PhaseCount",
-    "PhaseEnergy", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Rate", "Record", "Replays",
+    "PhaseEnergy", "PhaseGain", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Rate",
+    "Record", "Replays",
     "Request", "Reruns", "Resumption", "Rotation", "Run", "Scalar", "Scalars", "Segments", "Series", "Share",
     "ShareKind", "Shares", "SharesFrom", "SlotSample", "StaticScales", "Status",
     "StepEffect", "Support", "SustainedTurn", "Tape", "TensorStatistics", "Timing", "Trend", "Verdict", "Work",

@@ -94,13 +94,39 @@ class Run:
 
 
 @dataclass(frozen=True)
+class PhaseGain:
+    """Seconds of one phase in a step of the case and of its reference.
+
+    `saved` is positive where the case is faster; `low` and `high` bound it. `control` is how far reference and control,
+    which run the same code, differ.
+    """
+
+    phase: str
+    seconds: float
+    reference_seconds: float
+    low: float
+    high: float
+    control: float = 0.0
+
+    @property
+    def saved(self) -> float:
+        return self.reference_seconds - self.seconds
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval excludes 0 and identical code differs by less."""
+        return (self.low > 0 or self.high < 0) and abs(self.saved) > self.control
+
+
+@dataclass(frozen=True)
 class Finding:
     """What the samples of one case say; computed from the record whenever it is needed.
 
     `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to be told from the
     cost of their own markers. `ratio` is that of best cases, `typical` that of the means over all calls. `floor` is how
     far the A/A interval reaches from 1. `why` says why there is no verdict, or what speaks against it. `label_reasons`
-    explain some labels of this case; `hard` are those, its own or its reference's, that leave it no verdict.
+    explain some labels of this case; `hard` are those, its own or its reference's, that leave it no verdict. `gains`
+    sum to the difference that `ratio` measures.
     """
 
     case: Case
@@ -117,6 +143,7 @@ class Finding:
     label_reasons: tuple[tuple[Label, str], ...] = ()
     hard: tuple[Label, ...] = ()
     typical: Interval | None = None
+    gains: tuple[PhaseGain, ...] = ()
 
     @property
     def doubtful(self) -> bool:

@@ -1,0 +1,141 @@
+"""Which phases of a step gain time against the reference, which lose time, and what that amounts to.
+
+Each phase is estimated as the verdict estimates the step: from the fastest quarter of the rounds that case, reference
+and control share. So the gains of all phases sum to the gain of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from fp8bench.analysis import stats
+from fp8bench.analysis.verdicts import FINAL_LEVEL, are_cut_unevenly, cells, fastest_step_cells, fewest_calls
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Phase, PhaseGain, Timing
+
+_REST = CELL_PHASES.index(UNATTRIBUTED)
+
+
+@dataclass(frozen=True)
+class _PhaseTimes:
+    """Seconds of each phase of one arm, (phases,), and those of its resamples, (phases, resamples)."""
+
+    seconds: stats.Floats
+    resampled: stats.Floats
+
+
+def find_phase_gains(
+    timings: Sequence[Timing], rounds: Sequence[int], whole: bool, unmarked: bool = False
+) -> tuple[PhaseGain, ...]:
+    """Returns the gain of each phase of the first timing over the others, in the order of the phases.
+
+    The bounds of all phases hold together at the level of a verdict. With `whole` the fastest steps are compared. If
+    the reference is `unmarked`, it does its products outside all phases, so these count as unattributed in the case.
+    """
+    calls = fewest_calls(*timings)
+    whole = whole or are_cut_unevenly([cells(timing, calls, rounds) for timing in timings])
+    case, *entries = [_estimate_phases(timing, calls, rounds, whole) for timing in timings]
+    reference = np.mean([entry.seconds for entry in entries], axis=0)
+    saved = np.mean([entry.resampled for entry in entries], axis=0) - case.resampled
+    control = np.ptp([entry.seconds for entry in entries], axis=0)
+    if unmarked:
+        hidden = [at for at, name in enumerate(CELL_PHASES) if reference[at] == 0 and name != Phase.CAST]
+        for values in (case.seconds, saved):
+            values[_REST] += values[hidden].sum(axis=0)
+            values[hidden] = 0
+    present = np.flatnonzero((case.seconds > 0) | (reference > 0))
+    tail = (1 - FINAL_LEVEL) / 2 / max(1, len(present))
+    low, high = np.quantile(saved, [tail, 1 - tail], axis=1)
+    return tuple(
+        PhaseGain(
+            CELL_PHASES[place],
+            float(case.seconds[place]),
+            float(reference[place]),
+            float(low[place]),
+            float(high[place]),
+            float(control[place]),
+        )
+        for place in present
+    )
+
+
+def _estimate_phases(timing: Timing, calls: int, rounds: Sequence[int], whole: bool) -> _PhaseTimes:
+    if whole:
+        steps = fastest_step_cells(timing, calls, rounds)
+        points, resampled = stats.best_steps(steps), stats.resample_fastest_steps(steps)
+    else:
+        samples = cells(timing, calls, rounds)
+        points, resampled = stats.best_by_segment(samples), stats.resample_segments(samples)
+    phases = [CELL_PHASES.index(name) for name in timing.segments.phases]
+    members = np.zeros((len(CELL_PHASES), len(phases)))
+    members[phases, range(len(phases))] = 1
+    return _PhaseTimes(members @ points, members @ resampled)
+
+
+class Cause(StrEnum):
+    """Why a precision gains or does not, as far as its phases show."""
+
+    CANCEL = "gains and losses cancel"
+    CASTS = "casts take the gain"
+    SMALL_SHARE = "what gains is a small share of the step"
+    ONE_PHASE = "all of the gain is in one phase"
+    PHASES = "the largest differences"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """The cause, and the phases that show it, the largest difference first."""
+
+    cause: Cause
+    gains: tuple[PhaseGain, ...]
+    step_seconds: float
+    reference_seconds: float
+
+
+# Gains and losses each exceed the net by so much where they cancel.
+_CANCEL = 4.0
+# Casts take the gain if they cost this share of it.
+_CASTS_SHARE = 0.5
+# The step gains less than this, although a phase that takes less than a share of the step gains.
+_SMALL_GAIN, _SMALL_SHARE = 0.05, 0.25
+# One phase has all of the gain if it has this share, and no other has more than the rest.
+_ALL = 0.9
+# Smaller differences explain nothing.
+_LEAST_PART = 0.02
+_MOST_PHASES = 3
+
+
+def find_reason(gains: Sequence[PhaseGain]) -> Reason | None:
+    """Returns what the phases show; None where no phase differs clearly, or the step has but one."""
+    seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
+    net = reference - seconds
+    largest = max((abs(gain.saved) for gain in gains), default=0.0)
+    least = _LEAST_PART * max(abs(net), largest)
+    clear = [gain for gain in gains if gain.is_clear and abs(gain.saved) >= least]
+    if len(gains) < 2 or not clear:
+        return None
+    clear.sort(key=lambda gain: -abs(gain.saved))
+    return Reason(_find_cause(clear, net, reference), tuple(clear[:_MOST_PHASES]), seconds, reference)
+
+
+def _find_cause(clear: Sequence[PhaseGain], net: float, reference: float) -> Cause:
+    gained = sum(gain.saved for gain in clear if gain.saved > 0)
+    lost = -sum(gain.saved for gain in clear if gain.saved < 0)
+    casts = -sum(gain.saved for gain in clear if gain.phase == Phase.CAST)
+    faster = [gain for gain in clear if gain.saved > 0]
+    if gained > 0 and casts >= _CASTS_SHARE * gained and casts >= lost / 2:
+        return Cause.CASTS
+    if min(gained, lost) > _CANCEL * abs(net):
+        return Cause.CANCEL
+    if faster and abs(net) < _SMALL_GAIN * reference and _share(faster, reference) < _SMALL_SHARE:
+        return Cause.SMALL_SHARE
+    if net > 0 and abs(clear[0].saved - net) <= (1 - _ALL) * net and lost <= (1 - _ALL) * net:
+        return Cause.ONE_PHASE
+    return Cause.PHASES
+
+
+def _share(gains: Sequence[PhaseGain], reference: float) -> float:
+    return sum(gain.reference_seconds for gain in gains) / reference if reference > 0 else 0.0

@@ -1,0 +1,109 @@
+"""What each phase gains, from planted steps and from noise alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from fp8bench.analysis.findings import find
+from fp8bench.analysis.phase_gains import Cause, find_reason
+from fp8bench.model import Finding, Level, PhaseGain, Timing
+from tests.counts import for_each
+from tests.fakes import MS, record, timing
+
+ROUNDS = 40
+PHASES = ("cast", "gemm", "attention", "optimizer_step", "unattributed")
+
+
+def plant(milliseconds: Mapping[str, float], noise: float = 0.0, seed: int = 0) -> Timing:
+    """Rounds of a step whose phases take so long, with noise that only adds."""
+    extra = np.random.default_rng(seed).exponential(noise, (ROUNDS, len(PHASES)))
+    seconds = np.array([milliseconds.get(phase, 0.0) for phase in PHASES]) * (1 + extra)
+    return timing(*[tuple(map(int, step * MS)) for step in seconds], phases=PHASES)
+
+
+def judge(case: Timing, reference: Timing, control: Timing | None = None, level: Level = Level.NATIVE) -> Finding:
+    entry = record(reference, "fp32", is_reference=True, control=control or reference)
+    return find([entry, record(case, "bf16", level)], {})[1]
+
+
+WIDE = {"gemm": 16.0, "attention": 3.0, "optimizer_step": 2.0, "unattributed": 9.0}
+
+
+def test_gains_sum_to_the_difference_that_the_ratio_measures() -> None:
+    narrow = {**WIDE, "cast": 1.5, "gemm": 7.0, "attention": 8.0}
+    finding = judge(plant(narrow, 0.02, 1), plant(WIDE, 0.02, 2), plant(WIDE, 0.02, 3))
+    seconds = sum(gain.seconds for gain in finding.gains)
+    reference = sum(gain.reference_seconds for gain in finding.gains)
+    assert finding.ratio is not None and seconds / reference == pytest.approx(finding.ratio.point, rel=1e-4)
+    assert reference - seconds == pytest.approx(sum(gain.saved for gain in finding.gains))
+    for gain in finding.gains:
+        truth = (WIDE.get(gain.phase, 0.0) - narrow[gain.phase]) * 1e-3
+        assert gain.low - 2e-4 < truth < gain.high + 2e-4
+
+
+@for_each(
+    ("changes", "cause", "phases"),
+    [
+        ({"gemm": 8.0, "attention": 10.8}, Cause.CANCEL, ["gemm", "attention"]),
+        ({"gemm": 8.0}, Cause.ONE_PHASE, ["gemm"]),
+        ({"gemm": 12.0, "cast": 3.5}, Cause.CASTS, ["gemm", "cast"]),
+        ({"attention": 2.0}, Cause.SMALL_SHARE, ["attention"]),
+        (
+            {"gemm": 12.0, "attention": 6.0, "optimizer_step": 1.0},
+            Cause.PHASES,
+            ["gemm", "attention", "optimizer_step"],
+        ),
+        ({"gemm": 18.0}, Cause.PHASES, ["gemm"]),
+    ],
+)
+def test_planted_changes_are_named(changes: Mapping[str, float], cause: Cause, phases: list[str]) -> None:
+    finding = judge(plant({**WIDE, **changes}, 0.01, 1), plant(WIDE, 0.01, 2), plant(WIDE, 0.01, 3))
+    reason = find_reason(finding.gains)
+    assert reason is not None and reason.cause is cause
+    assert [gain.phase for gain in reason.gains] == phases
+
+
+def test_noise_alone_is_no_reason() -> None:
+    named = 0
+    for seed in range(60):
+        arms = [plant(WIDE, 0.05, 3 * seed + number) for number in range(3)]
+        named += find_reason(judge(*arms).gains) is not None
+    assert named <= 1
+
+
+def test_a_phase_that_differs_from_its_own_control_is_not_named() -> None:
+    control = plant({**WIDE, "attention": 9.0})
+    finding = judge(plant({**WIDE, "attention": 2.0}), plant(WIDE), control)
+    assert find_reason(finding.gains) is None
+
+
+def test_steps_without_phases_and_emulations_have_no_gains() -> None:
+    compiled, wide = plant({"unattributed": 20.0}), plant({"unattributed": 30.0})
+    assert find_reason(judge(compiled, wide).gains) is None
+    assert judge(plant(WIDE), plant(WIDE), level=Level.EMULATED).gains == ()
+
+
+def test_few_rounds_have_no_gains() -> None:
+    def shorten(whole: Timing) -> Timing:
+        return Timing(whole.segments, whole.slots[:20])
+
+    assert judge(shorten(plant({**WIDE, "gemm": 8.0})), shorten(plant(WIDE))).gains == ()
+
+
+def test_an_untouched_reference_counts_its_products_with_the_rest() -> None:
+    untouched = record(plant({"unattributed": 30.0}), "untouched", is_reference=True)
+    case = record(plant({"gemm": 10.0, "cast": 2.0, "unattributed": 8.0}), "bf16")
+    gains = {gain.phase: gain for gain in find([untouched, case], {})[1].gains}
+    assert set(gains) == {"cast", "unattributed"}
+    assert gains["unattributed"].saved == pytest.approx(12e-3) and gains["cast"].saved == pytest.approx(-2e-3)
+
+
+def test_nothing_is_clear_whose_interval_holds_zero() -> None:
+    assert not PhaseGain("gemm", 1.0, 2.0, -0.1, 2.0).is_clear
+    assert PhaseGain("gemm", 1.0, 2.0, 0.1, 2.0).is_clear
+    assert not PhaseGain("gemm", 1.0, 2.0, 0.1, 2.0, control=1.5).is_clear
+    assert find_reason(()) is None and math.isclose(PhaseGain("gemm", 1.0, 2.0, 0, 0).saved, 1.0)
