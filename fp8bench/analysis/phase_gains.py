@@ -6,7 +6,7 @@ and control share. So the gains of all phases sum to the gain of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -108,13 +108,16 @@ _LEAST_PART = 0.02
 _MOST_PHASES = 3
 
 
-def find_reason(gains: Sequence[PhaseGain]) -> Reason | None:
-    """Returns what the phases show; None where no phase differs clearly, or the step has but one."""
+def find_reason(gains: Sequence[PhaseGain], unclear: Collection[str] = ()) -> Reason | None:
+    """Returns what the phases show; None where no phase differs clearly, or the step has but one.
+
+    `unclear` phases are no reason, whatever they seem to gain.
+    """
     seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
     net = reference - seconds
     largest = max((abs(gain.saved) for gain in gains), default=0.0)
     least = _LEAST_PART * max(abs(net), largest)
-    clear = [gain for gain in gains if gain.is_clear and abs(gain.saved) >= least]
+    clear = [gain for gain in gains if gain.is_clear and gain.phase not in unclear and abs(gain.saved) >= least]
     if len(gains) < 2 or not clear:
         return None
     clear.sort(key=lambda gain: -abs(gain.saved))

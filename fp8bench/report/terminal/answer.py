@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.energy import Demand
-from fp8bench.model import UNATTRIBUTED, Run, Verdict
+from fp8bench.model import Run
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.report.case_status import (
@@ -36,16 +35,16 @@ from fp8bench.report.panels import (
     floor_of,
     heading,
     merge_notes,
-    phases_beside,
     together,
 )
 from fp8bench.report.topics import roofline
+from fp8bench.report.topics.answers import QUESTION, Answer, find_answers, propose, verdict_word
 from fp8bench.report.topics.break_even import break_even_table, swept
-from fp8bench.report.topics.energy import absences, energy_of_phases, ratio_against
-from fp8bench.report.topics.memory import capacity, device_share_of, peak_of, share_of
+from fp8bench.report.topics.energy import absences, energy_of_phases
+from fp8bench.report.topics.memory import capacity, share_of
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest, wire
-from fp8bench.report.topics.results import CASE, noise_floor
+from fp8bench.report.topics.results import noise_floor
 from fp8bench.report.topics.shares import coverage_sentence, coverages, shape_remarks
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
@@ -57,8 +56,8 @@ from fp8bench.report.topics.verdict import (
     span,
     verdicts_in,
 )
-from fp8bench.report.words.legend import PHASE_TITLES, error_word
-from fp8bench.report.words.naming import common_tone, listed, phase_order
+from fp8bench.report.words.legend import error_word
+from fp8bench.report.words.naming import common_tone, listed, many
 
 _HOW_MATRIX = (
     "speed-up over the reference: median of a suite's cases, or both ends where some lose and some gain; "
@@ -71,11 +70,11 @@ _NOT_CLEAR = frozenset({Standing.DOUBTED, Standing.UNSURE})
 _MOST_GROUPS = 16
 # For more tensors, only the best precision of each width is named.
 _MOST_TENSORS = 2
-# Phases that explain a difference: at most this many, and none with a smaller share.
-_MOST_PHASES = 3
-_LEAST_PART = 0.02
-# A narrower terminal has no room for rates.
-_ROOM_FOR_RATES = 100
+# Commands that would settle or change an answer.
+_MOST_PROPOSALS = 2
+# Values of parameters that say only that something is off or left to torch, and the parameter that names the texts.
+_OFF = frozenset({"no", "auto", "none"})
+_TEXTS = "data"
 
 
 def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Iterator[Part]:
@@ -98,7 +97,9 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
     ranks = entry.run.request.ranks
     told = [f"{ranks} ranks: the slowest one's time counts, call by call"] if ranks else []
     told += [FUNCTIONAL] if ranks and any(panel.case.device == "cpu" for panel in timed) else []
-    told += [*emulations(cases), *skips(cases), *(f"note: {words}" for words in entry.run.notes)]
+    several = len(timed) > 1 or any(len(panel.groups) > 1 for panel in timed)
+    told += [*(emulations(cases) if several else ()), *skips(cases)]
+    told += [f"note: {words}" for words in entry.run.notes]
     told += absences(entry.run) if entry.run.request.energy_of == PHASE_ENERGY else []
     told += [f"trouble: {words}" for words in entry.run.troubles]
     if told:
@@ -122,23 +123,63 @@ def _next(entry: Entry, options: str) -> Iterator[Text]:
 
 
 def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
-    title = heading(panel.case.workload, panel.shared, panel.case.device, entry.run.devices)
-    several = len(panel.groups) > 1
+    if len(panel.groups) == 1 and _timed(panel):
+        yield _of_group(panel, entry)
+    else:
+        yield _of_groups(panel, entry)
+    yield from _asked(panel)
+
+
+def _of_group(panel: Panel, entry: Entry) -> Part:
+    """A line for each precision with its reason, how sure that is, what would settle it, and where the time goes."""
     elements: list[Element] = [*_device(panel, entry.run)]
-    if several and _timed(panel):
+    answers = find_answers(panel)
+    if answers:
+        elements.append(_answers(answers, panel.reference))
+    for modes, coverage in coverages(panel):
+        elements += map(Text, (f"{coverage_sentence(modes, coverage)}.", *shape_remarks(coverage)))
+    proposals = [("do this", words) for words in [*propose(panel, entry.run.command)][:_MOST_PROPOSALS]]
+    elements.append(Facts((*_grounds(panel), *proposals)))
+    elements += map(Text, cheapest(panel))
+    return Part("answer", _heading(panel, entry.run), (*elements, *phases_table(panel, rates=True)))
+
+
+def _answers(answers: Sequence[Answer], reference: str) -> Table:
+    cols: list[Col[Answer]] = [
+        Col("", lambda answer: answer.mode),
+        Col("", lambda answer: Field(answer.verdict, tone=answer.tone)),
+        Col("", lambda answer: answer.speed),
+        Col("", lambda answer: "; ".join(answer.costs), below=True),
+        Col("", lambda answer: answer.reason, below=True),
+    ]
+    return table("answers", f"{QUESTION} (compared with {reference})", cols, answers)
+
+
+def _heading(panel: Panel, run: Run) -> str:
+    """'transformer size=nano on cpu (AMD EPYC, torch 2.13.0), 1 thread, 80 rounds', without what is switched off."""
+    params = tuple(pair for pair in panel.shared if str(pair[1]) not in _OFF and pair[0] != _TEXTS)
+    rounds = [result.record.timing.num_rounds for result in panel.results if result.record.timing is not None]
+    title = heading(panel.case.workload, params, panel.case.device, run.devices)
+    threads = f", {many(run.request.threads, 'thread')}" if panel.case.device.startswith("cpu") else ""
+    return f"{title}{threads}" + (f", {many(max(rounds), 'round')}" if rounds else "")
+
+
+def _of_groups(panel: Panel, entry: Entry) -> Part:
+    title = heading(panel.case.workload, panel.shared, panel.case.device, entry.run.devices)
+    elements: list[Element] = [*_device(panel, entry.run)]
+    if _timed(panel):
         by_mode = together((member[1].mode, member) for member in panel.members if member[1].mode != panel.reference)
         ordered = sorted(by_mode.items(), key=lambda pair: not any(speed_up(result) for _, result in pair[1]))
         elements.append(Facts(tuple((mode, _line(members, panel)) for mode, members in ordered)))
     for modes, coverage in coverages(panel):
         elements += map(Text, (f"{coverage_sentence(modes, coverage)}.", *shape_remarks(coverage)))
-    elements.append(_grid(panel) if several else _cases(panel, width))
+    elements.append(_grid(panel))
     left_out = len(panel.groups) - _MOST_GROUPS
-    if several and left_out > 0:
+    if left_out > 0:
         elements.append(Text(f"{left_out} more groups: --all, and the page."))
     elements.append(Facts(tuple(_grounds(panel) if _timed(panel) else ())))
     elements += map(Text, cheapest(panel))
-    yield Part("answer", title, tuple(elements))
-    yield from _asked(panel, several)
+    return Part("answer", title, tuple(elements))
 
 
 def _device(panel: Panel, run: Run) -> Iterator[Text]:
@@ -160,34 +201,13 @@ def _device(panel: Panel, run: Run) -> Iterator[Text]:
         yield Text("; ".join(told), Tone.BAD if lowered else Tone.PLAIN)
 
 
-def _asked(panel: Panel, several: bool) -> Iterator[Part]:
+def _asked(panel: Panel) -> Iterator[Part]:
     tables = (
-        *(() if several else phases_table(panel)), *sustained(panel), *energy_of_phases(panel),
-        *other_tables(panel), *capacity(panel), *break_even_table(panel, swept(panel)),
-        *([sent] if (sent := wire(panel)).rows else []),
+        *sustained(panel), *energy_of_phases(panel), *other_tables(panel), *capacity(panel),
+        *break_even_table(panel, swept(panel)), *([sent] if (sent := wire(panel)).rows else []),
     )  # fmt: skip
     if tables:
         yield Part("asked", "", tables)
-
-
-def _cases(panel: Panel, width: int) -> Table:
-    def energy(case: NamedCase) -> str | None:
-        ratio = ratio_against(case.result, case.group.lead)
-        if ratio is None or emulated(case.result):
-            return None
-        return f"{ratio.demand} " * (ratio.demand is Demand.UNCLEAR) + units.ratio(ratio.point)
-
-    cols: list[Col[NamedCase]] = [
-        *(col for col in CASE if col.heading != "median"),
-        Col("error", lambda case: None if case.error is None else
-            f"{error_word([case.error])} " * (not case.result.record.is_reference) + units.relative_error(case.error)),
-        Col("memory", lambda case: units.size(peak_of(case.result)) if (share := share_of(*case)) is None else
-            units.ratio(share), number=True),
-        Col("on a device", lambda case: device_share_of(*case), number=True, unit="x"),
-        Col("energy", energy, number=True),
-        Col("median rate", lambda case: case.figures.rate.shown, number=True, when=width >= _ROOM_FOR_RATES),
-    ]  # fmt: skip
-    return table("cases", "", cols, panel.members, kept={"case", "verdict", "best"})
 
 
 def _grid(panel: Panel) -> Table:
@@ -259,16 +279,14 @@ def _line(members: Sequence[NamedCase], panel: Panel) -> str:
 
 
 def _grounds(panel: Panel) -> Iterator[tuple[str, str]]:
-    if len(panel.groups) == 1:
-        (group,) = panel.groups
-        yield from (("why", words) for result in group.results if (words := _why(result, group.lead)))
     measured = any(result.record.is_reference for result in panel.results)
     if not measured:
         yield "reference", f"none ({panel.reference or 'none planned'} was not measured)"
     yield "how sure", "; ".join(_sureness(panel))
     alike = together(((words, place), mode) for mode, words, place in _reservations(panel))
     reservations = ((listed(modes), words, place) for (words, place), modes in alike.items())
-    yield from (("but", words.removeprefix("- ")) for words in merge_notes(reservations, len(panel.groups)))
+    for words in merge_notes(reservations, len(panel.groups)):
+        yield "but", words.removeprefix("- ")
     doubts = together((label.value, result.mode) for result in panel.results if not emulated(result)
                       for label in result.labels if label.casts_doubt)  # fmt: skip
     if doubts:
@@ -279,29 +297,9 @@ def _grounds(panel: Panel) -> Iterator[tuple[str, str]]:
 def _reservations(panel: Panel) -> Iterator[tuple[str, str, str]]:
     for group, result in panel.members:
         if result.finding and result.finding.why and not emulated(result):
-            yield f"{result.mode} {status_words(result)}", result.finding.why, group.place
+            yield f"{result.mode} {verdict_word(result)}", result.finding.why, group.place
         if result.record.detail and result.record.is_ok and result.best:
             yield result.mode, result.record.detail, group.place
-
-
-def _why(result: Result, lead: Result | None) -> str:
-    """'bf16 takes 507 ms more: gemm +486 ms, attn +12.7 ms': the phases that make the difference."""
-    own, base = result.finding, lead.finding if lead else None
-    if own is None or base is None or result is lead or own.verdict not in (Verdict.FASTER, Verdict.SLOWER):
-        return ""
-    if emulated(result) or own.best_seconds is None or base.best_seconds is None:
-        return ""
-    unknown, beside = {*own.below_floor, *base.below_floor, UNATTRIBUTED}, phases_beside(base, own)
-    known = ((name, beside[name][1] - beside[name][0]) for name in sorted({*beside} - unknown, key=phase_order))
-    changes = sorted(known, key=lambda pair: -abs(pair[1]))
-    whole = own.best_seconds - base.best_seconds
-    parts = [pair for pair in changes if abs(pair[1]) > _LEAST_PART * abs(whole)][:_MOST_PHASES]
-    if len(changes) < 2 or not parts:
-        return ""
-    shown = (f"{PHASE_TITLES.get(name, name)} {'+' if change > 0 else '-'}{units.seconds(abs(change))}"
-             for name, change in parts)  # fmt: skip
-    word = "more" if whole > 0 else "less"
-    return f"{result.mode} takes {units.seconds(abs(whole))} {word}: {', '.join(shown)}"
 
 
 def _sureness(panel: Panel) -> Iterator[str]:
@@ -318,5 +316,5 @@ def _sureness(panel: Panel) -> Iterator[str]:
     if intervals := what_intervals_hold(panel.results):
         # A grid has no room for them.
         level = any((speed := speed_up(result)) and speed.level for result in panel.results)
-        brackets = ("[low, high]" if level else "(low to high)") if alone else "intervals"
-        yield f"{brackets}: {intervals}"
+        name = ("could be" if level else "seen") if alone else "intervals"
+        yield f"{name}: {intervals}"

@@ -144,9 +144,9 @@ def _table(element: Table, width: int, paint: Paint) -> list[str]:
         for whole, row in alike:
             lines += _row(row[:shown], columns, widths, width, paint)
             lines += _folded(columns[shown:], row[shown:], width)
-            below = [field.text for column, field in zip(element.columns, whole, strict=True) if column.below]
-            texts = [text for many in below for text in many.split("\n") if text]
-            lines += [paint(line, Tone.DOUBT) for text in texts for line in wrap(text, width, INDENT * 3, INDENT)]
+            for column, field in zip(element.columns, whole, strict=True):
+                texts = field.text.split("\n") if column.below and field.text else []
+                lines += [paint(line, field.tone) for text in texts for line in wrap(text, width, INDENT * 3, INDENT)]
     return lines
 
 

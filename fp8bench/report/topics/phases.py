@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from fp8bench.report.elements import ChartAxis, Element, Field, Stacks, Table, T
 from fp8bench.report.page.charts import has_time, phase_parts, stacked
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import (
+    Figures,
     NamedCase,
     Panel,
     Result,
@@ -23,14 +24,11 @@ from fp8bench.report.panels import (
     phases_beside,
     phases_of,
     together,
-    unmarked_phases,
 )
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import listed, phase_order, phase_words
 
-LEAST_SHARE = 0.03
-LEAST_CHANGE = 1.05
 # If one phase takes more of a step, a sentence says so, and the chart is folded.
 _NEARLY_ALL = 0.9
 COMPILED = (
@@ -39,7 +37,7 @@ COMPILED = (
 )
 
 
-def phases_table(panel: Panel) -> Iterator[Table]:
+def phases_table(panel: Panel, rates: bool = False) -> Iterator[Table]:
     measured = [(group, result) for group, result in panel.members if result.best]
     if not measured:
         return
@@ -48,10 +46,11 @@ def phases_table(panel: Panel) -> Iterator[Table]:
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         *case_cols(),
         # An emulation's time must not be read as a speed.
-        Col("best", lambda row: f"{Level.EMULATED} " * emulated(row[1]) + units.seconds(row[1].best), number=True),
+        Col("total", lambda row: f"{Level.EMULATED} " * emulated(row[1]) + units.seconds(row[1].best), number=True),
         *(Col(PHASE_TITLES.get(name, name), partial(_share, name=name), number=True) for name in names),
+        Col("rate", lambda row: Figures(*row).rate.shown, number=True, when=rates),
     ]  # fmt: skip
-    yield table("phases", "phases, as shares of the best case", cols, measured)
+    yield table("phases", "time of a step", cols, measured)
 
 
 def _share(row: tuple[ResultGroup, Result], name: str) -> str:
@@ -60,33 +59,7 @@ def _share(row: tuple[ResultGroup, Result], name: str) -> str:
     assert finding is not None and best
     seconds = dict(phases_of(row[1])).get(name)
     share = seconds / best if seconds is not None and (seconds or name == UNATTRIBUTED) else None
-    return "<" if name in finding.below_floor else units.percent(share)
-
-
-def is_mixed(finding: Finding) -> bool:
-    """Whether several phases of a step matter, so that its whole says little of any of them."""
-    return len(set(_large(finding)) - {UNATTRIBUTED}) > 1
-
-
-def phase_clauses(own: Finding, base: Finding) -> str:
-    """'; gemm 1.50x, attention 0.775x; 13% of the step stays or comes on top (cast)': what each large phase does."""
-    seconds, before = dict(own.phases), dict(base.phases)
-    unknown = {*own.below_floor, *base.below_floor, *unmarked_phases(base, own)}
-    large = {*_large(own), *_large(base)} - unknown
-    times = {phase: (seconds.get(phase, 0.0), before.get(phase, 0.0)) for phase in CELL_PHASES if phase in large}
-    paces = {phase: old / new for phase, (new, old) in times.items() if new > 0 and old > 0}
-    moved = [phase for phase, pace in paces.items() if max(pace, 1 / pace) > LEAST_CHANGE]
-    clauses = [", ".join(f"{phase_words(phase)} {units.speed_up(paces[phase])}" for phase in moved)]
-    kept = [phase for phase, (new, _) in times.items() if new > 0 and phase not in moved]
-    if kept and own.best_seconds:
-        share = units.percent(sum(times[phase][0] for phase in kept) / own.best_seconds, 0)
-        clauses.append(f"{share} of the step stays or comes on top ({listed([*map(phase_words, kept)], len(kept))})")
-    return "".join(f"; {clause}" for clause in clauses if clause)
-
-
-def _large(finding: Finding) -> Iterable[str]:
-    best = finding.best_seconds or 0.0
-    return [name for name, seconds in finding.phases if seconds > LEAST_SHARE * best > 0]
+    return "<" if name in finding.below_floor else units.percent(share, 0)
 
 
 @section("phases", "Where the time goes", 60)

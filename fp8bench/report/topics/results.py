@@ -51,7 +51,7 @@ def main_table(panel: Panel) -> Table:
         Col("error", lambda row: row.figures[row.group.error].value, number=True, show=units.relative_error),
         Col("spread", lambda row: row.result.spread, number=True, show=units.percent),
         Col("throughput", lambda row: row.figures.rate.shown, number=True),
-        Col("labels", lambda row: "\n".join(_doubts(row)), below=True),
+        Col("labels", lambda row: "\n".join(_doubts(row)), below=True, tone=lambda row: Tone.DOUBT),
     ]
     kept = {"group", "case", "verdict", "best", "median", "spread", "labels"}
     return with_figures(table("cases", "", cols, panel.members, kept=kept), panel.members)

@@ -18,13 +18,13 @@ PHASE_TITLES: dict[str, str] = {
     Phase.DATA_LOAD: "data",
     Phase.DECODE: "decode",
     Phase.CAST: "cast",
-    Phase.GEMM: "gemm",
-    Phase.ATTENTION: "attn",
+    Phase.GEMM: "matmul",
+    Phase.ATTENTION: "attention",
     Phase.ACCUMULATE: "accum",
-    Phase.OPTIMIZER_STEP: "optim",
-    Phase.ELEMENTWISE: "elem",
+    Phase.OPTIMIZER_STEP: "optimizer",
+    Phase.ELEMENTWISE: "elementwise",
     Phase.COMMUNICATION: "comm",
-    UNATTRIBUTED: "unattr",
+    UNATTRIBUTED: "other",
 }
 
 # What relative errors up to a size are called.

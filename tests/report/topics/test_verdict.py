@@ -60,7 +60,7 @@ def test_an_error_has_one_name_on_the_page_and_in_a_terminal(errors: tuple[float
     (strip,) = of_kind(part("verdict", (replace(run, records=records), findings)), Verdicts)
     assert strip.rows[0][1][strip.questions.index("error")].text == word == error_word(errors)
     text = render(replace(run, records=records), findings, width=200)
-    assert (f"error {word} (" in text or f"{word} " in text) and ERRORS in text
+    assert (f"error {word} (" in text or f"off ({word})" in text or f"products {word}" in text) and ERRORS in text
 
 
 def of(*records: Record) -> list[NamedCase]:

@@ -1,0 +1,112 @@
+"""The answer for each precision: its verdict in plain words, its costs, its reason, and what would settle it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fp8bench.analysis.phase_gains import find_reason
+from fp8bench.model import Finding, Interval, Label, PhaseGain, Run, Verdict
+from fp8bench.report.panels import Panel, panels_of
+from fp8bench.report.topics.answers import describe, find_answers, propose
+from tests.counts import for_each
+from tests.runs import judged, transformer
+from tests.told_before import Told, as_before
+
+COMMAND = "fp8bench suite transformer --dtypes bf16"
+
+
+def gain(phase: str, milliseconds: float, reference: float) -> PhaseGain:
+    saved = 1e-3 * (reference - milliseconds)
+    low, high = sorted((0.9 * saved, 1.1 * saved))
+    return PhaseGain(phase, 1e-3 * milliseconds, 1e-3 * reference, low, high)
+
+
+@as_before
+def test_reasons() -> Told:
+    rest = gain("elementwise", 9, 9)
+    for claim, gains in (
+        ("gains and losses cancel", (gain("gemm", 8, 16), gain("attention", 10.8, 3), rest)),
+        ("one phase has all of the gain", (gain("gemm", 8, 16), rest)),
+        ("casts take some of it", (gain("cast", 3, 0), gain("gemm", 12, 16), rest)),
+        ("casts take all of it", (gain("cast", 5, 0), gain("gemm", 12, 16), rest)),
+        ("what gains is small", (gain("attention", 1, 2), gain("gemm", 16, 16), rest)),
+        (
+            "several phases, a plural among them",
+            (gain("gemm", 20, 16), gain("cast", 1, 2), gain("attention", 2, 5), rest),
+        ),
+    ):
+        reason = find_reason(gains)
+        assert reason is not None
+        yield claim, describe(reason)
+
+
+@as_before
+def test_what_a_reader_is_told() -> Told:
+    for claim, (run, findings) in (
+        ("three precisions", transformer()),
+        ("faster, in doubt", judged((Verdict.FASTER, 0.5, Label.CONTENDED))),
+    ):
+        (panel,) = panels_of(run, findings)
+        yield (
+            claim,
+            [f"{answer.mode}: {answer.verdict}; {answer.speed}; {answer.costs}" for answer in find_answers(panel)],
+        )
+
+
+def unsettled(low: float, point: float, high: float, level: float = 0.99, **params: str) -> Panel:
+    """A panel of one case whose verdict is open."""
+    run, findings = judged((Verdict.UNSURE, point))
+    own = list(findings)[1]
+    findings[own] = replace(findings[own], ratio=Interval(point, low, high, level))
+    return with_params((run, findings), params) if params else panels_of(run, findings)[0]
+
+
+def with_params(made: tuple[Run, dict[str, Finding]], params: dict[str, str]) -> Panel:
+    (panel,) = panels_of(*made)
+    (group,) = panel.groups
+    results = []
+    for result in group.results:
+        case = replace(result.record.case, params=(*result.record.case.params, *params.items()))
+        results.append(replace(result, record=replace(result.record, case=case)))
+    return Panel((replace(group, results=tuple(results)),))
+
+
+@for_each(
+    ("ratio", "seconds"),
+    [
+        ((0.97, 0.99, 1.01), 50),  # half as wide shows 1% off, or the same: four times the rounds
+        ((0.93, 0.96, 0.99), 20),  # 4% with 3% either way: twice the time is the least
+        ((0.95, 1.0, 1.05), 70),
+    ],
+)
+def test_time_that_settles_a_verdict(ratio: tuple[float, float, float], seconds: int) -> None:
+    (proposal,) = propose(unsettled(*ratio), COMMAND)
+    assert proposal.endswith(f"{COMMAND} --budget {seconds}")
+
+
+def test_a_verdict_that_no_time_settles_has_no_proposal() -> None:
+    assert not [*propose(unsettled(0.4, 0.995, 2.5), COMMAND)]
+
+
+def test_an_earlier_budget_is_replaced_and_a_quick_look_is_measured_in_full() -> None:
+    (proposal,) = propose(unsettled(0.93, 0.96, 0.99), f"{COMMAND} --budget 12 --rounds 80")
+    assert proposal.endswith(f"{COMMAND} --rounds 80 --budget 20")
+    (proposal,) = propose(unsettled(0.93, 0.96, 0.99, level=0.0), f"{COMMAND} --quick")
+    assert proposal.endswith(f"quiet machine: {COMMAND}")
+
+
+def test_only_a_suite_is_measured_again() -> None:
+    assert not [*propose(unsettled(0.93, 0.96, 0.99), "fp8bench profile ./model.py:make")]
+
+
+def test_what_loses_time_is_changed_by_an_option_that_was_not_used() -> None:
+    losses = (gain("cast", 5, 0), gain("attention", 9, 3), gain("gemm", 5, 16))
+    panel = unsettled(0.93, 0.96, 0.99, attention="auto", compile="no")
+    (group,) = panel.groups
+    results = tuple(
+        replace(result, finding=result.finding and replace(result.finding, gains=losses)) for result in group.results
+    )
+    panel = Panel((replace(group, results=results),))
+    said = " ".join(propose(panel, COMMAND))
+    assert "--set attention=auto,math" in said and "--set compile=yes" in said
+    assert "attention=auto,math" not in " ".join(propose(panel, f"{COMMAND} --set attention=flash"))
