@@ -47,7 +47,12 @@ def profile_axes(
 def function_named(target: str) -> str:
     """Checks that the target names a function; a worker finds out whether it exists."""
     if ":" not in target:
-        raise UsageError(f"{target!r:.200} names no function. Give {target}:make.{_functions_in(target)}")
+        if target.endswith(".py"):
+            raise UsageError(f"{target!r:.200} names no function. Give {target}:make.{_functions_in(target)}")
+        raise UsageError(
+            f"{target!r:.200} is no model that fp8bench has, and no function. Give FILE.py:FUNCTION or "
+            "MODULE:FUNCTION, where the function returns your model."
+        )
     return target
 
 

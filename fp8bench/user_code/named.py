@@ -69,7 +69,9 @@ def named(target: str) -> Callable[..., Any]:
     ImportFailed or UsageError."""
     place, _, name = target.rpartition(":")
     if not place or not name:
-        raise UsageError(f"{target!r:.200} names no callable. Give module:function, or file.py:function.")
+        module_name, _, function = target.rpartition(".")
+        example = f"{module_name}:{function}" if module_name and function != "py" else "module:function"
+        raise UsageError(f"{target!r:.200} names no callable. Give {example}, or file.py:function.")
     import_user_modules([place])
     module = sys.modules[user_module(place)] if place.endswith(".py") else importlib.import_module(place)
     try:

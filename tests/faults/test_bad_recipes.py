@@ -22,6 +22,10 @@ from tests.counts import for_each
 # What stands behind --dtypes, and what the sentence must say.
 MODES = [
     ("fp9", "unknown dtype 'fp9'. Did you mean 'fp8'"),
+    ("float8_e4m3fn", "unknown dtype 'float8_e4m3fn': it is called fp8-e4m3 here"),
+    ("torch.half", "it is called fp16 here"),
+    ("bfloat16", "it is called bf16 here"),
+    ("fp64", "every error here is against fp64 already. The usual reference is fp32"),
     ("fp8-dealyed", "Did you mean 'fp8-delayed'"),
     ("fp8-delayed:hsitory=3", "unknown option of dtype fp8-delayed 'hsitory'. Did you mean 'history'"),
     ("mxfp8:history=3", "unknown option of dtype mxfp8 'history'"),
