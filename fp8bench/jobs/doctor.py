@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError
+from fp8bench.jobs.device_units import describe_units
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.limits import COMPILE_SECONDS
@@ -84,6 +85,7 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
     if facts.unusable:
         yield f"  nothing runs on it: {facts.unusable}"
         return
+    yield f"  units     {describe_units(facts)}"
     supports = {name: precisions.get(name).support(facts) for name in by_rank()}
     longest = max(map(len, supports))
     for name, support in supports.items():
