@@ -163,7 +163,8 @@ class Bars(Chart):
 class ChartPoint:
     """A point of a scatter chart; without x it stands in a margin. `series` chooses shape and colour.
 
-    In a joined series each `strand` is a line of its own. `low` and `high` are the interval of y.
+    In a joined series each `strand` is a line of its own. `low` and `high` are the interval of y, `x_low` and `x_high`
+    that of x.
     """
 
     series: str
@@ -175,6 +176,8 @@ class ChartPoint:
     strand: str = ""
     low: float | None = None
     high: float | None = None
+    x_low: float | None = None
+    x_high: float | None = None
 
 
 @dataclass(frozen=True)

@@ -348,6 +348,7 @@ def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
     yield "fp8bench.jobs.doctor.meter_for", contextlib.nullcontext
     yield "fp8bench.jobs.doctor.device_lines", lambda meter: ["energy    none: nobody looked"]
     yield "fp8bench.jobs.doctor.driver_state", lambda: "NVML says: there is no driver"
+    yield "fp8bench.jobs.doctor.describe_units", lambda facts: "AMX bf16"
     yield "fp8bench.jobs.doctor.boards", lambda: "tensorboard 2.21.0"
 
 

@@ -374,3 +374,13 @@ def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bo
     assert [scale.at(value) for value, _ in ticks] == sorted(scale.at(value) for value, _ in ticks)
     assert len({text for _, text in ticks}) == len(ticks)
     assert all(9.99 <= scale.at(value) <= 90.01 for value in values)
+
+
+def test_an_axis_is_as_wide_as_the_intervals_of_its_points() -> None:
+    point = ChartPoint("bf16", "bf16", 1.01, 5e-3, x_low=0.9, x_high=1.2)
+    chart = Scatter("s", "", "", SPEED, ChartAxis("error", "ratio", log=True), (point,))
+    drawn = draw(chart)
+    ((left, right),) = spans(drawn, "whisker")
+    (axis,) = spans(drawn, "axis")
+    assert axis[0] < left < right < axis[1]
+    assert right - left > 0.8 * (axis[1] - axis[0])

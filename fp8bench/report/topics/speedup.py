@@ -159,10 +159,11 @@ def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
     titles = list(dict.fromkeys(spot.title for spot in spots))
     by_mode = together((spot.result.mode, spot.error) for spot in spots)
     ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
+    error = metric.replace("_", " ")
     return Scatter(
-        name, f"Speed-up against {metric}: {listed(titles)}",
-        f"{many(len(spots), 'case')}, further down is more exact. {metric}: {listed(ranges, 12)}.",
-        ChartAxis(f"speed-up over {spots[0].reference}", "x"), ChartAxis(metric, units.RATIO, log=True),
+        name, f"Speed-up against {error}: {listed(titles)}",
+        f"{many(len(spots), 'case')}, further down is more exact. {error}: {listed(ranges, 12)}.",
+        ChartAxis(f"speed-up over {spots[0].reference}", "x"), ChartAxis(error, units.RATIO, log=True),
         tuple(_point(spot, len(titles) > 1) for spot in spots),
         "emulated: no speed" if any(spot.speed is None for spot in spots) else "",
     )  # fmt: skip
@@ -174,7 +175,10 @@ def _point(spot: _Case, titled: bool) -> ChartPoint:
     speed = f"{units.speed_up(x)}, " if x is not None else ""
     words = [f"{speed}error {units.relative_error(spot.error)}"]
     words += ["emulated: no speed"] if x is None else doubts(spot.result)
-    return ChartPoint(spot.result.mode, label, x, spot.error, tone_of(spot.result), "; ".join(words))
+    low, high = (spot.speed.low, spot.speed.high) if spot.speed is not None else (None, None)
+    return ChartPoint(
+        spot.result.mode, label, x, spot.error, tone_of(spot.result), "; ".join(words), x_low=low, x_high=high
+    )
 
 
 @section("sustained", "Sustained", 96)

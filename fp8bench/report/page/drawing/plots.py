@@ -29,6 +29,7 @@ from fp8bench.report.page.drawing.scale import (
     shortened,
     shown,
     worded,
+    x_ends,
 )
 from fp8bench.report.page.drawing.sheet import Sheet, looks_of
 from fp8bench.report.panels import together
@@ -289,9 +290,13 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
                            if point.series == name)  # fmt: skip
         if lines := [sorted(strand) for strand in strands.values() if len(strand) > 1]:
             sheet.lines(looks[name][1].replace("point", "line"), lines)
-    spans = [(x, [frame.y.at(end) for end in ends(point, chart.y.log)])
-             for point, (x, _) in zip(points, spots, strict=True)]  # fmt: skip
-    if whiskers := [[(x, span[0]), (x, span[1])] for x, span in spans if span]:
+    whiskers = []
+    for point, (x, y) in zip(points, spots, strict=True):
+        if span := [frame.y.at(end) for end in ends(point, chart.y.log)]:
+            whiskers.append([(x, span[0]), (x, span[1])])
+        if frame.x and (span := [frame.x.at(end) for end in x_ends(point, chart.x.log)]):
+            whiskers.append([(span[0], y), (span[1], y)])
+    if whiskers:
         sheet.lines("whisker", whiskers)
     for point, (x, y) in zip(points, spots, strict=True):
         shape, style = looks[point.series]
@@ -313,7 +318,8 @@ def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -
     if len(placed) < len(points):
         margin = _Box(right - (64.0 if sheet.narrow else 130.0), top, right, bottom)
         right = margin.left - 10
-    x = fitted(placed, left, right, chart.x.log, chart.x.unit, 0.05)
+    widths = [*placed, *(end for point in points for end in x_ends(point, chart.x.log))]
+    x = fitted(widths, left, right, chart.x.log, chart.x.unit, 0.05)
     return _Frame(_Box(left, top, right, bottom), margin, x, y)
 
 

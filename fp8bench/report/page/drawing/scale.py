@@ -265,8 +265,17 @@ def escaped(text: str) -> str:
 
 
 def ends(mark: Mark | ChartPoint, log: bool = False) -> list[float]:
-    bounds = [value for value in (mark.low, mark.high) if value is not None and drawable(value, log)]
-    return sorted(bounds) if len(bounds) == 2 else []
+    return _drawable_ends((mark.low, mark.high), log)
+
+
+def x_ends(point: ChartPoint, log: bool = False) -> list[float]:
+    return _drawable_ends((point.x_low, point.x_high), log) if point.x is not None else []
+
+
+def _drawable_ends(bounds: Sequence[float | None], log: bool) -> list[float]:
+    """Returns both bounds, the lower first; nothing if one cannot be drawn."""
+    known = [value for value in bounds if value is not None and drawable(value, log)]
+    return sorted(known) if len(known) == 2 else []
 
 
 def hint(mark: Mark, unit: str, *names: str) -> Hint:
