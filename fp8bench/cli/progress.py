@@ -30,6 +30,8 @@ REDRAW_SECONDS = 0.2
 _LEAST_SECONDS = 3.0
 _LEAST_SHARE = 0.05
 _LINE_SECONDS, _LINE_SHARE = 20.0, 0.1
+# A log without a new line for longer looks as if the run hung.
+_SILENT_SECONDS = 30.0
 _ERASE = "\r\x1b[2K"
 _FALLBACK_COLUMNS, _FALLBACK_LINES = 80, 24
 _NOT_DRAWN = (0, 0)
@@ -197,19 +199,25 @@ class RunProgress(LiveLine):
 
 
 class GroupLines(SilentObserver):
-    """Observes a run without a terminal: prints a line when one of several groups is done."""
+    """Observes a run without a terminal: prints a line when one of several groups is done, and at least each 30 s."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say
         self._clock = clock
-        self._begun = clock()
+        self._begun = self._said_at = clock()
         self._left: dict[str, int] = {}
 
     def planned(self, plan: Plan) -> None:
         self._left = {group.setting: len(group.cases) for group in plan}
         for note in plan.what_fits:
             self._say(note)
-        self._begun = self._clock()
+        self._begun = self._said_at = self._clock()
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        now = self._clock()
+        if now - self._said_at >= _SILENT_SECONDS:
+            self._said_at = now
+            self._say(f"after {units.clock(now - self._begun)}: {doing} {case.id}")
 
     def finished(self, record: Record) -> None:
         setting = record.case.setting
@@ -217,7 +225,8 @@ class GroupLines(SilentObserver):
         groups = len(self._left)
         if self._left[setting] == 0 and groups > 1:
             done = sum(not cases for cases in self._left.values())
-            spent = units.clock(self._clock() - self._begun)
+            self._said_at = self._clock()
+            spent = units.clock(self._said_at - self._begun)
             self._say(f"{done}/{groups} groups after {spent}: {setting}")
 
 

@@ -242,3 +242,13 @@ def test_counting_says_lines_where_stderr_is_no_terminal(
         clock.now += 30
         tell(1, 4, "trainings", "training with fp8")
     assert "fp8bench: 1/4 trainings after 30 s, about" in capsys.readouterr().err
+
+
+def test_a_log_gets_a_line_at_least_every_30_seconds(clock: Clock) -> None:
+    lines: list[str] = []
+    groups = GroupLines(lines.append, clock)
+    groups.planned(PLAN)
+    for _ in range(95):
+        clock.now += 1
+        groups.working(CASES[1], "measuring", 0.5)
+    assert lines == [f"after {spent}: measuring {CASES[1].id}" for spent in ("30 s", "1 min 00 s", "1 min 30 s")]
