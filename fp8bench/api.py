@@ -34,8 +34,10 @@ from fp8bench.protocols import Observer
 from fp8bench.report.data.plain import results_frame
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.notebook import Findings, as_html, strip_page
+from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import page_of, render
+from fp8bench.report.topics.answers import VERDICT_COLUMNS, verdict_rows
 from fp8bench.store.runs.listing import find_run, load_named
 
 if TYPE_CHECKING:
@@ -63,6 +65,14 @@ class Run(model.Run):
     def results(self) -> pd.DataFrame:
         """The rows of --csv as a pandas frame."""
         return results_frame(run_rows([(self, findings_of(self))]))
+
+    @cached_property
+    def verdicts(self) -> pd.DataFrame:
+        """The terminal's answer as a pandas frame: a row for each case but references."""
+        import pandas as pd
+
+        rows = verdict_rows(panels_of(self, findings_of(self)))
+        return pd.DataFrame(list(rows), columns=list(VERDICT_COLUMNS))
 
 
 @takes_options_of(Request, without=("known_scales",))

@@ -78,6 +78,27 @@ def _why_no_speed(result: Result) -> str:
     return result.record.support.reason
 
 
+VERDICT_COLUMNS = (
+    "suite", "setting", "dtype", "reference", "verdict", "speed_up", "low", "high", "error", "memory", "energy",
+    "reason",
+)  # fmt: skip
+
+
+def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, ...]]:
+    """Yields a row of VERDICT_COLUMNS for each case but references; memory and energy are over the reference's."""
+    for panel in panels:
+        for case in panel.members:
+            result, speed = case.result, speed_up(case.result)
+            if result.record.is_reference:
+                continue
+            bounds = (speed.point, speed.low, speed.high) if speed is not None else (None, None, None)
+            ratio = ratio_against(result, case.group.lead)
+            yield (
+                case.suite, case.place, result.mode, panel.reference, verdict_word(result), *bounds, case.error,
+                share_of(case.group, result), ratio.point if ratio is not None else None, describe_reason(case),
+            )  # fmt: skip
+
+
 def verdict_word(result: Result) -> str:
     """The verdict as a reader who has never seen the tool understands it."""
     known = {

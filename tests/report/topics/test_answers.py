@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.analysis.phase_gains import find_reason
 from fp8bench.model import Finding, Interval, Label, PhaseGain, Run, Verdict
 from fp8bench.report.panels import Panel, panels_of
-from fp8bench.report.topics.answers import describe, find_answers, propose
+from fp8bench.report.topics.answers import VERDICT_COLUMNS, describe, find_answers, propose, verdict_rows
 from tests.counts import for_each
 from tests.runs import judged, transformer
 from tests.told_before import Told, as_before
@@ -110,3 +110,9 @@ def test_what_loses_time_is_changed_by_an_option_that_was_not_used() -> None:
     said = " ".join(propose(panel, COMMAND))
     assert "--set attention=auto,math" in said and "--set compile=yes" in said
     assert "attention=auto,math" not in " ".join(propose(panel, f"{COMMAND} --set attention=flash"))
+
+
+def test_rows_of_verdicts_are_those_of_the_terminal() -> None:
+    rows = [dict(zip(VERDICT_COLUMNS, row, strict=True)) for row in verdict_rows(panels_of(*transformer()))]
+    assert [(row["dtype"], row["verdict"]) for row in rows] == [("fp16", "cannot tell"), ("fp8", "no speed here")]
+    assert rows[0]["low"] < rows[0]["speed_up"] < rows[0]["high"] and rows[1]["speed_up"] is None
