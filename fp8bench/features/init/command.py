@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.cli import option_types as types
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, UsageError
+from fp8bench.features.init.source import find_source
 
 EXAMPLES = ("fp8bench init", "fp8bench suite --config fp8bench.yaml --quick  # what it has written runs")
 _CONFIG, _SUITE, _WORKFLOW = "fp8bench.yaml", "fp8bench_suite.py", ".github/workflows/fp8bench.yml"
@@ -30,12 +32,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 written, 2 wrong usage, or one of the files is there already."
     parser.add_argument("folder", nargs="?", type=types.path, default=Path(), metavar="DIR", help="where; default here")
-    words = "what the workflow's pip installs fp8bench from: a version, a wheel, git+https://...; default this version"
-    parser.add_argument("--install", default=f"fp8bench=={__version__}", metavar="WHAT", help=words)
+    words = "what the workflow's pip installs: a version, a wheel, git+https://...; default what this fp8bench is from"
+    parser.add_argument("--install", metavar="WHAT", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    workflow = _template("workflow").replace("{install}", json.dumps(arguments.install))
+    source = arguments.install or find_source() or _ask_for_source()
+    workflow = _template("workflow").replace("{install}", json.dumps(source or f"fp8bench=={__version__}"))
     texts = {_CONFIG: _template("config"), _SUITE: _template("workload"), _WORKFLOW: workflow}
     files = {arguments.folder / name: text for name, text in texts.items()}
     for file in files:
@@ -51,7 +54,21 @@ def run(arguments: argparse.Namespace) -> int:
     here = arguments.folder.resolve() == Path.cwd()
     go_there = "" if here else f"Go there:           cd {shlex.quote(str(arguments.folder))}\n"
     say(f"\n{go_there}{_NEXT}")
+    if not source:
+        say(
+            f"Before you push:    write into {_WORKFLOW} where a build gets fp8bench, such as\n"
+            "                    git+https://HOST/OWNER/fp8bench@COMMIT: this one is from a folder of this machine.\n"
+        )
     return EXIT_OK
+
+
+def _ask_for_source() -> str:
+    """Asks a person once; returns '' where nobody answers."""
+    if not (sys.stdin and sys.stdin.isatty()):
+        return ""
+    say("This fp8bench was installed from a folder of this machine, which a build elsewhere cannot reach.\n")
+    say("What shall the workflow install (git+https://HOST/OWNER/fp8bench@COMMIT)? Enter for later: ")
+    return sys.stdin.readline().strip()
 
 
 def _write(file: Path, text: str, mode: str) -> None:

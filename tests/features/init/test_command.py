@@ -9,6 +9,7 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.cli.config_file import read_config
 from fp8bench.cli.main import build_parser, commands_of
+from fp8bench.features.init import command, source
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
@@ -72,6 +73,31 @@ def test_the_workflow_has_no_fault(store: Path, fp8bench: Say) -> None:
     assert faults(load(path), path.read_text()) == []
     ((gate, *words),) = commands(load(path), "fp8bench")
     assert gate == "gate" and {"--against", "--config", "--comment"} <= set(words)
+
+
+@for_each(
+    ("recorded", "named"),
+    [
+        ('{"url": "https://a.b/c.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}}', "git+https://a.b/c.git@12ab"),
+        ('{"url": "https://a.b:8443/x.whl", "archive_info": {}}', "https://a.b:8443/x.whl"),
+        ('{"url": "file:///tmp/x.whl", "archive_info": {}}', ""),
+        ('{"url": "file:///nowhere/at%20all", "dir_info": {"editable": true}}', ""),
+    ],
+)
+def test_the_workflow_installs_what_this_installation_is_from(recorded: str, named: str) -> None:
+    assert source.name_source(recorded) == named
+
+
+@for_each("remote", ["https://token@a.b/o/r.git", "git@a.b:o/r.git", "ssh://git@a.b/o/r.git"])
+def test_a_checkout_is_named_by_its_public_address(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_ask_git", lambda folder, *question: remote if "origin" in question else "12ab")
+    assert source.name_source('{"url": "file:///a/b", "dir_info": {}}') == "git+https://a.b/o/r.git@12ab"
+
+
+def test_a_folder_that_no_build_can_reach_is_said(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_source", lambda: "")
+    code, out, _ = fp8bench("init")
+    assert code == 0 and "Before you push:" in out
 
 
 @for_each("there", FILES)

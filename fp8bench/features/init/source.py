@@ -1,0 +1,57 @@
+"""What a build elsewhere can install this fp8bench from."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from importlib import metadata
+from urllib.parse import unquote, urlsplit
+
+from fp8bench import __version__
+
+_GIT_SECONDS = 10
+# 'git@host:owner/name.git', which needs a key that a build does not have.
+_SSH_ADDRESS = re.compile(r"(?:ssh://)?git@([^:/]+)[:/](.+)")
+
+
+def find_source() -> str:
+    """Returns what pip calls it: a version of an index, an address, or a git address at a commit; '' if only this
+    machine has it."""
+    try:
+        recorded = metadata.distribution("fp8bench").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return ""
+    return name_source(recorded) if recorded else f"fp8bench=={__version__}"
+
+
+def name_source(recorded: str) -> str:
+    """The same from what pip recorded of an installation from an address (PEP 610)."""
+    origin = json.loads(recorded)
+    address = str(origin.get("url", ""))
+    if commit := origin.get("vcs_info", {}).get("commit_id"):
+        return _name_commit(address, commit)
+    if "dir_info" in origin:
+        folder = unquote(urlsplit(address).path)
+        return _name_commit(_ask_git(folder, "remote", "get-url", "origin"), _ask_git(folder, "rev-parse", "HEAD"))
+    return address if address.startswith("https://") else ""
+
+
+def _name_commit(address: str, commit: str) -> str:
+    """Returns the public form of a git address at a commit: a password in it must not get into a file."""
+    if match := _SSH_ADDRESS.fullmatch(address):
+        address = f"https://{match[1]}/{match[2]}"
+    parts = urlsplit(address)
+    if parts.scheme != "https" or not parts.hostname or not commit:
+        return ""
+    host = parts.hostname + (f":{parts.port}" if parts.port else "")
+    return f"git+https://{host}{parts.path}@{commit}"
+
+
+def _ask_git(folder: str, *question: str) -> str:
+    command = ["git", "-C", folder, *question]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
