@@ -15,9 +15,10 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import TYPE_CHECKING, TextIO
 
 from fp8bench import units
+from fp8bench.cli.remaining_time import RemainingTime
 from fp8bench.cli.streams import columns_of, complain
 from fp8bench.jobs.observer import JobObserver, Tell
-from fp8bench.model import Case, Plan, Record, Status
+from fp8bench.model import Case, Plan, Record
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.elements import printable
 
@@ -164,23 +165,24 @@ class RunProgress(LiveLine):
         self._begun = clock()
         self._shown_at = -REDRAW_SECONDS
         self._doing = ""
-        # Cases still to run in each group, without skips, which take no time.
-        self._left: dict[str, int] = {}
-        self._running = self._total = self._done = 0
+        self._remaining = RemainingTime(1)
+        self._total = self._done = 0
 
     def planned(self, plan: Plan) -> None:
-        self._left = {group.setting: sum(planned.runs for planned in group.cases) for group in plan}
-        self._running, self._total = sum(self._left.values()), plan.num_cases
+        self._remaining = RemainingTime(sum(any(planned.runs for planned in group.cases) for group in plan))
+        self._total = plan.num_cases
         for note in plan.what_fits:
             self._write(f"{_ERASE}{printable(note)}\n")
         self._begun = self._clock()
 
     def working(self, case: Case, doing: str, share: float) -> None:
         now = self._clock()
+        self._remaining.follow(case.setting, doing, share, now)
         # What begins may take long, so a change is shown at once.
         if now - self._shown_at >= REDRAW_SECONDS or doing != self._doing:
             self._doing, self._shown_at = doing, now
-            left = time_left(now - self._begun, self._share(case.setting, share))
+            early = now - self._begun < _LEAST_SECONDS
+            left = "" if early else f", about {units.clock(self._remaining.predict(now))} left"
             head = f"{self._done}/{self._total} cases{left}, {doing} "
             name, room = case.id, self.room - len(head)
             if len(name) > room:  # the middle is cut: the ends have the workload and the precision
@@ -190,12 +192,6 @@ class RunProgress(LiveLine):
 
     def finished(self, record: Record) -> None:
         self._done += 1
-        if record.status is not Status.SKIPPED:
-            self._left[record.case.setting] = self._left.get(record.case.setting, 0) - 1
-
-    def _share(self, setting: str, share: float) -> float:
-        done, here = self._running - sum(self._left.values()), max(0, self._left.get(setting, 0))
-        return (done + here * min(max(share, 0.0), 1.0)) / self._running if self._running else 0.0
 
 
 class GroupLines(SilentObserver):

@@ -80,7 +80,7 @@ def line(screen: Screen, clock: Callable[[], float], columns: int = 120) -> RunP
 
 @as_before
 def test_progress_of_a_run(screen: Screen, clock: Clock) -> Told:
-    """Skips take no time, so four cases make the whole; half of the first group is a quarter of it."""
+    """Two groups, each with rounds and passes after them."""
 
     def working(case: Case, what: str, share: float = 0.0, after: float = 0.0) -> str:
         clock.now += after
