@@ -121,7 +121,7 @@ def charts() -> tuple[AnyChart, ...]:
             ChartAxis("relative error", "", log=True), points, "emulated: no speed",
         ),
         Stacks(
-            "phases", "Where the time goes", "Phases of a step.", TIME, ("forward", "backward", "unattributed"), stacks
+            "phases", "Where the time goes", "Phases of a step.", TIME, ("forward", "backward", "other"), stacks
         ),
         Lines("history", "History", "Nothing has changed.", ("a1b2c3d4", "b2c3d4e5"), TIME, history),
         Sparks(

@@ -19,12 +19,10 @@ from fp8bench.model import (
     Label,
     Measurement,
     Params,
-    Phase,
     Record,
     Run,
 )
 from fp8bench.model.specs import ENERGY, LOSS_ERROR, STEP, Better, spec_of
-from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import QUIET
 
 # More places than this are counted in a note.
@@ -293,22 +291,3 @@ def phases_of(result: Result) -> tuple[tuple[str, float], ...]:
         return finding.phases
     rest = finding.best_seconds - sum(seconds for _, seconds in finding.phases)
     return (*finding.phases, (UNATTRIBUTED, max(0.0, rest)))
-
-
-def unmarked_phases(reference: Finding, finding: Finding) -> list[str]:
-    """Phases that cannot be compared one by one: the layers of an untouched model mark none, so that what its copies
-    mark, casts apart, is in its unattributed time.
-    """
-    marked = {Phase.CAST, UNATTRIBUTED, *(phase for phase, seconds in reference.phases if seconds > 0)}
-    hidden = [phase for phase, seconds in finding.phases if seconds > 0 and phase not in marked]
-    return [*hidden, UNATTRIBUTED] if hidden and reference.case.precision == UNTOUCHED else []
-
-
-def phases_beside(reference: Finding, finding: Finding) -> dict[str, tuple[float, float]]:
-    """Best-case seconds of each phase in both; what cannot be told apart in the reference together, as 'gemm and
-    unattributed'."""
-    before, after, hidden = dict(reference.phases), dict(finding.phases), unmarked_phases(reference, finding)
-    if hidden:
-        title = ", ".join(hidden[:-1]) + f" and {UNATTRIBUTED}"
-        before[title], after[title] = (sum(side.pop(phase, 0.0) for phase in hidden) for side in (before, after))
-    return {phase: (before.get(phase, 0.0), after.get(phase, 0.0)) for phase in {**after, **before}}

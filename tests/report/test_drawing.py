@@ -153,7 +153,7 @@ ANY = {
     "scatter": st.builds(Scatter, *WORDS, AXES, AXES, few(POINTS, 20), WILD, st.just(("a", "b"))),
     "stacks": st.integers(0, 5).flatmap(
         lambda parts: st.builds(
-            Stacks, *WORDS, AXES, many(parts, st.just("unattributed") | WILD),
+            Stacks, *WORDS, AXES, many(parts, st.just("other") | WILD),
             few(st.tuples(WILD, many(parts, NUMBERS))),
         )
     ),

@@ -41,7 +41,7 @@ _ESTIMATE = (
 )
 _BY_ITSELF = (
     "Each phase was done over and over by itself while the counter was read. What the step takes beyond its phases is "
-    "unattributed; phases that could not be done by themselves are estimated by their time."
+    "other; phases that could not be done by themselves are estimated by their time."
 )
 _EnergyRow = tuple[NamedCase, EnergyFigures, EnergyRatio | None]
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Level
-from fp8bench.report.case_status import Standing, emulated, standing
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, PhaseGain
+from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table
 from fp8bench.report.elements import ChartAxis, Element, Field, Stacks, Table, Text, Tone
 from fp8bench.report.page.charts import has_time, phase_parts, stacked
@@ -21,7 +21,6 @@ from fp8bench.report.panels import (
     Panel,
     Result,
     ResultGroup,
-    phases_beside,
     phases_of,
     together,
 )
@@ -33,7 +32,7 @@ from fp8bench.report.words.naming import listed, phase_order, phase_words
 _NEARLY_ALL = 0.9
 COMPILED = (
     "With compile=yes the forward and the backward pass are one graph each, in which casts and products are fused: no "
-    "split of their time would be true, so that it stands as unattributed."
+    "split of their time would be true, so that it counts as other."
 )
 
 
@@ -64,7 +63,7 @@ def _share(row: tuple[ResultGroup, Result], name: str) -> str:
 
 @section("phases", "Where the time goes", 60)
 def phases_section(material: Material) -> Iterator[Element]:
-    """Each bar is the best case of one step, cut into its phases. Unattributed is what lies under none of them."""
+    """Each bar is the best case of one step, cut into its phases. Other is the time under none of them."""
     panels = [
         (title, [case for case in panel.members if has_time(case.result)]) for title, panel in timed_panels(material)
     ]
@@ -126,75 +125,77 @@ _MOST_TABLES = 12
 _AMDAHL = "how many times as fast the whole step would be (Amdahl's law): no faster product can give more"
 
 
-class _Pair(NamedTuple):
-    """A case beside its reference; `times` are the seconds of each phase, and of the step, in both."""
+class _Row(NamedTuple):
+    """One phase, or the whole step, in a case and its reference. `gain` is None for the step."""
 
-    title: str
-    result: Result
-    finding: Finding
-    reference: Finding
-    times: Mapping[str, tuple[float, float]]
+    phase: str
+    seconds: float
+    reference_seconds: float
+    gain: PhaseGain | None = None
 
-    def clear(self, phase: str) -> bool:
-        return phase not in self.finding.below_floor and phase not in self.reference.below_floor
+    @property
+    def saved(self) -> float:
+        return self.reference_seconds - self.seconds
 
-    def share(self, phase: str) -> float:
-        return self.times[phase][1] / self.times[_STEP][1]
+    @property
+    def tone(self) -> Tone:
+        if self.gain is None:
+            return Tone.STRONG
+        return Tone.PLAIN if self.gain.is_clear else Tone.DOUBT
+
+    def show_interval(self) -> str:
+        if self.gain is None:
+            return units.NONE
+        return f"{_signed(self.gain.low)} to {_signed(self.gain.high)}"
 
 
 @section("gains", "Where it gains", 70)
 def gains_section(material: Material) -> Iterator[Element]:
-    """Each phase of a native precision's step compared with the reference's: best cases, without a verdict, as a phase
-    has no interval.
+    """The time that each phase of a native precision's step saves against the reference (+) or costs (-), from the same
+    rounds as the verdict: the phases sum to the step. Grey phases do not differ clearly. Runs of few rounds have no
+    intervals, and are left out.
     """
-    pairs = [pair for title, panel in titled_panels(material) for pair in _pairs(title, panel)]
-    yield from map(_table, pairs[:_MOST_TABLES])
-    if len(pairs) > _MOST_TABLES:
-        yield Text(f"{len(pairs) - _MOST_TABLES} more cases are not told here; the run's CSV has all their phases.")
+    cases = [(title, panel, case) for title, panel in titled_panels(material) for case in panel.members]
+    tables = [_gains_table(*words) for words in cases if len(_marked(words[2])) >= _LEAST_PHASES]
+    yield from tables[:_MOST_TABLES]
+    if len(tables) > _MOST_TABLES:
+        yield Text(f"{len(tables) - _MOST_TABLES} more cases are not told here; the run's CSV has all their phases.")
 
 
-def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
-    for case in panel.members:
-        lead, finding = case.group.lead, _timed(case.result)
-        reference = _timed(lead) if lead and standing(lead) is Standing.REFERENCE else None
-        if finding is None or reference is None or case.result.record.is_reference or emulated(case.result):
-            continue
-        beside = phases_beside(reference, finding)
-        times = {
-            phase: (max(0.0, beside[phase][0]), max(0.0, beside[phase][1]))
-            for phase in sorted(beside, key=phase_order)
-            if max(beside[phase]) > 0
-        }
-        if len(set(times) - {UNATTRIBUTED}) < _LEAST_PHASES:
-            continue
-        times[_STEP] = reference.best_seconds or 0.0, finding.best_seconds or 0.0
-        yield _Pair(f"{title} {case.name} against {panel.reference}", case.result, finding, reference, times)
+def _marked(case: NamedCase) -> list[PhaseGain]:
+    finding = case.result.finding
+    return [gain for gain in finding.gains if gain.phase != UNATTRIBUTED] if finding is not None else []
 
 
-def _timed(result: Result) -> Finding | None:
-    finding = result.finding if has_time(result) else None
-    return finding if finding and all(math.isfinite(seconds) for _, seconds in finding.phases) else None
-
-
-def _table(pair: _Pair) -> Table:
-    mode, reference = pair.result.mode, pair.reference.case.mode
-    short = f"shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it: no ratio says anything"
-
-    def tone(phase: str) -> Tone:
-        return Tone.STRONG if phase == _STEP else Tone.PLAIN if pair.clear(phase) else Tone.DOUBT
+def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
+    finding, mode = case.result.finding, case.result.mode
+    assert finding is not None
+    gains = sorted(finding.gains, key=lambda gain: phase_order(gain.phase))
+    rows = [_Row(gain.phase, gain.seconds, gain.reference_seconds, gain) for gain in gains]
+    whole = sum(row.seconds for row in rows)
+    rows.append(_Row(_STEP, whole, sum(row.reference_seconds for row in rows)))
 
     def ratio(above: float, below: float) -> float | None:
         return above / below if above > 0 and below > 0 and math.isfinite(above / below) else None
 
-    cols: list[Col[str]] = [
-        Col("phase", lambda phase: Field(phase_words(phase), tone=tone(phase), hint=short * (not pair.clear(phase)))),
-        *(Col(title, partial(lambda at, phase: pair.times[phase][at] or None, at), number=True, unit="s",
-              hint=f"best-case seconds in {title}") for at, title in enumerate((reference, mode))),
-        Col("speed-up", lambda phase: ratio(*pair.times[phase]) if pair.clear(phase) else None, number=True,
-            show=units.speed_up, unit="x", hint="the reference's time over this, above 1x is faster; no verdict"),
-        Col("share of step", pair.share, number=True, show=units.share, hint=f"of the step in {mode}"),
-        Col("if it cost nothing", lambda phase: ratio(1.0, 1 - pair.share(phase)) if pair.clear(phase) else None,
-            number=True, show=units.speed_up, unit="x", hint=_AMDAHL),
+    cols: list[Col[_Row]] = [
+        Col("phase", lambda row: Field(phase_words(row.phase), tone=row.tone)),
+        Col(panel.reference, lambda row: row.reference_seconds or None, number=True, unit="s"),
+        Col(mode, lambda row: row.seconds or None, number=True, unit="s"),
+        Col("saved", lambda row: row.saved, number=True, show=_signed, unit="s", tone=lambda row: row.tone),
+        Col("interval", lambda row: row.show_interval(), hint="99% for all phases together", number=True),
+        Col("speed-up", lambda row: ratio(row.reference_seconds, row.seconds), number=True, show=units.speed_up,
+            unit="x", hint="the reference's time over this, above 1x is faster"),
+        Col("share of step", lambda row: row.seconds / whole, number=True, show=units.share,
+            hint=f"of the step in {mode}"),
+        Col("if it cost nothing", lambda row: ratio(1.0, 1 - row.seconds / whole), number=True, show=units.speed_up,
+            unit="x", hint=_AMDAHL),
     ]  # fmt: skip
-    labels = f"; labelled {', '.join(pair.finding.labels)}" if pair.finding.doubtful else ""
-    return table(f"gains-{pair.result.record.case.workload}-{mode}", f"{pair.title}{labels}", cols, pair.times)
+    labels = f"; labelled {', '.join(finding.labels)}" if finding.doubtful else ""
+    name = f"gains-{case.result.record.case.workload}-{mode}"
+    return table(name, f"{title} {case.name} against {panel.reference}{labels}", cols, rows)
+
+
+def _signed(seconds: float) -> str:
+    """'+3.00 ms', '-600 us'; '0 s'."""
+    return f"{'+' if seconds > 0 else '-' if seconds < 0 else ''}{units.seconds(abs(seconds))}"

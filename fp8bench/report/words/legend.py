@@ -67,7 +67,7 @@ HARD = (
     "reference"
 )
 EMULATED = "emulated: right in numbers, but no speed: its time and memory are the cost of emulation"
-PHASES = "phases: shares of the best case; unattr (unattributed): all else in the step; -: no such phase"
+PHASES = "time of a step: shares of its total; other: the time under no phase; -: no such phase"
 BELOW_FLOOR = f"<: shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it, so no share is given"
 
 DATA = (

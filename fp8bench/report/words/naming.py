@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from fp8bench import units
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Record, Run, Status
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Phase, Record, Run, Status
 from fp8bench.protocols.axes import CACHE, CACHE_TIMES, COLD, HOT
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import ResultGroup, show_params
@@ -150,9 +150,18 @@ def listed(words: Sequence[str], most: int = 5) -> str:
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
+_PHASE_WORDS = {
+    Phase.DATA_LOAD: "data loading",
+    Phase.GEMM: "matmul",
+    Phase.ACCUMULATE: "accumulation",
+    Phase.OPTIMIZER_STEP: "optimizer",
+    UNATTRIBUTED: "other",
+}
+
+
 def phase_words(phase: str) -> str:
-    """'optimizer_step' -> 'optimizer step'."""
-    return phase.replace("_", " ")
+    """'optimizer_step' -> 'optimizer'; a phase of a suite's own keeps its name."""
+    return _PHASE_WORDS.get(phase, phase.replace("_", " "))
 
 
 def phase_order(phase: str) -> tuple[float, str]:

@@ -194,12 +194,12 @@ _STACKED = 18.0
 # Smaller shares carry no text.
 _LEAST_SHARE = 0.03
 # Rests are hatched.
-_RESTS = ("unattributed", "the rest")
+_RESTS = ("other", "the rest")
 # Phases of products first: most charts have no others.
 _PHASES = {
     word: place
     for place, word in enumerate(
-        ("gemm", "cast", "attention", "optimizer", "elementwise", "accumulate", "data", "communication")
+        ("matmul", "cast", "attention", "optimizer", "elementwise", "accumulation", "data", "communication")
     )
 }
 
