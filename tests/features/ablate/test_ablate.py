@@ -21,7 +21,7 @@ from fp8bench.model.codec import decode, encode
 from tests.commands import Say, unfolded
 from tests.counts import for_each
 from tests.facts import CPU
-from tests.own_suites import forgotten
+from tests.own_suites import adding_up, forgotten
 
 NAMES = ("a", "b", "c")
 SAVES = {"a": 2e-3, "b": 1e-3, "c": -0.5e-3}
@@ -189,13 +189,23 @@ WAITS = """until = time.perf_counter() + 0.0008 - 0.0003 * first - 0.0003 * (fir
             pass"""
 
 
-def ablated(fp8bench: Say, folder: Path, body: str, rounds: int) -> Any:
+def ablated(fp8bench: Say, folder: Path, body: str, rounds: int, *more: str) -> Any:
     (folder / "planted.py").write_text(SUITE.replace("BODY", body))
-    words = ("planted", "--import", str(folder / "planted.py"), "--options", "first=yes,second=yes")
+    words = (str(folder / "planted.py"), "--options", "first=yes,second=yes", "--rounds", str(rounds), *more)
     with forgotten(folder):
-        code, out, err = fp8bench("ablate", *words, "--rounds", str(rounds), "--json", "--store", str(folder / "store"))
+        code, out, err = fp8bench("ablate", *words, "--json", "--store", str(folder / "store"))
     assert code == 0, err
     return json.loads(out)
+
+
+def test_a_file_is_its_suite(fp8bench: Say, tmp_path: Path) -> None:
+    """As in `list FILE` and `suite FILE`; a file with two suites is refused, and says how to name one of them."""
+    assert ablated(fp8bench, tmp_path, WAITS, 1, "--no-isolation")["suite"] == "planted"
+    two = tmp_path / "two.py"
+    two.write_text(SUITE.replace("BODY", SKIPS) + adding_up("second", 1))
+    with forgotten(tmp_path):
+        code, _, err = fp8bench("ablate", str(two), "--options", "first=yes,second=yes")
+    assert code == 2 and "is 2 suites" in err and "Name planted, say" in err
 
 
 @pytest.mark.slow
