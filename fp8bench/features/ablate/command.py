@@ -31,7 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the step without options failed, 130 interrupted."
     add = parser.add_argument
-    add("target", metavar="SUITE", help="a suite, a .py file with a suite of your own, or MODULE:FUNCTION of a model, as in profile")
+    words = "a suite, a .py file with a suite of your own, or MODULE:FUNCTION of a model, as in profile"
+    add("target", metavar="SUITE", help=words)
     named = "compile, checkpointing, cached-weights, fused-optimizer, static-kv, channels_last, or AXIS=VALUE"
     add(
         "--options",
@@ -76,8 +77,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         (arguments.device,) if arguments.device else (), None, tuple(axes.items()), data=arguments.data,
         quick=arguments.quick, budget=arguments.budget, rounds=arguments.rounds, seed=arguments.seed,
         threads=arguments.threads, imports=(*arguments.imports, *files_of(arguments.target)),
-        isolation=arguments.isolation,
-        case_timeout=arguments.case_timeout,
+        isolation=arguments.isolation, case_timeout=arguments.case_timeout,
     )  # fmt: skip
     ablation = keep(ablate(request, arguments.options, arguments.store, observer), arguments.store)
     page, value, rows = partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation)
