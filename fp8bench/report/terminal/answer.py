@@ -179,8 +179,7 @@ def _cases(panel: Panel, width: int) -> Table:
 
     cols: list[Col[NamedCase]] = [
         *(col for col in CASE if col.heading != "median"),
-        Col("error", lambda case: None if case.error is None else
-            f"{error_word([case.error])} " * (not case.result.record.is_reference) + units.relative_error(case.error)),
+        Col("error", _error),
         Col("memory", lambda case: units.size(peak_of(case.result)) if (share := share_of(*case)) is None else
             units.ratio(share), number=True),
         Col("on a device", lambda case: device_share_of(*case), number=True, unit="x"),
@@ -188,6 +187,13 @@ def _cases(panel: Panel, width: int) -> Table:
         Col("median rate", lambda case: case.figures.rate.shown, number=True, when=width >= _ROOM_FOR_RATES),
     ]  # fmt: skip
     return table("cases", "", cols, panel.members, kept={"case", "verdict", "best"})
+
+
+def _error(case: NamedCase) -> str | None:
+    if case.error is None:
+        return None
+    word = "" if case.result.record.is_reference else f"{error_word([(case.group.error, case.error)])} "
+    return word + units.relative_error(case.error)
 
 
 def _grid(panel: Panel) -> Table:
@@ -251,8 +257,8 @@ def _line(members: Sequence[NamedCase], panel: Panel) -> str:
     shares = [share for group, result in members
               if not emulated(result) and (share := share_of(group, result)) is not None]  # fmt: skip
     memory = f"memory {units.span(shares, units.ratio)}" if shares else ""
-    errors = [case.error for case in members if case.error is not None]
-    worst = max(errors, key=lambda value: (math.isnan(value), abs(value)), default=None)
+    errors = [(case.group.error, case.error) for case in members if case.error is not None]
+    worst = max((value for _, value in errors), key=lambda value: (math.isnan(value), abs(value)), default=None)
     error = f"error {error_word(errors)} ({units.relative_error(worst)})" if errors else ""
     verdicts = verdicts_in([result for _, result in members], panel.reference)
     return "; ".join(filter(None, (verdicts, span(speeds) if speeds else "", error, memory)))
