@@ -54,7 +54,8 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
     columns; '' for none. `history` describes its series, '' where none is kept; it is kept for the grids that have the
     word `kept_where`: a phase, a count of work, 'energy', 'ranks' or 'one rank'. `least_change` is the smallest share
     that counts as a change; a gate fails beyond `threshold`, a share and a difference. What is `counted` is the same
-    number whenever the same code runs. `show` writes a value, where its unit does not determine that; `page` is the
+    number whenever the same code runs. An error up to the three `error_sizes` is negligible, small and moderate, and
+    beyond them large. `show` writes a value, where its unit does not determine that; `page` is the
     page of the docs with more. Figures `of_workload` are measured by a suite, which may use their names.
     """
 
@@ -70,6 +71,7 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
     least_change: float = BAND
     threshold: tuple[float, float] = (0.05, 0.0)
     counted: bool = False
+    error_sizes: tuple[float, float, float] = (1e-5, 0.01, 0.1)
     show: Callable[[float], str] | None = None
     page: str = ""
     of_workload: bool = False
@@ -352,7 +354,20 @@ _row(
     f"*{RELATIVE_LOSS}", "x", "the mean loss of a small training over bf16's, of `learning`", show="{:.5f}x".format,
     least_change=LOSS_BAND, threshold=(2 * LOSS_BAND, 0.0), page="history.md#does-it-still-learn", **_OF_WORKLOADS,
 )
-_row("*_error", units.RATIO, "numerical errors, relative; 0 is exact", show=units.relative_error, **_OF_WORKLOADS)
+_ERRORS: dict[str, Any] = {"show": units.relative_error, **_OF_WORKLOADS}
+# A loss differs by less than a thousandth if sums run in another order, and trainings in other formats by a hundredth.
+LOSS_ERRORS = _row(
+    f"*{LOSS_ERROR}", units.RATIO, "of a step's loss, relative; 0 is exact",
+    error_sizes=(1e-5, LOSS_BAND, 10 * LOSS_BAND), **_ERRORS,
+)
+# Rounding to bf16 makes half a percent. Off by 30%, a gradient keeps its direction (cosine 0.96), as in published
+# trainings in 4 bits; gradients of two batches lie further apart.
+GRADIENT_ERRORS = _row(
+    "*gradient_error", units.RATIO, "of all gradients as one vector, relative; 0 is exact",
+    error_sizes=(1e-5, 0.01, 0.3), **_ERRORS,
+)
+# Rounding to bf16 makes half a percent of a product, to FP8 4%, to 4 bits 15%.
+OTHER_ERRORS = _row("*_error", units.RATIO, "other numerical errors, relative; 0 is exact", **_ERRORS)
 _row("*_vanished", units.RATIO, "the share of all values that are zero and are not in the reference: what a norm hides",
      show=lambda value: units.share(value) if value else "0%", **_OF_WORKLOADS)
 _row("*_db", "dB", "numerical errors in decibels", better=_UP, page="formats.md", **_OF_WORKLOADS)

@@ -14,6 +14,7 @@ from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model import Request
 from fp8bench.model.words import UNTOUCHED
+from fp8bench.plan.asked_suites import files_of
 from fp8bench.workloads.model import Model
 
 EXAMPLES = (
@@ -30,7 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the step without options failed, 130 interrupted."
     add = parser.add_argument
-    add("target", metavar="SUITE", help="a suite, or MODULE:FUNCTION of a model of your own, as profile takes it")
+    words = "a suite, a .py file with a suite of your own, or MODULE:FUNCTION of a model, as in profile"
+    add("target", metavar="SUITE", help=words)
     named = "compile, checkpointing, cached-weights, fused-optimizer, static-kv, channels_last, or AXIS=VALUE"
     add(
         "--options",
@@ -74,8 +76,8 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         Model.name if own else arguments.target, (arguments.reference or (UNTOUCHED if own else "fp32"),),
         (arguments.device,) if arguments.device else (), None, tuple(axes.items()), data=arguments.data,
         quick=arguments.quick, budget=arguments.budget, rounds=arguments.rounds, seed=arguments.seed,
-        threads=arguments.threads, imports=tuple(arguments.imports), isolation=arguments.isolation,
-        case_timeout=arguments.case_timeout,
+        threads=arguments.threads, imports=(*arguments.imports, *files_of(arguments.target)),
+        isolation=arguments.isolation, case_timeout=arguments.case_timeout,
     )  # fmt: skip
     ablation = keep(ablate(request, arguments.options, arguments.store, observer), arguments.store)
     page, value, rows = partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation)

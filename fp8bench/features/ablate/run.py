@@ -98,11 +98,17 @@ def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObs
     """Measures all arms of options; `request` is the run of the arm without options, with one precision. An interrupt
     raises KeyboardInterrupt: arms cut off halfway say nothing."""
     resolved = resolve(request, os.environ)
+    suite, *others = resolved.suites
+    if others:
+        raise UsageError(
+            f"{request.suite} is {len(resolved.suites)} suites, and an ablation measures one. Name {suite.name}, say; "
+            "--import FILE makes the suites of a file known."
+        )
     corpus, switches = resolved.corpus(store), resolved.switches
     with claimed(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
         facts = worker.probe()
         (device,) = devices_asked(request, facts)
-        options = options_of(request.suite, words, device)
+        options = options_of(suite.name, words, device)
         planned = planned_arms(request, options, facts, corpus.identity if corpus else None)
         group = Group(tuple(planned.values()), 0)
         examine(Plan((group,)), facts, worker, Limits(request.case_timeout))

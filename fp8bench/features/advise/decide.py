@@ -18,7 +18,9 @@ from fp8bench.report.panels import together
 
 Answers = Mapping[str, RuleAnswer]
 # Rules whose "no" speaks against a precision, in the order in which they are given as reasons.
-_AGAINST = ("learns", "amdahl", "casts", "granularity", "coverage", "batch")
+_AGAINST = ("learns", "errors", "amdahl", "casts", "granularity", "coverage", "batch")
+# Those of them that no speed makes up for, and what their "no" says.
+_SPOILING = {"learns": "it does not learn as well", "errors": "its errors are too large"}
 _ORDER = list(AdviceKind)
 # A step that is so many times faster than Amdahl's law allows was not the same step.
 _BEYOND = 1.02
@@ -93,7 +95,8 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
             f"change allows {gain_text(bound)} at most: something else is not alike"
         )
         return _advice(pair, "amdahl", AdviceKind.NOTHING, words, [step, *against])
-    faster, spoiled = pair.finding.verdict is Verdict.FASTER, "learns" in (answer.rule for answer in against)
+    faster = pair.finding.verdict is Verdict.FASTER
+    spoiled = " and ".join(_SPOILING[answer.rule] for answer in against if answer.rule in _SPOILING)
     if faster and not spoiled and met_above(pair.speed, 1 + basis.least) is Met.YES:
         supporting = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
         return _advice(pair, "step", AdviceKind.ADOPT, _adopted(pair, answers), [step, *supporting], pair.speed)
@@ -103,7 +106,7 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
         least = units.percent(basis.least, 0)
         words = f"do nothing about {mode}, because {gain_text(pair.speed)} is not surely the {least} that are worth it"
     else:
-        why = "and it does not learn as well" if faster else pair.finding.verdict_words
+        why = f"and {spoiled}" if faster else pair.finding.verdict_words
         join = ", " if faster else ": "
         words = f"do nothing about {mode}, because its step is {gain_text(pair.speed)} as fast{join}{why}"
     reasons = [f"{answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}" for answer in against]
@@ -123,6 +126,7 @@ def _adopted(pair: ComparedCase, answers: Answers) -> str:
     assert pair.speed is not None and pair.finding is not None and pair.lead is not None
     words = f"adopt {pair.mode}: the step is {gain_text(pair.speed)} as fast as in {pair.lead.case.mode}"
     words = "perhaps " * pair.finding.doubtful + words
+    words += f"; {answers['errors'].figure}"
     memory, learns = answers["memory"], answers.get("learns")
     if memory.met is Met.NO:
         words += f"; it saves no memory ({memory.figure})"

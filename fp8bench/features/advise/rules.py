@@ -28,7 +28,7 @@ from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Interval, Label, Level, MemoryRole, Phase, Verdict
 from fp8bench.registry import precisions
 from fp8bench.report.panels import error_name
-from fp8bench.report.words.legend import NOT_FINITE
+from fp8bench.report.words.legend import LARGE, NOT_FINITE, error_word
 
 EMULATED = "emulated here: its time is the cost of emulation"
 _PRODUCTS = frozenset({Phase.GEMM})
@@ -275,17 +275,21 @@ def _energy(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 
 def _error(pair: ComparedCase, basis: Basis) -> Reply | str:
-    """A relative error says what a precision costs in numbers only; whether that matters, a training says."""
-    known = {error_name(each): max(each.samples) for each in pair.record.measurements
-             if each.metric.endswith("_error") and each.samples}  # fmt: skip
+    """Names each error with the word for its size. A large one forbids the precision; whether a smaller one matters, a
+    training says."""
+    known = [each for each in pair.record.measurements if each.metric.endswith("_error") and each.samples]
     why = pair.record.reason if not pair.record.is_ok else ""
     if NOT_FINITE in why:
         return Reply(Met.NO, why, (Ground(pair.row, why),))
     if why or not known:
         return why or "no error was measured"
-    words = ", ".join(f"{name.replace('_', ' ')} {units.relative_error(value)}" for name, value in known.items())
-    finite = all(value < float("inf") for value in known.values()) and not pair.record.not_finite
-    return Reply(Met.YES if finite else Met.NO, words, (Ground(pair.row, words),))
+    sizes = [error_word((each.metric, sample) for sample in each.samples) for each in known]
+    words = ", ".join(
+        f"{size} {error_name(each).replace('_', ' ')} ({units.relative_error(max(each.samples))})"
+        for each, size in zip(known, sizes, strict=True)
+    )
+    is_near = not {LARGE, NOT_FINITE}.intersection(sizes) and not pair.record.not_finite
+    return Reply(Met.YES if is_near else Met.NO, words, (Ground(pair.row, words),))
 
 
 def study_of(pair: ComparedCase, basis: Basis) -> Study | None:
@@ -379,7 +383,7 @@ RULES = (
     AdviceRule("memory", Question.FITS, "Does it save memory?", _memory, "{again}"),
     # A short training of one seed tells nothing: seeds differ by as much as formats.
     AdviceRule("learns", Question.LEARNS, "Does it still learn?", _learns, "{train}"),
-    AdviceRule("errors", Question.LEARNS, "Are all results finite?", _error, "{again}"),
+    AdviceRule("errors", Question.LEARNS, "Are its errors small enough?", _error, "{again}"),
     # Heads, routers, first and last layers are those that published recipes leave high.
     AdviceRule("layers", Question.LEARNS, "Do all layers bear it?", _layers, "{study}"),
 )  # fmt: skip

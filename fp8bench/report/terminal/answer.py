@@ -271,8 +271,8 @@ def _line(members: Sequence[NamedCase], panel: Panel) -> str:
     shares = [share for group, result in members
               if not emulated(result) and (share := share_of(group, result)) is not None]  # fmt: skip
     memory = f"memory {units.span(shares, units.ratio)}" if shares else ""
-    errors = [case.error for case in members if case.error is not None]
-    worst = max(errors, key=lambda value: (math.isnan(value), abs(value)), default=None)
+    errors = [(case.group.error, case.error) for case in members if case.error is not None]
+    worst = max((value for _, value in errors), key=lambda value: (math.isnan(value), abs(value)), default=None)
     error = f"error {error_word(errors)} ({units.relative_error(worst)})" if errors else ""
     verdicts = verdicts_in([result for _, result in members], panel.reference)
     return "; ".join(filter(None, (verdicts, span(speeds) if speeds else "", error, memory)))

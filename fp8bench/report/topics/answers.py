@@ -124,7 +124,8 @@ def _accuracy(case: NamedCase) -> str:
     measured = _MEASURED.get(case.group.error, case.group.error.removesuffix("_error").replace("_", " "))
     if not math.isfinite(case.error):
         return f"accuracy: {measured} not finite"
-    return f"accuracy: {measured} {units.percentage(100 * case.error)} off ({error_word([case.error])})"
+    word = error_word([(case.group.error, case.error)])
+    return f"accuracy: {measured} {units.percentage(100 * case.error)} off ({word})"
 
 
 def _memory(case: NamedCase) -> str:

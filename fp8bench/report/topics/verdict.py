@@ -139,12 +139,12 @@ def _speed(cases: Sequence[NamedCase]) -> Field:
 
 
 def _error(cases: Sequence[NamedCase]) -> Field:
-    errors = [case.error for case in cases if case.error is not None]
+    errors = [(case.group.error, case.error) for case in cases if case.error is not None]
     if not errors:
         return _NOT_MEASURED
     word = legend.error_word(errors)
     tone = Tone.BAD if word == legend.NOT_FINITE else Tone.PLAIN
-    return Field(word, tone=tone, hint=units.span(errors, units.relative_error))
+    return Field(word, tone=tone, hint=units.span((error for _, error in errors), units.relative_error))
 
 
 def _of_reference(cases: Sequence[NamedCase], words: set[str], shares: Sequence[float]) -> Field:

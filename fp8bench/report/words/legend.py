@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.analysis.verdicts import BAND, SAME
 from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
-from fp8bench.model.specs import REPLAY
+from fp8bench.model.specs import GRADIENT_ERRORS, LOSS_ERRORS, OTHER_ERRORS, REPLAY, MetricSpec, spec_of
 from fp8bench.model.stopping import LEAST_ROUNDS
 
 # Short titles of columns.
@@ -27,17 +28,30 @@ PHASE_TITLES: dict[str, str] = {
     UNATTRIBUTED: "other",
 }
 
-# What relative errors up to a size are called.
-_ERROR_SIZES = ((1e-5, "negligible"), (1e-2, "small"), (1e-1, "moderate"), (math.inf, "large"))
-ERRORS = "error: relative; negligible up to 1e-05, small up to 1%, moderate up to 10%, else large"
-NOT_FINITE = "not finite"
+LARGE, NOT_FINITE = "large", "not finite"
+_ERROR_WORDS = ("negligible", "small", "moderate", LARGE, NOT_FINITE)
 
 
-def error_word(errors: Sequence[float]) -> str:
-    """The word for the largest error; NOT_FINITE if any is no number."""
-    if not all(map(math.isfinite, errors)):
-        return NOT_FINITE
-    return next(word for size, word in _ERROR_SIZES if max(map(abs, errors)) <= size)
+def _error_sizes(spec: MetricSpec) -> str:
+    return " / ".join(f"{100 * size:g}%" for size in spec.error_sizes[1:])
+
+
+ERRORS = (
+    f"error: relative; negligible up to {OTHER_ERRORS.error_sizes[0]:.0e}, small / moderate up to "
+    f"{_error_sizes(OTHER_ERRORS)} (of a loss {_error_sizes(LOSS_ERRORS)}, of gradients "
+    f"{_error_sizes(GRADIENT_ERRORS)}), else large"
+)
+
+
+def error_word(errors: Iterable[tuple[str, float]]) -> str:
+    """Returns the word for the worst of some errors, each with the name of its metric, which decides what is small."""
+    return _ERROR_WORDS[max(_size_of(metric, abs(error)) for metric, error in errors)]
+
+
+def _size_of(metric: str, error: float) -> int:
+    if not math.isfinite(error):
+        return _ERROR_WORDS.index(NOT_FINITE)
+    return bisect_left(spec_of(metric).error_sizes, error)
 
 
 BEST = (

@@ -21,7 +21,7 @@ from fp8bench.model.codec import decode, encode
 from tests.commands import Say, unfolded
 from tests.counts import for_each
 from tests.facts import CPU
-from tests.own_suites import forgotten
+from tests.own_suites import adding_up, forgotten
 
 NAMES = ("a", "b", "c")
 SAVES = {"a": 2e-3, "b": 1e-3, "c": -0.5e-3}
@@ -132,6 +132,43 @@ def test_what_has_no_speed_has_no_saving_and_few_rounds_no_interval() -> None:
         assert told.startswith("nothing can be said of speed") and Savings(none).alone("a") is None
 
 
+CLAIM = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
+
+
+def claimed(times: float = 1.25, precision: str = "fp8", axes: dict[str, str] = CLAIM, rounds: int = 60) -> Ablation:
+    """An ablation of a precision and axes, which together make a step so many times as fast."""
+    known = ablation(lambda chosen: 10e-3 / (times if chosen == NAMES else 1.0), rounds=rounds)
+    options = [AblatedOption(precision, precision=precision)]
+    options += [AblatedOption(f"{axis}={value}", axis=axis, on=value) for axis, value in axes.items()]
+    names = tuple(option.name for option in options)
+    first, whole = known.arm(()), known.arm(NAMES)
+    arms = [replace(whole if chosen == names else first, options=chosen) for chosen in arms_of(names)]
+    return replace(known, options=tuple(options), arms=tuple(arms))
+
+
+@for_each(
+    ("known", "judged"),
+    [
+        (claimed(), "refuted here"),
+        (claimed(5.0), "reached here"),
+        (claimed(3.0), "not decided here"),
+        # Without one of its options, or with another precision, nothing is said of the claim.
+        (claimed(precision="bf16"), ""),
+        (claimed(precision="bf16", axes={"checkpointing": "blocks"}), ""),
+        *((claimed(axes={axis: value for axis, value in CLAIM.items() if axis != missing}), "") for missing in CLAIM),
+        (claimed(axes={**CLAIM, "attention": "math"}), ""),
+        # Nor by disturbed rounds, by few of them, without a copy that shows the noise, or by an emulation.
+        (replace(claimed(), arms=tuple(replace(arm, labels=("noisy",)) for arm in claimed().arms)), ""),
+        (claimed(rounds=10), ""),
+        (replace(claimed(), control=()), ""),
+        (replace(claimed(), arms=tuple(replace(arm, level=Level.EMULATED) for arm in claimed().arms)), ""),
+    ],
+)
+def test_the_quoted_speed_up_is_judged_by_its_own_options_only(known: Ablation, judged: str) -> None:
+    (*said,) = (sentence for sentence in sentences(known) if "quoted" in sentence)
+    assert len(said) == bool(judged) and all(sentence.endswith(judged) for sentence in said)
+
+
 def test_no_word_within_the_noise_floor() -> None:
     """Identical code that differs by 30% here: a fifth faster is nothing."""
     known = ablation(lambda options: 10e-3 * (1.2 if options == NAMES else 1.0))
@@ -189,13 +226,23 @@ WAITS = """until = time.perf_counter() + 0.0008 - 0.0003 * first - 0.0003 * (fir
             pass"""
 
 
-def ablated(fp8bench: Say, folder: Path, body: str, rounds: int) -> Any:
+def ablated(fp8bench: Say, folder: Path, body: str, rounds: int, *more: str) -> Any:
     (folder / "planted.py").write_text(SUITE.replace("BODY", body))
-    words = ("planted", "--import", str(folder / "planted.py"), "--options", "first=yes,second=yes")
+    words = (str(folder / "planted.py"), "--options", "first=yes,second=yes", "--rounds", str(rounds), *more)
     with forgotten(folder):
-        code, out, err = fp8bench("ablate", *words, "--rounds", str(rounds), "--json", "--store", str(folder / "store"))
+        code, out, err = fp8bench("ablate", *words, "--json", "--store", str(folder / "store"))
     assert code == 0, err
     return json.loads(out)
+
+
+def test_a_file_is_its_suite(fp8bench: Say, tmp_path: Path) -> None:
+    """As in `list FILE` and `suite FILE`; a file with two suites is refused, and says how to name one of them."""
+    assert ablated(fp8bench, tmp_path, WAITS, 1, "--no-isolation")["suite"] == "planted"
+    two = tmp_path / "two.py"
+    two.write_text(SUITE.replace("BODY", SKIPS) + adding_up("second", 1))
+    with forgotten(tmp_path):
+        code, _, err = fp8bench("ablate", str(two), "--options", "first=yes,second=yes")
+    assert code == 2 and "is 2 suites" in err and "Name planted, say" in err
 
 
 @pytest.mark.slow

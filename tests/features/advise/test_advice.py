@@ -34,6 +34,7 @@ from fp8bench.model.step import Coverage, Holder
 from tests.advised import BF16, FP8, NANO, advise, answer, basis, group, only, record, run
 from tests.counts import for_each
 from tests.learning_curves import lines, training
+from tests.runs import error
 
 
 def met(rule: str, *groups: list[Record], mode: str = "fp8", **more: object) -> Met:
@@ -181,6 +182,28 @@ def test_a_step_that_gains_is_adopted() -> None:
     assert advice.recipe == "--dtypes bf16,fp8"
     assert "fp8bench train --dtypes bf16,fp8" in advice.sentence
     assert {ground.row for ground in advice.grounds} == {f"{advice.settings[0]}/{mode}" for mode in ("bf16", "fp8")}
+
+
+@for_each(
+    ("errors", "kind", "words"),
+    [
+        (
+            {"gradient_error": 0.93},
+            NOTHING,
+            "its errors are too large; are its errors small enough: no, large gradient",
+        ),
+        ({"gradient_error": 0.07}, ADOPT, "as fast as in bf16; moderate gradient error (7.0e-02)"),
+        ({"gradient_error": 0.005, "loss_error": 0.009}, ADOPT, "small gradient error (5.0e-03), moderate loss error"),
+        ({"gradient_error": 0.005, "loss_error": 0.02}, NOTHING, "large loss error"),
+        ({}, ADOPT, "no error was measured"),
+    ],
+)
+def test_a_large_error_is_not_adopted_and_others_are_named(
+    errors: dict[str, float], kind: AdviceKind, words: str
+) -> None:
+    lead, case = group(fp8=FP8)
+    measured = tuple(error(metric, value) for metric, value in errors.items())
+    assert words in only(advise([lead, replace(case, measurements=measured)]), kind).sentence
 
 
 def test_where_all_calls_contradict_the_fastest_they_count() -> None:

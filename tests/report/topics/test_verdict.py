@@ -12,7 +12,8 @@ from fp8bench.report.elements import Items, Verdicts
 from fp8bench.report.panels import NamedCase, panels_of
 from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.verdict import cases_of, emulations, missed, skips
-from fp8bench.report.words.legend import ERRORS, error_word
+from fp8bench.report.words.legend import ERRORS
+from tests.commands import unfolded
 from tests.counts import for_each
 from tests.materials import built, nothing, of_kind, part, recased, skipped
 from tests.runs import EMULATED, NATIVE, REFUSED, case, error, gemm, judged, run_of, transformer
@@ -44,23 +45,27 @@ def test_verdict() -> Told:
 
 
 @for_each(
-    ("errors", "word"),
+    ("metric", "errors", "word"),
     [
-        ((0.0, 1e-5), "negligible"), ((1e-5, -1e-2), "small"), ((0.1,), "moderate"), ((2.0, 0.0), "large"),
-        ((0.0, math.nan), "not finite"), ((math.inf,), "not finite"),
+        ("product_error", (0.0, 1e-5), "negligible"), ("product_error", (1e-5, -1e-2), "small"),
+        ("product_error", (0.1,), "moderate"), ("product_error", (2.0, 0.0), "large"),
+        ("product_error", (0.0, math.nan), "not finite"), ("product_error", (math.inf,), "not finite"),
+        # The same number is more of a loss, and less of a gradient.
+        ("loss_error", (0.001,), "small"), ("loss_error", (0.009,), "moderate"), ("loss_error", (0.011,), "large"),
+        ("gradient_error", (0.29,), "moderate"), ("gradient_error", (0.31,), "large"),
     ],
 )  # fmt: skip
-def test_an_error_has_one_name_on_the_page_and_in_a_terminal(errors: tuple[float, ...], word: str) -> None:
+def test_an_error_has_one_name_on_the_page_and_in_a_terminal(metric: str, errors: tuple[float, ...], word: str) -> None:
     run, findings = judged(*[(Verdict.FASTER, 0.5)] * len(errors))
     measured = iter(errors)
     records = tuple(
-        record if record.is_reference else replace(record, measurements=(error("product_error", next(measured)),))
+        record if record.is_reference else replace(record, measurements=(error(metric, next(measured)),))
         for record in run.records
     )
     (strip,) = of_kind(part("verdict", (replace(run, records=records), findings)), Verdicts)
-    assert strip.rows[0][1][strip.questions.index("error")].text == word == error_word(errors)
-    text = render(replace(run, records=records), findings, width=200)
-    assert (f"error {word} (" in text or f"off ({word})" in text or f"products {word}" in text) and ERRORS in text
+    assert strip.rows[0][1][strip.questions.index("error")].text == word
+    text = unfolded(render(replace(run, records=records), findings, width=200))
+    assert (f"error {word} (" in text or f"({word})" in text or f"products {word}" in text) and ERRORS in text
 
 
 def of(*records: Record) -> list[NamedCase]:
