@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedRandom
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Self, cast
 
 from fp8bench import units
-from fp8bench.errors import StoreError, UsageError
+from fp8bench.errors import OpenStore, StoreError, UsageError
 from fp8bench.model import Case
 
 # asv warns at every *.json that is not its own, and at nothing else: names here never end so.
@@ -182,10 +183,16 @@ def _check_size(size: int, most: int | None) -> None:
 
 
 def make_store(store: Path) -> None:
-    """Makes a store's folder if there is none; a new one is ignored by git. Raises OSError."""
+    """Makes a store's folder if there is none; a new one is ignored by git. Raises OSError.
+
+    Warns of a new one that everybody may write.
+    """
     if not store.exists():
         store.mkdir(parents=True, exist_ok=True)
         write_whole(store / ".gitignore", "*\n")
+        if store.stat().st_mode & stat.S_IWOTH:
+            words = f"every user of this machine may change what the new store {store} says, as umask lets them write."
+            warnings.warn(f"{words} Set umask 022, and run chmod -R o-w {store}", OpenStore, stacklevel=2)
 
 
 def is_address(text: str) -> bool:

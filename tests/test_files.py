@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -320,6 +321,20 @@ def test_a_folder_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"^--trace '.* cannot be written \(.+\)\. Give a folder"):
         check_folder("--trace", tmp_path / name)
+
+
+@pytest.mark.parametrize(("umask", "warned"), [(0o000, 1), (0o022, 0)])
+def test_a_new_store_that_everybody_may_write_is_warned_of_once(umask: int, warned: int, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    before = os.umask(umask)
+    try:
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            make_store(store)
+            make_store(store)
+    finally:
+        os.umask(before)
+    assert [f"chmod -R o-w {store}" in str(warning.message) for warning in given] == [True] * warned
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,5 @@ def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]
 )  # fmt: skip
 def test_no_text_is_a_formula(value: object, cell: str) -> None:
     """Neither in a cell, whether its row has names or not, nor as the name of a column."""
-    name = str(value or "a")
-    written = csv_text((name, "b"), [{name: value, "b": 1}, (value, 2)])
-    assert written == f"{cell or 'a'},b\n{cell},1\n{cell},2\n"
+    name, written = (value, cell) if isinstance(value, str) and value else ("a", "a")
+    assert csv_text((name, "b"), [{name: value, "b": 1}, (value, 2)]) == f"{written},b\n{cell},1\n{cell},2\n"
