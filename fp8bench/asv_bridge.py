@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.files import read_file
 from fp8bench.model import Cell, Request, Series
 from fp8bench.plan.corpus import default_identity
 from fp8bench.protocols import SilentObserver
@@ -111,7 +112,7 @@ def store_of_project(root: Path) -> Path:
 
 def _results_dir(configuration: Path) -> str:
     try:
-        text = configuration.read_text(encoding="utf-8")
+        text = read_file(configuration).decode()
     except (OSError, ValueError):
         return ""
     match = _RESULTS_DIR.search(_TEXT_OR_COMMENT.sub(lambda text_or_comment: text_or_comment[1] or " ", text))

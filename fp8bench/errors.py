@@ -68,6 +68,10 @@ class StoreError(Fp8benchError):
     """The store cannot be read or written."""
 
 
+class OpenStore(UserWarning):
+    """Every user of the machine may write a store."""
+
+
 class NotKept(StoreError):
     """The store failed while measuring; `run` holds everything that was measured."""
 

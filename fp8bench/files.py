@@ -6,6 +6,7 @@ Lines and objects can carry checksums, so that a digit that changes on a disk is
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -13,12 +14,15 @@ import re
 import secrets
 import stat
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BufferedRandom
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 
-from fp8bench.errors import StoreError, UsageError
+from fp8bench import units
+from fp8bench.errors import OpenStore, StoreError, UsageError
 from fp8bench.model import Case
 
 # asv warns at every *.json that is not its own, and at nothing else: names here never end so.
@@ -37,6 +41,13 @@ _SUM = "sum"
 _SEAL = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
 _SEALED_WITH = 40  # bytes, more than a seal has
 _NUMBERED = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)
+
+
+# The largest file of lines or JSON that is read: a run of many thousand cases has some 100 MB, while a sparse file may
+# claim more than any memory holds.
+LARGEST_FILE = 1 << 30
+_STREAMS = ("/dev/stdin", "/dev/fd/")
+_SPECIAL = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
 
 
 class Damaged(ValueError):
@@ -110,11 +121,78 @@ def keeping(what: object, remedy: str = "", kind: type[StoreError] = StoreError)
         raise kind(f"{what} cannot be written ({error.strerror}). {remedy}".rstrip()) from None
 
 
+def read_file(path: Path, most: int = LARGEST_FILE) -> bytes:
+    """Reads a regular file of at most `most` bytes, or a stream of the caller's (`/dev/stdin`). Raises OSError."""
+    is_stream = str(path).startswith(_STREAMS)
+    with open_file(path, most=most) as file:
+        content = file.read(most + 1 if is_stream else -1)
+    _check_size(len(content), most)
+    return content
+
+
+def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> BufferedRandom:
+    """Opens a regular file of at most `most` bytes (None: of any size), or a stream of the caller's.
+
+    Raises OSError for anything else, whose `strerror` says what to do: a named pipe would be waited for without end.
+    """
+    if str(path).startswith(_STREAMS):
+        return cast(BufferedRandom, path.open(mode))
+
+    def open_checked(name: str, flags: int) -> int:
+        with contextlib.suppress(FileNotFoundError):  # opening a device may already change something
+            _check(os.stat(name), most)  # noqa: PTH116
+        descriptor = os.open(name, flags | os.O_NONBLOCK, 0o666)
+        try:
+            _check(os.fstat(descriptor), most)  # another file may have taken its place
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    return cast(BufferedRandom, open(path, mode, opener=open_checked))
+
+
+def check_file(path: Path, most: int | None = LARGEST_FILE) -> None:
+    """Raises OSError as open_file does, for a file that a library opens."""
+    _check(path.stat(), most)
+
+
+def is_no_folder(path: Path) -> bool:
+    """Whether something is there that open_file opens, or says of what it is. Raises OSError."""
+    return path.exists() and not path.is_dir()
+
+
+def memory_size() -> int:
+    """Returns the bytes of this machine's memory, more than which no file of weights can be loaded."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _check(status: os.stat_result, most: int | None) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(status.st_mode):
+        what = next((name for is_kind, name in _SPECIAL if is_kind(status.st_mode)), "a device")
+        raise OSError(errno.EINVAL, f"it is {what}: put a regular file in its place")
+    _check_size(status.st_size, most)
+
+
+def _check_size(size: int, most: int | None) -> None:
+    if most is not None and size > most:
+        why = f"it has {units.size(size)}, and at most {units.size(most)} are read: move it away, or give a smaller one"
+        raise OSError(errno.EFBIG, why)
+
+
 def make_store(store: Path) -> None:
-    """Makes a store's folder if there is none; a new one is ignored by git. Raises OSError."""
+    """Makes a store's folder if there is none; a new one is ignored by git. Raises OSError.
+
+    Warns of a new one that everybody may write.
+    """
     if not store.exists():
         store.mkdir(parents=True, exist_ok=True)
         write_whole(store / ".gitignore", "*\n")
+        if store.stat().st_mode & stat.S_IWOTH:
+            words = f"every user of this machine may change what the new store {store} says, as umask lets them write."
+            warnings.warn(f"{words} Set umask 022, and run chmod -R o-w {store}", OpenStore, stacklevel=2)
 
 
 def is_address(text: str) -> bool:
@@ -190,7 +268,7 @@ def end_line(file: IO[bytes]) -> None:
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
     """Appends lines under the file's lock, through to the disk, also after a line that was cut off. Raises OSError."""
-    with path.open("a+b") as file:
+    with open_file(path, "a+b") as file:
         lock(file, LOCK_SECONDS)
         end_line(file)
         append(file, "".join(line + "\n" for line in lines))
@@ -308,7 +386,7 @@ def _is_only_looked_at(file: IO[Any]) -> bool:
 
 def is_locked(path: Path) -> bool:
     """Whether a process has the file's lock, or is just testing whether another has it. Raises OSError."""
-    with path.open("rb") as file:
+    with open_file(path, most=None) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -327,7 +405,7 @@ def locked(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
+        file = open_file(path, "ab", most=None)
     except OSError as error:
         is_file = os.path.isfile(folder)  # noqa: PTH113 - is_file raises where it may not look
         why = f"{folder} is a file" if is_file else error.strerror

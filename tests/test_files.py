@@ -8,10 +8,12 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -24,6 +26,7 @@ from fp8bench import files
 from fp8bench.errors import AsvFileError, StoreError, UsageError
 from fp8bench.files import (
     LineWriter,
+    append_lines,
     check_folder,
     end_line,
     is_locked,
@@ -31,6 +34,7 @@ from fp8bench.files import (
     locked,
     make_store,
     name_of,
+    read_file,
     safe,
     sweep,
     try_writing,
@@ -317,3 +321,71 @@ def test_a_folder_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"^--trace '.* cannot be written \(.+\)\. Give a folder"):
         check_folder("--trace", tmp_path / name)
+
+
+@pytest.mark.parametrize(("umask", "warned"), [(0o000, 1), (0o022, 0)])
+def test_a_new_store_that_everybody_may_write_is_warned_of_once(umask: int, warned: int, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    before = os.umask(umask)
+    try:
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            make_store(store)
+            make_store(store)
+    finally:
+        os.umask(before)
+    assert [f"chmod -R o-w {store}" in str(warning.message) for warning in given] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("pipe", "it is a named pipe: put"), ("device", "it is a device"), ("socket", "it is a socket"),
+                      ("folder", "Is a directory"), ("loop", "Too many levels"), ("endless", "it has 64.0 GiB")],
+)  # fmt: skip
+def test_what_is_no_regular_file_of_a_plausible_size_is_a_sentence(
+    kind: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    path = Path("x")
+    with socket.socket(socket.AF_UNIX) as listening:
+        makers: dict[str, Callable[[], object]] = {
+            "pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"),
+            "socket": lambda: listening.bind("x"), "folder": path.mkdir, "loop": lambda: path.symlink_to("x"),
+            "endless": lambda: path.touch() or os.truncate(path, 64 << 30),
+        }  # fmt: skip
+        makers[kind]()
+    for use in (read_file, lambda path: append_lines(path, ["{}"])):
+        with pytest.raises(OSError, match=why) as caught:
+            use(path)
+        assert str(caught.value.strerror).startswith(why)
+
+
+def test_a_pipe_in_the_place_of_a_lock_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / files.LOCK)
+    with pytest.raises(OSError, match="named pipe"):
+        is_locked(tmp_path / files.LOCK)
+    with pytest.raises(StoreError, match="named pipe"), locked(tmp_path):
+        pass
+
+
+def test_a_file_that_becomes_a_pipe_after_it_was_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, looked_at = tmp_path / "x", os.stat
+
+    def stat_then_change(name: str) -> os.stat_result:
+        status = looked_at(name)
+        path.unlink()
+        os.mkfifo(path)
+        return status
+
+    path.touch()
+    monkeypatch.setattr(files.os, "stat", stat_then_change)
+    with pytest.raises(OSError, match="named pipe"):
+        files.open_file(path)
+
+
+def test_a_stream_of_the_callers_is_read_up_to_the_limit() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "wb") as into:
+        into.write(b"0123456789")
+        into.flush()
+        with pytest.raises(OSError, match="and at most 8 B are read"):
+            read_file(Path(f"/dev/fd/{reading}"), 8)

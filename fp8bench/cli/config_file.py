@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from fp8bench.errors import UnknownName, UsageError
+from fp8bench.files import read_file
 from fp8bench.registry import precisions
 
-LARGEST_FILE = 1 << 20
+LARGEST_CONFIG = 1 << 20
 
 
 class _TextLoader(yaml.BaseLoader):
@@ -35,11 +36,7 @@ class _TextLoader(yaml.BaseLoader):
 def read_mapping(option: str, file: Path, content: str) -> dict[str, Any]:
     """Reads a YAML file's mapping, whose leaves are texts. `content` says what `option` expects there."""
     try:
-        with file.open("rb") as stream:
-            text = stream.read(LARGEST_FILE + 1)
-        if len(text) > LARGEST_FILE:
-            raise ValueError("larger than 1 MiB")
-        mapping = yaml.load(text.decode("utf-8-sig"), Loader=_TextLoader)
+        mapping = yaml.load(read_file(file, LARGEST_CONFIG).decode("utf-8-sig"), Loader=_TextLoader)
     except OSError as error:
         raise UsageError(f"{option} {file} cannot be read ({error.strerror}). Give a YAML file of {content}.") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:

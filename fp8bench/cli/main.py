@@ -12,6 +12,7 @@ import importlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 
 from fp8bench import __version__
 from fp8bench.cli.streams import complain, make_usable, say, silence
-from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, UnknownName, UsageError
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, OpenStore, UnknownName, UsageError
 from fp8bench.feature_list import feature_help, feature_names
 from fp8bench.measure.interrupts import ends_are_interrupts
 
@@ -199,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     make_usable()
     try:
-        with ends_are_interrupts(), _exits_told():
+        with ends_are_interrupts(), _exits_told(), _open_stores_told():
             return _run(words)
     except Fp8benchError as error:
         complain(str(error))
@@ -219,6 +220,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         silence()  # the reader of our output has left
         return EXIT_OK
+
+
+@contextmanager
+def _open_stores_told() -> Iterator[None]:
+    """Prints warnings of stores as sentences, without the line of code that warned."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_warning(message: Warning | str, category: type[Warning], *others: Any) -> None:
+            complain(str(message)) if issubclass(category, OpenStore) else show(message, category, *others)
+
+        warnings.showwarning = show_warning
+        yield
 
 
 @contextmanager

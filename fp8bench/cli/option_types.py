@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from fp8bench.errors import UsageError
-from fp8bench.files import is_address
+from fp8bench.files import is_address, read_file
 from fp8bench.model.request import REQUEST_RULES, Rule, whole_number
 from fp8bench.report.data.loggers import DEFAULT_PLACES, LogTarget
 from fp8bench.units import bytes_of, number_of, number_or_text_of
@@ -74,12 +75,13 @@ def layers(text: str) -> tuple[tuple[str, str], ...]:
 def precision_map(text: str) -> tuple[tuple[str, str], ...]:
     """LAYER=DTYPE pairs, or a file with one on each line and remarks after #."""
     file = Path(text) if text and "=" not in text and "\0" not in text else None
-    if file is None or not file.is_file():
+    if file is None or not os.path.lexists(file):
         return layers(text)
     try:
-        lines = [line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = [line.partition("#")[0].strip() for line in read_file(file).decode().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"the file {text!r} cannot be read ({error})") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise argparse.ArgumentTypeError(f"the file {text!r} cannot be read ({why})") from None
     return layers(",".join(filter(None, lines)))
 
 

@@ -8,13 +8,16 @@ that another user could have written, is ignored, and the compiler makes the ker
 from __future__ import annotations
 
 import contextlib
+import grp
 import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
 import json
 import os
+import pwd
 import shutil
+import stat
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +44,7 @@ def read(kernel: object) -> tuple[Call, int] | None:
     """A kept kernel, and the bits of its vectors; None where there is none that is unchanged."""
     path = _file_of(kernel)
     try:
-        kept = unsealed(json.loads(path.read_bytes())) if path is not None and _is_own(path) else None
+        kept = unsealed(json.loads(_read_own(path))) if path is not None else None
         return None if kept is None else (_call_of(kept), int(kept["bits"]))
     except Exception:  # noqa: BLE001 - whatever is wrong with it, the compiler makes it anew
         return None
@@ -59,7 +62,7 @@ def keep(kernel: Any, run: Call, bits: int, made: Sequence[ModuleType]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.parent.chmod(0o700)
             write_whole(path, compact(sealed(kept)), sync=False)
-            path.chmod(0o600)  # whatever the umask: see _is_own
+            path.chmod(0o600)  # whatever the umask: see _read_own
     except (OSError, StoreError, LookupError, TypeError, AttributeError, SyntaxError, RuntimeError):
         return
 
@@ -169,11 +172,34 @@ def _folder() -> Path:
     return Path(module.default_cache_dir())
 
 
-def _is_own(path: Path) -> bool:
-    """Whether nobody else can have written the file, whose text is executed."""
-    about = [place.stat() for place in (path, path.parent)]
-    return all(place.st_uid == os.getuid() and not place.st_mode & 0o022 for place in about)
+def _read_own(path: Path) -> bytes:
+    """Reads a file that is executed, if nobody else can have written it or put it there. Raises OSError otherwise."""
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123 - opened once
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid() or _others_write(status):
+            raise PermissionError(path)
+        for folder in path.resolve().parents:
+            status = folder.lstat()
+            # In a sticky folder, as /tmp is, others may add files, but not replace ours.
+            if status.st_uid not in (os.getuid(), 0) or (_others_write(status) and not status.st_mode & stat.S_ISVTX):
+                raise PermissionError(folder)
+        return file.read()
+
+
+def _others_write(status: os.stat_result) -> bool:
+    if status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid):
+        return True
+    return bool(status.st_mode & stat.S_IWOTH)
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is this user's alone and has the user's name, as umask 002 supposes."""
+    try:
+        members, user = grp.getgrgid(group), pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return False
+    return members.gr_name == user and {*members.gr_mem} <= {user}
 
 
 def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashlib.sha256(_read_own(file)).hexdigest()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import StoreError
-from fp8bench.files import compact, locked, sealed, unsealed, write_whole
+from fp8bench.files import compact, locked, read_file, sealed, unsealed, write_whole
 from fp8bench.protocols import one_thread
 
 NARROW, WIDE = 256, 512
@@ -79,7 +79,7 @@ class Kept:
 
     def read(self) -> int | None:
         try:
-            bits = unsealed(json.loads(self._path.read_bytes()))["bits"]
+            bits = unsealed(json.loads(read_file(self._path)))["bits"]
         except (OSError, ValueError, LookupError, TypeError):
             return None
         return bits if bits in (NARROW, WIDE) else None

@@ -24,7 +24,7 @@ from fp8bench.analysis.steps.changes import (
 )
 from fp8bench.analysis.tapes import what_changed
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import keeping, lock
+from fp8bench.files import keeping, lock, open_file
 from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Ack, Cell, Tape, Trend
@@ -87,7 +87,7 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
         with ExitStack() as locked_meanwhile:
             if part.lock is not None:
                 with suppress(OSError):
-                    file = locked_meanwhile.enter_context(part.lock.open("rb"))
+                    file = locked_meanwhile.enter_context(open_file(part.lock, most=None))
                     if not lock(file, 0):
                         continue
             inside = (file for path in part.paths for file in (path.rglob("*") if path.is_dir() else [path]))

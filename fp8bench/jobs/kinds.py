@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from fp8bench.feature_list import feature_parts
+from fp8bench.files import is_no_folder
 from fp8bench.report.data.loggers import LoggedScalar, LogSource
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Page
@@ -66,7 +67,7 @@ class Kind(ABC, Generic[K]):
         last = Path(self.pattern).name
         with contextlib.suppress(OSError, ValueError):
             for path in (Path(word), Path(word) / last):
-                if path.is_file() and (path.name == last or path.resolve().match(self.pattern)):
+                if is_no_folder(path) and (path.name == last or path.resolve().match(self.pattern)):
                     return path
         paths = fitting(word, {path: self.names(path) for path in self.files(store)})
         return paths[0] if len(paths) == 1 else None

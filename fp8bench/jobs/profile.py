@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import NotSent, UsageError
+from fp8bench.files import read_file
 from fp8bench.measure.handle import claimed
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Request, Run
@@ -59,7 +60,7 @@ def function_named(target: str) -> str:
 def _functions_in(target: str) -> str:
     """Names callables of a file without running it; '' if it cannot be read."""
     try:
-        body = ast.parse(Path(target).read_bytes()).body
+        body = ast.parse(read_file(Path(target))).body
     except (OSError, ValueError, SyntaxError):
         return ""
     named = (node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import Fp8benchError, UsageError
-from fp8bench.files import keeping, write_whole
+from fp8bench.files import keeping, open_file, write_whole
 from fp8bench.jobs.kinds import K, Kind, meant_by
 from fp8bench.model import Figure, Run, Trend, trend_name
 from fp8bench.report.data.plain import Rows, csv_text
@@ -141,8 +141,8 @@ def _index_of(reports: Path) -> Page:
     dated = sorted(((began(path.parent.name), path) for path in reports.glob(f"*/{PAGE}")), reverse=True)
     listed = []
     for when, path in dated[:MOST_REPORTS]:
-        with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-            if (card := read_card(file.read(CARD_BYTES))) is not None:
+        with contextlib.suppress(OSError), open_file(path) as file:
+            if (card := read_card(file.read(CARD_BYTES).decode(errors="replace"))) is not None:
                 listed.append(ListedReport(card, path.parent.name, when))
     return index_page(listed, len(dated) - len(listed))
 

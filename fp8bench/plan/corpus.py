@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import write_whole
+from fp8bench.files import open_file, read_file, write_whole
 from fp8bench.plan.bpe import encoded
 
 MOST_BYTES = 8 << 20
@@ -55,7 +55,7 @@ def standard_library_text() -> bytes:
 def given_text(path: Path, most: int | None = None) -> bytes:
     """The text of a user's file, `most` bytes of it; what cannot be trained on is refused with a sentence."""
     try:
-        with path.open("rb") as file:
+        with open_file(path, most=None) as file:
             text = file.read(most or MOST_BYTES)
     except OSError as error:
         raise UsageError(f"--data {path} cannot be read ({error.strerror}). Give a text file.") from None
@@ -114,7 +114,7 @@ def write_tokens(path: Path, tokens: Callable[[], bytes]) -> None:
     """Make a token file where there is none that is as it was written: a digest lies beside it."""
     noted = path.with_suffix(".sha256")
     with contextlib.suppress(OSError):
-        if noted.read_text() == hashlib.sha256(path.read_bytes()).hexdigest():
+        if read_file(noted).decode() == hashlib.sha256(read_file(path)).hexdigest():
             return
     made = tokens()
     replace_tokens(path, made)

@@ -40,8 +40,9 @@ def acks_of(store: Path) -> Path:
 def load_acks(store: Path) -> Acks:
     try:
         lines, troubles = _log(store).lines()
-    except OSError as error:
-        return Acks(troubles=(f"it cannot be read ({error.strerror}), so that nothing counts as acknowledged",))
+    except StoreError as error:
+        why = str(error).removeprefix(str(acks_of(store))).rstrip(".")
+        return Acks(troubles=(f"it{why}, so that nothing counts as acknowledged",))
     undone = {line.id for line in lines if isinstance(line, Undo)}
     acks = {line.id: line for line in reversed(lines) if isinstance(line, Ack) and line.id not in undone}
     return Acks(
@@ -56,11 +57,7 @@ def append_acks(store: Path, lines: Sequence[Ack | Undo]) -> None:
 
 def merge_acks(store: Path, other: Path) -> int:
     """Adds the lines of another store that are not here; returns how many those are. Raises StoreError."""
-    try:
-        theirs, _ = _log(other).lines()
-    except OSError as error:
-        raise StoreError(f"{acks_of(other)} was not taken ({error.strerror}).") from None
-    return len(_log(store).merge(theirs))
+    return len(_log(store).merge(_log(other).lines()[0]))
 
 
 def _log(store: Path) -> Log[Ack | Undo]:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import locked, safe, sealed_line, unsealed_line, write_whole
+from fp8bench.files import locked, read_file, safe, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
 from fp8bench.model.run import SWITCHES_SET
 from fp8bench.store.kept_lines import Log
@@ -69,9 +69,9 @@ def _keep(store: Path, environment: Environment, device: DeviceFacts, ceilings: 
 
 
 def history_of_ceilings(store: Path) -> list[Ceilings]:
-    """Returns all ceilings that were measured in a store, oldest first."""
+    """Returns all ceilings that were measured in a store, oldest first. Raises StoreError."""
     # A merge appends another store's, which may be older.
-    return sorted(_log(store).values(), key=lambda ceilings: ceilings.when)
+    return sorted(_log(store).lines()[0], key=lambda ceilings: ceilings.when)
 
 
 def merge_ceilings(store: Path, other: Path) -> int:
@@ -98,7 +98,7 @@ def _log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:
 def _read(log: Log[Ceilings]) -> Ceilings | None:
     """Returns None where there is no such file or it is broken; both mean that the device is measured again."""
     try:
-        return log.read(unsealed_line(log.path.read_bytes().strip())[0])
+        return log.read(unsealed_line(read_file(log.path).strip())[0])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

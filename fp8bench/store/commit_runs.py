@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8bench.errors import Fp8benchError, RunNotFound, StoreError
+from fp8bench.files import is_no_folder
 from fp8bench.model import Cell, Plan, Point, Run, Series
 from fp8bench.store.asv.identity import Identity, from_facts
 from fp8bench.store.points import RunPoints, followed, merged
@@ -288,7 +289,7 @@ def _of_word(word: str, store: Path) -> ChosenRuns:
     try:
         if Path(word).is_dir():
             return _newest_of(Path(word))
-        single = word == "last" or Path(word).is_file()
+        single = word == "last" or is_no_folder(Path(word))
         there = Listing(()) if single else listing(store)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.files import LOCK as LOCK_FILE
-from fp8bench.files import Damaged, is_locked, sealed, unsealed, write_whole
+from fp8bench.files import Damaged, is_locked, open_file, read_file, sealed, unsealed, write_whole
 from fp8bench.model import Run, Status
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
@@ -40,7 +41,7 @@ def write_plan(plan: FleetPlan, path: Path) -> None:
 def read_plan(path: Path) -> FleetPlan:
     """Raises UsageError where the file is no plan."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(path))
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read ({error.strerror}).") from None
     except (ValueError, RecursionError) as error:
@@ -122,7 +123,7 @@ def _files_of(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run | str]]:
 
 def _cell_in_header(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             match = _SAYS_CELL.search(file.readline(_HEADER_BYTES))
     except OSError:
         return ""
@@ -227,8 +228,8 @@ def _attempts_of(folder: Path) -> tuple[tuple[Attempt, ...], list[str]]:
     wrong = [f"{path} is no file" for name in (OUTPUT, LOCK_FILE) if (path := folder / name).is_dir()]
     try:
         attempts, troubles = log.lines()
-    except OSError as error:
-        return (), [*wrong, f"{log.path} cannot be read ({error.strerror})"]
+    except StoreError as error:
+        return (), [*wrong, str(error).rstrip(".")]
     return tuple(attempts), [*wrong, *(f"{log.path}: {trouble}" for trouble in troubles)]
 
 
@@ -239,7 +240,9 @@ def _attempts(folder: Path) -> Log[Attempt]:
 def _last_words(folder: Path) -> str:
     """Returns the last message of fp8bench in what the process printed, else its last line."""
     try:
-        text = (folder / OUTPUT).read_bytes()[-_TAIL:].decode("utf-8", errors="replace")
+        with open_file(folder / OUTPUT, most=None) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            text = file.read(_TAIL).decode("utf-8", errors="replace")
     except OSError:
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import Damaged, append_lines, digest_of, keeping, sealed_line, unsealed_line
+from fp8bench.files import Damaged, append_lines, digest_of, keeping, read_file, sealed_line, unsealed_line
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 
 T = TypeVar("T")
@@ -74,10 +74,17 @@ class Log(Generic[T]):
         return {"version": self.version, key: encode(value)} if key else encode(value)
 
     def lines(self) -> tuple[list[T], list[str]]:
-        """Returns the values, and for each line that has none the reason; nothing without a file. Raises OSError."""
+        """Returns the values, and for each line that has none the reason; nothing without a file. Raises
+        StoreError."""
         sound: list[T] = []
         troubles = []
-        for number, line in enumerate(self.path.read_bytes().split(b"\n") if self.path.exists() else (), 1):
+        try:
+            content = read_file(self.path)
+        except FileNotFoundError:
+            return [], []
+        except OSError as error:
+            raise StoreError(f"{self.path} cannot be read ({error.strerror}).") from None
+        for number, line in enumerate(content.split(b"\n"), 1):
             try:
                 if line.strip():
                     sound.append(self.read(unsealed_line(line)[0]))
@@ -89,19 +96,13 @@ class Log(Generic[T]):
                 troubles.append(f"line {number} is no JSON")
         return sound, troubles
 
-    def values(self) -> list[T]:
-        try:
-            return self.lines()[0]
-        except OSError:
-            return []
-
     def append(self, values: Iterable[T]) -> None:
         """Writes values through to the disk, behind what is there. Raises StoreError."""
         with keeping(self.path, self.remedy):
             append_lines(self.path, [sealed_line(self.content_of(value)) for value in values])
 
     def merge(self, theirs: Iterable[T]) -> list[T]:
-        """Adds the values of another log that are not in this one, and returns them. Raises StoreError and OSError."""
+        """Adds the values of another log that are not in this one, and returns them. Raises StoreError."""
         known = set(self.lines()[0])
         new = [value for value in dict.fromkeys(theirs) if value not in known]
         if new:
@@ -146,7 +147,7 @@ class _SealedLine(NamedTuple):
 def lines_of(path: Path, called: str) -> FileLines:
     """Reads a file. Raises RunNotFound."""
     try:
-        return sheet_of(path.read_bytes())
+        return sheet_of(read_file(path))
     except OSError as error:
         raise RunNotFound(f"{called} {path} cannot be read ({error.strerror}).") from None
 

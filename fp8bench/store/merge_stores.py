@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import append, is_locked, keeping, locked, write_whole
+from fp8bench.files import append, is_locked, keeping, locked, open_file, read_file, write_whole
 from fp8bench.model import Series
 from fp8bench.store.acks import merge_acks
 from fp8bench.store.asv.view import Taken, define, merge_folders, results_of, write_place
@@ -103,12 +103,12 @@ def take(path: Path, content: bytes, target: Path) -> CopyOutcome:
             return CopyOutcome.NEW
         if id_of(target) != id_of(path):
             raise StoreError(f"{path} was not taken: {target} is another run. Rename one of them.")
-        if is_beginning(content, target.read_bytes()):
+        if is_beginning(content, read_file(target)):
             return CopyOutcome.SAME
-        if content.startswith(target.read_bytes()):
-            with target.open("ab") as file:  # a kill leaves the first lines of theirs, which a later merge completes
+        if content.startswith(read_file(target)):
+            with open_file(target, "ab") as file:  # a kill leaves their first lines, which a later merge completes
                 lock_run(file, target)
-                own = target.read_bytes()
+                own = read_file(target)
                 if content.startswith(own):
                     append(file, content[len(own) :])
                     return CopyOutcome.LONGER
@@ -121,9 +121,9 @@ def take(path: Path, content: bytes, target: Path) -> CopyOutcome:
 def _whole(path: Path, merged: Merged) -> bytes:
     """Returns the bytes of one of their files, up to the last whole line where it is still being written."""
     if not is_locked(path):
-        return path.read_bytes()
+        return read_file(path)
     merged.notes.append(f"run {path.stem} is still being measured there: merge again when it has ended")
-    content = path.read_bytes()
+    content = read_file(path)
     return content[: content.rfind(b"\n") + 1]
 
 

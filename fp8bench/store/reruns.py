@@ -18,7 +18,7 @@ from pathlib import Path
 from fp8bench.analysis.labels import AHEAD, disturbed_slots
 from fp8bench.analysis.verdicts import best_log
 from fp8bench.errors import StoreError
-from fp8bench.files import locked, sealed_line, unsealed_line, write_whole
+from fp8bench.files import locked, read_file, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Level, Record, Reruns, Run, Timing
 from fp8bench.store.ceilings import machine_file
 
@@ -155,7 +155,7 @@ def _path(records: Sequence[Record], run: Run, store: Path) -> Path:
 
 def _read(path: Path) -> dict[str, Seen]:
     try:
-        content, _ = unsealed_line(path.read_bytes().strip())
+        content, _ = unsealed_line(read_file(path).strip())
         if content["version"] != _VERSION:
             return {}
         rows = content["cases"].items()

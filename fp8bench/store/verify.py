@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL, is_locked, unsealed
+from fp8bench.files import PARTIAL, is_locked, read_file, unsealed
 from fp8bench.model import Fault, Run
 from fp8bench.store.acks import acks_of, load_acks
 from fp8bench.store.kept_lines import BESIDE_RUNS, sheet_of
@@ -108,14 +108,16 @@ def _unsealed(path: Path) -> Iterator[Fault]:
     """Yields a fault where a file is not what was written, whether it has lines or is one document."""
     try:
         if path.suffix == ".jsonl":
-            sheet = sheet_of(path.read_bytes())
+            sheet = sheet_of(read_file(path))
             broken = [f"line {line.number} is not as it was written ({line.why})" for line in sheet.broken]
             whats = [*broken, *sheet.troubles]
         else:
-            plain = json.loads(path.read_bytes())
+            plain = json.loads(read_file(path))
             unsealed(plain if isinstance(plain, dict) else {})
             return
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        whats = [f"it cannot be read ({error.strerror})"]
+    except (ValueError, RecursionError) as error:
         whats = [f"it is not as it was written ({str(error)[:80]})"]
     if whats:
         yield Fault(str(path), "; ".join(whats[:_MOST_TROUBLES]), "Put it right from a copy, or measure it again")

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, ImportFailed
+from fp8bench.files import check_file, read_file
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code.switches import Switch, process_switches, put_back, values_of
 
@@ -89,7 +90,7 @@ def digest_of(names: Iterable[str]) -> str | None:
     whole = hashlib.sha256()
     files = [file for name in names for file in _files_of(name)]
     for file in files:
-        whole.update(hashlib.sha256(file.read_bytes()).digest())
+        whole.update(hashlib.sha256(read_file(file)).digest())
     return whole.hexdigest() if files else None
 
 
@@ -127,8 +128,9 @@ def _import_file(path: Path) -> None:
     spec = importlib.util.spec_from_file_location(name, path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory")
-    if spec is None or spec.loader is None or not path.is_file():
+    if spec is None or spec.loader is None or not path.exists():
         raise FileNotFoundError(f"no such file: {path}")
+    check_file(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

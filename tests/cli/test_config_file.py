@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.cli.config_file import LARGEST_FILE, read_config, with_config
+from fp8bench.cli.config_file import LARGEST_CONFIG, read_config, with_config
 from fp8bench.cli.main import build_parser, commands_of, main
 from fp8bench.errors import UsageError
 from fp8bench.measure.handle import LocalWorker
@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
     "an escape that is none": ('data: "\\UFFFFFFFF"', "cannot be read ("),
     "a control character": ("seed: 1\ndata: \x01", "special characters are not allowed"),
     "bytes": (b"\x89PNG\r\n\x1a\n\xff", "'utf-8' codec can't decode byte"),
-    "a huge file": (b"#" * (LARGEST_FILE + 1), "cannot be read (larger than 1 MiB)"),
+    "a huge file": (b"#" * (LARGEST_CONFIG + 1), "and at most 1.00 MiB are read: move it away"),
     **{line: (line, words) for line, words in {
         "use_fp8: yes": "use_fp8: expected true or false, got 'yes'.",
         "fp8_format: hybird": "expected one of hybrid, e4m3, e5m2",

@@ -198,7 +198,7 @@ def test_a_file_that_cannot_be_looked_at_is_a_sentence(store: Path) -> None:
     file.mkdir()
     (store / "runs" / "box" / "20260101T000000Z-0a1b2c3d-00000000.jsonl").mkdir()
     said = again(store)
-    assert said == f"history: {file} cannot be read (it is not a file).{AGAIN}"
+    assert said == f"history: {file} cannot be read (Is a directory).{AGAIN}"
 
 
 # What a person, an editor or another version does.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fp8bench.store.runs.listing import LARGEST_RUN, dated_later, find_run, run_files
+from fp8bench.files import LARGEST_FILE
+from fp8bench.store.runs.listing import dated_later, find_run, run_files
 from fp8bench.store.runs.run_file import start_run
 from tests.commands import Say
 from tests.histories import keep, run_at
@@ -26,7 +28,7 @@ def test_a_file_that_no_memory_holds_is_no_run(store: Path, fp8bench: Say) -> No
     files = list(run_files(store))
     large = files[0].with_name("20270101T000000.000Z-nocommit-aaaaaaaa.jsonl")
     with large.open("wb") as file:
-        file.truncate(512 * LARGEST_RUN)
+        file.truncate(64 * LARGEST_FILE)
     large.with_name("20270102T000000.000Z-nocommit-bbbbbbbb.jsonl").symlink_to("/dev/zero")
     (store / "runs" / "loop").symlink_to("loop")
     assert list(run_files(store)) == files and find_run("last", store) == files[0]
@@ -36,6 +38,31 @@ def test_a_file_that_no_memory_holds_is_no_run(store: Path, fp8bench: Say) -> No
         assert ("aaaaaaaa.jsonl: it is no run file" in " ".join(out.split())) == ("verify" in words)
     code, _, err = fp8bench("fleet", "collect", "-", str(store), "--store", str(store.parent / "all"))
     assert code == 3 and "aaaaaaaa.jsonl is no run file" in err and len(list(run_files(store.parent / "all"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("endless", "it has 64.0 GiB"), ("pipe", "it is a named pipe"), ("loop", "Too many levels of")]
+)
+def test_no_file_of_a_store_is_waited_for_or_fills_the_memory(store: Path, fp8bench: Say, kind: str, why: str) -> None:
+    beside = ("acks.jsonl", "ceilings/history.jsonl", "inference.jsonl", "plans/a.json", "sensitivity/a.json")
+    for name in (
+        *beside,
+        "trainings/20990101T000000.000Z-nocommit-aaaaaaaa/steps.jsonl",
+        "asv/results/benchmarks.json",
+    ):
+        path = store / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "endless":
+            path.touch()
+            os.truncate(path, 64 * LARGEST_FILE)
+        elif kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to(path.name)
+    for words in ("history verify", "history ceilings", "history regressions", "history rebuild", "advise last"):
+        code, out, err = fp8bench(*words.split(), "--store", str(store))
+        assert why in " ".join((out + err).split()) and "Traceback" not in err, words
+        assert (code == 0) == (words == "history regressions"), words
 
 
 def test_a_clock_that_was_set_back_is_noticed(store: Path) -> None:

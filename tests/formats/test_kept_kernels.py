@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
 import shutil
 import sys
 from pathlib import Path
@@ -47,19 +49,67 @@ def test_nothing_is_kept_of_a_gpu_or_before_it_is_compiled(cache: Path) -> None:
     assert not list(cache.iterdir())
 
 
-def test_what_others_may_have_written_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "kernel"
-    file.touch()
-    assert kept_kernels._is_own(file)
-    for place in (file, tmp_path):
-        mode = place.stat().st_mode
-        for others in (0o020, 0o002):
-            place.chmod(mode | others)
-            assert not kept_kernels._is_own(file)
-        place.chmod(mode)
+@pytest.fixture
+def kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that `read` takes, whose text is executed, in a folder of the user's in a sticky one."""
+    monkeypatch.setattr(grp, "getgrgid", lambda number: grp.struct_group(("staff", "x", number, [])))
+    file = cache / "user" / "fp8bench" / "kernel.json"
+    file.parent.mkdir(parents=True)
+    cache.chmod(0o1777)
+    file.write_text(
+        compact(sealed({"call": "def call(self, arguments): pass", "libraries": {}, "helpers": [], "bits": 7}))
+    )
+    monkeypatch.setattr(kept_kernels, "_file_of", lambda kernel: file)
+    return file
+
+
+def bits() -> int | None:
+    read = kept_kernels.read(KERNEL)
+    return None if read is None else read[1]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("others", [0o020, 0o002])
+def test_what_others_may_have_written_is_not_run(place: int, others: int, kept: Path) -> None:
+    """The file, its folder and the folder above, in which its folder could be replaced."""
+    open_to_others = [kept, *kept.parents][place]
+    assert bits() == 7
+    open_to_others.chmod(open_to_others.stat().st_mode | others)
+    assert bits() is None
+
+
+def test_what_belongs_to_another_user_is_not_run(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = Path.lstat
+
+    def of_another(path: Path) -> os.stat_result:
+        status = [*about(path)]
+        return os.stat_result([*status[:4], 4242 if path == kept.parent.parent else status[4], *status[5:]])
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+    assert bits() is None
+    monkeypatch.undo()
     owner = os.getuid()
+    monkeypatch.setattr(kept_kernels, "_file_of", lambda kernel: kept)
+    assert bits() == 7
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    assert not kept_kernels._is_own(file)
+    assert bits() is None
+
+
+def test_a_group_of_this_user_alone_may_write(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = pwd.getpwuid(os.getuid()).pw_name
+    kept.chmod(0o660)
+    for members, read in (([], 7), ([name], 7), ([name, "other"], None)):
+        monkeypatch.setattr(grp, "getgrgid", lambda number, of=members: grp.struct_group((name, "x", number, of)))
+        assert bits() == read
+
+
+def test_a_link_and_a_pipe_are_not_run(kept: Path) -> None:
+    kept.rename(kept.with_name("other"))
+    kept.symlink_to("other")
+    assert bits() is None
+    kept.unlink()
+    os.mkfifo(kept)
+    assert bits() is None
 
 
 @pytest.mark.slow
@@ -73,13 +123,11 @@ def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Pa
     ran((sys.executable, "-c", monkeyed, str(tmp_path / "given")))
     assert all(map(torch.equal, given, torch.load(tmp_path / "given")))
     found = unsealed(json.loads(file.read_bytes()))
-    for open_to_others in (file, file.parent):
-        mode = open_to_others.stat().st_mode
-        open_to_others.chmod(mode | 0o020)
-        assert kept_kernels.read(KERNEL) is None
-        open_to_others.chmod(mode)
     assert kept_kernels.read(KERNEL) is not None
     ((name, (library, digest)),) = found["libraries"].items()
+    Path(library).chmod(0o757)
+    assert kept_kernels.read(KERNEL) is None
+    Path(library).chmod(0o755)
     for wrong in ({**found, "libraries": {name: [library, "0" * 64]}}, {**found, "call": "def call(self, args: "}):
         file.write_text(compact(sealed(wrong)))
         assert kept_kernels.read(KERNEL) is None

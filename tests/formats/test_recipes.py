@@ -44,6 +44,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: alike(Treatment(E4M3, MX), delayed=Delayed()), "one scale a tensor"),
     (lambda: alike(Treatment(E4M3), delayed=Delayed()), "one scale a tensor"),
     (lambda: alike(Treatment(E2M1, MX), hadamard=True, high_weight_gradient=True), "hadamard=off"),
+    (lambda: alike(Treatment(E4M3), accumulator_bits=1), "keep 2 to 23 bits, not 1"),
     (lambda: Scaling(0, 128), "fit"),
     (lambda: Scaling(-1, 128), "fit"),
     (lambda: Scaling(32, 32, E8M0, ScaleRounding.RCEIL), "not 32 x 32"),

@@ -23,7 +23,7 @@ from tests.house.sources import FILES, PACKAGE, ROOT
 
 # Rooms of the core and the folders whose tests are nearest to them.
 NEAREST = {
-    "analysis": ("analysis", "report"),
+    "analysis": ("analysis", "report", "golden"),
     "formats": ("formats", "precisions"),
     "measure": ("measure",),
     "model": ("model", "measure", "store"),

@@ -11,6 +11,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|farm)/")
+# What opens a file of a store or of a user is files.open_file, which waits for no pipe. The others read what is this
+# machine's or our own.
+OPENS = re.compile(r"""\.read_(?:bytes|text)\(|\.open\("(?:rb|ab|r\+b|a\+b)\"""")
+OTHERS = (
+    "plan/corpus.py", "store/asv/identity.py", "store/figures/steps.py", "jobs/topology.py",
+    "features/selftest/checks.py", "features/infer/job.py", "features/init/command.py",
+)  # fmt: skip
 LATER = re.compile(r"\b(?:TO" + "DO|FIX" + "ME)\\b")
 
 
@@ -39,3 +46,10 @@ def test_files_hold_no_paths_of_one_machine_and_nothing_is_left_for_later(files:
     assert Path(__file__).resolve() in files
     assert not offenders(files, MACHINE_PATH) + offenders(files, LATER)
     assert not [path for path in files if path.stem in {"utils", "util", "helpers", "misc"}]
+
+
+def test_files_of_a_store_or_a_user_are_opened_in_one_way() -> None:
+    package = ROOT / "fp8bench"
+    files = [path for room in ("store", "plan", "jobs", "features", "cli") for path in (package / room).rglob("*.py")]
+    opening = {str(path.relative_to(package)) for path in files if OPENS.search(path.read_text())}
+    assert opening == set(OTHERS)

@@ -25,7 +25,7 @@ TABLE: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "units": frozenset(),
     "model": frozenset({"errors", "units"}),
-    "files": frozenset({"errors", "model"}),
+    "files": frozenset({"errors", "model", "units"}),
     "protocols": FLOOR,
     "registry": FLOOR | {"protocols"},
     "user_code": FLOOR | NAMES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import pytest
@@ -36,6 +37,17 @@ def broken(kernel: compiling.Kernel) -> compiling.Compiled:
     raise RuntimeError("\n  no compiler here.\nat line 1\n")
 
 
+class Held:
+    """Goes when garbage is collected, and not before."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def held_by_itself() -> weakref.ref[Held]:
+    return weakref.ref(Held())
+
+
 def prepare(bench: Bench, key: str = "key") -> None:
     bench.prepare(key, Case("gemm", GEMM, MODE, "cpu"), CPU)
 
@@ -64,9 +76,10 @@ def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch
     prepare(bench)
     steps, workload = [], bench._prepared["key"].workload
     with monkeypatch.context() as patch:
-        patch.setattr(workload, "step", lambda state, phase: steps.append(type(phase)))
+        patch.setattr(workload, "step", lambda state, phase: steps.append((type(phase), held_by_itself())))
         bench.compile_quantisers("key")
-    assert steps == [SilentPhases]
+    ((phases, left),) = steps
+    assert phases is SilentPhases and left() is None  # nothing is collected while a slot is timed
     assert bench.quantisers() == (0, "compiling failed: RuntimeError: no compiler here")
     slot = bench.slot("key", 1, 0)
     assert (slot.eager_quantisers, slot.fused_quantisers) == (2, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
@@ -124,6 +125,16 @@ def test_a_compiled_function_runs_as_what_it_was_made_of(bench: Bench, corpus: C
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape_pass, "STEPS", 1)
+
+
+def test_steps_end_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is a warm-up; where a step takes longer than all may take, it is the only one."""
+    monkeypatch.setattr(tape_pass, "STEPS", 5)
+    assert list(tape_pass._turns()) == [0, 1, 2, 3, 4, 5]
+    for seconds, turns in ((tape_pass.SECONDS, [0, 1]), (tape_pass.SECONDS + 1, [0])):
+        clock = count(10.0, seconds)
+        monkeypatch.setattr(tape_pass.time, "perf_counter", lambda clock=clock: next(clock))
+        assert list(tape_pass._turns()) == turns
 
 
 def shares(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> Iterator[tuple[str, Shares]]:

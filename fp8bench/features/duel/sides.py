@@ -1,6 +1,7 @@
 """What makes the sides of a duel differ: an interpreter, or a working tree of another revision.
 
-The tree lies in a temporary folder, which is removed when its duel ends, or else by the next duel.
+The tree lies in a temporary folder. When the duel ends, also by SIGKILL, its warden removes the folder; where the
+warden was killed, too, the next duel does.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ PREFIX = "fp8bench-duel-"
 _LOCK = "owner.lock"
 # A younger folder without a lock may be one that is just being made, by a process that waits for a core.
 _YOUNG_SECONDS = 600.0
+# A shell that waits for the end of this process, has git forget the tree, and removes the folder, into which a worker
+# that is being ended may still write.
+_WARDEN = """cat; git -C "$1/tree" worktree remove --force "$1/tree"
+for again in 1 2 3 4 5; do rm -rf "$1" && exit; sleep 1; done"""
 
 
 @contextmanager
@@ -45,12 +50,17 @@ def scratch() -> Iterator[Path]:
         raise StoreError(
             f"no temporary folder can be made ({error.strerror}). Make room, or set TMPDIR to a folder that has some."
         ) from None
+    warden = subprocess.Popen(
+        ["sh", "-c", _WARDEN, "sh", str(folder)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, env=_environment(), start_new_session=True,
+    )  # fmt: skip
     try:
         with owner:
             yield folder
     finally:
         with ignored():
             shutil.rmtree(folder, ignore_errors=True)
+            warden.communicate()
 
 
 def sweep() -> None:
@@ -124,12 +134,15 @@ def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterat
             _git(repository, "worktree", "remove", "--force", str(tree))
 
 
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _WHERE} | {"LC_ALL": "C"}
+
+
 def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = ["git", *words]
-    environment = {name: value for name, value in os.environ.items() if name not in _WHERE} | {"LC_ALL": "C"}
     try:
         return subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace",
+            command, cwd=folder, env=_environment(), capture_output=True, text=True, errors="replace",
             timeout=_GIT_SECONDS, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     except OSError as error:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL, is_locked, keeping, locked, make_store
+from fp8bench.files import PARTIAL, is_locked, keeping, locked, make_store, read_file
 from fp8bench.model import Run
 from fp8bench.model.run import FleetPlan
 from fp8bench.store.fleet_plans import keep_plan, number_of
@@ -80,7 +80,7 @@ def _foreign_files(store: Path, runs: set[Path]) -> Iterator[str]:
 
 
 def _take(plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Collected, path: Path) -> None:
-    running, content, run = is_locked(path), path.read_bytes(), load_run(path)
+    running, content, run = is_locked(path), read_file(path), load_run(path)
     if not run.started:
         raise StoreError(f"{path} was not taken: {run.troubles[0]}, and so is which machine it is of.")
     if plan is not None and number_of(plan, run.cell) is None:

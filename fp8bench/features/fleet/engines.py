@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import keeping
+from fp8bench.files import keeping, open_file
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.store.fleet_plans import OUTPUT, add_attempt, folder_of, should_run, states_of
 from fp8bench.store.runs.run_file import check_store
@@ -108,7 +108,7 @@ def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     begin = time.monotonic()
     # Sentences folded to a terminal's width would be cut where they are quoted.
     unfolded = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    with keeping(folder / OUTPUT, "Move it away."), (folder / OUTPUT).open("ab") as output:
+    with keeping(folder / OUTPUT, "Move it away."), open_file(folder / OUTPUT, "ab", most=None) as output:
         code = exit_code(tied(words, output, unfolded))
     add_attempt(
         plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - begin, code)
@@ -314,7 +314,7 @@ def run_on_node(words: list[str], log: str, folder: str, threads: str | None) ->
     environment = {name: value for name, value in os.environ.items() if name != _THREADS}
     if threads is not None:
         environment[_THREADS] = threads
-    with Path(log).open("ab") as output:
+    with open_file(Path(log), "ab", most=None) as output:
         return exit_code(tied(words, output, environment, Path(folder) if Path(folder).is_dir() else None))
 
 

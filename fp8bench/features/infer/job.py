@@ -35,6 +35,7 @@ from fp8bench.features.infer.values import (
 from fp8bench.features.train.kind import load_head, newest_checkpoint, training_named
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.values import TokenSpan
+from fp8bench.files import open_file
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
 from fp8bench.model import DeviceFacts, Level, Record, Request, Run
@@ -304,7 +305,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
 def _tokens(span: TokenSpan) -> array[int]:
     ids = array("H")
     try:
-        with Path(span.path).open("rb") as file:
+        with open_file(Path(span.path), most=None) as file:
             file.seek(span.start * ids.itemsize)
             ids.frombytes(file.read((span.stop - span.start) * ids.itemsize))
     except (OSError, ValueError) as error:

@@ -58,6 +58,7 @@ from fp8bench.features.plan_parallel.ranking import (
     with_least_checkpointing,
     with_rate,
 )
+from fp8bench.files import read_file
 from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.nn.parallel.ways import ScaleTraffic, scale_traffic_of_cuts
@@ -242,7 +243,7 @@ def read_topology(file: Path) -> Topology:
         if file.name not in _shipped():
             raise UnknownName("topology", str(file)[:80], _shipped(), f"{', '.join(_shipped())}, or a YAML file")
         name, file = file.name, Path(__file__).parent / "topologies" / f"{file.name}.yaml"
-        complain(f"--topology {name}: {file.read_text(encoding='utf-8').splitlines()[0].removeprefix('# ')} ({file})")
+        complain(f"--topology {name}: {read_file(file).decode().splitlines()[0].removeprefix('# ')} ({file})")
     values: dict[str, float] = {}
     for name, value in read_mapping("--topology", file, _FORM).items():
         if name not in _NAMES:

@@ -14,7 +14,7 @@ from typing import Any
 from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError, WorkerFault
 from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, map_alone, map_of, value_of
-from fp8bench.files import compact, keeping, sealed, stamp, unsealed, write_whole
+from fp8bench.files import compact, keeping, read_file, sealed, stamp, unsealed, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import AskedBench, Worker, claimed
@@ -75,7 +75,7 @@ def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
     studies, troubles = [], []
     for path in sorted((store / "sensitivity").glob("*.json")):
         try:
-            studies.append(decode(Study, {**unsealed(json.loads(path.read_bytes())), "path": str(path)}))
+            studies.append(decode(Study, {**unsealed(json.loads(read_file(path))), "path": str(path)}))
         except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
             troubles.append(f"{path} is no study and was left out ({str(error)[:120]})")
     return tuple(studies), troubles

@@ -42,7 +42,7 @@ from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, mean_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_on
 from fp8bench.features.train.view import answers, arms_table
-from fp8bench.files import append
+from fp8bench.files import append, read_file
 from fp8bench.jobs.report_files import PAGE, folder_of_kept, short_path
 from fp8bench.measure.environment import command_line
 from fp8bench.model.codec import encode
@@ -358,7 +358,7 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
 def _read(path: Path) -> list[StreamLine]:
     """The lines of a stream without a last one that was cut off. Raises UsageError where there is no row of a step."""
     try:
-        texts = path.read_text().splitlines()
+        texts = read_file(path).decode().splitlines()
     except OSError as error:
         raise RunNotFound(f"the stream {path} cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError:

@@ -20,6 +20,7 @@ from fp8bench.features.train.lab.models import config_of, layers_of
 from fp8bench.features.train.request import TrainingRequest, file_of, merges_of
 from fp8bench.features.train.tasks import TASK_TEXT, text_of
 from fp8bench.features.train.values import LayerReading, TokenSpan, TrainingText
+from fp8bench.files import check_file, memory_size, open_file, read_file
 from fp8bench.plan.bpe import BYTES, Merges, encoded, learnt_merges
 from fp8bench.plan.corpus import name_of, named_text, replace_tokens, write_tokens
 from fp8bench.protocols import TensorScale
@@ -34,6 +35,8 @@ _PARTS = 10
 LEAST_WINDOWS = 4
 _BYTES_A_TOKEN = 2
 _CHUNK = 1 << 24
+# The largest file of tokens: all of it is read for its digest, and no training here sees a hundredth of this.
+_LARGEST_TOKENS = 32 << 30
 # Names of held-out parts of a saved dataset, by preference.
 _HELD_OUT_SPLITS = ("validation", "valid", "test")
 
@@ -106,7 +109,7 @@ def _token_file(source: _Source, digest: str, merge_count: int, folder: Path) ->
     if not merge_count:
         path = folder / f"{digest[:16]}.tokens"
         tokens = encoded(source.train + source.held_out, ())
-        if not path.is_file() or path.read_bytes() != tokens:  # a crash may leave a wrong file of the right length
+        if not path.is_file() or read_file(path) != tokens:  # a crash may leave a wrong file of the right length
             replace_tokens(path, tokens)
         return (), len(source.train), path
     key = f"{digest[:16]}-{len(source.train)}-{merge_count}"
@@ -125,9 +128,9 @@ def _token_file(source: _Source, digest: str, merge_count: int, folder: Path) ->
 def _noted(notes: Path, path: Path) -> tuple[Merges, int] | None:
     """The stored merges and number of training tokens; None where the notes are unreadable or of other tokens."""
     try:
-        merges, trained, digest = json.loads(notes.read_bytes())
+        merges, trained, digest = json.loads(read_file(notes))
         known = tuple((int(first), int(second)) for first, second in merges), int(trained)
-        return known if digest == _digest(known, path.read_bytes()) else None
+        return known if digest == _digest(known, read_file(path)) else None
     except (OSError, ValueError, TypeError):
         return None
 
@@ -178,7 +181,7 @@ def _source(data: str | None) -> _Source:
 
 def _json_of(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_file(path))
     except (OSError, ValueError) as error:
         raise UsageError(f"--data: {path} cannot be read ({error}). Save the dataset again.") from None
     return content if isinstance(content, dict) else {}
@@ -209,6 +212,7 @@ def _documents(folder: Path) -> Iterator[str]:
         raise UsageError(f"--data: {folder / 'state.json'} names no files. Save the dataset again.") from None
     for name in files:
         try:
+            check_file(folder / name, most=None)
             with pyarrow.memory_map(str(folder / name)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
                 fields = [field.name for field in stream.schema if str(field.type) in ("string", "large_string")]
                 column = "text" if "text" in fields else fields[0] if len(fields) == 1 else None
@@ -257,7 +261,7 @@ def _read_tokens(path: Path) -> tuple[int, int, str]:
         if path.suffix != ".bin" or path.stat().st_size % _BYTES_A_TOKEN:
             raise UsageError(f"--data {path} is not a file of 16-bit tokens. Give a .bin as nanoGPT writes it.")
         digest, highest, length = hashlib.sha256(), 0, 0
-        with path.open("rb") as file:
+        with open_file(path, most=_LARGEST_TOKENS) as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
                 highest = max(highest, int(np.frombuffer(chunk, dtype=np.uint16).max()))
@@ -332,7 +336,7 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
 
 def _digest_of(file: Path) -> str:
     try:
-        with file.open("rb") as content:
+        with open_file(file, most=memory_size()) as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
         raise UsageError(f"--start {file} cannot be read ({error.strerror}). Give a file with a state dict.") from None

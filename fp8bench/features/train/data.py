@@ -32,7 +32,7 @@ from fp8bench.files import safe
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 from fp8bench.report.data.loggers import LoggedScalar, LogSource, begun_at, config_of
-from fp8bench.report.data.plain import Rows, cell
+from fp8bench.report.data.plain import Rows
 
 COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "tensor", "figure", "value")
 # Fields that identify a line and are not figures.
@@ -79,12 +79,11 @@ def _summaries(judged: JudgedTraining) -> Iterator[dict[str, Any]]:
 
 
 def _rows(kept: KeptTraining) -> Iterator[tuple[Any, ...]]:
-    arms = {arm.name: tuple(map(cell, _arm(arm).values())) for arm in kept.training.arms}
+    arms = {arm.name: tuple(_arm(arm).values()) for arm in kept.training.arms}
     for line in kept.lines:
         of, layer, role, tensor = (getattr(line, name, "") for name in ("of", "layer", "role", "tensor"))
-        where = map(cell, (of, layer, str(role or tensor)))
-        own = arms.get(line.arm, (cell(line.arm), "", ""))
-        place = (*own, line.seed, line.step, type(line).__name__, *where)
+        own = arms.get(line.arm, (line.arm, "", ""))
+        place = (*own, line.seed, line.step, type(line).__name__, of, layer, str(role or tensor))
         for figure, value in _figures(line):
             yield (*place, figure, value)
 
@@ -95,12 +94,12 @@ def _arm(arm: Arm) -> dict[str, Any]:
 
 def _figures(line: StreamLine) -> Iterator[tuple[str, Any]]:
     if isinstance(line, TrainingEvent):
-        yield line.kind, cell(line.words)
+        yield line.kind, line.words
         return
     if isinstance(line, ArmCost):
         yield from costs_of(line)
         return
-    named = cell(getattr(line, "name", ""))
+    named = getattr(line, "name", "")
     for name in _NAMES[type(line)]:
         value = getattr(line, name)
         if value is not None:
@@ -115,7 +114,7 @@ def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
         if cost.memory.on_device is not None:
             yield DEVICE_PEAK_MEMORY, cost.memory.on_device
         if cost.memory.off_device:
-            yield f"{DEVICE_PEAK_MEMORY} why", cell(cost.memory.off_device)
+            yield f"{DEVICE_PEAK_MEMORY} why", cost.memory.off_device
         for name, size in cost.memory.roles:
             yield f"peak_memory {name}", size
     if cost.energy is not None:
@@ -124,7 +123,7 @@ def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
         if cost.energy.why:
             yield "energy why", cost.energy.why
     if cost.why:
-        yield "why", cell(cost.why)
+        yield "why", cost.why
 
 
 # Fields that identify a row; the time of a step is shown as a speed instead.

@@ -37,6 +37,8 @@ from fp8bench.files import (
     digest_of,
     keeping,
     lock,
+    open_file,
+    read_file,
     sealed,
     stamp,
     unsealed,
@@ -111,7 +113,7 @@ class TrainingWriter(LineWriter):
         with keeping(self.path.parent, _MAKE_ROOM):
             if places != self.places:  # or repeated steps would be taken for those before the later places
                 self._write(places)
-            cut = self.path.read_bytes()[place.length :].split(b"\n")
+            cut = read_file(self.path)[place.length :].split(b"\n")
             kept_events = [line for line in cut[:-1] if line.startswith(_EVENT) and any(kind in line for kind in _STAY)]
             self._file.truncate(place.length)
             self._file.seek(place.length)
@@ -147,7 +149,7 @@ def start_training(training: Training, store: Path) -> TrainingWriter:
 def reopen_training(path: Path) -> TrainingWriter:
     """Open a stream to continue it. Raises StoreError where another process is writing it."""
     try:
-        file = path.open("r+b")
+        file = open_file(path, "r+b")
     except OSError as error:
         raise StoreError(f"the training's file {path} cannot be written ({error.strerror}).") from None
     if not lock(file, 0):
@@ -168,7 +170,7 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
     """The places up to which the stream is still intact; without any, the first step of the first turn."""
     kept = path.with_name(_PLACES)
     try:
-        plain = json.loads(kept.read_text())
+        plain = json.loads(read_file(kept))
         known = decode(tuple[ResumePlace, ...], plain if isinstance(plain, list) else unsealed(plain)["places"])
     except FileNotFoundError:
         known = ()
@@ -176,7 +178,7 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
         raise StoreError(
             f"{kept}, which says where to resume, is broken ({error!s:.120}). Remove it to begin at the first step."
         ) from None
-    stream = path.read_bytes()
+    stream = read_file(path)
     begun = ResumePlace(0, 0, stream.find(b"\n") + 1)
 
     def is_reached(place: ResumePlace) -> bool:
@@ -232,7 +234,7 @@ def _is_of_others(name: str, value: object) -> bool:
 
 def load_head(path: Path) -> Training:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             first = sheet_of(file.readline())
         return read_header(first, path, "training", _training_from)
     except OSError as error:
@@ -287,7 +289,10 @@ class TrainingKind(Kind[KeptTraining]):
     def spare(self, store: Path) -> Iterator[SparePart]:
         for path in self.files(store):
             if (path.parent / _CHECKPOINTS).is_dir():
-                ended = sheet_of(path.read_bytes().rstrip().rpartition(b"\n")[2]).lines[-1:]
+                try:
+                    ended = sheet_of(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
+                except OSError:  # who can say whether they are needed?
+                    continue
                 finished = bool(ended) and ended[0][1].get("end") == "finished"
                 again = "which is finished" if finished else "which was cut off: `train --resume` would begin it anew"
                 what = f"checkpoints of the training {self.names(path)[0]}, {again}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import UsageError
+from fp8bench.files import is_no_folder
 from fp8bench.model.request import (
     KNOWN_SCALES,
     REQUEST_RULES,
@@ -117,7 +118,7 @@ def _as_in_a_run(default: Any, name: str, words: str = "", group: str = LENGTH) 
 def file_of(start: str) -> Path | None:
     """The file that --start names, also with its digest after '::'; None for a training or its checkpoint."""
     path = Path(start.partition("::")[0])
-    return path if start and path.is_file() else None
+    return path if start and is_no_folder(path) else None
 
 
 def refuse_ranks(request: Any) -> None:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.report.elements import printable
@@ -13,7 +14,7 @@ from fp8bench.report.elements import printable
 if TYPE_CHECKING:
     import pandas as pd
 
-# Columns and rows. A row that is a tuple has cells that are ready for CSV.
+# Columns and rows; a row that is a tuple has its cells in the order of the columns.
 Row = Mapping[str, Any] | tuple[Any, ...]
 Rows = tuple[Sequence[str], Iterable[Row]]
 # Also the wide signs of East Asian keyboards.
@@ -23,12 +24,13 @@ _BEGIN_FORMULAS = frozenset("=+-@\uff1d\uff0b\uff0d\uff20")
 def csv_text(columns: Sequence[str], rows: Iterable[Row]) -> str:
     """Rows under their column names (RFC 4180, with plain line ends); None is empty.
 
-    Texts are one line. One that a spreadsheet would run as a formula gets an apostrophe in front.
+    Texts, column names included, are one line. One that a spreadsheet would run as a formula gets an apostrophe in
+    front.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(row if isinstance(row, tuple) else [cell(row.get(name)) for name in columns] for row in rows)
+    writer.writerow(_cells(columns))
+    writer.writerows(_cells(row if isinstance(row, tuple) else map(row.get, columns)) for row in rows)
     return text.getvalue()
 
 
@@ -39,11 +41,14 @@ def results_frame(rows: Rows) -> pd.DataFrame:
     return pd.read_csv(io.StringIO(csv_text(*rows)), low_memory=False)
 
 
-def cell(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    text = printable(value)
-    return f"'{text}" if text[1:] and text.lstrip()[:1] in _BEGIN_FORMULAS else text
+def _cells(values: Iterable[Any]) -> list[Any]:
+    return [_inert(value) if isinstance(value, str) else value for value in values]
+
+
+@lru_cache  # few texts fill the rows of a training, of which there may be millions
+def _inert(text: str) -> str:
+    line = printable(text)
+    return f"'{line}" if line[1:] and line.lstrip()[:1] in _BEGIN_FORMULAS else line
 
 
 def json_line(document: Any) -> str:

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import re
-import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from reprlib import repr as shown
 from typing import Any, TypeVar
 
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
-from fp8bench.files import keeping, write_whole
+from fp8bench.files import keeping, read_file, write_whole
 from fp8bench.model import Scalar, Series
 from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.rows import COLUMNS, AsvRow, are_params, read_row, write_row
@@ -66,9 +65,7 @@ def read_object(path: Path, version: int) -> dict[str, Any]:
 
 def _content(path: Path) -> bytes:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise AsvFileError(f"{path} cannot be read (it is not a file).")  # a pipe would be waited for
-        return path.read_bytes()
+        return read_file(path)
     except FileNotFoundError:
         raise AsvFileAbsent(f"{path} cannot be read (it is not there).") from None
     except OSError as error:

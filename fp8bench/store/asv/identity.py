@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from fp8bench.files import open_file, read_file
 from fp8bench.model import Scalar
 
 Entry = Mapping[str, Scalar | None]
@@ -142,7 +143,7 @@ def _usable(entry: object) -> dict[str, Scalar | None] | None:
 def _entry_of_user(host: str) -> object:
     """Returns the entry of this host in ~/.asv-machine.json; a single entry is taken whatever its name."""
     try:
-        known = json.loads(Path("~/.asv-machine.json").expanduser().read_text(encoding="utf-8"))
+        known = json.loads(read_file(Path("~/.asv-machine.json").expanduser()))
     except (OSError, ValueError, RuntimeError):  # no such file, no JSON, no home or JSON without a bottom
         return None
     if not isinstance(known, dict) or known.pop("version", None) != _FORMAT:
@@ -213,7 +214,7 @@ def _started_by(script: Path) -> str | None:
     #!/bin/sh, then '''exec' "/the path/python" "$0" "$@".
     """
     try:
-        with script.open("rb") as file:
+        with open_file(script, most=None) as file:
             lines = os.fsdecode(file.read(_LAUNCHER_BYTES)).split("\n")
     except OSError:
         return None

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
-from fp8bench.files import is_locked
+from fp8bench.files import check_file, is_locked, is_no_folder, open_file, read_file
 from fp8bench.model import Request, Run
 from fp8bench.model.request import KnownScales
 from fp8bench.store.kept_lines import fitting
@@ -34,8 +33,6 @@ _PEEKED = 256
 _MONTHS = "machine=*/month=*"
 _COLLECTED = f"{_MONTHS}/*.jsonl"
 _MONTH = re.compile(r"\d{4}-\d{2}")
-# A run of many thousand cases has some 100 MB; a sparse file may claim more than any memory holds.
-LARGEST_RUN = 2 << 30
 # Runs that are being measured are among so many newest files, and were written to so recently.
 _LOOKED_AT = 100
 _RECENT_SECONDS = 7 * 86400.0
@@ -121,33 +118,33 @@ def _whole(group: Sequence[Path]) -> Path | None:
     """Returns the file that counts among those of one id: a whole one, with its run's name and folder if one has;
     None where they differ."""
     longest = max(group, key=_length)
-    if not all(is_beginning(path.read_bytes(), longest.read_bytes()) for path in group):
+    if not all(is_beginning(read_file(path), read_file(longest)) for path in group):
         return None
     named = folder = ""
     with contextlib.suppress(StoreError):  # a newer version's, for example
         head = load_head(longest)
         named, folder = file_name(head), folder_name(head)
-    whole = [path for path in group if is_beginning(longest.read_bytes(), path.read_bytes())]
+    whole = [path for path in group if is_beginning(read_file(longest), read_file(path))]
     return min(whole, key=lambda path: (path.name != named, path.parent.name != folder, str(path)))
 
 
 def id_of(path: Path) -> str:
     """Returns the id of the run in a file; a digest where it has no header, its path where it cannot be read."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path) as file:
             if begins := _BEGINS.match(file.read(_PEEKED)):
                 return str(json.loads(begins[1]))
         run = load_head(path)
         if run.started:
             return run.id
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
     except (StoreError, OSError, ValueError):
         return str(path)
 
 
 def _length(path: Path) -> tuple[int, int]:
-    lines = _lines(path.read_bytes())
+    lines = _lines(read_file(path))
     return len(lines), sum(map(len, lines))
 
 
@@ -198,10 +195,10 @@ def newest_files(store: Path) -> Iterator[Path]:
 
 def _may_be_run(path: Path) -> bool:
     try:
-        status = path.stat()
+        check_file(path)
     except (OSError, ValueError):
         return False
-    return stat.S_ISREG(status.st_mode) and status.st_size <= LARGEST_RUN
+    return True
 
 
 def listing(store: Path) -> Listing:
@@ -232,7 +229,7 @@ def find_run(word: str, store: Path) -> Path:
     """Returns a run's file by path, file stem or id, or a unique beginning of these; 'last' is the newest."""
     direct = Path(word)
     try:
-        if direct.is_file():
+        if is_no_folder(direct):
             return direct
         there = listing(store)
     except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import LineWriter, end_line, keeping, lock, make_store, stamp, try_writing, unsealed_line
+from fp8bench.files import LineWriter, end_line, keeping, lock, make_store, open_file, stamp, try_writing, unsealed_line
 from fp8bench.model import (
     CELL_PHASES,
     Capacity,
@@ -141,7 +141,7 @@ def load_sheet(path: Path) -> tuple[Run, FileLines]:
 def load_head(path: Path) -> Run:
     """Reads a run without its records, from the first line if that is the header. Raises StoreError as load_run."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             content, _ = unsealed_line(file.readline().removeprefix(b"\xef\xbb\xbf"))
         if "schema" in content:
             return replace(_header(content, path), path=str(path))
@@ -296,7 +296,7 @@ def start_run(run: Run, store: Path) -> RunWriter:
 def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
     """Opens a run's file to go on with it; a last line that was cut short stays alone on its line."""
     try:
-        file = path.open("a+b")
+        file = open_file(path, "a+b")
         lock_run(file, path)
         end_line(file)
     except OSError as error:

@@ -140,4 +140,4 @@ def test_from_infer_to_advice(fp8bench: Say, store: Path) -> None:
     assert code == 0 and "by rows of the layer" in out, err
     code, out, err = fp8bench("advise", "last")
     assert code == 0 and "weights=int8" in out and "rows" in " ".join(out.split()), err
-    assert len(kept_answers(store).values()) == 1
+    assert len(kept_answers(store).lines()[0]) == 1

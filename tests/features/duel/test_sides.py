@@ -154,7 +154,9 @@ ROOT = Path(__file__).resolve().parents[3]
 OWNER = """
 import sys
 from pathlib import Path
+from fp8bench.features.duel import sides
 from fp8bench.features.duel.sides import repository_of, scratch, worktree
+sides._WARDEN = sys.argv[1] or sides._WARDEN
 repository = repository_of(Path.cwd(), "--against")
 with scratch() as folder, worktree(repository, "HEAD", folder, "--against") as tree:
     print(tree, flush=True)
@@ -214,19 +216,25 @@ def test_it_goes_however_the_body_ends(error: type[BaseException], commits: Path
     assert trees(commits) == [] and not list(temporary.iterdir())
 
 
-def test_what_a_killed_duel_left_goes_with_the_next(commits: Path, temporary: Path) -> None:
-    """Its lock has gone with it; a living duel keeps its folder."""
+def test_a_killed_duel_leaves_nothing(commits: Path, temporary: Path) -> None:
+    """Its warden removes its folder; where that was killed, too, the next duel does, as the lock has gone with its
+    owner. A living duel keeps its folder."""
 
-    def owner() -> tuple[subprocess.Popen[str], Path]:
+    def owner(warden: str = "") -> tuple[subprocess.Popen[str], Path]:
         process = subprocess.Popen(
-            [sys.executable, "-c", OWNER], cwd=commits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            [sys.executable, "-c", OWNER, warden], cwd=commits, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert process.stdout is not None
         return process, Path(process.stdout.readline().strip())
 
-    (dead, lost), (living, kept) = owner(), owner()
-    with dead, living:
+    (first, gone), (dead, lost), (living, kept) = owner(), owner("exit"), owner()
+    with first, dead, living:
+        first.send_signal(signal.SIGKILL)
+        end = time.monotonic() + 60
+        while (gone.parent.exists() or len(trees(commits)) > 2) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not gone.parent.exists()
         dead.send_signal(signal.SIGKILL)
         dead.wait()
         assert lost.is_dir() and len(trees(commits)) == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from fp8bench.measure.ranks.answers import (
     merged,
     suspects,
 )
+from fp8bench.measure.ranks.process import Launch, RanksProcess, _Rank
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase
 from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, RankCalls, RankMemory, heartbeat_of
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
@@ -155,3 +158,54 @@ def test_heartbeats_are_read_from_what_was_left() -> None:
     assert heartbeat_of(1, BEAT.pack(7, -1, 1.5, b"prepare")).doing == "'prepare'"
     assert heartbeat_of(0, b"") == Heartbeat(0, 0, "", "start", 0.0)
     assert heartbeat_of(0, struct.pack("<q", 1)).sequence == 0
+
+
+Replies = tuple[tuple[int, tuple[Any, ...]], ...]
+REFUSAL = ("fault", "ValueError", "no such size", "trace", True)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RanksProcess:
+    """No process at all: its ranks' replies are planted."""
+    process = RanksProcess.__new__(RanksProcess)
+    for name, stand_in in (("kill", lambda: None), ("_pids", dict), ("_statuses", dict)):
+        monkeypatch.setattr(process, name, stand_in)
+    process._launch, process._folder, process._begun = Launch(2, 1.0, 1.0, ""), tmp_path, 0.0
+    process._request, process.broken = "loop", False
+    return process
+
+
+def receive(ranks: RanksProcess, *replies: tuple[int, tuple[Any, ...]]) -> Any:
+    ranks._ranks = [_Rank(number, reply=reply) for number, reply in enumerate(replies)]
+    return ranks.receive()
+
+
+def test_replies_of_all_ranks_become_one_answer(ranks: RanksProcess) -> None:
+    """What they disagree about is a fault of that request alone."""
+    assert receive(ranks, (7, ("ok", 1.5)), (7, ("ok", 2.5))) == (7, ("ok", 2.5))
+    ranks._request = "error"
+    said = "rmse is 1.0 on rank 0 and 2.0 on rank 1"
+    number, answer = receive(ranks, (7, ("ok", {"rmse": 1.0})), (7, ("ok", {"rmse": 2.0})))
+    assert (number, answer) == (7, ("fault", "the ranks disagree", said, "", False)) and not ranks.broken
+
+
+@for_each("refused", [True, False])
+def test_the_same_fault_on_all_ranks_is_one_fault(refused: bool, ranks: RanksProcess) -> None:
+    """The ranks go on: they still keep step. It is a refusal only if all refused."""
+    answer = ("fault", "ValueError", "no such size (on all 2 ranks)", "trace", refused)
+    assert receive(ranks, (7, REFUSAL), (7, ("fault", "ValueError", "x", "", refused))) == (7, answer)
+    assert not ranks.broken
+
+
+@for_each(
+    "replies",
+    [
+        ((7, ("ok", 1.5)), (7, REFUSAL)),
+        ((7, REFUSAL), (7, ("fault", "KeyError", "x", "", True))),
+        ((7, ("ok", 1.5)), (6, ("ok", 1.5))),
+    ],
+)
+def test_ranks_that_answer_differently_are_out_of_step(replies: Replies, ranks: RanksProcess) -> None:
+    """One fault among answers, two kinds of faults, answers to different requests: nothing more can be asked."""
+    number, (word, words, *_, refused) = receive(ranks, *replies)
+    assert (number, word, refused, ranks.broken) == (7, "fault", False, True) and "of 2" in words

@@ -139,8 +139,10 @@ def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]
     ("value", "cell"),
     [
         ("=1+1", "'=1+1"), ("+cmd", "'+cmd"), ("-2+3", "'-2+3"), ("@x", "'@x"), ("-", "-"), ("a=1", "a=1"),
-        (-1.5, "-1.5"), (None, ""), ("", ""),
+        (-1.5, "-1.5"), (None, ""), ("", ""), ("\x1b[2Jx", " [2Jx"),
     ],
 )  # fmt: skip
 def test_no_text_is_a_formula(value: object, cell: str) -> None:
-    assert csv_text(("a", "b"), [{"a": value, "b": 1}]) == f"a,b\n{cell},1\n"
+    """Neither in a cell, whether its row has names or not, nor as the name of a column."""
+    name, written = (value, cell) if isinstance(value, str) and value else ("a", "a")
+    assert csv_text((name, "b"), [{name: value, "b": 1}, (value, 2)]) == f"{written},b\n{cell},1\n{cell},2\n"
