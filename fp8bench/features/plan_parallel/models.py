@@ -9,7 +9,7 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.plan_parallel.formulas import DecoderModel
 from fp8bench.features.plan_parallel.ranking import MODELS
 from fp8bench.model.step import Holder
-from fp8bench.nn.sizes import SIZES
+from fp8bench.nn.sizes import SIZES, GPTConfig
 
 DEFAULT_SEQUENCE = 8192
 # As trained in FP8-LM (arXiv 2310.18313), by Megatron-LM: its heads are tied, and its vocabulary padded.
@@ -19,16 +19,18 @@ FP8_LM_MODELS = {
     name: DecoderModel(name, _VOCABULARY, width, layers, heads, heads, 4 * width, gated=False, tied=True)
     for name, (layers, width, heads) in _FP8_LM.items()
 }
+
+
+def _of_size(name: str, size: GPTConfig) -> DecoderModel:
+    heads = size.heads, size.key_heads
+    return DecoderModel(name, size.vocabulary, size.width, size.layers, *heads, size.hidden, size.modern, size.tied)
+
+
 _SEQUENCES = {**dict.fromkeys(FP8_LM_MODELS, 2048), **{name: size.sequence for name, size in SIZES.items()}}
 _KNOWN = {
     **MODELS,
     **FP8_LM_MODELS,
-    **{
-        name: DecoderModel(
-            name, size.vocabulary, size.width, size.layers, size.heads, size.key_heads, size.hidden, size.modern
-        )
-        for name, size in SIZES.items()
-    },
+    **{name: _of_size(name, size) for name, size in SIZES.items()},
 }
 NAMES = tuple(_KNOWN)
 KEYS = ("layers", "width", "heads", "key-heads", "hidden", "vocabulary", "gated", "tied")
