@@ -76,8 +76,9 @@ TRAINER_KEYS = {
     "use_wandb": TrainerKey({"log": {"true": "wandb", "false": ""}}, "write log: wandb:PROJECT"),
     "wandb_name": TrainerKey({}, "a run is named by its id; write log: wandb:PROJECT"),
 }
-# Adds the mode to the file's dtypes; the other keys are options of the mode.
-SWITCH, MODE = "use_fp8", "fp8-delayed"
+# Adds the mode to the file's dtypes; the other keys are options of the mode. A compiled graph does not know earlier
+# casts, so that there it is the mode without a history.
+SWITCH, MODE, COMPILED_MODE = "use_fp8", "fp8-delayed", "fp8"
 MODE_OPTIONS = {
     "fp8_format": "formats", "fp8_margin": "margin", "fp8_interval": "interval", "fp8_amax_history_len": "history",
     "fp8_amax_compute_algo": "algorithm",
@@ -130,7 +131,8 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
         if action.dest in values and not _repeats(action):
             raise UsageError(f"{file}: {key!r} sets what another key sets. Keep one of the two.")
         values[action.dest] = [*values.get(action.dest, ()), *parsed] if _repeats(action) else parsed
-    mode = _mode_of(file, mode_options)
+    compiles = values.get("compile") == "yes" or ("compile", ("yes",)) in values.get("axes", ())
+    mode = _mode_of(file, mode_options, compiles)
     if mode:
         values["dtypes"] = (*values.get("dtypes", _BESIDE_TRAINING), mode)
     return values
@@ -151,7 +153,7 @@ def _as_option(key: str, given: Any, options: Mapping[str, Any]) -> tuple[str, A
     raise ValueError(f"{given!r:.80} is not taken: {other.instead}")
 
 
-def _mode_of(file: Path, given: Mapping[str, Any]) -> str:
+def _mode_of(file: Path, given: Mapping[str, Any], compiles: bool) -> str:
     """The mode that the switch adds to a run; '' if it is off."""
     if not given:
         return ""
@@ -163,7 +165,21 @@ def _mode_of(file: Path, given: Mapping[str, Any]) -> str:
         mode = precisions.canonical(":".join([MODE, *pairs]))
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
+    if compiles and switch == "true":
+        return _compiled(file, mode)
     return mode if switch == "true" else ""
+
+
+def _compiled(file: Path, mode: str) -> str:
+    """The mode of a compiled graph, with the formats of this one. Raises UsageError for options of a history."""
+    _, *options = mode.split(":")
+    history = [option for option in options if not option.startswith("formats=")]
+    if history:
+        raise UsageError(
+            f"{file}: {', '.join(history)} is of delayed scaling, which depends on earlier casts, and a compiled graph "
+            "does not know them. Leave these keys out, or write torch_compile: false."
+        )
+    return ":".join([COMPILED_MODE, *options])
 
 
 def _options_of(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:

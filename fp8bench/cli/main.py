@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from fp8bench import __version__
 from fp8bench.cli.streams import complain, make_usable, say, silence
@@ -231,7 +231,7 @@ def _open_stores_told() -> Iterator[None]:
         def show_warning(message: Warning | str, category: type[Warning], *others: Any) -> None:
             complain(str(message)) if issubclass(category, OpenStore) else show(message, category, *others)
 
-        warnings.showwarning = show_warning
+        warnings.showwarning = cast(Any, show_warning)
         yield
 
 

@@ -298,12 +298,18 @@ class Decoder:
             for part in ("attn.qkv", "attn.out", *feed_parts(config.experts)):
                 self.layers[f"{block}.{part}"] = keep(f"blocks.{block}.{part}", weight(f"blocks.{block}.{part}.weight"))
         self.norms["norm"] = kept("norm.weight", "norm")
-        self.layers["head"] = keep("head", weight("head.weight"))
+        self.layers["head"] = keep("head", self._head(weight))
         shape = (sizes[0], config.key_heads, sizes[1], config.head_width)
         heads = [KeptHeads(kv, shape, carrier, device) for _ in range(2 * config.layers)]
         self.cache = list(zip(heads[::2], heads[1::2], strict=True))
         # Whether `forward` finds the scales that stay, in a first prompt.
         self.calibrates = False
+
+    def _head(self, weight: Callable[[str], Tensor]) -> Tensor:
+        """A tied head is the embedding itself, unless that is rounded by a precision that the head does not have."""
+        if not self.config.tied:
+            return weight("head.weight")
+        return weight("embedding") if "embedding" in self.around else self.embedding
 
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
         """Logits of the last of (batch, new) tokens, or of `every` one: (batch, new, vocabulary)."""
@@ -379,7 +385,8 @@ class Decoder:
         tensors = [self.embedding, *([] if self.positions is None else [self.positions])]
         tensors += [*self.norms.values(), *self.routers]
         tensors += [tensor for layer in self.layers.values() for tensor in layer.tensors()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        once = {tensor.data_ptr(): tensor for tensor in tensors}
+        return sum(tensor.numel() * tensor.element_size() for tensor in once.values())
 
     def weights_and_cache(self) -> tuple[object, object]:
         return (self.embedding, self.positions, self.norms, self.routers, self.layers), self.cache

@@ -179,7 +179,8 @@ class GPT(LanguageModel):
         blocks = [scoped(choose, f"blocks.{number}") for number in range(config.layers)]
         self.blocks = nn.ModuleList(Block(config, block, core, dropout, feed_forward) for block in blocks)
         self.norm = Norm(config.width, config.modern)
-        self.head = Linear(config.width, config.vocabulary, choose("head"))
+        tied = self.embedding if config.tied else None
+        self.head = Linear(config.width, config.vocabulary, choose("head"), weight=tied)
         self.register_buffer("rotation", rotations(config.sequence, config.head_width) if config.modern else None)
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:

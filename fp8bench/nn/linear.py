@@ -187,17 +187,29 @@ _OF_A_LAYER = ("arithmetic", "operands", "_whole")
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias. `operands` of W are used while there are some; unit scaling (`unit`) casts `factor` W."""
+    """y = x W^T without bias. `operands` of W are used while there are some; unit scaling (`unit`) casts `factor` W.
+
+    A `weight` that another module has, too, is taken as it was drawn there.
+    """
 
     unit: Callable[[Linear, Tensor, Phases], Tensor] | None = None
     factor: float = 1.0
 
-    def __init__(self, inputs: int, outputs: int, arithmetic: Arithmetic, gain: float = 1.0) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        arithmetic: Arithmetic,
+        gain: float = 1.0,
+        weight: nn.Parameter | None = None,
+    ) -> None:
         super().__init__()
         self.arithmetic = arithmetic
         self.operands: Both | None = None
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        nn.init.normal_(self.weight, std=gain / math.sqrt(inputs))
+        if weight is None:
+            weight = nn.Parameter(torch.empty(outputs, inputs))
+            nn.init.normal_(weight, std=gain / math.sqrt(inputs))
+        self.weight = weight
         self._whole = arithmetic.whole(self.weight)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:

@@ -168,14 +168,15 @@ def served_shapes(config: GPTConfig) -> Shapes:
         feed = {"up": ((up, width), width**-0.5), "down": ((width, config.hidden), gain * config.hidden**-0.5)}
         parts = feed_parts(config.experts)
         shapes |= {f"blocks.{block}.{part}.weight": feed[part.rpartition(".")[2]] for part in parts}
-    return {**shapes, "norm.weight": ((width,), 0.0), "head.weight": ((config.vocabulary, width), width**-0.5)}
+    shapes["norm.weight"] = ((width,), 0.0)
+    return shapes if config.tied else {**shapes, "head.weight": ((config.vocabulary, width), width**-0.5)}
 
 
 @dataclass(frozen=True)
 class ServedShape:
     """What is counted for a served model. An arm's format applies to matrices of `blocks.N.`, except a router's. A step
     reads one row a token of `embedding`, one of `positions`, the chosen ones of `experts`, the `head` for one token a
-    sequence, and all else whole."""
+    sequence (a tied one, too), and all else whole."""
 
     vocabulary: int
     sequence: int
@@ -235,7 +236,7 @@ def served_shape(size: str) -> ServedShape:
 
 
 def shape_of(config: GPTConfig) -> ServedShape:
-    shapes = tuple((name, shape) for name, (shape, _) in served_shapes(config).items())
+    shapes = tuple((name, shape) for name, (shape, _) in served_shapes(replace(config, tied=False)).items())
     heads, chosen = (config.heads, config.key_heads, config.head_width), config.top_k if config.experts else 0
     return ServedShape(config.vocabulary, config.sequence, config.layers, *heads, shapes, config.experts, chosen)
 

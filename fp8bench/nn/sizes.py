@@ -65,7 +65,8 @@ class SamplerPlan(NamedTuple):
 @dataclass(frozen=True)
 class GPTConfig:
     """A model, and the batch and sequence of its default step. `modern` is Llama's manner: RMS norm, rotary positions,
-    gates. With `experts` each feed-forward block has so many, of which each token goes through `top_k`.
+    gates. With `experts` each feed-forward block has so many, of which each token goes through `top_k`. The head of a
+    `tied` model multiplies with the embedding's weights.
     """
 
     vocabulary: int
@@ -79,6 +80,7 @@ class GPTConfig:
     modern: bool = False
     experts: int = 0
     top_k: int = CHOSEN
+    tied: bool = False
 
     @property
     def head_width(self) -> int:
@@ -103,7 +105,7 @@ class GPTConfig:
     @property
     def weights(self) -> int:
         """All trained weights but those of norms and positions."""
-        return self.layers * self.block_weights + 2 * self.vocabulary * self.width
+        return self.layers * self.block_weights + (1 if self.tied else 2) * self.vocabulary * self.width
 
     def step_flops(self, sequences: int, length: int) -> float:
         """Forward and backward: 6 FLOPs for each token and weight on its way, and causal attention's products."""
@@ -218,12 +220,13 @@ def gpt_around(blocks: int) -> tuple[Layer, ...]:
 CONTEXT = 8
 LINE = 16
 
+# Named ones are tied where the models of that name are.
 SIZES = {
     "nano": GPTConfig(256, 192, 2, 4, 4, 768, batch=2, sequence=96),
     "micro": GPTConfig(256, 256, 4, 4, 4, 1024, batch=8, sequence=128),
-    "gpt2-124m": GPTConfig(50304, 768, 12, 12, 12, 3072, batch=8, sequence=1024),
-    "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=8, sequence=1024),
-    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, modern=True),
+    "gpt2-124m": GPTConfig(50304, 768, 12, 12, 12, 3072, batch=8, sequence=1024, tied=True),
+    "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=8, sequence=1024, tied=True),
+    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, modern=True, tied=True),
 }
 
 # Shipped with weights that were trained on Python's own sources: ids are ASCII.
@@ -235,9 +238,9 @@ SERVED_SIZES = {
     "nano-moe": GPTConfig(256, 192, 2, 6, 2, 256, batch=1, sequence=16384, modern=True, experts=8),
     "nano-python": NANO_PYTHON,
     "micro": GPTConfig(256, 256, 4, 4, 4, 1024, batch=1, sequence=16384),
-    "gpt2": GPTConfig(50257, 768, 12, 12, 12, 3072, batch=1, sequence=1024),
-    "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=1, sequence=1024),
-    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=1, sequence=131072, modern=True),
+    "gpt2": GPTConfig(50257, 768, 12, 12, 12, 3072, batch=1, sequence=1024, tied=True),
+    "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=1, sequence=1024, tied=True),
+    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=1, sequence=131072, modern=True, tied=True),
     "llama3-8b": GPTConfig(128256, 4096, 32, 32, 8, 14336, batch=1, sequence=131072, modern=True),
     "olmoe-1b-7b": GPTConfig(50304, 2048, 16, 16, 16, 1024, 1, 4096, modern=True, experts=64, top_k=8),
     "mixtral-8x7b": GPTConfig(32000, 4096, 32, 32, 8, 14336, batch=1, sequence=32768, modern=True, experts=8),

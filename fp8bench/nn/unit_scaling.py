@@ -162,11 +162,12 @@ class UnitResidual:
 
 @dataclass
 class UnitStream:
-    """Scales a model's stream at its beginning and at the loss."""
+    """Scales a model's stream at its beginning and at the loss, where logits get the head's `gain`."""
 
     deviation: float
     behind: float
     loss: LossGradient
+    gain: float
 
     def begin(self, tokens: int) -> None:
         self.loss.begin(tokens)
@@ -175,7 +176,7 @@ class UnitStream:
         return rescaled(x, 1 / self.deviation, 1 / (self.deviation * self.behind * self.loss.factor))
 
     def read(self, logits: Tensor) -> Tensor:
-        return rescaled(logits, 1.0, self.loss.factor)
+        return rescaled(logits, self.gain, self.loss.factor)
 
 
 def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
@@ -198,7 +199,10 @@ def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
 
 def _scale_gpt(model: GPT, tokens: int) -> None:
     loss = LossGradient(model.head.weight.shape[0])
-    behind = _made_unit(model.head, 1.0, 1.0, loss)
+    # A tied head begins with the embedding's deviation.
+    tied = model.head.weight is model.embedding
+    head = _EMBEDDING * math.sqrt(model.embedding.shape[1]) if tied else 1.0
+    behind = _made_unit(model.head, head, 1 / head, loss)
     gain = 1 / math.sqrt(2 * len(model.blocks))
     size = first = _EMBEDDING if model.positions is None else math.hypot(_EMBEDDING, _PLACES)
     mixed = attention_deviation(tokens)
@@ -223,4 +227,4 @@ def _scale_gpt(model: GPT, tokens: int) -> None:
         block.attn.core = UnitCore(block.attn.core, mixed)
         block.unit = UnitResidual((skips[0], skips[1]), (branches[0], branches[1]), (before[0], before[1]))
     model.norm.unit, model.norm.epsilon = UnitWeight(behind, loss), _NORM_EPSILON / size**2
-    model.unit = UnitStream(first, behind, loss)
+    model.unit = UnitStream(first, behind, loss, head)

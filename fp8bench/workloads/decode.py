@@ -28,6 +28,7 @@ class Decode(ServedWorkload):
     """
 
     name = "decode"
+    version = "2"  # tied heads
     summary = "one token a sequence through a GPT with a static cache of keys and values, at a fixed context"
     usual = (("nano", "512"), ("llama-1b", "8192"))
     context_words = "positions that the step's token sees, its own included"

@@ -91,7 +91,8 @@ class Model(Workload):
         support = precision.prepares(facts) or precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and params["compile"] == "yes":
             return refused(
-                f"{precision.mode} depends on earlier casts, which a compiled graph does not know: leave --compile out"
+                f"{precision.mode} depends on earlier casts, which a compiled graph does not know: leave --compile "
+                "out, or choose a dtype without memory, like fp8"
             )
         return support
 

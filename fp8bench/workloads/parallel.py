@@ -43,6 +43,7 @@ class Parallel(Workload):
     with the same arithmetic."""
 
     name = "parallel"
+    version = "2"  # tied heads
     summary = "training steps of a GPT by several ranks (--ranks): data, sharded, tensor and pipeline parallel"
     listed, least_ranks = False, 2
     uses_corpus = True

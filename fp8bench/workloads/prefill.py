@@ -15,6 +15,7 @@ class Prefill(ServedWorkload):
     context / time is input tokens/s. Scales of a tensor or of heads come from the prompt itself."""
 
     name = "prefill"
+    version = "2"  # tied heads
     summary = "a whole prompt through a GPT into an empty cache of keys and values, at once"
     usual = (("nano", "128"), ("llama-1b", "2048"))
     context_words = "tokens of each prompt"

@@ -64,7 +64,7 @@ class Transformer(TrainingWorkload):
     """
 
     name = "transformer"
-    version = "2"
+    version = "3"
     summary = "a GPT training step with every phase, from data loading to the optimizer"
     linear_layers = True
     unit_scales = True
@@ -191,7 +191,8 @@ class Transformer(TrainingWorkload):
         support = precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and _choice(params, "compile") == "yes":
             return refused(
-                f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no"
+                f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no, "
+                "or a dtype without memory, like fp8"
             )
         recasts = precision.backend is not None and precision.whole_layers and not precision.backend.caches_weights
         if recasts and support.level is not Level.REFUSED and _choice(params, "weights") == "cached":

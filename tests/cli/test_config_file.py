@@ -108,6 +108,18 @@ SAME = {
         "suite: gemm\nuse_fp8: true\nfp8_format: HYBRID\nfp8_margin: 0\nfp8_amax_history_len: 1024",
         "gemm --dtypes bf16,fp8-delayed",
     ),
+    "FP8 training that is compiled": (
+        "{suite: transformer, use_fp8: true, torch_compile: true, fp8_format: e4m3, fp8_margin: 0}",
+        "transformer --set compile=yes --dtypes bf16,fp8:formats=e4m3",
+    ),
+    "FP8 training that is compiled, by an axis": (
+        "{suite: transformer, use_fp8: true, set: {compile: yes}}",
+        "transformer --set compile=yes --dtypes bf16,fp8",
+    ),
+    "FP8 training, compiled and not": (
+        "{suite: transformer, use_fp8: true, set: {compile: [no, yes]}}",
+        "transformer --set compile=no,yes --dtypes bf16,fp8-delayed",
+    ),
     "keys of other trainers": (
         "{suite: transformer, use_flash_attention: true, torch_compile: false, max_batch_size: 4, dataset: a.txt}",
         "transformer --set attention=flash --set compile=no --set batch=4 --data a.txt",
@@ -231,6 +243,7 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
         "fp8_interval: 0": "expected a whole number from 1 to 65536",
         "fp8_amax_compute_algo: min": "expected one of max, most_recent",
         "fp8_margin: [1]": "margin",
+        "use_fp8: true\ntorch_compile: true\nfp8_amax_history_len: 16": "history=16 is of delayed scaling",
         "fp8_magrin: 1": "unknown key 'fp8_magrin'. Did you mean 'fp8_margin'?",
         "max_grad_norm: 1": "max_grad_norm: '1' is not taken: a suite clips nothing",
         "num_epochs: 3": "num_epochs: '3' is not taken: write steps: N for `fp8bench train`",

@@ -117,7 +117,7 @@ def by_hand(config: GPTConfig, weight: Callable[[str], Tensor], tokens: list[int
                 mixed.append(sum(share * v for share, v in pairs) / sum(shares))
             x = x + w[f"{b}.attn.out.weight"] @ np.concatenate(mixed)
             x = x + fed_by_hand(config, w, b, norm(x, config.modern))
-        rows.append(w["head.weight"] @ norm(x, config.modern))
+        rows.append(w["embedding" if config.tied else "head.weight"] @ norm(x, config.modern))
     return np.stack(rows)
 
 
@@ -127,7 +127,7 @@ def token_by_token(model: Decoder, tokens: Tensor, first: int) -> Tensor:
     return torch.cat(result, 1)
 
 
-@for_each("config", [TINY, TINY_GPT2, TINY_MOE, TINY_MOE_GPT2], ids=["llama", "gpt2", "experts", "gpt2-experts"])
+@for_each("config", [TINY, TINY_GPT2, TINY_MOE, TINY_MOE_GPT2, replace(TINY, tied=True)])
 def test_a_cached_decode_is_the_formulas(config: GPTConfig) -> None:
     tokens = torch.randint(config.vocabulary, (2, 11), generator=torch.Generator().manual_seed(1))
     exact = np.stack([by_hand(config, drawn_weights(served_shapes(config), 3, "cpu"), row.tolist()) for row in tokens])
@@ -321,13 +321,15 @@ def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
 
 @for_each("kv", KV_FORMATS)
 @for_each("weights", [name for name in WEIGHT_FORMATS if name != "fp32"])
-def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str) -> None:
-    config = replace(SERVED_SIZES["nano-llama"], layers=1, sequence=32)
+@for_each("tied", [False, True])
+def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str, tied: bool) -> None:
+    """A step reads two rows of the embedding and the head; a tied one is stored once."""
+    config = replace(SERVED_SIZES["nano-llama"], layers=1, sequence=32, tied=tied)
     model = model_of(config, kv, "own" if weights == "bf16" else weights, torch.bfloat16, batch=2)
     model.fill(32, torch.Generator().manual_seed(0))
     counted = step_bytes(shape_of(config), Arm("bf16", kv, weights), 2, 32)
     assert model.cache_bytes(32) == counted.kv
-    unread = (config.vocabulary - 2) * config.width * 2
+    unread = ((0 if tied else config.vocabulary) - 2) * config.width * 2
     assert model.weight_bytes() == counted.weights + unread
     if weights == "bf16":
         parameters = sum(math.prod(shape) for shape, _ in served_shapes(config).values())

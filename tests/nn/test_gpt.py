@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Choose, Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig, features_in, features_of, usual_tokens
+from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, SilentPhases
+from fp8bench.registry import precisions
 from tests.counts import for_each
+from tests.facts import CPU
 
 PLAIN = GPTConfig(61, 32, 2, 4, 4, 80, batch=2, sequence=12)
 MODERN = GPTConfig(61, 32, 2, 4, 2, 48, batch=2, sequence=12, modern=True)
@@ -68,7 +73,7 @@ def independent_loss(config: GPTConfig, weights: dict[str, Tensor], tokens: Tens
         else:
             up = 0.5 * up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)))
         x = x + up @ own["mlp.down.weight"].T
-    logits = norm(config, x, weights["norm.weight"]) @ weights["head.weight"].T
+    logits = norm(config, x, weights["norm.weight"]) @ weights["embedding" if config.tied else "head.weight"].T
     chosen = logits.log_softmax(-1).gather(-1, targets[..., None])
     return -chosen.mean()
 
@@ -87,7 +92,7 @@ def turned(x: Tensor) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), -1)
 
 
-@for_each("config", [PLAIN, MODERN], ids=["gpt-2", "modern"])
+@for_each("config", [PLAIN, MODERN, replace(MODERN, tied=True)], ids=["gpt-2", "modern", "tied"])
 @for_each(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-6)])
 def test_loss_and_gradients_are_those_of_an_independent_model(
     config: GPTConfig, dtype: torch.dtype, tolerance: float
@@ -105,6 +110,29 @@ def test_loss_and_gradients_are_those_of_an_independent_model(
         assert parameter.grad is not None and wanted is not None
         error = torch.linalg.vector_norm(parameter.grad.double() - wanted) / torch.linalg.vector_norm(wanted)
         assert float(error) < tolerance, name
+
+
+@for_each("mode", ["fp32", "bf16", "fp8", "fp8-delayed", "mxfp8", "nvfp4"])
+@for_each("cached", [False, True])
+def test_a_tied_weight_gets_the_gradients_of_both_its_uses(mode: str, cached: bool) -> None:
+    """Those of an untied model with the same values, for its embedding and its head, which multiplies in `mode`."""
+    gradients = []
+    for tied in (True, False):
+        low = precisions.get(mode).arithmetic(CPU)
+        high = PlainArithmetic(low.carrier)
+        torch.manual_seed(3)
+        config = replace(PLAIN, vocabulary=64, tied=tied)
+        model = GPT(config, by_kind(high, high, low), low.carrier)
+        with torch.no_grad():
+            model.head.weight.copy_(model.embedding)
+        with CachedWeights(model).cast(SilentPhases()) if cached else nullcontext():
+            model(*text(config), SilentPhases()).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    tied_grad, whole = gradients[0], gradients[1]
+    expected = whole.pop("head.weight") + whole["embedding"]
+    torch.testing.assert_close(tied_grad.pop("embedding"), expected, rtol=1e-6, atol=1e-9)
+    del whole["embedding"]
+    torch.testing.assert_close(tied_grad, whole, rtol=0, atol=0)
 
 
 class Counting(PlainArithmetic):
@@ -139,6 +167,7 @@ def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
     assert sum(outputs * inputs for outputs, inputs in built.values()) == config.layers * config.block_weights
     assert head == (config.vocabulary, config.width) and usual_tokens(name) == config.batch * config.sequence
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert {"nano": 1e6, "micro": 3.3e6, "gpt2-124m": 163e6, "gpt-350m": 405e6, "llama-1b": 1.5e9}[
-        name
-    ] == pytest.approx(total, rel=0.05)
+    described = {"nano": 1.0e6, "micro": 3.3e6, "gpt2-124m": 124e6, "gpt-350m": 354e6, "llama-1b": 1.236e9}
+    assert described[name] == pytest.approx(total, rel=0.01)
+    assert total == pytest.approx(config.weights, rel=0.02)
+    assert (model.head.weight is model.embedding) == config.tied == (name not in ("nano", "micro"))

@@ -34,7 +34,12 @@ from tests.facts import CPU
 
 SILENT = SilentPhases()
 NANO = replace(SIZES["nano"], width=96, hidden=384, sequence=48)
-CONFIGS = {"gpt2": NANO, "deep": replace(NANO, layers=5), "llama": replace(NANO, modern=True, key_heads=2)}
+CONFIGS = {
+    "gpt2": NANO,
+    "tied": replace(NANO, tied=True),
+    "deep": replace(NANO, layers=5),
+    "llama": replace(NANO, modern=True, key_heads=2),
+}
 
 
 def built(config: GPTConfig, dtype: torch.dtype, checkpointing: bool = False) -> GPT:

@@ -28,6 +28,7 @@ TINY = GPTConfig(256, 64, 2, 4, 4, 128, batch=2, sequence=16)
 def _sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "tiny", TINY)
     monkeypatch.setitem(SIZES, "tiny-modern", replace(TINY, modern=True, key_heads=2))
+    monkeypatch.setitem(SIZES, "tiny-tied", replace(TINY, tied=True))
 
 
 def setup_for(corpus: Corpus, precision: str = "fp32", **changes: str) -> Setup:
@@ -41,7 +42,7 @@ def four_of(setup: Setup) -> FourModels:
     return found
 
 
-@pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
+@pytest.mark.parametrize("size", ["tiny", "tiny-modern", "tiny-tied"])
 def test_bytes_of_each_model_are_those_of_the_formula(size: str, corpus: Corpus) -> None:
     """To the byte, except what the formula leaves out: the last norm, GPT-2's places, and the critic's bf16 copy, which
     is freed here when its step ends."""
@@ -49,7 +50,7 @@ def test_bytes_of_each_model_are_those_of_the_formula(size: str, corpus: Corpus)
     four = four_of(setup_for(corpus, "bf16", size=size, models="rlhf"))
     four.step(SilentPhases())
     sides = config.vocabulary, config.width, config.layers, config.heads, config.key_heads, config.hidden
-    model = DecoderModel(size, *sides, config.modern)
+    model = DecoderModel(size, *sides, config.modern, config.tied)
     formula, rest = memory_of(model, ParallelLayout(), Load(16, 2, rlhf=True)), config.width
     rest += 0 if config.modern else config.sequence * config.width
     figures = four.figures()

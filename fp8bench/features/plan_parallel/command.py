@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,45 +31,31 @@ from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
 from fp8bench.features.plan_parallel.formulas import (
     STATES,
     Checkpointing,
-    DecoderModel,
     Load,
     ParallelLayout,
     Topology,
-    memory_of,
 )
+from fp8bench.features.plan_parallel.models import DEFAULT_SEQUENCE, KEYS, NAMES, parse_model, usual_sequence
 from fp8bench.features.plan_parallel.ranking import (
-    HELD_OUT_WORDS,
-    MEMORY_ERROR,
-    MODELS,
     POWER_EXPONENT,
     RECIPES,
-    UNCALIBRATED_WORDS,
+    Answer,
     MeasuredTraining,
     ParallelQuestion,
-    Planned,
-    Ruling,
-    Say,
     calibrated,
-    memory_band,
-    outside,
-    pace_band,
     ranking,
-    rulings,
     with_least_checkpointing,
     with_rate,
 )
+from fp8bench.features.plan_parallel.view import page_of, page_of_counts, rows_of, value_of, values_of
 from fp8bench.files import read_file
-from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
-from fp8bench.nn.parallel.ways import ScaleTraffic, scale_traffic_of_cuts
-from fp8bench.nn.sizes import SIZES
-from fp8bench.report.columns import Col, table
-from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
 
 _AUTO = "auto"
-_SEQUENCE = 8192
-EXAMPLES = ("fp8bench plan-parallel llama3-8b --gpus 64 --topology h100",)
+EXAMPLES = (
+    "fp8bench plan-parallel llama3-8b --gpus 8,64,512 --topology h100",
+    "fp8bench plan-parallel layers=48,width=6144,heads=48 --gpus 64 --topology h100",
+)
 FIRST_OPTIONS = "--gpus --topology --batch --sequence --dtype --calibrate --recipe --top --json --csv --explain"
 
 
@@ -82,13 +68,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 fine; 2 wrong usage; 3 no way fits."
     add = parser.add_argument
     add("name", nargs="?", metavar="MODEL", help="the same as --model NAME")
-    add("--model", metavar="NAME", help=f"one of {', '.join((*MODELS, *SIZES))}")
-    add("--gpus", type=types.whole(whole_number(1, 1 << 20)), metavar="N", help="how many GPUs")
+    words = "sizes like layers=32,width=4096,heads=32 or a maker of yours like net.py:make,heads=32"
+    add("--model", metavar="MODEL", help=f"one of {', '.join(NAMES)}; {words}")
+    add("--gpus", type=_gpu_counts, metavar="N,N", help="how many GPUs; several counts are compared: 8,64,512")
     words = f"{', '.join(_shipped())}, or YAML that describes the GPUs: node, memory, inside, between, bf16, fp8"
     add("--topology", type=types.path, metavar="FILE", help=words)
     words = "sequences of a step, of all GPUs together; default 8 times --gpus"
     add("--batch", type=types.whole(whole_number(1)), metavar="N", help=words)
-    words = f"tokens of a sequence; default {_SEQUENCE}, or a size's own"
+    words = f"tokens of a sequence; default {DEFAULT_SEQUENCE}, or the model's own"
     add("--sequence", type=types.whole(whole_number(1, 1 << 24)), metavar="N", help=words)
     add("--dtype", choices=("bf16", "fp8"), default="bf16", help="dtype of the products in blocks; default bf16")
     words = "bytes a weight: fp32 keeps 16, fp8-lm 6 (fp16 weights and second moments, FP8 gradients and first ones)"
@@ -115,22 +102,35 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    question = _question(arguments)
-    if arguments.checkpointing == _AUTO:
-        question, plans = with_least_checkpointing(question)
+    answers = [_answer(question, arguments.checkpointing) for question in _questions(arguments)]
+    if len(answers) == 1:
+        ((question, plans),) = answers
+        page = partial(page_of, question, plans[: arguments.top])
+        value: Callable[[], object] = partial(value_of, question, plans)
     else:
-        plans = ranking(question)
-    if not plans:
+        page = partial(page_of_counts, answers)
+        value = partial(values_of, answers)
+    tell(arguments, page, value, partial(rows_of, answers))
+    return EXIT_OK if any(plans[0].fits for _, plans in answers) else EXIT_FAILED
+
+
+def _answer(question: ParallelQuestion, checkpointing: str) -> Answer:
+    """Ranks the ways, and returns them with the question's checkpointing. Raises UsageError if none divides evenly."""
+    answer = with_least_checkpointing(question) if checkpointing == _AUTO else (question, ranking(question))
+    if not answer[1]:
         raise UsageError(
             f"{question.batch} sequences cannot be dealt out evenly to {question.gpus} GPUs in any way. Give --batch a "
             "multiple of them."
         )
-    page = partial(page_of, question, plans[: arguments.top])
-    tell(arguments, page, partial(value_of, question, plans), partial(rows_of, question, plans))
-    return EXIT_OK if plans[0].fits else EXIT_FAILED
+    return answer
 
 
-def _question(arguments: argparse.Namespace) -> ParallelQuestion:
+def _gpu_counts(text: str) -> tuple[int, ...]:
+    counts = tuple(map(types.whole(whole_number(1, 1 << 20)), types.words(text)))
+    return tuple(dict.fromkeys(counts))
+
+
+def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
     if arguments.model is None:
         arguments.model = arguments.name
     elif arguments.name is not None:
@@ -138,16 +138,16 @@ def _question(arguments: argparse.Namespace) -> ParallelQuestion:
     for name in ("model", "gpus", "topology"):
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is missing: a plan needs --model, --gpus and --topology.")
-    model = _model(arguments.model)
-    own = SIZES[model.name].sequence if model.name in SIZES else _SEQUENCE
+    model = parse_model(arguments.model)
     level = Checkpointing.NONE if arguments.checkpointing == _AUTO else Checkpointing(arguments.checkpointing)
     if arguments.states != "fp32" and arguments.dtype != "fp8":
         raise UsageError(f"--states {arguments.states} goes with FP8 products: give --dtype fp8 too.")
+    sequence = arguments.sequence or usual_sequence(model)
     load = Load(
-        arguments.sequence or own, 1, checkpointing=level, precision=arguments.dtype, states=arguments.states,
+        sequence, 1, checkpointing=level, precision=arguments.dtype, states=arguments.states,
         fused_loss=arguments.compiled_loss, rlhf=arguments.rlhf, zero_one=arguments.zero_1,
     )  # fmt: skip
-    batch, topology = arguments.batch or 8 * arguments.gpus, read_topology(arguments.topology)
+    topology = read_topology(arguments.topology)
     by = _training(arguments.calibrate, load) if arguments.calibrate is not None else None
     if arguments.recipe and "fp8" not in (load.precision, by.load.precision if by is not None else ""):
         raise UsageError("--recipe says how products in FP8 are scaled, and there are none: add --dtype fp8.")
@@ -160,7 +160,10 @@ def _question(arguments: argparse.Namespace) -> ParallelQuestion:
         topology = replace(
             topology, bf16=topology.bf16 * limit**POWER_EXPONENT, fp8=topology.fp8 * limit**POWER_EXPONENT
         )
-    return ParallelQuestion(model, arguments.gpus, batch, load, topology, by, recipe, bool(limit))
+    return [
+        ParallelQuestion(model, gpus, arguments.batch or 8 * gpus, load, topology, by, recipe, bool(limit))
+        for gpus in arguments.gpus
+    ]
 
 
 def _watts(text: str) -> float:
@@ -183,7 +186,10 @@ _TRAINING = (
 
 
 def _training(text: str, planned: Load) -> MeasuredTraining:
-    words = [word.strip() for word in text.split(",")]
+    first, *words = (word.strip() for word in text.split(","))
+    while words and words[0].partition("=")[0] in KEYS:
+        first += f",{words.pop(0)}"
+    words.insert(0, first)
     if len(words) < 3:
         raise UsageError(f"--calibrate {text!r:.80} is too short. {_TRAINING}.")
     cuts: dict[str, int] = {}
@@ -210,18 +216,7 @@ def _training(text: str, planned: Load) -> MeasuredTraining:
         )  # fmt: skip
     except (ValueError, argparse.ArgumentTypeError):
         raise UsageError(f"--calibrate {text!r:.200} cannot be read, or divides nothing evenly. {_TRAINING}.") from None
-    return MeasuredTraining(_model(words[0]), layout, load, pace)
-
-
-def _model(name: str) -> DecoderModel:
-    if name in MODELS:
-        return MODELS[name]
-    if name not in SIZES:
-        raise UnknownName("model", name, [*MODELS, *SIZES])
-    size = SIZES[name]
-    return DecoderModel(
-        name, size.vocabulary, size.width, size.layers, size.heads, size.key_heads, size.hidden, size.modern
-    )
+    return MeasuredTraining(parse_model(words[0]), layout, load, pace)
 
 
 def _shipped() -> list[str]:
@@ -271,149 +266,3 @@ def _value(file: Path, name: str, given: Any) -> float:
         name, f"a number above 0, in {_UNIT.get(name)}"
     )
     raise UsageError(f"{file}: {name}: expected {expected}, got {given!r:.80}.")
-
-
-_LEGEND = (
-    "memory: of a GPU, by formulas; its band: how far off they are on the published trainings that they were fitted to",
-    "tokens/s: of a GPU, by formulas; its band: the largest error on machines held out, '-' where none was",
-    "waits: the share of a step in which products wait for TP, CP, FSDP or DDP; idle: a pipeline's ends",
-    "tight: it fits unless memory is at the upper end of its band",
-    "what a GPU has: DDP: the whole model, some of the sequences; FSDP: the same, its weights and moments shared out",
-    "TP: a part of each product; PP: some layers, VP: in that many stretches; CP: a part of each sequence",
-)
-# Every answer says what the formulas are worth.
-_ERRORS = (
-    f"Pace, by leave-one-machine-out: {HELD_OUT_WORDS}. Without a training it was {UNCALIBRATED_WORDS}. Memory: "
-    f"nothing was held out; on the 20 published figures that formulas were fitted to: off by {MEMORY_ERROR} at most."
-)
-# Seconds of a small message within a node: assumed, and printed as such.
-_MESSAGE = 1e-5
-# In shorter steps launches decide, which formulas leave out.
-_SHORT = 0.02
-
-
-def page_of(question: ParallelQuestion, plans: Sequence[Planned]) -> Page:
-    load = question.load
-    title = (
-        f"{question.model.name} ({units.count(question.model.weights)} weights) on {question.gpus} "
-        f"GPU{'' if question.gpus == 1 else 's'} of {units.size(question.topology.memory)}: {question.batch} sequences "
-        f"of {load.sequence} tokens a step, {load.precision}, checkpointing {load.checkpointing}"
-    )
-    matrix = [Part("matrix", "each kind of division by itself", (_matrix(question),))] if question.gpus > 1 else []
-    parts = [Part("ranking", "", (*map(Text, _remarks(question, plans)), _ranking(question, plans))), *matrix,
-             Part("errors", "", (Text(_ERRORS),))]  # fmt: skip
-    return Page(title, "", tuple(parts), _LEGEND)
-
-
-def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]:
-    if not plans[0].fits:
-        level = "" if question.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
-        yield f"No way fits: more GPUs, a smaller batch, shorter sequences{level}."
-    if plans[0].pace.step < _SHORT:
-        yield (
-            f"A step takes {units.seconds(plans[0].pace.step)} by these formulas, which leave out launches: in steps "
-            f"below {units.seconds(_SHORT)} those decide, and the paces here mean nothing."
-        )
-    if question.by is None:
-        yield (
-            "No whole training has calibrated these rates: paces say which layout is faster, not how fast it is. By "
-            f"ceilings of products they were {UNCALIBRATED_WORDS}. Give a measured training: --calibrate "
-            "MODEL,LAYOUT,PACE."
-        )
-    else:
-        yield (
-            f"By {question.by.model.name} with {question.by.layout.words} at {question.by.pace:g} tokens/s of a GPU, "
-            f"products reach {question.topology.bf16 / 1e12:.0f} TFLOP/s in bf16 and "
-            f"{question.topology.fp8 / 1e12:.0f} in FP8."
-        )
-    if question.derated:
-        yield "Rates are scaled by the 2/3 power of the power limit, which nothing confirms: paces have no band."
-    if (kept := question.load.kept) != STATES["fp32"]:
-        way = plans[0]
-        wide = memory_of(question.model, way.layout, replace(way.load, states="fp32")).total
-        yield (
-            f"States take {kept.total} bytes a weight instead of {STATES['fp32'].total}: the first way takes "
-            f"{units.percent(1 - way.memory.total / wide, 0)} less than with those in fp32 ({units.size(wide)}). "
-            "FP8-LM reports 29%, 28% and 39% less for its GPT-7B, 13B and 175B on H100s, with --zero-1; these formulas "
-            "give 33%, 37% and 43%, because they leave out 6 to 13 GiB that its trainings took besides."
-        )
-    if question.load.rlhf:
-        memory = plans[0].memory
-        models = ("actor", memory.states), ("critic", memory.critic), ("reference and reward", memory.frozen)
-        sizes = ", ".join(f"{name} {units.size(size)}" for name, size in models)
-        yield (
-            f"RLHF: in the first way weights, gradients and moments take {sizes}; one model works at a time. tokens/s "
-            "are of the actor's update alone, without rollouts and other models' passes. FP8-LM reports 62% less for "
-            "states and 32% less for weights (LLaMA-7B); --states fp8-lm gives 62% and 50%, all copies in FP8. Only "
-            "four small models were checked, by `fp8bench suite transformer --set models=rlhf`."
-        )
-    if count := _scale_traffic(question, plans[0]).messages:
-        yield (
-            f"Scales: with one for each whole tensor, a step of the first way waits for {count} messages of 4 bytes: "
-            f"the largest magnitude over {plans[0].layout.tensor} GPUs before each cast of a tensor that TP cuts. "
-            f"Paces leave that out: at {units.seconds(_MESSAGE)} each it is {units.seconds(count * _MESSAGE)} of "
-            f"{units.seconds(plans[0].pace.step)}. Scales of rows and blocks need no messages."
-        )
-    if what := outside(question.model, question.gpus, question.load.sequence):
-        yield f"No published training is like this: {'; '.join(what)}. Bands are a guess here."
-
-
-def _scale_traffic(question: ParallelQuestion, way: Planned) -> ScaleTraffic:
-    """Counts a GPU's messages in a step where TP cuts tensors that have one scale each; else none."""
-    if way.layout.tensor == 1 or way.load.precision != "fp8" or question.recipe not in ("", "tensorwise"):
-        return ScaleTraffic(0, 0.0)
-    blocks = -(-question.model.layers // way.layout.pipeline)
-    return scale_traffic_of_cuts(blocks * way.load.micro_batches, way.layout.tensor)
-
-
-def _ranking(question: ParallelQuestion, plans: Sequence[Planned]) -> Table:
-    def fits(way: Planned) -> Field:
-        word = ("tight", Tone.DOUBT) if way.tight else ("yes", Tone.GOOD) if way.fits else ("no", Tone.BAD)
-        return Field(word[0], tone=word[1])
-
-    cols: list[Col[Planned]] = [
-        Col("layout", lambda way: way.layout.words),
-        Col("micro-batches", lambda way: str(way.load.micro_batches), number=True),
-        Col("memory", lambda way: units.size(way.memory.total), number=True),
-        Col("band", lambda way: f"±{units.percent(memory_band(way.layout), 0)}", number=True),
-        Col("fits", fits),
-        Col("tokens/s", lambda way: units.count(way.tokens), number=True),
-        Col("band", lambda way: _band(question, way), number=True, show=lambda band: f"±{units.percent(band, 0)}"),
-        Col("waits", lambda way: units.percent(way.pace.waits, 0), number=True),
-        Col("idle", lambda way: units.percent(way.pace.idle, 0), number=True),
-    ]
-    return table("ranking", "", cols, plans)
-
-
-def _band(question: ParallelQuestion, way: Planned) -> float | None:
-    return None if question.derated else pace_band(question.by, question.model, way.layout, way.load, question.recipe)
-
-
-def _matrix(question: ParallelQuestion) -> Table:
-    cols: list[Col[Ruling]] = [
-        Col("kind", lambda ruling: ruling.kind),
-        Col("worth it", lambda ruling: ruling.say, tone=lambda row: Tone.GOOD if row.say is Say.YES else Tone.PLAIN),
-        Col("why", lambda ruling: ruling.why, below=True),
-    ]
-    return table("matrix", "", cols, rulings(question))
-
-
-def value_of(question: ParallelQuestion, plans: Sequence[Planned]) -> dict[str, object]:
-    beyond, matrix = outside(question.model, question.gpus, question.load.sequence), encode(rulings(question))
-    ways = rows_of(question, plans)[1]
-    return {"asked": encode(question), "outside": beyond, "ways": ways, "matrix": matrix, "errors": _ERRORS}
-
-
-def rows_of(question: ParallelQuestion, plans: Sequence[Planned]) -> Rows:
-    rows: list[dict[str, object]] = []
-    for way in plans:
-        pace = asdict(way.pace)
-        rows.append({
-            **asdict(way.layout), "micro_batches": way.load.micro_batches, "fits": way.fits, "tight": way.tight,
-            "memory_bytes": way.memory.total, **{f"{name}_bytes": size for name, size in asdict(way.memory).items()},
-            "tokens_per_second": way.tokens, "step_seconds": way.pace.step, "bubble": pace.pop("bubble"),
-            **{f"{name}_seconds": seconds for name, seconds in pace.items()},
-            **{f"scale_{name}": number for name, number in _scale_traffic(question, way)._asdict().items()},
-            "memory_band": memory_band(way.layout), "pace_band": _band(question, way),
-        })  # fmt: skip
-    return tuple(rows[0]), rows

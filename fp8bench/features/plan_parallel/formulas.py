@@ -21,7 +21,10 @@ class Checkpointing(StrEnum):
 
 @dataclass(frozen=True)
 class DecoderModel:
-    """A dense decoder like Llama (three products in a feed-forward block) or, not `gated`, like GPT (two)."""
+    """A dense decoder like Llama (three products in a feed-forward block) or, not `gated`, like GPT (two).
+
+    The head of a `tied` one multiplies with the embedding's weights.
+    """
 
     name: str
     vocabulary: int
@@ -31,6 +34,7 @@ class DecoderModel:
     key_heads: int
     hidden: int
     gated: bool = True
+    tied: bool = False
 
     @property
     def key_width(self) -> int:
@@ -53,7 +57,12 @@ class DecoderModel:
 
     @property
     def weights(self) -> int:
-        return self.layers * self.block + 2 * self.ends + self.width
+        return self.layers * self.block + (1 if self.tied else 2) * self.ends + self.width
+
+    def stage_weights(self, pipeline: int) -> int:
+        """Weights of the largest of so many stages. Embedding and head are in different stages, each with its copy."""
+        ends = 1 if self.tied or pipeline > 1 else 2
+        return -(-self.layers // pipeline) * self.block + ends * self.ends
 
     def attention_flops(self, sequence: int) -> float:
         """FLOPs a token of scores and their product with the values, in all layers."""
@@ -193,7 +202,7 @@ def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMem
     """Returns an upper bound over GPUs: in a pipeline, the first stage's activations with the last stage's logits."""
     tokens = load.sequence * load.local / load.micro_batches / layout.context
     layers = -(-model.layers // layout.pipeline)
-    stage = (layers * model.block + model.ends * (2 if layout.pipeline == 1 else 1)) / layout.tensor
+    stage = model.stage_weights(layout.pipeline) / layout.tensor
     in_flight = min(layout.pipeline, load.micro_batches)
     ranks, shared = layout.shards * layout.context, load.zero_one and layout.copies > 1
     gathered = load.kept.lying * stage if shared and ranks == 1 else _gathered(model, layout, load.kept, stage)
@@ -244,7 +253,8 @@ _ATTENTION_AGAIN = 0.5
 @dataclass(frozen=True)
 class StepPace:
     """Seconds of a step. Products (with attention) wait for the traffic of `tensor` and `context`; that of `shards` and
-    `copies` runs beside them and counts where it takes longer. A pipeline idles for the share `bubble` of its work."""
+    `copies` runs beside them, and for `exposed` seconds nothing else does. A pipeline idles for the share `bubble` of
+    its work."""
 
     products: float
     tensor: float
@@ -252,15 +262,11 @@ class StepPace:
     shards: float
     copies: float
     bubble: float
+    exposed: float
 
     @property
     def work(self) -> float:
         return (self.products + self.tensor + self.context) * (1 + self.bubble)
-
-    @property
-    def exposed(self) -> float:
-        """Seconds that products wait for weights and gradients; copies send theirs during backward, two thirds."""
-        return max(0.0, self.shards - self.products) + max(0.0, self.copies - self.products * 2 / 3)
 
     @property
     def step(self) -> float:
@@ -278,33 +284,74 @@ class StepPace:
 def pace_of(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology) -> StepPace:
     tokens = load.local * load.sequence / layout.context
     layers = -(-model.layers // layout.pipeline)
-    stage = (layers * model.block + model.ends * (2 if layout.pipeline == 1 else 1)) / layout.tensor
+    stage = model.stage_weights(layout.pipeline) / layout.tensor
+    forward, backward = _products(model, layout, load, topology, tokens)
+    gather, scatter = _sharding(layout, load, topology, stage)
+    copied = _copies(layout, load, topology, stage)
+    pieces = load.micro_batches
+    # In a pipeline weights stay gathered, and gradients are summed unsharded, until the step's end.
+    sendings = 1 if layout.pipeline > 1 else pieces
+    gathers = 1 if layout.pipeline > 1 else 2 * pieces
     return StepPace(
-        products=_products(model, layout, load, topology, tokens),
+        products=forward + backward,
         tensor=_tensor(model, layout, load, topology, tokens * layers),
         context=_context(model, layout, load, topology, tokens * layers),
-        shards=_shard_bytes(layout, load, stage) / topology.link(layout.tensor * layout.shards * layout.context),
-        copies=_copies(layout, load, topology, stage),
-        bubble=(layout.pipeline - 1) / (layout.virtual * load.micro_batches),
+        shards=gathers * gather + sendings * scatter,
+        copies=sum(copied),
+        bubble=(layout.pipeline - 1) / (layout.virtual * pieces),
+        exposed=_exposed(layout, topology, pieces, forward / pieces, backward / pieces, (gather, scatter), copied),
     )
+
+
+def _exposed(
+    layout: ParallelLayout,
+    topology: Topology,
+    pieces: int,
+    forward: float,
+    backward: float,
+    sharded: tuple[float, float],
+    copied: tuple[float, float],
+) -> float:
+    """Seconds that products wait for weights and gradients, pass by pass of the micro-batches.
+
+    What one micro-batch's pass asks for hides behind that pass alone. Copies sum their gradients once, behind the
+    last backward; the weights that ZeRO-1 sends come behind the first forward.
+    """
+    gather, scatter = sharded
+    summed, returned = copied
+    again = 0.0 if layout.pipeline > 1 else gather
+    one_link = topology.link(layout.tensor * layout.shards * layout.context) == topology.link(layout.gpus)
+    together = sum if one_link else max
+    first, last = together((gather, returned)), together((again + scatter, summed))
+    exposed = max(0.0, first - forward) + max(0.0, last - backward)
+    if layout.pipeline == 1:
+        each = max(0.0, gather - forward) + max(0.0, again + scatter - backward)
+        exposed += (pieces - 1) * each
+    return exposed
 
 
 def tokens_a_second(layout: ParallelLayout, load: Load, pace: StepPace) -> float:
     return load.local * load.sequence / pace.step / layout.inner
 
 
-def _products(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, tokens: float) -> float:
+def _products(
+    model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, tokens: float
+) -> tuple[float, float]:
+    """Returns seconds of all forward passes of a step, and of all backward ones with what they compute again."""
     again = {
         Checkpointing.NONE: 0.0,
         Checkpointing.SELECTIVE: model.width * (model.key_width + model.width + model.hidden) / model.block_products,
         Checkpointing.FULL: 1.0,
     }[load.checkpointing]
-    linear = 6.0 * model.layers * model.block_products * (1 + again / 3)
-    attention = model.attention_flops(load.sequence) / 3
-    attention *= 3 + _ATTENTION_AGAIN + (load.checkpointing is Checkpointing.FULL)
     narrow = topology.fp8 if load.precision == "fp8" else topology.bf16
-    seconds = linear / narrow + 6.0 * model.ends / topology.bf16 + attention / (topology.bf16 * _ATTENTION)
-    return seconds * tokens / (layout.tensor * layout.pipeline)
+    blocks = 2.0 * model.layers * model.block_products / narrow
+    head = 2.0 * model.ends / topology.bf16
+    attention = model.attention_flops(load.sequence) / 3 / (topology.bf16 * _ATTENTION)
+    scores_again = _ATTENTION_AGAIN + (load.checkpointing is Checkpointing.FULL)
+    share = tokens / (layout.tensor * layout.pipeline)
+    forward = blocks + head + attention
+    backward = (2 + again) * blocks + 2 * head + (2 + scores_again) * attention
+    return forward * share, backward * share
 
 
 def _tensor(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
@@ -325,16 +372,20 @@ def _context(model: DecoderModel, layout: ParallelLayout, load: Load, topology: 
     return max(0.0, sent / topology.link(layout.tensor * layout.context) - attention)
 
 
-def _shard_bytes(layout: ParallelLayout, load: Load, stage: float) -> float:
-    """Weights are gathered twice, in each micro-batch unless a pipeline keeps them; gradients are sent once."""
+def _sharding(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> tuple[float, float]:
+    """Returns seconds in which a stage's weights are gathered once, and its gradients sent to their owners once."""
     ranks = layout.shards * layout.context
-    gathers = 2 * (load.micro_batches if layout.pipeline == 1 else 1)
-    each = gathers * (_FP8 if load.narrow_gather else load.kept.copy) + load.kept.gradient
-    return each * stage * (ranks - 1) / ranks
+    share = stage * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
+    return (_FP8 if load.narrow_gather else load.kept.copy) * share, load.kept.gradient * share
 
 
-def _copies(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> float:
-    """A ring sums gradients over copies; with ZeRO-1 they go to their owners, and weights come back."""
+def _copies(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> tuple[float, float]:
+    """Returns seconds of the copies' traffic behind backward, and behind forward.
+
+    A ring sums gradients over copies; with ZeRO-1 they go to their owners, and weights come back.
+    """
     own = stage / (layout.shards * layout.context)
-    each = load.kept.gradient + (load.kept.copy if load.zero_one else load.kept.gradient)
-    return each * own * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
+    share = own * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
+    if load.zero_one:
+        return load.kept.gradient * share, load.kept.copy * share
+    return 2 * load.kept.gradient * share, 0.0

@@ -11,7 +11,7 @@ that its recipe reached in published trainings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -67,10 +67,10 @@ HELD_OUT = {
 }  # fmt: skip
 HELD_OUT_WORDS = (
     "622 paces told from one training of the same machine, each of 8 machines left out in turn, were off by 11.1% in "
-    "the middle; of 132 of kinds that others have, 85 were within the band that those set (26 of 26 on seven machines, "
-    "59 of 106 on the one that has long sequences)"
+    "the middle; of 132 of kinds that others have, 88 were within the band that those set (26 of 26 on seven machines, "
+    "62 of 106 on the one that has long sequences)"
 )
-UNCALIBRATED_WORDS = "34% to 396% too fast in 44 published trainings, by 89% in the middle"
+UNCALIBRATED_WORDS = "25% to 396% too fast in 44 published trainings, by 87% in the middle"
 # Published of a single machine, so that none could be held out.
 _ALONE = "mxfp8"
 
@@ -247,6 +247,9 @@ def _planned(question: ParallelQuestion, layout: ParallelLayout, local: int, cou
     return Planned(layout, load, memory, pace, tokens_a_second(layout, load, pace), fits, fits and tight)
 
 
+Answer = tuple[ParallelQuestion, Sequence[Planned]]
+
+
 class Say(StrEnum):
     """Whether a kind of division is worth it."""
 
@@ -275,7 +278,7 @@ def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
     ways = list(layouts(question))
     by_tensor, by_stage = any(way.tensor > 1 for way in ways), any(way.pipeline > 1 for way in ways)
     uneven = f"; but {gpus} GPUs cannot divide this model evenly by it"
-    # Tokens of a GPU's step from which on products take as long as what FSDP sends.
+    # Tokens of a GPU's micro-batch from which on products take as long as what FSDP sends for it.
     sent = (2 * (1 if load.narrow_gather else load.kept.copy) + load.kept.gradient) * (gpus - 1) / gpus
     hidden = sent * (topology.fp8 if load.precision == "fp8" else topology.bf16) / (6 * topology.link(gpus))
     room = units.size(usable)
@@ -285,7 +288,8 @@ def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
           f"{units.size(alone)} of {room} that a plan may use{undealt}")),
         ("FSDP", gpus > 1 and sharded <= usable and tokens >= hidden and dealt,
          (f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
-          f"GPU and step, and computing takes as long as what it sends from {units.count(hidden)} on{undealt}")),
+          f"GPU and step, and computing takes as long as what it sends if a micro-batch has {units.count(hidden)} or "
+          f"more{undealt}")),
         ("TP", by_tensor and (sharded > usable or question.batch < gpus),
          ("worth it where FSDP does not fit, or there are fewer sequences than GPUs; within the "
           f"{topology.node} GPUs of a node alone, because products wait for what it sends"

@@ -24,6 +24,8 @@ class Stage(nn.Module):
         super().__init__()
         each = len(model.blocks) // ranks
         self.first, self.last, self.before = rank == 0, rank == ranks - 1, rank * each
+        # The first and the last rank have a copy of a tied head's weight each.
+        self.tied = ranks > 1 and (self.first or self.last) and model.head.weight is model.embedding
         model.blocks = model.blocks[self.before : self.before + each]
         if not self.first:
             del model.embedding, model.positions
@@ -45,7 +47,8 @@ class Stage(nn.Module):
             words = name.split(".")
             if words[0] == "blocks":
                 words[1] = str(int(words[1]) + self.before)
-            parameters[".".join(words)] = parameter
+            tied = self.tied and name == "head.weight"
+            parameters["embedding" if tied else ".".join(words)] = parameter
         return parameters
 
 
@@ -107,9 +110,21 @@ class GPipe(ParallelModel):
         given = (tokens,) if self.module.first else ()
         with phase.communication:
             self._schedule.step(*given, target=targets, losses=losses, return_outputs=False)
+            if self.module.tied:
+                self._sum_tied(self.parameters[self.names.index("embedding")])
         if not self.module.last:
             return torch.zeros((), device=tokens.device)
         return torch.stack(losses).mean().detach() / self.loss_scale
+
+    def _sum_tied(self, weight: nn.Parameter) -> None:
+        """Adds what the last rank's head and the first one's embedding do to the weight that both have."""
+        assert weight.grad is not None
+        other = torch.zeros_like(weight.grad)
+        peer = dist.get_global_rank(self.group, 0 if self.module.last else self.group.size() - 1)
+        sends = [dist.P2POp(dist.isend, weight.grad, peer, self.group), dist.P2POp(dist.irecv, other, peer, self.group)]
+        for work in dist.batch_isend_irecv(sends):
+            work.wait()
+        weight.grad += other
 
     def whole_loss(self, loss: Tensor) -> Tensor:
         whole = loss.clone()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 from fp8bench.errors import UsageError
 from fp8bench.features.plan_parallel.command import read_topology
 from fp8bench.features.plan_parallel.formulas import Topology
+from fp8bench.features.plan_parallel.models import parse_model, sizes_of
+from fp8bench.model.step import HeldProduct, Holder
 from tests.commands import Say, unfolding
 from tests.counts import for_each
 
@@ -74,6 +78,157 @@ def test_topologies_are_shipped(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert read_topology(Path(name)).bf16 == 660e12
 
 
+def test_counts_of_gpus_are_compared(say: Say, topology: Path) -> None:
+    """Each has a row with its best way, and its ways by themselves."""
+    given = ("llama3-8b", "--topology", str(topology), "--gpus")
+    several = json.loads(say(*given, "8,64,8", "--json")[1])["counts"]
+    assert several == [json.loads(say(*given, count, "--json")[1]) for count in ("8", "64")]
+    code, out, _ = say(*given, "8,64,512")
+    rows = {words[0]: words for line in out.splitlines() if (words := line.split()) and words[0].isdigit()}
+    assert code == 0 and list(rows) == ["8", "64", "512"] and out.count("No whole training") == 1
+    assert rows["8"].count("yes") == 1  # of the matrix: FSDP
+    lines = say(*given, "8,64", "--csv", "-")[1].splitlines()
+    assert len(lines) == 1 + sum(len(answer["ways"]) for answer in several) and lines[0].startswith("gpus,")
+    code, out, _ = say("llama3-405b", "--topology", str(topology), "--gpus", "8,512")
+    assert code == 0
+    code, _, err = say("nano", "--topology", str(topology), "--gpus", "2,3", "--batch", "8")
+    assert code == 2 and "8 sequences cannot be dealt out evenly to 3 GPUs" in err
+
+
+MAKER = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.ModuleList([nn.Linear(64, 64 + 2 * 16, bias=False), nn.Linear(64, 64, bias=False)])
+        self.fc1, self.mlp = nn.Linear(64, 192, bias=False), nn.Linear(96, 64, bias=False)
+
+    def forward(self, x):
+        x = x + self.attn[1](self.attn[0](x)[..., :64])
+        return x + self.mlp(self.fc1(x)[..., :96])
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(500, 64), nn.Linear(64, 500, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().mean()
+
+def make():
+    return Net(), (torch.zeros(2, 16, dtype=torch.long),)
+
+def mixed():
+    net = Net()
+    net.blocks[1].mlp = nn.Sequential(nn.Linear(96, 64, bias=False), nn.Linear(64, 64, bias=False))
+    return net, (torch.zeros(2, 16, dtype=torch.long),)
+"""
+
+
+@for_each(
+    ("model", "fields"),
+    [
+        ("layers=4,width=64,heads=8", ("layers=4,width=64,heads=8", 50304, 64, 4, 8, 8, 256, False, False)),
+        (
+            "heads=8,width=64,layers=4,key-heads=2,hidden=96,vocabulary=500,gated=yes,tied=yes",
+            (
+                "heads=8,width=64,layers=4,key-heads=2,hidden=96,vocabulary=500,gated=yes,tied=yes",
+                500,
+                64,
+                4,
+                8,
+                2,
+                96,
+                True,
+                True,
+            ),
+        ),
+        ("gpt-175b", ("gpt-175b", 50304, 12288, 96, 96, 96, 49152, False, True)),
+    ],
+)
+def test_models_of_any_size(model: str, fields: tuple[object, ...]) -> None:
+    assert astuple(parse_model(model)) == fields
+
+
+@for_each(("model", "weights"), [("gpt-7b", 6.7e9), ("gpt-13b", 12.8e9), ("gpt-175b", 175e9)])
+def test_fp8_lm_s_models_have_the_weights_of_their_names(model: str, weights: float) -> None:
+    assert parse_model(model).weights == pytest.approx(weights, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_maker_of_yours_is_planned(tmp_path: Path, say: Say, topology: Path) -> None:
+    (tmp_path / "net.py").write_text(MAKER)
+    model = parse_model(f"{tmp_path}/net.py:make,heads=8,tied=yes")
+    assert astuple(model)[1:] == (500, 64, 3, 8, 2, 96, True, True)
+    for words, said in (
+        ("make,heads=7", "7 heads must divide the width (64)"),
+        ("mixed,heads=8", "are not a head and equal blocks"),
+    ):
+        code, _, err = say(f"{tmp_path}/net.py:{words}", "--gpus", "2", "--topology", str(topology))
+        assert code == 2 and said in err
+
+
+def holders(*layers: str, blocks: int = 3) -> list[Holder]:
+    """Layers like 'attn.qkv 96x64' in each block, and a head of 500 ids."""
+    made = []
+    for name, outputs, inputs in (re.split("[ x](?=[0-9])", layer) for layer in layers):
+        product = HeldProduct(32, int(outputs), int(inputs))
+        made += [Holder(f"net.h.{number}.{name}", "linear", (0, 0), (product,)) for number in range(blocks)]
+    return [*made, Holder("head", "head", (0, 0), (HeldProduct(32, 500, 64),))]
+
+
+ATTENTION = ("attn.qkv 96x64", "attn.out 64x64")
+
+
+@for_each(
+    ("layers", "hidden", "keys", "gated"),
+    [
+        (("attn.qkv 192x64", "attn.out 64x64", "mlp.up 256x64", "mlp.down 64x256"), 256, 64, False),
+        # The fused product of attention is as wide as the feed-forward part.
+        ((*ATTENTION, "mlp.up 96x64", "mlp.down 64x96"), 96, 16, False),
+        ((*ATTENTION, "mlp.up 192x64", "mlp.down 64x96"), 96, 16, True),
+        ((*ATTENTION, "feed_forward.w1 96x64", "feed_forward.w2 64x96", "feed_forward.w3 96x64"), 96, 16, True),
+        (
+            (
+                "attention.wq 64x64",
+                "attention.wk 16x64",
+                "attention.wv 16x64",
+                "attention.wo 64x64",
+                "mlp.gate 96x64",
+                "mlp.up 96x64",
+                "mlp.down 64x96",
+            ),
+            96,
+            16,
+            True,
+        ),
+    ],
+)
+def test_layers_tell_the_sizes_of_a_decoder(layers: tuple[str, ...], hidden: int, keys: int, gated: bool) -> None:
+    sizes = {"vocabulary": 500, "width": 64, "layers": 3, "hidden": hidden, "keys": keys, "gated": gated}
+    assert sizes_of(holders(*layers)) == sizes
+
+
+@for_each(
+    "layers",
+    [
+        ("mlp.up 256x64", "mlp.down 64x256"),
+        (*ATTENTION, "mlp.a 256x64", "mlp.b 64x256", "mlp.c 64x256"),
+        (*ATTENTION, "mlp.a 96x64", "mlp.b 64x128"),
+        ATTENTION,
+    ],
+)
+def test_other_models_are_no_decoders(layers: tuple[str, ...]) -> None:
+    assert sizes_of(holders(*layers)) is None
+    assert sizes_of(holders(*layers)[:-1]) is None
+
+
 def test_one_gpu_divides_nothing(say: Say) -> None:
     code, out, _ = say("nano", "--gpus", "1", "--topology", "h100")
     assert code == 0 and "one GPU" in out and "each kind of division" not in out
@@ -117,6 +272,8 @@ def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
     limited = way("--calibrate", MEASURED, "--power-limit", "500/700")
     assert limited["pace_band"] is None
     assert limited["tokens_per_second"] == pytest.approx(6667 * (5 / 7) ** (2 / 3), rel=0.02)
+    same = "vocabulary=128256,width=4096,layers=32,heads=32,key-heads=8,hidden=14336,gated=yes"
+    assert way("--calibrate", MEASURED.replace("llama3-8b", same)) == plain
     assert way()["pace_band"] is None and way()["tokens_per_second"] > 1.4 * plain["tokens_per_second"]
     assert way("--compiled-loss")["logits_bytes"] == pytest.approx(way()["logits_bytes"] / 3)
 
@@ -146,6 +303,16 @@ def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
         ("--model llama3-8 --gpus 8 --topology FILE", "llama3-8b"),
         ("nano --gpus 3 --batch 5 --topology FILE", "cannot be dealt out evenly"),
         ("nano --gpus 0", "--gpus"),
+        ("nano --gpus 8,x", "--gpus"),
+        ("net.py:make --gpus 2 --topology FILE", "Write net.py:make,heads=N"),
+        ("net.py,heads=8 --gpus 2 --topology FILE", "Give net.py:make"),
+        ("net.py:make,heads=8,layers=3 --gpus 2 --topology FILE", "its layers tell all sizes but"),
+        ("layers=2,width=64 --gpus 2 --topology FILE", "lacks heads. Give layers="),
+        ("layers=2,width=64,heads=0 --gpus 2 --topology FILE", "'heads=0' cannot be read"),
+        ("layers=2,width=64,heads=8,depth=3 --gpus 2 --topology FILE", "'depth=3' cannot be read"),
+        ("layers=2,width=64,heads=8,tied=3 --gpus 2 --topology FILE", "'tied=3' cannot be read"),
+        ("layers=2,width=64,heads=7 --gpus 2 --topology FILE", "7 heads must divide the width (64)"),
+        ("layers=2,width=64,heads=8,heads=8 --gpus 2 --topology FILE", "or is given twice"),
         ("nano --gpus 2 --topology h10", "Did you mean 'h100'?"),
         ("nano --gpus 2 --topology nowhere.yaml", "nowhere.yaml cannot be read"),
         ("nano --gpus 8 --topology FILE --calibrate llama3-8b,FSDP8", "is too short"),

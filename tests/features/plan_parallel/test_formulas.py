@@ -24,6 +24,7 @@ from fp8bench.features.plan_parallel.formulas import (
     pace_of,
     tokens_a_second,
 )
+from fp8bench.features.plan_parallel.models import FP8_LM_MODELS
 from fp8bench.features.plan_parallel.ranking import (
     MEMORY_ERROR,
     MODELS,
@@ -206,14 +207,14 @@ def test_zero_one_by_hand() -> None:
     assert memory_of(SMALL, ParallelLayout(), load) == memory_of(SMALL, ParallelLayout(), LOAD)
 
 
-@pytest.mark.parametrize(("row", "share"), [*zip(TABLE["fp8_lm"], (0.33, 0.37, 0.43), strict=True)],
+@pytest.mark.parametrize(("row", "share"), [*zip(TABLE["fp8_lm"], (0.32, 0.36, 0.43), strict=True)],
                          ids=lambda value: value["model"] if isinstance(value, dict) else "")  # fmt: skip
 def test_what_fp8_lm_saves(row: dict[str, Any], share: float) -> None:
     """Of GiB told, within 9%: bf16 weights and fp32 gradients are whole in each copy, what the optimizer keeps is
     shared out. With FP8 weights in one orientation, or nothing shared out, it is off by more than a tenth. As a share
     it is above what is told, as the formulas leave out 6 to 13 GiB of either."""
-    heads = row["width"] // 128
-    model = DecoderModel("", 50304, row["width"], row["layers"], heads, heads, 4 * row["width"], gated=False)
+    model = FP8_LM_MODELS[row["model"].lower()]
+    assert (model.width, model.layers) == (row["width"], row["layers"])
     cut = row["layout"]
     layout = ParallelLayout(copies=cut["copies"], tensor=cut["tensor"], pipeline=cut["pipeline"])
     in_flight = 1 if cut["pipeline"] == 1 else 2 * cut["pipeline"]

@@ -13,7 +13,9 @@ import pytest
 
 from fp8bench.cli.config_file import with_config
 from fp8bench.cli.main import build_parser, commands_of
+from fp8bench.errors import UsageError
 from fp8bench.features.train import run as job
+from fp8bench.features.train.arms import make_arms
 from fp8bench.features.train.command import request_from
 from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
@@ -22,6 +24,7 @@ from fp8bench.features.train.words import FAILURES
 from fp8bench.measure.handle import LocalWorker
 from tests.commands import Say, unfolded, unfolding
 from tests.counts import for_each
+from tests.facts import CPU
 from tests.trainings import FakeLab, strikes, write_text
 
 TINY = (
@@ -173,6 +176,21 @@ def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
     assert request.settings == wanted and request.steps == 7
     assert request.dtypes == ("bf16", "fp8", "fp8-delayed:history=16:formats=e4m3")
     assert configured("--clip", "2", "--seeds", "3").settings == replace(wanted, clip=2.0)
+
+
+def test_fp8_keys_of_a_compiled_training_mean_the_fp8_that_compiles(store: Path) -> None:
+    """Something is left to compare; --compile on the command line is refused with what to write."""
+
+    def arms(text: str, *words: str) -> dict[str, str]:
+        parser = build_parser()
+        Path("my.yaml").write_text(text)
+        asked = with_config(parser, commands_of(parser)["train"], ["train", *words], Path("my.yaml"))
+        return {arm.name: arm.skip for arm in make_arms(request_from(asked), CPU)}
+
+    candidate = arms("use_fp8: true\ntorch_compile: true").items() - arms("use_fp8: true").items()
+    assert candidate == {("fp8", "")}
+    with pytest.raises(UsageError, match="choose --compile no, or a dtype without memory, like fp8"):
+        arms("use_fp8: true", "--compile", "yes")
 
 
 @for_each(("text", "why"), {

@@ -43,9 +43,10 @@ class Ranks:
 
 @contextmanager
 def ranks(size: int, folder: Path) -> Iterator[Ranks]:
-    tokens, planted = folder / "tokens", str(Path(__file__).with_name("planted_ways.py"))
+    tokens = folder / "tokens"
+    planted = tuple(str(Path(__file__).with_name(name)) for name in ("planted_ways.py", "tied_size.py"))
     np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
-    with RanksWorker(Settings(threads=1, corpus=str(tokens), imports=(planted,)), size) as worker:
+    with RanksWorker(Settings(threads=1, corpus=str(tokens), imports=planted), size) as worker:
         (facts,) = (item for item in worker.probe() if item.kind == "cpu")
         yield Ranks(worker, facts)
 
@@ -192,6 +193,26 @@ def test_mistakes_are_further_away_than_rounding(two: Ranks, first: int) -> None
     for item, named in MISTAKEN[first::4]:
         with pytest.raises(WorkerFault, match=named):
             two.worker.within(60).error(item, two.facts)
+
+
+TIED = {
+    "ddp": {"wire": "fp32"}, "zero": {"wire": "fp32"}, "fsdp2": {"wire": "fp32"}, "tp": {"amax": "own"},
+    "sp": {"amax": "own", "wire": "stream"}, "pp_gpipe": {"microbatches": 2}, "pp_1f1b": {"microbatches": 2},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_tied_head_is_trained_by_all_ways(two: Ranks) -> None:
+    """In float32 only the order of sums differs, so that a lost or a doubled half of its gradient would show."""
+    for way, options in TIED.items():
+        for precision, most in (("fp32", 1e-5), ("fp8", 0.3)):
+            plain = case(precision, way, **options)
+            tied = replace(plain, params=tuple((name, "tied" if name == "size" else v) for name, v in plain.params))
+            result = two.worker.within(60).error(tied, two.facts)
+            assert isinstance(result, dict) and result["update_error"] < most, (way, precision, result)
+    forgotten = replace(tied, params=(("way", "pp_forgets_tie"), *tied.params[1:]), precision="fp32")
+    with pytest.raises(WorkerFault, match=r"change of embedding|all weights' changes"):
+        two.worker.within(60).error(forgotten, two.facts)
 
 
 def named(record: Record) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8bench.errors import StoreError
 from fp8bench.features.train.values import SeedTask
 from fp8bench.files import PARTIAL, keeping, memory_size, open_file, read_file, sealed, unsealed, write_whole
+from fp8bench.nn.sizes import SIZES
 
 _HEAD = "checkpoint.json"
 _VERSION = 1
@@ -123,9 +124,11 @@ def _loaded(path: Path, digest: str) -> dict[str, Any]:
 
 def _task_digest(task: SeedTask) -> str:
     """Identifies the trainings that may use a checkpoint: by seed, arms, settings, steps, text and number of ranks."""
-    return hashlib.sha256(
-        repr((task.seed, task.arms, task.settings, task.steps, task.text.identity, task.facts.ranks)).encode()
-    ).hexdigest()
+    parts = repr((task.seed, task.arms, task.settings, task.steps, task.text.identity, task.facts.ranks))
+    size = SIZES.get(task.settings.model)
+    if size is not None and size.tied:  # it was not, once
+        parts += " tied"
+    return hashlib.sha256(parts.encode()).hexdigest()
 
 
 def finite(memory: Any) -> bool:

@@ -85,6 +85,12 @@ def take_file(model: nn.Module, start: str, make: str = "") -> None:
     with torch.no_grad():
         for text, tensor in kept.items():
             own[text].copy_(tensor)
+    for text, tensor in kept.items():
+        if not torch.equal(own[text], tensor.to(own[text])):
+            raise UsageError(
+                f"--start {path}: {text} is the same tensor as another one in this model (its weights are tied), and "
+                "not in the file. Give weights of a tied model."
+            )
 
 
 def _loaded(path: Path) -> dict[str, Tensor]:

@@ -58,6 +58,7 @@ def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
         sequence=settings.sequence or size.sequence,
         experts=EXPERTS if settings.arch == "moe" else 0,
         hidden=size.hidden // 2 if settings.arch == "moe" else size.hidden,
+        tied=size.tied and settings.arch in ("gpt", "moe"),
     )
 
 
@@ -102,6 +103,8 @@ def check(settings: TrainerSettings) -> None:
     known = {**dict.fromkeys(PARAMETER_KINDS), **keys_of(layers_of(settings.arch, config))}
     known |= {layer.name: None for layer in around_of(settings.arch, config) if layer.kind == "norm"}
     for name, _ in settings.rates:
+        if name == "head" and config.tied:
+            raise UsageError(f"--rates head: the head of {settings.model} is its embedding. Give a rate of embedding.")
         if name not in known:
             raise UnknownName("parameters of --rates", name, known, f"{', '.join(PARAMETER_KINDS)}; {_RATED}")
 
@@ -179,7 +182,10 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
     if cut and precision.whole_layers:
         return refused(f"--parallel {settings.parallel} cannot divide a library's layers, as of {precision.mode}")
     if settings.compile == "yes" and precision.remembers and support.level is not Level.REFUSED:
-        return refused(f"{precision.mode} rounds by earlier casts, unseen by a compiled graph: choose --compile no")
+        return refused(
+            f"{precision.mode} rounds by earlier casts, unseen by a compiled graph: choose --compile no, or a dtype "
+            "without memory, like fp8"
+        )
     if settings.make or support.level is not Level.NATIVE:
         return support
     rounded = bool(precision.carried_by) and precision.float32_products == "highest"

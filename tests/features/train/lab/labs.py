@@ -17,7 +17,7 @@ from fp8bench.plan.corpus import Corpus
 from tests.facts import CPU
 
 # The size that the tests of this folder have beside the others: some milliseconds a step.
-TINY = "tiny"
+TINY, TINY_TIED = "tiny", "tiny-tied"
 SMALL = TrainerSettings(model=TINY)
 
 

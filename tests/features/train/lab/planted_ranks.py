@@ -17,7 +17,7 @@ from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, SeedTask, StreamLine
 from fp8bench.nn.sizes import SIZES
 from tests.features.train.lab import plants
-from tests.features.train.lab.labs import TINY
+from tests.features.train.lab.labs import TINY, TINY_TIED
 
 _RANK = int(os.environ.get("RANK", "0"))
 _init, _advance = Trainer.__init__, Trainer.advance
@@ -82,6 +82,7 @@ def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLi
 
 
 SIZES.setdefault(TINY, plants.SIZE)
+SIZES.setdefault(TINY_TIED, replace(plants.SIZE, tied=True))
 if "RANK" in os.environ:
     evaluate._TOKENS = plants.LOOKED_AT
     Trainer.__init__ = _planted_init  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import SeedTask, TokenSpan, Validation
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.plan.corpus import Corpus
-from tests.features.train.lab.labs import TINY, lab_of, rows, task_of
+from tests.features.train.lab.labs import TINY, TINY_TIED, lab_of, rows, task_of
 from tests.trainings import NotedTraining, write_tokens
 
 
@@ -160,6 +160,15 @@ def test_an_unfit_file_is_refused_with_what_it_has(corpus: Corpus, tmp_path: Pat
         with pytest.raises(UsageError, match=words):
             take_file(model, start)
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+
+
+def test_a_file_whose_weights_are_not_tied_is_refused_by_a_model_whose_are(corpus: Corpus, tmp_path: Path) -> None:
+    tied, untied = (model_of(lab_of(task_of(corpus, "bf16", model=name))) for name in (TINY_TIED, TINY))
+    take_file(tied, kept(tmp_path / "tied", tied.state_dict()))
+    without_head = {name: tensor for name, tensor in tied.state_dict().items() if name != "head.weight"}
+    take_file(tied, kept(tmp_path / "without", without_head))
+    with pytest.raises(UsageError, match="embedding is the same tensor as another one in this model"):
+        take_file(tied, kept(tmp_path / "untied", untied.state_dict()))
 
 
 def test_a_request_has_the_digest_of_its_file(tmp_path: Path) -> None:

@@ -62,10 +62,18 @@ def test_sizes_are_the_models_own_and_those_of_the_text() -> None:
     assert dict(built.named_parameters())["positions"].shape == (320, 192)
 
 
+def test_heads_of_gpts_are_tied_where_their_size_is() -> None:
+    tied = {(arch, model): models.config_of(TrainerSettings(arch=arch, model=model), 256).tied
+            for arch in ARCHITECTURES for model in ("nano", "gpt2-124m")}  # fmt: skip
+    assert {pair for pair, is_tied in tied.items() if is_tied} == {("gpt", "gpt2-124m"), ("moe", "gpt2-124m")}
+    models.check(TrainerSettings(model="nano", rates=(("head", 2.0),)))
+
+
 @for_each(
     ("settings", "words"),
     [
         ({"model": "nanno"}, "Did you mean 'nano'"), ({"arch": "cnn", "sequence": 100}, "multiple of 16"),
+        ({"model": "gpt2-124m", "rates": (("head", 2.0),)}, "the head of gpt2-124m is its embedding"),
         ({"arch": "moe", "compile": "yes"}, "--compile yes does not work"),
         ({"arch": "mlp", "checkpointing": "blocks"}, "--checkpointing blocks is for --arch gpt and moe.*mlp"),
         ({"arch": "cnn", "checkpointing": "blocks"}, "--checkpointing blocks is for --arch gpt and moe.*batch"),

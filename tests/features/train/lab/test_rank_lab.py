@@ -30,7 +30,7 @@ from fp8bench.plan.corpus import Corpus
 from tests.counts import sampled
 from tests.facts import CPU
 from tests.features.train.lab import plants as planted
-from tests.features.train.lab.labs import lab_of, rows, task_of
+from tests.features.train.lab.labs import TINY_TIED, lab_of, rows, task_of
 from tests.trainings import replaced
 
 pytestmark = pytest.mark.slow
@@ -91,6 +91,17 @@ def assert_fresh_ranks_go_on(ranks: RanksWorker, several: Any, task: SeedTask, f
     assert dict(several.restore(str(folder))) == dict.fromkeys(rest, 5)
     for name, lines in rest.items():
         assert _timeless(several.advance(name, STEPS)) == _timeless(lines), name
+
+
+def test_ranks_train_a_tied_head_as_one_does(corpus: Corpus, ranks: RanksWorker) -> None:
+    """In all ways, with the head in FP8, too."""
+    arms = "fp32", Arm("head", "bf16", settings=(("precision_map", (("head", "fp8"),)),))
+    for parallel in PARALLEL:
+        task = of_ranks(corpus, *arms, parallel=parallel, model=TINY_TIED)
+        lab, several = alone(task), asked(ranks, 60)
+        several.begin(task)
+        assert numbers(several.advance("fp32", 5)) == pytest.approx(numbers(lab.advance("fp32", 5)), rel=2e-6)
+        assert losses(several.advance("head", 5)) == pytest.approx(losses(lab.advance("head", 5)), rel=1e-3)
 
 
 @pytest.mark.parametrize("parallel", sampled(["fsdp", "sp"], PARALLEL))

@@ -26,7 +26,7 @@ from fp8bench.features.train.values import Arm, LayerReading
 from fp8bench.plan.corpus import Corpus
 from fp8bench.registry import precisions
 from tests.counts import for_each
-from tests.features.train.lab.labs import lab_of, restarted, rows, task_of
+from tests.features.train.lab.labs import TINY_TIED, lab_of, restarted, rows, task_of
 from tests.older import changed_document
 
 LOW = (("optimizer_states", "fp8lm"), ("master", "fp16-scaled"), ("gradients", "fp8"), ("micro_batches", 2))
@@ -71,6 +71,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "updates in fp8": {"updates": "fp8", "optimizer": "sgd"},
     "clipping by kind": {"clip": "0.1/kind"},
     "clipping by tensor": {"clip": "0.05/tensor"},
+    "a tied head": {"model": TINY_TIED},
     "rates": {"rates": (("attn", 0.5), ("blocks.0", 2.0))},
     "betas": {"betas": (0.8, 0.95)},
     "a scale that changes": {"loss_scale": "dynamic"},
@@ -82,7 +83,7 @@ WAYS: dict[str, dict[str, Any]] = {
 TOGETHER = (
     ("schedule cosine", "optimizer adamw", "clipping by kind", "parts in other precisions"),
     ("schedule linear", "optimizer lion", "betas", "clipping by tensor"),
-    ("schedule constant", "optimizer adafactor", "rates"),
+    ("schedule constant", "optimizer adafactor", "rates", "a tied head"),
     ("schedule wsd", "updates in fp8", "a scale that changes"),
     ("schedule one-cycle", "lion in low precision"),
     ("schedule inverse-sqrt", "optimizer sgd"),
