@@ -1,4 +1,4 @@
-"""Files that several processes read and write: replaced in one step, appended to and synced, locked, and safely named.
+"""Files that several processes read and write: replaced in one step, appended to and synced, and locked.
 
 Lines and objects can carry checksums, so that a digit that changes on a disk is noticed.
 """
@@ -23,7 +23,6 @@ from typing import IO, Any, Self, cast
 
 from fp8bench import units
 from fp8bench.errors import OpenStore, StoreError, UsageError
-from fp8bench.model import Case
 
 # asv warns at every *.json that is not its own, and at nothing else: names here never end so.
 LOCK = ".lock"
@@ -33,9 +32,6 @@ _PAUSE_SECONDS = 0.02
 # Nobody takes so long to write a file: its writer was killed.
 _LEFT_SECONDS = 3600.0
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_UNSAFE = re.compile(r"[^A-Za-z0-9=,._+-]")
-_LONGEST = {"workload": 40, "params": 72, "device": 16, "mode": 40}
-_DIGITS = 8
 _SUM = "sum"
 # The end of a line with a checksum, and of one that is numbered, too.
 _SEAL = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
@@ -428,26 +424,6 @@ def try_writing(folder: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def stamp(moment: str) -> str:
-    """A start time as it stands in file names: '20260105T120000.000Z'."""
-    return re.sub(r"[-:]", "", moment).partition("+")[0] + "Z"
-
-
-def safe(text: str) -> str:
-    """The text as part of a path: unsafe letters become _, and a digest tells such names apart, whatever their case."""
-    short = _cut(text, 80)
-    return short if short == text.lower() else f"{short}-{_digest(text)}"
-
-
-def name_of(case: Case) -> str:
-    """A case as the name of a file or folder: 'gemm-m=512,n=512,k=512-cpu-bf16'. Long ones are cut, with a digest."""
-    params = ",".join(f"{name}={value}" for name, value in case.params)
-    parts = {"workload": case.workload, "params": params, "device": case.device.replace(":", ""), "mode": case.mode}
-    short = "-".join(cut for name, part in parts.items() if (cut := _cut(part, _LONGEST[name])))
-    whole = "-".join(part for part in parts.values() if part)
-    return short if short == whole.lower() else f"{short}-{_digest(case.id)}"
-
-
 def check_folder(option: str, folder: Path) -> None:
     """Makes the folder if there is none; raises UsageError if it cannot be written."""
     try:
@@ -457,15 +433,3 @@ def check_folder(option: str, folder: Path) -> None:
         raise UsageError(
             f"{option} {str(folder)!r:.200} cannot be written ({why}). Give a folder; it is made if it is not there."
         ) from None
-
-
-def _cut(text: str, longest: int) -> str:
-    """Not empty unless the text is; never begins with a dot or a dash."""
-    plain = _UNSAFE.sub("_", text)[:longest]
-    return f"_{plain[1:]}" if plain[:1] in (".", "-") else plain
-
-
-def _digest(text: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_DIGITS]

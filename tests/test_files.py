@@ -33,14 +33,13 @@ from fp8bench.files import (
     lock,
     locked,
     make_store,
-    name_of,
     read_file,
-    safe,
     sweep,
     try_writing,
     write_whole,
 )
 from fp8bench.model import Case
+from fp8bench.model.file_names import name_of, safe
 from fp8bench.store.asv.files import write_object
 from tests.counts import for_each
 from tests.older import without_sums

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import WorkerError, WorkerFault
-from fp8bench.files import name_of
 from fp8bench.measure.handle import AskedBench, Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.sensors.driver import Looks
@@ -33,6 +32,7 @@ from fp8bench.model import (
     Support,
     specs,
 )
+from fp8bench.model.file_names import name_of
 from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
 from fp8bench.model.specs import spec_of

@@ -13,8 +13,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import locked, read_file, safe, sealed_line, unsealed_line, write_whole
+from fp8bench.files import locked, read_file, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
+from fp8bench.model.file_names import safe
 from fp8bench.model.run import SWITCHES_SET
 from fp8bench.store.kept_lines import Log
 

@@ -128,6 +128,7 @@ LAZY_ALLOWED: dict[str, frozenset[str]] = {
     "fp8bench.user_code": frozenset({"hashlib"}),
     "fp8bench.store.asv.identity": frozenset({"hashlib"}),
     "fp8bench.files": frozenset({"hashlib"}),
+    "fp8bench.model.file_names": frozenset({"hashlib"}),
     # Some distributions leave it out.
     "fp8bench.features.train.beginnings": frozenset({"pydoc_data.topics"}),
     # --help imports neither model nor report.

@@ -10,9 +10,9 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.cli.main import main
-from fp8bench.files import name_of
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Case
+from fp8bench.model.file_names import name_of
 
 MODES = ("bf16", "fp8-delayed:history=16:margin=1", "custom:format=e3m2:scaling=row:weight-gradient=bf16")
 

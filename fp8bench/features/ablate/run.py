@@ -16,7 +16,7 @@ from fp8bench.analysis.tapes import product_work
 from fp8bench.analysis.verdicts import common_rounds
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.ablate.values import KEPT, AblatedArm, AblatedOption, Ablation, arms_of
-from fp8bench.files import compact, keeping, sealed, stamp, write_whole
+from fp8bench.files import compact, keeping, sealed, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.environment import gather
@@ -27,6 +27,7 @@ from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import DeviceFacts, Environment, Group, Plan, PlannedCase, Record, Request
 from fp8bench.model.codec import encode
+from fp8bench.model.file_names import stamp
 from fp8bench.model.stopping import rule_for
 from fp8bench.pipeline import examine, now, worker_for
 from fp8bench.plan.checked_workload import axes_of

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.features.duel.values import CaseResult, Duel, Session
-from fp8bench.files import LineWriter, stamp
+from fp8bench.files import LineWriter
 from fp8bench.jobs.kinds import Kind, View
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
+from fp8bench.model.file_names import stamp
 from fp8bench.store.kept_lines import Content, UnknownKind, lines_of, read_header, take_lines
 from fp8bench.store.runs.run_file import unsound
 

@@ -14,13 +14,14 @@ from typing import Any
 from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError, WorkerFault
 from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, map_alone, map_of, value_of
-from fp8bench.files import compact, keeping, read_file, sealed, stamp, unsealed, write_whole
+from fp8bench.files import compact, keeping, read_file, sealed, unsealed, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import AskedBench, Worker, claimed
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Work
 from fp8bench.model.codec import Malformed, decode
+from fp8bench.model.file_names import stamp
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.pipeline import examine, now, worker_for
 from fp8bench.plan.checked_workload import products_of

@@ -28,8 +28,8 @@ from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining,
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.features.train.view import bands_of, notes_of
 from fp8bench.features.train.words import of_arm, verdict
-from fp8bench.files import safe
 from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.model.file_names import safe
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 from fp8bench.report.data.loggers import LoggedScalar, LogSource, begun_at, config_of
 from fp8bench.report.data.plain import Rows

@@ -40,13 +40,13 @@ from fp8bench.files import (
     open_file,
     read_file,
     sealed,
-    stamp,
     unsealed,
     unsealed_line,
     write_whole,
 )
 from fp8bench.jobs.kinds import Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
+from fp8bench.model.file_names import stamp
 from fp8bench.report.data.loggers import LoggedScalar, LogSource
 from fp8bench.store.kept_lines import Content, UnknownKind, lines_of, read_header, sheet_of, take_lines
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.errors import UsageError
-from fp8bench.files import check_folder, safe
+from fp8bench.files import check_folder
 from fp8bench.model import Environment, Finding, Record, Run
+from fp8bench.model.file_names import safe
 from fp8bench.model.specs import STEP, TIME, Rank
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import LineWriter, end_line, keeping, lock, make_store, open_file, stamp, try_writing, unsealed_line
+from fp8bench.files import LineWriter, end_line, keeping, lock, make_store, open_file, try_writing, unsealed_line
 from fp8bench.model import (
     CELL_PHASES,
     Capacity,
@@ -37,6 +37,7 @@ from fp8bench.model import (
     Timing,
 )
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
+from fp8bench.model.file_names import stamp
 from fp8bench.store.kept_lines import Content, FileLines, UnknownKind, check_schema, lines_of, refuse_newer, take_lines
 
 _MOST = 1 << 62  # for nanoseconds, bytes and other counts

@@ -1,0 +1,43 @@
+"""Names of files that are safe on any system, and differ where what they name differs."""
+
+from __future__ import annotations
+
+import re
+
+from fp8bench.model.planned import Case
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9=,._+-]")
+_LONGEST = {"workload": 40, "params": 72, "device": 16, "mode": 40}
+_DIGITS = 8
+
+
+def stamp(moment: str) -> str:
+    """A start time as it stands in file names: '20260105T120000.000Z'."""
+    return re.sub(r"[-:]", "", moment).partition("+")[0] + "Z"
+
+
+def safe(text: str) -> str:
+    """The text as part of a path: unsafe letters become _, and a digest tells such names apart, whatever their case."""
+    short = _cut(text, 80)
+    return short if short == text.lower() else f"{short}-{_digest(text)}"
+
+
+def name_of(case: Case) -> str:
+    """A case as the name of a file or folder: 'gemm-m=512,n=512,k=512-cpu-bf16'. Long ones are cut, with a digest."""
+    params = ",".join(f"{name}={value}" for name, value in case.params)
+    parts = {"workload": case.workload, "params": params, "device": case.device.replace(":", ""), "mode": case.mode}
+    short = "-".join(cut for name, part in parts.items() if (cut := _cut(part, _LONGEST[name])))
+    whole = "-".join(part for part in parts.values() if part)
+    return short if short == whole.lower() else f"{short}-{_digest(case.id)}"
+
+
+def _cut(text: str, longest: int) -> str:
+    """Not empty unless the text is; never begins with a dot or a dash."""
+    plain = _UNSAFE.sub("_", text)[:longest]
+    return f"_{plain[1:]}" if plain[:1] in (".", "-") else plain
+
+
+def _digest(text: str) -> str:
+    import hashlib
+
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:_DIGITS]
