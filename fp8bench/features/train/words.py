@@ -208,10 +208,11 @@ def notes(arm: ArmVerdict) -> Iterator[str]:
 
 
 def gap(difference: Gap | None) -> str:
-    """'+2.31% [+1.43%, +3.19%]' with the interval of 95%; '-' without pairs."""
+    """'+2.3% [+1.4%, +3.2%]' with the interval of 95%; '-' without pairs."""
     if difference is None:
         return units.NONE
-    return units.change(1 + difference.point) if difference.shown is None else _span(difference.shown, level=False)
+    shown, point = difference.shown, units.change(1 + difference.point)
+    return f"{point} [{units.change(1 + shown.low)}, {units.change(1 + shown.high)}]" if shown else point
 
 
 def chance_of_all(among: TrainingVerdicts) -> str:
@@ -275,11 +276,11 @@ def _ratio(interval: Interval) -> str:
     return "{} [{}, {}]".format(*map(units.ratio, (interval.point, interval.low, interval.high)))
 
 
-def _span(interval: Interval, level: bool = True) -> str:
+def _span(interval: Interval) -> str:
     digits = _decimals(interval)
     ends = (100 * interval.point, *_ends(interval))
     point, low, high = (f"{round(value, digits) + 0.0:+.{digits}f}%" for value in ends)
-    return f"{point} [{low}, {high}]" + (f" ({units.percent(interval.level, 0)})" if level else "")
+    return f"{point} [{low}, {high}] ({units.percent(interval.level, 0)})"
 
 
 def _seeds(seeds: Sequence[int]) -> str:

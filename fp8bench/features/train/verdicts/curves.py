@@ -2,7 +2,7 @@
 
 What is compared was declared in advance: the mean training loss over the last third of the steps. Gaps are paired over
 seeds and judged by Student's t: the interval of 99% decides, that of 95% is shown. An interval spans those of the same
-training ended at any of its last ten steps, so that no verdict turns on the last step. A verdict is two facts: whether
+training ended at any of its last ten steps, so that a verdict seldom turns on the last. A verdict is two facts: whether
 there is a difference (the interval against 0), and whether it matters (against the margin). It is each arm's own: of a
 hundred arms that do not differ from their reference, at most one is called worse or better.
 """
