@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,19 @@ from fp8bench.features.train.beginnings import prepare_text
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, StepRow, StreamLine, Training, TrainingText
-from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Curve, Learned, Pair, Why, judge
-from fp8bench.features.train.verdicts.verdicts import adjusted_speed, verdicts_of
+from fp8bench.features.train.verdicts.curves import (
+    LEAST_PAIRS,
+    SHOWN,
+    Curve,
+    JudgedArm,
+    Key,
+    Learned,
+    Matters,
+    Pair,
+    Why,
+    judge,
+)
+from fp8bench.features.train.verdicts.verdicts import adjusted_speed, verdicts_of, verdicts_on
 from fp8bench.model import DeviceFacts, Environment
 from fp8bench.model.raw import Settings
 from suites.trials import ROOT, Table, conditions, options, say, scratch
@@ -39,6 +50,10 @@ from suites.trials import ROOT, Table, conditions, options, say, scratch
 MARGIN = 0.01
 SEEDS = 5
 PLANTED = (0.005, 0.01, 0.02, 0.04)
+# In real trainings a step's gap moves by 2 to 7 times what seeds lie apart, from each step to the next anew.
+_STEP_NOISE = 4
+_ENDING_STEPS = 200
+_LAST_ENDS = 10
 SPREADS = (0.0005, 0.002, 0.004, 0.007, 0.01, 0.02, 0.05)
 TRAINED = ROOT / "reports" / "verdicts_cpu_202611" / "null_gaps.json"
 CALLED = (Learned.WORSE, Learned.BETTER)
@@ -110,18 +125,29 @@ def noises(only: str = "") -> dict[str, Noise]:
     return {name: noise for name, noise in known.items() if only in name}
 
 
+def is_called(arm: JudgedArm) -> bool:
+    return arm.learned in CALLED
+
+
 def share(
-    called: Sequence[Learned], noise: Noise, studies: int, spread: float, shift: float = 0.0, seeds: int = SEEDS
+    counts: Callable[[JudgedArm], bool],
+    noise: Noise,
+    studies: int,
+    spread: float,
+    shift: float = 0.0,
+    seeds: int = SEEDS,
 ) -> float:
-    """Returns the share of studies, always the same, whose arm lies above its reference by `shift` and is so called."""
+    """Returns the share of studies, always the same, whose arm lies above its reference by `shift` and counts."""
     gaps = shift + spread * noise(np.random.default_rng(seeds), studies, seeds)
     arms = (judge([Pair(seed, *both) for seed, both in enumerate(study)], MARGIN) for study in gaps.tolist())
-    return sum(arm.learned in called for arm in arms) / studies
+    return sum(map(counts, arms)) / studies
 
 
 # Without a difference, and with a planted loss.
-false_alarms, decided = partial(share, CALLED), partial(share, (Learned.WITHIN_NOISE,))
-found = partial(share, (Learned.WORSE,))
+false_alarms = partial(share, is_called)
+decided = partial(share, lambda arm: arm.learned is Learned.WITHIN_NOISE)
+not_tolerated = partial(share, lambda arm: is_called(arm) and arm.matters is not Matters.NO)
+found = partial(share, lambda arm: arm.learned is Learned.WORSE)
 
 
 def seeds_for(noise: Noise, studies: int, spread: float, shift: float, power: float = 0.8) -> int | None:
@@ -139,8 +165,45 @@ def after_advice(noise: Noise, studies: int, spread: float) -> float:
         arm = judge(pairs[:SEEDS], MARGIN)
         if arm.why is Why.TOO_WIDE and (arm.more_seeds or _MOST_SEEDS) <= _MOST_MORE:
             arm = judge(pairs[: SEEDS + (arm.more_seeds or 0)], MARGIN)
-        wrong += arm.learned in CALLED
+        wrong += is_called(arm)
     return wrong / studies
+
+
+def ending_studies(noise: Noise, studies: int, steps: int = _ENDING_STEPS) -> Iterator[list[JudgedArm]]:
+    """Yields for each study its verdicts, had it ended at any of its last ten steps. Spreads and planted losses are by
+    chance. Held-out text is looked at after every step."""
+    draw, places = np.random.default_rng(4), np.arange(steps)
+    reference = 1.8 + 3.7 * (1 + places / 15) ** -0.7
+    for _ in range(studies):
+        spread, shift = draw.choice(SPREADS), draw.choice((0.0, *PLANTED))
+        gaps = shift + spread * noise(draw, 1, SEEDS)[0]
+        moves = spread * draw.standard_normal((2, SEEDS, steps)) * [[[_STEP_NOISE]], [[1]]]
+        curves: dict[Key, Curve] = {}
+        for seed in range(SEEDS):
+            base = reference * (1 + 0.01 * seed)
+            trained, held_out = (base * (1 + gaps[seed, kind] + moves[kind, seed]) for kind in (0, 1))
+            curves[REFERENCE.name, seed] = _curve(base, base.tolist())
+            curves[CANDIDATE.name, seed] = _curve(trained, held_out.tolist())
+        ends = range(steps - _LAST_ENDS + 1, steps + 1)
+        yield [_verdict_at(curves, end) for end in ends]
+
+
+def _verdict_at(curves: Mapping[Key, Curve], end: int) -> JudgedArm:
+    cut: dict[Key, Curve] = {}
+    for key, curve in curves.items():
+        held_out = {step: loss for step, loss in curve.held_out.items() if step <= end}
+        cut[key] = replace(curve, steps=end, rows=curve.rows[:end], held_out=held_out)
+    verdicts = verdicts_on((REFERENCE, CANDIDATE), cut, tuple(range(SEEDS)), end, MARGIN, looks=True)
+    return verdicts.arms[0].judged
+
+
+def same_at_every_end(noise: Noise, studies: int) -> float:
+    """Returns the share of studies whose verdict is the same at each of the last ten steps."""
+    return sum(map(_is_same, ending_studies(noise, studies))) / studies
+
+
+def _is_same(ends: Sequence[JudgedArm]) -> bool:
+    return len({judged.learned for judged in ends}) == 1
 
 
 def coverage(noise: Noise, studies: int, seeds: int = SEEDS) -> dict[str, float]:
@@ -175,14 +238,15 @@ def speeds(studies: int, pace: float, spread: float) -> tuple[float, float]:
     return held / studies, float(np.mean(points))
 
 
-def _curve(losses: Floats) -> Curve:
+def _curve(losses: Floats, held_out: Sequence[float] = ()) -> Curve:
     rows = (StepRow("", 0, step, loss, 0, 0, 0, 0, 0, 1, 64, 0.01) for step, loss in enumerate(losses.tolist()))
-    return Curve(_SPEED_STEPS, tuple(rows))
+    return Curve(len(losses), tuple(rows), dict(enumerate(held_out, 1)))
 
 
 TRAINED_STEPS = 100
 SETTINGS = TrainerSettings(batch=2, sequence=32)
 REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
+CANDIDATE = Arm("fp8", "fp8", native=False)
 ULP = (Arm("ulp", "bf16"),)
 SLOWER = tuple(Arm(f"rate x {share}", "bf16", settings=(("rate", 0.001 * share),)) for share in (0.8, 0.6, 0.4))
 # Arms, their rate, and how many groups of seeds: 20 studies of one ulp.
@@ -242,6 +306,10 @@ def lines(studies: int, only: str) -> Iterator[tuple[str, list[float | int | Non
     few = max(1, studies // 10)
     for name, noise in noises(only).items():
         yield f"{name}: called worse or better", [false_alarms(noise, studies, spread) for spread in SPREADS]
+        yield (
+            f"{name}: so called, not surely inside the margin",
+            [not_tolerated(noise, studies, spread) for spread in SPREADS],
+        )
         yield f"{name}: within noise", [decided(noise, few, spread) for spread in SPREADS]
         yield f"{name}: worse or better, seeds added", [after_advice(noise, few, spread) for spread in SPREADS]
         for shift in PLANTED:
@@ -261,6 +329,11 @@ def print_figures(studies: int, only: str) -> dict[str, list[float | int | None]
         shares = coverage(noise, min(studies, 2000))
         figures[f"{name}: coverage of {', '.join(shares)}"] = [*shares.values()]
         table.row(name, *shares.values())
+    table = Table("\nthe same verdict at each of the last ten steps", "of studies", name=52)
+    for name, noise in noises(only).items():
+        stable = same_at_every_end(noise, max(1, studies // 50))
+        figures[f"{name}: the same at each of the last ten steps"] = [stable]
+        table.row(name, stable)
     table = Table("\nspeed to the same loss, by the pace that was planted", "held in", "told", name=52)
     for pace in _PACES:
         held, point = speeds(max(1, studies // 50), pace, 0.002)

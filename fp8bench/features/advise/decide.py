@@ -132,6 +132,8 @@ def _adopted(pair: ComparedCase, answers: Answers) -> str:
         words += f"; it saves no memory ({memory.figure})"
     if learns is not None and learns.met is Met.YES:
         words += f"; it learns as well ({learns.figure})"
+    elif learns is not None and learns.met is Met.TOLERATED:
+        words += f"; its loss is {learns.figure}"
     elif learns is not None:
         words += f"; whether it still learns is {learns.met}" + (f": {learns.measure}" if learns.measure else "")
     return words

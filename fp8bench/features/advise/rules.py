@@ -22,6 +22,7 @@ from fp8bench.features.advise.basis import (
 )
 from fp8bench.features.advise.values import Ground, Met, Question
 from fp8bench.features.sensitivity.study import LayerTrial, Study
+from fp8bench.features.train import words
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
 from fp8bench.formats.recipes import Recipe
@@ -348,16 +349,12 @@ def _learns(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     arm = arm_of(pair, basis)
     if arm is None or basis.training is None:
         return "no training had an arm in it"
-    judged = arm.judged
-    gap = judged.gap
-    figure = str(judged.learned)
-    if gap is not None and gap.decides is not None:
-        low, high = units.change(1 + gap.decides.low), units.change(1 + gap.decides.high)
-        figure += f": loss {units.change(1 + gap.point)} [{low}, {high}] over {gap.pairs} seeds"
+    figure = words.verdict(arm, basis.training.verdicts)
     training = basis.training.kept.training
     model = training.request.settings.called
     ground = Ground(f"training {training.id}, arm {arm.arm.name}", f"{figure}, {model}, {training.request.steps} steps")
-    return Reply(_LEARNS.get(judged.learned, Met.UNCLEAR), figure, (ground,))
+    met = Met.TOLERATED if arm.judged.tolerated else _LEARNS.get(arm.judged.learned, Met.UNCLEAR)
+    return Reply(met, figure, (ground,))
 
 
 # The checklist, in order.

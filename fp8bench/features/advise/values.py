@@ -9,10 +9,12 @@ from fp8bench.model.measured import Interval
 
 
 class Met(StrEnum):
-    """Whether a question of the checklist is met here. UNCLEAR: it was measured, and the noise leaves it open."""
+    """Whether a question of the checklist is met here. TOLERATED: the lower precision is surely worse, by less than the
+    margin of what was measured. UNCLEAR: it was measured, and the noise leaves it open."""
 
     YES = "yes"
     NO = "no"
+    TOLERATED = "worse, but tolerated"
     UNCLEAR = "unclear"
     UNKNOWN = "not measured here"
 

@@ -14,7 +14,7 @@ from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.legend import RANGE
 from fp8bench.report.words.naming import many
 
-_TONES = {Met.YES: Tone.GOOD, Met.NO: Tone.BAD, Met.UNCLEAR: Tone.DOUBT, Met.UNKNOWN: Tone.DOUBT}
+_TONES = {Met.YES: Tone.GOOD, Met.NO: Tone.BAD}
 _KINDS = {AdviceKind.ADOPT: Tone.GOOD, AdviceKind.NOTHING: Tone.PLAIN}
 # At most so many sentences are shown; JSON has all of them.
 _MOST = 12
@@ -154,7 +154,7 @@ def _columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
     def here(answers: Sequence[RuleAnswer]) -> Field:
         answer, count = first(answers)
         some = f" ({count} of {len(answers)})" if count < len(answers) else ""
-        return Field(f"{answer.met.value}{some}", tone=_TONES[answer.met])
+        return Field(f"{answer.met.value}{some}", tone=_TONES.get(answer.met, Tone.DOUBT))
 
     def figure(answers: Sequence[RuleAnswer]) -> str:
         answer, settings = first(answers)[0], {answer.setting for answer in answers}

@@ -345,13 +345,16 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
     looks = any(isinstance(line, Validation) for line in lines)
     verdicts = verdicts_on(arms, curves, tuple(range(len(files[0]))), steps, margin / 100, looks)
     loops = [_loop(arm, curves, lines, verdicts) for arm in arms]
-    learned = [loop.verdict.judged.learned.value if loop.verdict else "reference" for loop in loops]
+    facts = [
+        (loop.verdict.judged.learned.value, loop.verdict.judged.matters) if loop.verdict else ("reference", None)
+        for loop in loops
+    ]
     rows = [
-        (loop.arm.name, loop.steps, loop.loss, loop.held_out, word) for loop, word in zip(loops, learned, strict=True)
+        (loop.arm.name, loop.steps, loop.loss, loop.held_out, *both) for loop, both in zip(loops, facts, strict=True)
     ]
     return CommandResult(
         verdicts, partial(_loops_page, verdicts, loops, steps), partial(encode, verdicts),
-        lambda: (("arm", "steps", "loss", "held_out", "learned"), rows),
+        lambda: (("arm", "steps", "loss", "held_out", "learned", "matters"), rows),
     )  # fmt: skip
 
 
@@ -414,7 +417,7 @@ def _loops_page(verdicts: TrainingVerdicts, loops: Sequence[ArmSummary], steps: 
     ]
     title = f"{many(len(loops), 'loop')} of {many(steps, 'step')} in {many(len(verdicts.seeds), 'seed')}"
     legend = (
-        "gap: of the loss, relative to the reference's stream at the same position, which has to have the same batches",
+        "gap: over the last third of the steps, to the reference's stream at the same position, of the same batches",
         "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
     )
     return Page(title, "", tuple(parts), legend)

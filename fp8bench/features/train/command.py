@@ -46,9 +46,10 @@ FIRST_OPTIONS = "--dtypes --model --arch --steps --seeds --quick --data --device
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Trains the same model on the same batches in several precisions side by side, and says of each whether it "
-        "still learns as the reference does: by the gap of the loss, paired over seeds, with its interval. Without "
-        "options it trains nano 16 times, which takes about three minutes on one core; --quick takes some seconds."
+        "Trains the same model on the same batches in several precisions side by side, and says of each whether its "
+        "loss differs from the reference's, and whether by more than --margin: by the gap of the loss, paired over "
+        "seeds, with its interval. Without options it trains nano 16 times, which takes about three minutes on one "
+        "core; --quick takes some seconds."
     )
     parser.epilog = (
         "Exit codes: 0 fine, 1 something that --fail-on names, 2 wrong usage, 3 an arm could not be trained to its "
@@ -83,7 +84,10 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     words = "options in YAML, by their names without dashes; the command line wins"
     group.add_argument("--config", type=types.path, metavar="FILE", help=words)
     group.add_argument("--resume", metavar="TRAINING", help="resume what was cut off: an id, its folder, or last")
-    words = "exit with 1 if an arm is worse, diverged, did-not-learn or inconclusive, or has an alarm"
+    words = (
+        "exit with 1 if an arm is worse, unless surely by less than --margin, diverged, did-not-learn or inconclusive, "
+        "or has an alarm"
+    )
     group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
     group.add_argument("--live", type=Path, metavar="FILE", help="write its page there while it trains, for a browser")
     words = "shell command to run at alarms, with a sentence for each on its stdin: --on-alarm 'mail -s fp8bench me'"

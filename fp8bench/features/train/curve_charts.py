@@ -1,7 +1,8 @@
 """The curves of a training over its steps, as charts.
 
 A point is the mean over the window that ends there. Windows are as long as the endpoint's, so that the last point is
-the endpoint; the first ones have fewer steps.
+the endpoint; the first ones have fewer steps. A point of the gap is what it would be, had the training
+ended there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 from fp8bench import units
 from fp8bench.features.train.values import ArmRole, KeptTraining, StepFigure, StepRow, TrainingEvent, Validation
-from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, gap_of, last_of
+from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, gap_of, gaps_at, last_of
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.view import POSITION
 from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Lines, Mark, Scatter, Tone
@@ -52,7 +53,7 @@ def ends_of(steps: int) -> tuple[int, ...]:
 def losses(judged: JudgedTraining) -> Iterator[Element]:
     kept, ends = judged.kept, ends_of(judged.training.request.steps)
     means = windows_of(judged.curves, ends)
-    yield from gap_curves(kept, means, ends, judged.verdicts.reference)
+    yield from gap_curves(kept, judged.curves, ends, judged.verdicts.reference)
     yield from loss_curves(kept, means, ends)
     yield from held_out_curves(kept)
     yield from loss_by_time(judged, means, ends)
@@ -76,19 +77,22 @@ def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iter
     )  # fmt: skip
 
 
-def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int], reference: str) -> Iterator[Element]:
-    steps, arms = kept.training.request.steps, kept.training.arms
-    base = {seed: values for (name, seed), values in means.items() if name == reference}
+def gap_curves(
+    kept: KeptTraining, curves: Mapping[Key, Curve], ends: Sequence[int], reference: str
+) -> Iterator[Element]:
+    base = {seed: curve for (name, seed), curve in curves.items() if name == reference}
     series = []
-    for arm in arms:
+    for arm in kept.training.arms:
         if arm.role is ArmRole.CANDIDATE:
-            both = [(own, base[seed]) for (name, seed), own in means.items() if name == arm.name and seed in base]
-            series.append((arm.name, tuple(_gap(both, place) for place in range(len(ends)))))
+            pairs = [(base[seed], own) for (name, seed), own in curves.items() if name == arm.name and seed in base]
+            gaps = [gaps_at(*pair, ends) for pair in pairs]
+            by_end = zip(*gaps, strict=True) if gaps else [()] * len(ends)
+            series.append((arm.name, tuple(map(_gap, by_end))))
     margin = units.percent(kept.training.request.margin)
     words = (
-        f"Relative to {reference} in the same seed, over the last {many(last_of(steps), 'step')}: the last point is "
-        f"the endpoint. The band is the 95% interval over seeds; the margin is {margin}. Alarms of any seed stand at "
-        "their steps. The axis fits the last two thirds."
+        f"Relative to {reference} in the same seed, over the last third of the steps done by then: the last point is "
+        f"the verdict's gap. The band is the 95% interval over seeds; the margin is {margin}. Alarms of any "
+        "seed stand at their steps. The axis fits the last two thirds."
     )
     yield Lines(
         "gap", "Gap to the reference over steps", words, _places(ends),
@@ -254,10 +258,9 @@ def _loss(own: Sequence[Sequence[float]], banded: bool, place: int) -> Mark | No
     return Mark("", fmean(here), *((min(here), max(here)) if banded and len(here) > 1 else ()))
 
 
-def _gap(both: Sequence[tuple[Sequence[float], Sequence[float]]], place: int) -> Mark | None:
+def _gap(gaps: Sequence[float]) -> Mark | None:
     """In percent; with one seed there is no interval."""
-    pairs = ((new[place], old[place]) for new, old in both)
-    gap = gap_of([100 * (new / old - 1) for new, old in pairs if math.isfinite(new) and 0 < old < math.inf])
+    gap = gap_of([100 * gap for gap in gaps if math.isfinite(gap)])
     if gap is None:
         return None
     low, high = (gap.shown.low, gap.shown.high) if gap.shown is not None else (None, None)

@@ -60,8 +60,10 @@ def value_of(judged: JudgedTraining) -> dict[str, Any]:
 
 def row_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, Any]:
     """The figures of an arm as in the table, by name; None for what is unknown."""
-    learned = summary.verdict.judged.learned.value if summary.verdict and not summary.arm.skip else None
-    return {**figures_of(summary, verdicts), "verdict": learned, "words": of_arm(summary, verdicts)}
+    judged = summary.verdict.judged if summary.verdict and not summary.arm.skip else None
+    learned, matters = (judged.learned.value, judged.matters) if judged else (None, None)
+    facts = {"verdict": learned, "matters": matters and matters.value, "words": of_arm(summary, verdicts)}
+    return {**figures_of(summary, verdicts), **facts}
 
 
 def rows_of(judged: JudgedTraining) -> Rows:

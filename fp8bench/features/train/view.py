@@ -29,7 +29,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import Why
-from fp8bench.features.train.verdicts.summary import TONES, ArmSummary, JudgedTraining, score_parts
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, score_parts, tone_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
 from fp8bench.report.columns import Col, table
@@ -69,7 +69,7 @@ def page_of(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page:
 def answers(verdicts: TrainingVerdicts) -> Iterator[Text]:
     for verdict in verdicts.arms:
         if not verdict.arm.skip and verdict.judged.why is not Why.OTHER_RATE:
-            yield Text(f"{words.answer(verdict, verdicts)}.", TONES.get(verdict.judged.learned, Tone.DOUBT))
+            yield Text(f"{words.answer(verdict, verdicts)}.", tone_of(verdict.judged))
 
 
 def wire_table(judged: JudgedTraining) -> Iterator[Table]:
@@ -165,7 +165,7 @@ def on_a_device(summary: ArmSummary) -> int | None:
 def arms_table(verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
     def verdict(summary: ArmSummary) -> Field:
         arm, own = summary.arm, summary.verdict
-        tone = TONES.get(own.judged.learned, Tone.DOUBT) if own and not arm.skip else Tone.PLAIN
+        tone = tone_of(own.judged) if own and not arm.skip else Tone.PLAIN
         return Field(words.of_arm(summary, verdicts), tone=tone)
 
     cols: tuple[Col[ArmSummary], ...] = (
@@ -177,8 +177,9 @@ def arms_table(verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], without: 
         Col("held-out", lambda row: row.held_out, number=True, show=_four_digits,
             hint="the loss on text that was never trained on"),
         Col("gap", lambda row: words.gap(row.verdict.judged.gap) if row.verdict else None,
-            hint="of the loss, to the reference's in the same seed, which has the same weights, batches and dropout"),
-        Col("verdict", verdict, hint="by the 99% interval", below=True),
+            hint="of the loss over the last third of steps, to the reference's in the same seed, which has the same "
+            "weights, batches and dropout"),
+        Col("verdict", verdict, hint="is there a difference, and does it matter; by the 99% interval", below=True),
         Col("tokens/s", lambda row: row.tokens_per_second, number=True, show=units.count,
             hint="by the median step; of native arms"),
         Col("J/step", lambda row: words.joules(row.energy), number=True, hint="by windows of steps of the arm alone"),

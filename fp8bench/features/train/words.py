@@ -20,7 +20,7 @@ from fp8bench.features.train.verdicts.curves import (
     least_seen,
     settled_by_more,
 )
-from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, TrainedEnergy
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, TrainedEnergy, describe_importance
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
@@ -56,7 +56,7 @@ def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
 
 
 def answer(arm: ArmVerdict, among: TrainingVerdicts) -> str:
-    """'fp8 learns as bf16 does: a loss more than 0.24% worse is excluded (5 seeds)'."""
+    """'fp8 learns as bf16 does: no difference is visible, and it is at most 0.24% worse (5 seeds)'."""
     judged, name, reference = arm.judged, arm.arm.name, among.reference
     if judged.learned is Learned.DIVERGED:
         return f"{name} does not learn: it {verdict(arm, among)}, and {reference} does not"
@@ -64,66 +64,75 @@ def answer(arm: ArmVerdict, among: TrainingVerdicts) -> str:
         return f"whether {name} learns is not known: {reference} did not learn ({did_not_learn(among)})"
     gap = judged.gap
     if judged.learned is Learned.INCONCLUSIVE or gap is None or gap.decides is None:
-        excluded = _excluded_so_far(arm, among)
-        more = _settled(gap, gap.shown) if gap and gap.shown and judged.why is Why.FEW_PAIRS and not judged.void else ""
-        return f"whether {name} learns as {reference} does is open: {excluded}{inconclusive(judged)}{more}"
+        most = _bound_so_far(arm, among)
+        more = (
+            _narrowed(gap, gap.shown) if gap and gap.shown and judged.why is Why.FEW_PAIRS and not judged.void else ""
+        )
+        return f"whether {name} learns as {reference} does is open: {most}{inconclusive(judged)}{more}"
     seeds = many(gap.pairs, "seed")
     if judged.learned is Learned.WITHIN_NOISE:
         if arm.same_bits:
             return f"{name} learns as {reference} does, to the bit, as if it took no effect"
-        bound, more = _excluded(gap.decides), _settled(gap, gap.decides)
-        return f"{name} learns as {reference} does: a loss more than {bound} worse is excluded ({seeds}){more}"
-    least = _share(min(abs(gap.decides.low), abs(gap.decides.high)), gap.decides)
+        most, more = at_most(gap.decides), _narrowed(gap, gap.decides)
+        return f"{name} learns as {reference} does: no difference is visible, and it is {most} ({seeds}){more}"
+    digits = _decimals(gap.decides)
+    least, most = (f"{end:.{digits}f}%" for end in sorted(map(abs, _ends(gap.decides))))
     sign = "higher" if judged.learned is Learned.WORSE else "lower"
-    words = f"{name} learns {judged.learned} than {reference}: its loss is {_share(abs(gap.point), gap.decides)} {sign}"
+    words = f"{name} learns {judged.learned} than {reference}: its loss is {100 * abs(gap.point):.{digits}f}% {sign}"
     tune = f"; tune {reference} first: another rate may be as good (--sweep rate)" if sign == "lower" else ""
     if among.rates > 1:
         tune = f"; both at the best of {many(among.rates, 'rate')}"
-    return f"{words}, at least {least} ({seeds}){tune}"
+    meaning = describe_importance(judged.learned, judged.matters, among.margin)
+    return f"{words}, at least {least} and at most {most} ({seeds}): {meaning}{tune}"
 
 
-def _excluded_so_far(arm: ArmVerdict, among: TrainingVerdicts) -> str:
+def _bound_so_far(arm: ArmVerdict, among: TrainingVerdicts) -> str:
     """What is known without a verdict; of one seed, by what one ulp does in it."""
     gap = arm.judged.gap
-    if gap is None or arm.judged.why not in (Why.FEW_PAIRS, Why.TOO_WIDE):
+    if gap is None or arm.judged.why is not Why.FEW_PAIRS:
         return ""
     if gap.shown is not None:
-        return f"a loss more than {_excluded(gap.shown)} worse is excluded (95%); "
+        return f"{at_most(gap.shown)} (95%); "
     if among.chaos is None or arm.pairs[0].seed != among.chaos.seed:
         return ""
     bound = bound_of_one(gap.point, among.chaos.gap)
     if bound is None:
         return f"one ulp changed no loss of seed {among.chaos.seed}, which gives no bound; "
-    worse = f"a loss more than {_excluded(bound)} worse is excluded"
-    return f"{worse} in seed {among.chaos.seed} (95%, by what one ulp does there; other seeds may differ); "
+    by = "95%, by what one ulp does there; other seeds may differ"
+    return f"{at_most(bound)} in seed {among.chaos.seed} ({by}); "
 
 
-def _settled(gap: Gap, interval: Interval) -> str:
+def _narrowed(gap: Gap, interval: Interval) -> str:
     more = settled_by_more(gap, interval.high)
-    return "" if more is None else f"; {many(more[1], 'more seed')} would probably settle {100 * more[0]:.3g}%"
+    return "" if more is None else f"; {many(more[1], 'more seed')} would probably narrow this to {100 * more[0]:.3g}%"
 
 
-def _excluded(interval: Interval) -> str:
-    """The upper end, rounded up: a smaller one would claim more."""
-    if interval.high <= 0:
-        return "0%"
-    decimals = _decimals(interval)
-    steps = round(100 * interval.high * 10**decimals, 6)
-    return f"{(math.ceil(steps) if math.isfinite(steps) else steps) / 10**decimals:.{decimals}f}%"
+def at_most(interval: Interval) -> str:
+    """'at most 0.24% worse'."""
+    return f"at most {_ends(interval)[1]:.{_decimals(interval)}f}% worse" if interval.high > 0 else "at most 0% worse"
 
 
-def _share(value: float, interval: Interval) -> str:
-    return f"{100 * value:.{_decimals(interval)}f}%"
+def _ends(interval: Interval) -> tuple[float, float]:
+    """In percent, rounded outward: narrower ends would claim more."""
+    scale = 10 ** _decimals(interval)
+    low, high = (round(100 * end * scale, 6) for end in (interval.low, interval.high))
+    if not math.isfinite(low + high):
+        return low, high
+    return math.floor(low) / scale, math.ceil(high) / scale
 
 
 def _decimals(interval: Interval) -> int:
-    """The digits that an interval allows to show in percent: '0.24%', '12%'."""
+    """The digits that an interval allows to show in percent, '0.24%', '12%', or as many as show that it excludes 0."""
     reach = 100 * (interval.high - interval.low) / 2
-    return min(4, max(0, 1 - math.floor(math.log10(reach)))) if 0 < reach < math.inf else 2
+    digits = min(4, max(0, 1 - math.floor(math.log10(reach)))) if 0 < reach < math.inf else 2
+    nearest = 100 * min(abs(interval.low), abs(interval.high))
+    if nearest and (interval.low > 0) == (interval.high > 0):
+        digits = max(digits, min(9, math.ceil(-math.log10(nearest))))
+    return digits
 
 
 def verdict(arm: ArmVerdict, among: TrainingVerdicts) -> str:
-    """'worse by +2.3% [+1.1%, +3.5%] (99%), all of it above the margin of 1.0%'."""
+    """'worse by +0.84% [+0.72%, +0.96%] (99%): real, inside the 1% you tolerate'."""
     judged, seeds = arm.judged, len(among.seeds)
     if judged.learned is Learned.DIVERGED:
         return f"diverged in {len(arm.diverged_in)} of {many(seeds, 'seed')} ({_seeds(arm.diverged_in)})"
@@ -132,13 +141,13 @@ def verdict(arm: ArmVerdict, among: TrainingVerdicts) -> str:
     if judged.learned is Learned.INCONCLUSIVE:
         return f"inconclusive: {inconclusive(judged)}"
     assert judged.gap is not None and judged.gap.decides is not None
-    interval, margin = judged.gap.decides, units.percent(among.margin)
+    interval = judged.gap.decides
     if judged.learned is Learned.WITHIN_NOISE:
         if arm.same_bits:
             return "within noise: every loss is the reference's, bit for bit; does this arm take effect?"
-        return f"within noise: {_span(interval)}, inside +-{margin}"
-    beyond = interval.low > among.margin or interval.high < -among.margin
-    return f"{judged.learned} by {_span(interval)}" + (f", all of it beyond the margin of {margin}" if beyond else "")
+        return f"within noise: {_span(interval)}, inside +-{100 * among.margin:.4g}%"
+    meaning = describe_importance(judged.learned, judged.matters, among.margin)
+    return f"{judged.learned} by {_span(interval)}: {meaning}"
 
 
 # What --fail-on may name.
@@ -148,7 +157,8 @@ FAILURES = (*(word.replace(" ", "-") for word in Learned if word not in (Learned
 
 def failures(judged: JudgedTraining, wanted: Collection[str]) -> Iterator[str]:
     for arm in judged.verdicts.arms:
-        if arm.judged.learned.replace(" ", "-") in wanted and arm.judged.why is not Why.OTHER_RATE:
+        counts = not arm.judged.tolerated and arm.judged.why is not Why.OTHER_RATE
+        if counts and arm.judged.learned.replace(" ", "-") in wanted:
             yield f"{arm.arm.name}: {verdict(arm, judged.verdicts)}"
     if ALARM in wanted:
         for event in judged.kept.alarms:
@@ -172,7 +182,8 @@ def inconclusive(judged: JudgedArm) -> str:
         return f"{few}: {judged.void}{_CURES.get(judged.void, '')}" if judged.void else f"{few}; {more}"
     if judged.why is Why.TOO_WIDE:
         assert judged.gap is not None and judged.gap.decides is not None
-        return f"{_span(judged.gap.decides)} is too wide; {more} in four of five cases"
+        interval = judged.gap.decides
+        return f"{at_most(interval)}, as {_span(interval)} is too wide to tell; {more} in four of five cases"
     if judged.why is Why.NO_HELD_OUT:
         return "too few seeds have a finite loss on held-out text"
     assert judged.gap is not None and judged.held_out is not None
@@ -200,7 +211,8 @@ def gap(difference: Gap | None) -> str:
     """'+2.3% [+1.4%, +3.2%]' with the interval of 95%; '-' without pairs."""
     if difference is None:
         return units.NONE
-    return units.change(1 + difference.point) if difference.shown is None else _span(difference.shown, level=False)
+    shown, point = difference.shown, units.change(1 + difference.point)
+    return f"{point} [{units.change(1 + shown.low)}, {units.change(1 + shown.high)}]" if shown else point
 
 
 def chance_of_all(among: TrainingVerdicts) -> str:
@@ -264,9 +276,11 @@ def _ratio(interval: Interval) -> str:
     return "{} [{}, {}]".format(*map(units.ratio, (interval.point, interval.low, interval.high)))
 
 
-def _span(interval: Interval, level: bool = True) -> str:
-    point, low, high = (units.change(1 + value) for value in (interval.point, interval.low, interval.high))
-    return f"{point} [{low}, {high}]" + (f" ({units.percent(interval.level, 0)})" if level else "")
+def _span(interval: Interval) -> str:
+    digits = _decimals(interval)
+    ends = (100 * interval.point, *_ends(interval))
+    point, low, high = (f"{round(value, digits) + 0.0:+.{digits}f}%" for value in ends)
+    return f"{point} [{low}, {high}] ({units.percent(interval.level, 0)})"
 
 
 def _seeds(seeds: Sequence[int]) -> str:

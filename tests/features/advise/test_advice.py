@@ -336,6 +336,10 @@ def trained(gap: float) -> JudgedTraining:
 def test_what_a_training_says_of_the_loss_decides() -> None:
     adopted = only(advise(group(fp8=FP8), training=trained(0.0)), ADOPT)
     assert "it learns as well (within noise" in adopted.sentence
+    tolerated = advise(group(fp8=FP8), training=trained(0.005))
+    assert answer(tolerated, "learns").met is Met.TOLERATED
+    assert "its loss is worse by +0.500% [" in only(tolerated, ADOPT).sentence
+    assert "real, inside the 1% you tolerate" in only(tolerated, ADOPT).sentence
     found = advise(group(fp8=FP8), training=trained(0.05))
     assert answer(found, "learns").met is Met.NO
     assert "it does not learn as well; does it still learn: no, worse" in only(found, NOTHING).sentence

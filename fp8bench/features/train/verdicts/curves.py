@@ -1,8 +1,10 @@
 """The curves of a training, what is compared of them, and the verdicts on pairs of seeds.
 
-The endpoint was declared in advance: the mean training loss over the last tenth of the steps. Gaps are paired over
-seeds and judged by Student's t: the interval of 99% decides, that of 95% is shown. It is each arm's own: of a hundred
-arms that do not differ from their reference, at most one is called worse or better.
+What is compared was declared in advance: the mean training loss over the last third of the steps. Gaps are paired over
+seeds and judged by Student's t: the interval of 99% decides, that of 95% is shown. An interval spans those of the same
+training ended at any of its last ten steps, so that a verdict seldom turns on the last. A verdict is two facts: whether
+there is a difference (the interval against 0), and whether it matters (against the margin). It is each arm's own: of a
+hundred arms that do not differ from their reference, at most one is called worse or better.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.features.train.values import (
@@ -29,6 +32,9 @@ from fp8bench.report.panels import together
 
 HELD_OUT = "held-out"
 _TENTHS = 10
+_THIRDS = 3
+# An interval spans those at so many steps: at the last one, and at those before it within the last tenth.
+_ENDS = 10
 # A reference whose loss has fallen to this share of its first knows its text by heart, and gaps relative to it mean
 # nothing. For bytes that is 0.055 a token; text that was learned and not copied stays above 0.6.
 _NEARLY_ZERO = 0.01
@@ -58,7 +64,7 @@ class Curve:
     events: frozenset[str] = frozenset()
     reference_seconds: Mapping[int, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def losses(self) -> tuple[float, ...]:
         return tuple(row.loss for row in self.rows)
 
@@ -113,13 +119,14 @@ def _curve(lines: Sequence[StreamLine], steps: int) -> Curve:
 
 @dataclass(frozen=True)
 class Pair:
-    """One seed: the share by which the arm's loss lies above its reference's. `held_out` is None where a point is
-    void."""
+    """One seed: the share by which the arm's mean loss over the last third of the steps lies above its reference's.
+    `held_out` is None where a point is void. `earlier` are the gaps had the training ended some steps before."""
 
     seed: int
     gap: float
     held_out: float | None = None
     same_bits: bool = False
+    earlier: tuple[float, ...] = ()
 
 
 def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
@@ -132,16 +139,42 @@ def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
         return Void.NEARLY_ZERO
     if reference.rows[-1].tokens != arm.rows[-1].tokens:
         return Void.OTHER_TOKENS
-    return Pair(seed, (new - old) / old, _held_out_gap(reference, arm), reference.losses == arm.losses)
+    ends = range(arm.steps - min(_ENDS - 1, arm.steps // _TENTHS), arm.steps + 1)
+    *earlier, gap = gaps_at(reference, arm, ends)
+    if any(map(math.isnan, (*earlier, gap))):
+        return Void.NEARLY_ZERO
+    held_out, same_bits = _held_out_gap(reference, arm), reference.losses == arm.losses
+    return Pair(seed, gap, held_out, same_bits, tuple(earlier))
+
+
+def gaps_at(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
+    """Return the gap of the loss as if the training had ended after each of these numbers of steps: of the means over
+    the last third of them. Steps without a finite loss in both count in neither. NaN where there is no share."""
+    pairs = list(zip(reference.losses, arm.losses, strict=False))
+    gaps = []
+    for end in ends:
+        gap = _gap_of_means(pairs[_late(end) : end]) if end <= len(pairs) else None
+        gaps.append(math.nan if gap is None else gap)
+    return gaps
+
+
+def _gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None:
+    """Of (reference, arm), each finite in both. None where there is no share."""
+    both = [pair for pair in losses if math.isfinite(sum(pair))]
+    old, new = map(sum, zip(*both, strict=True)) if both else (0.0, 0.0)
+    return new / old - 1 if old > 0 else None
+
+
+def _late(steps: int) -> int:
+    """The first of the steps that are compared."""
+    return steps - max(1, steps // _THIRDS)
 
 
 def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
-    """From the last look of both in the last tenth of the steps: earlier ones are of other weights."""
-    both = [step for step in reference.held_out.keys() & arm.held_out if step >= arm.steps - last_of(arm.steps)]
-    if not both:
-        return None
-    old, new = (curve.held_out[max(both)] for curve in (reference, arm))
-    return new / old - 1 if math.isfinite(new) and 0 < old < math.inf else None
+    """The gap of the means over all looks in the last third of the steps. None if the last one is not finite."""
+    steps = sorted(step for step in reference.held_out.keys() & arm.held_out if step > _late(arm.steps))
+    looks = [(reference.held_out[step], arm.held_out[step]) for step in steps]
+    return _gap_of_means(looks) if looks and math.isfinite(sum(looks[-1])) else None
 
 
 LEAST_PAIRS = 5
@@ -154,7 +187,8 @@ _POWER = statistics.NormalDist().inv_cdf(0.9)
 
 
 class Learned(StrEnum):
-    """The verdict on an arm, in the order in which they are tried."""
+    """The verdict on an arm, in the order in which they are tried. Worse and better are differences that are surely
+    there, however small; within noise, there is none to be seen, and none beyond the margin."""
 
     DIVERGED = "diverged"
     DID_NOT_LEARN = "did not learn"
@@ -162,6 +196,14 @@ class Learned(StrEnum):
     WITHIN_NOISE = "within noise"
     BETTER = "better"
     INCONCLUSIVE = "inconclusive"
+
+
+class Matters(StrEnum):
+    """Whether a difference is beyond the margin: surely, surely not, or perhaps."""
+
+    YES = "yes"
+    NO = "no"
+    OPEN = "open"
 
 
 class Why(StrEnum):
@@ -179,7 +221,7 @@ class Why(StrEnum):
 @dataclass(frozen=True)
 class Gap:
     """The share by which an arm's loss lies above its reference's: the mean over pairs, with intervals from two pairs
-    on."""
+    on. `deviation` is that from pair to pair by which the interval that decides is as wide as it is."""
 
     point: float
     pairs: int
@@ -190,8 +232,9 @@ class Gap:
 
 @dataclass(frozen=True)
 class JudgedArm:
-    """What the pairs of one arm say. `more_seeds` would decide; None where that is unknown, or where further seeds
-    would be void, too, for the reason `void`."""
+    """What the pairs of one arm say. `matters` is None where there are too few, or another reason leaves no verdict.
+    `more_seeds` would decide; None where that is unknown, or where further seeds would be void, too, for the reason
+    `void`."""
 
     learned: Learned
     gap: Gap | None = None
@@ -199,6 +242,12 @@ class JudgedArm:
     why: Why | None = None
     more_seeds: int | None = None
     void: Void | None = None
+    matters: Matters | None = None
+
+    @property
+    def tolerated(self) -> bool:
+        """Whether it is worse, and by less than the margin."""
+        return self.learned is Learned.WORSE and self.matters is Matters.NO
 
 
 # Reasons that further seeds would share.
@@ -219,36 +268,63 @@ def gap_of(gaps: Sequence[float]) -> Gap | None:
 
 def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm:
     """The verdict on pairs, none of which diverged. Without `looks` there is no held-out text that has to agree."""
-    gap = gap_of([pair.gap for pair in pairs])
+    gap = _gap_over_ends(pairs)
     held_out = gap_of([pair.held_out for pair in pairs if pair.held_out is not None])
     open_arm = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
     if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
         return replace(open_arm, why=Why.FEW_PAIRS, more_seeds=LEAST_PAIRS - len(pairs))
     if looks and (held_out is None or held_out.decides is None or held_out.pairs < LEAST_PAIRS):
         return replace(open_arm, why=Why.NO_HELD_OUT)
-    learned = rule(gap.decides, margin)
+    learned, matters = rule(gap.decides, margin), importance(gap.decides, margin)
     if learned is Learned.INCONCLUSIVE:
-        return replace(open_arm, why=Why.TOO_WIDE, more_seeds=seeds_until(gap, margin))
-    if looks and held_out and held_out.decides and not _agrees(learned, held_out.decides, margin):
+        return replace(open_arm, matters=matters, why=Why.TOO_WIDE, more_seeds=seeds_until(gap, margin))
+    if looks and held_out and held_out.decides and not _agrees(learned, matters, held_out.decides, margin):
         return replace(open_arm, why=Why.DISAGREE)
-    return replace(open_arm, learned=learned)
+    return replace(open_arm, learned=learned, matters=matters)
+
+
+def _gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
+    gap = gap_of([pair.gap for pair in pairs])
+    if gap is None or gap.decides is None or gap.shown is None:
+        return gap
+    by_end = zip(*(pair.earlier for pair in pairs), strict=True)
+    earlier = list(map(gap_of, by_end))
+    decides = _hull(gap.decides, [each.decides for each in earlier if each and each.decides])
+    shown = _hull(gap.shown, [each.shown for each in earlier if each and each.shown])
+    reach = (decides.high - decides.low) / 2
+    deviation = reach * math.sqrt(gap.pairs) / quantile(DECIDING, gap.pairs - 1)
+    return replace(gap, deviation=deviation, decides=decides, shown=shown)
+
+
+def _hull(last: Interval, earlier: Sequence[Interval]) -> Interval:
+    every = [last, *earlier]
+    return replace(last, low=min(each.low for each in every), high=max(each.high for each in every))
 
 
 def rule(interval: Interval, margin: float) -> Learned:
-    """Worse lies above 0 and reaches beyond the margin, better mirrors it; within noise lies inside the margin."""
-    if interval.low > 0 and interval.high > margin:
+    """Worse lies above 0, better below; what holds 0 is within noise inside the margin, else inconclusive."""
+    if interval.low > 0:
         return Learned.WORSE
-    if interval.high < 0 and interval.low < -margin:
+    if interval.high < 0:
         return Learned.BETTER
-    within = -margin <= interval.low and interval.high <= margin
-    return Learned.WITHIN_NOISE if within else Learned.INCONCLUSIVE
+    inside = importance(interval, margin) is Matters.NO
+    return Learned.WITHIN_NOISE if inside else Learned.INCONCLUSIVE
 
 
-def _agrees(learned: Learned, held_out: Interval, margin: float) -> bool:
-    """Whether held-out text agrees: by its sign, or, for within noise, by not lying outside the margin."""
-    if learned is Learned.WITHIN_NOISE:
-        return held_out.low <= margin and held_out.high >= -margin
-    return held_out.point > 0 if learned is Learned.WORSE else held_out.point < 0
+def importance(interval: Interval, margin: float) -> Matters:
+    if -margin <= interval.low and interval.high <= margin:
+        return Matters.NO
+    return Matters.YES if interval.low > margin or interval.high < -margin else Matters.OPEN
+
+
+def _agrees(learned: Learned, matters: Matters, held_out: Interval, margin: float) -> bool:
+    """Whether held-out text agrees: by its sign, or, inside the margin, by not surely being on the other side or beyond
+    the margin."""
+    sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
+    if matters is not Matters.NO:
+        return sign * held_out.point > 0
+    opposite = sign > 0 > held_out.high or sign < 0 < held_out.low
+    return not opposite and importance(held_out, margin) is not Matters.YES
 
 
 def _interval(point: float, deviation: float, count: int, level: float) -> Interval:

@@ -33,10 +33,13 @@ from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
     Curve,
     Gap,
+    JudgedArm,
     Key,
     Learned,
+    Matters,
     curves_of,
     gap_of,
+    importance,
     rule,
     seeds_until,
 )
@@ -152,7 +155,8 @@ def mean_of(values: Sequence[float]) -> float | None:
 
 
 def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, float | None]:
-    """Gaps have their interval of 95%, 'gap_deciding' that of 99%. A band is a figure of the arm that shows it."""
+    """Gaps are of the last third of the steps; they have their interval of 95%, 'gap_deciding' that of 99%. A band is a
+    figure of the arm that shows it."""
     verdict = summary.verdict
     energy = summary.energy
     speed = verdict.speed.adjusted if verdict and verdict.speed else None
@@ -214,6 +218,7 @@ class ScoreVerdict:
     worse: Gap | None = None
     word: str = ""
     learned: Learned | None = None
+    matters: Matters | None = None
 
 
 # Values by seed.
@@ -283,8 +288,14 @@ def _judged(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bo
         return verdict
     if at_chance:
         return replace(verdict, word=_AT_CHANCE)
-    learned = rule(gap.decides, margin)
-    return replace(verdict, learned=learned, word=verdict.word if learned is Learned.INCONCLUSIVE else learned.value)
+    learned, matters = rule(gap.decides, margin), importance(gap.decides, margin)
+    verdict = replace(verdict, learned=learned, matters=matters)
+    if learned is Learned.INCONCLUSIVE:
+        return verdict
+    within = learned is Learned.WITHIN_NOISE
+    return replace(
+        verdict, word=learned.value if within else f"{learned}: {describe_importance(learned, matters, margin)}"
+    )
 
 
 def still_open(gap: Gap | None, bound: float) -> str:
@@ -296,9 +307,26 @@ def still_open(gap: Gap | None, bound: float) -> str:
     return f"open: {seeds} would settle {100 * bound:g}%"
 
 
-TONES: Mapping[Learned | None, Tone] = {
+_HOW: Mapping[Matters | None, str] = {Matters.NO: "inside", Matters.YES: "all of it beyond"}
+
+
+def describe_importance(learned: Learned, matters: Matters | None, margin: float) -> str:
+    """Return what a difference means, such as 'real, inside the 1% you tolerate'."""
+    limit = f"{100 * margin:.4g}%"
+    return f"real, {_HOW.get(matters, 'perhaps beyond')} " + (
+        f"the {limit} you tolerate" if learned is Learned.WORSE else f"the margin of {limit}"
+    )
+
+
+_TONES: Mapping[Learned | None, Tone] = {
     Learned.DIVERGED: Tone.BAD, Learned.WORSE: Tone.BAD, Learned.BETTER: Tone.GOOD, Learned.WITHIN_NOISE: Tone.GOOD,
 }  # fmt: skip
+
+
+def tone_of(verdict: JudgedArm | ScoreVerdict) -> Tone:
+    """Green where nothing is lost, red where something is, yellow where it is open or tolerated."""
+    tolerated = verdict.learned is Learned.WORSE and verdict.matters is Matters.NO
+    return Tone.DOUBT if tolerated else _TONES.get(verdict.learned, Tone.DOUBT)
 
 
 def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
@@ -308,7 +336,7 @@ def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
         Col("against", lambda verdict: verdict.against),
         Col("its value", lambda verdict: verdict.reference, number=True, show=_four),
         Col("worse by", _worse, number=True, hint="points of a task, else a share; with the 99% interval over seeds"),
-        Col("verdict", lambda verdict: verdict.word, tone=lambda verdict: TONES.get(verdict.learned, Tone.DOUBT)),
+        Col("verdict", lambda verdict: verdict.word, tone=tone_of),
     ]  # fmt: skip
     tasks = [task for task in CHANCES if any(row.figure.startswith(TASK + task) for row in rows)]
     chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in tasks)

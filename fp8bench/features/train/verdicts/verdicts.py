@@ -155,7 +155,7 @@ def _at_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Mapping[Key,
         return verdict
     if _best(alike, curves, seeds) is verdict.arm:
         return verdict
-    judged = replace(verdict.judged, learned=Learned.INCONCLUSIVE, why=Why.OTHER_RATE, more_seeds=None)
+    judged = replace(verdict.judged, learned=Learned.INCONCLUSIVE, why=Why.OTHER_RATE, more_seeds=None, matters=None)
     return replace(verdict, judged=judged, speed=None)
 
 
@@ -183,7 +183,7 @@ def _arm_verdict(
         judged = JudgedArm(Learned.DID_NOT_LEARN)
     elif fell_back or same_bits:
         why = Why.FALLBACK if fell_back else Why.SAME_BITS
-        judged = replace(judged, learned=Learned.INCONCLUSIVE, why=why, more_seeds=None)
+        judged = replace(judged, learned=Learned.INCONCLUSIVE, why=why, more_seeds=None, matters=None)
         learned = False
     speed = None
     if learned and not diverged and arm.native and reference.native:

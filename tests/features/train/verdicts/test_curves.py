@@ -16,10 +16,12 @@ from fp8bench.features.train.values import Arm, ArmRole, StreamLine
 from fp8bench.features.train.verdicts.curves import (
     Curve,
     Learned,
+    Matters,
     Pair,
     Why,
     bound_of_one,
     gap_of,
+    importance,
     judge,
     least_seen,
     paired,
@@ -28,7 +30,7 @@ from fp8bench.features.train.verdicts.curves import (
 )
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
 from fp8bench.model import Interval
-from suites.verdicts import TRAINED, false_alarms, found, noises, speeds
+from suites.verdicts import TRAINED, false_alarms, found, noises, same_at_every_end, speeds
 from tests.counts import for_each, sampled
 from tests.learning_curves import CANDIDATE, REFERENCE, curve, held_out, lines, rows, training
 
@@ -58,17 +60,20 @@ def test_intervals_are_those_of_a_t_test() -> None:
 
 
 @for_each(
-    ("low", "high", "learned"),
+    ("low", "high", "learned", "matters"),
     [
-        (0.001, 0.02, Learned.WORSE), (0.011, 0.02, Learned.WORSE), (-0.02, -0.001, Learned.BETTER),
-        (0.001, 0.009, Learned.WITHIN_NOISE), (-0.01, 0.01, Learned.WITHIN_NOISE), (0.0, 0.0, Learned.WITHIN_NOISE),
-        (0.0, 0.02, Learned.INCONCLUSIVE), (-0.02, 0.0, Learned.INCONCLUSIVE), (-0.02, 0.02, Learned.INCONCLUSIVE),
-        (-0.001, 0.0101, Learned.INCONCLUSIVE), (-0.0101, 0.001, Learned.INCONCLUSIVE),
+        (0.001, 0.02, Learned.WORSE, Matters.OPEN), (0.011, 0.02, Learned.WORSE, Matters.YES),
+        (0.001, 0.01, Learned.WORSE, Matters.NO), (-0.02, -0.001, Learned.BETTER, Matters.OPEN),
+        (-0.02, -0.011, Learned.BETTER, Matters.YES), (-0.01, -0.001, Learned.BETTER, Matters.NO),
+        (-0.01, 0.01, Learned.WITHIN_NOISE, Matters.NO), (0.0, 0.0, Learned.WITHIN_NOISE, Matters.NO),
+        (0.0, 0.02, Learned.INCONCLUSIVE, Matters.OPEN), (-0.02, 0.0, Learned.INCONCLUSIVE, Matters.OPEN),
+        (-0.001, 0.0101, Learned.INCONCLUSIVE, Matters.OPEN), (-0.0101, 0.001, Learned.INCONCLUSIVE, Matters.OPEN),
     ],
 )  # fmt: skip
-def test_where_an_interval_lies(low: float, high: float, learned: Learned) -> None:
-    """At a margin of 1%."""
-    assert rule(Interval((low + high) / 2, low, high, 0.99), 0.01) is learned
+def test_where_an_interval_lies(low: float, high: float, learned: Learned, matters: Matters) -> None:
+    """At a margin of 1%: against 0, whether there is a difference, and against the margin, whether it matters."""
+    interval = Interval((low + high) / 2, low, high, 0.99)
+    assert (rule(interval, 0.01), importance(interval, 0.01)) == (learned, matters)
 
 
 @for_each(("gaps", "said"), [
@@ -79,9 +84,14 @@ def test_where_an_interval_lies(low: float, high: float, learned: Learned) -> No
     (pairs(around(-0.02), around(0.001)), Why.DISAGREE), (pairs(around(0.0), around(0.008)), Learned.WITHIN_NOISE),
     (pairs(around(0.0), around(0.05)), Why.DISAGREE),
     (pairs(around(0.02), [None, *around(0.02)[1:]]), Why.NO_HELD_OUT),
-    # A spread of zero is allowed, and a sure but small gap is within the margin.
+    # Inside the margin held-out text need not show a difference, but must not surely show the opposite, or more.
+    *((pairs(around(0.005), around(other)), Learned.WORSE) for other in (0.0, -0.001, 0.008)),
+    *((pairs(around(0.005), around(other)), Why.DISAGREE) for other in (-0.005, 0.05)),
+    (pairs(around(-0.005), around(0.005)), Why.DISAGREE), (pairs(around(-0.005), around(0.001)), Learned.BETTER),
+    # A spread of zero is allowed, and a difference that is sure is one, however small.
     (pairs([0.0] * 5), Learned.WITHIN_NOISE), (pairs([0.02] * 5), Learned.WORSE),
-    (pairs(around(1e-6, 1e-6)), Learned.WITHIN_NOISE), (pairs([*SPREAD, 0.5]), Why.TOO_WIDE),
+    (pairs(around(1e-6, 1e-2)), Learned.WITHIN_NOISE), (pairs(around(1e-6, 1e-6)), Learned.WORSE),
+    (pairs([*SPREAD, 0.5]), Why.TOO_WIDE),
 ])  # fmt: skip
 def test_what_pairs_say(gaps: list[Pair], said: Learned | Why) -> None:
     judged = judge(gaps, 0.01)
@@ -167,7 +177,8 @@ def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
     assert learned == {
         "fp8": Learned.BETTER, "fp8 rate=0.0005": Learned.INCONCLUSIVE, "fp8 rate=0.002": Learned.DIVERGED,
     }  # fmt: skip
-    assert words.answer(verdicts.arms[0], verdicts).endswith("(5 seeds); both at the best of 2 rates")
+    answer = words.answer(verdicts.arms[0], verdicts)
+    assert answer.endswith("(5 seeds): real, all of it beyond the margin of 1%; both at the best of 2 rates")
     plain = verdicts_of(training(), lines({"fp8": [0.0] * 5}))
     assert (plain.reference, plain.rates) == (REFERENCE.name, 1)
 
@@ -192,10 +203,10 @@ def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -
 
 @for_each(("arms", "gaps", "bound"), [
     ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0005]},
-     "a loss more than 0.84% worse is excluded in seed 0 (95%, by what one ulp does there; other seeds"),
+     "is open: at most 0.84% worse in seed 0 (95%, by what one ulp does there; other seeds may differ)"),
     ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0]}, "gives no bound"),
     ((CANDIDATE,), {"fp8": [0.002]}, "is open: 1 seed counts"),
-    ((CHAOS, CANDIDATE), {"fp8": [0.002, 0.001], "bf16 one ulp": [0.0005]}, "is excluded (95%); 2 seeds count"),
+    ((CHAOS, CANDIDATE), {"fp8": [0.002, 0.001], "bf16 one ulp": [0.0005]}, "worse (95%); 2 seeds count"),
 ])  # fmt: skip
 def test_one_seed_is_bounded_by_what_one_ulp_does_in_it(
     arms: tuple[Arm, ...], gaps: Mapping[str, list[float]], bound: str
@@ -236,6 +247,16 @@ def test_what_differs_by_nothing_is_seldom_called_and_what_was_planted_is_found(
     noise half the margin."""
     assert false_alarms(noises()[name], FEW, FAR) <= 6 / FEW
     assert found(noises()[name], FEW, NEAR, 0.02) > 0.9 and found(noises()[name], FEW, NEAR, -0.02) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "studies"),
+    [("spikes", 25), *(pytest.param(name, 200, marks=pytest.mark.slow) for name in noises())],
+)
+def test_no_verdict_turns_on_the_last_step(name: str, studies: int) -> None:
+    """Studies, always the same, that end at any of their last ten steps: 96 of 100 and more have one verdict. By means
+    over the last tenth alone, 82 to 86 had."""
+    assert same_at_every_end(noises()[name], studies) >= 0.95
 
 
 def test_real_nudged_arms_were_never_called() -> None:
