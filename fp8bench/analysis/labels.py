@@ -188,7 +188,7 @@ def _uneven(finding: Finding, timing: Timing, reference: Timing | None) -> Itera
         return
     faster = ratio.high < 1 and typical.high < 1
     slower = ratio.low > 1 and typical.low > 1
-    told = [f"{units.speed_up(1 / ratio.point)} by its fastest calls, {units.speed_up(1 / typical.point)} by all"]
+    told = [f"against the reference, the mean is {units.change(typical.point / ratio.point)} off the fastest calls"]
     if words := pattern(timing):
         told.append(words)
     elif reference is not None and (words := pattern(reference)):

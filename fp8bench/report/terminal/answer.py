@@ -178,14 +178,14 @@ def _cases(panel: Panel, width: int) -> Table:
         return f"{ratio.demand} " * (ratio.demand is Demand.UNCLEAR) + units.ratio(ratio.point)
 
     cols: list[Col[NamedCase]] = [
-        *(col for col in CASE if col.heading != "median"),
+        *CASE,
         Col("error", lambda case: None if case.error is None else
             f"{error_word([case.error])} " * (not case.result.record.is_reference) + units.relative_error(case.error)),
         Col("memory", lambda case: units.size(peak_of(case.result)) if (share := share_of(*case)) is None else
             units.ratio(share), number=True),
         Col("on a device", lambda case: device_share_of(*case), number=True, unit="x"),
         Col("energy", energy, number=True),
-        Col("median rate", lambda case: case.figures.rate.shown, number=True, when=width >= _ROOM_FOR_RATES),
+        Col("rate", lambda case: case.figures.rate.shown, number=True, when=width >= _ROOM_FOR_RATES),
     ]  # fmt: skip
     return table("cases", "", cols, panel.members, kept={"case", "verdict", "best"})
 
