@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fp8bench.analysis.compare.sides import CONDITIONS, DEVICE_SETTINGS
 from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.errors import UsageError
 from fp8bench.model import (
@@ -24,6 +23,7 @@ from fp8bench.model import (
     Status,
 )
 from fp8bench.model.raw import QUANTISERS_VARIABLE
+from fp8bench.model.run import CONDITIONS, DEVICE_SETTINGS
 from fp8bench.model.specs import COUNTS, ENERGY, STEP, TIME, MetricSpec, time_of_phase
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Workload

@@ -22,7 +22,7 @@ from fp8bench.analysis.metric import Metric
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, means
 from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Timing
-from fp8bench.model.run import SWITCH, SWITCHES_SET
+from fp8bench.model.run import CONDITIONS, DEVICE_SETTINGS, SWITCH, SWITCHES_SET
 from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 
 # Facts that change from minute to minute, are what is compared, or repeat another fact (asv_python).
@@ -35,13 +35,6 @@ _OLDER = frozenset({
 # The machine's name, also in a history: its entry in ~/.asv-machine.json, else the host's name.
 _MACHINE = "asv_machine"
 _HARDWARE = frozenset({_MACHINE, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
-# Software and settings that times depend on, in a history, too.
-CONDITIONS = (
-    "fp8bench", "python", "torch", "torch_git", "cudnn", "cublaslt", SWITCHES_SET, "cpu_count",
-    "cpu_affinity", "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
-)  # fmt: skip
-# Settings of a device, by its driver.
-DEVICE_SETTINGS = ("driver", "power_cap", "ecc", "mig")
 _OF_TIMES = frozenset({*CONDITIONS, "threads", "torch_threads", "asked: isolation"})
 # Each begins the names of several conditions.
 _PREFIXES = ("env_", SWITCH, "driver's cuda", "rank ")
