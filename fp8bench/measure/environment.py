@@ -8,15 +8,17 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fp8bench.model import Environment, Scalar
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.run import READ_BY_TORCH
+from fp8bench.model.run import BUSY_CORES, READ_BY_TORCH
 from fp8bench.store.asv.identity import as_facts, identify
 from fp8bench.user_code import digest_of
 
+_STAT, _LOOK_SECONDS = "/proc/stat", 0.05
 _VARIABLES = (QUANTISERS_VARIABLE, *READ_BY_TORCH)
 
 _PACKAGE = Path(__file__).parents[1]
@@ -50,6 +52,7 @@ def gather(
         "smt": _read("/sys/devices/system/cpu/smt/active"),
         "cgroup_cpu_max": _read("/sys/fs/cgroup/cpu.max"),
         "load_1min": _load(),
+        BUSY_CORES: _busy_cores(),
         "threads": threads,
         "imports_sha256": digest_of(imports),
         **as_facts(identify()),
@@ -62,6 +65,20 @@ def gather(
 
 def _load() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _busy_cores() -> float | None:
+    """How many cores others keep busy while this process sleeps: the mean load still has programs that have ended."""
+    before = _read(_STAT)
+    time.sleep(_LOOK_SECONDS)
+    after = _read(_STAT)
+    if before is None or after is None:
+        return None
+    # The first line: 'cpu', then ticks of all cores by what they did, the fourth and fifth idle.
+    first, second = ([int(ticks) for ticks in text.split("\n", 1)[0].split()[1:9]] for text in (before, after))
+    ticks = [new - old for old, new in zip(first, second, strict=True)]
+    share = 1 - sum(ticks[3:5]) / max(1, sum(ticks))
+    return round(share * (os.cpu_count() or 1), 2)
 
 
 def load_in_words() -> str:

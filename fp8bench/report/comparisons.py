@@ -147,11 +147,7 @@ def side_words(side: Side) -> str:
 def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
     if not compared.differing:
         return "", (Text("measured on the same machine, with the same software and settings"),)
-    lines = (
-        f"{differing.name}: {differing.before:.60} -> {differing.after:.60}"
-        f"{' (times do not compare for it)' * differing.of_times}"
-        for differing in compared.differing
-    )
+    lines = (f"{fact.name}: {fact.before:.60} -> {fact.after:.60}" for fact in compared.differing)
     return "what differs between the sides, beside the commit", (Items(tuple(map(Text, lines))),)
 
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from fp8bench.analysis.compare.interval import Estimate, RunDifference, across, direction, exact_change
 from fp8bench.analysis.compare.sides import Differing, MatchedFigures, Side, Sighting, counted, differing, sensed, timed
-from fp8bench.analysis.labels import AHEAD, FAR_AHEAD, disturbed_slots
+from fp8bench.analysis.labels import AHEAD, FAR_AHEAD, disturbed_slots, known_number
 from fp8bench.analysis.tapes import counts_of, what_changed
 from fp8bench.analysis.verdicts import agrees, uneven
 from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Record, Status, Verdict
@@ -27,7 +27,10 @@ _BECAME = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "fai
 
 @dataclass(frozen=True)
 class Compared:
-    """Comparisons of two sides, ids of cases that only one side has, and facts that differ."""
+    """Comparisons of two sides, ids of cases that only one side has, and facts that differ.
+
+    `conditions` are those that times depend on, in words ('threads was 1 and is 2'); '' where times compare.
+    """
 
     before: Side
     after: Side
@@ -35,15 +38,11 @@ class Compared:
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
     differing: tuple[Differing, ...]
+    conditions: str = ""
 
     @property
     def comparable(self) -> bool:
         return any(comparison.before is not None and comparison.after is not None for comparison in self.comparisons)
-
-    @property
-    def conditions(self) -> str:
-        """The facts that times depend on and that differ: 'threads was 1 and is 2'; '' where times compare."""
-        return _conditions(self.differing)
 
 
 def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
@@ -51,18 +50,16 @@ def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
     comparisons: list[Comparison] = []
     others = beside.sightings if beside is not None else {}
     differ = differing(before.runs, after.runs)
-    conditions = _conditions(differ)
+    conditions = "; ".join(
+        f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in differ if fact.of_times
+    )
     for name, seen in after.sightings.items():
         if name in before.sightings:
             comparisons += _of_case(before.sightings[name], seen, others.get(name, ()), conditions)
     return Compared(
         before, after, tuple(comparisons), _alone(before.sightings, after.sightings),
-        _alone(after.sightings, before.sightings), differ,
+        _alone(after.sightings, before.sightings), differ, conditions,
     )  # fmt: skip
-
-
-def _conditions(differ: Sequence[Differing]) -> str:
-    return "; ".join(f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in differ if fact.of_times)
 
 
 def _busier(before: Sequence[Sighting], after: Sequence[Sighting]) -> str:
@@ -127,9 +124,8 @@ def _longer(side: Sequence[Sighting]) -> float:
 
 def _loads(side: Sequence[Sighting]) -> Iterator[float]:
     for facts in (sighting.run.environment.facts for sighting in side):
-        load, cores = facts.get("load_1min"), facts.get("cpu_count")
-        if isinstance(load, int | float) and isinstance(cores, int) and cores > 0:
-            yield load / cores
+        if cores := known_number(facts, "cpu_count"):
+            yield known_number(facts, "load_1min") / cores
 
 
 def _alone(own: Mapping[str, tuple[Sighting, ...]], other: Mapping[str, tuple[Sighting, ...]]) -> tuple[str, ...]:

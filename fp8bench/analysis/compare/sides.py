@@ -22,11 +22,13 @@ from fp8bench.analysis.metric import Metric
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, means
 from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Timing
-from fp8bench.model.run import CONDITIONS, DEVICE_SETTINGS, SWITCH, SWITCHES_SET
+from fp8bench.model.run import BUSY_CORES, CONDITIONS, DEVICE_SETTINGS, SWITCH, SWITCHES_SET
 from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 
 # Facts that change from minute to minute, are what is compared, or repeat another fact (asv_python).
-_PASSING = frozenset({"load_1min", "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET})
+_PASSING = frozenset(
+    {"load_1min", BUSY_CORES, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
+)
 # Older runs did not record these; a fact that only one side has recorded may be the same on both.
 _OLDER = frozenset({
     "torch_threads", "torch_interop_threads", "float32_matmul_precision", "deterministic",

@@ -194,9 +194,9 @@ def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFi
 
 
 def exceeds(figure: Comparison, threshold: Threshold) -> bool:
-    if figure.before is None or figure.after is None or figure.after - figure.before <= threshold.smallest:
+    if figure.direction is Direction.DIFFERS or figure.before is None or figure.after is None:
         return False
-    if figure.direction is Direction.DIFFERS:
+    if figure.after - figure.before <= threshold.smallest:
         return False
     if figure.ratio is None:  # from nothing to something
         return figure.direction is Direction.WORSE
