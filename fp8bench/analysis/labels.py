@@ -90,15 +90,16 @@ def load_of(run: Run) -> str:
     """Returns 'load 3.1 on 2 cores, 1.9 of them busy with other programs'; '' for a quiet machine, or none known."""
     facts = run.environment.facts
     load, cores, busy = (known_number(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
-    threads = run.request.threads
-    told = [f"load {load:g} on {cores:g} cores"] if cores else []
+    if not cores:
+        return ""
+    threads, told = run.request.threads, [f"load {load:g} on {cores:g} cores"]
     told += [f"{busy:g} of them busy with other programs at the start"] if busy else []
     timings = [record.timing for record in run.records if record.timing and record.case.device.startswith("cpu")]
     slots = sum(len(timing.slots) for timing in timings)
     share = sum(disturbed_slots(timing, AHEAD) for timing in timings) / max(1, slots)
     told += [f"others took the CPU in {units.percent(share, 0)} of the slots"] if share > _HELD_UP else []
-    is_loaded = cores > 0 and load > max(threads, cores - threads) + _REST
-    is_busy = cores > 0 and busy >= max(_BUSY, _BUSY_SHARE * cores)
+    is_loaded = load > max(threads, cores - threads) + _REST
+    is_busy = busy >= max(_BUSY, _BUSY_SHARE * cores)
     return ", ".join(told) if is_loaded or is_busy or share > _HELD_UP else ""
 
 

@@ -69,16 +69,18 @@ def _load() -> float | None:
 
 def _busy_cores() -> float | None:
     """How many cores others keep busy while this process sleeps: the mean load still has programs that have ended."""
-    before = _read(_STAT)
+    before = _ticks()
     time.sleep(_LOOK_SECONDS)
-    after = _read(_STAT)
-    if before is None or after is None:
-        return None
-    # The first line: 'cpu', then ticks of all cores by what they did, the fourth and fifth idle.
-    first, second = ([int(ticks) for ticks in text.split("\n", 1)[0].split()[1:9]] for text in (before, after))
-    ticks = [new - old for old, new in zip(first, second, strict=True)]
+    ticks = [new - old for old, new in zip(before, _ticks(), strict=False)]
+    # The fourth and fifth are idle.
     share = 1 - sum(ticks[3:5]) / max(1, sum(ticks))
-    return round(share * (os.cpu_count() or 1), 2)
+    return round(share * (os.cpu_count() or 1), 2) if ticks else None
+
+
+def _ticks() -> list[int]:
+    """What all cores did since the system's start, by kind; empty where the system does not count it."""
+    words = (_read(_STAT) or "").partition("\n")[0].split()
+    return [int(word) for word in words[1:9]]
 
 
 def load_in_words() -> str:

@@ -95,7 +95,7 @@ def emulations(cases: Sequence[NamedCase]) -> list[str]:
 def sitting(entry: Entry) -> Iterator[Text]:
     """Says of a run under load that its intervals are of this sitting, if no earlier runs say how far runs differ."""
     load = load_of(entry.run)
-    if load and any(_is_of_one_sitting(result) for panel in entry.panels for result in panel.results):
+    if load and any(_is_of_one_sitting(case.result) for case in cases_of(entry.panels)):
         words = f"measured under {load}: intervals cover this sitting only, and another one may differ by more"
         yield Text(f"{words}; free the machine, and measure again: {entry.run.command}", Tone.DOUBT)
 
@@ -108,7 +108,7 @@ def _is_of_one_sitting(result: Result) -> bool:
 
 def by_chance(entry: Entry) -> Iterator[Text]:
     """Says of several cases how many false verdicts to expect, since each is judged by itself."""
-    judged = sum(speed_up(result) is not None for panel in entry.panels for result in panel.results)
+    judged = sum(speed_up(case.result) is not None for case in cases_of(entry.panels))
     if judged > 1:
         expected = f"up to {judged * (1 - FINAL_LEVEL):.2g} of them would be called faster or slower by chance"
         yield Text(f"{judged} cases, each judged by itself: if none differed, {expected}", Tone.DOUBT)
